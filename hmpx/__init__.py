@@ -1,0 +1,29 @@
+"""Mixed precision that you can read, edit and undo."""
+
+from hmpx import hmp
+from hmpx.conversion import Conversion, convert, restore
+from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
+from hmpx.functions import bf16, fp32, promote
+from hmpx.policy import Policy, Rule
+from hmpx.regions import disable_casts, enable_casts
+from hmpx.rounding import stochastic_round, stochastic_round_
+
+__all__ = [
+    "Conversion",
+    "HmpxError",
+    "OpListError",
+    "OptLevelError",
+    "Policy",
+    "Rule",
+    "UnknownOpError",
+    "bf16",
+    "convert",
+    "disable_casts",
+    "enable_casts",
+    "fp32",
+    "hmp",
+    "promote",
+    "restore",
+    "stochastic_round",
+    "stochastic_round_",
+]

@@ -1,0 +1,277 @@
+"""The ops that hmpx knows: op name -> its entry points in torch, and how its arguments are laid out.
+
+Nearly everything is read off the installed torch: which names exist, which objects sit under them, and (from the
+operator schemas) which arguments are tensors. What torch does not say about itself stands in `tables`.
+
+An *entry point* is an attribute a Python caller can reach (`torch.softmax`, `Tensor.softmax`, `Tensor.__add__`). A
+Python function of torch that only checks its arguments and calls the C function of the same op (`F.softmax`,
+`F.layer_norm`) is no entry point of its own: the innermost callable is, so names captured from `F` stay right and
+`inplace=`, `dtype=` or `max_norm=` are already resolved when hmpx sees the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import torch.overrides
+
+from hmpx import tables
+
+Tensor = torch.Tensor
+
+
+class Parameter(NamedTuple):
+    """One positional parameter. One that is not required has the default None; `tensor`: it may be a tensor."""
+
+    name: str
+    required: bool = True
+    tensor: bool = True
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the arguments of one op are laid out.
+
+    lead: the positional parameters up to the last tensor one; None where overloads disagree, and then every argument
+        is looked at.
+    dtype_positional: a `dtype` may stand among the positional arguments behind `lead`.
+    statistics, beside: positions of tensors that the op may write to, and of those that must share their dtype.
+    python: implemented in Python, so that it may call other listed ops.
+    """
+
+    lead: tuple[Parameter, ...] | None = None
+    dtype_positional: bool = True
+    statistics: tuple[int, ...] = ()
+    beside: tuple[int, ...] = ()
+    python: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One attribute under which an op can be called. `in_place`: it writes to its first argument."""
+
+    owner: Any
+    attribute: str
+    label: str
+    layout: Layout
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op by its list name.
+
+    follows: the op whose rule it takes when no list names it (`multiply` follows `mul`).
+    refuses_mixed: torch raises when its tensor arguments differ in dtype.
+    computes: it makes new values, as opposed to a view or a factory. O2 casts only these.
+    """
+
+    name: str
+    entries: tuple[Entry, ...] = field(default=(), repr=False)
+    follows: str | None = None
+    refuses_mixed: bool = False
+    computes: bool = True
+
+
+def schemas(name: str) -> list[Any]:
+    """The functional overloads that the dispatcher has for aten::`name`."""
+    found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return [s for s in found if not any(a.name in ("out", "out_dtype") or a.is_out for a in s.arguments)]
+
+
+def _is_tensor(argument: Any) -> bool:
+    return "Tensor" in str(argument.type)
+
+
+def _layout(name: str, first: str) -> Layout:
+    """Read a layout off the schemas of aten::`name`; `first` is what Python calls the schema's `self`."""
+    leads: set[tuple[Parameter, ...]] = set()
+    length = 0
+    dtype_positional = False
+    for schema in schemas(name):
+        positional = [a for a in schema.arguments if not a.kwarg_only]
+        length = max(length, *(i + 1 for i, a in enumerate(positional) if _is_tensor(a)), 0)
+        dtype_positional |= any(a.name == "dtype" for a in positional)
+        leads.add(
+            tuple(
+                Parameter(first if a.name == "self" else a.name, not a.has_default_value(), _is_tensor(a))
+                for a in positional
+            )
+        )
+    shared = _merge([parameters[:length] for parameters in leads])
+    plain_defaults = all(
+        argument.default_value is None
+        for schema in schemas(name)
+        for argument in schema.arguments[:length]
+        if argument.has_default_value()
+    )
+    agreed = bool(shared) and len(shared) == length and plain_defaults
+    statistics, beside = tables.STATISTICS.get(name, ((), ()))
+    return Layout(
+        lead=shared if agreed else None,
+        dtype_positional=dtype_positional or not agreed,
+        statistics=statistics,
+        beside=beside,
+    )
+
+
+def _merge(leads: list[tuple[Parameter, ...]]) -> tuple[Parameter, ...] | None:
+    """One parameter list for overloads that differ at most in what may be a tensor."""
+    if len({tuple((p.name, p.required) for p in lead) for lead in leads}) != 1:
+        return None
+    return tuple(Parameter(*ps[0][:2], any(p.tensor for p in ps)) for ps in zip(*leads, strict=True))
+
+
+def _python_layout(function: Any) -> Layout:
+    """A Python function's arguments are all looked at; only a statement of `dtype` matters to the call."""
+    return Layout(python=inspect.isfunction(function))
+
+
+class _Builder:
+    """Collects entries by op name from every namespace of torch."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, dict[tuple[int, str], Entry]] = {}
+        self.in_place: dict[str, list[Entry]] = {}
+        self.layouts: dict[tuple[str, str], Layout] = {}
+        self.places = self._places()
+
+    def _places(self) -> dict[int, list[tuple[Any, str, str]]]:
+        """Where each builtin sits, by identity: F.conv2d and torch.conv2d are one object."""
+        places: dict[int, list[tuple[Any, str, str]]] = {}
+        for label, module in tables.NAMESPACES.items():
+            for attribute, value in vars(module).items():
+                if isinstance(value, types.BuiltinFunctionType):
+                    places.setdefault(id(value), []).append((module, attribute, f"{label}.{attribute}"))
+        return places
+
+    def layout(self, aten: str, first: str) -> Layout:
+        if (aten, first) not in self.layouts:
+            self.layouts[aten, first] = _layout(aten, first)
+        return self.layouts[aten, first]
+
+    def add(self, name: str, entry: Entry) -> None:
+        if entry.in_place:
+            self.in_place.setdefault(name, []).append(entry)
+        else:
+            self.entries.setdefault(name, {})[id(entry.owner), entry.attribute] = entry
+
+    def builtin(self, aten: str, function: Any, extra: tuple[tuple[Any, str, str], ...] = ()) -> None:
+        """A C function, under every attribute where it sits."""
+        in_place = aten.endswith("_") and not aten.endswith("__")
+        name = tables.RENAMED.get(aten.rstrip("_") if in_place else aten, aten.rstrip("_") if in_place else aten)
+        for owner, attribute, label in (*self.places.get(id(function), ()), *extra):
+            self.add(name, Entry(owner, attribute, label, self.layout(aten, "input"), in_place))
+
+    def functions(self) -> None:
+        variable_functions = torch._C._VariableFunctions
+        for aten in dir(variable_functions):
+            if not aten.startswith("__") and schemas(aten):
+                function = getattr(variable_functions, aten)
+                self.builtin(aten, function, ((torch._VF, aten, f"torch._VF.{aten}"),))
+        for aten in dir(torch._C._nn):
+            function = getattr(torch._C._nn, aten)
+            if isinstance(function, types.BuiltinFunctionType) and schemas(aten):
+                self.builtin(aten, function)
+        for prefix, module in (("linalg", torch.linalg), ("fft", torch.fft), ("special", torch.special)):
+            for attribute, function in vars(module).items():
+                if isinstance(function, types.BuiltinFunctionType) and schemas(f"{prefix}_{attribute}"):
+                    self.builtin(f"{prefix}_{attribute}", function)
+
+    def methods(self) -> None:
+        for attribute in dir(torch._C.TensorBase):
+            if attribute.startswith("__") or inspect.isfunction(getattr(Tensor, attribute)):
+                continue
+            in_place = attribute.endswith("_")
+            aten = attribute.removesuffix("_")
+            if callable(getattr(Tensor, attribute)) and schemas(attribute):
+                name = tables.RENAMED.get(aten, aten)
+                entry = Entry(Tensor, attribute, f"Tensor.{attribute}", self.layout(attribute, "self"), in_place)
+                self.add(name, entry)
+
+    def operators(self) -> None:
+        for name, attributes in tables.OPERATORS.items():
+            for attribute in attributes:
+                function = getattr(Tensor, attribute)
+                operands = ("self",) if attribute in tables.UNARY_OPERATORS else ("self", "other")
+                layout = Layout(
+                    lead=tuple(Parameter(operand) for operand in operands),
+                    dtype_positional=False,
+                    python=inspect.isfunction(function),
+                )
+                entry = Entry(Tensor, attribute, f"Tensor.{attribute}", layout, attribute.startswith("__i"))
+                self.add(name, entry)
+
+    def python_functions(self) -> None:
+        """Functions of torch written in Python that stand for an op with no C function of the same name."""
+        overridable = torch.overrides.get_testing_overrides()
+        for label, module in (("torch.nn.functional", F), ("torch", torch)):
+            for attribute, function in list(vars(module).items()):
+                if not inspect.isfunction(function) or function not in overridable or attribute.startswith("_"):
+                    continue
+                name = tables.RENAMED.get(attribute, attribute)
+                front = name in self.entries and attribute not in tables.NOT_FRONTS
+                if not front:
+                    self.add(name, Entry(module, attribute, f"{label}.{attribute}", _python_layout(function)))
+
+
+def _computes(name: str, entries: tuple[Entry, ...]) -> bool:
+    """Whether some overload returns tensors that are no views, from tensors that it was given."""
+    found = schemas(name)
+    if not found:
+        return any(not entry.layout.python for entry in entries)
+    fresh = any(r.alias_info is None and "Tensor" in str(r.type) for s in found for r in s.returns)
+    takes_tensor = any(_is_tensor(a) for s in found for a in s.arguments)
+    return fresh and takes_tensor and not name.startswith(tables.NOT_COMPUTING)
+
+
+@functools.cache
+def catalog() -> dict[str, Op]:
+    """Every op by its list name. Built once; entry points are attributes, so later patches do not make it stale."""
+    torch.overrides.get_overridable_functions()  # caches functions by identity: fill it while they are torch's own
+    torch.overrides.resolve_name(torch.matmul)
+    builder = _Builder()
+    builder.functions()
+    builder.methods()
+    builder.operators()
+    builder.python_functions()
+    ops = {}
+    for name in sorted(builder.entries.keys() | builder.in_place.keys()):
+        if name in tables.NOT_OPS or (name not in builder.entries and name not in tables.OPERATORS):
+            continue
+        entries = (*builder.entries.get(name, {}).values(), *builder.in_place.get(name, ()))
+        follows = tables.FOLLOWS.get(name)
+        if follows is None and name.startswith(("special_", "linalg_")) and name.split("_", 1)[1] in builder.entries:
+            bare = name.split("_", 1)[1]
+            follows = bare if name.startswith("special_") or bare == "matmul" else None
+        ops[name] = Op(name, entries, follows, name in tables.REFUSES_MIXED, _computes(name, entries))
+    return ops
+
+
+def canonical(name: str) -> str:
+    """The list name of the op that `name` means: an aten overload or an internal spelling maps to its Python op."""
+    base = name.partition(".")[0] if name.partition(".")[0] in _spellings() else name
+    base = base.removeprefix("torch.nn.functional.").removeprefix("torch.Tensor.").removeprefix("torch.")
+    base = base.replace(".", "_") if base.startswith(("linalg.", "fft.", "special.")) else base
+    return tables.RENAMED.get(base, base)
+
+
+@functools.cache
+def _spellings() -> frozenset[str]:
+    return frozenset(catalog()) | frozenset(tables.RENAMED)
+
+
+def legal_names() -> frozenset[str]:
+    """Every name a list may use for an op of torch."""
+    return _spellings()
+
+
+def aten_only(name: str) -> bool:
+    """Whether the dispatcher knows aten::`name` although no Python caller reaches it."""
+    return bool(torch._C._jit_get_schemas_for_operator(f"aten::{name.partition('.')[0]}"))

@@ -1,0 +1,169 @@
+"""`convert` and `restore`: the one owner of what is installed in this process.
+
+At most one conversion is installed. A second `convert` replaces the first; everything that can go wrong (a list that
+does not read, a name that does not exist) goes wrong before torch is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+
+from hmpx import scope
+from hmpx.captures import Capture, rebind
+from hmpx.catalog import catalog
+from hmpx.functions import UserFunctions
+from hmpx.oplist import read_lists
+from hmpx.patching import Patch, PatchTable
+from hmpx.policy import Policy, build
+from hmpx.updates import steps
+from hmpx.verbose import VerboseLog
+
+logger = logging.getLogger("hmpx")
+_lock = threading.RLock()
+_installed: Conversion | None = None
+
+Path = str | os.PathLike
+
+
+class Conversion:
+    """What one `convert` did: the handle that it returns.
+
+    As a context manager it restores torch on exit, unless another `convert` has replaced it by then.
+
+    Attributes:
+        policy: which op runs under which rule; prints as an op list file.
+    """
+
+    def __init__(self, policy: Policy, verbose: bool = False, enabled: bool = True) -> None:
+        self.policy = policy
+        self._enabled = enabled
+        self._log = VerboseLog(policy) if verbose else None
+        self._table = PatchTable.build(policy, self._log.observer if self._log else None)
+        self._functions = UserFunctions(policy.user_functions(), dict(policy.origins))
+        self._captures: list[Capture] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether this is the conversion that is installed now."""
+        return _installed is self
+
+    @property
+    def patched(self) -> tuple[Patch, ...]:
+        """Every attribute of torch that this conversion changes: `label`, `op`, `rule`, `original`."""
+        return self._table.patches
+
+    @property
+    def rebound(self) -> tuple[str, ...]:
+        """Names that had been captured before `convert` and now hold the wrapper."""
+        return tuple(str(capture) for capture in self._captures if capture.rebound)
+
+    @property
+    def escaped(self) -> tuple[str, ...]:
+        """What the policy names and this conversion does not reach, one sentence each."""
+        ops = catalog()
+        names = (*self.policy.bf16, *self.policy.fp32, *self.policy.promote)
+        unreachable = [
+            f"{self.policy.origins.get(name, 'policy')}: {name} has no Python entry point in this torch"
+            for name in names
+            if name not in ops and "." not in name
+        ]
+        waiting = [f"{name} is not imported yet" for name in self._functions.waiting]
+        captured = [str(capture) for capture, _ in Counter(c for c in self._captures if not c.rebound).items()]
+        return (*unreachable, *waiting, *captured)
+
+    def restore(self) -> None:
+        """Take this conversion away again; nothing happens if it is not the installed one."""
+        with _lock:
+            if self.active:
+                restore()
+
+    def __enter__(self) -> Conversion:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        state = "active" if self.active else "restored"
+        return (
+            f"<hmpx.Conversion {self.policy.opt_level}, {state}: {len(self.patched)} entry points patched, "
+            f"{len(self.rebound)} captured names rebound, {len(self.escaped)} escaped>"
+        )
+
+    def _apply(self) -> None:
+        try:
+            self._captures = self._table.apply()
+            self._functions.apply()
+            self._captures += rebind(self._functions.replacements())
+            steps.install()
+        except BaseException:
+            self._take_away()
+            raise
+        scope.set_converted(True, enabled=self._enabled)
+
+    def _take_away(self) -> None:
+        scope.set_converted(False)
+        back = {wrapper: original for original, wrapper in self._functions.replacements().items()}
+        self._functions.restore()
+        rebind(back)
+        self._table.restore()
+        steps.uninstall()
+        if self._log:
+            self._log.close()
+
+
+def convert(
+    opt_level: str = "O1",
+    bf16_file_path: Path | None = "",
+    fp32_file_path: Path | None = "",
+    isVerbose: bool = False,  # noqa: N803  HMP's own spelling
+    *,
+    promote_file_path: Path | None = "",
+    unknown: str = "error",
+    enabled: bool = True,
+) -> Conversion:
+    """Run torch's ops in the precision that op lists say. A second call replaces the first.
+
+    Args:
+        opt_level: "O1": the lists decide. "O2": convolutions, linear and matrix products in BF16, every other op that
+            computes in FP32; no list may be given.
+        bf16_file_path, fp32_file_path, promote_file_path: op list files, read before the call returns. ``""`` and
+            None stand for the default list. A YAML or JSON file given for one side also fills the sides not given.
+        isVerbose: log each distinct decision once (logger "hmpx"), with the line of the caller's code.
+        unknown: "error", or "warn" to skip names that stand for nothing.
+        enabled: cast everywhere but in `disable_casts()` regions; False: only in `enable_casts()` regions.
+
+    Returns:
+        A handle: `policy`, `patched`, `rebound`, `escaped`, `restore()`, and ``with convert(...):``.
+
+    Raises:
+        OpListError, UnknownOpError, OptLevelError: before anything is changed; what was installed stays installed.
+    """
+    global _installed
+    lists = read_lists(bf16_file_path, fp32_file_path, promote_file_path)
+    policy = build(opt_level, lists, unknown)
+    with _lock:
+        previous = _installed
+        if previous is not None:
+            restore()
+        conversion = Conversion(policy, isVerbose, enabled)
+        conversion._apply()
+        _installed = conversion
+    return conversion
+
+
+def restore() -> None:
+    """Put torch back exactly as it was; without a `convert`, nothing happens."""
+    global _installed
+    with _lock:
+        conversion, _installed = _installed, None
+        if conversion is not None:
+            conversion._take_away()
+
+
+def installed() -> Conversion | None:
+    """The conversion that is installed now."""
+    return _installed

@@ -1,0 +1,187 @@
+"""Op list files -> `OpLists`, in which every name remembers its file and line.
+
+Three formats, by suffix. `.yaml`/`.yml`: keys `bf16`, `fp32`, `promote`, each a list of names. `.json`: a Gaudi
+configuration with `hmp_bf16_ops`, `hmp_fp32_ops`. Anything else is text: one name a line, `#` starts a comment.
+
+A file is read once, eagerly: callers may delete it after the call. An empty list is a real list; a key that is absent
+or null says nothing, and the default list stands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import yaml
+
+from hmpx.errors import OpListError, nearest
+
+SIDES = ("bf16", "fp32", "promote")
+_KEYS = {
+    ".yaml": {side: side for side in SIDES},
+    ".json": {"hmp_bf16_ops": "bf16", "hmp_fp32_ops": "fp32"},
+}
+_KEYS[".yml"] = _KEYS[".yaml"]
+_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One name in an op list file, and where it stands."""
+
+    name: str
+    path: str
+    line: int
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True)
+class OpLists:
+    """The names on each side; None where nothing was said."""
+
+    bf16: tuple[Listed, ...] | None = None
+    fp32: tuple[Listed, ...] | None = None
+    promote: tuple[Listed, ...] | None = None
+
+    def side(self, name: str) -> tuple[Listed, ...] | None:
+        return getattr(self, name)
+
+
+def shipped() -> Path:
+    """The folder of the op lists that come with hmpx."""
+    return Path(str(resources.files("hmpx"))) / "oplists"
+
+
+def default_lists() -> OpLists:
+    """The lists that stand where a caller gives none: HMP's published defaults."""
+    return read_lists(**{f"{side}_file_path": shipped() / "default" / f"{side}.txt" for side in SIDES})
+
+
+def read_lists(bf16_file_path=None, fp32_file_path=None, promote_file_path=None) -> OpLists:
+    """Read up to three files. ``""`` and None mean: not given.
+
+    A file with several sides in it (YAML, JSON) fills its own argument's side, and every side whose argument is not
+    given.
+
+    Raises:
+        OpListError: a file that cannot be read or has another shape; a side that two files fill.
+    """
+    given = dict(zip(SIDES, (bf16_file_path, fp32_file_path, promote_file_path), strict=True))
+    paths = {side: os.fspath(path) for side, path in given.items() if path is not None and os.fspath(path) != ""}
+    read = {side: read_file(path, side) for side, path in paths.items()}
+    filled: dict[str, tuple[Listed, ...] | None] = {}
+    for side in SIDES:
+        if side in read:
+            filled[side] = read[side].side(side)
+            continue
+        offers = {paths[other]: lists.side(side) for other, lists in read.items() if lists.side(side) is not None}
+        if len(offers) > 1:
+            raise OpListError(f"{' and '.join(offers)} both hold a {side} list; say which with {side}_file_path=")
+        filled[side] = next(iter(offers.values()), None)
+    return OpLists(**filled)
+
+
+def read_file(path: str | os.PathLike, side: str) -> OpLists:
+    """Read one op list file; a text file's names go to `side`."""
+    path = os.fspath(path)
+    text = _text(path)
+    suffix = Path(path).suffix.lower()
+    if suffix in _KEYS:
+        return _read_tree(path, text, suffix)
+    return OpLists(**{side: tuple(_read_lines(path, text))})
+
+
+def _text(path: str) -> str:
+    try:
+        raw = Path(path).read_bytes()
+    except FileNotFoundError:
+        folder = Path(path).parent
+        siblings = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        raise OpListError(f"{path}: no such op list file{nearest(Path(path).name, siblings)}") from None
+    except IsADirectoryError:
+        raise OpListError(f"{path}: is a directory; an op list is a .txt, .yaml or .json file") from None
+    except OSError as error:
+        raise OpListError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise OpListError(f"{path}:{line}: not UTF-8 text (byte 0x{raw[error.start]:02x})") from None
+
+
+def _read_lines(path: str, text: str):
+    for number, line in enumerate(text.splitlines(), 1):
+        name = line.partition("#")[0].strip()
+        if name:
+            yield _listed(name, path, number)
+
+
+def _listed(name: str, path: str, line: int) -> Listed:
+    if not _NAME.match(name):
+        words = re.findall(r"[\w.]+", name)
+        hint = f"; did you mean {words[0]!r}?" if len(words) == 1 else "; write one name a line"
+        raise OpListError(f"{path}:{line}: {name!r} is no op name{hint}")
+    return Listed(name, path, line)
+
+
+def _read_tree(path: str, text: str, suffix: str) -> OpLists:
+    """YAML nodes keep their lines, and JSON is YAML once its tabs are blanks."""
+    keys = _KEYS[suffix]
+    if suffix == ".json":
+        try:
+            json.loads(text)
+        except json.JSONDecodeError as error:
+            raise OpListError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        text = text.replace("\t", " ")
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise OpListError(f"{path}:{line}: not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise OpListError(f"{path}: not YAML: {error}") from None
+    if not isinstance(root, yaml.MappingNode):
+        kind = "nothing" if root is None else f"a {_kind(root)}"
+        line = 1 if root is None else root.start_mark.line + 1
+        raise OpListError(f"{path}:{line}: expected the keys {', '.join(keys)}, found {kind}")
+    sides: dict[str, tuple[Listed, ...]] = {}
+    for key, value in root.value:
+        line = key.start_mark.line + 1
+        if key.value in keys:
+            if keys[key.value] in sides:
+                raise OpListError(f"{path}:{line}: the key {key.value!r} stands here for the second time")
+            names = _names(path, key.value, value)
+            if names is not None:
+                sides[keys[key.value]] = names
+        elif isinstance(value, yaml.SequenceNode) and suffix != ".json":
+            raise OpListError(
+                f"{path}:{line}: {key.value!r} is no list that hmpx knows{nearest(str(key.value), keys)}"
+                f" (legal: {', '.join(keys)})"
+            )
+    return OpLists(**sides)
+
+
+def _names(path: str, key: str, value: yaml.Node) -> tuple[Listed, ...] | None:
+    line = value.start_mark.line + 1
+    if isinstance(value, yaml.ScalarNode) and value.tag == "tag:yaml.org,2002:null":
+        return None
+    if not isinstance(value, yaml.SequenceNode):
+        raise OpListError(f"{path}:{line}: {key!r} must be a list of names, found a {_kind(value)}")
+    names = []
+    for item in value.value:
+        line = item.start_mark.line + 1
+        if not isinstance(item, yaml.ScalarNode):
+            raise OpListError(f"{path}:{line}: {key!r} must hold names, found a {_kind(item)}")
+        names.append(_listed(item.value, path, line))
+    return tuple(names)
+
+
+def _kind(node: yaml.Node) -> str:
+    return {yaml.SequenceNode: "list", yaml.MappingNode: "mapping"}.get(type(node), "single value")

@@ -1,0 +1,144 @@
+"""`PatchTable`: what a policy changes in torch. Built without touching anything, then applied, then restored.
+
+An attribute that torch.Tensor only inherits is deleted again on restore, so that every object is the identical one. A
+patch that somebody else put on top is left in place and reported: taking it away would destroy their work, and ours
+below it is inert by then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import wrapt
+
+from hmpx import captures, tables
+from hmpx.casting import Observer, Switch, build
+from hmpx.catalog import Entry, Layout, catalog
+from hmpx.policy import Policy, Rule
+
+logger = logging.getLogger("hmpx")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute, before and after."""
+
+    op: str
+    rule: Rule
+    label: str
+    owner: Any
+    attribute: str
+    original: Any
+    wrapper: Any
+    inherited: bool
+
+    def __str__(self) -> str:
+        return f"{self.label:45} {self.rule}"
+
+
+class PatchTable:
+    """The patches of one conversion.
+
+    patches: every attribute that is changed, in order.
+    """
+
+    def __init__(self, patches: tuple[Patch, ...], switch: Switch) -> None:
+        self.patches = patches
+        self.switch = switch
+        self._applied: list[Patch] = []
+
+    @classmethod
+    def build(cls, policy: Policy, observe: Callable[[str, Entry, Rule], Observer] | None = None) -> PatchTable:
+        """Work out what `policy` changes. `observe` makes the observer of an entry point, for verbose logging."""
+        switch = Switch()
+        patches = []
+        wrappers: dict[tuple[int, Rule, bool], Callable] = {}
+        for op, entry, rule in _wanted(policy):
+            original, inherited = _read(entry.owner, entry.attribute)
+            # One object under several names gets one wrapper, and so stays one object.
+            key = id(original), rule, entry.in_place
+            if key not in wrappers:
+                watch = observe(op, entry, rule) if observe and rule is not Rule.UNCAST else None
+                wrappers[key] = build(entry, rule, original, switch, watch)
+            patches.append(
+                Patch(op, rule, entry.label, entry.owner, entry.attribute, original, wrappers[key], inherited)
+            )
+        return cls(tuple(patches), switch)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.patches))
+
+    def apply(self) -> list[captures.Capture]:
+        """Put every wrapper in its place. A failure on the way undoes what was done.
+
+        Returns:
+            Who else held the originals, and whether they hold the wrappers now.
+        """
+        try:
+            for patch in self.patches:
+                setattr(patch.owner, patch.attribute, patch.wrapper)
+                self._applied.append(patch)
+            return captures.rebind({patch.original: patch.wrapper for patch in self.patches})
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> list[Patch]:
+        """Put the originals back and make the wrappers inert.
+
+        Returns:
+            The patches that were not undone because something else stands in their place.
+        """
+        self.switch.retired = True
+        foreign = []
+        for patch in reversed(self._applied):
+            if vars(patch.owner).get(patch.attribute) is not patch.wrapper:
+                foreign.append(patch)
+            elif patch.inherited:
+                delattr(patch.owner, patch.attribute)
+            else:
+                setattr(patch.owner, patch.attribute, patch.original)
+        captures.rebind({patch.wrapper: patch.original for patch in self._applied})
+        self._applied.clear()
+        for patch in foreign:
+            logger.warning(
+                "%s was patched again after convert(); that patch stays, and hmpx below it is inert", patch.label
+            )
+        return foreign
+
+
+def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, Rule]]:
+    """Every entry point that some rule needs, with that rule."""
+    for op in catalog().values():
+        rule = policy.rule(op)
+        for entry in op.entries:
+            if entry.in_place:
+                # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
+                # something to do. Its own conversion rounds once where a cast before it would round twice.
+                if op.refuses_mixed:
+                    yield op.name, entry, Rule.FIRST_INPUT
+            elif rule is not None:
+                yield op.name, entry, rule
+    for path in _uncast_functions():
+        module, _, attribute = path.rpartition(".")
+        entry = Entry(importlib.import_module(module), attribute, path, Layout(python=True))
+        yield attribute, entry, Rule.UNCAST
+
+
+def _uncast_functions() -> Iterator[str]:
+    yield from tables.UNCAST_FUNCTIONS
+    for name in tables.UNCAST_MODULES:
+        for attribute, value in vars(importlib.import_module(name)).items():
+            if inspect.isfunction(value) and attribute.endswith("_") and not attribute.startswith("_"):
+                yield f"{name}.{attribute}"
+
+
+def _read(owner: Any, attribute: str) -> tuple[Any, bool]:
+    """The attribute as it stands in the owner's namespace or, for a class, along its MRO; and whether it is inherited."""
+    _, _, original = wrapt.resolve_path(owner, attribute)
+    return original, attribute not in vars(owner)

@@ -1,0 +1,100 @@
+"""Is casting on, here, in this thread.
+
+The one owner of that state. Three things decide, the innermost first: a region opened in this thread
+(`disable_casts`, `enable_casts`, the inside of a listed Python function, an optimizer step), the default that
+`convert(enabled=...)` set, and whether torch is converted at all.
+
+`off_somewhere` is empty while every thread casts, so the wrapper of an op pays one truth test for all of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WriteBack:
+    """How an optimizer step inside a region writes BF16 parameters: stochastic rounding, keyed by `seed`."""
+
+    seed: int | None = None
+
+
+class _Thread(threading.local):
+    """What one thread has open. `key` tells threads apart without asking the operating system."""
+
+    def __init__(self) -> None:
+        self.key = next(_keys)
+        self.casting: bool | None = None  # None: no region is open
+        self.write_back: WriteBack | None = None
+
+
+_keys = itertools.count(1)
+_DEFAULT = 0  # the key under which off_somewhere says "off unless a region turns casts on"
+
+off_somewhere: dict[int, bool] = {}
+_thread = _Thread()
+_converted = False
+
+
+def casts_off() -> bool:
+    """Whether ops called from this thread, now, run uncast."""
+    casting = _thread.casting
+    return _DEFAULT in off_somewhere if casting is None else not casting
+
+
+def casts_on() -> bool:
+    """Whether torch is converted and ops called from this thread, now, are cast."""
+    return _converted and not (off_somewhere and casts_off())
+
+
+def is_converted() -> bool:
+    """Whether a conversion is installed in this process."""
+    return _converted
+
+
+def write_back() -> WriteBack | None:
+    """How this thread's innermost `disable_casts` region writes BF16 parameters; None outside of one."""
+    return _thread.write_back
+
+
+def set_converted(converted: bool, *, enabled: bool = True) -> None:
+    """Record that a conversion was installed or taken away, and whether it casts outside of any region."""
+    global _converted
+    _converted = converted
+    if converted and not enabled:
+        off_somewhere[_DEFAULT] = True
+    else:
+        off_somewhere.pop(_DEFAULT, None)
+
+
+def _set(casting: bool | None, how: WriteBack | None) -> None:
+    _thread.casting, _thread.write_back = casting, how
+    if casting is False:
+        off_somewhere[_thread.key] = True
+    else:
+        off_somewhere.pop(_thread.key, None)
+
+
+@contextlib.contextmanager
+def region(casting: bool, how: WriteBack | None = None) -> Iterator[None]:
+    """Turn casts on or off in this thread until the block is left, by whatever way."""
+    before = _thread.casting, _thread.write_back
+    _set(casting, how)
+    try:
+        yield
+    finally:
+        _set(*before)
+
+
+def run_uncast(function, args, kwargs):
+    """Call `function` with casts off inside: the op that was listed has decided for everything it calls."""
+    before = _thread.casting
+    _set(False, _thread.write_back)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _set(before, _thread.write_back)

@@ -1,0 +1,130 @@
+"""What torch does not say about its own ops. Data only; `catalog` reads the rest off the installed torch.
+
+Membership of REFUSES_MIXED was measured: every op of torch's own sample database (`op_db`) with two floating inputs
+was called with one of them in BF16, the other in FP32. `tests/test_catalog.py` repeats the measurement.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.functional
+import torch.nn.functional as F
+
+# Modules whose attributes are entry points, in the order they are shown.
+NAMESPACES = {
+    "torch": torch,
+    "torch.nn.functional": F,
+    "torch.linalg": torch.linalg,
+    "torch.special": torch.special,
+    "torch.fft": torch.fft,
+    "torch._C._nn": torch._C._nn,
+    "torch.functional": torch.functional,
+}
+
+# A spelling of torch's C side -> the op that lists know. One op, one rule.
+RENAMED = {
+    "cross_entropy_loss": "cross_entropy",
+    "nll_loss_nd": "nll_loss",
+    "nll_loss2d": "nll_loss",
+    "grid_sample": "grid_sampler",
+    "log_sigmoid": "logsigmoid",
+    "multilabel_margin_loss_forward": "multilabel_margin_loss",
+    "_thnn_fused_lstm_cell": "lstm_cell",
+    "_thnn_fused_gru_cell": "gru_cell",
+}
+
+# An op that takes another's rule unless a list names it itself: other names of one computation.
+FOLLOWS = {
+    "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
+    "arctan2": "atan2", "arctanh": "atanh", "clip": "clamp", "concat": "cat", "concatenate": "cat",
+    "divide": "div", "fix": "trunc", "ger": "outer", "greater": "gt", "greater_equal": "ge",
+    "less": "lt", "less_equal": "le", "multiply": "mul", "negative": "neg", "not_equal": "ne", "subtract": "sub",
+    "true_divide": "div", "truediv": "div", "floordiv": "floor_divide", "special_expit": "sigmoid",
+    "special_gammaln": "lgamma", "special_psi": "digamma", "special_multigammaln": "mvlgamma",
+    "special_gammainc": "igamma", "special_gammaincc": "igammac",
+}  # fmt: skip
+
+# The operators of an op. `iadd` and its kin stand for the in-place operator alone, `rsub` for the reflected one.
+OPERATORS = {
+    "add": ("__add__", "__radd__"),
+    "sub": ("__sub__",),
+    "rsub": ("__rsub__",),
+    "mul": ("__mul__", "__rmul__"),
+    "truediv": ("__truediv__", "__rtruediv__", "__div__", "__rdiv__"),
+    "floordiv": ("__floordiv__", "__rfloordiv__"),
+    "remainder": ("__mod__", "__rmod__"),
+    "pow": ("__pow__", "__rpow__"),
+    "matmul": ("__matmul__", "__rmatmul__"),
+    "neg": ("__neg__",),
+    "abs": ("__abs__",),
+    "eq": ("__eq__",), "ne": ("__ne__",), "lt": ("__lt__",), "le": ("__le__",), "gt": ("__gt__",), "ge": ("__ge__",),
+    "iadd": ("__iadd__",),
+    "isub": ("__isub__",),
+    "imul": ("__imul__",),
+    "itruediv": ("__itruediv__", "__idiv__"),
+    "ifloordiv": ("__ifloordiv__",),
+    "imod": ("__imod__",),
+    "ipow": ("__ipow__",),
+}  # fmt: skip
+UNARY_OPERATORS = frozenset({"__neg__", "__abs__"})
+
+# Python functions that share their name with a C function and yet do not always end in it.
+NOT_FRONTS = frozenset({"norm", "unfold"})
+
+# op -> (positions the op may write to, positions whose dtype must be theirs): running mean and variance, then weight
+# and bias. BF16 input beside FP32 weights and statistics runs on CPU and on CUDA; BF16 weights beside FP32 statistics
+# do not run on CPU.
+STATISTICS = {
+    "batch_norm": ((3, 4), (1, 2)),
+    "instance_norm": ((3, 4), (1, 2)),
+}
+
+# Ops that raise when their floating tensor arguments differ in dtype, on some device. Norms are among them because
+# CUDA refuses what CPU takes.
+REFUSES_MIXED = frozenset(
+    """
+    _convolution addbmm addmm addmv addr baddbmm batch_norm bilinear binary_cross_entropy bmm cdist chain_matmul
+    cholesky_solve conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution cross
+    cross_entropy dot einsum embedding_bag grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru gru_cell inner
+    index_add index_copy index_put index_reduce instance_norm layer_norm lerp linalg_cross linalg_householder_product
+    linalg_ldl_solve linalg_lstsq linalg_lu_solve linalg_matmul linalg_multi_dot linalg_solve linalg_solve_ex
+    linalg_solve_triangular linalg_tensorsolve linalg_vecdot linear lstm lstm_cell lu_solve masked_scatter matmul mm
+    multi_margin_loss mv native_batch_norm native_group_norm native_layer_norm nll_loss ormqr prelu put rms_norm
+    rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention scatter scatter_add scatter_reduce
+    tensordot triangular_solve vdot
+    """.split()
+)
+
+# Names torch has that are conversions or bookkeeping, not ops with a precision.
+NOT_OPS = frozenset(
+    """
+    to type_as copy set_ resize resize_as requires_grad item detach alias data is_floating_point is_complex is_signed
+    is_pinned is_set_to is_nonzero is_same_size is_inference is_conj is_neg retain_grad record_stream pin_memory size
+    stride numel dim element_size nelement equal allclose isclose can_cast result_type promote_types record
+    _to_copy _copy_from _cast_Byte _cast_Char _cast_Double _cast_Float _cast_Half _cast_Int _cast_Long _cast_Short
+    """.split()
+)
+
+# Prefixes of ops that make tensors out of shapes alone, or hand their input on.
+NOT_COMPUTING = (
+    "_", "new_", "empty", "zeros", "ones", "full", "rand", "clone", "contiguous", "detach", "lift", "to_", "sparse_",
+    "resize", "reshape", "flatten", "ravel", "is_", "isin", "quantize", "dequantize", "int_repr", "q_", "fbgemm",
+    "native_", "cudnn_", "miopen_", "mkldnn_", "bitwise_", "logical_", "special_",
+)  # fmt: skip
+
+# What O2 runs in BF16: convolutions, linear, and the matrix products.
+O2_BF16 = frozenset(
+    """
+    addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
+    conv_transpose3d convolution einsum inner linalg_multi_dot linear matmul mm mv tensordot
+    """.split()
+)
+
+# Functions that are not the model's forward: casts are off inside.
+UNCAST_MODULES = ("torch.nn.init",)
+UNCAST_FUNCTIONS = (
+    "torch.nn.utils.clip_grad_norm_",
+    "torch.nn.utils.clip_grad_value_",
+    "torch.nn.utils.clip_grads_with_norm_",
+    "torch.nn.utils.get_total_norm",
+)

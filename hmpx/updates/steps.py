@@ -1,0 +1,101 @@
+"""Where hmpx stands in an optimizer step: around the optimizer's own function, inside its hooks.
+
+torch wraps `step` of every optimizer class once (`Optimizer.profile_hook_step`): user pre-hooks, the class's own
+function, user post-hooks. hmpx exchanges that inner function, held by the wrapper's closure, because the places beside it
+do not serve:
+
+- global step hooks do not run when a step raises, and run outside the user's own hooks, which would then see shadows
+  instead of parameters, or parameters that are not written back yet;
+- a patch on the class is passed by: every LR scheduler keeps the bound `step` that it found.
+
+Installed as long as a conversion or a `disable_casts` region needs it, then put back exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hmpx import scope
+from hmpx.updates.shadows import has_bf16, step_in_fp32
+
+Optimizer = torch.optim.Optimizer
+logger = logging.getLogger("hmpx")
+
+_lock = threading.RLock()
+_users = 0
+_profile_hook_step = Optimizer.profile_hook_step
+_running = threading.local()  # optimizers whose step is running in this thread
+_warned = False
+
+
+def install() -> None:
+    """Watch every optimizer step from here on. Calls nest."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            for cell in _cells():
+                cell.cell_contents = _watched(cell.cell_contents)
+            Optimizer.profile_hook_step = staticmethod(lambda step: _profile_hook_step(_watched(step)))
+
+
+def uninstall() -> None:
+    """Take back one `install`; the last one leaves torch as it was."""
+    global _users
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            Optimizer.profile_hook_step = staticmethod(_profile_hook_step)
+            for cell in _cells():
+                step = cell.cell_contents
+                cell.cell_contents = getattr(step, "__hmpx_original__", step)
+
+
+def _cells() -> Iterator[types.CellType]:
+    """The closure cell that holds the own step function, of every optimizer class that torch has wrapped."""
+    classes = [Optimizer]
+    for cls in classes:
+        classes += [sub for sub in cls.__subclasses__() if sub not in classes]
+        step = vars(cls).get("step")
+        code = getattr(step, "__code__", None)
+        if getattr(step, "hooked", False) and code is not None and "func" in code.co_freevars:
+            yield step.__closure__[code.co_freevars.index("func")]
+
+
+def _watched(step: Callable) -> Callable:
+    @functools.wraps(step)
+    def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        running = _running.__dict__.setdefault("optimizers", set())
+        if id(optimizer) in running:  # a subclass that calls its parent's step
+            return step(optimizer, *args, **kwargs)
+        running.add(id(optimizer))
+        how = scope.write_back()
+        try:
+            with scope.region(casting=False, how=how):
+                if how is not None and has_bf16(optimizer):
+                    return step_in_fp32(optimizer, how, step, args, kwargs)
+                _warn_of_nearest(optimizer)
+                return step(optimizer, *args, **kwargs)
+        finally:
+            running.discard(id(optimizer))
+
+    watched.__hmpx_original__ = step
+    return watched
+
+
+def _warn_of_nearest(optimizer: Optimizer) -> None:
+    global _warned
+    if not _warned and has_bf16(optimizer):
+        _warned = True
+        logger.warning(
+            "%s updates BF16 parameters with round-to-nearest, which drops small updates; "
+            "write `with hmpx.disable_casts(): optimizer.step()` for stochastic rounding",
+            type(optimizer).__name__,
+        )

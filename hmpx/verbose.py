@@ -1,0 +1,83 @@
+"""`isVerbose=True`: each distinct decision once through `logging`, and how often it was taken at the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from typing import Any
+
+import torch
+
+from hmpx.casting import Observer
+from hmpx.catalog import Entry
+from hmpx.policy import Policy, Rule
+
+logger = logging.getLogger("hmpx")
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_HMPX = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class VerboseLog:
+    """Collects the decisions of one conversion.
+
+    A user who asked for it sees it: where no handler would show INFO records of the logger "hmpx", one that writes to
+    standard error is attached until `close`.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._seen: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._handler: logging.Handler | None = None
+        self._level = logger.level
+        if not logger.isEnabledFor(logging.INFO):
+            logger.setLevel(logging.INFO)
+        if not logger.hasHandlers():
+            self._handler = logging.StreamHandler()
+            self._handler.setFormatter(logging.Formatter("%(message)s"))
+            logger.addHandler(self._handler)
+        logger.info("hmp:verbose_mode  True")
+        logger.info("hmp:opt_level  %s", policy.opt_level)
+
+    def observer(self, op: str, entry: Entry, rule: Rule) -> Observer:
+        head = f"{op} as {entry.label}, {rule}"
+
+        def observe(given: tuple, seen: tuple, result: Any) -> None:
+            line = f"{head}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))} at {_users_line()}"
+            with self._lock:
+                self._seen[line] += 1
+                first = self._seen[line] == 1
+            if first:
+                logger.info("hmpx: %s", line)
+
+        return observe
+
+    def close(self) -> None:
+        for line, count in self._seen.most_common():
+            logger.info("hmpx: %6d times %s", count, line)
+        if self._handler is not None:
+            logger.removeHandler(self._handler)
+        logger.setLevel(self._level)
+
+
+def _dtypes(values: Any) -> str:
+    found: list[str] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(str(value.dtype).removeprefix("torch."))
+        elif isinstance(value, list | tuple):
+            found += [text for text in [_dtypes(value)] if text]
+    return ", ".join(found)
+
+
+def _users_line() -> str:
+    """The innermost line that is neither torch's nor hmpx's."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((_TORCH, _HMPX, "<hmpx")):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
