@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-_FORWARD_MODULES = ("torch.nn.modules", "torch.distributions", "torch.ao.nn")
+_FORWARD_MODULES = ("torch.nn.modules", "torch.distributions", "torch.ao.nn", "torch.testing")
 _OFF_LIMITS = frozenset({"torch", "hmpx", "wrapt", "builtins", "gc", "_thread"})
 _LONGEST = 10_000  # items: a longer list or dict is data, not a table of functions
 

@@ -45,15 +45,12 @@ class Switch:
 def is_eligible(value: Any) -> bool:
     """Whether `value` is a dense floating tensor of FP32, BF16 or FP16."""
     return (
-        isinstance(value, Tensor)
-        and value.dtype in ELIGIBLE
-        and value.layout is torch.strided
-        and not value.is_nested
+        isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.layout is torch.strided and not value.is_nested
     )
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` in `dtype` where it is eligible, in lists, tuples and dicts too; the same object where nothing changes."""
+    """`value` in `dtype` where it is eligible, in lists, tuples and dicts too; itself where nothing changes."""
     if isinstance(value, Tensor):
         return _METHODS[dtype](value) if value.dtype is not dtype and is_eligible(value) else value
     kind = type(value)
@@ -84,11 +81,19 @@ def eligible_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
 
 def is_explicit(args: tuple, kwargs: dict) -> bool:
     """Whether the caller said himself what comes out: ``out=`` or ``dtype=``."""
-    return _explicit_keywords(kwargs) or any(type(value) is torch.dtype for value in args)
+    return _is_stated(kwargs) or _has_dtype(args)
 
 
-def _explicit_keywords(kwargs: dict) -> bool:
-    return any(kwargs.get(name) is not None for name in ("out", "dtype", "out_dtype"))
+def _is_stated(kwargs: dict) -> bool:
+    get = kwargs.get
+    return get("dtype") is not None or get("out") is not None or get("out_dtype") is not None
+
+
+def _has_dtype(args: tuple) -> bool:
+    for value in args:  # a loop, not any(): this runs in every call of softmax
+        if type(value) is torch.dtype:
+            return True
+    return False
 
 
 def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
@@ -203,7 +208,7 @@ _MISSING: Any = type("_Missing", (), {"__repr__": lambda self: "<missing>"})()
 
 
 def _by_name(original: Callable, rule: Rule, layout: Layout, named: dict, rest: tuple, kwargs: dict) -> Any:
-    """A call whose leading arguments did not all come by position: they may bear torch's other names (`x1`, `tensor`)."""
+    """A call whose leading arguments did not all come by position: they may bear torch's other names, like `x1`."""
     given = {name: value for name, value in named.items() if value is not _MISSING}
     required = [p.name for p in layout.lead or () if p.required]
     args = []
@@ -223,13 +228,13 @@ def make(_original, _switch, _by_name):
     def {function}({signature}, *args, **kwargs):
         if {missing}:
             return _by_name(_original, _rule, _layout, {named}, args, kwargs)
-        if (_off and _switch.casts_off()) or _switch.retired or (kwargs and _explicit_keywords(kwargs)){positional_dtype}:
+        if (_off and _switch.casts_off()) or _switch.retired or (kwargs and _is_stated(kwargs)){positional_dtype}:
             return _original({names}, *args, **kwargs)
 """
 _TO_TARGET = """\
         if type({p}) in _plain:
-            if {p}.dtype is not _target:
-                {p} = _cast({p}, _target)
+            if {p}.dtype is not _target and {p}.dtype in _eligible and {p}.layout is _strided and not {p}.is_nested:
+                {p} = _to_target({p})
         elif {p} is not None:
             {p} = _cast({p}, _target)
 """
@@ -248,7 +253,7 @@ _TAIL = """\
 """
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compile(layout: Layout, rule: Rule, function: str) -> Callable:
     """The factory of the specialised wrapper for one layout and rule."""
     lead = layout.lead or ()
@@ -260,7 +265,7 @@ def _compile(layout: Layout, rule: Rule, function: str) -> Callable:
         "names": ", ".join(p.name for p in lead),
         "named": "dict(" + ", ".join(f"{p.name}={p.name}" for p in lead) + ")",
         "missing": " or ".join(f"{name} is _missing" for name in required) or "False",
-        "positional_dtype": " or (args and _is_explicit(args, kwargs))" if layout.dtype_positional else "",
+        "positional_dtype": " or (args and _has_dtype(args))" if layout.dtype_positional else "",
     }
     source = _HEAD.format(**fields)
     if rule in _TARGETS:
@@ -280,10 +285,12 @@ def _compile(layout: Layout, rule: Rule, function: str) -> Callable:
         "_target": _TARGETS.get(rule),
         "_rule": rule,
         "_layout": layout,
+        "_to_target": _METHODS.get(_TARGETS.get(rule)),
         "_eligible": ELIGIBLE,
+        "_strided": torch.strided,
         "_cast": cast,
-        "_explicit_keywords": _explicit_keywords,
-        "_is_explicit": is_explicit,
+        "_is_stated": _is_stated,
+        "_has_dtype": _has_dtype,
         "_unify": lambda args: cast_arguments(rule, layout, args, {})[0],
     }
     exec(compile(source, f"<hmpx {function}: {rule}>", "exec"), namespace)

@@ -119,7 +119,7 @@ def convert(
     opt_level: str = "O1",
     bf16_file_path: Path | None = "",
     fp32_file_path: Path | None = "",
-    isVerbose: bool = False,  # noqa: N803  HMP's own spelling
+    isVerbose: bool = False,
     *,
     promote_file_path: Path | None = "",
     unknown: str = "error",

@@ -1,4 +1,4 @@
-"""What hmpx raises. Every message names the file and line (when there is one), the thing, and the nearest legal thing."""
+"""What hmpx raises. Every message names the file and line (if there is one), the thing, and the nearest legal thing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ for _error in (HmpxError, OpListError, UnknownOpError, OptLevelError):
     _error.__module__ = "hmpx"
 
 
-def nearest(name: str, legal: Iterable[str]) -> str:
+def nearest(name: str, legal: Iterable[str], cutoff: float = 0.6) -> str:
     """``"; did you mean 'conv2d'?"`` for the closest legal name, or an empty string."""
     by_lowercase = {candidate.lower(): candidate for candidate in legal}
-    close = difflib.get_close_matches(name.lower(), by_lowercase, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name.lower(), by_lowercase, n=1, cutoff=cutoff)
     return f"; did you mean {by_lowercase[close[0]]!r}?" if close else ""

@@ -104,7 +104,7 @@ def _text(path: str) -> str:
     except FileNotFoundError:
         folder = Path(path).parent
         siblings = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        raise OpListError(f"{path}: no such op list file{nearest(Path(path).name, siblings)}") from None
+        raise OpListError(f"{path}: no such op list file{nearest(Path(path).name, siblings, cutoff=0.8)}") from None
     except IsADirectoryError:
         raise OpListError(f"{path}: is a directory; an op list is a .txt, .yaml or .json file") from None
     except OSError as error:

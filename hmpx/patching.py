@@ -139,6 +139,6 @@ def _uncast_functions() -> Iterator[str]:
 
 
 def _read(owner: Any, attribute: str) -> tuple[Any, bool]:
-    """The attribute as it stands in the owner's namespace or, for a class, along its MRO; and whether it is inherited."""
+    """The attribute as it stands in the namespace, or along a class's MRO; and whether it is inherited."""
     _, _, original = wrapt.resolve_path(owner, attribute)
     return original, attribute not in vars(owner)

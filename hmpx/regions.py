@@ -1,4 +1,4 @@
-"""The two regions a user writes: `disable_casts` and `enable_casts`. Nestable, per thread, exception-safe, decorators."""
+"""The two regions a user writes, `disable_casts` and `enable_casts`: nestable, per thread, exception-safe, decorators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Region(contextlib.ContextDecorator):
         self._open.stack.pop().__exit__(None, None, None)
 
 
-class disable_casts(_Region):  # noqa: N801  a context manager, and HMP's own spelling
+class disable_casts(_Region):
     """No casts inside; and an optimizer step inside writes BF16 parameters by stochastic rounding.
 
     ``with hmpx.disable_casts(): optimizer.step()`` computes the step of any `torch.optim.Optimizer` in FP32, on FP32
@@ -55,7 +55,7 @@ class disable_casts(_Region):  # noqa: N801  a context manager, and HMP's own sp
             steps.uninstall()
 
 
-class enable_casts(_Region):  # noqa: N801
+class enable_casts(_Region):
     """Casts on inside a `disable_casts` region, or under ``convert(enabled=False)``; optimizer steps are plain ones."""
 
     def _enter(self) -> AbstractContextManager:

@@ -1,8 +1,8 @@
 """Stochastic rounding of FP32 to BF16, by numbers that anybody can recompute.
 
 **The problem.** A BF16 weight has 8 bits of precision. An update smaller than half a unit in the last place rounds to
-nothing under round-to-nearest, every time, and training stalls. Rounding up with a probability equal to the part that is
-cut off keeps the expected value right.
+nothing under round-to-nearest, every time, and training stalls. Rounding up with a probability equal to the part that
+is cut off keeps the expected value right.
 
 **The numbers.** Other libraries draw them from the global generator, so replicas drift apart and a resumed run differs.
 Here the number of an element depends on (seed, step, parameter name, index in the whole parameter) and nothing else.
@@ -158,12 +158,11 @@ def _round_eager(out: Tensor, x: Tensor, key: int, offset: int) -> None:
     c = _scratch(x.device)
     odd = offset & 1
     k2 = torch.tensor(_signed(key >> 32), dtype=torch.int32, device=x.device)
-    starts = range(0, x.numel(), _CHUNK)
-    keys = [_signed(key + ((offset + start) // 2) * _GOLDEN) for start in starts]
+    keys = [_signed(key + ((offset + start) // 2) * _GOLDEN) for start in range(0, x.numel(), _CHUNK)]
     first_keys = torch.tensor(keys, dtype=torch.int32, device=x.device).unbind()
     # A finite sum of squares below the square of BF16's maximum proves that nothing needs the special road.
     special = not torch.dot(x, x).item() < 1e38
-    for start, k1, x_chunk, out_chunk in zip(starts, first_keys, x.split(_CHUNK), out.split(_CHUNK), strict=True):
+    for k1, x_chunk, out_chunk in zip(first_keys, x.split(_CHUNK), out.split(_CHUNK), strict=True):
         count = x_chunk.numel()
         pairs = (count + odd + 1) // 2
         h, t, bits = c.hash[:pairs], c.shifted[:pairs], c.bits[:count]

@@ -1,8 +1,8 @@
 """Where hmpx stands in an optimizer step: around the optimizer's own function, inside its hooks.
 
 torch wraps `step` of every optimizer class once (`Optimizer.profile_hook_step`): user pre-hooks, the class's own
-function, user post-hooks. hmpx exchanges that inner function, held by the wrapper's closure, because the places beside it
-do not serve:
+function, user post-hooks. hmpx exchanges that inner function, held by the wrapper's closure, because the places beside
+it do not serve:
 
 - global step hooks do not run when a step raises, and run outside the user's own hooks, which would then see shadows
   instead of parameters, or parameters that are not written back yet;
