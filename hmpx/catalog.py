@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import keyword
 import types
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -111,7 +112,8 @@ def _layout(name: str, first: str) -> Layout:
         for argument in schema.arguments[:length]
         if argument.has_default_value()
     )
-    agreed = bool(shared) and len(shared) == length and plain_defaults
+    nameable = all(p.name.isidentifier() and not keyword.iskeyword(p.name) for p in shared or ())
+    agreed = bool(shared) and len(shared) == length and plain_defaults and nameable
     statistics, beside = tables.STATISTICS.get(name, ((), ()))
     return Layout(
         lead=shared if agreed else None,
@@ -274,4 +276,5 @@ def legal_names() -> frozenset[str]:
 
 def aten_only(name: str) -> bool:
     """Whether the dispatcher knows aten::`name` although no Python caller reaches it."""
-    return bool(torch._C._jit_get_schemas_for_operator(f"aten::{name.partition('.')[0]}"))
+    base = name.partition(".")[0]
+    return base not in tables.NOT_OPS and bool(torch._C._jit_get_schemas_for_operator(f"aten::{base}"))

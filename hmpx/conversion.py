@@ -40,7 +40,7 @@ class Conversion:
     def __init__(self, policy: Policy, verbose: bool = False, enabled: bool = True) -> None:
         self.policy = policy
         self._enabled = enabled
-        self._log = VerboseLog(policy) if verbose else None
+        self._log = VerboseLog() if verbose else None
         self._table = PatchTable.build(policy, self._log.observer if self._log else None)
         self._functions = UserFunctions(policy.user_functions(), dict(policy.origins))
         self._captures: list[Capture] = []
@@ -94,11 +94,11 @@ class Conversion:
         )
 
     def _apply(self) -> None:
+        steps.install()
         try:
             self._captures = self._table.apply()
             self._functions.apply()
             self._captures += rebind(self._functions.replacements())
-            steps.install()
         except BaseException:
             self._take_away()
             raise
@@ -150,6 +150,8 @@ def convert(
         if previous is not None:
             restore()
         conversion = Conversion(policy, isVerbose, enabled)
+        logger.info("hmp:verbose_mode  %s", isVerbose)
+        logger.info("hmp:opt_level  %s", opt_level)
         conversion._apply()
         _installed = conversion
     return conversion

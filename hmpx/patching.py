@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -125,9 +126,10 @@ def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, Rule]]:
             elif rule is not None:
                 yield op.name, entry, rule
     for path in _uncast_functions():
-        module, _, attribute = path.rpartition(".")
-        entry = Entry(importlib.import_module(module), attribute, path, Layout(python=True))
-        yield attribute, entry, Rule.UNCAST
+        name, _, attribute = path.rpartition(".")
+        owner = pkgutil.resolve_name(name)
+        if hasattr(owner, attribute):
+            yield attribute, Entry(owner, attribute, path, Layout(python=True)), Rule.UNCAST
 
 
 def _uncast_functions() -> Iterator[str]:

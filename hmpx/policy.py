@@ -99,9 +99,7 @@ def build(opt_level: str = "O1", lists: OpLists | None = None, unknown: str = "e
         for side, names in given.items():
             if names is not None:
                 path = names[0].path if names else f"{side}_file_path"
-                raise OptLevelError(
-                    f"{path}: O2 decides by itself and takes no op lists; use opt_level='O1' with lists"
-                )
+                raise OptLevelError(f"{path}: O2 decides by itself and takes no op lists; lists go with opt_level='O1'")
         return _o2()
     return _o1(given, unknown)
 
@@ -150,6 +148,4 @@ def _resolve(names: tuple[Listed, ...], unknown: str) -> dict[str, Listed]:
 def _refuse_both_sides(bf16: dict[str, Listed], fp32: dict[str, Listed]) -> None:
     for name in bf16:
         if name in fp32:
-            raise OpListError(
-                f"{fp32[name].where}: {name!r} is on both sides; the bf16 list has it at {bf16[name].where}"
-            )
+            raise OpListError(f"{fp32[name].where}: {name!r} is on both sides; in the bf16 list at {bf16[name].where}")

@@ -1,4 +1,4 @@
-"""The two regions a user writes, `disable_casts` and `enable_casts`: nestable, per thread, exception-safe, decorators."""
+"""The regions a user writes, `disable_casts` and `enable_casts`: nestable, per thread, exception-safe, decorators."""
 
 from __future__ import annotations
 

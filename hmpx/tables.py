@@ -120,11 +120,12 @@ O2_BF16 = frozenset(
     """.split()
 )
 
-# Functions that are not the model's forward: casts are off inside.
-UNCAST_MODULES = ("torch.nn.init",)
+# Not the model's forward: casts are off inside.
+# UNCAST_MODULES: of these, the public functions that write to
+# their argument. Optimizer steps are watched by `updates.steps`.
+UNCAST_MODULES = ("torch.nn.init", "torch.nn.utils", "torch.nn.utils.clip_grad")
 UNCAST_FUNCTIONS = (
-    "torch.nn.utils.clip_grad_norm_",
-    "torch.nn.utils.clip_grad_value_",
-    "torch.nn.utils.clip_grads_with_norm_",
     "torch.nn.utils.get_total_norm",
+    "torch.nn.utils.clip_grad._get_total_norm",
+    "torch.optim.swa_utils.AveragedModel.update_parameters",
 )

@@ -13,7 +13,7 @@ import torch
 
 from hmpx.casting import Observer
 from hmpx.catalog import Entry
-from hmpx.policy import Policy, Rule
+from hmpx.policy import Rule
 
 logger = logging.getLogger("hmpx")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -27,7 +27,7 @@ class VerboseLog:
     standard error is attached until `close`.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._handler: logging.Handler | None = None
@@ -38,8 +38,6 @@ class VerboseLog:
             self._handler = logging.StreamHandler()
             self._handler.setFormatter(logging.Formatter("%(message)s"))
             logger.addHandler(self._handler)
-        logger.info("hmp:verbose_mode  True")
-        logger.info("hmp:opt_level  %s", policy.opt_level)
 
     def observer(self, op: str, entry: Entry, rule: Rule) -> Observer:
         head = f"{op} as {entry.label}, {rule}"

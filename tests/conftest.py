@@ -1,0 +1,44 @@
+"""Every test starts and ends with torch as it was made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hmpx
+from hmpx.catalog import catalog
+
+
+def attributes_of_torch() -> dict:
+    """Every attribute that hmpx could change: the object, and whether it stands in the owner's own namespace."""
+    entries = [entry for op in catalog().values() for entry in op.entries]
+    return {
+        entry.label: (getattr(entry.owner, entry.attribute), entry.attribute in vars(entry.owner)) for entry in entries
+    }
+
+
+PRISTINE = attributes_of_torch()
+
+
+@pytest.fixture(autouse=True)
+def torch_is_untouched():
+    torch.manual_seed(0)
+    yield
+    hmpx.restore()
+    changed = [label for label, value in attributes_of_torch().items() if PRISTINE[label] != value]
+    assert not changed
+
+
+@pytest.fixture
+def lists(tmp_path):
+    """Write op list files and return the keyword arguments of `convert`; a side that is not given is empty."""
+
+    def write(bf16="", fp32="", promote=""):
+        arguments = {}
+        for side, names in (("bf16", bf16), ("fp32", fp32), ("promote", promote)):
+            path = tmp_path / f"{side}.txt"
+            path.write_text("\n".join(names.split()))
+            arguments[f"{side}_file_path"] = str(path)
+        return arguments
+
+    return write

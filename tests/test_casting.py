@@ -1,0 +1,346 @@
+"""The cast rules, each on the ops a person would meet, against torch's own results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hmpx
+
+BF16, FP32, FP16, FP64 = torch.bfloat16, torch.float32, torch.float16, torch.float64
+
+
+def tensor(*shape, dtype=FP32):
+    return torch.randn(shape).to(dtype)
+
+
+# Rules 1 and 2
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_bf16_list_casts_positional_and_keyword_arguments(lists, dtype):
+    x, w, b = tensor(4, 8, dtype=dtype), tensor(3, 8, dtype=dtype), tensor(3)
+    expected = F.linear(x.bfloat16(), w.bfloat16(), b.bfloat16())
+    with hmpx.convert(**lists(bf16="linear")):
+        results = [
+            F.linear(x, w, b),
+            F.linear(x, w, bias=b),
+            F.linear(input=x, weight=w, bias=b),
+            F.linear(x, bias=b, weight=w),
+        ]
+    assert all(torch.equal(r, expected) and r.dtype is BF16 for r in results)
+
+
+def test_fp32_list_casts_to_fp32(lists):
+    x = tensor(4, 8, dtype=BF16)
+    expected = torch.softmax(x.float(), 1)
+    with hmpx.convert(**lists(fp32="softmax")):
+        assert torch.equal(torch.softmax(x, 1), expected)
+        assert torch.equal(F.softmax(x, dim=1), expected)
+        assert torch.equal(nn.Softmax(1)(x), expected)
+
+
+def test_tensors_in_lists_and_tuples_are_cast(lists):
+    a, b = tensor(2, 3), tensor(2, 3, dtype=FP16)
+    with hmpx.convert(**lists(bf16="cat stack")):
+        assert torch.cat([a, b]).dtype is BF16
+        assert torch.stack((a, b), dim=1).dtype is BF16
+        assert torch.cat(tensors=[a, b], dim=0).dtype is BF16
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, 2, dtype=FP64),
+        torch.ones(2, 2, dtype=torch.int64),
+        torch.ones(2, 2, dtype=torch.bool),
+        torch.ones(2, 2, dtype=torch.complex64),
+        torch.ones(2, 2).to_sparse(),
+    ],
+    ids=["fp64", "int", "bool", "complex", "sparse"],
+)
+def test_tensors_that_are_not_eligible_pass_through(lists, value):
+    with hmpx.convert(**lists(bf16="mul abs")):
+        assert (value * value).dtype is value.dtype
+        assert value.mul(value).layout is value.layout
+
+
+def test_none_and_numbers_are_legal_everywhere(lists):
+    x = tensor(2, 3, 4, 4)
+    with hmpx.convert(**lists(bf16="conv2d layer_norm mul batch_norm add")):
+        assert F.conv2d(x, tensor(5, 3, 1, 1), None).dtype is BF16
+        assert F.layer_norm(x, (4,), None, None).dtype is BF16
+        assert F.batch_norm(x, None, None, training=True).dtype is BF16
+        assert (2 * x * 3.0).dtype is BF16 and torch.add(x, 1, alpha=2).dtype is BF16
+
+
+def test_gradients_come_back_in_the_parameters_dtype(lists):
+    layer, x = nn.Linear(4, 4), tensor(2, 4)
+    with hmpx.convert(**lists(bf16="linear")):
+        layer(x).sum().backward()
+    assert layer.weight.grad.dtype is FP32
+    expected = torch.ones(2, 4, dtype=BF16).t() @ x.bfloat16()
+    assert torch.equal(layer.weight.grad, expected.float())
+
+
+# Rule 3
+
+
+def test_promote_takes_the_widest_dtype_where_torch_refuses(lists):
+    a, b = tensor(4, dtype=BF16), tensor(4)
+    with pytest.raises(RuntimeError):
+        torch.dot(a, b)
+    with hmpx.convert(**lists(promote="dot add")) as handle:
+        assert torch.equal(torch.dot(a, b), torch.dot(a.float(), b))
+        assert torch.dot(a, a).dtype is BF16
+        assert torch.dot(a, b.half()).dtype is FP32  # the widest of BF16 and FP16 is FP32
+        assert torch.add(a, b).dtype is FP32
+        assert not [patch for patch in handle.patched if patch.op == "add"]  # torch does it by itself
+
+
+# Rule 4
+
+
+def test_an_unlisted_op_that_refuses_mixed_dtypes_follows_its_first_input(lists):
+    x, w, b = tensor(4, 8, dtype=BF16), tensor(3, 8), tensor(3)
+    with hmpx.convert(**lists()):
+        assert torch.equal(F.linear(x, w, b), F.linear(x, w.bfloat16(), b.bfloat16()))
+        assert torch.equal(w @ x.t(), w @ x.t().float())
+        assert F.layer_norm(x, (8,), tensor(8), tensor(8)).dtype is BF16
+        assert torch.equal(F.linear(w, w), torch.nn.functional.linear(w, w))
+        q = tensor(1, 2, 4, 8, dtype=BF16)
+        assert F.scaled_dot_product_attention(q, q.float(), q.half()).dtype is BF16
+        assert F.nll_loss(tensor(3, 4).log_softmax(1), torch.tensor([0, 1, 2]), tensor(4, dtype=BF16)).dtype is FP32
+
+
+# Rule 5
+
+
+@pytest.mark.parametrize("side", ["bf16", "fp32", "promote"])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("other", [BF16, FP32])
+def test_in_place_keeps_storage_dtype_and_aliases(lists, side, dtype, other):
+    x, y = tensor(4, 4, dtype=dtype), tensor(4, 4, dtype=other)
+    expected = (x.double() + y.double()).to(dtype)
+    alias = x.view(-1)
+    with hmpx.convert(**lists(**{side: "add iadd addmm mul relu"})):
+        before = x
+        x += y
+        assert x is before and x.dtype is dtype
+        assert x.data_ptr() == alias.data_ptr() and torch.equal(alias.view(4, 4), x)
+        assert torch.allclose(x.double(), expected.double(), rtol=1e-2, atol=1e-2)
+        assert x.addmm_(y, y) is x and x.dtype is dtype
+        assert x.mul_(y) is x and F.relu(x, inplace=True) is x and F.relu_(x) is x
+        assert x.min() >= 0
+
+
+def test_in_place_where_torch_refuses_casts_the_others(lists):
+    x, y = tensor(3, 3, dtype=BF16), tensor(3, 3)
+    expected = x.clone().addmm_(y.bfloat16(), y.bfloat16())
+    with hmpx.convert(**lists(fp32="addmm")):
+        assert torch.equal(x.addmm_(y, y), expected)
+
+
+@pytest.mark.parametrize("module", [nn.ReLU, nn.LeakyReLU, nn.Dropout, nn.Dropout2d, nn.SiLU, nn.Hardtanh])
+def test_modules_with_inplace_write_to_their_input(lists, module):
+    names = "relu leaky_relu dropout dropout2d feature_dropout silu hardtanh"
+    x = tensor(1, 2, 4, 4)
+    with hmpx.convert(**lists(bf16=names)):
+        assert module(inplace=True)(x) is x and x.dtype is FP32
+        assert module()(x).dtype is BF16
+
+
+# Rule 6
+
+
+def test_out_and_dtype_are_the_callers_decision(lists):
+    x, out = tensor(3, 3), torch.empty(3, 3)
+    with hmpx.convert(**lists(bf16="mm matmul", fp32="softmax sum")):
+        assert torch.mm(x, x, out=out) is out
+        assert torch.softmax(x, 1, dtype=FP64).dtype is FP64
+        assert torch.softmax(x, 1, BF16).dtype is BF16
+        assert F.softmax(x, 1, dtype=BF16).dtype is BF16
+        assert x.sum(dtype=BF16).dtype is BF16
+        assert torch.softmax(x.bfloat16(), 1, dtype=None).dtype is FP32
+    assert torch.equal(out, x @ x)
+
+
+# Rule 7
+
+
+def test_a_name_stands_for_every_way_to_call_the_op(lists):
+    x = tensor(3, 3)
+    ways = [
+        lambda: torch.softmax(x, 1),
+        lambda: x.softmax(1),
+        lambda: F.softmax(x, 1),
+        lambda: torch.special.softmax(x, 1),
+        lambda: torch.add(x, x),
+        lambda: x.add(x),
+        lambda: x + x,
+        lambda: 1 + x,
+        lambda: x / 2,
+        lambda: 2 / x,
+        lambda: torch.matmul(x, x),
+        lambda: x.matmul(x),
+        lambda: x @ x,
+        lambda: torch.linalg.matmul(x, x),
+        lambda: 1 - x,
+        lambda: torch.rsub(x, 1),
+        lambda: x**2,
+        lambda: 2**x,
+        lambda: torch.pow(x, 2),
+    ]
+    with hmpx.convert(**lists(bf16="softmax add truediv matmul rsub pow")):
+        assert [way().dtype for way in ways] == [BF16] * len(ways)
+        assert (x - 1).dtype is FP32  # sub is another op than rsub
+        assert torch.div(x, 2).dtype is FP32  # truediv stands for the operator
+    assert [way().dtype for way in ways] == [FP32] * len(ways)
+
+
+def test_nonzero_never_reaches_bool(lists):
+    with hmpx.convert(**lists(fp32="nonzero")) as handle:
+        assert {patch.attribute for patch in handle.patched if patch.op == "nonzero"} == {"nonzero"}
+        assert bool(torch.ones(1)) is True
+
+
+# Rule 8
+
+
+def test_the_outermost_listed_op_decides(lists):
+    x = tensor(2, 3, 4, 4)
+    attention = nn.MultiheadAttention(8, 2)
+    q = tensor(5, 1, 8)
+    with hmpx.convert(**lists(bf16="multi_head_attention_forward", fp32="softmax linear matmul bmm")):
+        assert attention(q, q, q)[0].dtype is BF16
+    with hmpx.convert(**lists(bf16="linear bmm baddbmm matmul scaled_dot_product_attention")):
+        assert attention(q, q, q)[0].dtype is BF16  # not listed itself: what it calls is
+    with hmpx.convert(**lists(bf16="interpolate", fp32="upsample_bilinear2d")):
+        assert F.interpolate(x, scale_factor=2, mode="bilinear").dtype is BF16
+    with hmpx.convert(**lists(fp32="upsample_bilinear2d")):
+        assert F.interpolate(x.bfloat16(), scale_factor=2, mode="bilinear").dtype is FP32
+
+
+# Rule 9
+
+
+def test_o2_on_a_model():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    seen = {}
+    for name, layer in model.named_children():
+        layer.register_forward_hook(lambda _, __, out, name=name: seen.__setitem__(name, out.dtype))
+    with hmpx.convert("O2"):
+        model(tensor(2, 3, 4, 4))
+    assert seen == {"0": BF16, "1": FP32, "2": FP32, "3": FP32, "4": BF16}
+
+
+# Rule 10
+
+
+@pytest.mark.parametrize("rule", ["bf16", "fp32", None])
+@pytest.mark.parametrize("stats", [BF16, FP32])
+@pytest.mark.parametrize("given", [BF16, FP32])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_updated_where_they_are(lists, rule, stats, given, norm, training):
+    layer = norm(3, affine=True, track_running_stats=True).to(stats).train(training)
+    mean, x = layer.running_mean, tensor(8, 3, 5, dtype=given) + 1
+    reference = norm(3, affine=True, track_running_stats=True).train(training)
+    expected = reference(x.float())
+    names = {rule: "batch_norm instance_norm"} if rule else {}
+    with hmpx.convert(**lists(**names)):
+        out = layer(x)
+    assert out.dtype is {"bf16": BF16, "fp32": FP32, None: given}[rule]
+    assert layer.running_mean is mean and mean.dtype is stats
+    assert torch.allclose(mean.float(), reference.running_mean, atol=1e-2)
+    assert torch.allclose(out.float(), expected, atol=5e-2)
+
+
+def test_embedding_with_max_norm_renormalises_the_real_weight(lists):
+    weight = tensor(5, 4) * 10
+    with hmpx.convert(**lists(bf16="embedding embedding_bag")):
+        out = F.embedding(torch.tensor([1, 2]), weight, max_norm=1.0)
+    assert out.dtype is BF16 and weight.dtype is FP32
+    assert (weight[1:3].norm(dim=1) <= 1.001).all() and weight[0].norm() > 1.5
+
+
+def test_casts_are_off_in_optimizers_initialisers_and_clipping(lists):
+    everything = "mul div truediv add sub sqrt lerp addcdiv addcmul qr linalg_qr linalg_vector_norm stack norm pow matmul"
+    weight = torch.empty(16, 16)
+
+    def train(seed):
+        torch.manual_seed(seed)
+        nn.init.orthogonal_(weight)
+        parameter = nn.Parameter(weight.clone())
+        optimizer = torch.optim.AdamW([parameter], lr=0.1, foreach=False, amsgrad=True)
+        for _ in range(3):
+            parameter.grad = torch.randn(16, 16)
+            total = nn.utils.clip_grad_norm_([parameter], 0.5)
+            optimizer.step()
+        return parameter.detach(), total
+
+    expected = train(1)
+    with hmpx.convert(**lists(bf16=everything)):
+        assert (weight * weight).dtype is BF16
+        got = train(1)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+# Calls that are out of the ordinary
+
+
+def test_torchs_other_names_of_arguments_are_understood(lists):
+    x, y = tensor(3), tensor(3)
+    with hmpx.convert(**lists(bf16="dot mul mean", fp32="sum")):
+        assert torch.dot(x, tensor=y).dtype is BF16
+        assert torch.mul(input=x, other=y).dtype is BF16
+        assert torch.mean(input=x, dim=0).dtype is BF16
+        assert torch.sum(x, axis=0).dtype is FP32
+
+
+def test_errors_are_torchs_own(lists):
+    x = tensor(3, 4)
+    with pytest.raises(RuntimeError) as plain:
+        torch.mm(x, x)
+    with hmpx.convert(**lists(bf16="mm")), pytest.raises(RuntimeError) as wrapped:
+        torch.mm(x, x)
+    assert str(wrapped.value) == str(plain.value)
+    with hmpx.convert(**lists(bf16="mm")), pytest.raises(TypeError):
+        torch.mm(x)
+
+
+def test_numbers_on_the_left_and_foreign_operands(lists):
+    class Foreign:
+        def __radd__(self, other):
+            return "theirs"
+
+    with hmpx.convert(**lists(bf16="add mul")):
+        assert tensor(2) + Foreign() == "theirs"
+        with pytest.raises(TypeError):
+            tensor(2) + "text"
+
+
+def test_tensor_subclasses_see_the_call(lists):
+    class Tagged(torch.Tensor):
+        calls = []
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.calls.append(getattr(func, "__name__", ""))
+            return super().__torch_function__(func, types, args, kwargs)
+
+    x = tensor(3, 3).as_subclass(Tagged)
+    with hmpx.convert(**lists(bf16="matmul")):
+        out = x @ x
+    assert out.dtype is BF16 and isinstance(out, Tagged) and "matmul" in " ".join(Tagged.calls)
+
+
+def test_recurrent_layers_are_cast_through_torch_vf(lists):
+    lstm, x = nn.LSTM(4, 5), tensor(3, 2, 4)
+    with hmpx.convert(**lists(bf16="lstm gru lstm_cell rnn_tanh")):
+        assert lstm(x)[0].dtype is BF16
+        assert nn.GRU(4, 5)(x)[0].dtype is BF16
+        assert nn.RNN(4, 5)(x)[0].dtype is BF16
+        assert nn.LSTMCell(4, 5)(x[0])[0].dtype is BF16

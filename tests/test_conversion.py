@@ -1,0 +1,276 @@
+"""convert and restore: what is installed, what comes back, what a failure leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hmpx
+from hmpx import casting, patching, scope
+from hmpx.catalog import catalog
+from hmpx.patching import PatchTable
+from hmpx.policy import build
+
+from .conftest import PRISTINE, attributes_of_torch
+
+X = torch.randn(4, 4)
+
+
+def test_restore_puts_back_the_identical_objects():
+    for level in ("O1", "O2"):
+        hmpx.convert(level)
+        assert (X @ X).dtype is torch.bfloat16
+        hmpx.restore()
+        assert attributes_of_torch() == PRISTINE and (X @ X).dtype is torch.float32
+    assert torch.Tensor.matmul is torch._C.TensorBase.matmul
+
+
+def test_restore_without_convert_is_a_no_op():
+    hmpx.restore()
+    assert attributes_of_torch() == PRISTINE
+
+
+def test_building_a_table_touches_nothing():
+    table = PatchTable.build(build())
+    assert attributes_of_torch() == PRISTINE
+    assert "torch.matmul" in str(table) and "bf16" in str(table)
+
+
+def test_the_handle_restores_on_exit_and_on_exceptions():
+    with hmpx.convert() as handle:
+        assert handle.active and F.linear(X, X).dtype is torch.bfloat16
+    assert not handle.active and F.linear(X, X).dtype is torch.float32
+    with pytest.raises(ZeroDivisionError), hmpx.convert():
+        raise ZeroDivisionError
+    assert attributes_of_torch() == PRISTINE
+
+
+def test_a_second_convert_replaces_the_first(lists):
+    first = hmpx.convert(**lists(bf16="matmul"))
+    second = hmpx.convert(**lists(bf16="exp"))
+    assert (X @ X).dtype is torch.float32 and X.exp().dtype is torch.bfloat16
+    assert not first.active and second.active
+    first.restore()  # not the installed one: nothing happens
+    assert X.exp().dtype is torch.bfloat16
+    hmpx.restore()
+    assert attributes_of_torch() == PRISTINE
+
+
+def test_bad_input_leaves_the_installed_conversion_alone(lists, tmp_path):
+    handle = hmpx.convert(**lists(bf16="matmul"))
+    for bad in ({"opt_level": "O7"}, {"bf16_file_path": tmp_path / "nowhere"}):
+        with pytest.raises(hmpx.HmpxError):
+            hmpx.convert(**bad)
+    assert handle.active and (X @ X).dtype is torch.bfloat16
+
+
+def test_a_failure_in_the_middle_of_patching_undoes_what_was_patched(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("half-way")
+
+    monkeypatch.setattr(patching.captures, "rebind", fail)
+    with pytest.raises(RuntimeError, match="half-way"):
+        hmpx.convert()
+    monkeypatch.undo()
+    assert attributes_of_torch() == PRISTINE and not scope.is_converted()
+    assert hmpx.convert().active
+
+
+def test_nothing_is_patched_that_no_rule_needs(lists):
+    with hmpx.convert(**lists(bf16="exp", promote="add cat stack where")) as handle:
+        assert {patch.op for patch in handle.patched if patch.rule is hmpx.Rule.BF16} == {"exp"}
+        assert not [patch for patch in handle.patched if patch.rule is hmpx.Rule.PROMOTE]
+        assert torch.sin is PRISTINE["torch.sin"][0] and torch.add is PRISTINE["torch.add"][0]
+
+
+def test_the_handle_says_what_was_patched_and_what_escaped(lists):
+    handle = hmpx.convert(**lists(bf16="linear index_put_impl_ nosuchmodule.f", fp32="softmax"), unknown="warn")
+    labels = {patch.label for patch in handle.patched if patch.op == "softmax"}
+    assert labels == {"torch.softmax", "torch._VF.softmax", "Tensor.softmax"}
+    assert any("nosuchmodule.f is not imported yet" in line for line in handle.escaped)
+    assert "active" in repr(handle)
+
+
+def test_an_aten_op_without_python_entry_escapes_by_name(lists):
+    handle = hmpx.convert(**lists(bf16="_foreach_add mkldnn_rnn_layer", fp32="multi_margin_loss_backward"))
+    assert any("multi_margin_loss_backward has no Python entry point" in line for line in handle.escaped)
+
+
+def test_a_foreign_patch_on_top_is_reported_and_stays(lists, caplog):
+    hmpx.convert(**lists(bf16="exp"))
+    ours = torch.exp
+
+    def theirs(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    torch.exp = theirs
+    hmpx.restore()
+    try:
+        assert torch.exp is theirs and "torch.exp was patched again" in caplog.text
+        assert torch.exp(X).dtype is torch.float32  # ours below it is inert
+    finally:
+        torch.exp = PRISTINE["torch.exp"][0]
+
+
+def test_a_foreign_patch_below_is_called_and_comes_back(lists):
+    original, calls = torch.exp, []
+
+    def theirs(*args, **kwargs):
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    torch.exp = theirs
+    try:
+        with hmpx.convert(**lists(bf16="exp")):
+            assert torch.exp(X).dtype is torch.bfloat16 and calls
+        assert torch.exp is theirs
+    finally:
+        torch.exp = original
+
+
+def test_wrappers_held_after_restore_are_inert(lists):
+    class Holder:
+        __slots__ = ("method", "table")  # a place that nobody can rebind: no attributes, a tuple
+
+    holder = Holder()
+    with hmpx.convert(**lists(bf16="linear exp interpolate batch_norm")):
+        holder.table = (F.linear, torch.exp, F.interpolate, torch.batch_norm)
+    linear, exp, interpolate, batch_norm = holder.table
+    x = torch.randn(1, 2, 4, 4)
+    assert linear(X, X).dtype is exp(X).dtype is interpolate(x, scale_factor=2).dtype is torch.float32
+    assert batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False).dtype is torch.float32
+
+
+def test_patched_functions_pickle_and_models_copy():
+    layer = nn.TransformerEncoderLayer(8, 2, activation="gelu", batch_first=True)
+    with hmpx.convert():
+        for function in (torch.matmul, F.linear, torch.Tensor.matmul, F.leaky_relu, F.dropout2d):
+            assert pickle.loads(pickle.dumps(function)) is function
+        data = pickle.dumps(layer)
+        assert copy.deepcopy(layer)(torch.randn(1, 3, 8)).shape == (1, 3, 8)
+    assert pickle.loads(data).activation is F.gelu
+
+
+def test_a_model_built_before_convert_is_cast_and_gives_fp32_bits_after(lists):
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
+    expected = model(X)
+    with hmpx.convert(**lists(bf16="linear")):
+        assert model(X).dtype is torch.bfloat16
+    assert torch.equal(model(X), expected)
+
+
+def test_casts_and_regions_are_per_thread(lists):
+    hmpx.convert(**lists(bf16="matmul"))
+    inside, leave = threading.Event(), threading.Event()
+    seen = []
+
+    def other():
+        with hmpx.disable_casts():
+            seen.append((X @ X).dtype)
+            inside.set()
+            leave.wait(10)
+            seen.append((X @ X).dtype)
+        seen.append((X @ X).dtype)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(10)
+    assert (X @ X).dtype is torch.bfloat16
+    leave.set()
+    thread.join()
+    assert seen == [torch.float32, torch.float32, torch.bfloat16]
+    assert not scope.off_somewhere
+
+
+def test_many_threads_convert_compute_and_restore_without_harm(lists):
+    arguments, errors = lists(bf16="matmul"), []
+
+    def work():
+        try:
+            for _ in range(3):
+                hmpx.convert(**arguments)
+                X @ X
+                hmpx.restore()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hmpx.restore()
+    assert not errors and attributes_of_torch() == PRISTINE
+
+
+def test_enabled_false_casts_only_in_enable_casts(lists):
+    with hmpx.convert(**lists(bf16="matmul"), enabled=False):
+        assert (X @ X).dtype is torch.float32
+        with hmpx.enable_casts():
+            assert (X @ X).dtype is torch.bfloat16
+    assert not scope.off_somewhere
+
+
+def test_verbose_says_each_decision_once_and_counts_at_the_end(lists, caplog):
+    caplog.set_level(logging.INFO, "hmpx")
+    hmpx.convert(**lists(bf16="linear", fp32="softmax"), isVerbose=True)
+    for _ in range(3):
+        F.linear(X, X)
+    F.softmax(X.bfloat16(), 1)
+    assert "hmp:verbose_mode  True" in caplog.text and "hmp:opt_level  O1" in caplog.text
+    line = "linear as torch.nn.functional.linear, bf16: float32, float32 -> bfloat16, bfloat16 -> bfloat16 at "
+    assert caplog.text.count(line) == 1 and __file__ in caplog.text
+    assert "softmax as Tensor.softmax, fp32: bfloat16 -> float32 -> float32" in caplog.text
+    hmpx.restore()
+    assert f"3 times {line}" in caplog.text
+
+
+def test_verbose_casts_give_the_same_bits(lists):
+    w, x = torch.randn(3, 4), torch.randn(2, 3, 4, 4)
+    arguments = lists(bf16="linear dropout2d batch_norm", fp32="softmax")
+
+    def run():
+        torch.manual_seed(0)
+        return [F.linear(X, w), F.dropout2d(x), F.batch_norm(x, None, None, training=True), F.softmax(X, 1)]
+
+    with hmpx.convert(**arguments):
+        quiet = run()
+    with hmpx.convert(**arguments, isVerbose=True):
+        assert all(torch.equal(a, b) for a, b in zip(run(), quiet, strict=True))
+
+
+def test_verbose_is_seen_without_any_logging_setup(tmp_path):
+    code = "import hmpx, torch; hmpx.convert(isVerbose=True); torch.ones(2, 2) @ torch.ones(2, 2); hmpx.restore()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "hmp:opt_level  O1" in done.stderr and "matmul as" in done.stderr and "1 times" in done.stderr
+
+
+def test_every_entry_point_builds_under_every_rule():
+    for op in catalog().values():
+        for entry in op.entries:
+            original = getattr(entry.owner, entry.attribute)
+            for rule in hmpx.Rule:
+                assert callable(casting.build(entry, rule, original, casting.Switch()))
+
+
+def test_public_names_are_exactly_all():
+    public = {name for name in vars(hmpx) if not name.startswith("_")}
+    modules = {name for name in public if type(getattr(hmpx, name)) is type(hmpx)} - {"hmp"}
+    assert public - modules == set(hmpx.__all__) == set(sorted(hmpx.__all__))
+
+
+def test_importing_hmpx_leaves_torch_alone():
+    code = (
+        "import torch; before = dict(vars(torch)), dict(vars(torch.Tensor)); import hmpx;"
+        "assert before == (dict(vars(torch)), dict(vars(torch.Tensor)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,130 @@
+"""A user's own functions: decorators, and dotted names in lists."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+
+import pytest
+import torch
+
+import hmpx
+
+X, B = torch.randn(3, 3), torch.randn(3, 3).bfloat16()
+
+
+@hmpx.fp32
+def in_fp32(x, *, others=(), table=None):
+    """Documented."""
+    return x.dtype, [o.dtype for o in others], {k: v.dtype for k, v in (table or {}).items()}, torch.matmul(x, x).dtype
+
+
+@hmpx.bf16
+def in_bf16(x):
+    return x.dtype
+
+
+@hmpx.promote
+def widest(x, y, z=None):
+    return x.dtype, y.dtype
+
+
+class Box:
+    @hmpx.bf16
+    def method(self, x):
+        return type(self), x.dtype
+
+    @classmethod
+    @hmpx.bf16
+    def of_class(cls, x):
+        return cls, x.dtype
+
+
+def test_without_convert_a_decorated_function_is_the_plain_one():
+    assert in_fp32(B)[0] is torch.bfloat16 and in_bf16(X) is torch.float32
+
+
+def test_inputs_are_cast_and_nothing_inside_is_cast_again(lists):
+    with hmpx.convert(**lists(bf16="matmul")):
+        x, others, table, product = in_fp32(B, others=[B, X], table={"a": B})
+        assert {x, *others, *table.values(), product} == {torch.float32}
+        assert in_bf16(X) is torch.bfloat16 and widest(B, X) == (torch.float32, torch.float32)
+        assert widest(B, B) == (torch.bfloat16, torch.bfloat16)
+        assert (X @ X).dtype is torch.bfloat16
+        with hmpx.disable_casts():
+            assert in_bf16(X) is torch.float32
+
+
+def test_binding_signature_and_documentation_survive():
+    assert in_fp32.__doc__ == "Documented." and "others" in inspect.signature(in_fp32).parameters
+    with hmpx.convert():
+        assert Box().method(X) == (Box, torch.bfloat16) == Box.of_class(X)
+
+
+MODULE = """
+import torch
+def iou(a, b):
+    return a.dtype, torch.matmul(a, b).dtype
+class Boxes:
+    def area(self, x):
+        return x.dtype
+    @staticmethod
+    def unit(x):
+        return x.dtype
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package `mylib` with a module `mylib.ops`, importable and not imported."""
+    (tmp_path / "mylib").mkdir()
+    (tmp_path / "mylib" / "__init__.py").write_text("")
+    (tmp_path / "mylib" / "ops.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mylib"]:
+        del sys.modules[name]
+
+
+NAMES = "mylib.ops.iou mylib.ops.Boxes.area mylib.ops.Boxes.unit"
+
+
+def check(ops):
+    assert ops.iou(X, X) == (torch.bfloat16, torch.bfloat16)
+    assert ops.Boxes().area(X) is ops.Boxes.unit(X) is torch.bfloat16
+
+
+def test_a_dotted_name_of_an_imported_module(lists, package):
+    ops = importlib.import_module("mylib.ops")
+    original = ops.iou
+    captured = {"iou": ops.iou}
+    ops.captured = captured
+    with hmpx.convert(**lists(bf16=NAMES)) as handle:
+        check(ops)
+        assert captured["iou"](X, X)[0] is torch.bfloat16
+        assert not any("not imported" in line for line in handle.escaped)
+    assert ops.iou is original is captured["iou"] and ops.iou(X, X)[0] is torch.float32
+
+
+def test_a_dotted_name_of_a_module_that_is_imported_later(lists, package):
+    with hmpx.convert(**lists(bf16=NAMES)) as handle:
+        assert "mylib.ops.iou is not imported yet" in handle.escaped
+        ops = importlib.import_module("mylib.ops")
+        check(ops)
+        assert "mylib.ops.iou is not imported yet" not in handle.escaped
+    assert ops.iou(X, X)[0] is torch.float32
+
+
+def test_a_module_imported_after_restore_is_left_alone(lists, package):
+    hmpx.convert(**lists(bf16=NAMES))
+    hmpx.restore()
+    assert importlib.import_module("mylib.ops").iou(X, X)[0] is torch.float32
+
+
+def test_a_dotted_name_that_its_module_does_not_have(lists, package):
+    importlib.import_module("mylib.ops")
+    with pytest.raises(hmpx.HmpxError, match=r"bf16.txt:1: mylib.ops has no 'iuo'; did you mean 'iou'"):
+        hmpx.convert(**lists(bf16="mylib.ops.iuo"))
+    assert torch.Tensor.matmul is torch._C.TensorBase.matmul
