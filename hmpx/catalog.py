@@ -92,28 +92,21 @@ def _is_tensor(argument: Any) -> bool:
 
 def _layout(name: str, first: str) -> Layout:
     """Read a layout off the schemas of aten::`name`; `first` is what Python calls the schema's `self`."""
-    leads: set[tuple[Parameter, ...]] = set()
-    length = 0
-    dtype_positional = False
-    for schema in schemas(name):
-        positional = [a for a in schema.arguments if not a.kwarg_only]
-        length = max(length, *(i + 1 for i, a in enumerate(positional) if _is_tensor(a)), 0)
-        dtype_positional |= any(a.name == "dtype" for a in positional)
-        leads.add(
-            tuple(
-                Parameter(first if a.name == "self" else a.name, not a.has_default_value(), _is_tensor(a))
-                for a in positional
-            )
-        )
-    shared = _merge([parameters[:length] for parameters in leads])
-    plain_defaults = all(
-        argument.default_value is None
-        for schema in schemas(name)
-        for argument in schema.arguments[:length]
-        if argument.has_default_value()
+    overloads = [[a for a in schema.arguments if not a.kwarg_only] for schema in schemas(name)]
+    for arguments in overloads if first == "self" else ():
+        arguments.sort(key=lambda a: a.name != "self")  # a method: the tensor it belongs to comes first
+    length = max((i + 1 for arguments in overloads for i, a in enumerate(arguments) if _is_tensor(a)), default=0)
+    leads = [arguments[:length] for arguments in overloads]
+    shared = _merge([[_parameter(a, first) for a in lead] for lead in leads])
+    writable = all(
+        (not a.has_default_value() or a.default_value is None)
+        and a.name.isidentifier()
+        and not keyword.iskeyword(a.name)
+        for lead in leads
+        for a in lead
     )
-    nameable = all(p.name.isidentifier() and not keyword.iskeyword(p.name) for p in shared or ())
-    agreed = bool(shared) and len(shared) == length and plain_defaults and nameable
+    agreed = bool(shared) and len(shared) == length and writable
+    dtype_positional = any(a.name == "dtype" for arguments in overloads for a in arguments)
     statistics, beside = tables.STATISTICS.get(name, ((), ()))
     return Layout(
         lead=shared if agreed else None,
@@ -123,7 +116,12 @@ def _layout(name: str, first: str) -> Layout:
     )
 
 
-def _merge(leads: list[tuple[Parameter, ...]]) -> tuple[Parameter, ...] | None:
+def _parameter(argument: Any, first: str) -> Parameter:
+    name = first if argument.name == "self" else argument.name
+    return Parameter(name, not argument.has_default_value(), _is_tensor(argument))
+
+
+def _merge(leads: list[list[Parameter]]) -> tuple[Parameter, ...] | None:
     """One parameter list for overloads that differ at most in what may be a tensor."""
     if len({tuple((p.name, p.required) for p in lead) for lead in leads}) != 1:
         return None

@@ -69,7 +69,7 @@ OPERATORS = {
 UNARY_OPERATORS = frozenset({"__neg__", "__abs__"})
 
 # Python functions that share their name with a C function and yet do not always end in it.
-NOT_FRONTS = frozenset({"norm", "unfold"})
+NOT_FRONTS = frozenset({"block_diag", "norm", "smooth_l1_loss", "unfold"})
 
 # op -> (positions the op may write to, positions whose dtype must be theirs): running mean and variance, then weight
 # and bias. BF16 input beside FP32 weights and statistics runs on CPU and on CUDA; BF16 weights beside FP32 statistics

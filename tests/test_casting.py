@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -267,7 +269,9 @@ def test_embedding_with_max_norm_renormalises_the_real_weight(lists):
 
 
 def test_casts_are_off_in_optimizers_initialisers_and_clipping(lists):
-    everything = "mul div truediv add sub sqrt lerp addcdiv addcmul qr linalg_qr linalg_vector_norm stack norm pow matmul"
+    everything = (
+        "mul div truediv add sub sqrt lerp addcdiv addcmul qr linalg_qr linalg_vector_norm stack norm pow matmul"
+    )
     weight = torch.empty(16, 16)
 
     def train(seed):
@@ -324,7 +328,7 @@ def test_numbers_on_the_left_and_foreign_operands(lists):
 
 def test_tensor_subclasses_see_the_call(lists):
     class Tagged(torch.Tensor):
-        calls = []
+        calls: ClassVar[list] = []
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):

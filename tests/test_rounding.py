@@ -146,7 +146,7 @@ def test_numbers_out_of_range_are_refused(change, message):
 
 
 def test_other_dtypes_and_shapes_are_refused():
-    with pytest.raises(hmpx.HmpxError, match="from float32 to bfloat16, not from torch.float64"):
+    with pytest.raises(hmpx.HmpxError, match="from float32 to bfloat16, not from"):
         hmpx.stochastic_round(torch.ones(2, dtype=torch.float64), **KEYS)
     with pytest.raises(hmpx.HmpxError, match="the shapes differ"):
         hmpx.stochastic_round_(torch.empty(3, dtype=torch.bfloat16), torch.ones(2), **KEYS)

@@ -1,0 +1,73 @@
+"""The README's Python runs as it stands, and its examples' figures are printed by the commands it names."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_every_python_snippet_runs_and_prints_what_it_says(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    namespace: dict = {}
+    blocks = re.findall(r"```(python|text)\n(.*?)```", README, re.DOTALL)
+    printed = ""
+    ran = 0
+    for kind, block in blocks:
+        if kind == "python":
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(block, "README.md", "exec"), namespace)
+            printed, ran = out.getvalue(), ran + 1
+        elif ran == 1:  # what the first snippet prints
+            assert printed == block
+    assert ran == 4
+
+
+def test_the_two_commands_are_marked_and_ci_runs_the_second():
+    main = re.search(r"<!-- main command -->\n```bash\n(.*)\n```", README).group(1)
+    tests = re.search(r"<!-- test command -->\n```bash\n(.*)\n```", README).group(1)
+    assert "examples/charlm.py" in main and "pytest" in tests
+    assert "test command" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.slow
+def test_the_main_job_runs_and_shows_the_gap(tmp_path):
+    """A shorter run of the character transformer: progress, table, picture, and a gap that cannot be missed."""
+    picture = tmp_path / "curves.png"
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "charlm.py", "--steps", "300", "--every", "150", "--out", picture],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = re.findall(r"^(.{32}) +([\d.]+) +([\d.]+) +[\d.]+$", done.stdout, re.MULTILINE)
+    losses = {name.strip(): float(loss) for name, loss, _ in rows}
+    sizes = [float(size) for _, _, size in rows]
+    fp32, converted, nearest, stochastic = losses.values()
+    assert sizes == [16.0, 16.0, 8.0, 12.0]
+    assert abs(converted - fp32) < 0.02 and abs(stochastic - fp32) < 0.02 and nearest - fp32 > 0.1
+    assert picture.read_bytes().startswith(b"\x89PNG") and "step  150/300" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_main_job_takes_a_users_list(tmp_path):
+    (tmp_path / "mine.txt").write_text("linear\nnosuch\n")
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "charlm.py", "--steps", "1", "--list", tmp_path / "mine.txt"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1 and "mine.txt:2: unknown op 'nosuch'" in done.stderr
+
+
+@pytest.mark.slow
+def test_digits():
+    done = subprocess.run([sys.executable, ROOT / "examples" / "digits.py"], capture_output=True, text=True, check=True)
+    fp32, nearest, stochastic = (float(x) for x in re.findall(r"accuracy ([\d.]+)", done.stdout))
+    assert stochastic > fp32 - 0.02 and nearest < fp32 - 0.1

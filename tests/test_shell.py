@@ -1,0 +1,72 @@
+"""The shell commands, run as a user runs them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hmpx.__main__ import main
+
+
+def run(capsys, *arguments):
+    status = main(list(arguments))
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_ops_lists_rule_and_entry_points(capsys, tmp_path):
+    status, out, _ = run(capsys, "ops", "softmax")
+    line = next(line for line in out.splitlines() if line.startswith("softmax "))
+    assert status == 0 and line.split(None, 2) == [
+        "softmax",
+        "fp32",
+        "torch.softmax, torch._VF.softmax, Tensor.softmax",
+    ]
+    (tmp_path / "mine.txt").write_text("softmax\n")
+    _, out, _ = run(capsys, "ops", "softmax", "--list", str(tmp_path / "mine.txt"))
+    assert next(line for line in out.splitlines() if line.startswith("softmax ")).split()[1] == "bf16"
+
+
+def test_check_finds_typos_duplicates_and_both_sides(capsys, tmp_path):
+    (tmp_path / "bf16.txt").write_text("conv2d\nsofmax\nmul\nconv2d\n")
+    (tmp_path / "fp32.txt").write_text("log\nmul\n")
+    (tmp_path / "both.yaml").write_text("bf16: [mm]\nfp32: [mm]\npromote: [mm]\n")
+    files = [str(tmp_path / name) for name in ("bf16.txt", "fp32.txt", "both.yaml", "none.txt")]
+    status, out, _ = run(capsys, "check", *files)
+    assert status == 1
+    assert f"{files[0]}:2: unknown op 'sofmax'; did you mean 'softmax'?" in out
+    assert f"{files[0]}:4: 'conv2d' is a duplicate of 'conv2d' at {files[0]}:1" in out
+    assert f"{files[1]}:2: 'mul' is on both sides; the other has it at {files[0]}:3" in out
+    assert f"{files[2]}:2: 'mm' is on both sides" in out
+    assert f"{files[3]}: no such op list file" in out
+    assert "4 checked, 5 problems" in out
+
+
+def test_check_passes_the_shipped_lists(capsys):
+    from hmpx.oplist import shipped
+
+    files = [str(path) for path in sorted(shipped().glob("*/*.txt"))]
+    assert len(files) == 13 and run(capsys, "check", *files)[:2] == (0, "13 checked, 0 problems\n")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["softmax"], ["fp32: listed at", "fp32.txt:", "torch.softmax"]),
+        (["add"], ["promote: listed at", "nothing is patched", "Tensor.__radd__", "Tensor.add_"]),
+        (["cross_entropy_loss"], ["cross_entropy_loss is cross_entropy"]),
+        (["multiply"], ["bf16: as mul"]),
+        (["lstm"], ["first input: in no list"]),
+        (["exp"], ["exp"]),
+        (["tanh"], ["none: in no list"]),
+        (["softmax", "--opt-level", "O2"], ["fp32: decided by opt_level O2"]),
+    ],
+)
+def test_explain_says_which_rule_and_why(capsys, arguments, words):
+    status, out, _ = run(capsys, "explain", *arguments)
+    assert status == 0 and all(word in out for word in words), out
+
+
+def test_errors_go_to_stderr_with_status_2(capsys, tmp_path):
+    status, out, err = run(capsys, "explain", "sofmax")
+    assert (status, out) == (2, "") and "hmpx: unknown op 'sofmax'; did you mean 'softmax'?" in err
+    assert run(capsys, "ops", "--list", str(tmp_path))[0] == 2
