@@ -106,11 +106,11 @@ class Conversion:
 
     def _take_away(self) -> None:
         scope.set_converted(False)
+        steps.uninstall()
         back = {wrapper: original for original, wrapper in self._functions.replacements().items()}
         self._functions.restore()
         rebind(back)
         self._table.restore()
-        steps.uninstall()
         if self._log:
             self._log.close()
 

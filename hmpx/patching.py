@@ -18,9 +18,9 @@ from typing import Any
 import wrapt
 
 from hmpx import captures, tables
-from hmpx.casting import Observer, Switch, build
 from hmpx.catalog import Entry, Layout, catalog
 from hmpx.policy import Policy, Rule
+from hmpx.wrappers import Observer, Switch, build
 
 logger = logging.getLogger("hmpx")
 
@@ -96,16 +96,16 @@ class PatchTable:
             The patches that were not undone because something else stands in their place.
         """
         self.switch.retired = True
+        applied, self._applied = self._applied, []
         foreign = []
-        for patch in reversed(self._applied):
+        for patch in reversed(applied):
             if vars(patch.owner).get(patch.attribute) is not patch.wrapper:
                 foreign.append(patch)
             elif patch.inherited:
                 delattr(patch.owner, patch.attribute)
             else:
                 setattr(patch.owner, patch.attribute, patch.original)
-        captures.rebind({patch.wrapper: patch.original for patch in self._applied})
-        self._applied.clear()
+        captures.rebind({patch.wrapper: patch.original for patch in applied})
         for patch in foreign:
             logger.warning(
                 "%s was patched again after convert(); that patch stays, and hmpx below it is inert", patch.label

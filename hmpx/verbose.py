@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hmpx.casting import Observer
 from hmpx.catalog import Entry
 from hmpx.policy import Rule
+from hmpx.wrappers import Observer
 
 logger = logging.getLogger("hmpx")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import casting, patching, scope
+from hmpx import patching, scope, wrappers
 from hmpx.catalog import catalog
 from hmpx.patching import PatchTable
 from hmpx.policy import build
+from hmpx.updates import steps
 
 from .conftest import PRISTINE, attributes_of_torch
 
@@ -82,6 +83,7 @@ def test_a_failure_in_the_middle_of_patching_undoes_what_was_patched(monkeypatch
         hmpx.convert()
     monkeypatch.undo()
     assert attributes_of_torch() == PRISTINE and not scope.is_converted()
+    assert torch.optim.Optimizer.profile_hook_step is steps._profile_hook_step
     assert hmpx.convert().active
 
 
@@ -259,7 +261,7 @@ def test_every_entry_point_builds_under_every_rule():
         for entry in op.entries:
             original = getattr(entry.owner, entry.attribute)
             for rule in hmpx.Rule:
-                assert callable(casting.build(entry, rule, original, casting.Switch()))
+                assert callable(wrappers.build(entry, rule, original, wrappers.Switch()))
 
 
 def test_public_names_are_exactly_all():

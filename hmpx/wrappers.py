@@ -1,0 +1,239 @@
+"""One wrapper built for each (entry point, rule): look at the arguments, cast what the rule says, call torch.
+
+`_compile` writes, for an op whose layout is known, a plain Python function with the op's own leading parameters that
+makes the casts of `cast_arguments` with one `type` and one `dtype` look at each; everything unusual (a subclass, a
+missing argument, a list) goes back to the definition. Plain functions beat `*args` walks, wrapt proxies and
+`TorchFunctionMode` in Python's interpreter, and the unlisted op costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hmpx import scope
+from hmpx.casting import (
+    ELIGIBLE,
+    METHODS,
+    TARGETS,
+    cast,
+    cast_arguments,
+    has_dtype,
+    is_eligible,
+    is_explicit,
+    is_stated,
+)
+from hmpx.catalog import Entry, Layout
+from hmpx.policy import Rule
+
+Observer = Callable[[tuple, tuple, Any], None]  # (arguments given, arguments the op saw, result)
+
+
+class Switch:
+    """Whether the wrappers of one conversion are alive. A wrapper that outlives its conversion is inert."""
+
+    __slots__ = ("retired",)
+
+    def __init__(self) -> None:
+        self.retired = False
+
+    def casts_off(self) -> bool:
+        return self.retired or bool(scope.off_somewhere and scope.casts_off())
+
+
+def _stage(layout: Layout, args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Widen statistics that are narrower than the input, which torch refuses; the pairs say what to write back."""
+    staged = []
+    values = list(args)
+    if is_eligible(values[0]) and values[0].dtype is torch.float32:
+        for i in (*layout.statistics, *layout.beside):
+            if i < len(values) and is_eligible(values[i]) and values[i].dtype is not torch.float32:
+                wide = cast(values[i], torch.float32)
+                if i in layout.statistics:
+                    staged.append((values[i], wide))
+                values[i] = wide
+    return tuple(values), staged
+
+
+def _with_statistics(entry: Entry, rule: Rule, original: Callable, switch: Switch) -> Callable:
+    """Ops that update running statistics: the caller's own buffers are what gets updated."""
+    layout = entry.layout
+
+    def wrapper(*args, **kwargs):
+        if switch.casts_off():
+            return original(*args, **kwargs)
+        args, kwargs = cast_arguments(rule, layout, args, kwargs)
+        args, staged = _stage(layout, args)
+        result = original(*args, **kwargs)
+        with torch.no_grad():
+            for own, wide in staged:
+                own.copy_(wide)
+        return result
+
+    return wrapper
+
+
+def _general(entry: Entry, rule: Rule, original: Callable, switch: Switch) -> Callable:
+    """Any layout; also Python functions of torch, inside of which nothing is cast again."""
+    layout = entry.layout
+    in_place_at = _in_place_parameter(original) if layout.python else None
+
+    def wrapper(*args, **kwargs):
+        if switch.casts_off():
+            return original(*args, **kwargs)
+        if rule is not Rule.UNCAST and not is_explicit(args, kwargs) and not _asks_in_place(in_place_at, args, kwargs):
+            args, kwargs = cast_arguments(rule, layout, args, kwargs)
+        if layout.python:
+            return scope.run_uncast(original, args, kwargs)
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+def _in_place_parameter(function: Callable) -> int | None:
+    """The position of a parameter called `inplace`."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code else ()
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _asks_in_place(position: int | None, args: tuple, kwargs: dict) -> bool:
+    return position is not None and bool(kwargs.get("inplace", args[position] if position < len(args) else False))
+
+
+def _observed(entry: Entry, rule: Rule, original: Callable, switch: Switch, observe: Observer) -> Callable:
+    """The same wrapper around a stand-in for the op that also hands back what it was called with."""
+
+    def stand_in(*args, **kwargs):
+        return original(*args, **kwargs), args, kwargs
+
+    stand_in.__wrapped__ = original
+    inner = build(entry, rule, stand_in, switch)
+
+    def wrapper(*args, **kwargs):
+        if switch.casts_off():
+            return original(*args, **kwargs)
+        result, seen_args, seen_kwargs = inner(*args, **kwargs)
+        observe((*args, *kwargs.values()), (*seen_args, *seen_kwargs.values()), result)
+        return result
+
+    return wrapper
+
+
+_MISSING: Any = type("_Missing", (), {"__repr__": lambda self: "<missing>"})()
+
+
+def _by_name(original: Callable, rule: Rule, layout: Layout, named: dict, rest: tuple, kwargs: dict) -> Any:
+    """A call whose leading arguments did not all come by position: they may bear torch's other names, like `x1`."""
+    given = {name: value for name, value in named.items() if value is not _MISSING}
+    required = [p.name for p in layout.lead or () if p.required]
+    args = []
+    for name in required:
+        if name not in given:
+            break
+        args.append(given.pop(name))
+    kwargs = {**{name: value for name, value in given.items() if value is not None}, **kwargs}
+    if not is_explicit((*args, *rest), kwargs):
+        args, kwargs = cast_arguments(rule, layout, (*args, *rest), kwargs)
+    return original(*args, **kwargs)
+
+
+# The leading parameters {p}, the tests on them, and the call. `off` is empty while every thread casts.
+_HEAD = """\
+def make(_original, _switch, _by_name):
+    def {function}({signature}, *args, **kwargs):
+        if {missing}:
+            return _by_name(_original, _rule, _layout, {named}, args, kwargs)
+        if (_off and _switch.casts_off()) or _switch.retired or (kwargs and _is_stated(kwargs)){positional_dtype}:
+            return _original({names}, *args, **kwargs)
+"""
+_TO_TARGET = """\
+        if type({p}) in _plain:
+            if {p}.dtype is not _target and {p}.dtype in _eligible and {p}.layout is _strided and not {p}.is_nested:
+                {p} = _to_target({p})
+        elif {p} is not None:
+            {p} = _cast({p}, _target)
+"""
+_REST = """\
+        if kwargs:
+            kwargs = {{key: _cast(value, _target) for key, value in kwargs.items()}}
+"""
+_SAME = "(type({p}) in _plain and ({p}.dtype is {first}.dtype or {p}.dtype not in _eligible))"
+_UNIFY = """\
+        if not ({same}):
+            {names}, = _unify(({names},))
+"""
+_TAIL = """\
+        return _original({names}, *args, **kwargs)
+    return {function}
+"""
+
+
+@functools.cache
+def _compile(layout: Layout, rule: Rule, function: str) -> Callable:
+    """The factory of the specialised wrapper for one layout and rule."""
+    lead = layout.lead or ()
+    tensors = [p for p in lead if p.tensor]
+    required = [p.name for p in lead if p.required]
+    fields = {
+        "function": function,
+        "signature": ", ".join(f"{p.name}={'_missing' if p.required else 'None'}" for p in lead),
+        "names": ", ".join(p.name for p in lead),
+        "named": "dict(" + ", ".join(f"{p.name}={p.name}" for p in lead) + ")",
+        "missing": " or ".join(f"{name} is _missing" for name in required) or "False",
+        "positional_dtype": " or (args and _has_dtype(args))" if layout.dtype_positional else "",
+    }
+    source = _HEAD.format(**fields)
+    if rule in TARGETS:
+        source += "".join(_TO_TARGET.format(p=p.name) for p in tensors) + _REST.format()
+    else:
+        first = tensors[0].name
+        tests = [f"type({first}) in _plain"]
+        for p in tensors[1:]:
+            same = _SAME.format(p=p.name, first=first)
+            tests.append(same if p.required else f"({p.name} is None or {same})")
+        source += _UNIFY.format(same=" and ".join(tests), names=fields["names"])
+    source += _TAIL.format(**fields)
+    namespace: dict[str, Any] = {
+        "_missing": _MISSING,
+        "_off": scope.off_somewhere,
+        "_plain": frozenset({torch.Tensor, torch.nn.Parameter}),
+        "_target": TARGETS.get(rule),
+        "_rule": rule,
+        "_layout": layout,
+        "_to_target": METHODS.get(TARGETS.get(rule)),
+        "_eligible": ELIGIBLE,
+        "_strided": torch.strided,
+        "_cast": cast,
+        "_is_stated": is_stated,
+        "_has_dtype": has_dtype,
+        "_unify": lambda args: cast_arguments(rule, layout, args, {})[0],
+    }
+    exec(compile(source, f"<hmpx {function}: {rule}>", "exec"), namespace)
+    return namespace["make"]
+
+
+def build(entry: Entry, rule: Rule, original: Callable, switch: Switch, observe: Observer | None = None) -> Callable:
+    """The wrapper of one entry point under one rule. It takes the place of `original` by name, for pickling too."""
+    if entry.in_place:
+        rule = Rule.FIRST_INPUT  # the first is written to: the others come to it, whichever list names the op
+    layout = entry.layout
+    if observe is not None:
+        wrapper = _observed(entry, rule, original, switch, observe)
+    elif layout.statistics:
+        wrapper = _with_statistics(entry, rule, original, switch)
+    elif layout.python or layout.lead is None or rule is Rule.UNCAST:
+        wrapper = _general(entry, rule, original, switch)
+    else:
+        wrapper = _compile(layout, rule, entry.attribute)(original, switch, _by_name)
+    module, _, qualified = entry.label.rpartition(".")
+    if module == "Tensor":
+        module, qualified = "torch", entry.label
+    wrapper.__module__, wrapper.__qualname__ = module, qualified
+    wrapper.__name__, wrapper.__doc__ = entry.attribute, original.__doc__
+    wrapper.__hmpx_original__ = original
+    return wrapper
