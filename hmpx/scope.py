@@ -56,6 +56,11 @@ def is_converted() -> bool:
     return _converted
 
 
+def casting() -> bool | None:
+    """What this thread's innermost region says; None outside of one."""
+    return _thread.casting
+
+
 def write_back() -> WriteBack | None:
     """How this thread's innermost `disable_casts` region writes BF16 parameters; None outside of one."""
     return _thread.write_back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -155,6 +156,27 @@ def test_a_closure_by_keyword_and_its_result():
     with hmpx.disable_casts():
         assert optimizer.step(closure=closure) == 4.0
     assert torch.equal(w, torch.zeros(4, dtype=BF16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_closure_is_the_models_forward_and_so_is_cast(dtype, inside):
+    w = nn.Parameter(torch.ones(4, 4, dtype=dtype))
+    x = torch.ones(4, 4)
+    optimizer = optim.SGD([w], lr=0.1)
+    seen = []
+
+    def closure():
+        product = x @ w
+        seen.append((product.dtype, (x @ x).dtype))
+        product.sum().backward()
+
+    with hmpx.convert():
+        with hmpx.disable_casts() if inside else contextlib.nullcontext():
+            optimizer.step(closure)
+        with hmpx.convert(enabled=False):
+            optimizer.step(lambda: seen.append((x @ x).dtype))
+    assert seen == [(BF16, BF16), torch.float32]
 
 
 def test_fp32_parameters_get_the_plain_step():

@@ -105,29 +105,36 @@ class Shadows:
 
     def wrap_closure(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """A closure evaluates the model, so it must see the real parameters, at the point the optimizer is trying."""
-        closure = kwargs.get("closure", args[0] if args else None)
-        if not callable(closure):
-            return args, kwargs
-        evaluations = 0
+        moved = False
 
-        def evaluate() -> Any:
-            nonlocal evaluations
-            with torch.no_grad():
-                for p, q in self.shadow.items() if evaluations else ():
-                    p.copy_(q)  # a trial point: to nearest, nothing is lost, the shadow keeps the exact one
-            evaluations += 1
-            self._exchange({q: p for p, q in self.shadow.items()})
-            try:
-                with scope.region(casting=True, how=scope.write_back()), torch.enable_grad():
-                    return closure()
-            finally:
-                self._exchange(self.shadow)
-                for p, q in self.shadow.items():
-                    q.grad = _widened_grad(p)
+        def on_real_parameters(closure: Callable) -> Callable:
+            def evaluate() -> Any:
+                nonlocal moved
+                with torch.no_grad():
+                    for p, q in self.shadow.items() if moved else ():
+                        p.copy_(q)  # a trial point: to nearest, nothing is lost, the shadow keeps the exact one
+                moved = True
+                self._exchange({q: p for p, q in self.shadow.items()})
+                try:
+                    with torch.enable_grad():
+                        return closure()
+                finally:
+                    self._exchange(self.shadow)
+                    for p, q in self.shadow.items():
+                        q.grad = _widened_grad(p)
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": evaluate}
-        return (evaluate, *args[1:]), kwargs
+            return evaluate
+
+        return replace_closure(args, kwargs, on_real_parameters)
+
+
+def replace_closure(args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable]) -> tuple[tuple, dict]:
+    """The arguments of a step with its closure, if there is one, in the hands of `wrap`."""
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": wrap(kwargs["closure"])}
+    if args and callable(args[0]):
+        return (wrap(args[0]), *args[1:]), kwargs
+    return args, kwargs
 
 
 def _shadow(p: Parameter) -> Parameter:

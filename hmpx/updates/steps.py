@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hmpx import scope
-from hmpx.updates.shadows import has_bf16, step_in_fp32
+from hmpx.updates.shadows import has_bf16, replace_closure, step_in_fp32
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
@@ -77,6 +77,10 @@ def _watched(step: Callable) -> Callable:
             return step(optimizer, *args, **kwargs)
         running.add(id(optimizer))
         how = scope.write_back()
+        # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
+        args, kwargs = replace_closure(
+            args, kwargs, functools.partial(_cast_inside, scope.casting() if how is None else True)
+        )
         try:
             with scope.region(casting=False, how=how):
                 if how is not None and has_bf16(optimizer):
@@ -88,6 +92,14 @@ def _watched(step: Callable) -> Callable:
 
     watched.__hmpx_original__ = step
     return watched
+
+
+def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
+    def evaluate() -> Any:
+        with scope.region(casting, scope.write_back()):
+            return closure()
+
+    return evaluate
 
 
 def _warn_of_nearest(optimizer: Optimizer) -> None:
