@@ -8,18 +8,18 @@ import sys
 from hmpx.errors import HmpxError
 from hmpx.explain import check_files, explain_op, ops_table
 from hmpx.oplist import read_lists
-from hmpx.policy import OPT_LEVELS, Policy, build
+from hmpx.policy import OPT_LEVELS, Policy, build_policy
 
 
 def _policy_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--list", metavar="FILE", help="an op list: BF16 names as text, or YAML or JSON with sides")
+    command.add_argument("--list", "--bf16", metavar="FILE", help="the BF16 list as text, or YAML or JSON with several")
     command.add_argument("--fp32", metavar="FILE", help="the FP32 list as text")
     command.add_argument("--promote", metavar="FILE", help="the promote list as text")
     command.add_argument("--opt-level", choices=OPT_LEVELS, default="O1")
 
 
 def _policy(options: argparse.Namespace) -> Policy:
-    return build(options.opt_level, read_lists(options.list, options.fp32, options.promote))
+    return build_policy(options.opt_level, read_lists(options.list, options.fp32, options.promote))
 
 
 def _ops(options: argparse.Namespace) -> int:
@@ -36,7 +36,8 @@ def _check(options: argparse.Namespace) -> int:
     problems = list(check_files(options.files))
     for problem in problems:
         print(problem)
-    print(f"{len(options.files)} checked, {len(problems)} problems")
+    plural = "" if len(problems) == 1 else "s"
+    print(f"{len(options.files)} checked, {len(problems)} problem{plural}")
     return 1 if problems else 0
 
 

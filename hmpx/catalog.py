@@ -27,8 +27,8 @@ from hmpx import tables
 Tensor = torch.Tensor
 
 
-class Parameter(NamedTuple):
-    """One positional parameter. One that is not required has the default None; `tensor`: it may be a tensor."""
+class Argument(NamedTuple):
+    """One positional parameter of an op. One that is not required has the default None; `tensor`: it may be a tensor."""
 
     name: str
     required: bool = True
@@ -46,7 +46,7 @@ class Layout:
     python: implemented in Python, so that it may call other listed ops.
     """
 
-    lead: tuple[Parameter, ...] | None = None
+    lead: tuple[Argument, ...] | None = None
     dtype_positional: bool = True
     statistics: tuple[int, ...] = ()
     beside: tuple[int, ...] = ()
@@ -97,7 +97,7 @@ def _layout(name: str, first: str) -> Layout:
         arguments.sort(key=lambda a: a.name != "self")  # a method: the tensor it belongs to comes first
     length = max((i + 1 for arguments in overloads for i, a in enumerate(arguments) if _is_tensor(a)), default=0)
     leads = [arguments[:length] for arguments in overloads]
-    shared = _merge([[_parameter(a, first) for a in lead] for lead in leads])
+    shared = _merge([[_argument(a, first) for a in lead] for lead in leads])
     writable = all(
         (not a.has_default_value() or a.default_value is None)
         and a.name.isidentifier()
@@ -116,16 +116,16 @@ def _layout(name: str, first: str) -> Layout:
     )
 
 
-def _parameter(argument: Any, first: str) -> Parameter:
+def _argument(argument: Any, first: str) -> Argument:
     name = first if argument.name == "self" else argument.name
-    return Parameter(name, not argument.has_default_value(), _is_tensor(argument))
+    return Argument(name, not argument.has_default_value(), _is_tensor(argument))
 
 
-def _merge(leads: list[list[Parameter]]) -> tuple[Parameter, ...] | None:
+def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:
     """One parameter list for overloads that differ at most in what may be a tensor."""
     if len({tuple((p.name, p.required) for p in lead) for lead in leads}) != 1:
         return None
-    return tuple(Parameter(*ps[0][:2], any(p.tensor for p in ps)) for ps in zip(*leads, strict=True))
+    return tuple(Argument(*ps[0][:2], any(p.tensor for p in ps)) for ps in zip(*leads, strict=True))
 
 
 def _python_layout(function: Any) -> Layout:
@@ -201,7 +201,7 @@ class _Builder:
                 function = getattr(Tensor, attribute)
                 operands = ("self",) if attribute in tables.UNARY_OPERATORS else ("self", "other")
                 layout = Layout(
-                    lead=tuple(Parameter(operand) for operand in operands),
+                    lead=tuple(Argument(operand) for operand in operands),
                     dtype_positional=False,
                     python=inspect.isfunction(function),
                 )
@@ -254,25 +254,44 @@ def catalog() -> dict[str, Op]:
     return ops
 
 
+_PREFIXES = ("torch.nn.functional.", "torch.Tensor.", "torch.", "F.", "Tensor.", "aten::")
+
+
 def canonical(name: str) -> str:
-    """The list name of the op that `name` means: an aten overload or an internal spelling maps to its Python op."""
-    base = name.partition(".")[0] if name.partition(".")[0] in _spellings() else name
-    base = base.removeprefix("torch.nn.functional.").removeprefix("torch.Tensor.").removeprefix("torch.")
-    base = base.replace(".", "_") if base.startswith(("linalg.", "fft.", "special.")) else base
-    return tables.RENAMED.get(base, base)
+    """The list name of the op that `name` means; `name` itself where it means none.
+
+    Understood are an aten overload (`pow.Tensor_Scalar`), a dotted name in torch (`torch.linalg.inv`), an operator
+    (`__add__`) and the spellings of torch's C side (`cross_entropy_loss`).
+    """
+    bare = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+    if bare.startswith(("linalg.", "fft.", "special.")):
+        bare = bare.replace(".", "_")
+    bare = _operators().get(bare, bare)
+    base, _, overload = bare.partition(".")
+    if overload and base in legal_names() and _is_overload(base, overload):
+        bare = base
+    bare = tables.RENAMED.get(bare, bare)
+    return bare if bare in catalog() or aten_only(bare) else name
+
+
+def _is_overload(base: str, overload: str) -> bool:
+    # Overloads for named dimensions come and go between versions of torch; lists written for one name them.
+    known = {schema.overload_name for schema in torch._C._jit_get_schemas_for_operator(f"aten::{base}")}
+    return overload in known or "dimname" in overload.lower()
 
 
 @functools.cache
-def _spellings() -> frozenset[str]:
-    return frozenset(catalog()) | frozenset(tables.RENAMED)
+def _operators() -> dict[str, str]:
+    return {attribute: name for name, attributes in tables.OPERATORS.items() for attribute in attributes}
 
 
+@functools.cache
 def legal_names() -> frozenset[str]:
     """Every name a list may use for an op of torch."""
-    return _spellings()
+    return frozenset(catalog()) | frozenset(tables.RENAMED)
 
 
 def aten_only(name: str) -> bool:
     """Whether the dispatcher knows aten::`name` although no Python caller reaches it."""
-    base = name.partition(".")[0]
-    return base not in tables.NOT_OPS and bool(torch._C._jit_get_schemas_for_operator(f"aten::{base}"))
+    writes = name.endswith("_") and not name.endswith("__")
+    return name not in tables.NOT_OPS and not writes and bool(torch._C._jit_get_schemas_for_operator(f"aten::{name}"))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter
+
+import torch
 
 from hmpx import scope
 from hmpx.captures import Capture, rebind
@@ -17,15 +18,13 @@ from hmpx.catalog import catalog
 from hmpx.functions import UserFunctions
 from hmpx.oplist import read_lists
 from hmpx.patching import Patch, PatchTable
-from hmpx.policy import Policy, build
+from hmpx.policy import Policy, build_policy
 from hmpx.updates import steps
 from hmpx.verbose import VerboseLog
 
 logger = logging.getLogger("hmpx")
 _lock = threading.RLock()
 _installed: Conversion | None = None
-
-Path = str | os.PathLike
 
 
 class Conversion:
@@ -42,8 +41,9 @@ class Conversion:
         self._enabled = enabled
         self._log = VerboseLog() if verbose else None
         self._table = PatchTable.build(policy, self._log.observer if self._log else None)
-        self._functions = UserFunctions(policy.user_functions(), dict(policy.origins))
+        self._functions = UserFunctions(policy.user_functions(), policy.origins)
         self._captures: list[Capture] = []
+        self._fast_path = torch.backends.mha.get_fastpath_enabled()
 
     @property
     def active(self) -> bool:
@@ -52,8 +52,12 @@ class Conversion:
 
     @property
     def patched(self) -> tuple[Patch, ...]:
-        """Every attribute of torch that this conversion changes: `label`, `op`, `rule`, `original`."""
-        return self._table.patches
+        """Every attribute that this conversion changes: `label`, `op`, `rule`, `owner`, `original` and more."""
+        own = [
+            Patch(name, self._functions.rules[name], name, owner, attribute, original, wrapper, False)
+            for name, (owner, attribute, original, wrapper) in self._functions.patched.items()
+        ]
+        return (*self._table.patches, *own)
 
     @property
     def rebound(self) -> tuple[str, ...]:
@@ -71,7 +75,7 @@ class Conversion:
             if name not in ops and "." not in name
         ]
         waiting = [f"{name} is not imported yet" for name in self._functions.waiting]
-        captured = [str(capture) for capture, _ in Counter(c for c in self._captures if not c.rebound).items()]
+        captured = dict.fromkeys(str(capture) for capture in self._captures if not capture.rebound)
         return (*unreachable, *waiting, *captured)
 
     def restore(self) -> None:
@@ -87,7 +91,7 @@ class Conversion:
         self.restore()
 
     def __repr__(self) -> str:
-        state = "active" if self.active else "restored"
+        state = "restored" if not self.active else "active" if self._enabled else "active in enable_casts() only"
         return (
             f"<hmpx.Conversion {self.policy.opt_level}, {state}: {len(self.patched)} entry points patched, "
             f"{len(self.rebound)} captured names rebound, {len(self.escaped)} escaped>"
@@ -99,6 +103,11 @@ class Conversion:
             self._captures = self._table.apply()
             self._functions.apply()
             self._captures += rebind(self._functions.replacements())
+            if self.policy.bf16 or self.policy.fp32:
+                # TransformerEncoder in eval would run in one C++ call that no patch sees.
+                torch.backends.mha.set_fastpath_enabled(False)
+            if self._log:
+                self._log.open()
         except BaseException:
             self._take_away()
             raise
@@ -107,6 +116,7 @@ class Conversion:
     def _take_away(self) -> None:
         scope.set_converted(False)
         steps.uninstall()
+        torch.backends.mha.set_fastpath_enabled(self._fast_path)
         back = {wrapper: original for original, wrapper in self._functions.replacements().items()}
         self._functions.restore()
         rebind(back)
@@ -117,11 +127,11 @@ class Conversion:
 
 def convert(
     opt_level: str = "O1",
-    bf16_file_path: Path | None = "",
-    fp32_file_path: Path | None = "",
+    bf16_file_path: str | os.PathLike | None = "",
+    fp32_file_path: str | os.PathLike | None = "",
     isVerbose: bool = False,
     *,
-    promote_file_path: Path | None = "",
+    promote_file_path: str | os.PathLike | None = "",
     unknown: str = "error",
     enabled: bool = True,
 ) -> Conversion:
@@ -144,7 +154,8 @@ def convert(
     """
     global _installed
     lists = read_lists(bf16_file_path, fp32_file_path, promote_file_path)
-    policy = build(opt_level, lists, unknown)
+    policy = build_policy(opt_level, lists, unknown)
+    UserFunctions(policy.user_functions(), policy.origins).check()
     with _lock:
         previous = _installed
         if previous is not None:
@@ -164,8 +175,3 @@ def restore() -> None:
         conversion, _installed = _installed, None
         if conversion is not None:
             conversion._take_away()
-
-
-def installed() -> Conversion | None:
-    """The conversion that is installed now."""
-    return _installed

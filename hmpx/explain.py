@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hmpx.catalog import Op, aten_only, canonical, catalog, legal_names
-from hmpx.errors import OpListError, UnknownOpError, nearest
+from hmpx.catalog import Op, aten_only, canonical, catalog
+from hmpx.errors import OpListError, UnknownOpError
 from hmpx.oplist import SIDES, Listed, read_file
-from hmpx.policy import Policy, Rule
+from hmpx.policy import Policy, Rule, may_be_user_function, unknown_op
 
 
 def entry_points(op: Op) -> list[str]:
@@ -23,16 +23,20 @@ def ops_table(policy: Policy, containing: str = "") -> str:
         if containing in op.name and (containing.startswith("_") or not op.name.startswith("_")):
             rule = policy.rule(op) or ("promote" if policy.listed(op.name) is Rule.PROMOTE else "-")
             lines.append(f"{op.name:34} {rule!s:12} {', '.join(entry_points(op))}")
-    return "\n".join(lines)
+    lines += [f"{name:34} {rule!s:12} {name}" for name, rule in policy.user_functions().items() if containing in name]
+    return "\n".join(lines) if len(lines) > 1 else f"no op has {containing!r} in its name"
 
 
 def explain_op(name: str, policy: Policy) -> str:
     """Which entry points an op has, which rule it gets under `policy`, and why."""
     op = catalog().get(canonical(name))
     if op is None:
+        if name in policy.user_functions():
+            where = f"listed at {policy.origins[name]}; a function outside torch"
+            return f"{name}\n  rule          {policy.listed(name)}: {where}"
         if aten_only(name):
             return f"{name}: an aten op with no Python entry point; hmpx cannot reach it"
-        raise UnknownOpError(f"unknown op {name!r}{nearest(name, legal_names())}")
+        raise UnknownOpError(unknown_op(name))
     title = op.name if op.name == name else f"{name} is {op.name}"
     lines = [title, f"  rule          {_reason(op, policy)}"]
     for in_place, heading in ((False, "entry points"), (True, "in place")):
@@ -61,11 +65,15 @@ def _reason(op: Op, policy: Policy) -> str:
     return "none: in no list; torch's own function, untouched"
 
 
-def check_files(paths: Iterable[str]) -> Iterator[str]:
+def check_files(paths: Sequence[str]) -> Iterator[str]:
     """Every problem in some op list files, as `file:line: problem`.
 
-    A YAML or JSON file says which side a name is on; a text file stands for one side, beside those in its folder.
+    A YAML or JSON file says which side a name is on; of a text file, its name does ("bf16", "fp32", "promote"). Text
+    files are held against one another: all of them if no two are on the same side, else those of one folder.
     """
+    text_files = [path for path in paths if Path(path).suffix.lower() not in (".yaml", ".yml", ".json")]
+    sides = {path: next((side for side in SIDES if side in Path(path).name), path) for path in text_files}
+    one_set = len(set(sides.values())) == len(text_files)
     folders: dict[str, dict[str, tuple[str, Listed]]] = {}
     for path in paths:
         try:
@@ -73,27 +81,27 @@ def check_files(paths: Iterable[str]) -> Iterator[str]:
         except OpListError as error:
             yield str(error)
             continue
-        is_text = Path(path).suffix.lower() not in (".yaml", ".yml", ".json")
-        text_side = "promote" if "promote" in Path(path).stem else path
-        seen = folders.setdefault(str(Path(path).parent), {}) if is_text else {}
+        folder = "" if one_set else str(Path(path).parent)
+        seen = folders.setdefault(folder, {}) if path in sides else {}
+        in_this_file: set[str] = set()
         for side in SIDES:
             for listed in lists.side(side) or ():
-                yield from _check_name(listed, text_side if is_text else side, seen)
+                yield from _check_name(listed, sides.get(path, side), seen, in_this_file)
 
 
-def _check_name(listed: Listed, side: str, seen: dict[str, tuple[str, Listed]]) -> Iterator[str]:
+def _check_name(
+    listed: Listed, side: str, seen: dict[str, tuple[str, Listed]], in_this_file: set[str]
+) -> Iterator[str]:
     name = canonical(listed.name)
     if name not in catalog():
         if aten_only(name):
             yield f"{listed.where}: {listed.name!r} has no Python entry point; it will not be reached"
-        elif "." not in name or name.startswith("torch."):
-            yield f"{listed.where}: unknown op {listed.name!r}{nearest(listed.name, legal_names())}"
+        elif not may_be_user_function(name):
+            yield f"{listed.where}: {unknown_op(listed.name)}"
             return
-    if name not in seen:
-        seen[name] = side, listed
-        return
-    first_side, first = seen[name]
-    if first_side == side:
-        yield f"{listed.where}: {listed.name!r} is a duplicate of {first.name!r} at {first.where}"
-    elif "promote" not in (first_side, side):
+    first_side, first = seen.setdefault(name, (side, listed))
+    if first_side != side and "promote" not in (first_side, side):
         yield f"{listed.where}: {listed.name!r} is on both sides; the other has it at {first.where}"
+    elif first_side == side and f"{side} {name}" in in_this_file:
+        yield f"{listed.where}: {listed.name!r} is a duplicate of {first.name!r} at {first.where}"
+    in_this_file.add(f"{side} {name}")

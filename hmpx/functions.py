@@ -7,104 +7,141 @@ carries the decorators, because right binding and signatures matter more here th
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import wrapt
 
-from hmpx import scope
+from hmpx import scope, verbose
 from hmpx.casting import cast_arguments
 from hmpx.catalog import Layout
-from hmpx.errors import HmpxError, nearest
+from hmpx.errors import HmpxError, UnknownOpError, nearest
 from hmpx.policy import Rule
 
 logger = logging.getLogger("hmpx")
 _LAYOUT = Layout(python=True)
-F = TypeVar("F", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _casting_wrapper(rule: Rule, active: Callable[[], bool]) -> Callable:
+def _wrap(function: Any, rule: Rule, name: str, active: Callable[[], bool]) -> Any:
+    """`function` with its inputs cast while `active()`."""
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    if not callable(plain) or isinstance(plain, type):
+        raise HmpxError(f"{name} is no function but {plain!r}; {rule} is for functions and methods")
+    if any(
+        test(plain) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    ):
+        raise HmpxError(
+            f"{name} is a generator or coroutine function, whose body runs after the call; list what it calls"
+        )
+
     def call(wrapped, instance, args, kwargs):
         if not active():
             return wrapped(*args, **kwargs)
-        args, kwargs = cast_arguments(rule, _LAYOUT, args, kwargs)
-        return scope.run_uncast(wrapped, args, kwargs)
+        seen = cast_arguments(rule, _LAYOUT, args, kwargs)
+        result = scope.run_uncast(wrapped, *seen)
+        if verbose.log is not None:
+            verbose.log.function(name, rule, (args, kwargs), seen, result)
+        return result
 
-    return call
+    return wrapt.FunctionWrapper(function, call)
 
 
-def bf16(function: F) -> F:
+def _decorator(function: Function, rule: Rule) -> Function:
+    return _wrap(function, rule, getattr(function, "__qualname__", repr(function)), scope.casts_on)
+
+
+def bf16(function: Function) -> Function:
     """Decorate a function so that, under `convert()`, its floating tensor arguments come as bfloat16.
 
     Lists, tuples and dicts of tensors are cast too; float64, integer, sparse and other tensors are not. Nothing inside
     the function is cast again. Without `convert()`, or inside `disable_casts()`, the call is the plain one.
+
+    Raises:
+        HmpxError: what is decorated is a class, or a generator or coroutine function.
     """
-    return wrapt.FunctionWrapper(function, _casting_wrapper(Rule.BF16, scope.casts_on))
+    return _decorator(function, Rule.BF16)
 
 
-def fp32(function: F) -> F:
+def fp32(function: Function) -> Function:
     """Decorate a function so that, under `convert()`, its floating tensor arguments come as float32. See `bf16`."""
-    return wrapt.FunctionWrapper(function, _casting_wrapper(Rule.FP32, scope.casts_on))
+    return _decorator(function, Rule.FP32)
 
 
-def promote(function: F) -> F:
+def promote(function: Function) -> Function:
     """Decorate a function so that its floating tensor arguments come in the widest dtype among them. See `bf16`."""
-    return wrapt.FunctionWrapper(function, _casting_wrapper(Rule.PROMOTE, scope.casts_on))
+    return _decorator(function, Rule.PROMOTE)
 
 
 class UserFunctions:
     """The dotted names of one policy: patched where they stand now, or as soon as their module is imported."""
 
-    def __init__(self, rules: dict[str, Rule], origins: dict[str, str]) -> None:
+    def __init__(self, rules: Mapping[str, Rule], origins: Mapping[str, str]) -> None:
         self.rules = rules
         self.origins = origins
         self.patched: dict[str, tuple[Any, str, Any, Any]] = {}
         self._retired = False
 
+    def check(self) -> None:
+        """Raise `UnknownOpError` for a name that its imported module does not have; nothing is changed."""
+        for name in self.rules:
+            module = _longest_module(name)
+            if module is not None:
+                self._find(name, module)
+
     @property
     def waiting(self) -> list[str]:
         """Names whose module is not imported yet."""
-        return [name for name in self.rules if name not in self.patched]
+        return [] if self._retired else [name for name in self.rules if name not in self.patched]
 
     def apply(self) -> None:
         for name in self.rules:
             module = _longest_module(name)
-            if module is not None:
-                self._patch(name, module)
-            if name not in self.patched:
+            if module is None or not self._patch(name, module):
                 self._await(name)
+
+    def _find(self, name: str, module: Any) -> tuple[Any, str, Any] | None:
+        """Owner, attribute and function; None where a submodule of that name may still come."""
+        path = name.removeprefix(module.__name__ + ".")
+        try:
+            return wrapt.resolve_path(module, path)
+        except AttributeError:
+            if hasattr(module, "__path__"):
+                return None
+            message = f"{self._where(name)}: {module.__name__} has no {path!r}{nearest(path, dir(module))}"
+            raise UnknownOpError(message) from None
+
+    def _patch(self, name: str, module: Any) -> bool:
+        found = self._find(name, module)
+        if found is None:
+            return False
+        owner, attribute, original = found
+        wrapper = _wrap(original, self.rules[name], name, self._active)
+        setattr(owner, attribute, wrapper)
+        self.patched[name] = owner, attribute, original, wrapper
+        return True
 
     def _await(self, name: str) -> None:
         parent = name.rpartition(".")[0]
         if not _findable(parent.partition(".")[0]):
-            logger.warning(
-                "%s: %s is not importable now; it is patched if it appears", self.origins.get(name, name), name
-            )
+            logger.warning("%s: %s is not importable now; it is patched if it appears", self._where(name), name)
         # A name may lie in a module (pkg.ops.nms) or in a class of one (pkg.ops.Box.area): wait for both.
         for module in {parent, parent.rpartition(".")[0]} - {""}:
             wrapt.register_post_import_hook(lambda loaded, name=name: self._imported(name, loaded), module)
 
     def _imported(self, name: str, module: Any) -> None:
-        if not self._retired and name not in self.patched:
-            self._patch(name, module, late=True)
-
-    def _patch(self, name: str, module: Any, late: bool = False) -> None:
-        path = name.removeprefix(module.__name__ + ".")
+        if self._retired or name in self.patched:
+            return
         try:
-            owner, attribute, original = wrapt.resolve_path(module, path)
-        except AttributeError:
-            if late or _is_package(module):
-                return  # a submodule of that name may still come
-            message = f"{self.origins.get(name, name)}: {module.__name__} has no {path!r}{nearest(path, dir(module))}"
-            raise HmpxError(message) from None
-        rule = self.rules[name]
-        if not callable(original) and not isinstance(original, staticmethod | classmethod):
-            raise HmpxError(f"{self.origins.get(name, name)}: {name} is no function but {original!r}")
-        wrapper = wrapt.FunctionWrapper(original, _casting_wrapper(rule, self._active))
-        setattr(owner, attribute, wrapper)
-        self.patched[name] = owner, attribute, original, wrapper
+            self._patch(name, module)
+        except HmpxError as error:  # an import is no place to raise; the handle goes on to say that it escaped
+            logger.warning("%s", error)
+
+    def _where(self, name: str) -> str:
+        return self.origins.get(name, "policy")
 
     def _active(self) -> bool:
         return not self._retired and scope.casts_on()
@@ -116,10 +153,9 @@ class UserFunctions:
                 setattr(owner, attribute, original)
             else:
                 logger.warning("%s was patched again after convert(); that patch stays", name)
-        self.patched.clear()
 
     def replacements(self) -> dict[Any, Any]:
-        """Original -> wrapper, of what is patched now."""
+        """Original -> wrapper, of what was patched."""
         return {original: wrapper for _, _, original, wrapper in self.patched.values()}
 
 
@@ -131,10 +167,6 @@ def _longest_module(name: str) -> Any | None:
             return sys.modules[prefix]
         prefix = prefix.rpartition(".")[0]
     return None
-
-
-def _is_package(module: Any) -> bool:
-    return hasattr(module, "__path__")
 
 
 def _findable(top_level: str) -> bool:

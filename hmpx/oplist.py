@@ -64,7 +64,11 @@ def default_lists() -> OpLists:
     return read_lists(**{f"{side}_file_path": shipped() / "default" / f"{side}.txt" for side in SIDES})
 
 
-def read_lists(bf16_file_path=None, fp32_file_path=None, promote_file_path=None) -> OpLists:
+def read_lists(
+    bf16_file_path: str | os.PathLike | None = None,
+    fp32_file_path: str | os.PathLike | None = None,
+    promote_file_path: str | os.PathLike | None = None,
+) -> OpLists:
     """Read up to three files. ``""`` and None mean: not given.
 
     A file with several sides in it (YAML, JSON) fills its own argument's side, and every side whose argument is not
@@ -74,6 +78,12 @@ def read_lists(bf16_file_path=None, fp32_file_path=None, promote_file_path=None)
         OpListError: a file that cannot be read or has another shape; a side that two files fill.
     """
     given = dict(zip(SIDES, (bf16_file_path, fp32_file_path, promote_file_path), strict=True))
+    for side, path in given.items():
+        if not isinstance(path, str | os.PathLike | None):
+            raise OpListError(
+                f"{side}_file_path takes the path of a file, not a {type(path).__name__}; write the names into a text "
+                "file, one a line"
+            )
     paths = {side: os.fspath(path) for side, path in given.items() if path is not None and os.fspath(path) != ""}
     read = {side: read_file(path, side) for side, path in paths.items()}
     filled: dict[str, tuple[Listed, ...] | None] = {}
@@ -104,7 +114,9 @@ def _text(path: str) -> str:
     except FileNotFoundError:
         folder = Path(path).parent
         siblings = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        raise OpListError(f"{path}: no such op list file{nearest(Path(path).name, siblings, cutoff=0.8)}") from None
+        own = shipped().joinpath(*Path(path).parts[-2:])
+        hint = f"; hmpx ships one: {own}" if own.is_file() else nearest(Path(path).name, siblings, cutoff=0.8)
+        raise OpListError(f"{path}: no such op list file{hint}") from None
     except IsADirectoryError:
         raise OpListError(f"{path}: is a directory; an op list is a .txt, .yaml or .json file") from None
     except OSError as error:
@@ -125,8 +137,13 @@ def _read_lines(path: str, text: str):
 
 def _listed(name: str, path: str, line: int) -> Listed:
     if not _NAME.match(name):
-        words = re.findall(r"[\w.]+", name)
-        hint = f"; did you mean {words[0]!r}?" if len(words) == 1 else "; write one name a line"
+        words = [word for word in re.findall(r"[\w.]+", name) if _NAME.match(word)]
+        if name.endswith(":") or ": " in name:
+            hint = "; a list with keys needs a name that ends in .yaml"
+        elif len(name.split()) > 1 and len(words) > 1:
+            hint = "; write one name a line"
+        else:
+            hint = f"; did you mean {words[-1]!r}?" if words else ""
         raise OpListError(f"{path}:{line}: {name!r} is no op name{hint}")
     return Listed(name, path, line)
 
@@ -160,11 +177,14 @@ def _read_tree(path: str, text: str, suffix: str) -> OpLists:
             names = _names(path, key.value, value)
             if names is not None:
                 sides[keys[key.value]] = names
-        elif isinstance(value, yaml.SequenceNode) and suffix != ".json":
+        elif suffix != ".json" and (isinstance(value, yaml.SequenceNode) or nearest(str(key.value), keys)):
             raise OpListError(
                 f"{path}:{line}: {key.value!r} is no list that hmpx knows{nearest(str(key.value), keys)}"
                 f" (legal: {', '.join(keys)})"
             )
+    if not any(key.value in keys for key, _ in root.value):
+        close = next((hint for key, _ in root.value if (hint := nearest(str(key.value), keys))), "")
+        raise OpListError(f"{path}:1: holds none of the keys {', '.join(keys)}{close}")
     return OpLists(**sides)
 
 

@@ -20,7 +20,7 @@ import wrapt
 from hmpx import captures, tables
 from hmpx.catalog import Entry, Layout, catalog
 from hmpx.policy import Policy, Rule
-from hmpx.wrappers import Observer, Switch, build
+from hmpx.wrappers import Observer, Switch, build_wrapper
 
 logger = logging.getLogger("hmpx")
 
@@ -65,7 +65,7 @@ class PatchTable:
             key = id(original), rule, entry.in_place
             if key not in wrappers:
                 watch = observe(op, entry, rule) if observe and rule is not Rule.UNCAST else None
-                wrappers[key] = build(entry, rule, original, switch, watch)
+                wrappers[key] = build_wrapper(entry, rule, original, switch, watch)
             patches.append(
                 Patch(op, rule, entry.label, entry.owner, entry.attribute, original, wrappers[key], inherited)
             )
@@ -89,12 +89,8 @@ class PatchTable:
             self.restore()
             raise
 
-    def restore(self) -> list[Patch]:
-        """Put the originals back and make the wrappers inert.
-
-        Returns:
-            The patches that were not undone because something else stands in their place.
-        """
+    def restore(self) -> None:
+        """Put the originals back and make the wrappers inert; report what something else stands in the place of."""
         self.switch.retired = True
         applied, self._applied = self._applied, []
         foreign = []
@@ -110,7 +106,6 @@ class PatchTable:
             logger.warning(
                 "%s was patched again after convert(); that patch stays, and hmpx below it is inert", patch.label
             )
-        return foreign
 
 
 def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, Rule]]:

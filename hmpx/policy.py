@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hmpx import tables
 from hmpx.catalog import Op, aten_only, canonical, catalog, legal_names
-from hmpx.errors import OpListError, OptLevelError, UnknownOpError, nearest
+from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError, nearest
 from hmpx.oplist import SIDES, Listed, OpLists, default_lists
 
 logger = logging.getLogger("hmpx")
@@ -74,7 +76,7 @@ class Policy:
         return "\n".join(blocks) + "\n"
 
 
-def build(opt_level: str = "O1", lists: OpLists | None = None, unknown: str = "error") -> Policy:
+def build_policy(opt_level: str = "O1", lists: OpLists | None = None, unknown: str = "error") -> Policy:
     """Make a policy of op lists, the default ones where a side is None.
 
     Args:
@@ -90,10 +92,10 @@ def build(opt_level: str = "O1", lists: OpLists | None = None, unknown: str = "e
     if opt_level not in OPT_LEVELS:
         raise OptLevelError(
             f"opt_level {opt_level!r} does not exist{nearest(str(opt_level), OPT_LEVELS)}"
-            f" (legal: {', '.join(OPT_LEVELS)})"
+            f" (legal: {', '.join(OPT_LEVELS)}; a list file goes to bf16_file_path= or fp32_file_path=)"
         )
     if unknown not in ("error", "warn"):
-        raise OptLevelError(f"unknown={unknown!r} does not exist (legal: 'error', 'warn')")
+        raise HmpxError(f"unknown={unknown!r} does not exist (legal: 'error', 'warn')")
     given = {side: lists.side(side) for side in SIDES} if lists else dict.fromkeys(SIDES)
     if opt_level == "O2":
         for side, names in given.items():
@@ -113,7 +115,11 @@ def _o1(given: dict[str, tuple[Listed, ...] | None], unknown: str) -> Policy:
         if side not in chosen:
             # What the user lists himself outranks a default that says otherwise.
             resolved = _resolve(defaults.side(side), "error")
-            chosen[side] = {name: listed for name, listed in resolved.items() if name not in own_names}
+            chosen[side] = {
+                name: listed
+                for name, listed in resolved.items()
+                if name not in own_names and tables.FOLLOWS.get(name) not in own_names
+            }
     bf16, fp32 = chosen["bf16"], chosen["fp32"]
     promote = {name: listed for name, listed in chosen["promote"].items() if name not in bf16 and name not in fp32}
     origins = {name: listed.where for side in (promote, fp32, bf16) for name, listed in side.items()}
@@ -133,9 +139,8 @@ def _resolve(names: tuple[Listed, ...], unknown: str) -> dict[str, Listed]:
     for listed in names:
         op = canonical(listed.name)
         if op not in ops and not aten_only(op):
-            outside_torch = "." in listed.name and not listed.name.startswith("torch.")
-            if not outside_torch:
-                message = f"{listed.where}: unknown op {listed.name!r}{nearest(listed.name, legal_names())}"
+            if not may_be_user_function(listed.name):
+                message = f"{listed.where}: {unknown_op(listed.name)}"
                 if unknown == "error":
                     raise UnknownOpError(message)
                 logger.warning("%s (skipped)", message)
@@ -143,6 +148,22 @@ def _resolve(names: tuple[Listed, ...], unknown: str) -> dict[str, Listed]:
             op = listed.name
         resolved.setdefault(op, listed)
     return resolved
+
+
+def may_be_user_function(name: str) -> bool:
+    """Whether a dotted name may stand for a function outside torch; `linear.x` only if a module `linear` exists."""
+    top, _, rest = name.partition(".")
+    if not rest or top == "torch":
+        return False
+    return top not in legal_names() or top in sys.modules or importlib.util.find_spec(top) is not None
+
+
+def unknown_op(name: str) -> str:
+    """The message for a name that stands for nothing."""
+    in_place = name.removesuffix("_")
+    if in_place != name and in_place in legal_names():
+        return f"{name!r} writes to its input and keeps its dtype; list {in_place!r} for the op"
+    return f"unknown op {name!r}{nearest(name.rpartition('.')[2] or name, legal_names())}"
 
 
 def _refuse_both_sides(bf16: dict[str, Listed], fp32: dict[str, Listed]) -> None:

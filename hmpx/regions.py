@@ -43,7 +43,7 @@ class disable_casts(_Region):
 
     def __init__(self, *, seed: int | None = None) -> None:
         super().__init__()
-        self._how = scope.WriteBack(None if seed is None else check_seed(seed))
+        self._how = scope.Rounding(None if seed is None else check_seed(seed))
 
     @contextlib.contextmanager
     def _enter(self):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class WriteBack:
+class Rounding:
     """How an optimizer step inside a region writes BF16 parameters: stochastic rounding, keyed by `seed`."""
 
     seed: int | None = None
@@ -29,7 +29,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.key = next(_keys)
         self.casting: bool | None = None  # None: no region is open
-        self.write_back: WriteBack | None = None
+        self.rounding: Rounding | None = None
 
 
 _keys = itertools.count(1)
@@ -51,19 +51,14 @@ def casts_on() -> bool:
     return _converted and not (off_somewhere and casts_off())
 
 
-def is_converted() -> bool:
-    """Whether a conversion is installed in this process."""
-    return _converted
-
-
 def casting() -> bool | None:
     """What this thread's innermost region says; None outside of one."""
     return _thread.casting
 
 
-def write_back() -> WriteBack | None:
+def rounding() -> Rounding | None:
     """How this thread's innermost `disable_casts` region writes BF16 parameters; None outside of one."""
-    return _thread.write_back
+    return _thread.rounding
 
 
 def set_converted(converted: bool, *, enabled: bool = True) -> None:
@@ -76,8 +71,8 @@ def set_converted(converted: bool, *, enabled: bool = True) -> None:
         off_somewhere.pop(_DEFAULT, None)
 
 
-def _set(casting: bool | None, how: WriteBack | None) -> None:
-    _thread.casting, _thread.write_back = casting, how
+def _set(casting: bool | None, how: Rounding | None) -> None:
+    _thread.casting, _thread.rounding = casting, how
     if casting is False:
         off_somewhere[_thread.key] = True
     else:
@@ -85,9 +80,9 @@ def _set(casting: bool | None, how: WriteBack | None) -> None:
 
 
 @contextlib.contextmanager
-def region(casting: bool, how: WriteBack | None = None) -> Iterator[None]:
+def region(casting: bool, how: Rounding | None = None) -> Iterator[None]:
     """Turn casts on or off in this thread until the block is left, by whatever way."""
-    before = _thread.casting, _thread.write_back
+    before = _thread.casting, _thread.rounding
     _set(casting, how)
     try:
         yield
@@ -98,8 +93,8 @@ def region(casting: bool, how: WriteBack | None = None) -> Iterator[None]:
 def run_uncast(function, args, kwargs):
     """Call `function` with casts off inside: the op that was listed has decided for everything it calls."""
     before = _thread.casting
-    _set(False, _thread.write_back)
+    _set(False, _thread.rounding)
     try:
         return function(*args, **kwargs)
     finally:
-        _set(before, _thread.write_back)
+        _set(before, _thread.rounding)

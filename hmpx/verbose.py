@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+import wrapt
 
 from hmpx.catalog import Entry
 from hmpx.policy import Rule
@@ -17,7 +18,11 @@ from hmpx.wrappers import Observer
 
 logger = logging.getLogger("hmpx")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_WRAPT = os.path.dirname(os.path.abspath(wrapt.__file__)) + os.sep
 _HMPX = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+log: VerboseLog | None = None  # of the conversion that is installed, if it is verbose
 
 
 class VerboseLog:
@@ -39,20 +44,33 @@ class VerboseLog:
             self._handler.setFormatter(logging.Formatter("%(message)s"))
             logger.addHandler(self._handler)
 
+    def function(self, name: str, rule: Rule, given: Any, seen: Any, result: Any) -> None:
+        """Record a call of a user's own function."""
+        self._record(f"{name}, {rule}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))} at {_users_line()}")
+
+    def _record(self, line: str) -> None:
+        with self._lock:
+            self._seen[line] += 1
+            first = self._seen[line] == 1
+        if first:
+            logger.info("hmpx: %s", line)
+
     def observer(self, op: str, entry: Entry, rule: Rule) -> Observer:
         head = f"{op} as {entry.label}, {rule}"
 
         def observe(given: tuple, seen: tuple, result: Any) -> None:
-            line = f"{head}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))} at {_users_line()}"
-            with self._lock:
-                self._seen[line] += 1
-                first = self._seen[line] == 1
-            if first:
-                logger.info("hmpx: %s", line)
+            self._record(f"{head}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))} at {_users_line()}")
 
         return observe
 
+    def open(self) -> None:
+        """From here on, calls of users' own functions are recorded as well."""
+        global log
+        log = self
+
     def close(self) -> None:
+        global log
+        log = None
         for line, count in self._seen.most_common():
             logger.info("hmpx: %6d times %s", count, line)
         if self._handler is not None:
@@ -65,8 +83,9 @@ def _dtypes(values: Any) -> str:
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(str(value.dtype).removeprefix("torch."))
-        elif isinstance(value, list | tuple):
-            found += [text for text in [_dtypes(value)] if text]
+        elif isinstance(value, list | tuple | dict):
+            inside = _dtypes(value.values() if isinstance(value, dict) else value)
+            found += [inside] if inside else []
     return ", ".join(found)
 
 
@@ -75,7 +94,7 @@ def _users_line() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((_TORCH, _HMPX, "<hmpx")):
+        if not path.startswith((_TORCH, _HMPX, _WRAPT, "<hmpx")):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

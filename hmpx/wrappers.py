@@ -112,7 +112,7 @@ def _observed(entry: Entry, rule: Rule, original: Callable, switch: Switch, obse
         return original(*args, **kwargs), args, kwargs
 
     stand_in.__wrapped__ = original
-    inner = build(entry, rule, stand_in, switch)
+    inner = build_wrapper(entry, rule, stand_in, switch)
 
     def wrapper(*args, **kwargs):
         if switch.casts_off():
@@ -217,7 +217,9 @@ def _compile(layout: Layout, rule: Rule, function: str) -> Callable:
     return namespace["make"]
 
 
-def build(entry: Entry, rule: Rule, original: Callable, switch: Switch, observe: Observer | None = None) -> Callable:
+def build_wrapper(
+    entry: Entry, rule: Rule, original: Callable, switch: Switch, observe: Observer | None = None
+) -> Callable:
     """The wrapper of one entry point under one rule. It takes the place of `original` by name, for pickling too."""
     if entry.in_place:
         rule = Rule.FIRST_INPUT  # the first is written to: the others come to it, whichever list names the op

@@ -18,7 +18,7 @@ import hmpx
 from hmpx import patching, scope, wrappers
 from hmpx.catalog import catalog
 from hmpx.patching import PatchTable
-from hmpx.policy import build
+from hmpx.policy import build_policy
 from hmpx.updates import steps
 
 from .conftest import PRISTINE, attributes_of_torch
@@ -41,7 +41,7 @@ def test_restore_without_convert_is_a_no_op():
 
 
 def test_building_a_table_touches_nothing():
-    table = PatchTable.build(build())
+    table = PatchTable.build(build_policy())
     assert attributes_of_torch() == PRISTINE
     assert "torch.matmul" in str(table) and "bf16" in str(table)
 
@@ -82,7 +82,7 @@ def test_a_failure_in_the_middle_of_patching_undoes_what_was_patched(monkeypatch
     with pytest.raises(RuntimeError, match="half-way"):
         hmpx.convert()
     monkeypatch.undo()
-    assert attributes_of_torch() == PRISTINE and not scope.is_converted()
+    assert attributes_of_torch() == PRISTINE and not scope.casts_on()
     assert torch.optim.Optimizer.profile_hook_step is steps._profile_hook_step
     assert hmpx.convert().active
 
@@ -261,7 +261,7 @@ def test_every_entry_point_builds_under_every_rule():
         for entry in op.entries:
             original = getattr(entry.owner, entry.attribute)
             for rule in hmpx.Rule:
-                assert callable(wrappers.build(entry, rule, original, wrappers.Switch()))
+                assert callable(wrappers.build_wrapper(entry, rule, original, wrappers.Switch()))
 
 
 def test_public_names_are_exactly_all():

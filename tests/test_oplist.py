@@ -9,7 +9,7 @@ import pytest
 
 import hmpx
 from hmpx.oplist import default_lists, read_file, read_lists, shipped
-from hmpx.policy import build
+from hmpx.policy import build_policy
 
 WILD = sorted((Path(__file__).parent / "data" / "in_the_wild").glob("*.yaml"))
 
@@ -46,8 +46,8 @@ def test_json_of_gaudi_with_tabs(tmp_path):
 def test_an_empty_file_is_an_empty_list_and_an_empty_path_is_the_default(tmp_path):
     path = tmp_path / "none.txt"
     path.write_text("")
-    assert build(lists=read_lists(path, path, path)).bf16 == ()
-    assert build(lists=read_lists("", None, "")) == build() != build(lists=read_lists(path))
+    assert build_policy(lists=read_lists(path, path, path)).bf16 == ()
+    assert build_policy(lists=read_lists("", None, "")) == build_policy() != build_policy(lists=read_lists(path))
 
 
 def test_one_side_from_each_of_two_files(tmp_path):
@@ -83,7 +83,7 @@ def test_the_published_defaults_of_hmp_are_the_defaults():
 @pytest.mark.parametrize("folder", ["resnet50", "bert", "unet", "vit", "decoder"])
 def test_every_shipped_folder_makes_a_policy(folder):
     lists = read_lists(shipped() / folder / "bf16.txt", shipped() / folder / "fp32.txt")
-    policy = build(lists=lists)
+    policy = build_policy(lists=lists)
     assert set(names(lists.bf16)) == set(policy.bf16) and set(names(lists.fp32)) == set(policy.fp32)
 
 
@@ -92,11 +92,11 @@ def test_lists_from_the_wild_load_or_are_refused_by_name(path):
     if path.stem == "mr-dlrm":  # it names two ops that only Habana's own bridge had
         line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "embedding_bag_sum_fwd" in text)
         with pytest.raises(hmpx.UnknownOpError, match="'embedding_bag_sum_fwd'; did you mean 'embedding_bag'") as error:
-            build(lists=read_lists(path))
+            build_policy(lists=read_lists(path))
         assert f"{path}:{line}:" in str(error.value)
-        assert "embedding_bag_sum_fwd" not in build(lists=read_lists(path), unknown="warn").fp32
+        assert "embedding_bag_sum_fwd" not in build_policy(lists=read_lists(path), unknown="warn").fp32
         return
-    policy = build(lists=read_lists(path))
+    policy = build_policy(lists=read_lists(path))
     assert policy.bf16
 
 
@@ -157,5 +157,5 @@ def test_a_name_on_both_sides_is_refused_with_both_places(tmp_path, lists):
 def test_json_round_trips_through_the_shell_of_json(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"hmp_bf16_ops": ["mm"], "hmp_fp32_ops": ["log"], "hmp_is_verbose": False}, indent=2))
-    policy = build(lists=read_lists(path))
+    policy = build_policy(lists=read_lists(path))
     assert policy.bf16 == ("mm",) and policy.fp32 == ("log",)

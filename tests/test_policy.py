@@ -7,43 +7,43 @@ import pytest
 import hmpx
 from hmpx.catalog import catalog
 from hmpx.oplist import read_lists
-from hmpx.policy import Policy, Rule, build
+from hmpx.policy import Policy, Rule, build_policy
 
 
 def read_back(policy: Policy, tmp_path) -> Policy:
     path = tmp_path / "policy.yaml"
     path.write_text(str(policy))
-    return build(lists=read_lists(path))
+    return build_policy(lists=read_lists(path))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_policy_prints_as_a_list_file_that_reads_back_to_it(tmp_path, level):
-    policy = build(level)
+    policy = build_policy(level)
     assert read_back(policy, tmp_path) == policy
     assert policy.bf16 and policy.fp32
 
 
 def test_an_empty_and_a_dotted_policy_read_back(tmp_path, lists):
     for arguments in (lists(), lists(bf16="mm somewhere.else.f", fp32="log", promote="stack")):
-        policy = build(lists=read_lists(**arguments))
+        policy = build_policy(lists=read_lists(**arguments))
         assert read_back(policy, tmp_path) == policy
     assert policy.user_functions() == {"somewhere.else.f": Rule.BF16}
 
 
 def test_listed_names_leave_the_promote_list(lists):
-    policy = build(lists=read_lists(**lists(bf16="bilinear", fp32="lerp", promote="bilinear lerp dot")))
+    policy = build_policy(lists=read_lists(**lists(bf16="bilinear", fp32="lerp", promote="bilinear lerp dot")))
     assert policy.promote == ("dot",)
 
 
 def test_what_a_user_lists_outranks_a_default(tmp_path):
     path = tmp_path / "bf16.txt"
     path.write_text("softmax\n")
-    policy = build(lists=read_lists(path))
+    policy = build_policy(lists=read_lists(path))
     assert policy.bf16 == ("softmax",) and "softmax" not in policy.fp32 and "log_softmax" in policy.fp32
 
 
 def test_aten_overloads_and_internal_names_map_to_their_python_op(lists):
-    policy = build(
+    policy = build_policy(
         lists=read_lists(
             **lists(
                 bf16="conv_transpose2d.input _convolution.deprecated torch.nn.functional.linear torch.linalg.multi_dot",
@@ -57,7 +57,7 @@ def test_aten_overloads_and_internal_names_map_to_their_python_op(lists):
 
 def test_another_name_of_an_op_follows_it_unless_listed_itself(lists):
     ops = catalog()
-    policy = build(lists=read_lists(**lists(bf16="mul", fp32="divide softmax")))
+    policy = build_policy(lists=read_lists(**lists(bf16="mul", fp32="divide softmax")))
     assert policy.rule(ops["multiply"]) is Rule.BF16
     assert policy.rule(ops["div"]) is None and policy.rule(ops["divide"]) is Rule.FP32
     assert policy.rule(ops["special_softmax"]) is Rule.FP32
@@ -65,7 +65,7 @@ def test_another_name_of_an_op_follows_it_unless_listed_itself(lists):
 
 def test_rules_of_unlisted_and_promoted_ops(lists):
     ops = catalog()
-    policy = build(lists=read_lists(**lists(promote="add bilinear")))
+    policy = build_policy(lists=read_lists(**lists(promote="add bilinear")))
     assert policy.rule(ops["add"]) is None  # torch promotes by itself
     assert policy.rule(ops["bilinear"]) is Rule.PROMOTE
     assert policy.rule(ops["linear"]) is Rule.FIRST_INPUT
@@ -73,7 +73,7 @@ def test_rules_of_unlisted_and_promoted_ops(lists):
 
 
 def test_o2_runs_matrix_products_in_bf16_and_the_rest_in_fp32():
-    policy = build("O2")
+    policy = build_policy("O2")
     assert {"linear", "conv2d", "matmul", "bmm", "einsum"} <= set(policy.bf16)
     assert {"softmax", "add", "layer_norm", "gelu", "sum"} <= set(policy.fp32)
     # views, factories and Python functions that only call other ops have no precision of their own

@@ -7,6 +7,7 @@ AccumulateGrad, after which DDP stops synchronising in silence.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from hmpx import scope
 from hmpx.rounding import check_seed, stochastic_round_
 
+logger = logging.getLogger("hmpx")
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
@@ -26,12 +28,14 @@ def has_bf16(optimizer: Optimizer) -> bool:
     return any(p.dtype is torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
 
 
-def step_in_fp32(optimizer: Optimizer, how: scope.WriteBack, step: Callable, args: tuple, kwargs: dict) -> Any:
+def step_in_fp32(optimizer: Optimizer, how: scope.Rounding, step: Callable, args: tuple, kwargs: dict) -> Any:
     """Run one step of `optimizer` on FP32 shadows and write the result back by stochastic rounding.
 
     If the step raises, parameters, gradients, `param_groups` and the keys of `state` are as they were.
     """
     seed, count = _numbers(optimizer, how)
+    if count:
+        _warn_of_narrowed_state(optimizer)
     shadows = Shadows(optimizer)
     shadows.put_in()
     try:
@@ -47,7 +51,7 @@ def step_in_fp32(optimizer: Optimizer, how: scope.WriteBack, step: Callable, arg
     return result
 
 
-def _numbers(optimizer: Optimizer, how: scope.WriteBack) -> tuple[int, int]:
+def _numbers(optimizer: Optimizer, how: scope.Rounding) -> tuple[int, int]:
     """The seed and the number of this step; a seed given to the region outranks the stored one."""
     first = optimizer.param_groups[0]
     seed = first.get(SEED_KEY, 0) if how.seed is None else how.seed
@@ -146,6 +150,17 @@ def _shadow(p: Parameter) -> Parameter:
 
 def _widened_grad(p: Parameter) -> torch.Tensor | None:
     return None if p.grad is None else p.grad.detach().float()
+
+
+def _warn_of_narrowed_state(optimizer: Optimizer) -> None:
+    """Steps taken here leave FP32 state; BF16 state beside a step count was cast down by a load."""
+    tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    if any(v.dtype is torch.bfloat16 for v in tensors):
+        logger.warning(
+            "%s: load_state_dict cast the FP32 optimizer state down to BF16, so this run is not the resumed one; "
+            "call it inside `with hmpx.disable_casts():` or after `hmpx.convert()`",
+            type(optimizer).__name__,
+        )
 
 
 def _widened(state: Any) -> Any:

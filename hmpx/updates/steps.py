@@ -8,7 +8,8 @@ it do not serve:
   instead of parameters, or parameters that are not written back yet;
 - a patch on the class is passed by: every LR scheduler keeps the bound `step` that it found.
 
-Installed as long as a conversion or a `disable_casts` region needs it, then put back exactly.
+Installed as long as a conversion or a `disable_casts` region needs it, then put back exactly. Meanwhile
+`load_state_dict` keeps the FP32 state that such steps made.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from hmpx import scope
-from hmpx.updates.shadows import has_bf16, replace_closure, step_in_fp32
+from hmpx.updates.shadows import STEP_KEY, has_bf16, replace_closure, step_in_fp32
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
@@ -31,6 +32,7 @@ logger = logging.getLogger("hmpx")
 _lock = threading.RLock()
 _users = 0
 _profile_hook_step = Optimizer.profile_hook_step
+_process_value = Optimizer._process_value_according_to_param_policy
 _running = threading.local()  # optimizers whose step is running in this thread
 _warned = False
 
@@ -44,6 +46,7 @@ def install() -> None:
             for cell in _cells():
                 cell.cell_contents = _watched(cell.cell_contents)
             Optimizer.profile_hook_step = staticmethod(lambda step: _profile_hook_step(_watched(step)))
+            Optimizer._process_value_according_to_param_policy = staticmethod(_loaded_value)
 
 
 def uninstall() -> None:
@@ -53,6 +56,7 @@ def uninstall() -> None:
         _users -= 1
         if _users == 0:
             Optimizer.profile_hook_step = staticmethod(_profile_hook_step)
+            Optimizer._process_value_according_to_param_policy = staticmethod(_process_value)
             for cell in _cells():
                 step = cell.cell_contents
                 cell.cell_contents = getattr(step, "__hmpx_original__", step)
@@ -76,7 +80,7 @@ def _watched(step: Callable) -> Callable:
         if id(optimizer) in running:  # a subclass that calls its parent's step
             return step(optimizer, *args, **kwargs)
         running.add(id(optimizer))
-        how = scope.write_back()
+        how = scope.rounding()
         # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
         args, kwargs = replace_closure(
             args, kwargs, functools.partial(_cast_inside, scope.casting() if how is None else True)
@@ -96,10 +100,18 @@ def _watched(step: Callable) -> Callable:
 
 def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
     def evaluate() -> Any:
-        with scope.region(casting, scope.write_back()):
+        with scope.region(casting, scope.rounding()):
             return closure()
 
     return evaluate
+
+
+def _loaded_value(param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list, key: Any = None) -> Any:
+    """What `load_state_dict` makes of a state tensor: torch casts it to the parameter's dtype, a resume needs FP32."""
+    kept = param.dtype is torch.bfloat16 and value.dtype is torch.float32 and key != "step"
+    if kept and any(STEP_KEY in group for group in param_groups):
+        return value.to(device=param.device)
+    return _process_value(param, value, param_id, param_groups, key)
 
 
 def _warn_of_nearest(optimizer: Optimizer) -> None:
