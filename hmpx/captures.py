@@ -1,9 +1,9 @@
 """Names taken before a patch: `from torch.nn.functional import gelu`, `ACT2FN["gelu"]`, `self.act = F.gelu`.
 
 `rebind` looks through everything that is alive (modules, classes, functions, objects with attributes or slots), three
-containers deep, and puts the replacement where a function of torch is held. The same call with the mapping turned round undoes
-it, for names taken in the meantime too. What cannot be changed (a tuple, a set, a `functools.partial`, a local variable
-of a running function) is reported.
+containers deep, and puts the replacement where a function of torch is held. The same call with the mapping turned round
+undoes it, for names taken in the meantime too. What cannot be changed (a tuple, a set, a `functools.partial`, a local
+variable of a running function) is reported.
 
 torch's own tables (operator registries, the overrides of `__torch_function__`, Dynamo's rules) hold the originals for a
 reason and are left alone, as is everything else inside torch that is neither a layer nor a distribution.
@@ -16,7 +16,8 @@ import gc
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 
 _FORWARD_MODULES = ("torch.nn.modules", "torch.distributions", "torch.ao.nn", "torch.testing")
 _OFF_LIMITS = frozenset({"torch", "hmpx", "wrapt", "builtins", "gc", "_thread"})
-_CONTAINERS = frozenset({dict, list, tuple, set, frozenset})
+_CONTAINERS = frozenset({dict, list, tuple, set, frozenset, deque})
 _HEAP_TYPE = 1 << 9  # of a type made by a class statement
 _DEEPEST = 3  # containers within containers
 _LONGEST = 10_000  # items: a longer list or dict is data, not a table of functions
@@ -48,38 +49,125 @@ class Capture:
 
 def rebind(replacements: Mapping[Any, Any]) -> list[Capture]:
     """Put ``replacements[f]`` wherever `f` is held outside torch's own tables; return one `Capture` a place."""
-    by_id = {id(old): new for old, new in replacements.items()}
-    return list(_rebind_all(by_id)) if by_id else []
+    sweep = _Sweep({id(old): new for old, new in replacements.items()})
+    if replacements:
+        sweep.everything()
+    return sweep.captures
 
 
-def _rebind_all(by_id: dict[int, Any]) -> Iterator[Capture]:
-    open_types: dict[type, bool] = {}
-    for thing in gc.get_objects():
-        kind = type(thing)  # not __class__: a proxy answers that by importing or warning
-        if kind is types.FunctionType:
-            if not _off_limits(thing.__module__):
-                yield from _rebind_in_function(thing, by_id)
-        elif issubclass(kind, types.ModuleType):
-            name = vars(thing).get("__name__", "?")
-            if not _off_limits(name):
-                yield from _rebind_in_namespace(vars(thing), vars(thing).__setitem__, name, by_id)
-        elif issubclass(kind, type):
-            if not _off_limits(thing.__module__):
-                where = f"{thing.__module__}.{thing.__qualname__}"
-                yield from _rebind_in_namespace(vars(thing), functools.partial(setattr, thing), where, by_id)
-        elif kind is functools.partial:
-            if id(thing.func) in by_id:
-                yield Capture("a functools.partial", _name(thing.func), "a partial cannot be changed")
-        else:
-            is_open = open_types.get(kind)
-            if is_open is None:
-                is_open = issubclass(kind, torch.nn.Module) or not _off_limits(kind.__module__)
-                open_types[kind] = is_open = is_open and bool(kind.__flags__ & _HEAP_TYPE)
-            if is_open:
+class _Sweep:
+    """One pass over everything that is alive."""
+
+    def __init__(self, by_id: dict[int, Any]) -> None:
+        self.by_id = by_id
+        self.captures: list[Capture] = []
+        self._seen: set[int] = set()  # containers, by identity
+        self._open: dict[type, bool] = {}
+
+    def everything(self) -> None:
+        for thing in gc.get_objects():
+            kind = type(thing)  # not __class__: a proxy answers that by importing or warning
+            if kind is types.FunctionType:
+                if not _off_limits(thing.__module__):
+                    self._function(thing)
+            elif issubclass(kind, types.ModuleType):
+                name = vars(thing).get("__name__", "?")
+                if not _off_limits(name):
+                    self._namespace(vars(thing), vars(thing).__setitem__, name)
+            elif issubclass(kind, type):
+                if not _off_limits(thing.__module__):
+                    where = f"{thing.__module__}.{thing.__qualname__}"
+                    self._namespace(vars(thing), functools.partial(setattr, thing), where)
+            elif kind is functools.partial:
+                for value in (thing.func, *thing.args, *thing.keywords.values()):
+                    self._escaped("a functools.partial", value, "a partial cannot be changed")
+            elif kind is functools._lru_cache_wrapper:
+                self._escaped("a functools.lru_cache", thing.__wrapped__, "a cache cannot be changed")
+            elif self._is_open(kind):
                 attributes = _attributes(thing, kind)
                 write = functools.partial(object.__setattr__, thing) if _slots(kind) else attributes.__setitem__
-                yield from _rebind_in_namespace(attributes, write, kind.__qualname__, by_id)
-    yield from _find_in_running_functions(by_id)
+                self._namespace(attributes, write, kind.__qualname__)
+        self._running_functions()
+
+    def _is_open(self, kind: type) -> bool:
+        """Whether objects of this class may hold functions under names of their own."""
+        known = self._open.get(kind)
+        if known is None:
+            ours = issubclass(kind, torch.nn.Module) or not _off_limits(kind.__module__)
+            known = self._open[kind] = ours and bool(kind.__flags__ & _HEAP_TYPE)
+        return known
+
+    def _rebound(self, where: str, value: Any) -> Any:
+        self.captures.append(Capture(where, _name(value)))
+        return self.by_id[id(value)]
+
+    def _escaped(self, where: str, value: Any, reason: str) -> None:
+        if id(value) in self.by_id:
+            self.captures.append(Capture(where, _name(value), reason))
+
+    def _namespace(self, namespace: Mapping[str, Any], write: Callable[[str, Any], None], where: str) -> None:
+        """The attributes of a module, class or object, and the containers among them."""
+        by_id = self.by_id
+        for name, value in list(namespace.items()):
+            if id(value) in by_id:
+                write(name, self._rebound(f"{where}.{name}", value))
+            elif _is_container(type(value)):
+                self._container(value, f"{where}.{name}")
+            elif isinstance(value, staticmethod | classmethod) and id(value.__func__) in by_id:
+                write(name, type(value)(self._rebound(f"{where}.{name}", value.__func__)))
+
+    def _container(self, container: Any, where: str, depth: int = 1) -> None:
+        if id(container) in self._seen or len(container) > _LONGEST:
+            return
+        self._seen.add(id(container))
+        values = container.values() if isinstance(container, dict) else container
+        holds_one = not self.by_id.keys().isdisjoint(map(id, values))
+        if not holds_one and (depth == _DEEPEST or _CONTAINERS.isdisjoint(map(type, values))):
+            return
+        for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+            if id(value) not in self.by_id:
+                if depth < _DEEPEST and type(value) in _CONTAINERS:
+                    self._container(value, f"{where}[{key!r}]", depth + 1)
+            elif isinstance(container, dict | list | deque):
+                container[key] = self._rebound(f"{where}[{key!r}]", value)
+            else:
+                self._escaped(where, value, f"a {type(container).__name__} cannot be changed")
+
+    def _function(self, function: types.FunctionType) -> None:
+        """Attributes, default arguments and closures."""
+        by_id = self.by_id
+        where = f"{function.__module__}.{function.__qualname__}"
+        if function.__dict__:
+            self._namespace(function.__dict__, function.__dict__.__setitem__, where)
+        defaults = function.__defaults__
+        if defaults and not by_id.keys().isdisjoint(map(id, defaults)):
+            held = f"a default argument of {where}"
+            function.__defaults__ = tuple(self._rebound(held, v) if id(v) in by_id else v for v in defaults)
+        for name, value in (function.__kwdefaults__ or {}).items():
+            if id(value) in by_id:
+                function.__kwdefaults__[name] = self._rebound(f"the default of {name} in {where}", value)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            if id(value) in by_id:
+                cell.cell_contents = self._rebound(f"{name} in the closure of {where}", value)
+            elif _is_container(type(value)):
+                self._container(value, f"{name} in the closure of {where}")
+
+    def _running_functions(self) -> None:
+        """Local variables of functions that are running now: visible, not changeable."""
+        for thread, frame in sys._current_frames().items():
+            while frame is not None:
+                inside = frame.f_globals.get("__name__")
+                if frame.f_code.co_name != "<module>" and not _off_limits(inside):
+                    for name, value in frame.f_locals.items():
+                        if name not in frame.f_code.co_freevars:
+                            where = f"local variable {name} of {inside}.{frame.f_code.co_name}"
+                            other = "" if thread == threading.get_ident() else " in another thread"
+                            self._escaped(where + other, value, "a local variable cannot be changed")
+                frame = frame.f_back
 
 
 def _attributes(thing: Any, kind: type) -> dict[str, Any]:
@@ -117,73 +205,9 @@ def _off_limits(module: Any) -> bool:
     return module.partition(".")[0] in _OFF_LIMITS and not module.startswith(_FORWARD_MODULES)
 
 
-def _rebind_in_namespace(
-    namespace: Mapping[str, Any], write: Callable[[str, Any], None], where: str, by_id: dict[int, Any]
-) -> Iterator[Capture]:
-    """The attributes of a module, class or object, and the containers among them."""
-    for name, value in list(namespace.items()):
-        if id(value) in by_id:
-            write(name, by_id[id(value)])
-            yield Capture(f"{where}.{name}", _name(value))
-        elif type(value) in _CONTAINERS:
-            yield from _rebind_in_container(value, f"{where}.{name}", by_id)
-        elif isinstance(value, staticmethod | classmethod) and id(value.__func__) in by_id:
-            write(name, type(value)(by_id[id(value.__func__)]))
-            yield Capture(f"{where}.{name}", _name(value.__func__))
-
-
-def _rebind_in_container(container: Any, where: str, by_id: dict[int, Any], depth: int = 1) -> Iterator[Capture]:
-    if len(container) > _LONGEST:
-        return
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    for key, value in list(items):
-        if id(value) not in by_id:
-            if type(value) in _CONTAINERS and depth < _DEEPEST:
-                yield from _rebind_in_container(value, f"{where}[{key!r}]", by_id, depth + 1)
-        elif isinstance(container, dict | list):
-            container[key] = by_id[id(value)]
-            yield Capture(f"{where}[{key!r}]", _name(value))
-        else:
-            yield Capture(where, _name(value), f"a {type(container).__name__} cannot be changed")
-
-
-def _rebind_in_function(function: types.FunctionType, by_id: dict[int, Any]) -> Iterator[Capture]:
-    """Default arguments and closures."""
-    where = f"{function.__module__}.{function.__qualname__}"
-    defaults = function.__defaults__
-    if defaults and any(id(value) in by_id for value in defaults):
-        function.__defaults__ = tuple(by_id.get(id(value), value) for value in defaults)
-        for value in defaults:
-            if id(value) in by_id:
-                yield Capture(f"a default argument of {where}", _name(value))
-    for name, value in (function.__kwdefaults__ or {}).items():
-        if id(value) in by_id:
-            function.__kwdefaults__[name] = by_id[id(value)]
-            yield Capture(f"the default of {name} in {where}", _name(value))
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-        if id(value) in by_id:
-            cell.cell_contents = by_id[id(value)]
-            yield Capture(f"{name} in the closure of {where}", _name(value))
-        elif type(value) in _CONTAINERS:
-            yield from _rebind_in_container(value, f"{name} in the closure of {where}", by_id)
-
-
-def _find_in_running_functions(by_id: dict[int, Any]) -> Iterator[Capture]:
-    """Local variables of functions that are running now: visible, not changeable."""
-    for thread, frame in sys._current_frames().items():
-        while frame is not None:
-            inside = frame.f_globals.get("__name__")
-            if frame.f_code.co_name != "<module>" and not _off_limits(inside):
-                for name, value in frame.f_locals.items():
-                    if id(value) in by_id and name not in frame.f_code.co_freevars:
-                        where = f"local variable {name} of {inside}.{frame.f_code.co_name}"
-                        other = "" if thread == threading.get_ident() else " in another thread"
-                        yield Capture(where + other, _name(value), "a local variable cannot be changed")
-            frame = frame.f_back
+@functools.cache
+def _is_container(kind: type) -> bool:
+    return issubclass(kind, tuple(_CONTAINERS))
 
 
 def _name(function: Any) -> str:

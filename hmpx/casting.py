@@ -29,6 +29,13 @@ def is_eligible(value: Any) -> bool:
     )
 
 
+def is_beside_dense(value: Any) -> bool:
+    """Whether `value` is a sparse or nested floating tensor: it stays what it is, and so do its companions."""
+    return (
+        isinstance(value, Tensor) and value.dtype in ELIGIBLE and (value.layout is not torch.strided or value.is_nested)
+    )
+
+
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """`value` in `dtype` where it is eligible, in lists, tuples and dicts too; itself where nothing changes."""
     if isinstance(value, Tensor):
@@ -89,12 +96,12 @@ def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
 def cast_arguments(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The arguments as the op is to see them. Tensors that it may write to (``layout.statistics``) stay themselves."""
     dtype = target_dtype(rule, args, kwargs)
-    if dtype is None:
+    if dtype is None or any(map(is_beside_dense, (*args, *kwargs.values()))):
         return args, kwargs
     if not layout.statistics:
         return tuple(cast(value, dtype) for value in args), {key: cast(value, dtype) for key, value in kwargs.items()}
     names = [p.name for p in layout.lead or ()]
-    written = {*layout.statistics, *(names[i] for i in layout.statistics)}
+    written = {*layout.statistics, *(names[i] for i in layout.statistics if i < len(names))}
     follow = {*layout.beside, *(names[i] for i in layout.beside)}
     places = {**dict(enumerate(args)), **kwargs}
     beside = next((places[key].dtype for key in places if key in written and is_eligible(places[key])), dtype)

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 
 class Argument(NamedTuple):
-    """One positional parameter of an op. One that is not required has the default None; `tensor`: it may be a tensor."""
+    """One positional parameter of an op; if not required, its default is None. `tensor`: it may be a tensor."""
 
     name: str
     required: bool = True
@@ -108,6 +108,8 @@ def _layout(name: str, first: str) -> Layout:
     agreed = bool(shared) and len(shared) == length and writable
     dtype_positional = any(a.name == "dtype" for arguments in overloads for a in arguments)
     statistics, beside = tables.STATISTICS.get(name, ((), ()))
+    if not statistics and not name.endswith("_"):
+        statistics = tuple({i for arguments in overloads for i, a in enumerate(arguments) if _is_written(a)})
     return Layout(
         lead=shared if agreed else None,
         dtype_positional=dtype_positional or not agreed,
@@ -119,6 +121,10 @@ def _layout(name: str, first: str) -> Layout:
 def _argument(argument: Any, first: str) -> Argument:
     name = first if argument.name == "self" else argument.name
     return Argument(name, not argument.has_default_value(), _is_tensor(argument))
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:
@@ -199,19 +205,19 @@ class _Builder:
         for name, attributes in tables.OPERATORS.items():
             for attribute in attributes:
                 function = getattr(Tensor, attribute)
-                operands = ("self",) if attribute in tables.UNARY_OPERATORS else ("self", "other")
+                operands = tables.OPERANDS.get(attribute, ("self", "other"))
                 layout = Layout(
-                    lead=tuple(Argument(operand) for operand in operands),
+                    lead=tuple(Argument(operand, tensor=operand != "index") for operand in operands),
                     dtype_positional=False,
                     python=inspect.isfunction(function),
                 )
-                entry = Entry(Tensor, attribute, f"Tensor.{attribute}", layout, attribute.startswith("__i"))
+                entry = Entry(Tensor, attribute, f"Tensor.{attribute}", layout, attribute in tables.WRITING)
                 self.add(name, entry)
 
     def python_functions(self) -> None:
         """Functions of torch written in Python that stand for an op with no C function of the same name."""
         overridable = torch.overrides.get_testing_overrides()
-        for label, module in (("torch.nn.functional", F), ("torch", torch)):
+        for label, module in (("torch.nn.functional", F), ("torch", torch), ("torch.functional", torch.functional)):
             for attribute, function in list(vars(module).items()):
                 if not inspect.isfunction(function) or function not in overridable or attribute.startswith("_"):
                     continue

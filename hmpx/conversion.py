@@ -53,11 +53,7 @@ class Conversion:
     @property
     def patched(self) -> tuple[Patch, ...]:
         """Every attribute that this conversion changes: `label`, `op`, `rule`, `owner`, `original` and more."""
-        own = [
-            Patch(name, self._functions.rules[name], name, owner, attribute, original, wrapper, False)
-            for name, (owner, attribute, original, wrapper) in self._functions.patched.items()
-        ]
-        return (*self._table.patches, *own)
+        return (*self._table.patches, *self._functions.patched.values())
 
     @property
     def rebound(self) -> tuple[str, ...]:

@@ -19,10 +19,12 @@ from hmpx import scope, verbose
 from hmpx.casting import cast_arguments
 from hmpx.catalog import Layout
 from hmpx.errors import HmpxError, UnknownOpError, nearest
+from hmpx.patching import Patch
 from hmpx.policy import Rule
 
 logger = logging.getLogger("hmpx")
 _LAYOUT = Layout(python=True)
+_HEAP_TYPE = 1 << 9  # the flag of a type made by a class statement
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -47,7 +49,20 @@ def _wrap(function: Any, rule: Rule, name: str, active: Callable[[], bool]) -> A
             verbose.log.function(name, rule, (args, kwargs), seen, result)
         return result
 
-    return wrapt.FunctionWrapper(function, call)
+    return UserFunction(function, call)
+
+
+class UserFunction(wrapt.FunctionWrapper):
+    """A wrapped function that copies and pickles as functions do: itself, by its name."""
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo: dict):
+        return self
+
+    def __reduce_ex__(self, protocol):
+        return self.__wrapped__.__qualname__
 
 
 def _decorator(function: Function, rule: Rule) -> Function:
@@ -82,15 +97,20 @@ class UserFunctions:
     def __init__(self, rules: Mapping[str, Rule], origins: Mapping[str, str]) -> None:
         self.rules = rules
         self.origins = origins
-        self.patched: dict[str, tuple[Any, str, Any, Any]] = {}
+        self.patched: dict[str, Patch] = {}
         self._retired = False
 
     def check(self) -> None:
         """Raise `UnknownOpError` for a name that its imported module does not have; nothing is changed."""
         for name in self.rules:
-            module = _longest_module(name)
+            module, found = _longest_module(name), None
             if module is not None:
-                self._find(name, module)
+                found = self._find(name, *module)
+            if found is not None:
+                owner, _, original = found
+                if isinstance(owner, type) and not owner.__flags__ & _HEAP_TYPE:
+                    raise UnknownOpError(f"{self._where(name)}: {owner.__name__} is a type in C and cannot be changed")
+                _wrap(original, self.rules[name], f"{self._where(name)}: {name}", self._active)
 
     @property
     def waiting(self) -> list[str]:
@@ -100,28 +120,29 @@ class UserFunctions:
     def apply(self) -> None:
         for name in self.rules:
             module = _longest_module(name)
-            if module is None or not self._patch(name, module):
+            if module is None or not self._patch(name, *module):
                 self._await(name)
 
-    def _find(self, name: str, module: Any) -> tuple[Any, str, Any] | None:
+    def _find(self, name: str, prefix: str, module: Any) -> tuple[Any, str, Any] | None:
         """Owner, attribute and function; None where a submodule of that name may still come."""
-        path = name.removeprefix(module.__name__ + ".")
+        path = name.removeprefix(prefix + ".")
         try:
             return wrapt.resolve_path(module, path)
         except AttributeError:
             if hasattr(module, "__path__"):
                 return None
-            message = f"{self._where(name)}: {module.__name__} has no {path!r}{nearest(path, dir(module))}"
+            message = f"{self._where(name)}: {prefix} has no {path!r}{nearest(path, dir(module))}"
             raise UnknownOpError(message) from None
 
-    def _patch(self, name: str, module: Any) -> bool:
-        found = self._find(name, module)
+    def _patch(self, name: str, prefix: str, module: Any) -> bool:
+        found = self._find(name, prefix, module)
         if found is None:
             return False
         owner, attribute, original = found
         wrapper = _wrap(original, self.rules[name], name, self._active)
+        inherited = attribute not in vars(owner)
         setattr(owner, attribute, wrapper)
-        self.patched[name] = owner, attribute, original, wrapper
+        self.patched[name] = Patch(name, self.rules[name], name, owner, attribute, original, wrapper, inherited)
         return True
 
     def _await(self, name: str) -> None:
@@ -136,7 +157,7 @@ class UserFunctions:
         if self._retired or name in self.patched:
             return
         try:
-            self._patch(name, module)
+            self._patch(name, module.__name__, module)
         except HmpxError as error:  # an import is no place to raise; the handle goes on to say that it escaped
             logger.warning("%s", error)
 
@@ -148,23 +169,20 @@ class UserFunctions:
 
     def restore(self) -> None:
         self._retired = True
-        for name, (owner, attribute, original, wrapper) in self.patched.items():
-            if vars(owner).get(attribute) is wrapper:
-                setattr(owner, attribute, original)
-            else:
-                logger.warning("%s was patched again after convert(); that patch stays", name)
+        for patch in self.patched.values():
+            patch.undo()
 
     def replacements(self) -> dict[Any, Any]:
-        """Original -> wrapper, of what was patched."""
-        return {original: wrapper for _, _, original, wrapper in self.patched.values()}
+        """Original -> wrapper, for names captured elsewhere. A method is found through its class, so it has none."""
+        return {patch.original: patch.wrapper for patch in self.patched.values() if not isinstance(patch.owner, type)}
 
 
-def _longest_module(name: str) -> Any | None:
-    """The imported module that the longest prefix of `name` names."""
+def _longest_module(name: str) -> tuple[str, Any] | None:
+    """The longest prefix of `name` that is an imported module, and the module."""
     prefix = name.rpartition(".")[0]
     while prefix:
         if prefix in sys.modules:
-            return sys.modules[prefix]
+            return prefix, sys.modules[prefix]
         prefix = prefix.rpartition(".")[0]
     return None
 

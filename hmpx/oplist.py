@@ -168,6 +168,9 @@ def _read_tree(path: str, text: str, suffix: str) -> OpLists:
         kind = "nothing" if root is None else f"a {_kind(root)}"
         line = 1 if root is None else root.start_mark.line + 1
         raise OpListError(f"{path}:{line}: expected the keys {', '.join(keys)}, found {kind}")
+    for key, _ in root.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise OpListError(f"{path}:{key.start_mark.line + 1}: a {_kind(key)} is no key (legal: {', '.join(keys)})")
     sides: dict[str, tuple[Listed, ...]] = {}
     for key, value in root.value:
         line = key.start_mark.line + 1

@@ -20,7 +20,7 @@ import wrapt
 from hmpx import captures, tables
 from hmpx.catalog import Entry, Layout, catalog
 from hmpx.policy import Policy, Rule
-from hmpx.wrappers import Observer, Switch, build_wrapper
+from hmpx.wrappers import Observer, Switch, build_check, build_wrapper
 
 logger = logging.getLogger("hmpx")
 
@@ -40,6 +40,17 @@ class Patch:
 
     def __str__(self) -> str:
         return f"{self.label:45} {self.rule}"
+
+    def undo(self) -> None:
+        """Put the original back, unless something else has taken our place."""
+        if vars(self.owner).get(self.attribute) is not self.wrapper:
+            logger.warning(
+                "%s was patched again after convert(); that patch stays, and hmpx below it is inert", self.label
+            )
+        elif self.inherited:
+            delattr(self.owner, self.attribute)
+        else:
+            setattr(self.owner, self.attribute, self.original)
 
 
 class PatchTable:
@@ -69,6 +80,14 @@ class PatchTable:
             patches.append(
                 Patch(op, rule, entry.label, entry.owner, entry.attribute, original, wrappers[key], inherited)
             )
+        for path, weights in tables.INPUT_CHECKS.items():
+            owner, attribute, original = wrapt.resolve_path(*_split(path))
+            check = build_check(original, weights, switch)
+            patches.append(
+                Patch(
+                    attribute, Rule.FIRST_INPUT, path, owner, attribute, original, check, attribute not in vars(owner)
+                )
+            )
         return cls(tuple(patches), switch)
 
     def __str__(self) -> str:
@@ -93,19 +112,9 @@ class PatchTable:
         """Put the originals back and make the wrappers inert; report what something else stands in the place of."""
         self.switch.retired = True
         applied, self._applied = self._applied, []
-        foreign = []
         for patch in reversed(applied):
-            if vars(patch.owner).get(patch.attribute) is not patch.wrapper:
-                foreign.append(patch)
-            elif patch.inherited:
-                delattr(patch.owner, patch.attribute)
-            else:
-                setattr(patch.owner, patch.attribute, patch.original)
+            patch.undo()
         captures.rebind({patch.wrapper: patch.original for patch in applied})
-        for patch in foreign:
-            logger.warning(
-                "%s was patched again after convert(); that patch stays, and hmpx below it is inert", patch.label
-            )
 
 
 def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, Rule]]:
@@ -121,10 +130,15 @@ def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, Rule]]:
             elif rule is not None:
                 yield op.name, entry, rule
     for path in _uncast_functions():
-        name, _, attribute = path.rpartition(".")
-        owner = pkgutil.resolve_name(name)
+        owner, attribute = _split(path)
         if hasattr(owner, attribute):
             yield attribute, Entry(owner, attribute, path, Layout(python=True)), Rule.UNCAST
+
+
+def _split(path: str) -> tuple[Any, str]:
+    """Owner and attribute of a dotted name in torch."""
+    name, _, attribute = path.rpartition(".")
+    return pkgutil.resolve_name(name), attribute
 
 
 def _uncast_functions() -> Iterator[str]:

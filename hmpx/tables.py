@@ -65,8 +65,13 @@ OPERATORS = {
     "ifloordiv": ("__ifloordiv__",),
     "imod": ("__imod__",),
     "ipow": ("__ipow__",),
+    "index_put": ("__setitem__",),
 }  # fmt: skip
-UNARY_OPERATORS = frozenset({"__neg__", "__abs__"})
+# The operands of an operator that is not binary, and the operators that write to their first one.
+OPERANDS = {"__neg__": ("self",), "__abs__": ("self",), "__setitem__": ("self", "index", "value")}
+WRITING = frozenset(
+    {"__setitem__", *(attribute for name in OPERATORS if name.startswith("i") for attribute in OPERATORS[name])}
+)
 
 # Python functions that share their name with a C function and yet do not always end in it.
 NOT_FRONTS = frozenset({"block_diag", "norm", "smooth_l1_loss", "unfold"})
@@ -77,15 +82,17 @@ NOT_FRONTS = frozenset({"block_diag", "norm", "smooth_l1_loss", "unfold"})
 STATISTICS = {
     "batch_norm": ((3, 4), (1, 2)),
     "instance_norm": ((3, 4), (1, 2)),
+    "native_batch_norm": ((3, 4), (1, 2)),
 }
 
 # Ops that raise when their floating tensor arguments differ in dtype, on some device. Norms are among them because
-# CUDA refuses what CPU takes.
+# CUDA refuses what CPU takes, and huber_loss because its backward does.
 REFUSES_MIXED = frozenset(
     """
     _convolution addbmm addmm addmv addr baddbmm batch_norm bilinear binary_cross_entropy bmm cdist chain_matmul
     cholesky_solve conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution cross
-    cross_entropy dot einsum embedding_bag grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru gru_cell inner
+    cross_entropy dot einsum embedding_bag grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru gru_cell
+    heaviside huber_loss inner quantile nanquantile _weight_norm
     index_add index_copy index_put index_reduce instance_norm layer_norm lerp linalg_cross linalg_householder_product
     linalg_ldl_solve linalg_lstsq linalg_lu_solve linalg_matmul linalg_multi_dot linalg_solve linalg_solve_ex
     linalg_solve_triangular linalg_tensorsolve linalg_vecdot linear lstm lstm_cell lu_solve masked_scatter matmul mm
@@ -109,7 +116,8 @@ NOT_OPS = frozenset(
 NOT_COMPUTING = (
     "_", "new_", "empty", "zeros", "ones", "full", "rand", "clone", "contiguous", "detach", "lift", "to_", "sparse_",
     "resize", "reshape", "flatten", "ravel", "is_", "isin", "quantize", "dequantize", "int_repr", "q_", "fbgemm",
-    "native_", "cudnn_", "miopen_", "mkldnn_", "bitwise_", "logical_", "special_",
+    "meshgrid", "broadcast_", "atleast_", "unsafe_", "native_", "cudnn_", "miopen_", "mkldnn_", "bitwise_", "logical_",
+    "special_",
 )  # fmt: skip
 
 # What O2 runs in BF16: convolutions, linear, and the matrix products.
@@ -120,9 +128,12 @@ O2_BF16 = frozenset(
     """.split()
 )
 
-# Not the model's forward: casts are off inside.
-# UNCAST_MODULES: of these, the public functions that write to
-# their argument. Optimizer steps are watched by `updates.steps`.
+# Methods of layers that check their input against their weights, (self, input, ...), before they call an op that takes
+# the mixture under hmpx; and the attribute that holds the weights.
+INPUT_CHECKS = {"torch.nn.RNNBase.check_input": "_flat_weights"}
+
+# Not the model's forward: casts are off inside. Of the modules, the public functions that write to their argument.
+# Optimizer steps are watched by `updates.steps`.
 UNCAST_MODULES = ("torch.nn.init", "torch.nn.utils", "torch.nn.utils.clip_grad")
 UNCAST_FUNCTIONS = (
     "torch.nn.utils.get_total_norm",

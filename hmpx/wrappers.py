@@ -49,7 +49,7 @@ def _stage(layout: Layout, args: tuple) -> tuple[tuple, list[tuple[torch.Tensor,
     """Widen statistics that are narrower than the input, which torch refuses; the pairs say what to write back."""
     staged = []
     values = list(args)
-    if is_eligible(values[0]) and values[0].dtype is torch.float32:
+    if layout.beside and values and is_eligible(values[0]) and values[0].dtype is torch.float32:
         for i in (*layout.statistics, *layout.beside):
             if i < len(values) and is_eligible(values[i]) and values[i].dtype is not torch.float32:
                 wide = cast(values[i], torch.float32)
@@ -59,14 +59,24 @@ def _stage(layout: Layout, args: tuple) -> tuple[tuple, list[tuple[torch.Tensor,
     return tuple(values), staged
 
 
+def _by_position(layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The call with its leading keyword arguments in their places."""
+    values, rest = list(args), dict(kwargs)
+    for argument in (layout.lead or ())[len(args) :]:
+        if argument.name not in rest:
+            break
+        values.append(rest.pop(argument.name))
+    return tuple(values), rest
+
+
 def _with_statistics(entry: Entry, rule: Rule, original: Callable, switch: Switch) -> Callable:
-    """Ops that update running statistics: the caller's own buffers are what gets updated."""
+    """Ops that write to tensors beside their input: the caller's own buffers are what gets updated."""
     layout = entry.layout
 
     def wrapper(*args, **kwargs):
         if switch.casts_off():
             return original(*args, **kwargs)
-        args, kwargs = cast_arguments(rule, layout, args, kwargs)
+        args, kwargs = cast_arguments(rule, layout, *_by_position(layout, args, kwargs))
         args, staged = _stage(layout, args)
         result = original(*args, **kwargs)
         with torch.no_grad():
@@ -80,12 +90,13 @@ def _with_statistics(entry: Entry, rule: Rule, original: Callable, switch: Switc
 def _general(entry: Entry, rule: Rule, original: Callable, switch: Switch) -> Callable:
     """Any layout; also Python functions of torch, inside of which nothing is cast again."""
     layout = entry.layout
-    in_place_at = _in_place_parameter(original) if layout.python else None
+    stated = _stated_positions(original) if layout.python else ()
 
     def wrapper(*args, **kwargs):
         if switch.casts_off():
             return original(*args, **kwargs)
-        if rule is not Rule.UNCAST and not is_explicit(args, kwargs) and not _asks_in_place(in_place_at, args, kwargs):
+        decided = is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args)
+        if rule is not Rule.UNCAST and not decided:
             args, kwargs = cast_arguments(rule, layout, args, kwargs)
         if layout.python:
             return scope.run_uncast(original, args, kwargs)
@@ -94,15 +105,26 @@ def _general(entry: Entry, rule: Rule, original: Callable, switch: Switch) -> Ca
     return wrapper
 
 
-def _in_place_parameter(function: Callable) -> int | None:
-    """The position of a parameter called `inplace`."""
+def _stated_positions(function: Callable) -> tuple[int, ...]:
+    """Where a Python function of torch takes `out`, `dtype` and `inplace`, by which a caller decides for himself."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code else ()
-    return names.index("inplace") if "inplace" in names else None
+    return tuple(names.index(name) for name in ("out", "dtype", "inplace") if name in names)
 
 
-def _asks_in_place(position: int | None, args: tuple, kwargs: dict) -> bool:
-    return position is not None and bool(kwargs.get("inplace", args[position] if position < len(args) else False))
+def _is_stated_at(positions: tuple[int, ...], args: tuple) -> bool:
+    return any(i < len(args) and args[i] is not None and args[i] is not False for i in positions)
+
+
+def build_check(original: Callable, weights: str, switch: Switch) -> Callable:
+    """A layer's check of its input's dtype, (self, input, ...), that accepts what will be cast."""
+
+    def check(layer, value, *rest):
+        if not switch.casts_off():
+            value = cast(value, getattr(layer, weights)[0].dtype)
+        return original(layer, value, *rest)
+
+    return check
 
 
 def _observed(entry: Entry, rule: Rule, original: Callable, switch: Switch, observe: Observer) -> Callable:
@@ -127,18 +149,24 @@ def _observed(entry: Entry, rule: Rule, original: Callable, switch: Switch, obse
 _MISSING: Any = type("_Missing", (), {"__repr__": lambda self: "<missing>"})()
 
 
-def _by_name(original: Callable, rule: Rule, layout: Layout, named: dict, rest: tuple, kwargs: dict) -> Any:
+def _by_name(
+    original: Callable, switch: Switch, rule: Rule, layout: Layout, named: dict, rest: tuple, kwargs: dict
+) -> Any:
     """A call whose leading arguments did not all come by position: they may bear torch's other names, like `x1`."""
     given = {name: value for name, value in named.items() if value is not _MISSING}
-    required = [p.name for p in layout.lead or () if p.required]
     args = []
-    for name in required:
+    for name in [p.name for p in layout.lead or () if p.required]:
         if name not in given:
             break
         args.append(given.pop(name))
     kwargs = {**{name: value for name, value in given.items() if value is not None}, **kwargs}
-    if not is_explicit((*args, *rest), kwargs):
-        args, kwargs = cast_arguments(rule, layout, (*args, *rest), kwargs)
+    if switch.casts_off() or is_explicit((*args, *rest), kwargs):
+        return original(*args, *rest, **kwargs)
+    return _by_definition(original, rule, layout, (*args, *rest), kwargs)
+
+
+def _by_definition(original: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> Any:
+    args, kwargs = cast_arguments(rule, layout, args, kwargs)
     return original(*args, **kwargs)
 
 
@@ -147,27 +175,33 @@ _HEAD = """\
 def make(_original, _switch, _by_name):
     def {function}({signature}, *args, **kwargs):
         if {missing}:
-            return _by_name(_original, _rule, _layout, {named}, args, kwargs)
+            return _by_name(_original, _switch, _rule, _layout, {named}, args, kwargs)
         if (_off and _switch.casts_off()) or _switch.retired or (kwargs and _is_stated(kwargs)){positional_dtype}:
             return _original({names}, *args, **kwargs)
 """
 _TO_TARGET = """\
         if type({p}) in _plain:
-            if {p}.dtype is not _target and {p}.dtype in _eligible and {p}.layout is _strided and not {p}.is_nested:
-                {p} = _to_target({p})
-        elif {p} is not None:
-            {p} = _cast({p}, _target)
+            if {p}.dtype is not _target and {p}.dtype in _eligible:
+                if {p}.layout is not _strided or {p}.is_nested:
+                    return _by_definition(_original, _rule, _layout, ({names}, *args), kwargs)
+                {p}_cast = _to_target({p})
+            else:
+                {p}_cast = {p}
+        elif isinstance({p}, _Tensor):
+            return _by_definition(_original, _rule, _layout, ({names}, *args), kwargs)
+        else:
+            {p}_cast = _cast({p}, _target) if {p} is not None else None
 """
 _REST = """\
         if kwargs:
             kwargs = {{key: _cast(value, _target) for key, value in kwargs.items()}}
+        return _original({cast_names}, *args, **kwargs)
+    return {function}
 """
 _SAME = "(type({p}) in _plain and ({p}.dtype is {first}.dtype or {p}.dtype not in _eligible))"
 _UNIFY = """\
         if not ({same}):
             {names}, = _unify(({names},))
-"""
-_TAIL = """\
         return _original({names}, *args, **kwargs)
     return {function}
 """
@@ -189,15 +223,16 @@ def _compile(layout: Layout, rule: Rule, function: str) -> Callable:
     }
     source = _HEAD.format(**fields)
     if rule in TARGETS:
-        source += "".join(_TO_TARGET.format(p=p.name) for p in tensors) + _REST.format()
+        casts = (_TO_TARGET.format(p=p.name, names=fields["names"]) for p in tensors)
+        names = ", ".join(f"{p.name}_cast" if p.tensor else p.name for p in lead)
+        source += "".join(casts) + _REST.format(function=function, cast_names=names)
     else:
         first = tensors[0].name
         tests = [f"type({first}) in _plain"]
         for p in tensors[1:]:
             same = _SAME.format(p=p.name, first=first)
             tests.append(same if p.required else f"({p.name} is None or {same})")
-        source += _UNIFY.format(same=" and ".join(tests), names=fields["names"])
-    source += _TAIL.format(**fields)
+        source += _UNIFY.format(same=" and ".join(tests), **fields)
     namespace: dict[str, Any] = {
         "_missing": _MISSING,
         "_off": scope.off_somewhere,
@@ -209,6 +244,8 @@ def _compile(layout: Layout, rule: Rule, function: str) -> Callable:
         "_eligible": ELIGIBLE,
         "_strided": torch.strided,
         "_cast": cast,
+        "_by_definition": _by_definition,
+        "_Tensor": torch.Tensor,
         "_is_stated": is_stated,
         "_has_dtype": has_dtype,
         "_unify": lambda args: cast_arguments(rule, layout, args, {})[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,30 @@ def test_captured_names_are_cast_and_come_back():
     assert {r.dtype for r in results()} == {torch.float32}
     assert linear is F.linear and matmul is torch.matmul and Holder.attribute is F.linear
     assert Holder.method.__defaults__ == (F.linear,)
+
+
+class Slotted:
+    __slots__ = ("function",)
+
+
+DEEP = {"a": {"b": [F.linear]}}
+ORDERED = OrderedDict(linear=F.linear)
+SLOTTED = Slotted()
+SLOTTED.function = F.linear
+
+
+def with_attribute():
+    return with_attribute.function(X, X)
+
+
+with_attribute.function = F.linear
+
+
+def test_slots_subclasses_of_dict_and_nested_containers():
+    with hmpx.convert():
+        ways = [DEEP["a"]["b"][0], ORDERED["linear"], SLOTTED.function]
+        assert {way(X, X).dtype for way in ways} == {with_attribute().dtype} == {torch.bfloat16}
+    assert DEEP["a"]["b"][0] is ORDERED["linear"] is SLOTTED.function is with_attribute.function is F.linear
 
 
 def test_layers_that_keep_a_function_are_cast():

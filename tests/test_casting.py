@@ -348,3 +348,81 @@ def test_recurrent_layers_are_cast_through_torch_vf(lists):
         assert nn.GRU(4, 5)(x)[0].dtype is BF16
         assert nn.RNN(4, 5)(x)[0].dtype is BF16
         assert nn.LSTMCell(4, 5)(x[0])[0].dtype is BF16
+
+
+# What a hostile reader found
+
+
+def test_torchs_other_names_respect_regions_and_restore(lists):
+    x = tensor(3, 3)
+    with hmpx.convert(**lists(bf16="mm")):
+        with hmpx.disable_casts():
+            assert torch.mm(x=x, mat2=x).dtype is FP32
+        held = (torch.mm,)
+    assert held[0](x=x, mat2=x).dtype is FP32
+
+
+def test_indexed_assignment_casts_the_value_to_the_destination(lists):
+    buffer, value = torch.zeros(4, 4), tensor(2, 4, dtype=BF16)
+    with hmpx.convert(**lists()):
+        buffer[torch.tensor([0, 1])] = value
+        buffer[torch.tensor([False, False, True, True])] = value
+        buffer[0, 0] = 7
+    assert torch.equal(buffer[2:], value.float()) and buffer[0, 0] == 7
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_take_the_output_of_a_cast_layer(cell):
+    layer, linear, x = cell(4, 5), nn.Linear(4, 4), tensor(3, 2, 4)
+    with hmpx.convert():
+        assert layer(linear(x))[0].dtype is BF16
+
+
+def test_transformer_encoders_are_cast_in_eval_too():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+    x, fast = tensor(2, 3, 8), torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad(), hmpx.convert():
+        assert encoder(x).dtype is encoder(nn.Linear(8, 8)(x)).dtype is BF16
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+
+
+def test_every_argument_that_an_op_writes_to_is_the_callers_own():
+    mean, var, noise = torch.zeros(3), torch.ones(3), torch.zeros(8, 3)
+    with hmpx.convert():
+        torch.native_batch_norm(tensor(8, 3).bfloat16() + 5, torch.ones(3), torch.zeros(3), mean, var, True, 0.1, 1e-5)
+        assert (mean > 0.3).all()
+        torch._C._nn.rrelu_with_noise(-tensor(8, 3).abs(), noise, 0.1, 0.3, True)
+    assert noise.any()
+
+
+def test_batch_norm_by_keyword(lists):
+    arguments = dict(
+        weight=None, bias=None, running_mean=torch.zeros(3).bfloat16(), running_var=torch.ones(3).bfloat16()
+    )
+    rest = dict(training=True, momentum=0.1, eps=1e-5, cudnn_enabled=False)
+    with hmpx.convert(**lists(fp32="batch_norm")):
+        assert torch.batch_norm(input=tensor(8, 3) + 1, **arguments, **rest).dtype is FP32
+        with pytest.raises(TypeError):
+            torch.batch_norm()
+    assert arguments["running_mean"].any()
+
+
+def test_sparse_and_nested_companions_leave_the_call_alone(lists):
+    x = tensor(4, 4)
+    sparse, nested = torch.eye(4).to_sparse(), torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
+    with hmpx.convert(**lists(bf16="matmul mm linear")):
+        assert torch.equal(sparse @ x, x) and torch.equal(torch.mm(sparse, x), x)
+        assert F.linear(nested, x).dtype is FP32
+
+
+def test_out_by_position_of_a_python_function(lists):
+    x, out = tensor(4, 4), torch.zeros(4, 4)
+    with hmpx.convert(**lists(bf16="normalize")):
+        assert F.normalize(x, 2.0, 1, 1e-12, out) is out and out.any()
+
+
+def test_losses_whose_backward_refuses_mixed_dtypes():
+    layer = nn.Linear(4, 4)
+    with hmpx.convert():
+        F.huber_loss(layer(tensor(4, 4)), tensor(4, 4)).backward()
+    assert layer.weight.grad is not None

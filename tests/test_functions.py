@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+import pickle
 import sys
 
 import pytest
@@ -123,8 +125,55 @@ def test_a_module_imported_after_restore_is_left_alone(lists, package):
     assert importlib.import_module("mylib.ops").iou(X, X)[0] is torch.float32
 
 
-def test_a_dotted_name_that_its_module_does_not_have(lists, package):
+BAD_NAMES = {
+    "mylib.ops.iuo": "bf16.txt:1: mylib.ops has no 'iuo'; did you mean 'iou'",
+    "os.path.nope": "bf16.txt:1: os.path has no 'nope'",
+    "math.pi": "bf16.txt:1: math.pi is no function but 3.14",
+    "builtins.str.upper": "bf16.txt:1: str is a type in C and cannot be changed",
+    "linear.typo": "bf16.txt:1: unknown op 'linear.typo'",
+    "torch.softmax.nonsense": "bf16.txt:1: unknown op 'torch.softmax.nonsense'",
+    "relu_": "bf16.txt:1: 'relu_' writes to its input and keeps its dtype; list 'relu' for the op",
+}
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_name_that_stands_for_nothing_changes_nothing(lists, package, name):
     importlib.import_module("mylib.ops")
-    with pytest.raises(hmpx.HmpxError, match=r"bf16.txt:1: mylib.ops has no 'iuo'; did you mean 'iou'"):
-        hmpx.convert(**lists(bf16="mylib.ops.iuo"))
-    assert torch.Tensor.matmul is torch._C.TensorBase.matmul
+    installed = hmpx.convert()
+    with pytest.raises(hmpx.HmpxError) as error:
+        hmpx.convert(**lists(bf16=name))
+    assert BAD_NAMES[name] in str(error.value)
+    assert installed.active and (X @ X).dtype is torch.bfloat16
+
+
+def test_an_inherited_method_is_deleted_again(lists, package):
+    ops = importlib.import_module("mylib.ops")
+
+    class Child(ops.Boxes):
+        pass
+
+    ops.Child = Child
+    with hmpx.convert(**lists(bf16="mylib.ops.Child.area")):
+        assert Child().area(X) is torch.bfloat16 and ops.Boxes().area(X) is torch.float32
+    assert "area" not in vars(Child)
+
+
+def test_functions_copy_and_pickle_by_name():
+    assert copy.deepcopy({"f": in_bf16})["f"] is in_bf16 is pickle.loads(pickle.dumps(in_bf16))
+
+
+@pytest.mark.parametrize("decorated", [lambda: (yield), torch.nn.Linear, "text"])
+def test_what_is_no_plain_function_is_refused(decorated):
+    with pytest.raises(hmpx.HmpxError, match=r"generator or coroutine|is no function"):
+        hmpx.bf16(decorated)
+
+
+def test_the_handle_and_the_log_tell_of_own_functions(lists, package, caplog):
+    caplog.set_level("INFO", "hmpx")
+    ops = importlib.import_module("mylib.ops")
+    with hmpx.convert(**lists(bf16="mylib.ops.iou"), isVerbose=True) as handle:
+        ops.iou(X, X)
+        in_fp32(B)
+        assert "mylib.ops.iou" in [patch.label for patch in handle.patched]
+    assert "mylib.ops.iou, bf16: float32, float32 -> bfloat16, bfloat16" in caplog.text
+    assert "in_fp32, fp32: bfloat16 -> float32" in caplog.text and __file__ in caplog.text

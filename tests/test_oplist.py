@@ -130,6 +130,9 @@ BAD_TREES = {
     "typo in a key": ("ops.yaml", "fb16: [conv2d]\n", ":1: 'fb16' is no list that hmpx knows; did you mean 'bf16'?"),
     "broken yaml": ("ops.yaml", "bf16: [conv2d\n", ": not YAML"),
     "broken json": ("ops.json", '{"hmp_bf16_ops": [,]}', ":1: not JSON"),
+    "keys of another file": ("ops.json", '{"bf16": ["mm"]}', ":1: holds none of the keys hmp_bf16_ops, hmp_fp32_ops"),
+    "typo beside a right key": ("ops.yaml", "bf16: [mm]\nfp23: log\n", ":2: 'fp23' is no list that hmpx knows"),
+    "a key that is a list": ("ops.yaml", "? [a]\n: b\n", ":1: a list is no key"),
     "twice": ("ops.yaml", "bf16: [mm]\nbf16: [mv]\n", ":2: the key 'bf16' stands here for the second time"),
 }
 
@@ -142,6 +145,17 @@ def test_bad_trees_name_file_and_line(tmp_path, case):
     with pytest.raises(hmpx.OpListError) as error:
         hmpx.convert(bf16_file_path=path)
     assert message in str(error.value) and str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("value", [["linear"], True, b"ops.txt", {"linear"}])
+def test_what_is_no_path_is_refused(value):
+    with pytest.raises(hmpx.OpListError, match="bf16_file_path takes the path of a file, not a"):
+        hmpx.convert(bf16_file_path=value)
+
+
+def test_a_shipped_list_is_pointed_at():
+    with pytest.raises(hmpx.OpListError, match=r"no such op list file; hmpx ships one: .*bert.bf16.txt"):
+        hmpx.convert(bf16_file_path="nowhere/oplists/bert/bf16.txt")
 
 
 def test_a_directory_is_refused(tmp_path):

@@ -345,6 +345,36 @@ def test_the_seed_comes_from_the_region_then_from_the_state_dict():
         hmpx.disable_casts(seed=-3)
 
 
+@pytest.mark.parametrize("how", ["in a region", "under convert", "outside"])
+def test_a_resumed_run_is_the_run(how, caplog):
+    def fresh():
+        named = parameters(BF16)
+        return named, optim.AdamW(named, lr=1e-2)
+
+    def steps_of(named, optimizer, start, stop):
+        for step in range(start, stop):
+            set_gradients(named, step)
+            with hmpx.disable_casts():
+                optimizer.step()
+
+    named, optimizer = fresh()
+    steps_of(named, optimizer, 0, 3)
+    saved = copy.deepcopy(([p.detach() for _, p in named], optimizer.state_dict()))
+    steps_of(named, optimizer, 3, 6)
+
+    resumed, loaded = fresh()
+    with torch.no_grad():
+        for (_, p), weight in zip(resumed, saved[0], strict=True):
+            p.copy_(weight)
+    region = {"in a region": hmpx.disable_casts, "under convert": hmpx.convert, "outside": contextlib.nullcontext}
+    with region[how]():
+        loaded.load_state_dict(saved[1])
+    steps_of(resumed, loaded, 3, 6)
+    same = all(torch.equal(p, q) for (_, p), (_, q) in zip(named, resumed, strict=True))
+    assert same == (how != "outside")
+    assert ("cast the FP32 optimizer state down" in caplog.text) == (how == "outside")
+
+
 def test_nothing_of_the_watch_stays_behind():
     optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     functions = {cls: vars(cls).get("step") for cls in optim.Optimizer.__subclasses__()}

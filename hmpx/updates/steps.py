@@ -33,6 +33,7 @@ _lock = threading.RLock()
 _users = 0
 _profile_hook_step = Optimizer.profile_hook_step
 _process_value = Optimizer._process_value_according_to_param_policy
+_EXCHANGED = {name: vars(Optimizer)[name] for name in ("profile_hook_step", "_process_value_according_to_param_policy")}
 _running = threading.local()  # optimizers whose step is running in this thread
 _warned = False
 
@@ -55,8 +56,8 @@ def uninstall() -> None:
     with _lock:
         _users -= 1
         if _users == 0:
-            Optimizer.profile_hook_step = staticmethod(_profile_hook_step)
-            Optimizer._process_value_according_to_param_policy = staticmethod(_process_value)
+            for name, descriptor in _EXCHANGED.items():
+                setattr(Optimizer, name, descriptor)
             for cell in _cells():
                 step = cell.cell_contents
                 cell.cell_contents = getattr(step, "__hmpx_original__", step)
