@@ -29,7 +29,7 @@ def is_eligible(value: Any) -> bool:
     )
 
 
-def is_beside_dense(value: Any) -> bool:
+def is_sparse_or_nested(value: Any) -> bool:
     """Whether `value` is a sparse or nested floating tensor: it stays what it is, and so do its companions."""
     return (
         isinstance(value, Tensor) and value.dtype in ELIGIBLE and (value.layout is not torch.strided or value.is_nested)
@@ -96,8 +96,10 @@ def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
 def cast_arguments(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The arguments as the op is to see them. Tensors that it may write to (``layout.statistics``) stay themselves."""
     dtype = target_dtype(rule, args, kwargs)
-    if dtype is None or any(map(is_beside_dense, (*args, *kwargs.values()))):
+    if dtype is None:
         return args, kwargs
+    if not layout.python and any(map(is_sparse_or_nested, (*args, *kwargs.values()))):
+        return args, kwargs  # torch has no mixture of layouts and dtypes
     if not layout.statistics:
         return tuple(cast(value, dtype) for value in args), {key: cast(value, dtype) for key, value in kwargs.items()}
     names = [p.name for p in layout.lead or ()]

@@ -124,7 +124,8 @@ def _argument(argument: Any, first: str) -> Argument:
 
 
 def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+    # TorchScript's lists have methods under the same names (`sort`, `append`), which write to their `self`.
+    return argument.name != "self" and argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:

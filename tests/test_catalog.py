@@ -69,7 +69,7 @@ def test_layouts_by_hand():
 LEFT_TO_TORCH = {
     "comparisons of tensors": {"allclose", "isclose", "heaviside"},
     "composed of ops that have the rule": {
-        "__rmatmul__", "linear_cross_entropy", "multi_head_attention_forward", "cartesian_prod", "meshgrid",
+        "linear_cross_entropy", "multi_head_attention_forward", "cartesian_prod", "meshgrid",
     },
     "not of a model's forward": {"_chunk_cat", "_softmax_backward_data", "_unsafe_masked_index_put_accumulate"},
 }  # fmt: skip

@@ -58,6 +58,15 @@ def test_inputs_are_cast_and_nothing_inside_is_cast_again(lists):
             assert in_bf16(X) is torch.float32
 
 
+def test_a_sparse_argument_passes_and_the_others_are_cast():
+    @hmpx.bf16
+    def dtypes(graph, x):
+        return graph.dtype, x.dtype
+
+    with hmpx.convert():
+        assert dtypes(torch.eye(3).to_sparse(), X) == (torch.float32, torch.bfloat16)
+
+
 def test_binding_signature_and_documentation_survive():
     assert in_fp32.__doc__ == "Documented." and "others" in inspect.signature(in_fp32).parameters
     with hmpx.convert():

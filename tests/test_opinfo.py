@@ -118,6 +118,7 @@ def test_empty_lists_give_the_bits_and_the_errors_of_plain_torch(lists):
 
 
 def test_autocasts_lists_give_the_dtypes_and_bits_of_autocast(lists):
+    cases()  # the samples are made once, and not under autocast
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = [run(*case) for case in cases()]
     arguments = lists(
@@ -184,7 +185,7 @@ OTHERWISE = {
 def test_an_op_alone_in_the_bf16_list_equals_inputs_cast_by_hand(lists):
     """For every op that has samples and computes: no front in torch's Python passes the patch by."""
     ops, wrong, checked = catalog(), [], set()
-    grouped = {}
+    grouped: dict[str, list] = {}
     for case in cases():
         name = list_name(case[0])
         first = tree_flatten((case[2].input, case[2].args, case[2].kwargs))[0]
