@@ -74,9 +74,10 @@ def test_seed_step_and_name_make_the_key(keys):
     check(torch.randn(16), 0, **dict(zip(("seed", "step", "name"), keys, strict=True)))
 
 
-def test_a_hand_worked_number_stays():
-    """The published form of the numbers: a change here breaks every resumed run."""
-    assert oracle_key(0, 0, "weight", 0) == rounding.derive_key(0, 0, "weight")
+def test_the_published_numbers_stay():
+    """The first numbers of a parameter called "weight", as literals: a change here breaks every resumed run."""
+    assert rounding.derive_key(0, 0, "weight") == oracle_key(0, 0, "weight", 0) == 0xFA185ADD6E8C1FFC
+    assert [oracle_random(i, 0, 0, "weight") for i in range(4)] == [0x7850, 0xD861, 0xD277, 0xFFFC]
     x = torch.full((8,), 1.0 + 2**-9)  # a quarter of the way from 1.0 to the next BF16 number
     up = [int(oracle_random(i, 0, 0, "weight") >= 0xC000) for i in range(8)]
     assert [int(v > 1) for v in hmpx.stochastic_round(x, seed=0, step=0, name="weight").tolist()] == up
