@@ -157,7 +157,7 @@ def test_other_dtypes_and_shapes_are_refused():
 
 
 def draws(count=1 << 20, **changes):
-    """The 16-bit numbers of a run of elements, read back from how 1.0 plus a fraction is rounded: the kernel's own."""
+    """The 16-bit numbers of a run of elements, in NumPy; a test below holds this twin against the kernel."""
     keys = {**KEYS, **changes}
     key = rounding.derive_key(**keys)
     i = np.arange(count, dtype=np.uint64)

@@ -143,6 +143,26 @@ def test_lbfgs_converges_through_its_closure():
     assert set(seen) == {BF16} and len(seen) > 6
 
 
+def test_a_closure_that_raises_at_a_trial_point_rolls_back():
+    w = nn.Parameter(torch.ones(4, dtype=BF16))
+    optimizer = optim.LBFGS([w], lr=0.1, max_iter=5)
+    points = []
+
+    def closure():
+        points.append(w.detach().clone())
+        if len(points) == 3:
+            raise RuntimeError("third evaluation")
+        optimizer.zero_grad()
+        loss = (w.float() ** 2).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="third"), hmpx.disable_casts():
+        optimizer.step(closure)
+    assert not torch.equal(points[2], points[0]) and torch.equal(w, points[0])
+    assert optimizer.param_groups[0]["params"][0] is w and not optimizer.state
+
+
 def test_a_closure_by_keyword_and_its_result():
     w = nn.Parameter(torch.ones(4, dtype=BF16))
     optimizer = optim.SGD([w], lr=0.5)

@@ -66,6 +66,7 @@ class Shadows:
         self.shadow: dict[Parameter, Parameter] = {}
         self.names: dict[Parameter, str] = {}
         self._stateless: set[Parameter] = set()
+        self._before: dict[Parameter, torch.Tensor] = {}  # weights that a closure's trial points overwrite
         index = 0
         for group in optimizer.param_groups:
             names = group.get("param_names")
@@ -94,6 +95,10 @@ class Shadows:
                 made = state.pop(q)
                 if keep_new_state or p not in self._stateless:
                     state[p] = made
+        if not keep_new_state:
+            with torch.no_grad():
+                for p, before in self._before.items():
+                    p.copy_(before)
 
     def write_back(self, seed: int, count: int) -> None:
         """Round every shadow into its parameter."""
@@ -116,6 +121,7 @@ class Shadows:
                 nonlocal moved
                 with torch.no_grad():
                     for p, q in self.shadow.items() if moved else ():
+                        self._before.setdefault(p, p.detach().clone())
                         p.copy_(q)  # a trial point: to nearest, nothing is lost, the shadow keeps the exact one
                 moved = True
                 self._exchange({q: p for p, q in self.shadow.items()})
