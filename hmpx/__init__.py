@@ -7,8 +7,10 @@ from hmpx.functions import bf16, fp32, promote
 from hmpx.policy import Policy, Rule
 from hmpx.regions import disable_casts, enable_casts
 from hmpx.rounding import stochastic_round, stochastic_round_
+from hmpx.updates.attachment import Attachment, attach, detach
 
 __all__ = [
+    "Attachment",
     "Conversion",
     "HmpxError",
     "OpListError",
@@ -16,8 +18,10 @@ __all__ = [
     "Policy",
     "Rule",
     "UnknownOpError",
+    "attach",
     "bf16",
     "convert",
+    "detach",
     "disable_casts",
     "enable_casts",
     "fp32",

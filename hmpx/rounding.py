@@ -16,7 +16,8 @@ All of it is uint32 with logical shifts and wraparound, except the key, which is
     r      = low 16 bits of h for even e, high 16 bits for odd e
     out    = bf16 with the bits (bits(x) + r) >> 16
 
-A value that BF16 can hold stays itself. inf, NaN and finite values past BF16's maximum round to nearest; NaN stays NaN.
+A value that BF16 can hold stays itself. inf and finite values past BF16's maximum round to nearest. NaN stays NaN: its
+upper 16 bits with the quiet bit (0x40) set.
 
 Sources: the 32-bit mixer is of the family searched by Wellons, "Prospecting for hash functions" (2018); splitmix64 is
 Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014); stochastic rounding for training
@@ -27,18 +28,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import threading
+from collections.abc import Callable
 
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.kernels import eager, native, triton
 
 Tensor = torch.Tensor
 
 _M64 = 2**64 - 1
-_GOLDEN, _MULTIPLY_1, _MULTIPLY_2 = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
-_BF16_MAX = torch.finfo(torch.bfloat16).max
-_CHUNK = 32768  # elements: up to this many, torch's CPU kernels stay on one thread and out of OpenMP
 
 
 def _splitmix64(x: int) -> int:
@@ -56,10 +55,13 @@ def name_id(name: str) -> int:
 
 def derive_key(seed: int, step: int, name: str, high: int = 0) -> int:
     """The 64-bit key of the elements whose index has `high` above its low 32 bits."""
-    key = 0
-    for value in (seed, step, name_id(name), high):
-        key = _splitmix64(key ^ (value & _M64))
-    return key
+    return _splitmix64(_splitmix64(_step_key(seed, step) ^ name_id(name)) ^ high)
+
+
+@functools.lru_cache(maxsize=64)
+def _step_key(seed: int, step: int) -> int:
+    """The links of the chain that a whole step shares."""
+    return _splitmix64(_splitmix64(seed) ^ (step & _M64))
 
 
 def check_seed(seed: int) -> int:
@@ -98,83 +100,32 @@ def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str
     if step < 0 or offset < 0:
         raise HmpxError(f"step and offset count from 0, not {step} and {offset}")
     with torch.no_grad():
-        target = out.detach()
-        flat = target.view(-1) if target.is_contiguous() else torch.empty(x.numel(), dtype=out.dtype, device=x.device)
-        source = x.detach().contiguous().view(-1)
-        done = 0
-        while done < source.numel():
-            # One key serves 2^32 elements; a parameter may be longer than that, or a slice may cross the border.
-            high, low = divmod(offset + done, 2**32)
-            count = min(source.numel() - done, 2**32 - low)
-            key = derive_key(seed, step, name, high)
-            _round_eager(flat[done : done + count], source[done : done + count], key, low)
-            done += count
-        if not target.is_contiguous():
-            target.copy_(flat.view(x.shape))
+        round_into(out.detach(), x.detach(), seed, step, name, offset)
     return out
 
 
-def _signed(x: int) -> int:
-    """The int32 with the low 32 bits of `x`."""
-    x &= 0xFFFFFFFF
-    return x - 2**32 if x >= 2**31 else x
+def round_into(out: Tensor, x: Tensor, seed: int, step: int, name: str, offset: int = 0) -> None:
+    """`stochastic_round_` without its checks, under `torch.no_grad()`."""
+    source = x.contiguous()
+    target = out if out.is_contiguous() else torch.empty_like(source, dtype=out.dtype)
+    kernel, (high, low) = _kernel(source), divmod(offset, 2**32)
+    if low + source.numel() <= 2**32:
+        kernel(target, source, derive_key(seed, step, name, high), low)
+    else:  # a key serves 2^32 elements, and here some have the next one
+        cut = 2**32 - low
+        kernel(target.view(-1)[:cut], source.view(-1)[:cut], derive_key(seed, step, name, high), low)
+        round_into(target.view(-1)[cut:], source.view(-1)[cut:], seed, step, name, offset + cut)
+    if target is out:
+        torch.autograd.graph.increment_version(out)  # a kernel of ours writes behind autograd's back
+    else:
+        out.copy_(target)
 
 
-class _Scratch:
-    """Buffers and constants of the eager kernel on one device, in one thread.
-
-    In eager torch a 0-dim tensor is a cheaper operand than a Python number. `>>` on int32 is arithmetic, so every shift
-    is masked afterwards; without the mask the hash is two-to-one.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        half = _CHUNK // 2 + 1
-
-        def constant(value: int) -> Tensor:
-            return torch.tensor(_signed(value), dtype=torch.int32, device=device)
-
-        self.products = torch.arange(half, dtype=torch.int32, device=device).mul_(_signed(_GOLDEN))
-        self.hash = torch.empty(half, dtype=torch.int32, device=device)
-        self.shifted = torch.empty(half, dtype=torch.int32, device=device)
-        self.bits = torch.empty(_CHUNK, dtype=torch.int32, device=device)
-        self.by_15, self.by_16 = constant(15), constant(16)
-        self.low_17, self.low_16 = constant(0x1FFFF), constant(0xFFFF)
-        self.multiply_1, self.multiply_2 = constant(_MULTIPLY_1), constant(_MULTIPLY_2)
-        self.high_16 = constant(0xFFFF0000)
-
-
-_local = threading.local()
-
-
-def _scratch(device: torch.device) -> _Scratch:
-    cache = _local.__dict__.setdefault("scratch", {})
-    if device not in cache:
-        cache[device] = _Scratch(device)
-    return cache[device]
-
-
-def _round_eager(out: Tensor, x: Tensor, key: int, offset: int) -> None:
-    """The kernel in eager torch, any device. `out` bfloat16 and `x` float32: flat, contiguous, within one key."""
-    c = _scratch(x.device)
-    odd = offset & 1
-    k2 = torch.tensor(_signed(key >> 32), dtype=torch.int32, device=x.device)
-    keys = [_signed(key + ((offset + start) // 2) * _GOLDEN) for start in range(0, x.numel(), _CHUNK)]
-    first_keys = torch.tensor(keys, dtype=torch.int32, device=x.device).unbind()
-    # A finite sum of squares below the square of BF16's maximum proves that nothing needs the special road.
-    special = not torch.dot(x, x).item() < 1e38
-    for k1, x_chunk, out_chunk in zip(first_keys, x.split(_CHUNK), out.split(_CHUNK), strict=True):
-        count = x_chunk.numel()
-        pairs = (count + odd + 1) // 2
-        h, t, bits = c.hash[:pairs], c.shifted[:pairs], c.bits[:count]
-        torch.add(c.products[:pairs], k1, out=h)
-        torch.bitwise_right_shift(h, c.by_16, out=t)
-        h.bitwise_xor_(t.bitwise_and_(c.low_16)).mul_(c.multiply_1)
-        torch.bitwise_right_shift(h, c.by_15, out=t)
-        h.bitwise_xor_(t.bitwise_and_(c.low_17)).bitwise_xor_(k2).mul_(c.multiply_2)
-        torch.bitwise_right_shift(h, c.by_15, out=t)
-        h.bitwise_xor_(t.bitwise_and_(c.low_17))
-        bits.copy_(h.view(torch.uint16)[odd : odd + count])  # little-endian: the low half belongs to the even element
-        bits.add_(x_chunk.view(torch.int32)).bitwise_and_(c.high_16)
-        out_chunk.copy_(bits.view(torch.float32))
-        if special:
-            out_chunk.copy_(torch.where(x_chunk.abs() <= _BF16_MAX, out_chunk, x_chunk.to(torch.bfloat16)))
+def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, int, int], None]:
+    """The fastest kernel that can read `x`; all of them give the same bits."""
+    if type(x) is Tensor:
+        if x.is_cpu and native.library() is not None:
+            return native.round_
+        if x.is_cuda and triton.available():
+            return triton.round_
+    return eager.round_

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import steps
+from hmpx.updates import slices, steps
 
 BF16 = torch.bfloat16
 
@@ -85,7 +85,7 @@ def assert_same(named, optimizer, reference_named, reference):
                 assert got == value
 
 
-@pytest.mark.parametrize("name, form", forms(), ids=lambda v: v if isinstance(v, str) else "-".join(v) or "only")
+@pytest.mark.parametrize("name, form", list(forms()), ids=lambda v: v if isinstance(v, str) else "-".join(v) or "only")
 def test_any_optimizer_of_torch_bit_for_bit(name, form):
     cls, options = CONFIGURATIONS[name]
     named, twin = parameters(BF16), parameters(torch.float32)
@@ -100,6 +100,23 @@ def test_any_optimizer_of_torch_bit_for_bit(name, form):
         assert_same(named, optimizer, twin, reference)
         assert all(p.grad.dtype is BF16 for _, p in named)
     assert optimizer.param_groups[0]["hmpx_step"] == 4
+
+
+@pytest.mark.parametrize("name, form", list(forms()), ids=lambda v: v if isinstance(v, str) else "-".join(v) or "only")
+def test_any_optimizer_of_torch_in_slices(name, form, monkeypatch):
+    monkeypatch.setattr(slices, "_FLOOR", 128)
+    cls, options = CONFIGURATIONS[name]
+    sizes = ((20, 33), (5, 7), (40, 30), (), (3,)) if cls is not optim.Muon else ((20, 33), (5, 7), (40, 30))
+    named, twin = parameters(BF16, sizes), parameters(torch.float32, sizes)
+    optimizer = cls(named, **copy.deepcopy(options), **form)
+    reference = cls(twin, **copy.deepcopy(options), **form)
+    for step in range(3):
+        set_gradients(named, step)
+        set_gradients(twin, step)
+        with hmpx.disable_casts():
+            optimizer.step()
+        reference_step(reference, twin, step)
+        assert_same(named, optimizer, twin, reference)
 
 
 def test_sparse_adam():

@@ -8,8 +8,8 @@ it do not serve:
   instead of parameters, or parameters that are not written back yet;
 - a patch on the class is passed by: every LR scheduler keeps the bound `step` that it found.
 
-Installed as long as a conversion or a `disable_casts` region needs it, then put back exactly. Meanwhile
-`load_state_dict` keeps the FP32 state that such steps made.
+Installed as long as a conversion, a `disable_casts` region or an attached optimizer needs it, then put back exactly.
+Meanwhile `load_state_dict` keeps the FP32 state that such steps made, and `add_param_group` tells the attachment.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import functools
 import logging
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from hmpx import scope
-from hmpx.updates.shadows import STEP_KEY, has_bf16, replace_closure, step_in_fp32
+from hmpx.updates.settings import Settings
+from hmpx.updates.stepping import STEP_KEY, WeightUpdates, has_bf16
+from hmpx.updates.whole import replace_closure
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
@@ -33,21 +36,30 @@ _lock = threading.RLock()
 _users = 0
 _profile_hook_step = Optimizer.profile_hook_step
 _process_value = Optimizer._process_value_according_to_param_policy
-_EXCHANGED = {name: vars(Optimizer)[name] for name in ("profile_hook_step", "_process_value_according_to_param_policy")}
+_add_param_group = Optimizer.add_param_group
+_EXCHANGED = {
+    name: vars(Optimizer)[name]
+    for name in ("profile_hook_step", "_process_value_according_to_param_policy", "add_param_group")
+}
+ATTRIBUTE = "_hmpx_attachment"  # of an attached optimizer
+_collected: deque[None] = deque()  # one for each attached optimizer that nobody holds any more
 _running = threading.local()  # optimizers whose step is running in this thread
 _warned = False
+_in_region = WeightUpdates(Settings())  # for optimizers that nobody attached
 
 
 def install() -> None:
     """Watch every optimizer step from here on. Calls nest."""
     global _users
     with _lock:
+        _uninstall_collected()
         _users += 1
         if _users == 1:
             for cell in _cells():
                 cell.cell_contents = _watched(cell.cell_contents)
             Optimizer.profile_hook_step = staticmethod(lambda step: _profile_hook_step(_watched(step)))
             Optimizer._process_value_according_to_param_policy = staticmethod(_loaded_value)
+            Optimizer.add_param_group = _added
 
 
 def uninstall() -> None:
@@ -61,6 +73,25 @@ def uninstall() -> None:
             for cell in _cells():
                 step = cell.cell_contents
                 cell.cell_contents = getattr(step, "__hmpx_original__", step)
+
+
+def uninstall_later() -> None:
+    """`uninstall` from the garbage collector, which may come while one of the above is at work."""
+    _collected.append(None)
+
+
+def _uninstall_collected() -> None:
+    while _collected:
+        _collected.pop()
+        uninstall()
+
+
+def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Parameter) -> None:
+    """Step one parameter of an attached optimizer, outside of the optimizer's `step`."""
+    step = type(optimizer).step
+    own = step.__closure__[step.__code__.co_freevars.index("func")].cell_contents
+    with scope.region(casting=False), torch.no_grad():
+        updates.step_alone(optimizer, getattr(own, "__hmpx_original__", own), p)
 
 
 def _cells() -> Iterator[types.CellType]:
@@ -81,15 +112,17 @@ def _watched(step: Callable) -> Callable:
         if id(optimizer) in running:  # a subclass that calls its parent's step
             return step(optimizer, *args, **kwargs)
         running.add(id(optimizer))
-        how = scope.rounding()
+        how, attached = scope.rounding(), vars(optimizer).get(ATTRIBUTE)
         # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
         args, kwargs = replace_closure(
             args, kwargs, functools.partial(_cast_inside, scope.casting() if how is None else True)
         )
         try:
             with scope.region(casting=False, how=how):
+                if attached is not None:
+                    return attached.step(step, args, kwargs, how.seed if how else None)
                 if how is not None and has_bf16(optimizer):
-                    return step_in_fp32(optimizer, how, step, args, kwargs)
+                    return _in_region.step(optimizer, step, args, kwargs, how.seed)
                 _warn_of_nearest(optimizer)
                 return step(optimizer, *args, **kwargs)
         finally:
@@ -105,6 +138,13 @@ def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
             return closure()
 
     return evaluate
+
+
+def _added(optimizer: Optimizer, param_group: dict) -> None:
+    _add_param_group(optimizer, param_group)
+    attached = vars(optimizer).get(ATTRIBUTE)
+    if attached is not None:
+        attached.adopt()
 
 
 def _loaded_value(param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list, key: Any = None) -> Any:

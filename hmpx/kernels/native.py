@@ -1,0 +1,113 @@
+"""The CPU kernels in C, compiled on first use where a C compiler is found.
+
+The compiled library is kept in ``$HMPX_CACHE_DIR``, else ``$XDG_CACHE_HOME/hmpx``, else ``~/.cache/hmpx``, under a name
+that holds the source, the compiler and the CPU. It is written beside and renamed, so processes may build at once.
+Without a compiler, or with ``HMPX_NATIVE=0``, the eager kernel does the work; the log (level INFO) says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger("hmpx")
+
+_SOURCE = Path(__file__).with_name("native.c")
+_FLAGS = ("-O3", "-march=native", "-std=c11", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-c")
+# OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one
+# pool of threads. Where that one does not offer them, the second variant runs on one thread.
+_VARIANTS = (("-fopenmp",), ("-Wno-unknown-pragmas",))
+_POINTER, _INT64, _UINT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int
+_SIGNATURES = {"round_stochastic": (_POINTER, _POINTER, _INT64, _UINT64, _UINT64, _INT)}
+
+
+def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int) -> None:
+    """`out` bfloat16 and `x` float32: of one shape, contiguous, on the CPU, within one key. Needs `library()`."""
+    library().round_stochastic(x.data_ptr(), out.data_ptr(), x.numel(), key, offset, torch.get_num_threads())
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where there are none."""
+    if os.environ.get("HMPX_NATIVE", "1") == "0":
+        logger.info("hmpx: no C kernels: HMPX_NATIVE=0; rounding runs in eager torch")
+        return None
+    try:
+        return _build()
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.info("hmpx: no C kernels: %s; rounding runs in eager torch", error)
+        return None
+
+
+def _build() -> ctypes.CDLL:
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise RuntimeError("no C compiler found")
+    problem: Exception = RuntimeError("no variant was tried")
+    for variant in _VARIANTS:
+        try:
+            return _declare(_load(compiler, variant))
+        except (OSError, subprocess.SubprocessError) as error:
+            problem = error
+    raise problem
+
+
+def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
+    built = _SOURCE.read_bytes(), *(part.encode() for part in (compiler, _cpu(), *_FLAGS, *variant))
+    name = f"native-{hashlib.sha256(b'|'.join(built)).hexdigest()[:16]}.so"
+    cache = _cache()
+    if cache is not None and (cache / name).exists():
+        return ctypes.CDLL(str(cache / name))
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        unlinked, linked = f"{folder}/native.o", f"{folder}/{name}"
+        _run(compiler, *_FLAGS, *variant, str(_SOURCE), "-o", unlinked)
+        _run(compiler, "-shared", unlinked, "-lm", "-o", linked)
+        loaded = ctypes.CDLL(linked)
+        if cache is not None:
+            os.replace(linked, cache / name)
+    return loaded
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise OSError(f"{command[0]} failed: {done.stderr.strip()[:300]}")
+
+
+def _cache() -> Path | None:
+    """A folder that lasts, or None."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("HMPX_CACHE_DIR") or Path(home) / "hmpx")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder if os.access(folder, os.W_OK) else None
+    except OSError:
+        return None
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        flags = [
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
+        ]
+    except OSError:
+        flags = []
+    return f"{platform.machine()} {platform.processor()} {flags[0] if flags else ''}"
+
+
+def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded

@@ -1,0 +1,236 @@
+"""`attach` and `detach`: how one optimizer updates weights, set once, in force without any region."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.updates import steps
+from hmpx.updates.checkpoints import Checkpoints
+from hmpx.updates.reach import REACH, reach_of
+from hmpx.updates.settings import Settings
+from hmpx.updates.stepping import SEED_KEY, STEP_KEY, WeightUpdates, has_bf16
+
+logger = logging.getLogger("hmpx")
+Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
+BF16 = torch.bfloat16
+
+
+class Attachment:
+    """What `attach` did to one optimizer: the handle that it returns.
+
+    Attributes:
+        settings: what `attach` was asked for.
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer, settings: Settings, names: dict[Parameter, str]) -> None:
+        self.optimizer, self.settings = optimizer, settings
+        self._updates = WeightUpdates(settings, names)
+        self._handles: dict[Parameter | None, list[Any]] = {}
+        self._released: set[Parameter] = set()
+
+    @property
+    def active(self) -> bool:
+        """Whether this is what the optimizer is attached by now."""
+        return vars(self.optimizer).get(steps.ATTRIBUTE) is self
+
+    def detach(self) -> None:
+        """See `hmpx.detach`."""
+        if self.active:
+            detach(self.optimizer)
+
+    def __repr__(self) -> str:
+        changed = [f"{k}={v!r}" for k, v in vars(self.settings).items() if v != getattr(Settings, k) or k == "weights"]
+        state = "" if self.active else ", detached"
+        return f"<hmpx.Attachment of {type(self.optimizer).__name__}: {', '.join(changed)}{state}>"
+
+    def _install(self) -> None:
+        steps.install()
+        self._uninstall = weakref.finalize(self.optimizer, steps.uninstall_later)
+        vars(self.optimizer)[steps.ATTRIBUTE] = self
+        vars(self.optimizer)["__reduce_ex__"] = functools.partial(_reduce, weakref.ref(self.optimizer))
+        self._handles[None] = Checkpoints(self._updates).register(self.optimizer)
+        self.adopt()
+
+    def _remove(self) -> None:
+        for p, handles in self._handles.items():
+            for handle in handles:
+                handle.remove()
+            if p is not None and self.settings.use_fp32_grad_acc:
+                _set_grad_dtype(p, BF16)
+        del vars(self.optimizer)[steps.ATTRIBUTE], vars(self.optimizer)["__reduce_ex__"]
+        self._uninstall.detach()
+        steps.uninstall()
+
+    def adopt(self) -> None:
+        """Take over parameters that are new in the optimizer."""
+        for p in [p for group in self.optimizer.param_groups for p in group["params"] if p not in self._handles]:
+            self._handles[p] = []
+            if self.settings.use_fp32_grad_acc and p.dtype is BF16:
+                _set_grad_dtype(p, torch.float32)
+            if self.settings.release_gradients and p.requires_grad:
+                self._handles[p].append(p.register_post_accumulate_grad_hook(self._release))
+
+    def step(self, step: Any, args: tuple, kwargs: dict, seed: int | None) -> Any:
+        """Run the optimizer's own `step` function as the settings say."""
+        result = self._updates.step(self.optimizer, step, args, kwargs, seed)
+        self._released.clear()
+        return result
+
+    def _release(self, p: Parameter) -> None:
+        if p in self._released:
+            raise HmpxError(
+                "release_gradients: a second gradient before optimizer.step(); each parameter has stepped in backward, "
+                "so gradients cannot accumulate over several"
+            )
+        steps.step_alone(self.optimizer, self._updates, p)
+        p.grad = None
+        self._released.add(p)
+
+
+def attach(
+    optimizer: Optimizer,
+    weights: str = "stochastic",
+    *,
+    model: torch.nn.Module | None = None,
+    names: Iterable[str] | None = None,
+    seed: int | None = None,
+    state_dtype: torch.dtype = torch.float32,
+    use_fp32_grad_acc: bool = False,
+    use_master_weights_in_ckpt: bool = False,
+    release_gradients: bool = False,
+    fused: bool = False,
+) -> Attachment:
+    """From here on, every step of `optimizer` computes in FP32 and holds BF16 parameters as `weights` says.
+
+    Parameters of other dtypes get a plain step. Works with and without `hmpx.convert()`; the optimizer stays the same
+    object and is used as before: LR schedulers, GradScaler, `state_dict`, `copy.deepcopy` and pickle included.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`.
+        weights: "stochastic" (rounding; nothing beside the BF16 weights), "nearest", "master" (FP32 copies, 4 bytes a
+            parameter more) or "split" (the same masters exactly, 2 bytes more).
+        model, names: where names of parameters come from, if the optimizer was not given `named_parameters()`: the
+            model, or one name for each parameter in the order of `param_groups`. The rounding numbers depend on them.
+        seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.
+        state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically.
+        use_fp32_grad_acc: gradients of BF16 parameters accumulate in FP32 (torch's `grad_dtype`, 2.13 or newer).
+        use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
+        release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then
+            finishes the step. Same bits. Not for accumulation, gradient clipping or GradScaler.
+        fused: Adam, AdamW and SGD run in one kernel of hmpx's own. Faster; the order of its operations is its own, so
+            results agree with torch's to rounding and not to the bit.
+
+    Returns:
+        A handle with `detach()`. Attaching again with the same settings returns it again.
+
+    Raises:
+        HmpxError: something does not fit; the optimizer is as it was.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise HmpxError(f"attach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    settings = Settings(
+        weights, seed, state_dtype, use_fp32_grad_acc, use_master_weights_in_ckpt, release_gradients, fused
+    )
+    attached = vars(optimizer).get(steps.ATTRIBUTE)
+    if attached is not None:
+        if attached.settings == settings:
+            return attached
+        raise HmpxError(f"{attached!r} is in force; hmpx.detach(optimizer) first")
+    _check(optimizer, settings)
+    attachment = Attachment(optimizer, settings, _names(optimizer, model, names))
+    attachment._install()
+    return attachment
+
+
+def detach(optimizer: Optimizer) -> None:
+    """Make an attached optimizer a plain torch one again; without an attachment, nothing happens.
+
+    Its state goes to the dtype of each parameter, as torch's own `load_state_dict` does, and masters are dropped: save
+    `state_dict()` before if you want them back.
+    """
+    attached = vars(optimizer).get(steps.ATTRIBUTE)
+    if attached is None:
+        return
+    attached._remove()
+    for group in optimizer.param_groups:
+        for key in (STEP_KEY, SEED_KEY):
+            group.pop(key, None)
+    attached._updates.release_state(optimizer)
+
+
+def _check(optimizer: Optimizer, settings: Settings) -> None:
+    if settings.release_gradients and reach_of(optimizer) == "whole":
+        listed = ", ".join(cls.__name__ for cls in REACH)
+        raise HmpxError(
+            f"release_gradients needs an optimizer that updates each parameter by itself ({listed}), "
+            f"and {type(optimizer).__name__} may look across them"
+        )
+    if settings.use_fp32_grad_acc and not hasattr(torch.Tensor, "grad_dtype"):
+        raise HmpxError(f"use_fp32_grad_acc needs torch 2.13 or newer (Tensor.grad_dtype), not {torch.__version__}")
+    if not has_bf16(optimizer):
+        logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
+
+
+def _names(optimizer: Optimizer, model: torch.nn.Module | None, names: Iterable[str] | None) -> dict[Parameter, str]:
+    """Names by parameter, as far as they were given here; those of `named_parameters()` are with the optimizer."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if model is not None and names is not None:
+        raise HmpxError("names come from the model or from the list, not from both")
+    if model is not None:
+        named = {p: name for name, p in model.named_parameters()}
+        missing = [i for i, p in enumerate(params) if p not in named]
+        if missing:
+            raise HmpxError(f"parameter {missing[0]} of the optimizer is not in the model")
+        return named
+    if names is None:
+        given = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+        _check_names(given)
+        return {}
+    given = [names] if isinstance(names, str) else list(names)
+    if len(given) != len(params):
+        raise HmpxError(f"{len(given)} names for {len(params)} parameters")
+    _check_names(given)
+    return dict(zip(params, given, strict=True))
+
+
+def _check_names(names: list[str]) -> None:
+    seen: dict[str, int] = {}
+    for i, name in enumerate(names):
+        if not isinstance(name, str):
+            raise HmpxError(f"the name of parameter {i} is {name!r}, not a string")
+        if name in seen:
+            raise HmpxError(f"the name {name!r} is given to parameters {seen[name]} and {i}")
+        seen[name] = i
+
+
+def _set_grad_dtype(p: Parameter, dtype: torch.dtype) -> None:
+    grad, p.grad = p.grad, None
+    p.grad_dtype = dtype
+    p.grad = None if grad is None else grad.to(dtype)
+
+
+def _reduce(reference: weakref.ref, protocol: int) -> tuple:
+    """Copies and pickles of an attached optimizer are attached; torch keeps state, groups and defaults alone."""
+    optimizer = reference()
+    attached = vars(optimizer)[steps.ATTRIBUTE]
+    updates = attached._updates
+    kept = (attached.settings, updates.names, updates.way.extra())
+    return _rebuild, (type(optimizer), optimizer.__getstate__(), *kept)
+
+
+def _rebuild(cls: type, state: dict, settings: Settings, names: dict, extra: dict) -> Optimizer:
+    optimizer = cls.__new__(cls)
+    optimizer.__setstate__(state)
+    attachment = Attachment(optimizer, settings, names)
+    attachment._updates.way.extra().update(extra)
+    attachment._install()
+    return optimizer

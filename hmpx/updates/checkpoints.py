@@ -1,0 +1,95 @@
+"""What `state_dict` and `load_state_dict` of an attached optimizer do with masters.
+
+They travel as FP32 tensors in the state of their parameter, under one key for both ways of holding them, so that a
+checkpoint moves between `master` and `split`, and a plain torch optimizer finds what is its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.updates.stepping import WeightUpdates
+
+logger = logging.getLogger("hmpx")
+Optimizer = torch.optim.Optimizer
+Parameter = torch.nn.Parameter
+
+MASTER_KEY = "hmpx_master"
+
+
+class Checkpoints:
+    """The hooks on one optimizer."""
+
+    def __init__(self, updates: WeightUpdates) -> None:
+        self._updates, self._settings = updates, updates.settings
+        self._incoming: dict[int, torch.Tensor] = {}
+
+    def register(self, optimizer: Optimizer) -> list[Any]:
+        """Install the hooks; returns what removes them."""
+        return [
+            optimizer.register_state_dict_post_hook(self._saved),
+            optimizer.register_load_state_dict_pre_hook(self._loading, prepend=True),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
+
+    @torch.no_grad()
+    def _saved(self, optimizer: Optimizer, state_dict: dict) -> None:
+        if not self._settings.use_master_weights_in_ckpt:
+            return
+        index = {p: i for i, p in enumerate(_params(optimizer))}
+        for run in self._updates.runs(optimizer):
+            masters, i = self._updates.way.masters(run), index[run.param]
+            # A parameter that has no state yet must not seem to have some: optimizers look for "no state" to make it.
+            if i in state_dict["state"] or not torch.equal(masters, run.param.float()):
+                state_dict["state"][i] = {**state_dict["state"].get(i, {}), MASTER_KEY: masters}
+
+    def _loading(self, optimizer: Optimizer, state_dict: dict) -> dict:
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = dict(zip(ids, _params(optimizer), strict=False))
+        self._incoming, state = {}, {}
+        for i, values in state_dict["state"].items():
+            if not isinstance(values, dict) or MASTER_KEY not in values:
+                state[i] = values
+                continue
+            own = {key: value for key, value in values.items() if key != MASTER_KEY}
+            if own:
+                state[i] = own
+            masters, p = values[MASTER_KEY], params.get(i)
+            if p is not None and masters.shape != p.shape:
+                raise HmpxError(
+                    f"the checkpoint's masters of parameter {i} have the shape {tuple(masters.shape)}, "
+                    f"the parameter {tuple(p.shape)}; nothing was loaded"
+                )
+            self._incoming[i] = masters
+        self._ids = ids
+        return {**state_dict, "state": state}
+
+    @torch.no_grad()
+    def _loaded(self, optimizer: Optimizer) -> None:
+        incoming, self._incoming = self._incoming, {}
+        if not self._settings.has_masters:
+            if incoming:
+                logger.warning(
+                    "hmpx: the checkpoint's masters of %d parameters are dropped: weights=%r holds none",
+                    len(incoming),
+                    self._settings.weights,
+                )
+            return
+        way = self._updates.way
+        way.extra().clear()
+        params = dict(zip(self._ids, _params(optimizer), strict=True))
+        for i, masters in incoming.items():
+            way.set_masters(params[i], masters.to(params[i].device, torch.float32))
+        if not incoming:
+            logger.warning(
+                "hmpx: the checkpoint has no masters (use_master_weights_in_ckpt was off): what the weights held below "
+                "BF16's precision is lost, training goes on from the BF16 weights"
+            )
+
+
+def _params(optimizer: Optimizer) -> list[Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,37 @@
+"""How far an optimizer looks when it updates one weight, which decides how much of the model a step must copy.
+
+``element``
+    Each element by itself. The step runs on slices of a bounded number of elements.
+``parameter``
+    Each parameter by itself: factored moments, orthogonalised updates. The step runs on one or a few parameters.
+``whole``
+    Across parameters, or nobody knows: every class that is not listed here, subclasses of listed ones included.
+
+A class is listed if its `step` does for each slice exactly what it does for the whole; the tests hold every entry
+against the plain step, bit for bit.
+"""
+
+from __future__ import annotations
+
+from torch import optim
+
+REACH = {
+    optim.Adadelta: "element",
+    optim.Adagrad: "element",
+    optim.Adam: "element",
+    optim.AdamW: "element",
+    optim.Adamax: "element",
+    optim.ASGD: "element",
+    optim.NAdam: "element",
+    optim.RAdam: "element",
+    optim.RMSprop: "element",
+    optim.Rprop: "element",
+    optim.SGD: "element",
+    optim.Adafactor: "parameter",
+    optim.Muon: "parameter",
+}
+
+
+def reach_of(optimizer: optim.Optimizer) -> str:
+    """``element``, ``parameter`` or ``whole``."""
+    return REACH.get(type(optimizer), "whole")

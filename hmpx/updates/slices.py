@@ -1,0 +1,177 @@
+"""A step in slices: the optimizer sees a bounded number of elements at a time.
+
+One pair of FP32 buffers, for weights and gradients, serves every slice of a step and stays in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from hmpx.updates.state import Handover, SlicedState
+from hmpx.updates.weights import Numbers, Run, Stochastic
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
+
+_ALIGN = 64  # elements: where a slice begins, vectorised kernels would begin a vector in the whole parameter too
+_FLOOR, _CEILING = 1 << 17, 1 << 20
+_PARTS = 40  # FP32 weight, gradient and two temporaries of 1/40 of the elements are 0.4 bytes per parameter
+
+
+def slice_size(elements: int) -> int:
+    """How many elements of a model with so many the optimizer sees at once.
+
+    A step then takes up to 0.5 bytes per parameter, or 2 MB where that is more. Below the floor, calls cost more than
+    the update; above the ceiling, buffers leave the cache.
+    """
+    return min(max(elements // _PARTS, _FLOOR), _CEILING) // _ALIGN * _ALIGN
+
+
+def cut(runs: Iterable[Run], size: int, sliceable: Callable[[Run], bool]) -> Iterator[list[Run]]:
+    """Batches of at most `size` elements: small parameters together, large ones in slices where `sliceable`."""
+    batch: list[Run] = []
+    room = size
+    for run in runs:
+        count = run.count
+        if count > room and batch:
+            yield batch
+            batch, room = [], size
+        if count <= room:
+            batch.append(run)
+            room -= count
+        elif sliceable(run):
+            yield from ([run.part(start, start + size)] for start in range(0, count, size))
+        else:
+            yield [run]
+    if batch:
+        yield batch
+
+
+class SlicedStep:
+    """One step of an optimizer that treats each element, or each parameter, by itself."""
+
+    def __init__(
+        self, optimizer: Optimizer, step: Callable, way: Stochastic, state_dtype: torch.dtype, numbers: Numbers
+    ) -> None:
+        self._optimizer, self._step, self._way, self._numbers = optimizer, step, way, numbers
+        self._state_dtype = state_dtype
+        self._group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._sliced: dict[Parameter, SlicedState] = {}
+        self._others: list[Parameter] = []
+
+    def run(self, runs: list[Run], others: list[Parameter], by_element: bool) -> None:
+        """Step BF16 parameters, each given as a whole run, on FP32 shadows, and `others` as they are.
+
+        Under `torch.no_grad()`, and without a closure.
+        """
+        self._others = others
+        size = slice_size(sum(p.numel() for p in self._group))
+        for device in {run.param.device: None for run in runs}:
+            here = [run for run in runs if run.param.device == device]
+            if sum(run.count for run in here) > size:
+                here = self._each_group_first(here)
+            for batch in cut(here, size, lambda run: by_element and self._sliceable(run)):
+                self._batch(batch)
+        if self._others:
+            self._batch([])
+
+    def _each_group_first(self, runs: list[Run]) -> list[Run]:
+        """The smallest parameter of each group in front: what is wrong with a group shows before a write-back."""
+        smallest = {self._group[run.param]: run for run in sorted(runs, key=lambda run: -run.count)}
+        first = list(smallest.values())
+        return first + [run for run in runs if run not in first]
+
+    def _sliceable(self, run: Run) -> bool:
+        p = run.param
+        state = SlicedState(self._optimizer.state, p, self._state_dtype)
+        strided = p.grad.layout is torch.strided and p.is_contiguous() and p.grad.is_contiguous()
+        if strided and state.sliceable():
+            self._sliced[p] = state
+            return True
+        return False
+
+    def _batch(self, batch: list[Run]) -> None:
+        states = self._optimizer.state
+        shadows = self._shadows(batch) if batch else []
+        others, self._others = self._others, []
+        whole: list[Handover] = []
+        try:
+            for run, shadow in zip(batch, shadows, strict=True):
+                if run.start is None:
+                    whole.append(Handover(states, run, shadow, self._state_dtype))
+                else:
+                    self._sliced[run.param].show(run, shadow)
+            shown = {run.param: shadow for run, shadow in zip(batch, shadows, strict=True)}
+            with self._only(shown | {p: p for p in others}):
+                self._step(self._optimizer)
+        except BaseException:
+            for handover in whole:
+                handover.undo()
+            for shadow in shadows:
+                states.pop(shadow, None)
+            raise
+        for handover in whole:
+            handover.finish(self._numbers)
+        for run, shadow in zip(batch, shadows, strict=True):
+            if run.start is not None:
+                self._sliced[run.param].take(run, shadow, self._numbers)
+                if run.stop == run.param.numel():
+                    self._sliced.pop(run.param).finish()
+            self._way.write(run, shadow, self._numbers)
+
+    def _shadows(self, batch: list[Run]) -> list[Tensor]:
+        """FP32 weights with FP32 gradients; plain tensors, which the listed classes take for parameters."""
+        counts = [run.count for run in batch]
+        weights, grads = self._room(sum(counts), batch[0].param.device)
+        shadows = [_shaped(run, flat) for run, flat in zip(batch, weights.split(counts), strict=True)]
+        self._way.read_all(batch, shadows)
+        narrow, wide = [], []
+        for run, shadow, flat in zip(batch, shadows, grads.split(counts), strict=True):
+            grad = run.param.grad
+            if grad.dtype is torch.bfloat16 and grad.layout is torch.strided:
+                shadow.grad = _shaped(run, flat)
+                narrow.append(run.of(grad))
+                wide.append(shadow.grad)
+            else:
+                shadow.grad = run.of(grad).float()
+        if wide:
+            torch._foreach_copy_(wide, narrow)
+        return shadows
+
+    def _room(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._buffers is None or self._buffers[0].numel() < count or self._buffers[0].device != device:
+            self._buffers = torch.empty(count, device=device), torch.empty(count, device=device)
+        return self._buffers[0][:count], self._buffers[1][:count]
+
+    def _only(self, shown: dict[Parameter, Tensor]) -> Showing:
+        lists = [[] for _ in self._optimizer.param_groups]
+        for p, q in shown.items():
+            lists[self._group[p]].append(q)
+        return Showing(self._optimizer.param_groups, lists)
+
+
+class Showing:
+    """`param_groups` hold other parameters inside the block; the lists themselves stay the same objects."""
+
+    def __init__(self, groups: list[dict], lists: list[list[Tensor]]) -> None:
+        self._groups, self._lists = groups, lists
+
+    def __enter__(self) -> None:
+        self._before = [list(group["params"]) for group in self._groups]
+        for group, shown in zip(self._groups, self._lists, strict=True):
+            group["params"][:] = shown
+
+    def __exit__(self, *exception: object) -> None:
+        for group, before in zip(self._groups, self._before, strict=True):
+            group["params"][:] = before
+
+
+def _shaped(run: Run, flat: Tensor) -> Tensor:
+    """`flat` in the shape of `run`; for a parameter in another memory layout a tensor in that layout."""
+    if run.start is not None:
+        return flat
+    return flat.view(run.param.shape) if run.param.is_contiguous() else torch.empty_like(run.param, dtype=flat.dtype)

@@ -1,0 +1,146 @@
+"""Optimizer state between two steps and during one.
+
+During a step the state of a BF16 parameter is FP32 and belongs to its shadow. Between steps it is held in FP32, or in
+BF16 if `state_dtype` says so, rounded stochastically.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import optim
+
+from hmpx.updates.weights import Numbers, Run
+
+logger = logging.getLogger("hmpx")
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+BF16 = torch.bfloat16
+
+# State that a constructor fills with an option, in the parameter's dtype: BF16 would keep 0.1 as 0.10009765625.
+_FILLED_BY = {optim.Adagrad: {"sum": "initial_accumulator_value"}}
+
+
+def settle(optimizer: optim.Optimizer, dtype: torch.dtype) -> bool:
+    """Bring the state of BF16 parameters into the dtype it is held in; whether FP32 was asked for and BF16 found.
+
+    The latter is the case for state of earlier plain steps, of a constructor, or of a load that cast it down.
+    """
+    found = False
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p) if p.dtype is BF16 else None
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if not _is_held(value, dtype) or value.dtype is dtype:
+                    continue
+                found = found or dtype is torch.float32
+                state[key] = value.to(dtype)
+                option = _FILLED_BY.get(type(optimizer), {}).get(key)
+                if option is not None and state.get("step", 1) == 0:
+                    state[key].fill_(group[option])
+    return found
+
+
+def _is_held(value: Any, dtype: torch.dtype = BF16) -> bool:
+    """A tensor of moments or the like, held in `dtype`. A count of steps has no dimension and is never narrowed."""
+    if type(value) is not Tensor or value.dtype not in (BF16, torch.float32):
+        return False
+    return value.dim() > 0 or dtype is torch.float32
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if type(value) is Tensor and value.dtype is BF16 else value
+
+
+def _held(value: Any, dtype: torch.dtype, before: Any, run: Run, key: str, numbers: Numbers) -> Any:
+    """What is kept of a state value after a step, in the tensor that held it before where there is one."""
+    if dtype is not BF16 or not _is_held(value):
+        return value
+    reuse = _is_held(before) and before.dtype is BF16 and before.shape == value.shape
+    out = before if reuse else torch.empty_like(value, dtype=BF16)
+    numbers.round_into(out, value, f"{run.name}.{key}", run.offset)
+    return out
+
+
+class Handover:
+    """The state of one whole parameter, with its shadow for the length of a step."""
+
+    def __init__(self, states: dict, run: Run, shadow: Tensor, dtype: torch.dtype) -> None:
+        self._states, self._run, self._shadow, self._dtype = states, run, shadow, dtype
+        self._before = states.pop(run.param, None)
+        if self._before is None:
+            return
+        held_as_is = dtype is torch.float32 or not isinstance(self._before, dict)
+        states[shadow] = self._before if held_as_is else {k: _widened(v) for k, v in self._before.items()}
+
+    def finish(self, numbers: Numbers) -> None:
+        """The step is done: what it left belongs to the parameter."""
+        made = self._states.pop(self._shadow, None)
+        if made is None:
+            return
+        if self._dtype is BF16 and isinstance(made, dict):
+            before = self._before or {}
+            kept = {k: _held(v, BF16, before.get(k), self._run, k, numbers) for k, v in made.items()}
+            made.clear()
+            made.update(kept)
+        self._states[self._run.param] = made
+
+    def undo(self) -> None:
+        """The step raised: the parameter has its old state again, or none."""
+        self._states.pop(self._shadow, None)
+        if self._before is not None:
+            self._states[self._run.param] = self._before
+
+
+class SlicedState:
+    """The state of one parameter through the steps of its slices.
+
+    Tensors of the parameter's shape are shown as views. Everything else, a count of steps for instance, is shown to
+    each slice as it was before the first, and kept as the last leaves it.
+    """
+
+    def __init__(self, states: dict, param: Parameter, dtype: torch.dtype) -> None:
+        self._states, self._param, self._dtype = states, param, dtype
+        self._old = states.get(param)
+        self._new: dict[str, Any] = dict(self._old or {})
+
+    def sliceable(self) -> bool:
+        return all(v.is_contiguous() for v in self._new.values() if self._is_full(v))
+
+    def _is_full(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == self._param.shape
+
+    def show(self, run: Run, shadow: Tensor) -> None:
+        if self._old is None:
+            return
+        shown = {}
+        for key, value in self._old.items():
+            if self._is_full(value):
+                value = _widened(run.of(value))
+            elif isinstance(value, Tensor):
+                value = value.clone()
+            shown[key] = value
+        self._states[shadow] = shown
+
+    def take(self, run: Run, shadow: Tensor, numbers: Numbers) -> None:
+        for key, value in self._states.pop(shadow, {}).items():
+            if isinstance(value, Tensor) and value.shape == shadow.shape:
+                if key not in self._new:
+                    dtype = BF16 if self._dtype is BF16 and _is_held(value) else value.dtype
+                    self._new[key] = torch.empty_like(self._param, dtype=dtype, requires_grad=False)
+                full = run.of(self._new[key])
+                if full.dtype is not value.dtype:
+                    numbers.round_into(full, value, f"{run.name}.{key}", run.offset)
+                elif full.data_ptr() != value.data_ptr():
+                    full.copy_(value)
+            else:
+                self._new[key] = value
+
+    def finish(self) -> None:
+        """All slices are done."""
+        if self._old is not None:
+            self._old.update(self._new)
+        elif self._new:
+            self._states[self._param] = self._new

@@ -1,0 +1,154 @@
+"""One optimizer step: names and numbers, and which road it takes, sliced or whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.rounding import check_seed
+from hmpx.updates import state
+from hmpx.updates.reach import reach_of
+from hmpx.updates.settings import Settings
+from hmpx.updates.slices import SlicedStep
+from hmpx.updates.weights import WAYS, Numbers, Run
+from hmpx.updates.whole import WholeStep, replace_closure
+
+logger = logging.getLogger("hmpx")
+Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
+
+STEP_KEY, SEED_KEY = "hmpx_step", "hmpx_seed"  # in param_groups[0], so that state_dict carries them
+_told_of_positions = False
+
+
+def has_bf16(optimizer: Optimizer) -> bool:
+    """Whether some parameter of `optimizer` is BF16."""
+    return any(p.dtype is torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
+
+
+class WeightUpdates:
+    """Runs the steps of one optimizer in FP32 and writes BF16 parameters back as `settings` say."""
+
+    def __init__(self, settings: Settings, names: dict[Parameter, str] | None = None) -> None:
+        self.settings = settings
+        self.names = names or {}
+        self.way = WAYS[settings.weights]()
+        self._open: tuple[SlicedStep, dict[Parameter, Run]] | None = None  # a step taken parameter by parameter
+
+    def step(self, optimizer: Optimizer, step: Callable, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
+        """Run `step`, the optimizer's own function. If it raises, weights and gradients are as they were."""
+        numbers = self.numbers(optimizer, seed)
+        self._settle(optimizer, numbers)
+        if reach_of(optimizer) == "whole":
+            result = self._whole(optimizer, self.runs(optimizer), step, args, kwargs, numbers)
+        else:
+            result = _evaluate(args, kwargs)
+            runs = self.runs(optimizer)
+            if _sliceable(optimizer, runs):
+                self._sliced(optimizer, runs, step, numbers)
+            else:
+                self._whole(optimizer, runs, step, (), {}, numbers)
+        if not _skipped(optimizer):
+            optimizer.param_groups[0][STEP_KEY] = numbers.step + 1
+            optimizer.param_groups[0][SEED_KEY] = numbers.seed
+        self._open = None
+        return result
+
+    def numbers(self, optimizer: Optimizer, seed: int | None = None) -> Numbers:
+        """Of the step that is next. A seed given to the region outranks the settings', and that the stored one."""
+        first = optimizer.param_groups[0]
+        given = (seed, self.settings.seed, first.get(SEED_KEY), 0)
+        return Numbers(check_seed(next(s for s in given if s is not None)), first.get(STEP_KEY, 0))
+
+    def step_alone(self, optimizer: Optimizer, step: Callable, p: Parameter) -> None:
+        """Step one parameter, as a part of the step that is next; under `torch.no_grad()`."""
+        if self._open is None:
+            numbers = self.numbers(optimizer)
+            self._settle(optimizer, numbers)
+            sliced = SlicedStep(optimizer, step, self.way, self.settings.state_dtype, numbers)
+            self._open = sliced, {run.param: run for run in self.runs(optimizer)}
+        sliced, runs = self._open
+        by_element = reach_of(optimizer) == "element"
+        sliced.run([runs[p]], [], by_element) if p in runs else sliced.run([], [p], by_element)
+
+    def release_state(self, optimizer: Optimizer) -> None:
+        """Bring the state into the dtype of its parameter, where a plain step wants it."""
+        state.settle(optimizer, torch.bfloat16)
+
+    def _whole(
+        self, optimizer: Optimizer, runs: list[Run], step: Callable, args: tuple, kwargs: dict, numbers: Numbers
+    ) -> Any:
+        return WholeStep(optimizer, runs, self.way, self.settings.state_dtype).run(step, args, kwargs, numbers)
+
+    def _sliced(self, optimizer: Optimizer, runs: list[Run], step: Callable, numbers: Numbers) -> None:
+        bf16 = {run.param for run in runs}
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        with torch.no_grad():
+            SlicedStep(optimizer, step, self.way, self.settings.state_dtype, numbers).run(
+                [run for run in runs if run.param.grad is not None],
+                [p for p in params if p not in bf16],
+                reach_of(optimizer) == "element",
+            )
+
+    def _settle(self, optimizer: Optimizer, numbers: Numbers) -> None:
+        if state.settle(optimizer, self.settings.state_dtype) and numbers.step:
+            logger.warning(
+                "%s: load_state_dict cast the FP32 optimizer state down to BF16, so this run is not the resumed one; "
+                "call it inside `with hmpx.disable_casts():` or after `hmpx.attach()` or `hmpx.convert()`",
+                type(optimizer).__name__,
+            )
+
+    def runs(self, optimizer: Optimizer) -> list[Run]:
+        """The BF16 parameters with their names: given ones, those of named_parameters, or else positions."""
+        runs, index = [], 0
+        for group in optimizer.param_groups:
+            in_group = group.get("param_names")
+            for position, p in enumerate(group["params"]):
+                if p.dtype is torch.bfloat16:
+                    runs.append(Run(p, self.names.get(p) or (in_group[position] if in_group else _position(index, p))))
+                index += 1
+        return runs
+
+
+def _position(index: int, p: Parameter) -> str:
+    global _told_of_positions
+    if type(p) is not Parameter and hasattr(p, "device_mesh"):
+        raise HmpxError(f"parameter {index} is sharded and has no name: give the optimizer named_parameters()")
+    if not _told_of_positions:
+        _told_of_positions = True
+        logger.info(
+            "hmpx: parameters without names: rounding is keyed by position; give the optimizer named_parameters()"
+        )
+    return str(index)
+
+
+def _evaluate(args: tuple, kwargs: dict) -> Any:
+    """Call the closure, as the steps of the listed classes would before anything else."""
+    closures: list[Callable] = []
+    replace_closure(args, kwargs, lambda closure: closures.append(closure) or closure)
+    with torch.enable_grad():
+        return closures[0]() if closures else None
+
+
+def _sliceable(optimizer: Optimizer, runs: list[Run]) -> bool:
+    """Whether no slice can meet what the first did not: dense gradients, and state of one kind in a group."""
+    for group in optimizer.param_groups:
+        kinds: dict[bool, set] = {}
+        for p in group["params"]:
+            state = optimizer.state.get(p)
+            if isinstance(state, dict) and state:  # Adafactor keeps other things of a matrix than of a vector
+                kinds.setdefault(p.dim() > 1, set()).add(frozenset(state))
+        if any(len(kind) > 1 for kind in kinds.values()):
+            return False
+    grads = (run.param.grad for run in runs)
+    return all(grad is None or grad.layout is torch.strided for grad in grads)
+
+
+def _skipped(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler found inf or NaN and told a fused optimizer not to update."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, torch.Tensor) and bool(found.item())
