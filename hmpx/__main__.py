@@ -1,9 +1,10 @@
-"""The shell commands: ``python -m hmpx ops|check|explain``."""
+"""The shell commands: ``python -m hmpx ops|check|explain|bench``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from hmpx.errors import HmpxError
 from hmpx.explain import check_files, explain_op, ops_table
@@ -41,6 +42,22 @@ def _check(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def _bench(options: argparse.Namespace) -> int:
+    # Here, so that the other commands do not pay for torch's profiler.
+    import torch
+
+    from hmpx.bench import measure, rounding, step
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    bench = {"rounding": rounding.run, "step": step.run}[options.what]
+    title, measured = bench(options.elements, options.repeat, torch.device(options.device))
+    print(measure.table(title, measured))
+    if options.json:
+        measure.save(options.json, title, measured)
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hmpx", description="Read and check the precision of torch's ops.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -58,6 +75,20 @@ def main(arguments: list[str] | None = None) -> int:
     explain.add_argument("op")
     _policy_options(explain)
     explain.set_defaults(run=_explain)
+
+    bench = commands.add_parser("bench", help="time and memory, side by side with the peers that are installed")
+    what = bench.add_subparsers(required=True, metavar="WHAT", dest="what")
+    for name, elements, words in (
+        ("rounding", 8_400_000, "FP32 to BF16 by stochastic rounding"),
+        ("step", 25_000_000, "an AdamW step in every way of holding weights"),
+    ):
+        command = what.add_parser(name, help=words)
+        command.add_argument("--elements", type=int, default=elements, metavar="N", help=f"default {elements}")
+        command.add_argument("--repeat", type=int, default=15, metavar="N", help="timed rounds, default 15")
+        command.add_argument("--threads", type=int, metavar="N", help="of torch, default as it comes")
+        command.add_argument("--device", default="cpu")
+        command.add_argument("--json", type=Path, metavar="FILE", help="the table as JSON too")
+        command.set_defaults(run=_bench)
 
     options = parser.parse_args(arguments)
     try:

@@ -106,6 +106,8 @@ def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str
 
 def round_into(out: Tensor, x: Tensor, seed: int, step: int, name: str, offset: int = 0) -> None:
     """`stochastic_round_` without its checks, under `torch.no_grad()`."""
+    if not x.numel():
+        return
     source = x.contiguous()
     target = out if out.is_contiguous() else torch.empty_like(source, dtype=out.dtype)
     kernel, (high, low) = _kernel(source), divmod(offset, 2**32)

@@ -27,13 +27,50 @@ _FLAGS = ("-O3", "-march=native", "-std=c11", "-fno-math-errno", "-ffp-contract=
 # OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one
 # pool of threads. Where that one does not offer them, the second variant runs on one thread.
 _VARIANTS = (("-fopenmp",), ("-Wno-unknown-pragmas",))
-_POINTER, _INT64, _UINT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int
-_SIGNATURES = {"round_stochastic": (_POINTER, _POINTER, _INT64, _UINT64, _UINT64, _INT)}
+_POINTER, _INT64, _UINT64, _INT, _FLOAT = (
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_uint64,
+    ctypes.c_int,
+    ctypes.c_float,
+)
+
+
+class Numbers(ctypes.Structure):
+    """A tensor for the optimizer kernels: FP32, or BF16 with the key that it is rounded by when it is written."""
+
+    _fields_ = (("at", _POINTER), ("bf16", ctypes.c_int32), ("key", _UINT64))
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor | None, key: int = 0) -> Numbers:
+        return cls() if tensor is None else cls(tensor.data_ptr(), tensor.dtype is torch.bfloat16, key)
+
+
+_SIGNATURES = {
+    "round_stochastic": (_POINTER, _POINTER, _INT64, _UINT64, _UINT64, _INT),
+    "split_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
+    "join_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
+    "follow_weights": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
+    "adam": (*(Numbers,) * 4, _INT64, *(_FLOAT,) * 9, _INT),
+    "sgd": (*(Numbers,) * 3, _INT64, *(_FLOAT,) * 5, _INT, _FLOAT, _INT),
+}
 
 
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int) -> None:
     """`out` bfloat16 and `x` float32: of one shape, contiguous, on the CPU, within one key. Needs `library()`."""
     library().round_stochastic(x.data_ptr(), out.data_ptr(), x.numel(), key, offset, torch.get_num_threads())
+
+
+def call(name: str, *tensors: torch.Tensor) -> None:
+    """A kernel that goes through tensors of one size, all of which it `can_read`."""
+    pointers = (tensor.data_ptr() for tensor in tensors)
+    getattr(library(), name)(*pointers, tensors[0].numel(), torch.get_num_threads())
+
+
+def can_read(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels are there and can follow the pointers of these tensors."""
+    dense = (t.is_cpu and t.layout is torch.strided and t.is_contiguous() for t in tensors)
+    return library() is not None and all(dense)
 
 
 @functools.cache

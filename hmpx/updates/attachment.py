@@ -13,9 +13,11 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.updates import steps
 from hmpx.updates.checkpoints import Checkpoints
+from hmpx.updates.fused import FUSED
 from hmpx.updates.reach import REACH, reach_of
 from hmpx.updates.settings import Settings
 from hmpx.updates.stepping import SEED_KEY, STEP_KEY, WeightUpdates, has_bf16
+from hmpx.updates.weights import Stochastic
 
 logger = logging.getLogger("hmpx")
 Parameter = torch.nn.Parameter
@@ -28,19 +30,24 @@ class Attachment:
 
     Attributes:
         settings: what `attach` was asked for.
-        optimizer: the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, settings: Settings, names: dict[Parameter, str]) -> None:
-        self.optimizer, self.settings = optimizer, settings
+        self.settings = settings
+        self._optimizer = weakref.ref(optimizer)  # which holds this: no cycle, so it dies when its user lets it go
         self._updates = WeightUpdates(settings, names)
         self._handles: dict[Parameter | None, list[Any]] = {}
         self._released: set[Parameter] = set()
 
     @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer; None if it is gone."""
+        return self._optimizer()
+
+    @property
     def active(self) -> bool:
         """Whether this is what the optimizer is attached by now."""
-        return vars(self.optimizer).get(steps.ATTRIBUTE) is self
+        return self.optimizer is not None and vars(self.optimizer).get(steps.ATTRIBUTE) is self
 
     def detach(self) -> None:
         """See `hmpx.detach`."""
@@ -49,14 +56,14 @@ class Attachment:
 
     def __repr__(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.settings).items() if v != getattr(Settings, k) or k == "weights"]
-        state = "" if self.active else ", detached"
-        return f"<hmpx.Attachment of {type(self.optimizer).__name__}: {', '.join(changed)}{state}>"
+        state = f"of {type(self.optimizer).__name__}" if self.active else "detached"
+        return f"<hmpx.Attachment {state}: {', '.join(changed)}>"
 
     def _install(self) -> None:
         steps.install()
         self._uninstall = weakref.finalize(self.optimizer, steps.uninstall_later)
         vars(self.optimizer)[steps.ATTRIBUTE] = self
-        vars(self.optimizer)["__reduce_ex__"] = functools.partial(_reduce, weakref.ref(self.optimizer))
+        vars(self.optimizer)["__reduce_ex__"] = functools.partial(_reduce, self._optimizer)
         self._handles[None] = Checkpoints(self._updates).register(self.optimizer)
         self.adopt()
 
@@ -174,6 +181,12 @@ def _check(optimizer: Optimizer, settings: Settings) -> None:
             f"release_gradients needs an optimizer that updates each parameter by itself ({listed}), "
             f"and {type(optimizer).__name__} may look across them"
         )
+    if settings.fused and (type(optimizer) not in FUSED or settings.weights != "stochastic"):
+        listed = ", ".join(cls.__name__ for cls in FUSED)
+        raise HmpxError(
+            f"fused has kernels for {listed} with weights='stochastic', "
+            f"not for {type(optimizer).__name__} with weights={settings.weights!r}"
+        )
     if settings.use_fp32_grad_acc and not hasattr(torch.Tensor, "grad_dtype"):
         raise HmpxError(f"use_fp32_grad_acc needs torch 2.13 or newer (Tensor.grad_dtype), not {torch.__version__}")
     if not has_bf16(optimizer):
@@ -223,14 +236,13 @@ def _reduce(reference: weakref.ref, protocol: int) -> tuple:
     optimizer = reference()
     attached = vars(optimizer)[steps.ATTRIBUTE]
     updates = attached._updates
-    kept = (attached.settings, updates.names, updates.way.extra())
-    return _rebuild, (type(optimizer), optimizer.__getstate__(), *kept)
+    return _rebuild, (type(optimizer), optimizer.__getstate__(), attached.settings, updates.names, updates.way)
 
 
-def _rebuild(cls: type, state: dict, settings: Settings, names: dict, extra: dict) -> Optimizer:
+def _rebuild(cls: type, state: dict, settings: Settings, names: dict, way: Stochastic) -> Optimizer:
     optimizer = cls.__new__(cls)
     optimizer.__setstate__(state)
     attachment = Attachment(optimizer, settings, names)
-    attachment._updates.way.extra().update(extra)
+    attachment._updates.way = way
     attachment._install()
     return optimizer

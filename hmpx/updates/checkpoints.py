@@ -80,7 +80,7 @@ class Checkpoints:
                 )
             return
         way = self._updates.way
-        way.extra().clear()
+        way.forget()
         params = dict(zip(self._ids, _params(optimizer), strict=True))
         for i, masters in incoming.items():
             way.set_masters(params[i], masters.to(params[i].device, torch.float32))

@@ -18,7 +18,9 @@ Optimizer = torch.optim.Optimizer
 
 _ALIGN = 64  # elements: where a slice begins, vectorised kernels would begin a vector in the whole parameter too
 _FLOOR, _CEILING = 1 << 17, 1 << 20
-_PARTS = 40  # FP32 weight, gradient and two temporaries of 1/40 of the elements are 0.4 bytes per parameter
+_PARTS = (
+    60  # FP32 weight, gradient, new state and temporaries of that part of the elements: below 0.5 bytes a parameter
+)
 
 
 def slice_size(elements: int) -> int:
@@ -102,7 +104,7 @@ class SlicedStep:
         try:
             for run, shadow in zip(batch, shadows, strict=True):
                 if run.start is None:
-                    whole.append(Handover(states, run, shadow, self._state_dtype))
+                    whole.append(Handover(self._optimizer, run, shadow, self._state_dtype))
                 else:
                     self._sliced[run.param].show(run, shadow)
             shown = {run.param: shadow for run, shadow in zip(batch, shadows, strict=True)}

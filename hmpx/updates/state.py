@@ -6,7 +6,7 @@ BF16 if `state_dtype` says so, rounded stochastically.
 
 from __future__ import annotations
 
-import logging
+import weakref
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import optim
 
 from hmpx.updates.weights import Numbers, Run
 
-logger = logging.getLogger("hmpx")
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 BF16 = torch.bfloat16
@@ -23,19 +22,27 @@ BF16 = torch.bfloat16
 _FILLED_BY = {optim.Adagrad: {"sum": "initial_accumulator_value"}}
 
 
+_own_bf16: weakref.WeakSet = weakref.WeakSet()  # optimizers whose own choice it is to keep some state in BF16
+
+
 def settle(optimizer: optim.Optimizer, dtype: torch.dtype) -> bool:
     """Bring the state of BF16 parameters into the dtype it is held in; whether FP32 was asked for and BF16 found.
 
-    The latter is the case for state of earlier plain steps, of a constructor, or of a load that cast it down.
+    The latter is the case for state of earlier plain steps, of a constructor, or of a load that cast it down: then all
+    of a parameter's state is BF16.
     """
     found = False
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state.get(p) if p.dtype is BF16 else None
-            for key, value in state.items() if isinstance(state, dict) else ():
-                if not _is_held(value, dtype) or value.dtype is dtype:
-                    continue
-                found = found or dtype is torch.float32
+            if not isinstance(state, dict):
+                continue
+            held = {key: value for key, value in state.items() if _is_held(value, dtype)}
+            if dtype is torch.float32:
+                own = optimizer in _own_bf16 or any(v.dim() and v.dtype is dtype for v in held.values())
+                held = {} if own else {key: value for key, value in held.items() if value.dtype is BF16}
+                found = found or bool(held)
+            for key, value in held.items():
                 state[key] = value.to(dtype)
                 option = _FILLED_BY.get(type(optimizer), {}).get(key)
                 if option is not None and state.get("step", 1) == 0:
@@ -50,8 +57,12 @@ def _is_held(value: Any, dtype: torch.dtype = BF16) -> bool:
     return value.dim() > 0 or dtype is torch.float32
 
 
+def _is_bf16(value: Any) -> bool:
+    return type(value) is Tensor and value.dtype is BF16
+
+
 def _widened(value: Any) -> Any:
-    return value.float() if type(value) is Tensor and value.dtype is BF16 else value
+    return value.float() if _is_bf16(value) else value
 
 
 def _held(value: Any, dtype: torch.dtype, before: Any, run: Run, key: str, numbers: Numbers) -> Any:
@@ -67,8 +78,9 @@ def _held(value: Any, dtype: torch.dtype, before: Any, run: Run, key: str, numbe
 class Handover:
     """The state of one whole parameter, with its shadow for the length of a step."""
 
-    def __init__(self, states: dict, run: Run, shadow: Tensor, dtype: torch.dtype) -> None:
-        self._states, self._run, self._shadow, self._dtype = states, run, shadow, dtype
+    def __init__(self, optimizer: optim.Optimizer, run: Run, shadow: Tensor, dtype: torch.dtype) -> None:
+        self._optimizer, self._run, self._shadow, self._dtype = optimizer, run, shadow, dtype
+        self._states = states = optimizer.state
         self._before = states.pop(run.param, None)
         if self._before is None:
             return
@@ -85,6 +97,8 @@ class Handover:
             kept = {k: _held(v, BF16, before.get(k), self._run, k, numbers) for k, v in made.items()}
             made.clear()
             made.update(kept)
+        elif self._before is None and isinstance(made, dict) and any(map(_is_bf16, made.values())):
+            _own_bf16.add(self._optimizer)
         self._states[self._run.param] = made
 
     def undo(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import check_seed
-from hmpx.updates import state
+from hmpx.updates import fused, state
 from hmpx.updates.reach import reach_of
 from hmpx.updates.settings import Settings
 from hmpx.updates.slices import SlicedStep
@@ -37,7 +37,9 @@ class WeightUpdates:
         self.settings = settings
         self.names = names or {}
         self.way = WAYS[settings.weights]()
-        self._open: tuple[SlicedStep, dict[Parameter, Run]] | None = None  # a step taken parameter by parameter
+        self._open: tuple[SlicedStep, dict[Parameter, Run], Numbers] | None = (
+            None  # a step taken parameter by parameter
+        )
 
     def step(self, optimizer: Optimizer, step: Callable, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
         """Run `step`, the optimizer's own function. If it raises, weights and gradients are as they were."""
@@ -70,10 +72,12 @@ class WeightUpdates:
             numbers = self.numbers(optimizer)
             self._settle(optimizer, numbers)
             sliced = SlicedStep(optimizer, step, self.way, self.settings.state_dtype, numbers)
-            self._open = sliced, {run.param: run for run in self.runs(optimizer)}
-        sliced, runs = self._open
-        by_element = reach_of(optimizer) == "element"
-        sliced.run([runs[p]], [], by_element) if p in runs else sliced.run([], [p], by_element)
+            self._open = sliced, {run.param: run for run in self.runs(optimizer)}, numbers
+        sliced, runs, numbers = self._open
+        if p in runs:
+            sliced.run(self._fused(optimizer, [runs[p]], numbers), [], reach_of(optimizer) == "element")
+        else:
+            sliced.run([], [p], by_element=False)
 
     def release_state(self, optimizer: Optimizer) -> None:
         """Bring the state into the dtype of its parameter, where a plain step wants it."""
@@ -88,11 +92,20 @@ class WeightUpdates:
         bf16 = {run.param for run in runs}
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         with torch.no_grad():
+            left = self._fused(optimizer, [run for run in runs if run.param.grad is not None], numbers)
             SlicedStep(optimizer, step, self.way, self.settings.state_dtype, numbers).run(
-                [run for run in runs if run.param.grad is not None],
-                [p for p in params if p not in bf16],
-                reach_of(optimizer) == "element",
+                left, [p for p in params if p not in bf16], reach_of(optimizer) == "element"
             )
+
+    def _fused(self, optimizer: Optimizer, runs: list[Run], numbers: Numbers) -> list[Run]:
+        """Step what the fused kernels take; returns the rest."""
+        if not self.settings.fused:
+            return runs
+        group = {p: group for group in optimizer.param_groups for p in group["params"]}
+        taken = [run for run in runs if fused.takes(optimizer, group[run.param], run)]
+        for run in taken:
+            fused.step(optimizer, group[run.param], run, self.settings.state_dtype, numbers)
+        return [run for run in runs if run not in taken]
 
     def _settle(self, optimizer: Optimizer, numbers: Numbers) -> None:
         if state.settle(optimizer, self.settings.state_dtype) and numbers.step:

@@ -12,9 +12,8 @@ split       the same masters, bit for bit: the BF16 weight is their     + 2
             upper half, an int16 the rest
 ==========  ==========================================================  =======================
 
-The split: ``weight = (bits + 0x8000) >> 16``, ``rest = int16(bits)``, ``bits = (weight << 16) + rest``. The weight is
-the master rounded to nearest, ties away from zero (`master` has torch's ties to even). Exact for every number and for
-inf. NaN stays NaN in both; payloads that rounding would carry out of the NaNs become the quiet NaN's.
+`halves.py` has the split. Its weight is the master rounded to nearest with ties away from zero; `master` has torch's
+ties to even.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from hmpx.rounding import round_into
+from hmpx.updates.halves import follow, join, split
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -77,10 +77,6 @@ class Stochastic:
         """Make the FP32 tensor `x` the weights of `run`."""
         numbers.round_into(run.of(run.param), x, run.name, run.offset)
 
-    def extra(self) -> dict[Parameter, Tensor]:
-        """What is kept beside the weights; an entry deleted here is made anew from the weight."""
-        return {}
-
 
 class Nearest(Stochastic):
     """BF16 alone, as a plain torch step leaves it, but computed in FP32."""
@@ -95,23 +91,14 @@ class Master(Stochastic):
     def __init__(self) -> None:
         self._masters: dict[Parameter, Tensor] = {}
 
-    def extra(self) -> dict[Parameter, Tensor]:
-        return self._masters
-
     def read_all(self, runs: list[Run], outs: list[Tensor]) -> None:
         for run, out in zip(runs, outs, strict=True):
-            self.read(run, out)
+            self._read(run, out)
 
-    def read(self, run: Run, out: Tensor) -> None:
-        """`read_all` of one."""
-        weight = run.of(run.param)
+    def _read(self, run: Run, out: Tensor) -> None:
         if run.param not in self._masters:
             self._masters[run.param] = run.param.float()
-        out.copy_(run.of(self._masters[run.param]))
-        halves = (out.to(torch.bfloat16), upper_half(out))  # ties to even, and ties away as a split leaves them
-        written = (halves[0] != weight) & (halves[1] != weight)
-        if written.any():
-            torch.where(written, weight.float(), out, out=out)
+        follow(run.of(self._masters[run.param]), run.of(run.param), out)
 
     def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
         run.of(self._masters[run.param]).copy_(x)
@@ -120,7 +107,7 @@ class Master(Stochastic):
     def masters(self, run: Run) -> Tensor:
         """The FP32 masters of a whole parameter."""
         out = torch.empty_like(run.param, dtype=torch.float32)
-        self.read(run, out)
+        self.read_all([run], [out])
         return out
 
     def set_masters(self, param: Parameter, masters: Tensor) -> None:
@@ -128,53 +115,40 @@ class Master(Stochastic):
         self._masters[param] = masters.clone()
         param.copy_(masters)
 
+    def forget(self) -> None:
+        """Start again from the BF16 weights."""
+        self._masters.clear()
+
 
 class Split(Master):
-    """FP32 masters in two halves, of which the upper one is the weight itself."""
+    """FP32 masters in two halves, of which the upper one is the weight itself.
 
-    def read(self, run: Run, out: Tensor) -> None:
+    Masters from a checkpoint stay whole until the first step. The weights may be loaded after them, from a run that
+    rounded ties to even; two halves could not tell.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lower: dict[Parameter, Tensor] = {}
+
+    def _read(self, run: Run, out: Tensor) -> None:
         if run.param in self._masters:
-            join(run.of(run.param), run.of(self._masters[run.param]), out)
+            super()._read(run, out)
+        elif run.param in self._lower:
+            join(run.of(run.param), run.of(self._lower[run.param]), out)
         else:
             out.copy_(run.of(run.param))
 
     def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
-        if run.param not in self._masters:
-            self._masters[run.param] = torch.zeros_like(run.param, dtype=torch.int16)
-        split(x, run.of(run.param), run.of(self._masters[run.param]))
+        if run.param not in self._lower:
+            self._lower[run.param] = torch.zeros_like(run.param, dtype=torch.int16)
+        split(x, run.of(run.param), run.of(self._lower[run.param]))
+        if run.offset + run.count == run.param.numel():
+            self._masters.pop(run.param, None)
 
-    def set_masters(self, param: Parameter, masters: Tensor) -> None:
-        self._masters[param] = torch.empty_like(param, dtype=torch.int16)
-        split(masters, param, self._masters[param])
+    def forget(self) -> None:
+        super().forget()
+        self._lower.clear()
 
 
 WAYS = {"stochastic": Stochastic, "nearest": Nearest, "master": Master, "split": Split}
-
-
-def upper_half(x: Tensor) -> Tensor:
-    """FP32 to BF16, to nearest, ties away from zero."""
-    return (_canonical_bits(x).add_(0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
-def split(x: Tensor, upper: Tensor, lower: Tensor) -> None:
-    """FP32 `x` into BF16 `upper` and int16 `lower`, which `join` puts together again."""
-    bits = _canonical_bits(x)
-    lower.copy_(bits)  # to the low 16 bits, as C casts
-    upper.view(torch.int16).copy_(bits.add_(0x8000) >> 16)
-
-
-def join(upper: Tensor, lower: Tensor, out: Tensor) -> None:
-    """The inverse of `split`, into the FP32 tensor `out`."""
-    bits = out.view(torch.int32)
-    bits.copy_(upper.view(torch.int16))
-    bits.bitwise_left_shift_(16).add_(lower)
-
-
-def _canonical_bits(x: Tensor) -> Tensor:
-    """The bits of `x` in a tensor of its own, with the NaNs that rounding would make something else quiet."""
-    bits = x.view(torch.int32).clone()
-    magnitude = bits & 0x7FFFFFFF
-    lost = ((magnitude > 0x7F800000) & (magnitude < 0x7F808000)) | (magnitude >= 0x7FFF8000)
-    if lost.any():
-        bits[lost] = bits[lost].bitwise_and_(-0x80000000).bitwise_or_(0x7FC00000)
-    return bits

@@ -64,7 +64,7 @@ class WholeStep:
         self._exchange(self._shadow)
         for member in self._members:
             for p, q in self._shadow.items():
-                self._states.append(Handover(member.state, self._runs[p], q, self._state_dtype))
+                self._states.append(Handover(member, self._runs[p], q, self._state_dtype))
 
     def _exchange(self, new: dict[Parameter, Parameter]) -> None:
         for params in self._lists:

@@ -1,0 +1,108 @@
+"""``bench step``: one AdamW step of a BF16 model in every way of holding its weights, beside torch's FP32 step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from hmpx.bench import measure
+from hmpx.updates.attachment import attach
+
+_LR = 1e-4
+Params = list[nn.Parameter]
+
+
+def run(elements: int, repeat: int, device: torch.device) -> tuple[str, list[measure.Row]]:
+    """Title and rows; the reference is torch's fused FP32 AdamW.
+
+    ``beside``: measured bytes per parameter that stay beside weights and gradients; ``peak``: that a step takes more.
+    """
+    side = 1024
+    shapes = [(side, side)] * max(1, elements // side**2)
+    count = sum(a * b for a, b in shapes)
+    candidates: dict[str, Callable] = {}
+    more: dict[str, dict[str, float]] = {}
+    for name, (dtype, make) in _ways().items():
+        params = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        made = []
+
+        def start(params: Params = params, make: Callable = make, made: list = made) -> None:
+            made.append(make(params))
+            made[0]()
+
+        _, stays = measure.memory(start, device)
+        peak, left = measure.memory(made[0], device)
+        weights = 2 * params[0].element_size()
+        more[name] = {"B/param": weights + stays / count, "beside": stays / count, "peak": (peak - left) / count}
+        candidates[name] = made[0]
+    times = measure.median_times(candidates, repeat, device)
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return f"AdamW step, {count / 1e6:.1f} M parameters, {device.type}{threads}", measure.rows(times, more)
+
+
+def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
+    """Name -> dtype of the weights, and what makes a step function."""
+    bf16 = torch.bfloat16
+    ways = {
+        "torch fused, FP32 weights": (torch.float32, lambda params: _torch(params).step),
+        "torch fused, BF16 weights, nearest": (bf16, lambda params: _torch(params).step),
+        "FP32 masters by hand, torch fused": (bf16, _masters_by_hand),
+        "hmpx stochastic, torch fused": (bf16, lambda params: _hmpx(params)),
+        "hmpx stochastic, torch foreach": (bf16, lambda params: _hmpx(params, fused=False, foreach=True)),
+        "hmpx master, torch fused": (bf16, lambda params: _hmpx(params, "master")),
+        "hmpx split, torch fused": (bf16, lambda params: _hmpx(params, "split")),
+        "hmpx BF16 states, torch fused": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype=bf16)),
+        "hmpx fused": (bf16, lambda params: _hmpx(params, "stochastic", own=True)),
+        "hmpx fused, BF16 states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype=bf16, own=True)),
+    }
+    try:
+        from torchao.optim import _AdamW
+
+        ways["torchao _AdamW, stochastic"] = (bf16, lambda ps: _AdamW(ps, lr=_LR, bf16_stochastic_round=True).step)
+    except ImportError:
+        pass
+    try:
+        import optimi
+
+        ways["optimi AdamW, Kahan"] = (bf16, lambda ps: optimi.AdamW(ps, lr=_LR, kahan_sum=True).step)
+    except ImportError:
+        pass
+    return ways
+
+
+def _torch(params: Params, fused: bool = True, foreach: bool | None = None) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=_LR, fused=fused, foreach=foreach)
+
+
+def _hmpx(
+    params: Params,
+    weights: str = "stochastic",
+    *,
+    fused: bool = True,
+    foreach: bool | None = None,
+    own: bool = False,
+    state_dtype: torch.dtype = torch.float32,
+) -> Callable:
+    optimizer = _torch(params, fused, foreach)
+    attach(optimizer, weights, names=[str(i) for i in range(len(params))], fused=own, state_dtype=state_dtype)
+    return optimizer.step
+
+
+def _masters_by_hand(params: Params) -> Callable:
+    """What a training script without a library does."""
+    masters = [nn.Parameter(p.detach().float()) for p in params]
+    optimizer = _torch(masters)
+
+    def step() -> None:
+        for p, master in zip(params, masters, strict=True):
+            master.grad = p.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
+        optimizer.zero_grad()
+
+    return step

@@ -1,0 +1,138 @@
+"""The fused kernels of Adam, AdamW and SGD, beside torch's own classes in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.kernels import native
+
+BF16 = torch.bfloat16
+CONFIGURATIONS = {
+    "AdamW": (optim.AdamW, {"weight_decay": 0.1}),
+    "AdamW maximize": (optim.AdamW, {"maximize": True}),
+    "AdamW tensor lr": (optim.AdamW, {"lr": torch.tensor(1e-2)}),
+    "Adam": (optim.Adam, {}),
+    "Adam weight decay": (optim.Adam, {"weight_decay": 0.1}),
+    "Adam decoupled": (optim.Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "SGD": (optim.SGD, {}),
+    "SGD maximize": (optim.SGD, {"maximize": True, "weight_decay": 0.1}),
+    "SGD momentum": (optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
+    "SGD nesterov": (optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+}
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here, so the kernels do not run")
+
+
+def parameters(dtype=BF16, sizes=((63, 5), (4001,), ())):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (f"p{i}", nn.Parameter(torch.randn(s, generator=generator).bfloat16().to(dtype))) for i, s in enumerate(sizes)
+    ]
+
+
+def train(named, optimizer, start, stop, after=lambda step: None):
+    for step in range(start, stop):
+        generator = torch.Generator().manual_seed(100 + step)
+        for _, p in named:
+            p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
+        optimizer.step()
+        after(step)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_weights_and_state_agree_with_float64(name):
+    cls, options = CONFIGURATIONS[name]
+    options = {"lr": 1e-2, **options}
+    named, twin = parameters(), parameters(torch.float64)
+    optimizer, reference = cls(named, **options), cls(twin, **options)
+    hmpx.attach(optimizer, fused=True)
+    for step in range(5):
+        train(named, optimizer, step, step + 1)
+        train(twin, reference, step, step + 1)
+        for (key, p), (_, q) in zip(named, twin, strict=True):
+            exact = q.detach().float()
+            different = hmpx.stochastic_round(exact, seed=0, step=step, name=key) != p
+            assert different.sum() <= 1 + p.numel() // 500  # where the last bits of FP32 decide the rounding
+            assert ((p.detach().float() - exact).abs() <= exact.abs() * 2**-7).all()
+            for k, expected in reference.state[q].items():
+                got = optimizer.state[p].get(k)
+                assert (got is None) == (expected is None)
+                if got is not None:  # a few units in the last place of FP32 at the size of the terms that are added
+                    assert (got.double() - expected).abs().max() <= 8 * 2**-24 * expected.abs().max(), k
+            with torch.no_grad():
+                q.copy_(p)  # both go on from the same weights
+
+
+def test_state_in_bf16_is_rounded_with_numbers_of_its_own():
+    named, twin = parameters(), parameters()
+    optimizer, reference = optim.AdamW(named, lr=1e-2), optim.AdamW(twin, lr=1e-2)
+    hmpx.attach(optimizer, fused=True, state_dtype=BF16)
+    hmpx.attach(reference, state_dtype=BF16)
+    train(named, optimizer, 0, 3)
+    train(twin, reference, 0, 3)
+    for (_, p), (_, q) in zip(named, twin, strict=True):
+        assert (p != q).sum() <= 1 + p.numel() // 200
+        for key in ("exp_avg", "exp_avg_sq"):
+            one, other = optimizer.state[p][key], reference.state[q][key]
+            assert one.dtype is BF16 and (one != other).sum() <= 1 + p.numel() // 200
+
+
+def test_a_run_goes_on_with_or_without_the_kernels():
+    results = []
+    for roads in ((True, False), (False, True), (False, False)):
+        named = parameters()
+        optimizer = optim.AdamW(named, lr=1e-3)
+        for start, road in zip((0, 3), roads, strict=True):
+            saved = optimizer.state_dict()
+            hmpx.detach(optimizer)
+            hmpx.attach(optimizer, fused=road)
+            optimizer.load_state_dict(saved)
+            train(named, optimizer, start, start + 3)
+        results.append([p.detach().clone() for _, p in named])
+        assert {k: v.dtype for k, v in optimizer.state[named[0][1]].items()}["exp_avg"] is torch.float32
+    for one in results[:2]:
+        assert all((a != b).sum() <= 1 + a.numel() // 200 for a, b in zip(one, results[2], strict=True))
+
+
+def test_what_the_kernels_do_not_take_goes_the_other_road():
+    strided = nn.Parameter(torch.randn(6, 4).t().bfloat16())
+    single, amsgrad = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5, dtype=BF16))
+    groups = [{"params": [strided, single]}, {"params": [amsgrad], "amsgrad": True}]
+    twins = [{**group, "params": [nn.Parameter(p.detach().clone()) for p in group["params"]]} for group in groups]
+    optimizers = [optim.AdamW(g, lr=1e-2) for g in (groups, twins)]
+    hmpx.attach(optimizers[0], fused=True)
+    hmpx.attach(optimizers[1])
+    for optimizer in optimizers:
+        for p in [p for group in optimizer.param_groups for p in group["params"]]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    mine, theirs = ([p for g in o.param_groups for p in g["params"]] for o in optimizers)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert "max_exp_avg_sq" in optimizers[0].state[amsgrad]
+
+
+def test_released_gradients_take_the_kernels_too():
+    weights = []
+    for release in (False, True):
+        model = nn.Linear(7, 3)
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        model.bfloat16()
+        optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
+        hmpx.attach(optimizer, fused=True, release_gradients=release)
+        for step in range(3):
+            model(torch.full((2, 7), step + 1.0, dtype=BF16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("cls, weights", [(optim.RMSprop, "stochastic"), (optim.AdamW, "split")])
+def test_what_has_no_kernel_is_refused(cls, weights):
+    with pytest.raises(
+        hmpx.HmpxError, match="fused has kernels for Adam, AdamW, SGD with weights='stochastic', not for"
+    ):
+        hmpx.attach(cls(parameters()), weights, fused=True)

@@ -1,0 +1,82 @@
+"""How much memory a step takes beside weights, gradients and state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.bench.measure import memory
+from hmpx.updates.reach import REACH, reach_of
+
+BF16 = torch.bfloat16
+COUNT = 8_000_000
+BY_ELEMENT = [cls for cls, reach in REACH.items() if reach == "element"]
+
+
+def prepared(cls, shapes, **options):
+    params = [nn.Parameter(torch.ones(shape, dtype=BF16)) for shape in shapes]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    return params, cls(params, **options)
+
+
+@pytest.mark.parametrize("cls", BY_ELEMENT, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_step_by_element_takes_at_most_half_a_byte_per_parameter(cls, foreach):
+    _, optimizer = prepared(cls, [(2000, 1500), (4_000_000,), (1000, 1000)], foreach=foreach)
+    hmpx.attach(optimizer)
+    for _ in range(2):
+        peak, stays = memory(optimizer.step, torch.device("cpu"))
+        assert (peak - stays) / COUNT <= 0.5
+
+
+@pytest.mark.parametrize("weights, stays", [("stochastic", 8), ("nearest", 8), ("master", 12), ("split", 10)])
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
+def test_what_stays_beside_weights_and_gradients(weights, stays, state_dtype):
+    _, optimizer = prepared(optim.AdamW, [(2000, 2000)], fused=True)
+    hmpx.attach(optimizer, weights, state_dtype=state_dtype)
+    _, beside = memory(optimizer.step, torch.device("cpu"))
+    expected = stays if state_dtype is torch.float32 else stays - 4
+    assert beside / 4_000_000 == pytest.approx(expected, abs=0.001)
+
+
+def test_the_fused_kernels_take_nothing():
+    _, optimizer = prepared(optim.AdamW, [(2000, 2000)])
+    hmpx.attach(optimizer, fused=True, state_dtype=BF16)
+    assert [round(b / 4e6, 3) for b in memory(optimizer.step, torch.device("cpu"))] == [4.0, 4.0]
+
+
+def test_a_step_by_parameter_takes_copies_of_one():
+    _, optimizer = prepared(optim.Adafactor, [(500, 400)] * 40)
+    hmpx.attach(optimizer)
+    peak, stays = memory(optimizer.step, torch.device("cpu"))
+    assert (peak - stays) / (40 * 200_000) <= 0.5
+
+
+def test_releasing_gradients_keeps_one_at_a_time():
+    model = nn.Sequential(*(nn.Linear(700, 700, bias=False) for _ in range(16))).bfloat16()
+    optimizer = optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.ones(1, 700, dtype=BF16)
+    peaks = {}
+    for release in (False, True):
+        hmpx.attach(optimizer, release_gradients=release)
+        peaks[release], _ = memory(lambda: model(x).sum().backward(), torch.device("cpu"))
+        optimizer.step()
+        optimizer.zero_grad()
+        hmpx.detach(optimizer)
+    weights = 16 * 700 * 700
+    assert peaks[False] / weights >= 2 and peaks[True] / weights < 1
+
+
+def test_unknown_classes_step_whole_and_subclasses_are_unknown():
+    class Mine(optim.AdamW):
+        pass
+
+    _, optimizer = prepared(Mine, [(10, 10)])
+    assert reach_of(optimizer) == "whole" and reach_of(prepared(optim.LBFGS, [(2,)])[1]) == "whole"
+    assert {cls.__name__ for cls in REACH} == {
+        *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+        *("Adafactor", "Muon"),
+    }
