@@ -62,18 +62,26 @@ class Attachment:
     def _install(self) -> None:
         steps.install()
         self._uninstall = weakref.finalize(self.optimizer, steps.uninstall_later)
-        vars(self.optimizer)[steps.ATTRIBUTE] = self
-        vars(self.optimizer)["__reduce_ex__"] = functools.partial(_reduce, self._optimizer)
-        self._handles[None] = Checkpoints(self._updates).register(self.optimizer)
-        self.adopt()
+        added = {steps.ATTRIBUTE: self, "__reduce_ex__": functools.partial(_reduce, self._optimizer)}
+        for name in _other_steps(self.optimizer):
+            added[name] = functools.partial(_other_step, self._optimizer, name)
+        vars(self.optimizer).update(added)
+        self._added = list(added)
+        try:
+            self._handles[None] = Checkpoints(self._updates).register(self.optimizer)
+            self.adopt()
+        except BaseException:
+            self._remove()
+            raise
 
     def _remove(self) -> None:
         for p, handles in self._handles.items():
             for handle in handles:
                 handle.remove()
-            if p is not None and self.settings.use_fp32_grad_acc:
+            if p is not None and p.dtype is BF16 and self.settings.use_fp32_grad_acc:
                 _set_grad_dtype(p, BF16)
-        del vars(self.optimizer)[steps.ATTRIBUTE], vars(self.optimizer)["__reduce_ex__"]
+        for name in self._added:
+            del vars(self.optimizer)[name]
         self._uninstall.detach()
         steps.uninstall()
 
@@ -172,6 +180,20 @@ def detach(optimizer: Optimizer) -> None:
         for key in (STEP_KEY, SEED_KEY):
             group.pop(key, None)
     attached._updates.release_state(optimizer)
+
+
+def _other_steps(optimizer: Optimizer) -> list[str]:
+    """Methods beside `step` that rewrite the weights: schedule-free optimizers move between two points by them."""
+    return [name for name in ("train", "eval") if callable(getattr(type(optimizer), name, None))]
+
+
+def _other_step(reference: weakref.ref, name: str, *args: Any, **kwargs: Any) -> Any:
+    optimizer = reference()
+    method = getattr(type(optimizer), name)
+    if not has_bf16(optimizer):  # inside a step of its own
+        return method(optimizer, *args, **kwargs)
+    with steps.scope.region(casting=False):
+        return vars(optimizer)[steps.ATTRIBUTE].step(method, args, kwargs, None)
 
 
 def _check(optimizer: Optimizer, settings: Settings) -> None:

@@ -29,7 +29,14 @@ class Checkpoints:
         self._incoming: dict[int, torch.Tensor] = {}
 
     def register(self, optimizer: Optimizer) -> list[Any]:
-        """Install the hooks; returns what removes them."""
+        """Install the hooks; returns what removes them.
+
+        A wrapper that never ran `Optimizer.__init__` has none; its checkpoints are its own, and hold no masters.
+        """
+        if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+            if self._settings.use_master_weights_in_ckpt:
+                raise HmpxError(f"{type(optimizer).__name__} has no state_dict hooks to put masters into a checkpoint")
+            return []
         return [
             optimizer.register_state_dict_post_hook(self._saved),
             optimizer.register_load_state_dict_pre_hook(self._loading, prepend=True),
