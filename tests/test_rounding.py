@@ -155,6 +155,17 @@ def test_other_dtypes_and_shapes_are_refused():
         hmpx.stochastic_round_(torch.empty(3, dtype=torch.bfloat16), torch.ones(2), **KEYS)
 
 
+def test_an_average_of_weights_in_bf16_moves_only_with_stochastic_rounding():
+    """An EMA with decay 0.999 moves by a thousandth of the distance: less than half a unit in BF16's last place."""
+    weights, steps = torch.full((4096,), 2.0), 2000
+    nearest, stochastic = (torch.ones(4096, dtype=torch.bfloat16) for _ in range(2))
+    for step in range(steps):
+        nearest.copy_(nearest.float().lerp(weights, 1e-3))
+        hmpx.stochastic_round_(stochastic, stochastic.float().lerp(weights, 1e-3), seed=0, step=step, name="ema.w")
+    exact = 2 - 0.999**steps
+    assert (nearest == 1).all() and abs(stochastic.float().mean() - exact) < 1e-3
+
+
 # Quality
 
 

@@ -18,6 +18,7 @@ CONFIGURATIONS = {
     "Adadelta": (optim.Adadelta, {}),
     "Adafactor": (optim.Adafactor, {}),
     "Adagrad": (optim.Adagrad, {}),
+    "Adagrad initial": (optim.Adagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.1}),
     "Adam": (optim.Adam, {}),
     "Adam amsgrad": (optim.Adam, {"amsgrad": True}),
     "Adam maximize": (optim.Adam, {"maximize": True}),
@@ -36,7 +37,7 @@ CONFIGURATIONS = {
     "SGD": (optim.SGD, {"lr": 1e-2}),
     "SGD nesterov": (optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}),
 }
-FUSED = {"Adam", "Adam amsgrad", "AdamW", "AdamW amsgrad", "SGD", "SGD nesterov"}
+FUSED = {"Adagrad", "Adagrad initial", "Adam", "Adam amsgrad", "AdamW", "AdamW amsgrad", "SGD", "SGD nesterov"}
 SINGLE_FORM = {"Adafactor", "Muon"}
 
 

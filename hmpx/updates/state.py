@@ -32,29 +32,38 @@ def settle(optimizer: optim.Optimizer, dtype: torch.dtype) -> bool:
     of a parameter's state is BF16.
     """
     found = False
+    wrong = torch.float32 if dtype is BF16 else BF16
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state.get(p) if p.dtype is BF16 else None
             if not isinstance(state, dict):
                 continue
-            held = {key: value for key, value in state.items() if _is_held(value, dtype)}
-            if dtype is torch.float32:
-                own = optimizer in _own_bf16 or any(v.dim() and v.dtype is dtype for v in held.values())
-                held = {} if own else {key: value for key, value in held.items() if value.dtype is BF16}
-                found = found or bool(held)
-            for key, value in held.items():
-                state[key] = value.to(dtype)
-                option = _FILLED_BY.get(type(optimizer), {}).get(key)
-                if option is not None and state.get("step", 1) == 0:
-                    state[key].fill_(group[option])
+            values = {key: v for key, v in state.items() if type(v) is Tensor and v.dtype is wrong}
+            if not values or (dtype is torch.float32 and _is_own(optimizer, state)):
+                continue
+            for key, value in values.items():
+                if value.dim() or dtype is torch.float32:  # a count of steps has no dimension and is never narrowed
+                    state[key] = value.to(dtype)
+                    found = found or dtype is torch.float32
+                    _fill(optimizer, group, state, key)
     return found
 
 
-def _is_held(value: Any, dtype: torch.dtype = BF16) -> bool:
-    """A tensor of moments or the like, held in `dtype`. A count of steps has no dimension and is never narrowed."""
-    if type(value) is not Tensor or value.dtype not in (BF16, torch.float32):
-        return False
-    return value.dim() > 0 or dtype is torch.float32
+def _is_own(optimizer: optim.Optimizer, state: dict) -> bool:
+    """Whether the optimizer keeps BF16 state of FP32 parameters by its own choice."""
+    others = (v for v in state.values() if type(v) is Tensor and v.dtype is torch.float32)
+    return optimizer in _own_bf16 or any(v.dim() for v in others)
+
+
+def _fill(optimizer: optim.Optimizer, group: dict, state: dict, key: str) -> None:
+    option = _FILLED_BY.get(type(optimizer), {}).get(key)
+    if option is not None and state.get("step", 1) == 0:
+        state[key].fill_(group[option])
+
+
+def _is_held(value: Any) -> bool:
+    """A tensor of moments or the like."""
+    return type(value) is Tensor and value.dim() > 0 and value.dtype in (BF16, torch.float32)
 
 
 def _is_bf16(value: Any) -> bool:
