@@ -66,6 +66,40 @@ def test_triton_gives_the_same_bits_in_its_interpreter():
     )
 
 
+def test_the_triton_steps_agree_with_the_c_ones_in_its_interpreter():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    python(
+        """
+        import torch
+        from hmpx.kernels import native, triton
+        assert native.library() is not None
+        bf16 = torch.bfloat16
+        def tensors(state_dtype, grad_dtype):
+            generator = torch.Generator().manual_seed(0)
+            random = [torch.randn(2501, generator=generator) for _ in range(4)]
+            p, g, m, v = random[0].bfloat16(), random[1].to(grad_dtype), random[2].to(state_dtype), random[3].square()
+            return p, g, m, v.to(state_dtype)
+        adam = (-1.0, 0.99, 0.1, 0.9, 0.1, 0.999, 0.001, 1e-2, 1e-8)
+        sgds = [(1.0, 0.1, 0.9, 0.9, 1.0, nesterov, 1e-2) for nesterov in (True, False)]
+        sgds.append((1.0, 0.0, -1.0, 0, 0, False, 0.1))
+        for dtypes in ((torch.float32, bf16), (bf16, torch.float32)):
+            for name, numbers in (("adam", adam), *(("sgd", each) for each in sgds)):
+                results = []
+                for kernels in (native, triton):
+                    p, g, m, v = tensors(*dtypes)
+                    held = [(p, 2**64 - 3), (g, 0), (m, 77), (v, 2**63)]
+                    if name == "sgd":
+                        held = held[:2] + [(m, 77) if numbers[2] >= 0 else (None, 0)]
+                    getattr(kernels, name)(*held, *numbers)
+                    results.append((p, m, v))
+                for one, other in zip(*results):
+                    assert (one != other).sum() <= 3 or torch.allclose(one, other, rtol=1e-6), (name, dtypes)
+                assert not torch.equal(results[0][0], tensors(*dtypes)[0])
+        """,
+        TRITON_INTERPRET="1",
+    )
+
+
 @needs_compiler
 def test_two_processes_may_build_at_once(tmp_path):
     code = """

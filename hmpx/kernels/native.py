@@ -22,6 +22,8 @@ import torch
 
 logger = logging.getLogger("hmpx")
 
+Held = tuple[torch.Tensor | None, int]  # FP32, or BF16 with the key that it is rounded by when it is written
+
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = ("-O3", "-march=native", "-std=c11", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-c")
 # OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one
@@ -36,14 +38,8 @@ _POINTER, _INT64, _UINT64, _INT, _FLOAT = (
 )
 
 
-class Numbers(ctypes.Structure):
-    """A tensor for the optimizer kernels: FP32, or BF16 with the key that it is rounded by when it is written."""
-
+class _Numbers(ctypes.Structure):
     _fields_ = (("at", _POINTER), ("bf16", ctypes.c_int32), ("key", _UINT64))
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor | None, key: int = 0) -> Numbers:
-        return cls() if tensor is None else cls(tensor.data_ptr(), tensor.dtype is torch.bfloat16, key)
 
 
 _SIGNATURES = {
@@ -51,14 +47,31 @@ _SIGNATURES = {
     "split_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "join_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "follow_weights": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
-    "adam": (*(Numbers,) * 4, _INT64, *(_FLOAT,) * 9, _INT),
-    "sgd": (*(Numbers,) * 3, _INT64, *(_FLOAT,) * 5, _INT, _FLOAT, _INT),
+    "adam": (*(_Numbers,) * 4, _INT64, *(_FLOAT,) * 9, _INT),
+    "sgd": (*(_Numbers,) * 3, _INT64, *(_FLOAT,) * 5, _INT, _FLOAT, _INT),
 }
 
 
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int) -> None:
     """`out` bfloat16 and `x` float32: of one shape, contiguous, on the CPU, within one key. Needs `library()`."""
     library().round_stochastic(x.data_ptr(), out.data_ptr(), x.numel(), key, offset, torch.get_num_threads())
+
+
+def adam(weight: Held, grad: Held, mean: Held, square: Held, *numbers: float) -> None:
+    """A step of Adam or AdamW in place; `native.c` names the numbers. Needs `library()`."""
+    held = (_numbers(each) for each in (weight, grad, mean, square))
+    library().adam(*held, weight[0].numel(), *numbers, torch.get_num_threads())
+
+
+def sgd(weight: Held, grad: Held, buffer: Held, *numbers: float) -> None:
+    """A step of SGD in place; `native.c` names the numbers. Needs `library()`."""
+    held = (_numbers(each) for each in (weight, grad, buffer))
+    library().sgd(*held, weight[0].numel(), *numbers, torch.get_num_threads())
+
+
+def _numbers(held: Held) -> _Numbers:
+    tensor, key = held
+    return _Numbers() if tensor is None else _Numbers(tensor.data_ptr(), tensor.dtype is torch.bfloat16, key)
 
 
 def call(name: str, *tensors: torch.Tensor) -> None:

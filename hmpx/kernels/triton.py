@@ -1,12 +1,10 @@
-"""The rounding kernel in Triton: CUDA, one pass over memory.
+"""The kernels in Triton: CUDA, one pass over memory.
 
-Triton comes with torch's CUDA builds. ``TRITON_INTERPRET=1`` runs the kernel on the CPU, which is how it is tested
+Triton comes with torch's CUDA builds. ``TRITON_INTERPRET=1`` runs the kernels on the CPU, which is how they are tested
 where there is no GPU.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 
@@ -16,7 +14,7 @@ try:
 except ImportError:
     triton = None
 
-_PAIRS = 1024  # pairs of elements a program rounds
+_PAIRS = 512  # pairs of elements that a program takes; one hash serves both elements of a pair
 
 
 def available() -> bool:
@@ -26,35 +24,116 @@ def available() -> bool:
 
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int) -> None:
     """`out` bfloat16 and `x` float32: of one shape, contiguous, on one CUDA device, within one key."""
-    count, odd = x.numel(), offset & 1
-    programs = triton.cdiv((count + odd + 1) // 2, _PAIRS)
-    with torch.cuda.device_of(x):
-        _kernel()[(programs,)](
-            x.view(torch.int32), out.view(torch.int16), count, odd, offset >> 1, key & 0xFFFFFFFF, key >> 32, _PAIRS
-        )
+    odd = offset & 1
+    _launch(_round, (x.numel() + odd + 1) // 2, x, out, x.numel(), odd, offset >> 1, *_halves(key))
 
 
-@functools.cache
-def _kernel():
-    @triton.jit(do_not_specialize=["count", "odd", "first", "k1", "k2"])
-    def round_stochastic(x_bits, out_bits, count, odd, first, k1, k2, PAIRS: tl.constexpr):
-        pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-        h = (pair + first).to(tl.uint32) * 0x9E3779B9 + k1.to(tl.uint32)
+def adam(weight, grad, mean, square, *numbers: float) -> None:
+    """A step of Adam or AdamW in place; as `native.adam`."""
+    p = weight[0]
+    keys = (half for each in (weight, mean, square) for half in _halves(each[1]))
+    _launch(_adam, (p.numel() + 1) // 2, p, grad[0], mean[0], square[0], p.numel(), *keys, *numbers)
+
+
+def sgd(weight, grad, buffer, *numbers: float) -> None:
+    """A step of SGD in place; as `native.sgd`."""
+    p = weight[0]
+    keys = (half for each in (weight, buffer) for half in _halves(each[1]))
+    sign, l2, momentum, keep, add, nesterov, rate = numbers
+    held = p if buffer[0] is None else buffer[0]
+    flags = (momentum >= 0.0, bool(nesterov))
+    count = p.numel()
+    _launch(_sgd, (count + 1) // 2, p, grad[0], held, count, *keys, sign, l2, momentum, keep, add, rate, *flags)
+
+
+def _halves(key: int) -> tuple[int, int]:
+    return key & 0xFFFFFFFF, key >> 32
+
+
+def _launch(kernel, pairs: int, first: torch.Tensor, *arguments) -> None:
+    with torch.cuda.device_of(first):
+        kernel[(triton.cdiv(pairs, _PAIRS),)](first, *arguments, PAIRS=_PAIRS)
+
+
+if triton is not None:
+    _KEYS = ["count", "odd", "first", "k1", "k2", "m1", "m2", "v1", "v2", "b1", "b2"]  # vary from call to call
+
+    @triton.jit
+    def _mixed(pair, k1, k2):
+        h = pair.to(tl.uint32) * 0x9E3779B9 + k1.to(tl.uint32)
         h ^= h >> 16
         h *= 0x21F0AAAD
         h ^= h >> 15
         h ^= k2.to(tl.uint32)
         h *= 0x735A2D97
-        h ^= h >> 15
-        half = tl.arange(0, 2)
-        element = 2 * pair[:, None] + half[None, :] - odd
-        inside = (element >= 0) & (element < count)
-        bits = tl.load(x_bits + element, mask=inside, other=0).to(tl.uint32, bitcast=True)
-        r = (h[:, None] >> (16 * half[None, :]).to(tl.uint32)) & 0xFFFF
+        return h ^ (h >> 15)
+
+    @triton.jit
+    def _rounded(x, pair, k1, k2):
+        """FP32 [pairs, 2] to BF16."""
+        bits = x.to(tl.uint32, bitcast=True)
+        half = (16 * tl.arange(0, 2)).to(tl.uint32)
+        r = (_mixed(pair, k1, k2)[:, None] >> half[None, :]) & 0xFFFF
         magnitude = bits & 0x7FFFFFFF
         even = bits + 0x7FFF + ((bits >> 16) & 1)
         nearest = tl.where(magnitude <= 0x7F800000, even, bits | 0x400000)  # a NaN stays one, made quiet
-        rounded = tl.where(magnitude <= 0x7F7F0000, bits + r, nearest) >> 16
-        tl.store(out_bits + element, rounded.to(tl.uint16).to(tl.int16, bitcast=True), mask=inside)
+        upper = tl.where(magnitude <= 0x7F7F0000, bits + r, nearest) >> 16
+        return upper.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
-    return round_stochastic
+    @triton.jit
+    def _pair(PAIRS: tl.constexpr):
+        return tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+
+    @triton.jit
+    def _kept(x, like, pair, k1, k2):
+        """`x` in the dtype of a pointer, by stochastic rounding if that is BF16."""
+        if like.dtype.element_ty == tl.bfloat16:
+            return _rounded(x, pair, k1, k2)
+        else:
+            return x
+
+    @triton.jit(do_not_specialize=_KEYS)
+    def _round(x, out, count, odd, first, k1, k2, PAIRS: tl.constexpr):
+        pair = _pair(PAIRS)
+        element = 2 * pair[:, None] + tl.arange(0, 2)[None, :] - odd
+        inside = (element >= 0) & (element < count)
+        values = tl.load(x + element, mask=inside, other=0.0)
+        tl.store(out + element, _rounded(values, pair + first, k1, k2), mask=inside)
+
+    @triton.jit(do_not_specialize=_KEYS)
+    def _adam(
+        p, g, m, v, count, k1, k2, m1, m2, v1, v2,
+        sign, decay, l2, beta1, rest1, beta2, rest2, rate, eps, PAIRS: tl.constexpr,
+    ):  # fmt: skip
+        pair = _pair(PAIRS)
+        element = 2 * pair[:, None] + tl.arange(0, 2)[None, :]
+        inside = element < count
+        weight = tl.load(p + element, mask=inside, other=0.0).to(tl.float32)
+        mean = tl.load(m + element, mask=inside, other=0.0).to(tl.float32)
+        square = tl.load(v + element, mask=inside, other=0.0).to(tl.float32)
+        grad = sign * tl.load(g + element, mask=inside, other=0.0).to(tl.float32) + l2 * weight
+        mean = beta1 * mean + rest1 * grad
+        square = beta2 * square + rest2 * grad * grad
+        weight = decay * weight - rate * (mean / (tl.sqrt(square) + eps))
+        tl.store(p + element, _rounded(weight, pair, k1, k2), mask=inside)
+        tl.store(m + element, _kept(mean, m, pair, m1, m2), mask=inside)
+        tl.store(v + element, _kept(square, v, pair, v1, v2), mask=inside)
+
+    @triton.jit(do_not_specialize=_KEYS)
+    def _sgd(
+        p, g, b, count, k1, k2, b1, b2,
+        sign, l2, momentum, keep, add, rate, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PAIRS: tl.constexpr,
+    ):  # fmt: skip
+        pair = _pair(PAIRS)
+        element = 2 * pair[:, None] + tl.arange(0, 2)[None, :]
+        inside = element < count
+        weight = tl.load(p + element, mask=inside, other=0.0).to(tl.float32)
+        grad = sign * tl.load(g + element, mask=inside, other=0.0).to(tl.float32) + l2 * weight
+        if MOMENTUM:
+            buffer = keep * tl.load(b + element, mask=inside, other=0.0).to(tl.float32) + add * grad
+            tl.store(b + element, _kept(buffer, b, pair, b1, b2), mask=inside)
+            if NESTEROV:
+                grad += momentum * buffer
+            else:
+                grad = buffer
+        tl.store(p + element, _rounded(weight - rate * grad, pair, k1, k2), mask=inside)

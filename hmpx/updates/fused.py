@@ -2,18 +2,19 @@
 
 Opt-in, ``attach(optimizer, fused=True)``: the formulas are torch's, the order of operations is the kernel's own, so
 results agree with torch's to rounding and not to the bit. State has torch's keys and shapes; a run may change between
-this road and the other. Parameters that the kernel does not take (no C compiler, another device, sparse gradients,
-strides, amsgrad) go the other road.
+this road and the other. Parameters that no kernel takes (no C compiler, a device that is neither CPU nor CUDA, sparse
+gradients, strides, amsgrad) go the other road.
 """
 
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import torch
 from torch import optim
 
-from hmpx.kernels import native
+from hmpx.kernels import native, triton
 from hmpx.rounding import derive_key
 from hmpx.updates.weights import Numbers, Run
 
@@ -22,18 +23,26 @@ FUSED = (optim.Adam, optim.AdamW, optim.SGD)
 
 
 def takes(optimizer: optim.Optimizer, group: dict, run: Run) -> bool:
-    """Whether the kernel can step this parameter."""
+    """Whether a kernel can step this parameter."""
     p, grad = run.param, run.param.grad
-    if type(optimizer) not in FUSED or native.library() is None or group.get("amsgrad") or group["differentiable"]:
+    if type(optimizer) not in FUSED or group.get("amsgrad") or group["differentiable"] or _kernels(p) is None:
         return False
     tensors = [v for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor) and v.dim()]
-    return p.numel() < 2**32 and all(
-        t.is_cpu and t.layout is torch.strided and t.is_contiguous() for t in (p, grad, *tensors)
+    return (
+        p.numel() < 2**32
+        and grad.dtype in (torch.bfloat16, torch.float32)
+        and all(t.layout is torch.strided and t.is_contiguous() and t.device == p.device for t in (p, grad, *tensors))
     )
 
 
+def _kernels(p: Tensor) -> ModuleType | None:
+    if p.is_cpu and native.library() is not None:
+        return native
+    return triton if p.is_cuda and triton.available() else None
+
+
 def step(optimizer: optim.Optimizer, group: dict, run: Run, state_dtype: torch.dtype, numbers: Numbers) -> None:
-    """Step one parameter that the kernel `takes`, and its state."""
+    """Step one parameter that a kernel `takes`, and its state."""
     state = optimizer.state[run.param]
     (_sgd if type(optimizer) is optim.SGD else _adam)(run, group, state, state_dtype, numbers)
     torch.autograd.graph.increment_version(run.param)
@@ -43,11 +52,11 @@ def _key(run: Run, numbers: Numbers, key: str | None = None) -> int:
     return derive_key(numbers.seed, numbers.step, run.name if key is None else f"{run.name}.{key}")
 
 
-def _held(state: dict, key: str, run: Run, dtype: torch.dtype, numbers: Numbers) -> native.Numbers:
+def _held(state: dict, key: str, run: Run, dtype: torch.dtype, numbers: Numbers) -> native.Held:
     """A state tensor, made if it is not there yet."""
     if state.get(key) is None:
         state[key] = torch.zeros_like(run.param, dtype=dtype, requires_grad=False)
-    return native.Numbers.of(state[key], _key(run, numbers, key))
+    return state[key], _key(run, numbers, key)
 
 
 def _adam(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbers) -> None:
@@ -59,12 +68,11 @@ def _adam(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbe
     count = state["step"].item()
     correction = math.sqrt(1.0 - beta2**count)
     decoupled = group.get("decoupled_weight_decay", False)
-    native.library().adam(
-        native.Numbers.of(p, _key(run, numbers)),
-        native.Numbers.of(p.grad),
+    _kernels(p).adam(
+        (p, _key(run, numbers)),
+        (p.grad, 0),
         _held(state, "exp_avg", run, dtype, numbers),
         _held(state, "exp_avg_sq", run, dtype, numbers),
-        p.numel(),
         -1.0 if group["maximize"] else 1.0,
         1.0 - rate * decay if decoupled else 1.0,
         0.0 if decoupled else decay,
@@ -74,19 +82,17 @@ def _adam(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbe
         1.0 - beta2,
         rate * correction / (1.0 - beta1**count),
         group["eps"] * correction,
-        torch.get_num_threads(),
     )
 
 
 def _sgd(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbers) -> None:
     p, momentum = run.param, float(group["momentum"])
     first = state.get("momentum_buffer") is None
-    buffer = _held(state, "momentum_buffer", run, dtype, numbers) if momentum else native.Numbers.of(None)
-    native.library().sgd(
-        native.Numbers.of(p, _key(run, numbers)),
-        native.Numbers.of(p.grad),
+    buffer = _held(state, "momentum_buffer", run, dtype, numbers) if momentum else (None, 0)
+    _kernels(p).sgd(
+        (p, _key(run, numbers)),
+        (p.grad, 0),
         buffer,
-        p.numel(),
         -1.0 if group["maximize"] else 1.0,
         group["weight_decay"],
         momentum if momentum else -1.0,
@@ -94,5 +100,4 @@ def _sgd(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Number
         1.0 if first else 1.0 - group["dampening"],
         group["nesterov"],
         float(group["lr"]),
-        torch.get_num_threads(),
     )
