@@ -38,14 +38,19 @@ def settle(optimizer: optim.Optimizer, dtype: torch.dtype) -> bool:
             state = optimizer.state.get(p) if p.dtype is BF16 else None
             if not isinstance(state, dict):
                 continue
-            values = {key: v for key, v in state.items() if type(v) is Tensor and v.dtype is wrong}
-            if not values or (dtype is torch.float32 and _is_own(optimizer, state)):
+            keys = [key for key, v in state.items() if type(v) is Tensor and v.dtype is wrong]
+            if not keys or (dtype is torch.float32 and _is_own(optimizer, state)):
                 continue
-            for key, value in values.items():
-                if value.dim() or dtype is torch.float32:  # a count of steps has no dimension and is never narrowed
-                    state[key] = value.to(dtype)
-                    found = found or dtype is torch.float32
-                    _fill(optimizer, group, state, key)
+            for key in keys:
+                if dtype is BF16 and not state[key].dim():  # a count of steps is never narrowed
+                    continue
+                found = found or dtype is torch.float32
+                option = _FILLED_BY.get(type(optimizer), {}).get(key)
+                if option is not None and state["step"] == 0:
+                    state[key] = None  # gone before its successor comes
+                    state[key] = torch.full_like(p, group[option], dtype=dtype, requires_grad=False)
+                else:
+                    state[key] = state[key].to(dtype)
     return found
 
 
@@ -53,12 +58,6 @@ def _is_own(optimizer: optim.Optimizer, state: dict) -> bool:
     """Whether the optimizer keeps BF16 state of FP32 parameters by its own choice."""
     others = (v for v in state.values() if type(v) is Tensor and v.dtype is torch.float32)
     return optimizer in _own_bf16 or any(v.dim() for v in others)
-
-
-def _fill(optimizer: optim.Optimizer, group: dict, state: dict, key: str) -> None:
-    option = _FILLED_BY.get(type(optimizer), {}).get(key)
-    if option is not None and state.get("step", 1) == 0:
-        state[key].fill_(group[option])
 
 
 def _is_held(value: Any) -> bool:
