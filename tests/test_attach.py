@@ -481,13 +481,20 @@ def test_a_step_that_raises_leaves_weights_and_masters(way):
     assert optimizer.state_dict()["state"] == before[1] == {} and "hmpx_step" not in optimizer.param_groups[0]
 
 
-@pytest.mark.parametrize("cls, broken", [(optim.AdamW, {"betas": None}), (optim.Adafactor, {"eps": None})])
-def test_a_broken_group_shows_before_anything_is_written(cls, broken, monkeypatch):
+@pytest.mark.parametrize(
+    "cls, broken, how",
+    [
+        (optim.AdamW, {"betas": None}, {"weights": "split"}),
+        (optim.AdamW, {"betas": None}, {"fused": True}),
+        (optim.Adafactor, {"eps": None}, {"weights": "split"}),
+    ],
+)
+def test_a_broken_group_shows_before_anything_is_written(cls, broken, how, monkeypatch):
     monkeypatch.setattr(slices, "_FLOOR", 64)
     named = parameters(sizes=((30, 30), (20, 20), (7,), (25, 25), (3, 3)))
     params = [p for _, p in named]
     optimizer = cls([{"params": params[:3]}, {"params": params[3:]}], lr=1e-2)
-    hmpx.attach(optimizer, "split")
+    hmpx.attach(optimizer, **how)
     train(named, optimizer, 0, 1)
     optimizer.param_groups[1].update(broken)
     set_gradients(named, 1)

@@ -9,6 +9,7 @@ gradients, strides, amsgrad) go the other road.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -27,6 +28,8 @@ def takes(optimizer: optim.Optimizer, group: dict, run: Run) -> bool:
     p, grad = run.param, run.param.grad
     if type(optimizer) not in FUSED or group.get("amsgrad") or group["differentiable"] or _kernels(p) is None:
         return False
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return False  # a GradScaler leaves the unscaling to torch's own kernels
     tensors = [v for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor) and v.dim()]
     return (
         p.numel() < 2**32
@@ -41,11 +44,19 @@ def _kernels(p: Tensor) -> ModuleType | None:
     return triton if p.is_cuda and triton.available() else None
 
 
-def step(optimizer: optim.Optimizer, group: dict, run: Run, state_dtype: torch.dtype, numbers: Numbers) -> None:
-    """Step one parameter that a kernel `takes`, and its state."""
-    state = optimizer.state[run.param]
-    (_sgd if type(optimizer) is optim.SGD else _adam)(run, group, state, state_dtype, numbers)
-    torch.autograd.graph.increment_version(run.param)
+def prepare(
+    optimizer: optim.Optimizer, group: dict, run: Run, state_dtype: torch.dtype, numbers: Numbers
+) -> Callable[[], None]:
+    """What steps one parameter that a kernel `takes`, and its state. Nothing has changed before it is called."""
+    state = optimizer.state.get(run.param)
+    make = _sgd if type(optimizer) is optim.SGD else _adam
+    launch = make(run, group, {} if state is None else state, state_dtype, numbers)
+
+    def kernel() -> None:
+        launch(optimizer.state[run.param])
+        torch.autograd.graph.increment_version(run.param)
+
+    return kernel
 
 
 def _key(run: Run, numbers: Numbers, key: str | None = None) -> int:
@@ -59,20 +70,14 @@ def _held(state: dict, key: str, run: Run, dtype: torch.dtype, numbers: Numbers)
     return state[key], _key(run, numbers, key)
 
 
-def _adam(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbers) -> None:
+def _adam(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbers) -> Callable[[dict], None]:
     p, rate, decay = run.param, float(group["lr"]), group["weight_decay"]
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    if "step" not in state:
-        state["step"] = torch.tensor(0.0)
-    state["step"] += 1
-    count = state["step"].item()
+    step = state.get("step", torch.tensor(0.0)) + 1
+    count = step.item()
     correction = math.sqrt(1.0 - beta2**count)
     decoupled = group.get("decoupled_weight_decay", False)
-    _kernels(p).adam(
-        (p, _key(run, numbers)),
-        (p.grad, 0),
-        _held(state, "exp_avg", run, dtype, numbers),
-        _held(state, "exp_avg_sq", run, dtype, numbers),
+    scalars = (
         -1.0 if group["maximize"] else 1.0,
         1.0 - rate * decay if decoupled else 1.0,
         0.0 if decoupled else decay,
@@ -84,15 +89,18 @@ def _adam(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbe
         group["eps"] * correction,
     )
 
+    def launch(state: dict) -> None:
+        state["step"] = step
+        held = (_held(state, key, run, dtype, numbers) for key in ("exp_avg", "exp_avg_sq"))
+        _kernels(p).adam((p, _key(run, numbers)), (p.grad, 0), *held, *scalars)
 
-def _sgd(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbers) -> None:
+    return launch
+
+
+def _sgd(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbers) -> Callable[[dict], None]:
     p, momentum = run.param, float(group["momentum"])
     first = state.get("momentum_buffer") is None
-    buffer = _held(state, "momentum_buffer", run, dtype, numbers) if momentum else (None, 0)
-    _kernels(p).sgd(
-        (p, _key(run, numbers)),
-        (p.grad, 0),
-        buffer,
+    scalars = (
         -1.0 if group["maximize"] else 1.0,
         group["weight_decay"],
         momentum if momentum else -1.0,
@@ -101,3 +109,9 @@ def _sgd(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Number
         group["nesterov"],
         float(group["lr"]),
     )
+
+    def launch(state: dict) -> None:
+        buffer = _held(state, "momentum_buffer", run, dtype, numbers) if momentum else (None, 0)
+        _kernels(p).sgd((p, _key(run, numbers)), (p.grad, 0), buffer, *scalars)
+
+    return launch

@@ -18,9 +18,8 @@ Optimizer = torch.optim.Optimizer
 
 _ALIGN = 64  # elements: where a slice begins, vectorised kernels would begin a vector in the whole parameter too
 _FLOOR, _CEILING = 1 << 17, 1 << 20
-_PARTS = (
-    60  # FP32 weight, gradient, new state and temporaries of that part of the elements: below 0.5 bytes a parameter
-)
+# FP32 weight, gradient, new state and temporaries of this part of the elements are less than 0.5 bytes a parameter.
+_PARTS = 60
 
 
 def slice_size(elements: int) -> int:
@@ -61,6 +60,7 @@ class SlicedStep:
         self._optimizer, self._step, self._way, self._numbers = optimizer, step, way, numbers
         self._state_dtype = state_dtype
         self._group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._size = slice_size(sum(p.numel() for p in self._group))
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._sliced: dict[Parameter, SlicedState] = {}
         self._others: list[Parameter] = []
@@ -71,12 +71,11 @@ class SlicedStep:
         Under `torch.no_grad()`, and without a closure.
         """
         self._others = others
-        size = slice_size(sum(p.numel() for p in self._group))
         for device in {run.param.device: None for run in runs}:
             here = [run for run in runs if run.param.device == device]
-            if sum(run.count for run in here) > size:
+            if sum(run.count for run in here) > self._size:
                 here = self._each_group_first(here)
-            for batch in cut(here, size, lambda run: by_element and self._sliceable(run)):
+            for batch in cut(here, self._size, lambda run: by_element and self._sliceable(run)):
                 self._batch(batch)
         if self._others:
             self._batch([])

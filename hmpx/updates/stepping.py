@@ -14,7 +14,7 @@ from hmpx.updates import fused, state
 from hmpx.updates.reach import reach_of
 from hmpx.updates.settings import Settings
 from hmpx.updates.slices import SlicedStep
-from hmpx.updates.weights import WAYS, Numbers, Run
+from hmpx.updates.weights import WAYS, Numbers, Run, Stochastic
 from hmpx.updates.whole import WholeStep, replace_closure
 
 logger = logging.getLogger("hmpx")
@@ -37,9 +37,7 @@ class WeightUpdates:
         self.settings = settings
         self.names = names or {}
         self.way = WAYS[settings.weights]()
-        self._open: tuple[SlicedStep, dict[Parameter, Run], Numbers] | None = (
-            None  # a step taken parameter by parameter
-        )
+        self._open: _OpenStep | None = None
 
     def step(self, optimizer: Optimizer, step: Callable, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
         """Run `step`, the optimizer's own function. If it raises, weights and gradients are as they were."""
@@ -71,13 +69,8 @@ class WeightUpdates:
         if self._open is None:
             numbers = self.numbers(optimizer)
             self._settle(optimizer, numbers)
-            sliced = SlicedStep(optimizer, step, self.way, self.settings.state_dtype, numbers)
-            self._open = sliced, {run.param: run for run in self.runs(optimizer)}, numbers
-        sliced, runs, numbers = self._open
-        if p in runs:
-            sliced.run(self._fused(optimizer, [runs[p]], numbers), [], reach_of(optimizer) == "element")
-        else:
-            sliced.run([], [p], by_element=False)
+            self._open = _OpenStep(optimizer, self.runs(optimizer), step, self.way, self.settings, numbers)
+        self._open.run([p])
 
     def release_state(self, optimizer: Optimizer) -> None:
         """Bring the state into the dtype of its parameter, where a plain step wants it."""
@@ -89,23 +82,9 @@ class WeightUpdates:
         return WholeStep(optimizer, runs, self.way, self.settings.state_dtype).run(step, args, kwargs, numbers)
 
     def _sliced(self, optimizer: Optimizer, runs: list[Run], step: Callable, numbers: Numbers) -> None:
-        bf16 = {run.param for run in runs}
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         with torch.no_grad():
-            left = self._fused(optimizer, [run for run in runs if run.param.grad is not None], numbers)
-            SlicedStep(optimizer, step, self.way, self.settings.state_dtype, numbers).run(
-                left, [p for p in params if p not in bf16], reach_of(optimizer) == "element"
-            )
-
-    def _fused(self, optimizer: Optimizer, runs: list[Run], numbers: Numbers) -> list[Run]:
-        """Step what the fused kernels take; returns the rest."""
-        if not self.settings.fused:
-            return runs
-        group = {p: group for group in optimizer.param_groups for p in group["params"]}
-        taken = [run for run in runs if fused.takes(optimizer, group[run.param], run)]
-        for run in taken:
-            fused.step(optimizer, group[run.param], run, self.settings.state_dtype, numbers)
-        return [run for run in runs if run not in taken]
+            _OpenStep(optimizer, runs, step, self.way, self.settings, numbers).run(params)
 
     def _settle(self, optimizer: Optimizer, numbers: Numbers) -> None:
         if state.settle(optimizer, self.settings.state_dtype) and numbers.step:
@@ -125,6 +104,38 @@ class WeightUpdates:
                     runs.append(Run(p, self.names.get(p) or (in_group[position] if in_group else _position(index, p))))
                 index += 1
         return runs
+
+
+class _OpenStep:
+    """A step that is taken in parts: by slices, and by fused kernels where they were asked for."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        runs: list[Run],
+        step: Callable,
+        way: Stochastic,
+        settings: Settings,
+        numbers: Numbers,
+    ) -> None:
+        self._optimizer, self._settings, self._numbers = optimizer, settings, numbers
+        self._runs = {run.param: run for run in runs}
+        self._slices = SlicedStep(optimizer, step, way, settings.state_dtype, numbers)
+        self._by_element = reach_of(optimizer) == "element"
+        self._group = {p: group for group in optimizer.param_groups for p in group["params"]}
+
+    def run(self, params: list[Parameter]) -> None:
+        """Step `params`, which have gradients."""
+        sliced, kernels = [], []
+        for run in (self._runs[p] for p in params if p in self._runs):
+            group = self._group[run.param]
+            if self._settings.fused and fused.takes(self._optimizer, group, run):
+                kernels.append(fused.prepare(self._optimizer, group, run, self._settings.state_dtype, self._numbers))
+            else:
+                sliced.append(run)
+        self._slices.run(sliced, [p for p in params if p not in self._runs], self._by_element)
+        for kernel in kernels:
+            kernel()
 
 
 def _position(index: int, p: Parameter) -> str:
