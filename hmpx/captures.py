@@ -68,7 +68,8 @@ class _Sweep:
         for thing in gc.get_objects():
             kind = type(thing)  # not __class__: a proxy answers that by importing or warning
             if kind is types.FunctionType:
-                if not _off_limits(thing.__module__):
+                # A decorated function bears its user's module, but its code is hmpx's.
+                if not _off_limits(thing.__module__) and not _off_limits(thing.__globals__.get("__name__")):
                     self._function(thing)
             elif issubclass(kind, types.ModuleType):
                 name = vars(thing).get("__name__", "?")

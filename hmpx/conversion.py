@@ -12,7 +12,7 @@ import threading
 
 import torch
 
-from hmpx import scope
+from hmpx import compiling, scope
 from hmpx.captures import Capture, rebind
 from hmpx.catalog import catalog
 from hmpx.functions import UserFunctions
@@ -99,6 +99,7 @@ class Conversion:
             self._captures = self._table.apply()
             self._functions.apply()
             self._captures += rebind(self._functions.replacements())
+            compiling.install(self._table.originals())
             if self.policy.bf16 or self.policy.fp32:
                 # TransformerEncoder in eval would run in one C++ call that no patch sees.
                 torch.backends.mha.set_fastpath_enabled(False)
@@ -112,6 +113,7 @@ class Conversion:
     def _take_away(self) -> None:
         scope.set_converted(False)
         steps.uninstall()
+        compiling.uninstall()
         torch.backends.mha.set_fastpath_enabled(self._fast_path)
         back = {wrapper: original for original, wrapper in self._functions.replacements().items()}
         self._functions.restore()

@@ -1,11 +1,12 @@
 """A user's own functions as ops: decorators, and dotted names in list files (`torchvision.ops.nms`).
 
 Such a function is an op like any other: its inputs are cast, it is the outermost, nothing inside is cast again. wrapt
-carries the decorators, because right binding and signatures matter more here than nanoseconds.
+carries what is no plain function (methods of classes, builtins), where right binding matters more than nanoseconds.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import logging
@@ -49,7 +50,15 @@ def _wrap(function: Any, rule: Rule, name: str, active: Callable[[], bool]) -> A
             verbose.log.function(name, rule, (args, kwargs), seen, result)
         return result
 
-    return UserFunction(function, call)
+    if not inspect.isfunction(function):
+        return UserFunction(function, call)
+
+    # A function around a function, because torch.compile takes a wrapt proxy for what it wraps, casts left out.
+    @functools.wraps(function)
+    def caller(*args, **kwargs):
+        return call(function, None, args, kwargs)
+
+    return caller
 
 
 class UserFunction(wrapt.FunctionWrapper):

@@ -93,6 +93,10 @@ class PatchTable:
     def __str__(self) -> str:
         return "\n".join(map(str, self.patches))
 
+    def originals(self) -> dict[Callable, Callable]:
+        """What each wrapper stands for."""
+        return {patch.wrapper: patch.original for patch in self.patches}
+
     def apply(self) -> list[captures.Capture]:
         """Put every wrapper in its place. A failure on the way undoes what was done.
 

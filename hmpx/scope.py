@@ -15,6 +15,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import is_autocast_enabled, set_autocast_enabled
+
 
 @dataclass(frozen=True)
 class Rounding:
@@ -30,10 +32,15 @@ class _Thread(threading.local):
         self.key = next(_keys)
         self.casting: bool | None = None  # None: no region is open
         self.rounding: Rounding | None = None
+        self.outer: list[tuple[bool | None, Rounding | None]] = []  # what was open before each region
 
 
 _keys = itertools.count(1)
 _DEFAULT = 0  # the key under which off_somewhere says "off unless a region turns casts on"
+
+# Device types that torch knows and has no autocast rules for. torch.compile guards on their autocast state and replays it
+# when it runs the ops of a graph one by one, where nothing of ours is guarded on.
+_OFF, _ON = "maia", "ipu"
 
 off_somewhere: dict[int, bool] = {}
 _thread = _Thread()
@@ -44,6 +51,11 @@ def casts_off() -> bool:
     """Whether ops called from this thread, now, run uncast."""
     casting = _thread.casting
     return _DEFAULT in off_somewhere if casting is None else not casting
+
+
+def casts_off_in_graph() -> bool:
+    """The same for an op of a graph that is being compiled, which may stand in a region of the compiled code."""
+    return is_autocast_enabled(_OFF) or (not is_autocast_enabled(_ON) and bool(off_somewhere) and casts_off())
 
 
 def casts_on() -> bool:
@@ -72,6 +84,9 @@ def set_converted(converted: bool, *, enabled: bool = True) -> None:
 
 
 def _set(casting: bool | None, how: Rounding | None) -> None:
+    if casting is not _thread.casting:
+        set_autocast_enabled(_OFF, casting is False)
+        set_autocast_enabled(_ON, casting is True)
     _thread.casting, _thread.rounding = casting, how
     if casting is False:
         off_somewhere[_thread.key] = True
@@ -79,15 +94,25 @@ def _set(casting: bool | None, how: Rounding | None) -> None:
         off_somewhere.pop(_thread.key, None)
 
 
+def enter(casting: bool, how: Rounding | None = None) -> None:
+    """Turn casts on or off in this thread, until `leave`."""
+    _thread.outer.append((_thread.casting, _thread.rounding))
+    _set(casting, how)
+
+
+def leave() -> None:
+    """What was before the last `enter`."""
+    _set(*_thread.outer.pop())
+
+
 @contextlib.contextmanager
 def region(casting: bool, how: Rounding | None = None) -> Iterator[None]:
-    """Turn casts on or off in this thread until the block is left, by whatever way."""
-    before = _thread.casting, _thread.rounding
-    _set(casting, how)
+    """`enter` and `leave` around a block."""
+    enter(casting, how)
     try:
         yield
     finally:
-        _set(*before)
+        leave()
 
 
 def run_uncast(function, args, kwargs):

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +31,24 @@ from hmpx.casting import (
 )
 from hmpx.catalog import Entry, Layout
 from hmpx.policy import Rule
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+# Where torch's compiler spells ops out in other ops, which are no calls of the user's.
+_COMPILER = tuple(
+    f"torch.{name}."
+    for name in (
+        *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
+        *("_prims_common", "_refs", "_subclasses", "fx.experimental"),
+    )
+)
+
+
+def called_by_torch(args: tuple, kwargs: dict, caller: types.FrameType) -> bool:
+    """Whether a tensor that is no plain one comes from torch's own decompositions, while it compiles."""
+    if not any(isinstance(a, torch.Tensor) and type(a) not in _PLAIN for a in (*args, *kwargs.values())):
+        return False
+    return scope.casts_off_in_graph() or (caller.f_globals.get("__name__", "") + ".").startswith(_COMPILER)
+
 
 Observer = Callable[[tuple, tuple, Any], None]  # (arguments given, arguments the op saw, result)
 
@@ -74,7 +94,7 @@ def _with_statistics(entry: Entry, rule: Rule, original: Callable, switch: Switc
     layout = entry.layout
 
     def wrapper(*args, **kwargs):
-        if switch.casts_off():
+        if switch.casts_off() or called_by_torch(args, kwargs, sys._getframe(1)):
             return original(*args, **kwargs)
         args, kwargs = cast_arguments(rule, layout, *_by_position(layout, args, kwargs))
         args, staged = _stage(layout, args)
@@ -93,7 +113,7 @@ def _general(entry: Entry, rule: Rule, original: Callable, switch: Switch) -> Ca
     stated = _stated_positions(original) if layout.python else ()
 
     def wrapper(*args, **kwargs):
-        if switch.casts_off():
+        if switch.casts_off() or called_by_torch(args, kwargs, sys._getframe(1)):
             return original(*args, **kwargs)
         decided = is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args)
         if rule is not Rule.UNCAST and not decided:
@@ -166,6 +186,8 @@ def _by_name(
 
 
 def _by_definition(original: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> Any:
+    if called_by_torch(args, kwargs, sys._getframe(2)):
+        return original(*args, **kwargs)
     args, kwargs = cast_arguments(rule, layout, args, kwargs)
     return original(*args, **kwargs)
 
@@ -201,7 +223,7 @@ _REST = """\
 _SAME = "(type({p}) in _plain and ({p}.dtype is {first}.dtype or {p}.dtype not in _eligible))"
 _UNIFY = """\
         if not ({same}):
-            {names}, = _unify(({names},))
+            return _by_definition(_original, _rule, _layout, ({names}, *args), kwargs)
         return _original({names}, *args, **kwargs)
     return {function}
 """
@@ -236,7 +258,7 @@ def _compile(layout: Layout, rule: Rule, function: str) -> Callable:
     namespace: dict[str, Any] = {
         "_missing": _MISSING,
         "_off": scope.off_somewhere,
-        "_plain": frozenset({torch.Tensor, torch.nn.Parameter}),
+        "_plain": _PLAIN,
         "_target": TARGETS.get(rule),
         "_rule": rule,
         "_layout": layout,
@@ -248,7 +270,6 @@ def _compile(layout: Layout, rule: Rule, function: str) -> Callable:
         "_Tensor": torch.Tensor,
         "_is_stated": is_stated,
         "_has_dtype": has_dtype,
-        "_unify": lambda args: cast_arguments(rule, layout, args, {})[0],
     }
     exec(compile(source, f"<hmpx {function}: {rule}>", "exec"), namespace)
     return namespace["make"]

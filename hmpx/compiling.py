@@ -1,0 +1,80 @@
+"""torch.compile under a conversion.
+
+Dynamo recognises torch's functions by identity, in tables that it builds from torch's attributes. The tables must keep
+holding the originals: then a wrapper is an ordinary Python function to Dynamo, which it traces through, casts and
+conditions included, and the original inside of it is the op. A wrapper that stood in the tables would be taken for an
+opaque op, and later changes of what it depends on would be ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
+_RULES = "torch._dynamo.trace_rules"
+_originals: dict[Callable, Callable] = {}  # by wrapper, of the conversion that is installed
+_kept: dict[str, Any] = {}  # of trace_rules, while exchanged
+_waiting = False
+
+
+def install(originals: dict[Callable, Callable]) -> None:
+    """Let Dynamo see through the wrappers, which are the keys, as soon as it is imported."""
+    global _waiting
+    _originals.update(originals)
+    if _RULES in sys.modules:
+        _exchange(sys.modules[_RULES])
+        _forget_compiled()
+    elif not _waiting:
+        _waiting = True
+        wrapt.register_post_import_hook(_imported, _RULES)
+
+
+def uninstall() -> None:
+    """Take that back; what was compiled is compiled anew when it is called."""
+    _originals.clear()
+    rules = sys.modules.get(_RULES)
+    if rules is not None and _kept:
+        for name, value in _kept.items():
+            setattr(rules, name, value)
+        _kept.clear()
+        _clear_tables(rules)
+        _forget_compiled()
+
+
+def _imported(rules: ModuleType) -> None:
+    if _originals:
+        _exchange(rules)
+
+
+def _exchange(rules: ModuleType) -> None:
+    _kept.update(load_object=rules.load_object, get_tensor_method=rules.get_tensor_method)
+    load_object, get_tensor_method = rules.load_object, rules.get_tensor_method
+
+    def load_original(name: str) -> Any:
+        value = load_object(name)
+        return _originals.get(value, value) if callable(value) else value
+
+    @functools.cache
+    def get_original_methods() -> frozenset:
+        return get_tensor_method() | frozenset(v for v in _originals.values() if isinstance(v, _METHODS))
+
+    rules.load_object, rules.get_tensor_method = load_original, get_original_methods
+    _clear_tables(rules)
+
+
+def _clear_tables(rules: ModuleType) -> None:
+    rules.get_torch_obj_rule_map.cache_clear()
+    rules.get_tensor_method.cache_clear()
+    if "get_tensor_method" in _kept:
+        _kept["get_tensor_method"].cache_clear()
+
+
+def _forget_compiled() -> None:
+    sys.modules["torch._dynamo"].reset()
