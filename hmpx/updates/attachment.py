@@ -83,9 +83,6 @@ class Attachment:
         self._undo.close()
         for name in self._added:
             vars(self.optimizer).pop(name, None)
-        for group in self.optimizer.param_groups:
-            for key in (STEP_KEY, SEED_KEY):
-                group.pop(key, None)
         steps.uninstall()
 
     def adopt(self) -> None:
@@ -189,6 +186,9 @@ def detach(optimizer: Optimizer) -> None:
     if attached is not None:
         attached._remove()
         attached._updates.release_state(optimizer)
+        for group in optimizer.param_groups:
+            for key in (STEP_KEY, SEED_KEY):
+                group.pop(key, None)
 
 
 def _other_steps(optimizer: Optimizer) -> list[str]:
