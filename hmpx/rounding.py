@@ -85,6 +85,8 @@ def stochastic_round(x: Tensor, *, seed: int, step: int, name: str, offset: int 
     Raises:
         HmpxError: `x` is not float32, or a number is out of range.
     """
+    if not isinstance(x, Tensor):
+        raise HmpxError(f"stochastic rounding takes tensors, not {type(x).__name__}")
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     stochastic_round_(out, x, seed=seed, step=step, name=name, offset=offset)
     return out
@@ -92,13 +94,18 @@ def stochastic_round(x: Tensor, *, seed: int, step: int, name: str, offset: int 
 
 def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str, offset: int = 0) -> Tensor:
     """`stochastic_round` into an existing bfloat16 tensor of the same shape, contiguous or not. Returns `out`."""
+    if not isinstance(x, Tensor) or not isinstance(out, Tensor):
+        raise HmpxError(f"stochastic rounding takes tensors, not {type(x).__name__}")
+    if not isinstance(name, str):
+        raise HmpxError(f"the name is {name!r}, not a string")
     if x.dtype is not torch.float32 or out.dtype is not torch.bfloat16:
         raise HmpxError(f"stochastic rounding goes from float32 to bfloat16, not from {x.dtype} to {out.dtype}")
     if x.shape != out.shape:
         raise HmpxError(f"the shapes differ: {tuple(x.shape)} into {tuple(out.shape)}")
     check_seed(seed)
-    if step < 0 or offset < 0:
-        raise HmpxError(f"step and offset count from 0, not {step} and {offset}")
+    for what, number in (("step", step), ("offset", offset)):
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= _M64:
+            raise HmpxError(f"{what} {number!r} is out of range: an integer from 0 to 2**64 - 1")
     with torch.no_grad():
         round_into(out.detach(), x.detach(), seed, step, name, offset)
     return out

@@ -139,8 +139,11 @@ def test_what_bf16_can_hold_stays_itself():
         ({"seed": -1}, "seed -1 is out of range"),
         ({"seed": 2**64}, "out of range"),
         ({"seed": 1.5}, "out of range"),
-        ({"step": -1}, "step and offset count from 0"),
-        ({"offset": -2}, "step and offset count from 0"),
+        ({"step": -1}, "step -1 is out of range"),
+        ({"step": 2**64}, "step 18446744073709551616 is out of range"),
+        ({"step": 1.5}, "step 1.5 is out of range"),
+        ({"offset": -2}, "offset -2 is out of range"),
+        ({"name": 5}, "the name is 5, not a string"),
     ],
 )
 def test_numbers_out_of_range_are_refused(change, message):
@@ -151,6 +154,8 @@ def test_numbers_out_of_range_are_refused(change, message):
 def test_other_dtypes_and_shapes_are_refused():
     with pytest.raises(hmpx.HmpxError, match="from float32 to bfloat16, not from"):
         hmpx.stochastic_round(torch.ones(2, dtype=torch.float64), **KEYS)
+    with pytest.raises(hmpx.HmpxError, match="takes tensors, not list"):
+        hmpx.stochastic_round([1.0], **KEYS)
     with pytest.raises(hmpx.HmpxError, match="the shapes differ"):
         hmpx.stochastic_round_(torch.empty(3, dtype=torch.bfloat16), torch.ones(2), **KEYS)
 

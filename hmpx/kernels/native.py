@@ -22,6 +22,7 @@ import torch
 
 logger = logging.getLogger("hmpx")
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its numbers elsewhere
 Held = tuple[torch.Tensor | None, int]  # FP32, or BF16 with the key that it is rounded by when it is written
 
 _SOURCE = Path(__file__).with_name("native.c")
@@ -81,9 +82,12 @@ def call(name: str, *tensors: torch.Tensor) -> None:
 
 
 def can_read(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels are there and can follow the pointers of these tensors."""
-    dense = (t.is_cpu and t.layout is torch.strided and t.is_contiguous() for t in tensors)
-    return library() is not None and all(dense)
+    """Whether the kernels are there and can follow the pointers of these tensors, which must be of one shape."""
+    shape = tensors[0].shape
+    return library() is not None and all(
+        type(t) in _PLAIN and t.is_cpu and t.layout is torch.strided and t.shape == shape and t.is_contiguous()
+        for t in tensors
+    )
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
@@ -36,7 +37,8 @@ class Attachment:
         self.settings = settings
         self._optimizer = weakref.ref(optimizer)  # which holds this: no cycle, so it dies when its user lets it go
         self._updates = WeightUpdates(settings, names)
-        self._handles: dict[Parameter | None, list[Any]] = {}
+        self._undo = contextlib.ExitStack()  # what puts parameters, hooks and attributes back
+        self._adopted: set[Parameter] = set()
         self._released: set[Parameter] = set()
 
     @property
@@ -61,50 +63,54 @@ class Attachment:
 
     def _install(self) -> None:
         steps.install()
-        self._uninstall = weakref.finalize(self.optimizer, steps.uninstall_later)
+        self._gone = weakref.finalize(self.optimizer, _forgotten, self._undo)
         added = {steps.ATTRIBUTE: self, "__reduce_ex__": functools.partial(_reduce, self._optimizer)}
         for name in _other_steps(self.optimizer):
             added[name] = functools.partial(_other_step, self._optimizer, name)
         vars(self.optimizer).update(added)
         self._added = list(added)
         try:
-            self._handles[None] = Checkpoints(self._updates).register(self.optimizer)
+            Checkpoints(self._updates).register(self.optimizer, self._undo)
             self.adopt()
+            if self.settings.seed is not None:
+                self.optimizer.param_groups[0][SEED_KEY] = self.settings.seed
         except BaseException:
             self._remove()
             raise
 
     def _remove(self) -> None:
-        for p, handles in self._handles.items():
-            for handle in handles:
-                handle.remove()
-            if p is not None and p.dtype is BF16 and self.settings.use_fp32_grad_acc:
-                _set_grad_dtype(p, BF16)
+        self._gone.detach()
+        self._undo.close()
         for name in self._added:
-            del vars(self.optimizer)[name]
-        self._uninstall.detach()
+            vars(self.optimizer).pop(name, None)
         steps.uninstall()
 
     def adopt(self) -> None:
         """Take over parameters that are new in the optimizer."""
-        for p in [p for group in self.optimizer.param_groups for p in group["params"] if p not in self._handles]:
-            self._handles[p] = []
+        for p in [p for group in self.optimizer.param_groups for p in group["params"] if p not in self._adopted]:
+            self._adopted.add(p)
             if self.settings.use_fp32_grad_acc and p.dtype is BF16:
+                self._undo.callback(_set_grad_dtype, p, p.grad_dtype)
                 _set_grad_dtype(p, torch.float32)
             if self.settings.release_gradients and p.requires_grad:
-                self._handles[p].append(p.register_post_accumulate_grad_hook(self._release))
+                self._undo.callback(p.register_post_accumulate_grad_hook(self._release).remove)
+            if p.dtype is BF16:
+                steps.keep_fp32_state(p, True)
+                self._undo.callback(steps.keep_fp32_state, p, False)
 
-    def step(self, step: Any, args: tuple, kwargs: dict, seed: int | None) -> Any:
+    def step(self, optimizer: Optimizer, step: Any, args: tuple, kwargs: dict, seed: int | None) -> Any:
         """Run the optimizer's own `step` function as the settings say."""
-        result = self._updates.step(self.optimizer, step, args, kwargs, seed)
+        if optimizer is not self.optimizer:  # a copy that took every attribute along
+            return _attached_anew(optimizer, self).step(optimizer, step, args, kwargs, seed)
+        result = self._updates.step(optimizer, step, args, kwargs, seed)
         self._released.clear()
         return result
 
     def _release(self, p: Parameter) -> None:
         if p in self._released:
             raise HmpxError(
-                "release_gradients: a second gradient before optimizer.step(); each parameter has stepped in backward, "
-                "so gradients cannot accumulate over several"
+                "release_gradients: a second gradient before optimizer.step(). Each parameter has stepped in backward, "
+                "so gradients cannot accumulate over several; after a backward that failed, call optimizer.step() too"
             )
         steps.step_alone(self.optimizer, self._updates, p)
         p.grad = None
@@ -155,14 +161,16 @@ def attach(
     settings = Settings(
         weights, seed, state_dtype, use_fp32_grad_acc, use_master_weights_in_ckpt, release_gradients, fused
     )
+    named = _names(optimizer, model, names)
     attached = vars(optimizer).get(steps.ATTRIBUTE)
     if attached is not None:
-        if attached.settings == settings:
+        if attached.settings == settings and named in ({}, attached._updates.names):
             return attached
         raise HmpxError(f"{attached!r} is in force; hmpx.detach(optimizer) first")
     _check(optimizer, settings)
-    attachment = Attachment(optimizer, settings, _names(optimizer, model, names))
+    attachment = Attachment(optimizer, settings, named)
     attachment._install()
+    attachment._updates.take_masters(optimizer)
     return attachment
 
 
@@ -172,14 +180,15 @@ def detach(optimizer: Optimizer) -> None:
     Its state goes to the dtype of each parameter, as torch's own `load_state_dict` does, and masters are dropped: save
     `state_dict()` before if you want them back.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise HmpxError(f"detach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
     attached = vars(optimizer).get(steps.ATTRIBUTE)
-    if attached is None:
-        return
-    attached._remove()
-    for group in optimizer.param_groups:
-        for key in (STEP_KEY, SEED_KEY):
-            group.pop(key, None)
-    attached._updates.release_state(optimizer)
+    if attached is not None:
+        attached._remove()
+        attached._updates.release_state(optimizer)
+        for group in optimizer.param_groups:
+            for key in (STEP_KEY, SEED_KEY):
+                group.pop(key, None)
 
 
 def _other_steps(optimizer: Optimizer) -> list[str]:
@@ -193,10 +202,16 @@ def _other_step(reference: weakref.ref, name: str, *args: Any, **kwargs: Any) ->
     if not has_bf16(optimizer):  # inside a step of its own
         return method(optimizer, *args, **kwargs)
     with steps.scope.region(casting=False):
-        return vars(optimizer)[steps.ATTRIBUTE].step(method, args, kwargs, None)
+        return vars(optimizer)[steps.ATTRIBUTE].step(optimizer, method, args, kwargs, None)
 
 
 def _check(optimizer: Optimizer, settings: Settings) -> None:
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise HmpxError(
+            f"{type(optimizer).__name__} never ran Optimizer.__init__, so its step cannot be seen; "
+            "attach the optimizer that it holds"
+        )
+    WeightUpdates(settings).runs(optimizer)  # raises where a parameter cannot be taken
     if settings.release_gradients and reach_of(optimizer) == "whole":
         listed = ", ".join(cls.__name__ for cls in REACH)
         raise HmpxError(
@@ -221,6 +236,8 @@ def _names(optimizer: Optimizer, model: torch.nn.Module | None, names: Iterable[
     if model is not None and names is not None:
         raise HmpxError("names come from the model or from the list, not from both")
     if model is not None:
+        if not isinstance(model, torch.nn.Module):
+            raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")
         named = {p: name for name, p in model.named_parameters()}
         missing = [i for i, p in enumerate(params) if p not in named]
         if missing:
@@ -230,7 +247,9 @@ def _names(optimizer: Optimizer, model: torch.nn.Module | None, names: Iterable[
         given = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
         _check_names(given)
         return {}
-    given = [names] if isinstance(names, str) else list(names)
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise HmpxError(f"names is {names!r}, not a list of strings")
+    given = list(names)
     if len(given) != len(params):
         raise HmpxError(f"{len(given)} names for {len(params)} parameters")
     _check_names(given)
@@ -242,15 +261,31 @@ def _check_names(names: list[str]) -> None:
     for i, name in enumerate(names):
         if not isinstance(name, str):
             raise HmpxError(f"the name of parameter {i} is {name!r}, not a string")
+        if not name.isprintable():
+            raise HmpxError(f"the name of parameter {i} is {name!r}, which cannot be printed")
         if name in seen:
             raise HmpxError(f"the name {name!r} is given to parameters {seen[name]} and {i}")
         seen[name] = i
 
 
+def _forgotten(undo: contextlib.ExitStack) -> None:
+    """The optimizer is gone: its parameters are as they were."""
+    undo.close()
+    steps.uninstall_later()
+
+
+def _attached_anew(optimizer: Optimizer, original: Attachment) -> Attachment:
+    for name in original._added:
+        vars(optimizer).pop(name, None)
+    attachment = Attachment(optimizer, original.settings, original._updates.names)
+    attachment._install()
+    return attachment
+
+
 def _set_grad_dtype(p: Parameter, dtype: torch.dtype) -> None:
     grad, p.grad = p.grad, None
     p.grad_dtype = dtype
-    p.grad = None if grad is None else grad.to(dtype)
+    p.grad = grad if grad is None or dtype is None else grad.to(dtype)
 
 
 def _reduce(reference: weakref.ref, protocol: int) -> tuple:
@@ -258,7 +293,9 @@ def _reduce(reference: weakref.ref, protocol: int) -> tuple:
     optimizer = reference()
     attached = vars(optimizer)[steps.ATTRIBUTE]
     updates = attached._updates
-    return _rebuild, (type(optimizer), optimizer.__getstate__(), attached.settings, updates.names, updates.way)
+    updates.way.forget_written()
+    state = {key: value for key, value in optimizer.__getstate__().items() if key not in attached._added}
+    return _rebuild, (type(optimizer), state, attached.settings, updates.names, updates.way)
 
 
 def _rebuild(cls: type, state: dict, settings: Settings, names: dict, way: Stochastic) -> Optimizer:
@@ -266,5 +303,7 @@ def _rebuild(cls: type, state: dict, settings: Settings, names: dict, way: Stoch
     optimizer.__setstate__(state)
     attachment = Attachment(optimizer, settings, names)
     attachment._updates.way = way
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        way.accept(p)
     attachment._install()
     return optimizer

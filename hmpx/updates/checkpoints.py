@@ -6,19 +6,19 @@ checkpoint moves between `master` and `split`, and a plain torch optimizer finds
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from typing import Any
 
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.updates.stepping import WeightUpdates
+from hmpx.updates.stepping import MASTER_KEY, WeightUpdates
 
 logger = logging.getLogger("hmpx")
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
-MASTER_KEY = "hmpx_master"
+HELD_KEY = "hmpx_masters"  # in param_groups[0] of a checkpoint that holds masters
 
 
 class Checkpoints:
@@ -27,26 +27,35 @@ class Checkpoints:
     def __init__(self, updates: WeightUpdates) -> None:
         self._updates, self._settings = updates, updates.settings
         self._incoming: dict[int, torch.Tensor] = {}
+        self._complete = self._saw_state_dict = False
 
-    def register(self, optimizer: Optimizer) -> list[Any]:
-        """Install the hooks; returns what removes them.
+    def register(self, optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
+        """Install the hooks; `undo` removes them.
 
-        A wrapper that never ran `Optimizer.__init__` has none; its checkpoints are its own, and hold no masters.
+        A wrapper that never ran `Optimizer.__init__` has none: its checkpoints are its own, and hold no masters.
         """
+        wanted = self._settings.use_master_weights_in_ckpt
         if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-            if self._settings.use_master_weights_in_ckpt:
+            if wanted:
                 raise HmpxError(f"{type(optimizer).__name__} has no state_dict hooks to put masters into a checkpoint")
-            return []
-        return [
+            return
+        for handle in (
             optimizer.register_state_dict_post_hook(self._saved),
             optimizer.register_load_state_dict_pre_hook(self._loading, prepend=True),
             optimizer.register_load_state_dict_post_hook(self._loaded),
-        ]
+        ):
+            undo.callback(handle.remove)
+        if wanted:
+            optimizer.state_dict()
+            if not self._saw_state_dict:
+                raise HmpxError(f"{type(optimizer).__name__}.state_dict runs no hooks, so it would hold no masters")
 
     @torch.no_grad()
     def _saved(self, optimizer: Optimizer, state_dict: dict) -> None:
+        self._saw_state_dict = True
         if not self._settings.use_master_weights_in_ckpt:
             return
+        state_dict["param_groups"][0][HELD_KEY] = True  # also where no master says more than its weight
         index = {p: i for i, p in enumerate(_params(optimizer))}
         for run in self._updates.runs(optimizer):
             masters, i = self._updates.way.masters(run), index[run.param]
@@ -73,7 +82,9 @@ class Checkpoints:
                 )
             self._incoming[i] = masters
         self._ids = ids
-        return {**state_dict, "state": state}
+        self._complete = any(HELD_KEY in group for group in state_dict["param_groups"])
+        groups = [{k: v for k, v in group.items() if k != HELD_KEY} for group in state_dict["param_groups"]]
+        return {**state_dict, "state": state, "param_groups": groups}
 
     @torch.no_grad()
     def _loaded(self, optimizer: Optimizer) -> None:
@@ -91,7 +102,7 @@ class Checkpoints:
         params = dict(zip(self._ids, _params(optimizer), strict=True))
         for i, masters in incoming.items():
             way.set_masters(params[i], masters.to(params[i].device, torch.float32))
-        if not incoming:
+        if not incoming and not self._complete:
             logger.warning(
                 "hmpx: the checkpoint has no masters (use_master_weights_in_ckpt was off): what the weights held below "
                 "BF16's precision is lost, training goes on from the BF16 weights"

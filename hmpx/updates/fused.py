@@ -30,12 +30,16 @@ def takes(optimizer: optim.Optimizer, group: dict, run: Run) -> bool:
         return False
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         return False  # a GradScaler leaves the unscaling to torch's own kernels
-    tensors = [v for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor) and v.dim()]
+    held = [v for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor) and v.dim()]
     return (
         p.numel() < 2**32
         and grad.dtype in (torch.bfloat16, torch.float32)
-        and all(t.layout is torch.strided and t.is_contiguous() and t.device == p.device for t in (p, grad, *tensors))
+        and all(_is_plain(t) and t.device == p.device and t.shape == p.shape for t in (p, grad, *held))
     )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def _kernels(p: Tensor) -> ModuleType | None:
@@ -73,7 +77,7 @@ def _held(state: dict, key: str, run: Run, dtype: torch.dtype, numbers: Numbers)
 def _adam(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbers) -> Callable[[dict], None]:
     p, rate, decay = run.param, float(group["lr"]), group["weight_decay"]
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    step = state.get("step", torch.tensor(0.0)) + 1
+    step = state.get("step", torch.tensor(0.0, dtype=torch.float32, device="cpu")) + 1
     count = step.item()
     correction = math.sqrt(1.0 - beta2**count)
     decoupled = group.get("decoupled_weight_decay", False)

@@ -34,13 +34,16 @@ class Settings:
     fused: bool = False
 
     def __post_init__(self) -> None:
-        if self.weights not in WAYS:
+        if not isinstance(self.weights, str) or self.weights not in WAYS:
             legal = ", ".join(repr(way) for way in WAYS)
             raise HmpxError(f"weights={self.weights!r} is none of {legal}{nearest(str(self.weights), WAYS)}")
         if self.seed is not None:
             check_seed(self.seed)
         if self.state_dtype not in (torch.float32, torch.bfloat16):
             raise HmpxError(f"state_dtype={self.state_dtype} is neither torch.float32 nor torch.bfloat16")
+        for name in ("use_fp32_grad_acc", "use_master_weights_in_ckpt", "release_gradients", "fused"):
+            if not isinstance(getattr(self, name), bool):
+                raise HmpxError(f"{name}={getattr(self, name)!r} is neither True nor False")
         if self.use_master_weights_in_ckpt and not self.has_masters:
             raise HmpxError(
                 f"weights={self.weights!r} has no masters; use_master_weights_in_ckpt needs master or split"

@@ -31,22 +31,24 @@ def slice_size(elements: int) -> int:
     return min(max(elements // _PARTS, _FLOOR), _CEILING) // _ALIGN * _ALIGN
 
 
-def cut(runs: Iterable[Run], size: int, sliceable: Callable[[Run], bool]) -> Iterator[list[Run]]:
-    """Batches of at most `size` elements: small parameters together, large ones in slices where `sliceable`."""
+def cut(runs: Iterable[Run], size: int, parts: Callable[[Run], Iterable[Run]]) -> Iterator[list[Run]]:
+    """Batches of at most `size` elements: small parameters together, large ones in `parts`.
+
+    Parameters that share memory come one after the other, as they would without slices.
+    """
     batch: list[Run] = []
-    room = size
+    room, places = size, set()
     for run in runs:
-        count = run.count
-        if count > room and batch:
+        count, place = run.count, run.param.data_ptr()
+        if batch and (count > room or place in places):
             yield batch
-            batch, room = [], size
+            batch, room, places = [], size, set()
         if count <= room:
             batch.append(run)
+            places.add(place)
             room -= count
-        elif sliceable(run):
-            yield from ([run.part(start, start + size)] for start in range(0, count, size))
         else:
-            yield [run]
+            yield from ([part] for part in parts(run))
     if batch:
         yield batch
 
@@ -75,7 +77,7 @@ class SlicedStep:
             here = [run for run in runs if run.param.device == device]
             if sum(run.count for run in here) > self._size:
                 here = self._each_group_first(here)
-            for batch in cut(here, self._size, lambda run: by_element and self._sliceable(run)):
+            for batch in cut(here, self._size, self._parts if by_element else lambda run: [run]):
                 self._batch(batch)
         if self._others:
             self._batch([])
@@ -86,14 +88,11 @@ class SlicedStep:
         first = list(smallest.values())
         return first + [run for run in runs if run not in first]
 
-    def _sliceable(self, run: Run) -> bool:
+    def _parts(self, run: Run) -> Iterator[Run]:
         p = run.param
-        state = SlicedState(self._optimizer.state, p, self._state_dtype)
-        strided = p.grad.layout is torch.strided and p.is_contiguous() and p.grad.is_contiguous()
-        if strided and state.sliceable():
-            self._sliced[p] = state
-            return True
-        return False
+        self._sliced[p] = state = SlicedState(self._optimizer.state, p, self._state_dtype)
+        flat = p.is_contiguous() and p.grad.is_contiguous() and state.is_contiguous()
+        return run.parts(self._size, rows=not flat)
 
     def _batch(self, batch: list[Run]) -> None:
         states = self._optimizer.state
@@ -120,7 +119,7 @@ class SlicedStep:
         for run, shadow in zip(batch, shadows, strict=True):
             if run.start is not None:
                 self._sliced[run.param].take(run, shadow, self._numbers)
-                if run.stop == run.param.numel():
+                if run.is_last:
                     self._sliced.pop(run.param).finish()
             self._way.write(run, shadow, self._numbers)
 
@@ -128,15 +127,17 @@ class SlicedStep:
         """FP32 weights with FP32 gradients; plain tensors, which the listed classes take for parameters."""
         counts = [run.count for run in batch]
         weights, grads = self._room(sum(counts), batch[0].param.device)
-        shadows = [_shaped(run, flat) for run, flat in zip(batch, weights.split(counts), strict=True)]
+        shadows = [
+            _laid_out(run, run.of(run.param), flat) for run, flat in zip(batch, weights.split(counts), strict=True)
+        ]
         self._way.read_all(batch, shadows)
         narrow, wide = [], []
         for run, shadow, flat in zip(batch, shadows, grads.split(counts), strict=True):
             grad = run.param.grad
             if grad.dtype is torch.bfloat16 and grad.layout is torch.strided:
-                shadow.grad = _shaped(run, flat)
                 narrow.append(run.of(grad))
-                wide.append(shadow.grad)
+                wide.append(_laid_out(run, narrow[-1], flat))
+                shadow.grad = wide[-1]
             else:
                 shadow.grad = run.of(grad).float()
         if wide:
@@ -145,7 +146,7 @@ class SlicedStep:
 
     def _room(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._buffers is None or self._buffers[0].numel() < count or self._buffers[0].device != device:
-            self._buffers = torch.empty(count, device=device), torch.empty(count, device=device)
+            self._buffers = tuple(torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
         return self._buffers[0][:count], self._buffers[1][:count]
 
     def _only(self, shown: dict[Parameter, Tensor]) -> Showing:
@@ -171,8 +172,8 @@ class Showing:
             group["params"][:] = before
 
 
-def _shaped(run: Run, flat: Tensor) -> Tensor:
-    """`flat` in the shape of `run`; for a parameter in another memory layout a tensor in that layout."""
-    if run.start is not None:
-        return flat
-    return flat.view(run.param.shape) if run.param.is_contiguous() else torch.empty_like(run.param, dtype=flat.dtype)
+def _laid_out(run: Run, like: Tensor, flat: Tensor) -> Tensor:
+    """`flat` in the shape of `like`; a whole parameter in another memory layout as `like.float()` would be."""
+    if run.start is None and not like.is_contiguous():
+        return torch.empty_like(like, dtype=flat.dtype)
+    return flat.view(like.shape)

@@ -19,17 +19,16 @@ Parameter = torch.nn.Parameter
 BF16 = torch.bfloat16
 
 # State that a constructor fills with an option, in the parameter's dtype: BF16 would keep 0.1 as 0.10009765625.
-_FILLED_BY = {optim.Adagrad: {"sum": "initial_accumulator_value"}}
-
+_FILLED_BY = ((optim.Adagrad, "sum", "initial_accumulator_value"),)
 
 _own_bf16: weakref.WeakSet = weakref.WeakSet()  # optimizers whose own choice it is to keep some state in BF16
 
 
-def settle(optimizer: optim.Optimizer, dtype: torch.dtype) -> bool:
+def settle(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = True) -> bool:
     """Bring the state of BF16 parameters into the dtype it is held in; whether FP32 was asked for and BF16 found.
 
-    The latter is the case for state of earlier plain steps, of a constructor, or of a load that cast it down: then all
-    of a parameter's state is BF16.
+    `lists`: the tensors in lists too, as LBFGS has them for its history. BF16 is found in state of earlier plain steps,
+    of a constructor, or of a load that cast it down: then all of a parameter's state is BF16.
     """
     found = False
     wrong = torch.float32 if dtype is BF16 else BF16
@@ -38,20 +37,38 @@ def settle(optimizer: optim.Optimizer, dtype: torch.dtype) -> bool:
             state = optimizer.state.get(p) if p.dtype is BF16 else None
             if not isinstance(state, dict):
                 continue
-            keys = [key for key, v in state.items() if type(v) is Tensor and v.dtype is wrong]
+            keys = [key for key, v in state.items() if _has(v, wrong) and (lists or not isinstance(v, list))]
             if not keys or (dtype is torch.float32 and _is_own(optimizer, state)):
                 continue
             for key in keys:
-                if dtype is BF16 and not state[key].dim():  # a count of steps is never narrowed
-                    continue
                 found = found or dtype is torch.float32
-                option = _FILLED_BY.get(type(optimizer), {}).get(key)
+                option = _filled_by(optimizer, key)
                 if option is not None and state["step"] == 0:
                     state[key] = None  # gone before its successor comes
                     state[key] = torch.full_like(p, group[option], dtype=dtype, requires_grad=False)
                 else:
-                    state[key] = state[key].to(dtype)
+                    state[key] = _brought(state[key], wrong, dtype)
     return found
+
+
+def _filled_by(optimizer: optim.Optimizer, key: str) -> str | None:
+    return next((option for cls, name, option in _FILLED_BY if name == key and isinstance(optimizer, cls)), None)
+
+
+def _has(value: Any, dtype: torch.dtype) -> bool:
+    """Whether a state value, or an item of a list, is a tensor of `dtype`.
+
+    A count of steps is FP32 without a dimension, and is not meant.
+    """
+    if isinstance(value, list):
+        return any(_has(item, dtype) for item in value)
+    return type(value) is Tensor and value.dtype is dtype and (value.dim() > 0 or dtype is BF16)
+
+
+def _brought(value: Any, wrong: torch.dtype, dtype: torch.dtype) -> Any:
+    if isinstance(value, list):
+        return [_brought(item, wrong, dtype) for item in value]
+    return value.to(dtype) if _has(value, wrong) else value
 
 
 def _is_own(optimizer: optim.Optimizer, state: dict) -> bool:
@@ -62,7 +79,8 @@ def _is_own(optimizer: optim.Optimizer, state: dict) -> bool:
 
 def _is_held(value: Any) -> bool:
     """A tensor of moments or the like."""
-    return type(value) is Tensor and value.dim() > 0 and value.dtype in (BF16, torch.float32)
+    floating = type(value) is Tensor and value.dtype in (BF16, torch.float32)
+    return floating and value.dim() > 0 and value.layout is torch.strided
 
 
 def _is_bf16(value: Any) -> bool:
@@ -128,7 +146,8 @@ class SlicedState:
         self._old = states.get(param)
         self._new: dict[str, Any] = dict(self._old or {})
 
-    def sliceable(self) -> bool:
+    def is_contiguous(self) -> bool:
+        """Whether all that is shown as views can be shown flat."""
         return all(v.is_contiguous() for v in self._new.values() if self._is_full(v))
 
     def _is_full(self, value: Any) -> bool:
@@ -149,7 +168,7 @@ class SlicedState:
     def take(self, run: Run, shadow: Tensor, numbers: Numbers) -> None:
         for key, value in self._states.pop(shadow, {}).items():
             if isinstance(value, Tensor) and value.shape == shadow.shape:
-                if key not in self._new:
+                if self._new.get(key) is None:
                     dtype = BF16 if self._dtype is BF16 and _is_held(value) else value.dtype
                     self._new[key] = torch.empty_like(self._param, dtype=dtype, requires_grad=False)
                 full = run.of(self._new[key])

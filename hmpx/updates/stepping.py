@@ -22,6 +22,7 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 STEP_KEY, SEED_KEY = "hmpx_step", "hmpx_seed"  # in param_groups[0], so that state_dict carries them
+MASTER_KEY = "hmpx_master"  # in the state of a parameter, in a checkpoint
 _told_of_positions = False
 
 
@@ -41,17 +42,17 @@ class WeightUpdates:
 
     def step(self, optimizer: Optimizer, step: Callable, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
         """Run `step`, the optimizer's own function. If it raises, weights and gradients are as they were."""
+        by_parts = reach_of(optimizer) != "whole"
+        result = _evaluate(args, kwargs) if by_parts else None
         numbers = self.numbers(optimizer, seed)
         self._settle(optimizer, numbers)
-        if reach_of(optimizer) == "whole":
-            result = self._whole(optimizer, self.runs(optimizer), step, args, kwargs, numbers)
+        runs = self.runs(optimizer)
+        if by_parts and _is_uniform(optimizer, runs):
+            self._sliced(optimizer, runs, step, numbers)
+        elif by_parts:
+            self._whole(optimizer, runs, step, (), {}, numbers)
         else:
-            result = _evaluate(args, kwargs)
-            runs = self.runs(optimizer)
-            if _sliceable(optimizer, runs):
-                self._sliced(optimizer, runs, step, numbers)
-            else:
-                self._whole(optimizer, runs, step, (), {}, numbers)
+            result = self._whole(optimizer, runs, step, args, kwargs, numbers)
         if not _skipped(optimizer):
             optimizer.param_groups[0][STEP_KEY] = numbers.step + 1
             optimizer.param_groups[0][SEED_KEY] = numbers.seed
@@ -72,6 +73,22 @@ class WeightUpdates:
             self._open = _OpenStep(optimizer, self.runs(optimizer), step, self.way, self.settings, numbers)
         self._open.run([p])
 
+    def take_masters(self, optimizer: Optimizer) -> None:
+        """Take over masters that a load has left in the state of an optimizer that was not attached."""
+        lost = 0
+        for p, values in optimizer.state.items():
+            masters = values.pop(MASTER_KEY, None) if isinstance(values, dict) else None
+            if masters is not None and self.settings.has_masters and masters.dtype is torch.float32:
+                self.way.set_masters(p, masters)
+            elif masters is not None:
+                lost += 1
+        if lost:
+            logger.warning(
+                "hmpx: masters of %d parameters, loaded before attach, are dropped: %s",
+                lost,
+                "the load cast them to BF16" if self.settings.has_masters else f"weights={self.settings.weights!r}",
+            )
+
     def release_state(self, optimizer: Optimizer) -> None:
         """Bring the state into the dtype of its parameter, where a plain step wants it."""
         state.settle(optimizer, torch.bfloat16)
@@ -87,7 +104,8 @@ class WeightUpdates:
             _OpenStep(optimizer, runs, step, self.way, self.settings, numbers).run(params)
 
     def _settle(self, optimizer: Optimizer, numbers: Numbers) -> None:
-        if state.settle(optimizer, self.settings.state_dtype) and numbers.step:
+        held = self.settings.state_dtype
+        if state.settle(optimizer, held, lists=held is torch.float32) and numbers.step:
             logger.warning(
                 "%s: load_state_dict cast the FP32 optimizer state down to BF16, so this run is not the resumed one; "
                 "call it inside `with hmpx.disable_casts():` or after `hmpx.attach()` or `hmpx.convert()`",
@@ -95,13 +113,24 @@ class WeightUpdates:
             )
 
     def runs(self, optimizer: Optimizer) -> list[Run]:
-        """The BF16 parameters with their names: given ones, those of named_parameters, or else positions."""
+        """The BF16 parameters with their names: given ones, those of named_parameters, or else positions.
+
+        A name that is taken gets a mark, so that no two parameters have the same random numbers.
+        """
         runs, index = [], 0
+        taken = set(self.names.values())
         for group in optimizer.param_groups:
             in_group = group.get("param_names")
             for position, p in enumerate(group["params"]):
+                name = self.names.get(p)
+                if name is None:
+                    name = in_group[position] if in_group else _position(index, p)
+                    while name in taken:
+                        name += "#"
+                    taken.add(name)
                 if p.dtype is torch.bfloat16:
-                    runs.append(Run(p, self.names.get(p) or (in_group[position] if in_group else _position(index, p))))
+                    _refuse_sharded(name, p)
+                    runs.append(Run(p, name))
                 index += 1
         return runs
 
@@ -140,14 +169,17 @@ class _OpenStep:
 
 def _position(index: int, p: Parameter) -> str:
     global _told_of_positions
-    if type(p) is not Parameter and hasattr(p, "device_mesh"):
-        raise HmpxError(f"parameter {index} is sharded and has no name: give the optimizer named_parameters()")
-    if not _told_of_positions:
+    if p.dtype is torch.bfloat16 and not _told_of_positions:
         _told_of_positions = True
         logger.info(
             "hmpx: parameters without names: rounding is keyed by position; give the optimizer named_parameters()"
         )
     return str(index)
+
+
+def _refuse_sharded(name: str, p: Parameter) -> None:
+    if hasattr(p, "device_mesh"):
+        raise HmpxError(f"parameter {name!r} is sharded (a DTensor); hmpx updates whole parameters only")
 
 
 def _evaluate(args: tuple, kwargs: dict) -> Any:
@@ -158,14 +190,19 @@ def _evaluate(args: tuple, kwargs: dict) -> Any:
         return closures[0]() if closures else None
 
 
-def _sliceable(optimizer: Optimizer, runs: list[Run]) -> bool:
-    """Whether no slice can meet what the first did not: dense gradients, and state of one kind in a group."""
+def _is_uniform(optimizer: Optimizer, runs: list[Run]) -> bool:
+    """Whether no part of a step can meet what the first did not: dense gradients, and fitting state of one kind."""
+    by_element = reach_of(optimizer) == "element"
     for group in optimizer.param_groups:
         kinds: dict[bool, set] = {}
         for p in group["params"]:
             state = optimizer.state.get(p)
-            if isinstance(state, dict) and state:  # Adafactor keeps other things of a matrix than of a vector
-                kinds.setdefault(p.dim() > 1, set()).add(frozenset(state))
+            if not isinstance(state, dict) or not state:
+                continue
+            kinds.setdefault(p.dim() > 1, set()).add(frozenset(state))  # Adafactor: another kind for matrices
+            tensors = (v for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
+            if by_element and any(v.shape != p.shape for v in tensors):
+                return False
         if any(len(kind) > 1 for kind in kinds.values()):
             return False
     grads = (run.param.grad for run in runs)

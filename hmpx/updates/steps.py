@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hmpx import scope
 from hmpx.updates.settings import Settings
@@ -42,6 +43,7 @@ _EXCHANGED = {
     for name in ("profile_hook_step", "_process_value_according_to_param_policy", "add_param_group")
 }
 ATTRIBUTE = "_hmpx_attachment"  # of an attached optimizer
+_keeps_fp32 = WeakIdKeyDictionary()  # BF16 parameters of attached optimizers
 _collected: deque[None] = deque()  # one for each attached optimizer that nobody holds any more
 _running = threading.local()  # optimizers whose step is running in this thread
 _warned = False
@@ -86,6 +88,14 @@ def _uninstall_collected() -> None:
         uninstall()
 
 
+def keep_fp32_state(p: torch.nn.Parameter, keep: bool) -> None:
+    """Whether FP32 state of this BF16 parameter stays FP32 when it is loaded."""
+    if keep:
+        _keeps_fp32[p] = True
+    else:
+        _keeps_fp32.pop(p, None)
+
+
 def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Parameter) -> None:
     """Step one parameter of an attached optimizer, outside of the optimizer's `step`."""
     step = type(optimizer).step
@@ -120,7 +130,7 @@ def _watched(step: Callable) -> Callable:
         try:
             with scope.region(casting=False, how=how):
                 if attached is not None:
-                    return attached.step(step, args, kwargs, how.seed if how else None)
+                    return attached.step(optimizer, step, args, kwargs, how.seed if how else None)
                 if how is not None and has_bf16(optimizer):
                     return _in_region.step(optimizer, step, args, kwargs, how.seed)
                 _warn_of_nearest(optimizer)
@@ -150,7 +160,8 @@ def _added(optimizer: Optimizer, param_group: dict) -> None:
 def _loaded_value(param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list, key: Any = None) -> Any:
     """What `load_state_dict` makes of a state tensor: torch casts it to the parameter's dtype, a resume needs FP32."""
     kept = param.dtype is torch.bfloat16 and value.dtype is torch.float32 and key != "step"
-    if kept and any(STEP_KEY in group for group in param_groups):
+    ours = param in _keeps_fp32 or scope.rounding() is not None or any(STEP_KEY in group for group in param_groups)
+    if kept and ours:
         return value.to(device=param.device)
     return _process_value(param, value, param_id, param_groups, key)
 

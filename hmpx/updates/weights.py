@@ -18,6 +18,7 @@ ties to even.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,20 +32,34 @@ Parameter = torch.nn.Parameter
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The elements `start` ... `stop - 1` of a parameter, or all of them, in its own shape, where `start` is None."""
+    """A parameter, or the elements `start` ... `stop - 1` of it in row-major order.
+
+    A part of a contiguous parameter is shown flat. A part of any other is made of whole rows along the first dimension,
+    `rows` says so, and is shown in their shape.
+    """
 
     param: Parameter
     name: str
     start: int | None = None
     stop: int | None = None
+    rows: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This run of a tensor shaped like the parameter: a flat view, or the tensor itself."""
-        return tensor if self.start is None else tensor.view(-1)[self.start : self.stop]
+        """This run of a tensor shaped like the parameter, as a view."""
+        if self.start is None:
+            return tensor
+        if self.rows:
+            row = tensor.numel() // tensor.shape[0]
+            return tensor[self.start // row : self.stop // row]
+        return tensor.view(-1)[self.start : self.stop]
 
-    def part(self, start: int, stop: int) -> Run:
-        """Some elements of a whole run."""
-        return Run(self.param, self.name, start, min(stop, self.param.numel()))
+    def parts(self, size: int, rows: bool) -> Iterator[Run]:
+        """A whole run in parts of at most `size` elements, or of one row where that is more."""
+        if rows:
+            row = self.count // self.param.shape[0]
+            size = max(size // row, 1) * row
+        for start in range(0, self.count, size):
+            yield Run(self.param, self.name, start, min(start + size, self.count), rows)
 
     @property
     def offset(self) -> int:
@@ -53,6 +68,10 @@ class Run:
     @property
     def count(self) -> int:
         return self.param.numel() if self.start is None else self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        return self.offset + self.count == self.param.numel()
 
 
 @dataclass(frozen=True)
@@ -77,6 +96,12 @@ class Stochastic:
         """Make the FP32 tensor `x` the weights of `run`."""
         numbers.round_into(run.of(run.param), x, run.name, run.offset)
 
+    def accept(self, param: Parameter) -> None:
+        """The weight was written to without a meaning: a step was taken back, or the parameter was copied."""
+
+    def forget_written(self) -> None:
+        """Let go of what belongs to weights that somebody wrote to."""
+
 
 class Nearest(Stochastic):
     """BF16 alone, as a plain torch step leaves it, but computed in FP32."""
@@ -96,7 +121,8 @@ class Master(Stochastic):
             self._read(run, out)
 
     def _read(self, run: Run, out: Tensor) -> None:
-        if run.param not in self._masters:
+        masters = self._masters.get(run.param)
+        if masters is None or masters.shape != run.param.shape:
             self._masters[run.param] = run.param.float()
         follow(run.of(self._masters[run.param]), run.of(run.param), out)
 
@@ -111,9 +137,8 @@ class Master(Stochastic):
         return out
 
     def set_masters(self, param: Parameter, masters: Tensor) -> None:
-        """Take FP32 masters over, from a checkpoint; the weights follow."""
-        self._masters[param] = masters.clone()
-        param.copy_(masters)
+        """Take FP32 masters over, from a checkpoint. They hold where the weights are what they round to."""
+        self._masters[param] = torch.empty_like(param, dtype=torch.float32).copy_(masters)
 
     def forget(self) -> None:
         """Start again from the BF16 weights."""
@@ -123,32 +148,53 @@ class Master(Stochastic):
 class Split(Master):
     """FP32 masters in two halves, of which the upper one is the weight itself.
 
-    Masters from a checkpoint stay whole until the first step. The weights may be loaded after them, from a run that
-    rounded ties to even; two halves could not tell.
+    Two halves cannot tell a weight that somebody wrote to; its version counter and address can, unless it was written
+    to through `.data`. Masters from a checkpoint stay whole until the first step, because the weights may be loaded
+    after them, and from a run that rounded ties to even.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._lower: dict[Parameter, Tensor] = {}
+        self._stamps: dict[Parameter, tuple[int, int]] = {}
 
     def _read(self, run: Run, out: Tensor) -> None:
         if run.param in self._masters:
             super()._read(run, out)
-        elif run.param in self._lower:
+            return
+        if run.offset == 0:
+            self._check(run.param)
+        if run.param in self._lower:
             join(run.of(run.param), run.of(self._lower[run.param]), out)
         else:
             out.copy_(run.of(run.param))
+
+    def _check(self, param: Parameter) -> None:
+        if self._stamps.get(param) != _stamp(param):
+            self._lower.pop(param, None)
+
+    def forget_written(self) -> None:
+        for param in list(self._lower):
+            self._check(param)
 
     def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
         if run.param not in self._lower:
             self._lower[run.param] = torch.zeros_like(run.param, dtype=torch.int16)
         split(x, run.of(run.param), run.of(self._lower[run.param]))
-        if run.offset + run.count == run.param.numel():
+        self.accept(run.param)
+        if run.is_last:
             self._masters.pop(run.param, None)
+
+    def accept(self, param: Parameter) -> None:
+        self._stamps[param] = _stamp(param)
 
     def forget(self) -> None:
         super().forget()
         self._lower.clear()
+
+
+def _stamp(param: Parameter) -> tuple[int, int]:
+    return param._version, param.data_ptr()
 
 
 WAYS = {"stochastic": Stochastic, "nearest": Nearest, "master": Master, "split": Split}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hmpx.errors import HmpxError
 from hmpx.updates.state import Handover
 from hmpx.updates.weights import Numbers, Run, Stochastic
 
@@ -29,6 +30,7 @@ class WholeStep:
         self._shadow: dict[Parameter, Parameter] = {}
         self._states: list[Handover] = []
         self._before: dict[Parameter, torch.Tensor] = {}  # weights that a closure's trial points overwrite
+        self._versions: dict[Parameter, int] = {}
         self._moved = False
 
     def run(self, step: Callable, args: tuple, kwargs: dict, numbers: Numbers) -> Any:
@@ -38,6 +40,7 @@ class WholeStep:
                 self._put_in()
             args, kwargs = replace_closure(args, kwargs, self._on_real_parameters)
             result = step(self._members[0], *args, **kwargs)
+            self._refuse_bypass()
         except BaseException:
             self._exchange({q: p for p, q in self._shadow.items()})
             for handover in self._states:
@@ -45,6 +48,7 @@ class WholeStep:
             with torch.no_grad():
                 for p, before in self._before.items():
                     p.copy_(before)
+                    self._way.accept(p)
             raise
         self._exchange({q: p for p, q in self._shadow.items()})
         with torch.no_grad():
@@ -61,10 +65,20 @@ class WholeStep:
             self._shadow[p] = q = Parameter(weight, requires_grad=p.requires_grad)
             q.__dict__.update(p.__dict__)  # marks an optimizer may look for, such as a sharding or weight-decay flag
             q.grad = _widened_grad(p)
+            self._versions[p] = p._version
         self._exchange(self._shadow)
         for member in self._members:
             for p, q in self._shadow.items():
                 self._states.append(Handover(member, self._runs[p], q, self._state_dtype))
+
+    def _refuse_bypass(self) -> None:
+        """An optimizer that keeps a list of its own has stepped on the BF16 weights themselves."""
+        for p, version in self._versions.items():
+            if p._version != version:
+                raise HmpxError(
+                    f"{type(self._members[0]).__name__} wrote to parameter {self._runs[p].name!r} itself: it does not "
+                    "take its parameters from param_groups, so hmpx cannot step it in FP32"
+                )
 
     def _exchange(self, new: dict[Parameter, Parameter]) -> None:
         for params in self._lists:
@@ -87,6 +101,7 @@ class WholeStep:
                 self._exchange(self._shadow)
                 for p, q in self._shadow.items():
                     q.grad = _widened_grad(p)
+                    self._versions[p] = p._version
 
         return evaluate
 
