@@ -24,6 +24,19 @@ _kept: dict[str, Any] = {}  # of trace_rules, while exchanged
 _waiting = False
 
 
+def never_compile_alone(*functions: Callable) -> None:
+    """torch.compile may trace through these functions, but never makes one of them a graph of its own.
+
+    Such a graph would lose what they tell the rest of the thread.
+    """
+
+    def skip(eval_frame: ModuleType) -> None:
+        for function in functions:
+            eval_frame.skip_code(function.__code__)
+
+    wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
+
+
 def install(originals: dict[Callable, Callable]) -> None:
     """Let Dynamo see through the wrappers, which are the keys, as soon as it is imported."""
     global _waiting

@@ -113,6 +113,7 @@ class Conversion:
     def _take_away(self) -> None:
         scope.set_converted(False)
         steps.uninstall()
+        steps.uninstall_for_graphs()
         compiling.uninstall()
         torch.backends.mha.set_fastpath_enabled(self._fast_path)
         back = {wrapper: original for original, wrapper in self._functions.replacements().items()}

@@ -10,7 +10,7 @@ import contextlib
 
 import torch
 
-from hmpx import scope
+from hmpx import compiling, scope
 from hmpx.rounding import check_seed
 from hmpx.updates import steps
 
@@ -32,8 +32,15 @@ class disable_casts(contextlib.ContextDecorator):
     def __init__(self, *, seed: int | None = None) -> None:
         self._how = _UNSEEDED if seed is None else scope.Rounding(check_seed(seed))
 
+    def _recreate_cm(self) -> disable_casts:  # of ContextDecorator: torch.compile wants one made inside the function
+        return disable_casts(seed=self._how.seed)
+
     def __enter__(self) -> disable_casts:
-        if not torch.compiler.is_compiling():  # steps are watched by Python that runs, not by a graph
+        if torch.compiler.is_compiling():
+            from torch._dynamo.comptime import comptime
+
+            comptime(steps.install_for_graphs)
+        else:
             steps.install()
         scope.enter(False, self._how)
         return self
@@ -47,9 +54,18 @@ class disable_casts(contextlib.ContextDecorator):
 class enable_casts(contextlib.ContextDecorator):
     """Casts on inside a `disable_casts` region, or under ``convert(enabled=False)``; optimizer steps are plain ones."""
 
+    def _recreate_cm(self) -> enable_casts:
+        return enable_casts()
+
     def __enter__(self) -> enable_casts:
         scope.enter(True)
         return self
 
     def __exit__(self, *exception: object) -> None:
         scope.leave()
+
+
+compiling.never_compile_alone(
+    *(scope.enter, scope.leave, scope.run_uncast),
+    *(disable_casts.__enter__, disable_casts.__exit__, enable_casts.__enter__, enable_casts.__exit__),
+)

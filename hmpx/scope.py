@@ -26,20 +26,22 @@ class Rounding:
 
 
 class _Thread(threading.local):
-    """What one thread has open. `key` tells threads apart without asking the operating system."""
+    """What one thread has open. `key` tells threads apart without asking the operating system.
+
+    Regions are kept in a list because torch.compile replays what a function does to a list, and not what it does to an
+    attribute of a `threading.local`.
+    """
 
     def __init__(self) -> None:
         self.key = next(_keys)
-        self.casting: bool | None = None  # None: no region is open
-        self.rounding: Rounding | None = None
-        self.outer: list[tuple[bool | None, Rounding | None]] = []  # what was open before each region
+        self.open: list[tuple[bool, Rounding | None]] = []  # the innermost last
 
 
 _keys = itertools.count(1)
 _DEFAULT = 0  # the key under which off_somewhere says "off unless a region turns casts on"
 
-# Device types that torch knows and has no autocast rules for. torch.compile guards on their autocast state and replays it
-# when it runs the ops of a graph one by one, where nothing of ours is guarded on.
+# Device types that torch knows and has no autocast rules for. torch.compile guards on their autocast state, and replays
+# it when it runs the ops of a graph one by one, where nothing of ours is guarded on.
 _OFF, _ON = "maia", "ipu"
 
 off_somewhere: dict[int, bool] = {}
@@ -49,8 +51,8 @@ _converted = False
 
 def casts_off() -> bool:
     """Whether ops called from this thread, now, run uncast."""
-    casting = _thread.casting
-    return _DEFAULT in off_somewhere if casting is None else not casting
+    opened = _thread.open
+    return not opened[-1][0] if opened else _DEFAULT in off_somewhere
 
 
 def casts_off_in_graph() -> bool:
@@ -65,12 +67,12 @@ def casts_on() -> bool:
 
 def casting() -> bool | None:
     """What this thread's innermost region says; None outside of one."""
-    return _thread.casting
+    return _thread.open[-1][0] if _thread.open else None
 
 
 def rounding() -> Rounding | None:
     """How this thread's innermost `disable_casts` region writes BF16 parameters; None outside of one."""
-    return _thread.rounding
+    return _thread.open[-1][1] if _thread.open else None
 
 
 def set_converted(converted: bool, *, enabled: bool = True) -> None:
@@ -83,26 +85,30 @@ def set_converted(converted: bool, *, enabled: bool = True) -> None:
         off_somewhere.pop(_DEFAULT, None)
 
 
-def _set(casting: bool | None, how: Rounding | None) -> None:
-    if casting is not _thread.casting:
-        set_autocast_enabled(_OFF, casting is False)
-        set_autocast_enabled(_ON, casting is True)
-    _thread.casting, _thread.rounding = casting, how
-    if casting is False:
-        off_somewhere[_thread.key] = True
-    else:
-        off_somewhere.pop(_thread.key, None)
-
-
 def enter(casting: bool, how: Rounding | None = None) -> None:
     """Turn casts on or off in this thread, until `leave`."""
-    _thread.outer.append((_thread.casting, _thread.rounding))
-    _set(casting, how)
+    before = _thread.open
+    if not before or before[-1][0] is not casting:
+        _announce(casting)
+    before.append((casting, how))
 
 
 def leave() -> None:
     """What was before the last `enter`."""
-    _set(*_thread.outer.pop())
+    opened = _thread.open
+    casting, _ = opened.pop()
+    outer = opened[-1][0] if opened else None
+    if outer is not casting:
+        _announce(outer)
+
+
+def _announce(casting: bool | None) -> None:
+    set_autocast_enabled(_OFF, casting is False)
+    set_autocast_enabled(_ON, casting is True)
+    if casting is False:
+        off_somewhere[_thread.key] = True
+    else:
+        off_somewhere.pop(_thread.key, None)
 
 
 @contextlib.contextmanager
@@ -117,9 +123,8 @@ def region(casting: bool, how: Rounding | None = None) -> Iterator[None]:
 
 def run_uncast(function, args, kwargs):
     """Call `function` with casts off inside: the op that was listed has decided for everything it calls."""
-    before = _thread.casting
-    _set(False, _thread.rounding)
+    enter(False, rounding())
     try:
         return function(*args, **kwargs)
     finally:
-        _set(before, _thread.rounding)
+        leave()

@@ -46,7 +46,7 @@ ATTRIBUTE = "_hmpx_attachment"  # of an attached optimizer
 _keeps_fp32 = WeakIdKeyDictionary()  # BF16 parameters of attached optimizers
 _collected: deque[None] = deque()  # one for each attached optimizer that nobody holds any more
 _running = threading.local()  # optimizers whose step is running in this thread
-_warned = False
+_warned = _for_graphs = False
 _in_region = WeightUpdates(Settings())  # for optimizers that nobody attached
 
 
@@ -75,6 +75,22 @@ def uninstall() -> None:
             for cell in _cells():
                 step = cell.cell_contents
                 cell.cell_contents = getattr(step, "__hmpx_original__", step)
+
+
+def install_for_graphs(_: Any = None) -> None:
+    """Watch from here on: a compiled function has a region in it, which installs nothing when it runs."""
+    global _for_graphs
+    if not _for_graphs:
+        _for_graphs = True
+        install()
+
+
+def uninstall_for_graphs() -> None:
+    """Take that back, when compiled functions are compiled anew."""
+    global _for_graphs
+    if _for_graphs:
+        _for_graphs = False
+        uninstall()
 
 
 def uninstall_later() -> None:

@@ -1,0 +1,258 @@
+"""torch.compile under a conversion: whole graphs, the bits of eager, and nothing stale."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import hmpx
+
+BF16, FP32 = torch.bfloat16, torch.float32
+recent = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="Dynamo traces through regions from torch 2.13 on"
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    hmpx.restore()
+    torch._dynamo.reset()
+
+
+class MLP(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8))
+
+
+class Operators(nn.Module):
+    def forward(self, x):
+        y = x @ x.t()
+        y = y + x
+        y += x
+        z = y.matmul(x) * torch.mm(x, y)
+        return (F.softmax(z, -1) + z.softmax(-1) + torch.softmax(z, -1)).exp().sum(-1)
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.norm, self.out = nn.Linear(8, 24), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def encoder(train):
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).train(train)
+
+
+MODELS = {
+    "MLP": (MLP, (8, 8)),
+    "operators": (Operators, (8, 8)),
+    "convolution": (Convolution, (2, 3, 8, 8)),
+    "convolution eval": (lambda: Convolution().eval(), (2, 3, 8, 8)),
+    "encoder": (lambda: encoder(True), (2, 4, 8)),
+    "encoder eval": (lambda: encoder(False), (2, 4, 8)),
+    "decoder": (Decoder, (2, 4, 8)),
+}
+
+
+def run(function, model, x):
+    """Output, gradients and what the model has afterwards; the model itself stays as it was."""
+    before = copy.deepcopy(model.state_dict())
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    out = function(x)
+    out.backward(torch.arange(out.numel()).reshape(out.shape).to(out.dtype))  # no op that a list may name
+    found = [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+    found += [b.clone() for b in model.buffers()]
+    model.load_state_dict(before)
+    return found
+
+
+def same(one, other):
+    return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", [{}, {"opt_level": "O2"}], ids=["O1", "O2"])
+def test_one_graph_with_the_bits_of_eager(name, options):
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    plain = run(model, model, x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):  # a second conversion finds Dynamo's tables as the first left them
+        with hmpx.convert(**options):
+            eager = run(model, model, x)
+            assert same(run(compiled, model, x), eager) and not same(eager, plain)
+        assert same(run(compiled, model, x), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["MLP", "convolution", "decoder"])
+def test_inductor_fuses_the_casts_and_keeps_the_dtypes(name):
+    make, shape = MODELS[name]
+    model, x = make(), torch.randn(shape)
+    with hmpx.convert():
+        eager = run(model, model, x)
+        compiled = run(torch.compile(model, fullgraph=True), model, x)
+    for a, b in zip(eager, compiled, strict=True):
+        assert a.dtype is b.dtype and torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.02)
+
+
+def test_torchs_own_decompositions_are_not_cast(lists):
+    """layer_norm, gelu and more are in no list; what torch spells them out in when it compiles is in one."""
+    names = "add sub mul div exp rsqrt mean sum pow erf tanh amax where truediv iadd sqrt var var_mean reciprocal"
+    model = nn.Sequential(nn.LayerNorm(8), nn.GELU(), nn.GroupNorm(2, 8), nn.Hardswish())
+    x = torch.randn(4, 8)
+    plain = run(torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition"), model, x)
+    torch._dynamo.reset()
+    with hmpx.convert(**lists(bf16=names)):
+        assert (x.exp() * x).dtype is BF16
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
+        assert same(run(compiled, model, x), plain)
+
+
+def operator(x):
+    return x @ x
+
+
+def function(x):
+    return torch.matmul(x, x)
+
+
+@pytest.mark.parametrize("body", [operator, function])
+def test_regions_around_a_compiled_function_take_effect(body):
+    x = torch.randn(4, 4)
+    compiled = torch.compile(body, fullgraph=True, backend="aot_eager")
+    with hmpx.convert():
+        seen = [compiled(x).dtype]
+        with hmpx.disable_casts():
+            seen.append(compiled(x).dtype)
+            with hmpx.enable_casts():
+                seen.append(compiled(x).dtype)
+        seen.append(compiled(x).dtype)
+    with hmpx.convert(enabled=False):
+        seen.append(compiled(x).dtype)
+        with hmpx.enable_casts():
+            seen.append(compiled(x).dtype)
+    seen.append(compiled(x).dtype)
+    assert seen == [BF16, FP32, BF16, BF16, FP32, BF16, FP32]
+
+
+def test_other_lists_take_effect(lists):
+    x = torch.randn(4, 4)
+    compiled = torch.compile(lambda x: ((x @ x), x.exp()), fullgraph=True, backend="aot_eager")
+    seen = []
+    for names in ("matmul", "exp", "matmul exp", ""):
+        with hmpx.convert(**lists(bf16=names)):
+            seen.append(tuple(t.dtype for t in compiled(x)))
+    assert seen == [(BF16, FP32), (FP32, BF16), (BF16, BF16), (FP32, FP32)]
+
+
+@recent
+def test_regions_inside_a_compiled_function():
+    def body(x):
+        with hmpx.disable_casts():
+            plain = x @ x, torch.matmul(x, x), F.softmax(x.bfloat16(), -1)
+            with hmpx.enable_casts():
+                cast = x @ x
+        return *plain, cast, x @ x
+
+    x = torch.randn(4, 4)
+    with hmpx.convert():
+        compiled = torch.compile(body, fullgraph=True, backend="aot_eager")(x)
+        eager = body(x)
+    assert same(compiled, eager) and [t.dtype for t in eager] == [FP32, FP32, BF16, BF16, BF16]
+
+
+@hmpx.fp32
+def own(x):
+    return x @ x
+
+
+@hmpx.bf16
+@hmpx.disable_casts()
+def decorated(x):
+    return x @ x
+
+
+@recent
+@pytest.mark.parametrize("called, dtype", [(own, FP32), (decorated, BF16)])
+def test_decorated_functions(called, dtype):
+    x = torch.randn(4, 4)
+    with hmpx.convert():
+        compiled = torch.compile(lambda x: (called(x), x @ x), fullgraph=True, backend="aot_eager")(x)
+        assert same(compiled, (called(x), x @ x)) and [t.dtype for t in compiled] == [dtype, BF16]
+
+
+@pytest.mark.parametrize("converted", [True, False])
+@pytest.mark.parametrize("how", ["attached", pytest.param("region", marks=recent)])
+def test_a_compiled_step_rounds_stochastically(how, converted):
+    results = []
+    if converted:
+        hmpx.convert()
+    for compile_it in (False, True):
+        torch._dynamo.reset()
+        p = nn.Parameter(torch.ones(300, dtype=BF16))
+        optimizer = optim.AdamW([("w", p)], lr=1e-3)
+        if how == "attached":
+            hmpx.attach(optimizer)
+
+        def step(optimizer=optimizer):
+            if how == "attached":
+                optimizer.step()
+            else:
+                with hmpx.disable_casts():
+                    optimizer.step()
+
+        function = torch.compile(step, backend="aot_eager") if compile_it else step
+        for _ in range(3):
+            p.grad = torch.ones_like(p)
+            function()
+        results.append(p.detach().clone())
+        assert optimizer.param_groups[0]["hmpx_step"] == 3
+    assert torch.equal(*results) and len(results[0].unique()) > 1
+
+
+def test_dynamo_may_be_loaded_before_or_after():
+    for first in ("import torch._dynamo; hmpx.convert()", "hmpx.convert(); import torch._dynamo"):
+        code = f"""
+            import sys, torch, hmpx
+            assert "torch._dynamo" not in sys.modules
+            {first}
+            linear, x = torch.nn.Linear(4, 4), torch.randn(4, 4)
+            compiled = torch.compile(lambda x: linear(x) @ x, fullgraph=True, backend="aot_eager")
+            assert torch.equal(compiled(x), linear(x) @ x) and compiled(x).dtype is torch.bfloat16
+            hmpx.restore()
+            assert torch.equal(compiled(x), linear(x) @ x) and compiled(x).dtype is torch.float32
+            """
+        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)
+
+
+def test_dynamos_tables_are_its_own_again():
+    rules = torch._dynamo.trace_rules
+    before = rules.load_object, rules.get_tensor_method
+    with hmpx.convert():
+        assert rules.load_object is not before[0]
+    assert (rules.load_object, rules.get_tensor_method) == before
