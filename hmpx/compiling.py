@@ -19,7 +19,7 @@ import wrapt
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
 _RULES = "torch._dynamo.trace_rules"
-_originals: dict[Callable, Callable] = {}  # by wrapper, of the conversion that is installed
+_originals: dict[int, Callable] = {}  # by identity of the wrapper, of the conversion that is installed
 _kept: dict[str, Any] = {}  # of trace_rules, while exchanged
 _waiting = False
 
@@ -40,7 +40,7 @@ def never_compile_alone(*functions: Callable) -> None:
 def install(originals: dict[Callable, Callable]) -> None:
     """Let Dynamo see through the wrappers, which are the keys, as soon as it is imported."""
     global _waiting
-    _originals.update(originals)
+    _originals.update({id(wrapper): original for wrapper, original in originals.items()})
     if _RULES in sys.modules:
         _exchange(sys.modules[_RULES])
         _forget_compiled()
@@ -72,7 +72,7 @@ def _exchange(rules: ModuleType) -> None:
 
     def load_original(name: str) -> Any:
         value = load_object(name)
-        return _originals.get(value, value) if callable(value) else value
+        return _originals.get(id(value), value)
 
     @functools.cache
     def get_original_methods() -> frozenset:

@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import slices, stepping, steps
+from hmpx.updates import names, slices, steps
 
 BF16 = torch.bfloat16
 SIZES = ((8, 6), (5, 7), (11,))
@@ -542,7 +542,7 @@ def test_names_come_from_the_model_a_list_or_the_optimizer():
 
 
 def test_positions_instead_of_names_are_told_of_once(monkeypatch, caplog):
-    monkeypatch.setattr(stepping, "_told_of_positions", False)
+    monkeypatch.setattr(names, "_told_of_positions", False)
     p = nn.Parameter(torch.ones(300, dtype=BF16))
     optimizer = optim.SGD([nn.Parameter(torch.ones(1)), p], lr=1e-3)
     with caplog.at_level(logging.INFO, "hmpx"), hmpx.disable_casts():

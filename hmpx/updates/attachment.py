@@ -15,6 +15,7 @@ from hmpx.errors import HmpxError
 from hmpx.updates import steps
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.fused import FUSED
+from hmpx.updates.names import given_names
 from hmpx.updates.reach import REACH, reach_of
 from hmpx.updates.settings import Settings
 from hmpx.updates.stepping import SEED_KEY, STEP_KEY, WeightUpdates, has_bf16
@@ -161,7 +162,7 @@ def attach(
     settings = Settings(
         weights, seed, state_dtype, use_fp32_grad_acc, use_master_weights_in_ckpt, release_gradients, fused
     )
-    named = _names(optimizer, model, names)
+    named = given_names(optimizer, model, names)
     attached = vars(optimizer).get(steps.ATTRIBUTE)
     if attached is not None:
         if attached.settings == settings and named in ({}, attached._updates.names):
@@ -228,44 +229,6 @@ def _check(optimizer: Optimizer, settings: Settings) -> None:
         raise HmpxError(f"use_fp32_grad_acc needs torch 2.13 or newer (Tensor.grad_dtype), not {torch.__version__}")
     if not has_bf16(optimizer):
         logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
-
-
-def _names(optimizer: Optimizer, model: torch.nn.Module | None, names: Iterable[str] | None) -> dict[Parameter, str]:
-    """Names by parameter, as far as they were given here; those of `named_parameters()` are with the optimizer."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if model is not None and names is not None:
-        raise HmpxError("names come from the model or from the list, not from both")
-    if model is not None:
-        if not isinstance(model, torch.nn.Module):
-            raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-        named = {p: name for name, p in model.named_parameters()}
-        missing = [i for i, p in enumerate(params) if p not in named]
-        if missing:
-            raise HmpxError(f"parameter {missing[0]} of the optimizer is not in the model")
-        return named
-    if names is None:
-        given = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
-        _check_names(given)
-        return {}
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise HmpxError(f"names is {names!r}, not a list of strings")
-    given = list(names)
-    if len(given) != len(params):
-        raise HmpxError(f"{len(given)} names for {len(params)} parameters")
-    _check_names(given)
-    return dict(zip(params, given, strict=True))
-
-
-def _check_names(names: list[str]) -> None:
-    seen: dict[str, int] = {}
-    for i, name in enumerate(names):
-        if not isinstance(name, str):
-            raise HmpxError(f"the name of parameter {i} is {name!r}, not a string")
-        if not name.isprintable():
-            raise HmpxError(f"the name of parameter {i} is {name!r}, which cannot be printed")
-        if name in seen:
-            raise HmpxError(f"the name {name!r} is given to parameters {seen[name]} and {i}")
-        seen[name] = i
 
 
 def _forgotten(undo: contextlib.ExitStack) -> None:

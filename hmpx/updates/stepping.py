@@ -11,6 +11,7 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.rounding import check_seed
 from hmpx.updates import fused, state
+from hmpx.updates.names import named
 from hmpx.updates.reach import reach_of
 from hmpx.updates.settings import Settings
 from hmpx.updates.slices import SlicedStep
@@ -23,7 +24,6 @@ Optimizer = torch.optim.Optimizer
 
 STEP_KEY, SEED_KEY = "hmpx_step", "hmpx_seed"  # in param_groups[0], so that state_dict carries them
 MASTER_KEY = "hmpx_master"  # in the state of a parameter, in a checkpoint
-_told_of_positions = False
 
 
 def has_bf16(optimizer: Optimizer) -> bool:
@@ -113,25 +113,11 @@ class WeightUpdates:
             )
 
     def runs(self, optimizer: Optimizer) -> list[Run]:
-        """The BF16 parameters with their names: given ones, those of named_parameters, or else positions.
-
-        A name that is taken gets a mark, so that no two parameters have the same random numbers.
-        """
-        runs, index = [], 0
-        taken = set(self.names.values())
-        for group in optimizer.param_groups:
-            in_group = group.get("param_names")
-            for position, p in enumerate(group["params"]):
-                name = self.names.get(p)
-                if name is None:
-                    name = in_group[position] if in_group else _position(index, p)
-                    while name in taken:
-                        name += "#"
-                    taken.add(name)
-                if p.dtype is torch.bfloat16:
-                    _refuse_sharded(name, p)
-                    runs.append(Run(p, name))
-                index += 1
+        """The BF16 parameters, whole, with their names."""
+        runs = [Run(p, name) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
+        for run in runs:
+            if hasattr(run.param, "device_mesh"):
+                raise HmpxError(f"parameter {run.name!r} is sharded (a DTensor); hmpx updates whole parameters only")
         return runs
 
 
@@ -165,21 +151,6 @@ class _OpenStep:
         self._slices.run(sliced, [p for p in params if p not in self._runs], self._by_element)
         for kernel in kernels:
             kernel()
-
-
-def _position(index: int, p: Parameter) -> str:
-    global _told_of_positions
-    if p.dtype is torch.bfloat16 and not _told_of_positions:
-        _told_of_positions = True
-        logger.info(
-            "hmpx: parameters without names: rounding is keyed by position; give the optimizer named_parameters()"
-        )
-    return str(index)
-
-
-def _refuse_sharded(name: str, p: Parameter) -> None:
-    if hasattr(p, "device_mesh"):
-        raise HmpxError(f"parameter {name!r} is sharded (a DTensor); hmpx updates whole parameters only")
 
 
 def _evaluate(args: tuple, kwargs: dict) -> Any:

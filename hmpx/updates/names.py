@@ -1,0 +1,86 @@
+"""Names of parameters, which the rounding numbers are keyed by."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from hmpx.errors import HmpxError
+
+logger = logging.getLogger("hmpx")
+Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
+
+_told_of_positions = False
+
+
+def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[str, Parameter]]:
+    """Every parameter of `optimizer` with its name: of `names`, of `named_parameters()`, or else its position.
+
+    A name that is taken gets a mark, so that no two parameters have the same random numbers.
+    """
+    index = 0
+    taken = set(names.values())
+    for group in optimizer.param_groups:
+        in_group = group.get("param_names")
+        for position, p in enumerate(group["params"]):
+            name = names.get(p)
+            if name is None:
+                name = in_group[position] if in_group else _position(index, p)
+                while name in taken:
+                    name += "#"
+                taken.add(name)
+            yield name, p
+            index += 1
+
+
+def _position(index: int, p: Parameter) -> str:
+    global _told_of_positions
+    if p.dtype is torch.bfloat16 and not _told_of_positions:
+        _told_of_positions = True
+        logger.info(
+            "hmpx: parameters without names: rounding is keyed by position; give the optimizer named_parameters()"
+        )
+    return str(index)
+
+
+def given_names(
+    optimizer: Optimizer, model: torch.nn.Module | None, names: Iterable[str] | None
+) -> dict[Parameter, str]:
+    """Names by parameter, as far as they were given here; those of `named_parameters()` are with the optimizer."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if model is not None and names is not None:
+        raise HmpxError("names come from the model or from the list, not from both")
+    if model is not None:
+        if not isinstance(model, torch.nn.Module):
+            raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+        named = {p: name for name, p in model.named_parameters()}
+        missing = [i for i, p in enumerate(params) if p not in named]
+        if missing:
+            raise HmpxError(f"parameter {missing[0]} of the optimizer is not in the model")
+        return named
+    if names is None:
+        given = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+        _check(given)
+        return {}
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise HmpxError(f"names is {names!r}, not a list of strings")
+    given = list(names)
+    if len(given) != len(params):
+        raise HmpxError(f"{len(given)} names for {len(params)} parameters")
+    _check(given)
+    return dict(zip(params, given, strict=True))
+
+
+def _check(names: list[str]) -> None:
+    seen: dict[str, int] = {}
+    for i, name in enumerate(names):
+        if not isinstance(name, str):
+            raise HmpxError(f"the name of parameter {i} is {name!r}, not a string")
+        if not name.isprintable():
+            raise HmpxError(f"the name of parameter {i} is {name!r}, which cannot be printed")
+        if name in seen:
+            raise HmpxError(f"the name {name!r} is given to parameters {seen[name]} and {i}")
+        seen[name] = i
