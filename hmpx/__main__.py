@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+
 from hmpx.errors import HmpxError
 from hmpx.explain import check_files, explain_op, ops_table
 from hmpx.oplist import read_lists
@@ -42,16 +44,31 @@ def _check(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise HmpxError(f"device {name!r}: {str(error).splitlines()[0]}") from None
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is no count")
+    return number
+
+
 def _bench(options: argparse.Namespace) -> int:
     # Here, so that the other commands do not pay for torch's profiler.
-    import torch
-
     from hmpx.bench import measure, rounding, step
 
+    device = _device(options.device)
+    if options.json:
+        options.json.open("a").close()  # before minutes of work, not after
     if options.threads:
         torch.set_num_threads(options.threads)
     bench = {"rounding": rounding.run, "step": step.run}[options.what]
-    title, measured = bench(options.elements, options.repeat, torch.device(options.device))
+    title, measured = bench(options.elements, options.repeat, device)
     print(measure.table(title, measured))
     if options.json:
         measure.save(options.json, title, measured)
@@ -83,9 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
         ("step", 25_000_000, "an AdamW step in every way of holding weights"),
     ):
         command = what.add_parser(name, help=words)
-        command.add_argument("--elements", type=int, default=elements, metavar="N", help=f"default {elements}")
-        command.add_argument("--repeat", type=int, default=15, metavar="N", help="timed rounds, default 15")
-        command.add_argument("--threads", type=int, metavar="N", help="of torch, default as it comes")
+        command.add_argument("--elements", type=_count, default=elements, metavar="N", help=f"default {elements}")
+        command.add_argument("--repeat", type=_count, default=15, metavar="N", help="timed rounds, default 15")
+        command.add_argument("--threads", type=_count, metavar="N", help="of torch, default as it comes")
         command.add_argument("--device", default="cpu")
         command.add_argument("--json", type=Path, metavar="FILE", help="the table as JSON too")
         command.set_defaults(run=_bench)

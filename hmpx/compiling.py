@@ -37,6 +37,17 @@ def never_compile_alone(*functions: Callable) -> None:
     wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
 
 
+def never_compile(function: Callable) -> None:
+    """torch.compile neither traces into this function nor compiles what it calls."""
+
+    def skip(eval_frame: ModuleType) -> None:
+        action = eval_frame.FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame.FrameExecStrategy(action, action))
+
+    function._torchdynamo_disable = True
+    wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
+
+
 def install(originals: dict[Callable, Callable]) -> None:
     """Let Dynamo see through the wrappers, which are the keys, as soon as it is imported."""
     global _waiting

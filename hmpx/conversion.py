@@ -113,7 +113,6 @@ class Conversion:
     def _take_away(self) -> None:
         scope.set_converted(False)
         steps.uninstall()
-        steps.uninstall_for_graphs()
         compiling.uninstall()
         torch.backends.mha.set_fastpath_enabled(self._fast_path)
         back = {wrapper: original for original, wrapper in self._functions.replacements().items()}
@@ -172,5 +171,6 @@ def restore() -> None:
     global _installed
     with _lock:
         conversion, _installed = _installed, None
+        steps.uninstall_for_graphs()
         if conversion is not None:
             conversion._take_away()

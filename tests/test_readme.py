@@ -29,7 +29,7 @@ def test_every_python_snippet_runs_and_prints_what_it_says(monkeypatch):
             printed, ran = out.getvalue(), ran + 1
         elif ran == 1:  # what the first snippet prints
             assert printed == block
-    assert ran == 5
+    assert ran == 6
 
 
 def test_the_two_commands_are_marked_and_ci_runs_the_second():

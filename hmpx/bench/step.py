@@ -19,7 +19,7 @@ def run(elements: int, repeat: int, device: torch.device) -> tuple[str, list[mea
 
     ``beside``: measured bytes per parameter that stay beside weights and gradients; ``peak``: that a step takes more.
     """
-    side = 1024
+    side = 1024 if elements >= 8 << 20 else 128
     shapes = [(side, side)] * max(1, elements // side**2)
     count = sum(a * b for a, b in shapes)
     candidates: dict[str, Callable] = {}

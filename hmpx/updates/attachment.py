@@ -219,12 +219,11 @@ def _check(optimizer: Optimizer, settings: Settings) -> None:
             f"release_gradients needs an optimizer that updates each parameter by itself ({listed}), "
             f"and {type(optimizer).__name__} may look across them"
         )
-    if settings.fused and (type(optimizer) not in FUSED or settings.weights != "stochastic"):
+    if settings.fused and type(optimizer) not in FUSED:
         listed = ", ".join(cls.__name__ for cls in FUSED)
-        raise HmpxError(
-            f"fused has kernels for {listed} with weights='stochastic', "
-            f"not for {type(optimizer).__name__} with weights={settings.weights!r}"
-        )
+        raise HmpxError(f"fused has kernels for {listed}, not for {type(optimizer).__name__}")
+    if settings.fused and settings.weights != "stochastic":
+        raise HmpxError(f"fused goes with weights='stochastic', not with {settings.weights!r}")
     if settings.use_fp32_grad_acc and not hasattr(torch.Tensor, "grad_dtype"):
         raise HmpxError(f"use_fp32_grad_acc needs torch 2.13 or newer (Tensor.grad_dtype), not {torch.__version__}")
     if not has_bf16(optimizer):

@@ -12,7 +12,7 @@ import logging
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.updates.stepping import MASTER_KEY, WeightUpdates
+from hmpx.updates.stepping import MASTER_KEY, SEED_KEY, WeightUpdates
 
 logger = logging.getLogger("hmpx")
 Optimizer = torch.optim.Optimizer
@@ -89,6 +89,8 @@ class Checkpoints:
     @torch.no_grad()
     def _loaded(self, optimizer: Optimizer) -> None:
         incoming, self._incoming = self._incoming, {}
+        if self._settings.seed is not None:
+            optimizer.param_groups[0][SEED_KEY] = self._settings.seed
         if not self._settings.has_masters:
             if incoming:
                 logger.warning(
@@ -104,8 +106,8 @@ class Checkpoints:
             way.set_masters(params[i], masters.to(params[i].device, torch.float32))
         if not incoming and not self._complete:
             logger.warning(
-                "hmpx: the checkpoint has no masters (use_master_weights_in_ckpt was off): what the weights held below "
-                "BF16's precision is lost, training goes on from the BF16 weights"
+                "hmpx: the checkpoint has no masters (it was saved without use_master_weights_in_ckpt, or with other "
+                "weights): what was below BF16's precision is lost, the masters start from the BF16 weights"
             )
 
 

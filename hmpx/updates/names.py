@@ -28,12 +28,17 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
         for position, p in enumerate(group["params"]):
             name = names.get(p)
             if name is None:
-                name = in_group[position] if in_group else _position(index, p)
+                name = _plain(in_group[position]) if in_group else _position(index, p)
                 while name in taken:
                     name += "#"
                 taken.add(name)
             yield name, p
             index += 1
+
+
+def _plain(name: str) -> str:
+    """Without what torch.compile puts around a module."""
+    return name.replace("_orig_mod.", "")
 
 
 def _position(index: int, p: Parameter) -> str:
@@ -56,7 +61,7 @@ def given_names(
     if model is not None:
         if not isinstance(model, torch.nn.Module):
             raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-        named = {p: name for name, p in model.named_parameters()}
+        named = {p: _plain(name) for name, p in model.named_parameters()}
         missing = [i for i, p in enumerate(params) if p not in named]
         if missing:
             raise HmpxError(f"parameter {missing[0]} of the optimizer is not in the model")

@@ -36,6 +36,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not isinstance(self.weights, str) or self.weights not in WAYS:
             legal = ", ".join(repr(way) for way in WAYS)
+            if isinstance(self.weights, torch.nn.Module):
+                raise HmpxError(f"weights is a {type(self.weights).__name__}, not one of {legal}; did you mean model=?")
             raise HmpxError(f"weights={self.weights!r} is none of {legal}{nearest(str(self.weights), WAYS)}")
         if self.seed is not None:
             check_seed(self.seed)

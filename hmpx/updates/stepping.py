@@ -107,8 +107,8 @@ class WeightUpdates:
         held = self.settings.state_dtype
         if state.settle(optimizer, held, lists=held is torch.float32) and numbers.step:
             logger.warning(
-                "%s: load_state_dict cast the FP32 optimizer state down to BF16, so this run is not the resumed one; "
-                "call it inside `with hmpx.disable_casts():` or after `hmpx.attach()` or `hmpx.convert()`",
+                "hmpx: %s: load_state_dict cast the FP32 optimizer state down to BF16, so this run is not the resumed "
+                "one; call it inside `with hmpx.disable_casts():` or after `hmpx.attach()` or `hmpx.convert()`",
                 type(optimizer).__name__,
             )
 

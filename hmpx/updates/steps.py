@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hmpx import scope
+from hmpx import compiling, scope
 from hmpx.updates.settings import Settings
 from hmpx.updates.stepping import STEP_KEY, WeightUpdates, has_bf16
 from hmpx.updates.whole import replace_closure
@@ -137,12 +137,12 @@ def _watched(step: Callable) -> Callable:
         running = _running.__dict__.setdefault("optimizers", set())
         if id(optimizer) in running:  # a subclass that calls its parent's step
             return step(optimizer, *args, **kwargs)
-        running.add(id(optimizer))
         how, attached = scope.rounding(), vars(optimizer).get(ATTRIBUTE)
         # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
         args, kwargs = replace_closure(
             args, kwargs, functools.partial(_cast_inside, scope.casting() if how is None else True)
         )
+        running.add(id(optimizer))
         try:
             with scope.region(casting=False, how=how):
                 if attached is not None:
@@ -155,7 +155,11 @@ def _watched(step: Callable) -> Callable:
             running.discard(id(optimizer))
 
     watched.__hmpx_original__ = step
+    watched._torchdynamo_disable = True
     return watched
+
+
+compiling.never_compile(_watched(lambda optimizer: None))  # one code serves every class
 
 
 def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
@@ -187,7 +191,7 @@ def _warn_of_nearest(optimizer: Optimizer) -> None:
     if not _warned and has_bf16(optimizer):
         _warned = True
         logger.warning(
-            "%s updates BF16 parameters with round-to-nearest, which drops small updates; "
+            "hmpx: %s updates BF16 parameters with round-to-nearest, which drops small updates; "
             "write `with hmpx.disable_casts(): optimizer.step()` for stochastic rounding",
             type(optimizer).__name__,
         )
