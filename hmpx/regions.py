@@ -36,7 +36,7 @@ class disable_casts(contextlib.ContextDecorator):
         return disable_casts(seed=self._how.seed)
 
     def __enter__(self) -> disable_casts:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             from torch._dynamo.comptime import comptime
 
             comptime(steps.install_for_graphs)
@@ -47,7 +47,7 @@ class disable_casts(contextlib.ContextDecorator):
 
     def __exit__(self, *exception: object) -> None:
         scope.leave()
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             steps.uninstall()
 
 
