@@ -264,3 +264,21 @@ def test_dynamos_tables_are_its_own_again():
     with hmpx.convert():
         assert rules.load_object is not before[0]
     assert (rules.load_object, rules.get_tensor_method) == before
+
+
+@pytest.mark.parametrize("cls", [optim.LBFGS, optim.SparseAdam])
+def test_classes_that_dynamo_wraps_are_still_watched(cls):
+    """The first use of torch.compile replaces `step` of these two, of which instances exist by then."""
+
+    def stepped():
+        p = nn.Parameter(torch.ones(4, dtype=BF16))
+        optimizer = cls([("p", p)])
+        p.grad = torch.ones_like(p).to_sparse() if cls is optim.SparseAdam else torch.ones_like(p)
+        with hmpx.disable_casts():
+            optimizer.step(lambda: torch.tensor(0.0))
+        return optimizer.param_groups[0].get("hmpx_step")
+
+    assert stepped() == 1
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert hasattr(vars(cls)["step"], "_torchdynamo_orig_callable")
+    assert stepped() == 1

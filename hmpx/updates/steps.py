@@ -38,6 +38,7 @@ _users = 0
 _profile_hook_step = Optimizer.profile_hook_step
 _process_value = Optimizer._process_value_according_to_param_policy
 _add_param_group = Optimizer.add_param_group
+_HOOKED = _profile_hook_step(lambda optimizer: None).__code__  # of torch's wrapper around every step
 _EXCHANGED = {
     name: vars(Optimizer)[name]
     for name in ("profile_hook_step", "_process_value_according_to_param_policy", "add_param_group")
@@ -114,8 +115,7 @@ def keep_fp32_state(p: torch.nn.Parameter, keep: bool) -> None:
 
 def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Parameter) -> None:
     """Step one parameter of an attached optimizer, outside of the optimizer's `step`."""
-    step = type(optimizer).step
-    own = step.__closure__[step.__code__.co_freevars.index("func")].cell_contents
+    own = _cell(type(optimizer).step).cell_contents
     with scope.region(casting=False), torch.no_grad():
         updates.step_alone(optimizer, getattr(own, "__hmpx_original__", own), p)
 
@@ -125,10 +125,16 @@ def _cells() -> Iterator[types.CellType]:
     classes = [Optimizer]
     for cls in classes:
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]
-        step = vars(cls).get("step")
-        code = getattr(step, "__code__", None)
-        if getattr(step, "hooked", False) and code is not None and "func" in code.co_freevars:
-            yield step.__closure__[code.co_freevars.index("func")]
+        cell = _cell(vars(cls).get("step"))
+        if cell is not None:
+            yield cell
+
+
+def _cell(step: Any) -> types.CellType | None:
+    """That of one class. Dynamo puts a wrapper around torch's in some classes, LBFGS for one."""
+    while step is not None and getattr(step, "__code__", None) is not _HOOKED:
+        step = getattr(step, "__wrapped__", None)
+    return None if step is None else step.__closure__[_HOOKED.co_freevars.index("func")]
 
 
 def _watched(step: Callable) -> Callable:
