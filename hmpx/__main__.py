@@ -63,8 +63,8 @@ def _bench(options: argparse.Namespace) -> int:
     from hmpx.bench import measure, rounding, step
 
     device = _device(options.device)
-    if options.json:
-        options.json.open("a").close()  # before minutes of work, not after
+    if options.json and not options.json.parent.is_dir():
+        raise HmpxError(f"--json {options.json}: there is no folder {options.json.parent}")
     if options.threads:
         torch.set_num_threads(options.threads)
     bench = {"rounding": rounding.run, "step": step.run}[options.what]

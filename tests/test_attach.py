@@ -13,21 +13,9 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates import names, slices, steps
+from tests.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
-SIZES = ((8, 6), (5, 7), (11,))
-
-
-def parameters(dtype=BF16, sizes=SIZES):
-    generator = torch.Generator().manual_seed(3)
-    weights = [torch.randn(size, generator=generator).bfloat16() for size in sizes]
-    return [(f"layer{i}.weight", nn.Parameter(w.to(dtype))) for i, w in enumerate(weights)]
-
-
-def set_gradients(named, step):
-    generator = torch.Generator().manual_seed(100 + step)
-    for _, p in named:
-        p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
 
 
 def train(named, optimizer, start, stop):

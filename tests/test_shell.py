@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from hmpx.__main__ import main
@@ -70,3 +72,25 @@ def test_errors_go_to_stderr_with_status_2(capsys, tmp_path):
     status, out, err = run(capsys, "explain", "sofmax")
     assert (status, out) == (2, "") and "hmpx: unknown op 'sofmax'; did you mean 'softmax'?" in err
     assert run(capsys, "ops", "--list", str(tmp_path))[0] == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("rounding", "--json", "/nowhere/at/all.json"), "there is no folder /nowhere/at"),
+        (("step", "--device", "nosuch"), "device 'nosuch':"),
+    ],
+)
+def test_bench_refuses_before_it_measures(capsys, arguments, message):
+    status, out, err = run(capsys, "bench", *arguments)
+    assert status == 2 and message in err and not out
+
+
+def test_bench_prints_a_table_and_writes_it_as_json(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    status, out, _ = run(capsys, "bench", "rounding", "--elements", "5000", "--repeat", "1", "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    assert status == 0 and rows[0]["name"] == "torch copy_" and rows[0]["ratio"] == 1.0
+    assert all(row["name"] in out for row in rows) and any(row["name"] == "hmpx eager kernel" for row in rows)
+    status, out, _ = run(capsys, "bench", "step", "--elements", "20000", "--repeat", "1")
+    assert status == 0 and "hmpx split, torch fused" in out

@@ -11,6 +11,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates import slices, steps
+from tests.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
 
@@ -51,18 +52,6 @@ def forms():
             yield name, {"foreach": True}
         if name in FUSED:
             yield name, {"fused": True}
-
-
-def parameters(dtype, sizes=((8, 6), (5, 7))):
-    generator = torch.Generator().manual_seed(3)
-    weights = [torch.randn(size, generator=generator).bfloat16() for size in sizes]
-    return [(f"layer{i}.weight", nn.Parameter(w.to(dtype))) for i, w in enumerate(weights)]
-
-
-def set_gradients(named, step):
-    generator = torch.Generator().manual_seed(100 + step)
-    for _, p in named:
-        p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
 
 
 def reference_step(optimizer, named, step, seed=0):

@@ -84,10 +84,12 @@ def call(name: str, *tensors: torch.Tensor) -> None:
 def can_read(*tensors: torch.Tensor) -> bool:
     """Whether the kernels are there and can follow the pointers of these tensors, which must be of one shape."""
     shape = tensors[0].shape
-    return library() is not None and all(
-        type(t) in _PLAIN and t.is_cpu and t.layout is torch.strided and t.shape == shape and t.is_contiguous()
-        for t in tensors
-    )
+    return library() is not None and all(is_plain(t) and t.is_cpu and t.shape == shape for t in tensors)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers lie one after the other at its pointer."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 @functools.cache

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from hmpx import scope
 from hmpx.errors import HmpxError
 from hmpx.updates import steps
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.fused import FUSED
-from hmpx.updates.names import given_names
+from hmpx.updates.names import given_names, parameters
 from hmpx.updates.reach import REACH, reach_of
 from hmpx.updates.settings import Settings
 from hmpx.updates.stepping import SEED_KEY, STEP_KEY, WeightUpdates, has_bf16
@@ -88,7 +89,7 @@ class Attachment:
 
     def adopt(self) -> None:
         """Take over parameters that are new in the optimizer."""
-        for p in [p for group in self.optimizer.param_groups for p in group["params"] if p not in self._adopted]:
+        for p in [p for p in parameters(self.optimizer) if p not in self._adopted]:
             self._adopted.add(p)
             if self.settings.use_fp32_grad_acc and p.dtype is BF16:
                 self._undo.callback(_set_grad_dtype, p, p.grad_dtype)
@@ -202,7 +203,7 @@ def _other_step(reference: weakref.ref, name: str, *args: Any, **kwargs: Any) ->
     method = getattr(type(optimizer), name)
     if not has_bf16(optimizer):  # inside a step of its own
         return method(optimizer, *args, **kwargs)
-    with steps.scope.region(casting=False):
+    with scope.region(casting=False):
         return vars(optimizer)[steps.ATTRIBUTE].step(optimizer, method, args, kwargs, None)
 
 
@@ -265,7 +266,7 @@ def _rebuild(cls: type, state: dict, settings: Settings, names: dict, way: Stoch
     optimizer.__setstate__(state)
     attachment = Attachment(optimizer, settings, names)
     attachment._updates.way = way
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
+    for p in parameters(optimizer):
         way.accept(p)
     attachment._install()
     return optimizer

@@ -12,11 +12,11 @@ import logging
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.updates.names import parameters
 from hmpx.updates.stepping import MASTER_KEY, SEED_KEY, WeightUpdates
 
 logger = logging.getLogger("hmpx")
 Optimizer = torch.optim.Optimizer
-Parameter = torch.nn.Parameter
 
 HELD_KEY = "hmpx_masters"  # in param_groups[0] of a checkpoint that holds masters
 
@@ -56,7 +56,7 @@ class Checkpoints:
         if not self._settings.use_master_weights_in_ckpt:
             return
         state_dict["param_groups"][0][HELD_KEY] = True  # also where no master says more than its weight
-        index = {p: i for i, p in enumerate(_params(optimizer))}
+        index = {p: i for i, p in enumerate(parameters(optimizer))}
         for run in self._updates.runs(optimizer):
             masters, i = self._updates.way.masters(run), index[run.param]
             # A parameter that has no state yet must not seem to have some: optimizers look for "no state" to make it.
@@ -65,7 +65,7 @@ class Checkpoints:
 
     def _loading(self, optimizer: Optimizer, state_dict: dict) -> dict:
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = dict(zip(ids, _params(optimizer), strict=False))
+        params = dict(zip(ids, parameters(optimizer), strict=False))
         self._incoming, state = {}, {}
         for i, values in state_dict["state"].items():
             if not isinstance(values, dict) or MASTER_KEY not in values:
@@ -101,7 +101,7 @@ class Checkpoints:
             return
         way = self._updates.way
         way.forget()
-        params = dict(zip(self._ids, _params(optimizer), strict=True))
+        params = dict(zip(self._ids, parameters(optimizer), strict=True))
         for i, masters in incoming.items():
             way.set_masters(params[i], masters.to(params[i].device, torch.float32))
         if not incoming and not self._complete:
@@ -109,7 +109,3 @@ class Checkpoints:
                 "hmpx: the checkpoint has no masters (it was saved without use_master_weights_in_ckpt, or with other "
                 "weights): what was below BF16's precision is lost, the masters start from the BF16 weights"
             )
-
-
-def _params(optimizer: Optimizer) -> list[Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -34,12 +34,8 @@ def takes(optimizer: optim.Optimizer, group: dict, run: Run) -> bool:
     return (
         p.numel() < 2**32
         and grad.dtype in (torch.bfloat16, torch.float32)
-        and all(_is_plain(t) and t.device == p.device and t.shape == p.shape for t in (p, grad, *held))
+        and all(native.is_plain(t) and t.device == p.device and t.shape == p.shape for t in (p, grad, *held))
     )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def _kernels(p: Tensor) -> ModuleType | None:

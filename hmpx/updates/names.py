@@ -16,6 +16,11 @@ Optimizer = torch.optim.Optimizer
 _told_of_positions = False
 
 
+def parameters(optimizer: Optimizer) -> list[Parameter]:
+    """Every parameter of `optimizer`, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[str, Parameter]]:
     """Every parameter of `optimizer` with its name: of `names`, of `named_parameters()`, or else its position.
 
@@ -55,7 +60,7 @@ def given_names(
     optimizer: Optimizer, model: torch.nn.Module | None, names: Iterable[str] | None
 ) -> dict[Parameter, str]:
     """Names by parameter, as far as they were given here; those of `named_parameters()` are with the optimizer."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = parameters(optimizer)
     if model is not None and names is not None:
         raise HmpxError("names come from the model or from the list, not from both")
     if model is not None:

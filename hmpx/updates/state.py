@@ -91,9 +91,9 @@ def _widened(value: Any) -> Any:
     return value.float() if _is_bf16(value) else value
 
 
-def _held(value: Any, dtype: torch.dtype, before: Any, run: Run, key: str, numbers: Numbers) -> Any:
-    """What is kept of a state value after a step, in the tensor that held it before where there is one."""
-    if dtype is not BF16 or not _is_held(value):
+def _rounded(value: Any, before: Any, run: Run, key: str, numbers: Numbers) -> Any:
+    """A state value after a step, held in BF16, in the tensor that held it before where there is one."""
+    if not _is_held(value):
         return value
     reuse = _is_held(before) and before.dtype is BF16 and before.shape == value.shape
     out = before if reuse else torch.empty_like(value, dtype=BF16)
@@ -120,7 +120,7 @@ class Handover:
             return
         if self._dtype is BF16 and isinstance(made, dict):
             before = self._before or {}
-            kept = {k: _held(v, BF16, before.get(k), self._run, k, numbers) for k, v in made.items()}
+            kept = {k: _rounded(v, before.get(k), self._run, k, numbers) for k, v in made.items()}
             made.clear()
             made.update(kept)
         elif self._before is None and isinstance(made, dict) and any(map(_is_bf16, made.values())):

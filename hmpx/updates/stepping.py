@@ -11,7 +11,7 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.rounding import check_seed
 from hmpx.updates import fused, state
-from hmpx.updates.names import named
+from hmpx.updates.names import named, parameters
 from hmpx.updates.reach import reach_of
 from hmpx.updates.settings import Settings
 from hmpx.updates.slices import SlicedStep
@@ -28,7 +28,7 @@ MASTER_KEY = "hmpx_master"  # in the state of a parameter, in a checkpoint
 
 def has_bf16(optimizer: Optimizer) -> bool:
     """Whether some parameter of `optimizer` is BF16."""
-    return any(p.dtype is torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
+    return any(p.dtype is torch.bfloat16 for p in parameters(optimizer))
 
 
 class WeightUpdates:
@@ -99,7 +99,7 @@ class WeightUpdates:
         return WholeStep(optimizer, runs, self.way, self.settings.state_dtype).run(step, args, kwargs, numbers)
 
     def _sliced(self, optimizer: Optimizer, runs: list[Run], step: Callable, numbers: Numbers) -> None:
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        params = [p for p in parameters(optimizer) if p.grad is not None]
         with torch.no_grad():
             _OpenStep(optimizer, runs, step, self.way, self.settings, numbers).run(params)
 
