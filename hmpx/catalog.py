@@ -28,11 +28,12 @@ Tensor = torch.Tensor
 
 
 class Argument(NamedTuple):
-    """One positional parameter of an op; if not required, its default is None. `tensor`: it may be a tensor."""
+    """One positional parameter of an op. `tensor`: it may be a tensor. `default`: of one that is not required."""
 
     name: str
     required: bool = True
     tensor: bool = True
+    default: Any = None
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,14 @@ class Layout:
 
     lead: the positional parameters up to the last tensor one; None where overloads disagree, and then every argument
         is looked at.
+    tail: the parameters behind `lead`, as far as overloads agree and their defaults are numbers.
     dtype_positional: a `dtype` may stand among the positional arguments behind `lead`.
     statistics, beside: positions of tensors that the op may write to, and of those that must share their dtype.
     python: implemented in Python, so that it may call other listed ops.
     """
 
     lead: tuple[Argument, ...] | None = None
+    tail: tuple[Argument, ...] = ()
     dtype_positional: bool = True
     statistics: tuple[int, ...] = ()
     beside: tuple[int, ...] = ()
@@ -112,6 +115,7 @@ def _layout(name: str, first: str) -> Layout:
         statistics = tuple({i for arguments in overloads for i, a in enumerate(arguments) if _is_written(a)})
     return Layout(
         lead=shared if agreed else None,
+        tail=_tail([arguments[length:] for arguments in overloads]) if agreed else (),
         dtype_positional=dtype_positional or not agreed,
         statistics=statistics,
         beside=beside,
@@ -133,6 +137,22 @@ def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:
     if len({tuple((p.name, p.required) for p in lead) for lead in leads}) != 1:
         return None
     return tuple(Argument(*ps[0][:2], any(p.tensor for p in ps)) for ps in zip(*leads, strict=True))
+
+
+def _tail(overloads: list[list[Any]]) -> tuple[Argument, ...]:
+    """What all overloads have in common at the start, as long as it is numbers with a default."""
+    tail = []
+    for same in zip(*overloads, strict=False):
+        found = {(a.name, type(a.default_value), a.default_value) for a in same if _is_number(a)}
+        if len(found) != 1 or not all(map(_is_number, same)):
+            break
+        name, _, default = found.pop()
+        tail.append(Argument(name, False, False, default))
+    return tuple(tail)
+
+
+def _is_number(argument: Any) -> bool:
+    return argument.has_default_value() and type(argument.default_value) in (bool, int, float)
 
 
 def _python_layout(function: Any) -> Layout:

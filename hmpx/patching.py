@@ -20,7 +20,8 @@ import wrapt
 from hmpx import captures, tables
 from hmpx.catalog import Entry, Layout, catalog
 from hmpx.policy import Policy, Rule
-from hmpx.wrappers import Observer, Switch, build_check, build_wrapper
+from hmpx.specialised import Switch
+from hmpx.wrappers import Observer, build_check, build_wrapper
 
 logger = logging.getLogger("hmpx")
 
@@ -114,7 +115,7 @@ class PatchTable:
 
     def restore(self) -> None:
         """Put the originals back and make the wrappers inert; report what something else stands in the place of."""
-        self.switch.retired = True
+        self.switch.retire()
         applied, self._applied = self._applied, []
         for patch in reversed(applied):
             patch.undo()

@@ -4,7 +4,8 @@ The one owner of that state. Three things decide, the innermost first: a region 
 (`disable_casts`, `enable_casts`, the inside of a listed Python function, an optimizer step), the default that
 `convert(enabled=...)` set, and whether torch is converted at all.
 
-`off_somewhere` is empty while every thread casts, so the wrapper of an op pays one truth test for all of this.
+`off_somewhere` is empty while every thread casts, so the wrapper of an op pays one truth test for all of this. Each
+conversion's wrappers hold the one of their time: `retire` leaves it to them, with an entry that stays.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class _Thread(threading.local):
 
 _keys = itertools.count(1)
 _DEFAULT = 0  # the key under which off_somewhere says "off unless a region turns casts on"
+_RETIRED = -1  # the key in the off_somewhere of wrappers whose conversion is gone
 
 # Device types that torch knows and has no autocast rules for. torch.compile guards on their autocast state, and replays
 # it when it runs the ops of a graph one by one, where nothing of ours is guarded on.
@@ -83,6 +85,14 @@ def set_converted(converted: bool, *, enabled: bool = True) -> None:
         off_somewhere[_DEFAULT] = True
     else:
         off_somewhere.pop(_DEFAULT, None)
+
+
+def retire() -> None:
+    """Turn casts off for good in the wrappers that hold `off_somewhere`; a new one serves everybody else."""
+    global off_somewhere
+    old, off_somewhere = off_somewhere, {}
+    off_somewhere.update(old)
+    old[_RETIRED] = True
 
 
 def enter(casting: bool, how: Rounding | None = None) -> None:

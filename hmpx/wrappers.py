@@ -1,68 +1,25 @@
 """One wrapper built for each (entry point, rule): look at the arguments, cast what the rule says, call torch.
 
-`_compile` writes, for an op whose layout is known, a plain Python function with the op's own leading parameters that
-makes the casts of `cast_arguments` with one `type` and one `dtype` look at each; everything unusual (a subclass, a
-missing argument, a list) goes back to the definition. Plain functions beat `*args` walks, wrapt proxies and
-`TorchFunctionMode` in Python's interpreter, and the unlisted op costs nothing.
+Plain functions beat wrapt proxies and `TorchFunctionMode` in Python's interpreter, and the unlisted op costs nothing.
+Where the layout is known, `specialised` writes one that does not even walk `*args`.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hmpx import scope
-from hmpx.casting import (
-    ELIGIBLE,
-    METHODS,
-    TARGETS,
-    cast,
-    cast_arguments,
-    has_dtype,
-    is_eligible,
-    is_explicit,
-    is_stated,
-)
+from hmpx.casting import cast, cast_arguments, is_eligible, is_explicit
 from hmpx.catalog import Entry, Layout
 from hmpx.policy import Rule
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-# Where torch's compiler spells ops out in other ops, which are no calls of the user's.
-_COMPILER = tuple(
-    f"torch.{name}."
-    for name in (
-        *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
-        *("_prims_common", "_refs", "_subclasses", "fx.experimental"),
-    )
-)
-
-
-def called_by_torch(args: tuple, kwargs: dict, caller: types.FrameType) -> bool:
-    """Whether a tensor that is no plain one comes from torch's own decompositions, while it compiles."""
-    if not any(isinstance(a, torch.Tensor) and type(a) not in _PLAIN for a in (*args, *kwargs.values())):
-        return False
-    return scope.casts_off_in_graph() or (caller.f_globals.get("__name__", "") + ".").startswith(_COMPILER)
-
+from hmpx.specialised import Switch, called_by_torch, make_wrapper
 
 Observer = Callable[[tuple, tuple, Any], None]  # (arguments given, arguments the op saw, result)
-
-
-class Switch:
-    """Whether the wrappers of one conversion are alive. A wrapper that outlives its conversion is inert."""
-
-    __slots__ = ("retired",)
-
-    def __init__(self) -> None:
-        self.retired = False
-
-    def casts_off(self) -> bool:
-        return self.retired or bool(scope.off_somewhere and scope.casts_off())
 
 
 def _stage(layout: Layout, args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -166,115 +123,6 @@ def _observed(entry: Entry, rule: Rule, original: Callable, switch: Switch, obse
     return wrapper
 
 
-_MISSING: Any = type("_Missing", (), {"__repr__": lambda self: "<missing>"})()
-
-
-def _by_name(
-    original: Callable, switch: Switch, rule: Rule, layout: Layout, named: dict, rest: tuple, kwargs: dict
-) -> Any:
-    """A call whose leading arguments did not all come by position: they may bear torch's other names, like `x1`."""
-    given = {name: value for name, value in named.items() if value is not _MISSING}
-    args = []
-    for name in [p.name for p in layout.lead or () if p.required]:
-        if name not in given:
-            break
-        args.append(given.pop(name))
-    kwargs = {**{name: value for name, value in given.items() if value is not None}, **kwargs}
-    if switch.casts_off() or is_explicit((*args, *rest), kwargs):
-        return original(*args, *rest, **kwargs)
-    return _by_definition(original, rule, layout, (*args, *rest), kwargs)
-
-
-def _by_definition(original: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> Any:
-    if called_by_torch(args, kwargs, sys._getframe(2)):
-        return original(*args, **kwargs)
-    args, kwargs = cast_arguments(rule, layout, args, kwargs)
-    return original(*args, **kwargs)
-
-
-# The leading parameters {p}, the tests on them, and the call. `off` is empty while every thread casts.
-_HEAD = """\
-def make(_original, _switch, _by_name):
-    def {function}({signature}, *args, **kwargs):
-        if {missing}:
-            return _by_name(_original, _switch, _rule, _layout, {named}, args, kwargs)
-        if (_off and _switch.casts_off()) or _switch.retired or (kwargs and _is_stated(kwargs)){positional_dtype}:
-            return _original({names}, *args, **kwargs)
-"""
-_TO_TARGET = """\
-        if type({p}) in _plain:
-            if {p}.dtype is not _target and {p}.dtype in _eligible:
-                if {p}.layout is not _strided or {p}.is_nested:
-                    return _by_definition(_original, _rule, _layout, ({names}, *args), kwargs)
-                {p}_cast = _to_target({p})
-            else:
-                {p}_cast = {p}
-        elif isinstance({p}, _Tensor):
-            return _by_definition(_original, _rule, _layout, ({names}, *args), kwargs)
-        else:
-            {p}_cast = _cast({p}, _target) if {p} is not None else None
-"""
-_REST = """\
-        if kwargs:
-            kwargs = {{key: _cast(value, _target) for key, value in kwargs.items()}}
-        return _original({cast_names}, *args, **kwargs)
-    return {function}
-"""
-_SAME = "(type({p}) in _plain and ({p}.dtype is {first}.dtype or {p}.dtype not in _eligible))"
-_UNIFY = """\
-        if not ({same}):
-            return _by_definition(_original, _rule, _layout, ({names}, *args), kwargs)
-        return _original({names}, *args, **kwargs)
-    return {function}
-"""
-
-
-@functools.cache
-def _compile(layout: Layout, rule: Rule, function: str) -> Callable:
-    """The factory of the specialised wrapper for one layout and rule."""
-    lead = layout.lead or ()
-    tensors = [p for p in lead if p.tensor]
-    required = [p.name for p in lead if p.required]
-    fields = {
-        "function": function,
-        "signature": ", ".join(f"{p.name}={'_missing' if p.required else 'None'}" for p in lead),
-        "names": ", ".join(p.name for p in lead),
-        "named": "dict(" + ", ".join(f"{p.name}={p.name}" for p in lead) + ")",
-        "missing": " or ".join(f"{name} is _missing" for name in required) or "False",
-        "positional_dtype": " or (args and _has_dtype(args))" if layout.dtype_positional else "",
-    }
-    source = _HEAD.format(**fields)
-    if rule in TARGETS:
-        casts = (_TO_TARGET.format(p=p.name, names=fields["names"]) for p in tensors)
-        names = ", ".join(f"{p.name}_cast" if p.tensor else p.name for p in lead)
-        source += "".join(casts) + _REST.format(function=function, cast_names=names)
-    else:
-        first = tensors[0].name
-        tests = [f"type({first}) in _plain"]
-        for p in tensors[1:]:
-            same = _SAME.format(p=p.name, first=first)
-            tests.append(same if p.required else f"({p.name} is None or {same})")
-        source += _UNIFY.format(same=" and ".join(tests), **fields)
-    namespace: dict[str, Any] = {
-        "_missing": _MISSING,
-        "_off": scope.off_somewhere,
-        "_plain": _PLAIN,
-        "_target": TARGETS.get(rule),
-        "_rule": rule,
-        "_layout": layout,
-        "_to_target": METHODS.get(TARGETS.get(rule)),
-        "_eligible": ELIGIBLE,
-        "_strided": torch.strided,
-        "_cast": cast,
-        "_by_definition": _by_definition,
-        "_Tensor": torch.Tensor,
-        "_is_stated": is_stated,
-        "_has_dtype": has_dtype,
-    }
-    exec(compile(source, f"<hmpx {function}: {rule}>", "exec"), namespace)
-    return namespace["make"]
-
-
 def build_wrapper(
     entry: Entry, rule: Rule, original: Callable, switch: Switch, observe: Observer | None = None
 ) -> Callable:
@@ -289,7 +137,7 @@ def build_wrapper(
     elif layout.python or layout.lead is None or rule is Rule.UNCAST:
         wrapper = _general(entry, rule, original, switch)
     else:
-        wrapper = _compile(layout, rule, entry.attribute)(original, switch, _by_name)
+        wrapper = make_wrapper(layout, rule, entry.attribute)(original, switch)
     module, _, qualified = entry.label.rpartition(".")
     if module == "Tensor":
         module, qualified = "torch", entry.label

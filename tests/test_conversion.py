@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import patching, scope, wrappers
+from hmpx import patching, scope, specialised, wrappers
 from hmpx.catalog import catalog
 from hmpx.patching import PatchTable
 from hmpx.policy import build_policy
@@ -261,7 +261,7 @@ def test_every_entry_point_builds_under_every_rule():
         for entry in op.entries:
             original = getattr(entry.owner, entry.attribute)
             for rule in hmpx.Rule:
-                assert callable(wrappers.build_wrapper(entry, rule, original, wrappers.Switch()))
+                assert callable(wrappers.build_wrapper(entry, rule, original, specialised.Switch()))
 
 
 def test_public_names_are_exactly_all():

@@ -1,0 +1,186 @@
+"""The fast wrapper of an op whose layout is known: a plain Python function with the op's own leading parameters.
+
+It is written out as source. Ordinary tensors get one `type` and one `dtype` look each; everything else (a subclass, a
+missing argument, a list, a sparse tensor) goes back to the definition, `casting.cast_arguments`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hmpx import scope
+from hmpx.casting import ELIGIBLE, METHODS, TARGETS, cast, cast_arguments, has_dtype, is_explicit, is_stated
+from hmpx.catalog import Argument, Layout
+from hmpx.policy import Rule
+
+# Where torch's compiler spells ops out in other ops, which are no calls of the user's.
+_COMPILER = tuple(
+    f"torch.{name}."
+    for name in (
+        *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
+        *("_prims_common", "_refs", "_subclasses", "fx.experimental"),
+    )
+)
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN_OR_NONE = PLAIN | {types.NoneType}
+
+
+class Switch:
+    """Whether the wrappers of one conversion are alive. A wrapper that outlives its conversion is inert.
+
+    off: empty while the conversion is alive and every thread casts.
+    """
+
+    __slots__ = ("off", "retired")
+
+    def __init__(self) -> None:
+        self.retired = False
+        self.off = scope.off_somewhere
+
+    def retire(self) -> None:
+        self.retired = True
+        scope.retire()
+
+    def casts_off(self) -> bool:
+        return self.retired or bool(self.off and scope.casts_off())
+
+
+def called_by_torch(args: tuple, kwargs: dict, caller: types.FrameType) -> bool:
+    """Whether a tensor that is no plain one comes from torch's own decompositions, while it compiles."""
+    if not any(isinstance(a, torch.Tensor) and type(a) not in PLAIN for a in (*args, *kwargs.values())):
+        return False
+    return scope.casts_off_in_graph() or (caller.f_globals.get("__name__", "") + ".").startswith(_COMPILER)
+
+
+class _Missing:
+    """What a required argument is that did not come by position or by name; of no dtype."""
+
+    dtype = None
+
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+_MISSING: Any = _Missing()
+
+
+def _unusual(
+    original: Callable, switch: Switch, rule: Rule, layout: Layout, values: tuple, args: tuple, kwargs: dict
+) -> Any:
+    """Any call, by the definition. Leading arguments may have come by torch's other names for them, like `x1`."""
+    parameters = (*(layout.lead or ()), *layout.tail)
+    first_missing = next((i for i, value in enumerate(values) if value is _MISSING), len(values))
+    given = list(values[:first_missing])
+    rest = zip(parameters[first_missing:], values[first_missing:], strict=True)
+    named = {p.name: value for p, value in rest if value is not _MISSING and value is not p.default}
+    while not args and len(given) > len(layout.lead or ()) and given[-1] is parameters[len(given) - 1].default:
+        given.pop()  # of the tail, and the caller has not written it
+    args, kwargs = (*given, *args), {**named, **kwargs}
+    if switch.casts_off() or is_explicit(args, kwargs) or called_by_torch(args, kwargs, sys._getframe(2)):
+        return original(*args, **kwargs)
+    args, kwargs = cast_arguments(rule, layout, args, kwargs)
+    return original(*args, **kwargs)
+
+
+# {right} and {same} look at the dtypes of the parameters that may be tensors, {plain} at their types.
+_HEAD = """\
+def make(_original, _switch):
+    _off, _casts_off = _switch.off, _switch.casts_off
+
+    def {function}({signature}, *args, **kwargs):
+        if not (_off or args or kwargs){present}:
+            try:
+                _right = {right}
+            except AttributeError:
+                _right = False
+            if _right:
+                return _original({names})
+        if {plain}{present}:
+            if _off and _casts_off() or kwargs and _is_stated(kwargs){positional_dtype}:
+                return _original({names}, *args, **kwargs)
+"""
+_FIRST_INPUT = """\
+            if {same}:
+                return _original({names}, *args, **kwargs)
+"""
+_CAST = """\
+            if {p}.dtype is _target or {p}.dtype not in _eligible:
+                {p}_cast = {p}
+            elif {p}.layout is _strided and not {p}.is_nested:
+                {p}_cast = _to_target({p})
+            else:
+                return _unusual(_original, _switch, _rule, _layout, ({names},), args, kwargs)
+"""
+_CAST_OPTIONAL = """\
+            if {p} is None or {p}.dtype is _target or {p}.dtype not in _eligible:
+""" + _CAST.partition("\n")[2]
+_CAST_CALL = """\
+            if args or kwargs:
+                return _original({casts}, *args, **{{key: _cast(value, _target) for key, value in kwargs.items()}})
+            return _original({casts})
+"""
+_TAIL = """\
+        return _unusual(_original, _switch, _rule, _layout, ({names},), args, kwargs)
+    return {function}
+"""
+
+
+def _default(p: Argument) -> str:
+    return "_missing" if p.required else "None" if p.default is None else f"_default_of_{p.name}"
+
+
+def _test(p: Argument, test: str) -> str:
+    """A test on an argument, if it is there."""
+    return test if p.required else f"({p.name} is None or {test})"
+
+
+@functools.cache
+def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callable, Switch], Callable]:
+    """What makes the wrapper named `function` for one layout and rule, out of the op and a switch."""
+    parameters = (*(layout.lead or ()), *layout.tail)
+    tensors = [p for p in parameters if p.tensor]
+    fields = {
+        "function": function,
+        "signature": ", ".join(f"{p.name}={_default(p)}" for p in parameters),
+        "names": ", ".join(p.name for p in parameters),
+        "present": "".join(f" and {p.name} is not _missing" for p in parameters if p.required and not p.tensor),
+        "plain": " and ".join(f"type({p.name}) in {'_plain' if p.required else '_plain_or_none'}" for p in tensors),
+        "positional_dtype": " or args and _has_dtype(args)" if layout.dtype_positional else "",
+        "casts": ", ".join(f"{p.name}_cast" if p.tensor else p.name for p in parameters),
+    }
+    if rule in TARGETS:
+        fields["right"] = " and ".join(_test(p, f"{p.name}.dtype is _target") for p in tensors)
+        casts = [(_CAST if p.required else _CAST_OPTIONAL).format(p=p.name, **fields) for p in tensors]
+        body = "".join(casts) + _CAST_CALL.format(**fields)
+    else:
+        first = f"{tensors[0].name}.dtype"
+        fields["right"] = " and ".join(_test(p, f"{p.name}.dtype is {first}") for p in tensors[1:]) or "True"
+        same = (f"({p.name}.dtype is {first} or {p.name}.dtype not in _eligible)" for p in tensors[1:])
+        fields["same"] = " and ".join(_test(p, t) for p, t in zip(tensors[1:], same, strict=True)) or "True"
+        body = _FIRST_INPUT.format(**fields)
+    source = _HEAD.format(**fields) + body + _TAIL.format(**fields)
+    target = TARGETS.get(rule)
+    namespace: dict[str, Any] = {
+        "_missing": _MISSING,
+        "_plain": PLAIN,
+        "_plain_or_none": _PLAIN_OR_NONE,
+        "_target": target,
+        "_to_target": METHODS.get(target),
+        "_rule": rule,
+        "_layout": layout,
+        "_eligible": ELIGIBLE,
+        "_strided": torch.strided,
+        "_cast": cast,
+        "_unusual": _unusual,
+        "_is_stated": is_stated,
+        "_has_dtype": has_dtype,
+    }
+    namespace |= {_default(p): p.default for p in layout.tail}
+    exec(compile(source, f"<hmpx {function}: {rule}>", "exec"), namespace)
+    return namespace["make"]
