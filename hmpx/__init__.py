@@ -5,7 +5,7 @@ from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
 from hmpx.functions import bf16, fp32, promote
 from hmpx.policy import Policy, Rule
-from hmpx.regions import disable_casts, enable_casts
+from hmpx.regions import cached_weights, disable_casts, enable_casts
 from hmpx.rounding import stochastic_round, stochastic_round_
 from hmpx.updates.attachment import Attachment, attach, detach
 
@@ -20,6 +20,7 @@ __all__ = [
     "UnknownOpError",
     "attach",
     "bf16",
+    "cached_weights",
     "convert",
     "detach",
     "disable_casts",

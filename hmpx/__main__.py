@@ -60,19 +60,50 @@ def _count(text: str) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     # Here, so that the other commands do not pay for torch's profiler.
-    from hmpx.bench import measure, rounding, step
+    from hmpx.bench import casts, rounding, step, train
 
     device = _device(options.device)
     if options.json and not options.json.parent.is_dir():
         raise HmpxError(f"--json {options.json}: there is no folder {options.json.parent}")
     if options.threads:
         torch.set_num_threads(options.threads)
-    bench = {"rounding": rounding.run, "step": step.run}[options.what]
-    title, measured = bench(options.elements, options.repeat, device)
-    print(measure.table(title, measured))
+    benches = {
+        "rounding": lambda: rounding.run(options.elements, options.repeat, device),
+        "step": lambda: step.run(options.elements, options.repeat, device),
+        "casts": lambda: casts.run(options.repeat, device),
+        "train": lambda: train.run(options.repeat, device, options.models, not options.eager),
+    }
+    bench = benches[options.what]()
+    print(bench)
     if options.json:
-        measure.save(options.json, title, measured)
+        bench.save(options.json)
     return 0
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    bench = commands.add_parser("bench", help="time and memory, side by side with the peers that are installed")
+    what = bench.add_subparsers(required=True, metavar="WHAT", dest="what")
+
+    def add(name: str, words: str) -> argparse.ArgumentParser:
+        command = what.add_parser(name, help=words)
+        command.add_argument("--repeat", type=_count, default=15, metavar="N", help="timed rounds, default 15")
+        command.add_argument("--threads", type=_count, metavar="N", help="of torch, default as it comes")
+        command.add_argument("--device", default="cpu")
+        command.add_argument("--json", type=Path, metavar="FILE", help="the table as JSON too")
+        command.set_defaults(run=_bench)
+        return command
+
+    for name, elements, words in (
+        ("rounding", 8_400_000, "FP32 to BF16 by stochastic rounding"),
+        ("step", 25_000_000, "an AdamW step in every way of holding weights"),
+    ):
+        command = add(name, words)
+        command.add_argument("--elements", type=_count, default=elements, metavar="N", help=f"default {elements}")
+    add("casts", "single ops, beside torch.autocast with the same lists")
+    command = add("train", "whole models, beside torch.autocast with the same lists")
+    models = ("mlp", "convnet", "transformer")
+    command.add_argument("--models", nargs="+", choices=models, default=models, help="default all")
+    command.add_argument("--eager", action="store_true", help="without compiled models, which take minutes")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,19 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     _policy_options(explain)
     explain.set_defaults(run=_explain)
 
-    bench = commands.add_parser("bench", help="time and memory, side by side with the peers that are installed")
-    what = bench.add_subparsers(required=True, metavar="WHAT", dest="what")
-    for name, elements, words in (
-        ("rounding", 8_400_000, "FP32 to BF16 by stochastic rounding"),
-        ("step", 25_000_000, "an AdamW step in every way of holding weights"),
-    ):
-        command = what.add_parser(name, help=words)
-        command.add_argument("--elements", type=_count, default=elements, metavar="N", help=f"default {elements}")
-        command.add_argument("--repeat", type=_count, default=15, metavar="N", help="timed rounds, default 15")
-        command.add_argument("--threads", type=_count, metavar="N", help="of torch, default as it comes")
-        command.add_argument("--device", default="cpu")
-        command.add_argument("--json", type=Path, metavar="FILE", help="the table as JSON too")
-        command.set_defaults(run=_bench)
+    _add_bench(commands)
 
     options = parser.parse_args(arguments)
     try:

@@ -14,6 +14,7 @@ import torch
 
 from hmpx.catalog import Layout
 from hmpx.policy import Rule
+from hmpx.weight_cache import cast_weight, open_caches
 
 Tensor = torch.Tensor
 ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -36,10 +37,17 @@ def is_sparse_or_nested(value: Any) -> bool:
     )
 
 
+def cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """An eligible tensor in `dtype`; of a weight, the cast that `cached_weights()` keeps."""
+    if open_caches and type(value) is torch.nn.Parameter:
+        return cast_weight(value, dtype, METHODS[dtype])
+    return METHODS[dtype](value)
+
+
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """`value` in `dtype` where it is eligible, in lists, tuples and dicts too; itself where nothing changes."""
     if isinstance(value, Tensor):
-        return METHODS[dtype](value) if value.dtype is not dtype and is_eligible(value) else value
+        return cast_tensor(value, dtype) if value.dtype is not dtype and is_eligible(value) else value
     kind = type(value)
     if kind is list or kind is tuple:
         items = [cast(item, dtype) for item in value]

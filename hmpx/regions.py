@@ -1,6 +1,7 @@
-"""The regions a user writes, `disable_casts` and `enable_casts`: nestable, per thread, exception-safe, decorators.
+"""The regions a user writes: nestable, per thread, exception-safe, decorators.
 
-One object may be entered many times, nested and from several threads: what is open lives with the thread, in `scope`.
+One object may be entered many times, nested and from several threads: what is open lives with the thread, in `scope`
+and `weight_cache`.
 Plain enough for torch.compile to trace through.
 """
 
@@ -10,7 +11,7 @@ import contextlib
 
 import torch
 
-from hmpx import compiling, scope
+from hmpx import compiling, scope, weight_cache
 from hmpx.rounding import check_seed
 from hmpx.updates import steps
 
@@ -63,6 +64,47 @@ class enable_casts(contextlib.ContextDecorator):
 
     def __exit__(self, *exception: object) -> None:
         scope.leave()
+
+
+class cached_weights(contextlib.ContextDecorator):
+    """Cast each weight once, for inference: ops get the cast that was kept, until the region ends.
+
+    The results are the same bits. Kept are casts of `torch.nn.Parameter`s, one for each dtype that the lists ask for;
+    the memory of a BF16 cast is two bytes a parameter. A cast is made anew where the weight has been written to since
+    (in-place ops, `load_state_dict`, `.data`, an optimizer step), and in every call where that could not be told: a
+    weight that needs a gradient while gradients are on, that was made in inference mode, or whose storage something
+    else holds too. The logger "hmpx" warns of those, once for each reason. What cannot be seen is a write through
+    `untyped_storage()`, DLPack or another library's kernel; call `clear()` after one.
+
+    Nestable, per thread, exception-safe, also a decorator. Compiled code makes its own casts. Without `convert()`,
+    nothing happens.
+    """
+
+    def __enter__(self) -> cached_weights:
+        if not torch.compiler.is_dynamo_compiling():
+            steps.install()
+            weight_cache.open_cache()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            weight_cache.close_cache()
+            steps.uninstall()
+
+    @staticmethod
+    def clear() -> None:
+        """Forget every cast of this thread; the next call makes it again."""
+        cache = weight_cache.current()
+        if cache is not None:
+            cache.clear()
+
+    def __repr__(self) -> str:
+        cache = weight_cache.current()
+        if cache is None:
+            return "<hmpx.cached_weights, closed>"
+        size = sum(cast.nbytes for cast in cache.casts) / 2**20
+        refused = "".join(f"; {count} casts made anew: {reason}" for reason, count in cache.refused.items())
+        return f"<hmpx.cached_weights: {len(cache.casts)} casts, {size:.1f} MiB{refused}>"
 
 
 compiling.never_compile_alone(

@@ -15,9 +15,20 @@ from typing import Any
 import torch
 
 from hmpx import scope
-from hmpx.casting import ELIGIBLE, METHODS, TARGETS, cast, cast_arguments, has_dtype, is_explicit, is_stated
+from hmpx.casting import (
+    ELIGIBLE,
+    METHODS,
+    TARGETS,
+    cast,
+    cast_arguments,
+    cast_tensor,
+    has_dtype,
+    is_explicit,
+    is_stated,
+)
 from hmpx.catalog import Argument, Layout
 from hmpx.policy import Rule
+from hmpx.weight_cache import open_caches
 
 # Where torch's compiler spells ops out in other ops, which are no calls of the user's.
 _COMPILER = tuple(
@@ -113,7 +124,7 @@ _CAST = """\
             if {p}.dtype is _target or {p}.dtype not in _eligible:
                 {p}_cast = {p}
             elif {p}.layout is _strided and not {p}.is_nested:
-                {p}_cast = _to_target({p})
+                {p}_cast = _cast_tensor({p}, _target) if _caches else _to_target({p})
             else:
                 return _unusual(_original, _switch, _rule, _layout, ({names},), args, kwargs)
 """
@@ -176,7 +187,9 @@ def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callabl
         "_layout": layout,
         "_eligible": ELIGIBLE,
         "_strided": torch.strided,
+        "_caches": open_caches,
         "_cast": cast,
+        "_cast_tensor": cast_tensor,
         "_unusual": _unusual,
         "_is_stated": is_stated,
         "_has_dtype": has_dtype,

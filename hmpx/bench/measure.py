@@ -8,7 +8,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -17,26 +18,86 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass
 class Row:
-    """One candidate: its figures, by column. `ratio` is to the first row's median time."""
+    """One line of a table: its figures, by column."""
 
     name: str
-    milliseconds: float
-    ratio: float
-    more: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float]
+
+
+@dataclass
+class Bench:
+    """What was measured, and in which surroundings."""
+
+    title: str
+    rows: list[Row]
+
+    def __str__(self) -> str:
+        columns = list(dict.fromkeys(column for row in self.rows for column in row.figures))
+        width = max(len(row.name) for row in self.rows)
+        widths = {column: max(12, len(column)) for column in columns}
+        lines = [self.title, " " * width + "".join(f"  {column:>{widths[column]}}" for column in columns)]
+        for row in self.rows:
+            cells = (f"{row.figures[c]:.{_digits(c)}f}" if c in row.figures else "" for c in columns)
+            line = f"{row.name:{width}}" + "".join(
+                f"  {cell:>{widths[c]}}" for c, cell in zip(columns, cells, strict=True)
+            )
+            lines.append(line.rstrip())
+        return "\n".join(lines)
+
+    def save(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def _digits(column: str) -> int:
+    return 3 if column.endswith("ms") else 2
 
 
 def median_times(candidates: dict[str, Callable[[], object]], repeat: int, device: torch.device) -> dict[str, float]:
     """Median seconds of each candidate; every round calls each of them once, after two rounds that do not count."""
-    times: dict[str, list[float]] = {name: [] for name in candidates}
+    ways = {name: (contextlib.nullcontext, {"": candidate}) for name, candidate in candidates.items()}
+    return {name: taken[""] for name, taken in median_times_in(ways, repeat, device).items()}
+
+
+def median_times_in(
+    ways: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Callable[[], object]]]],
+    repeat: int,
+    device: torch.device,
+) -> dict[str, dict[str, float]]:
+    """Median seconds of each piece of work in each way, by way and work.
+
+    A way is a context and the works to be done in it. Every round goes through all ways, after two rounds that do not
+    count; in each, a work is done once before it is measured, so that entering the context leaves no trace.
+    """
+    times = {way: {name: [] for name in works} for way, (_, works) in ways.items()}
     for turn in range(repeat + 2):
-        for name, candidate in candidates.items():
-            _wait(device)
-            started = time.perf_counter()
-            candidate()
-            _wait(device)
-            if turn >= 2:
-                times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+        for way, (context, works) in ways.items():
+            with context():
+                for name, work in works.items():
+                    work()
+                    taken = times[way][name]
+                    taken.append(_seconds(work, _calls(taken[-1]) if turn else 1, device))
+    return {way: {name: statistics.median(taken[2:]) for name, taken in works.items()} for way, works in times.items()}
+
+
+def _calls(seconds: float) -> int:
+    """How often to repeat what takes so long, to be well above the clock's own noise."""
+    return max(1, min(100, round(0.02 / seconds)))
+
+
+def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> float:
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(calls):
+        work()
+    _wait(device)
+    return (time.perf_counter() - started) / calls
+
+
+def where(device: torch.device) -> str:
+    """The surroundings, for a title."""
+    threads = torch.get_num_threads()
+    return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}" if device.type == "cpu" else device.type
 
 
 def _wait(device: torch.device) -> None:
@@ -77,23 +138,9 @@ def _quiet() -> Iterator[None]:
 
 
 def rows(times: dict[str, float], more: dict[str, dict[str, float]] | None = None) -> list[Row]:
-    """The measured times as rows; the first is the reference of the ratios."""
+    """One row a candidate; `ratio` is to the first one's time."""
     reference = next(iter(times.values()))
-    return [Row(name, 1e3 * t, t / reference, (more or {}).get(name, {})) for name, t in times.items()]
-
-
-def table(title: str, measured: list[Row]) -> str:
-    """The rows as text."""
-    columns = list(dict.fromkeys(column for row in measured for column in row.more))
-    width = max(len(row.name) for row in measured)
-    head = f"{'':{width}}  {'ms':>9}  {'ratio':>6}" + "".join(f"  {column:>12}" for column in columns)
-    lines = [title, head]
-    for row in measured:
-        figures = "".join(f"  {row.more[c]:12.2f}" if c in row.more else f"  {'':12}" for c in columns)
-        lines.append(f"{row.name:{width}}  {row.milliseconds:9.3f}  {row.ratio:6.2f}{figures}")
-    return "\n".join(lines)
-
-
-def save(path: Path, title: str, measured: list[Row]) -> None:
-    """The rows as JSON."""
-    path.write_text(json.dumps({"title": title, "rows": [asdict(row) for row in measured]}, indent=2) + "\n")
+    return [
+        Row(name, {"ms": 1e3 * seconds, "ratio": seconds / reference, **(more or {}).get(name, {})})
+        for name, seconds in times.items()
+    ]

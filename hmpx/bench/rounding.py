@@ -10,8 +10,8 @@ from hmpx.bench import measure
 from hmpx.kernels import eager, native, triton
 
 
-def run(elements: int, repeat: int, device: torch.device) -> tuple[str, list[measure.Row]]:
-    """Title and rows; the reference is ``copy_``, which rounds to nearest."""
+def run(elements: int, repeat: int, device: torch.device) -> measure.Bench:
+    """The reference is ``copy_``, which rounds to nearest."""
     x = torch.randn(elements, device=device)
     out = torch.empty(elements, dtype=torch.bfloat16, device=device)
     candidates: dict[str, Callable] = {"torch copy_": lambda: out.copy_(x)}
@@ -24,8 +24,7 @@ def run(elements: int, repeat: int, device: torch.device) -> tuple[str, list[mea
     candidates |= _torchao(out, x)
     times = measure.median_times(candidates, repeat, device)
     more = {name: {"GB/s": 6 * elements / seconds / 1e9} for name, seconds in times.items()}
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return f"FP32 to BF16, {elements} elements, {device.type}{threads}", measure.rows(times, more)
+    return measure.Bench(f"FP32 to BF16, {elements} elements, {measure.where(device)}", measure.rows(times, more))
 
 
 def _randint(out: torch.Tensor, x: torch.Tensor) -> None:

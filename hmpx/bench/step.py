@@ -14,8 +14,8 @@ _LR = 1e-4
 Params = list[nn.Parameter]
 
 
-def run(elements: int, repeat: int, device: torch.device) -> tuple[str, list[measure.Row]]:
-    """Title and rows; the reference is torch's fused FP32 AdamW.
+def run(elements: int, repeat: int, device: torch.device) -> measure.Bench:
+    """The reference is torch's fused FP32 AdamW.
 
     ``beside``: measured bytes per parameter that stay beside weights and gradients; ``peak``: that a step takes more.
     """
@@ -40,8 +40,9 @@ def run(elements: int, repeat: int, device: torch.device) -> tuple[str, list[mea
         more[name] = {"B/param": weights + stays / count, "beside": stays / count, "peak": (peak - left) / count}
         candidates[name] = made[0]
     times = measure.median_times(candidates, repeat, device)
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return f"AdamW step, {count / 1e6:.1f} M parameters, {device.type}{threads}", measure.rows(times, more)
+    return measure.Bench(
+        f"AdamW step, {count / 1e6:.1f} M parameters, {measure.where(device)}", measure.rows(times, more)
+    )
 
 
 def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hmpx import compiling, scope
+from hmpx import compiling, scope, weight_cache
+from hmpx.updates.names import parameters
 from hmpx.updates.settings import Settings
 from hmpx.updates.stepping import STEP_KEY, WeightUpdates, has_bf16
 from hmpx.updates.whole import replace_closure
@@ -159,6 +160,8 @@ def _watched(step: Callable) -> Callable:
                 return step(optimizer, *args, **kwargs)
         finally:
             running.discard(id(optimizer))
+            if weight_cache.open_caches:
+                weight_cache.forget(parameters(optimizer))
 
     watched.__hmpx_original__ = step
     watched._torchdynamo_disable = True

@@ -1,0 +1,65 @@
+"""``bench casts``: what one call of one op costs, beside plain torch and `torch.autocast` with the same lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hmpx.bench import measure, peers
+
+_CALLS = 1000  # of each op in a row
+
+
+def run(repeat: int, device: torch.device) -> measure.Bench:
+    """Microseconds a call on 8 x 8 tensors: nothing but what surrounds the op. Weights require gradients.
+
+    Autocast runs without its cache of weights, which within one long context would cast each weight once for all calls.
+    """
+    calls = {name: _many(call) for name, call in _ops(device).items()}
+    ways = {name: (context, calls) for name, context in peers.contexts(device, cache=False).items()}
+    times = measure.median_times_in(ways, repeat, device)
+    rows = []
+    for name in calls:
+        micro = {way: 1e6 * taken[name] / _CALLS for way, taken in times.items()}
+        figures = {f"{way} us": value for way, value in micro.items()}
+        ratios = {f"hmpx/{peer}": micro["hmpx"] / micro[peer] for peer in ("autocast", "torch")}
+        rows.append(measure.Row(name, figures | ratios))
+    return measure.Bench(f"One call on 8 x 8 tensors, autocast's lists, {measure.where(device)}", rows)
+
+
+def _many(call: Callable[[], Tensor]) -> Callable[[], None]:
+    def calls() -> None:
+        for _ in range(_CALLS):
+            call()
+
+    return calls
+
+
+def _ops(device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """Name -> call. On CPU, linear, matmul and conv2d are in the bf16 list, mse_loss in fp32, the others in none."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        x = torch.randn(8, 8, device=device, dtype=dtype)
+        return x, nn.Parameter(torch.randn_like(x)), nn.Parameter(torch.zeros(8, device=device, dtype=dtype))
+
+    x, weight, bias = make(torch.float32)
+    x16, weight16, bias16 = make(torch.bfloat16)
+    image, kernel = torch.randn(1, 1, 8, 8, device=device), nn.Parameter(torch.randn(1, 1, 3, 3, device=device))
+    return {
+        "linear, BF16 comes": lambda: F.linear(x16, weight16, bias16),
+        "linear, FP32 comes": lambda: F.linear(x, weight, bias),
+        "matmul, BF16 comes": lambda: torch.matmul(x16, weight16),
+        "matmul, FP32 comes": lambda: torch.matmul(x, weight),
+        "x @ y, BF16 comes": lambda: x16 @ weight16,
+        "x @ y, FP32 comes": lambda: x @ weight,
+        "conv2d, FP32 comes": lambda: F.conv2d(image, kernel),
+        "mse_loss, FP32 comes": lambda: F.mse_loss(x, weight),
+        "mse_loss, BF16 comes": lambda: F.mse_loss(x16, weight16),
+        "layer_norm, FP32 comes": lambda: F.layer_norm(x, (8,), bias, bias),
+        "softmax, in no list": lambda: F.softmax(x16, -1),
+        "gelu, in no list": lambda: F.gelu(x16),
+        "x + y, in no list": lambda: x16 + weight16,
+    }

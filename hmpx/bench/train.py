@@ -1,0 +1,117 @@
+"""``bench train``: whole models, eager and compiled, beside plain torch and `torch.autocast` with the same lists."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hmpx.bench import measure, peers
+from hmpx.bench.models import MODELS
+from hmpx.regions import cached_weights, disable_casts
+
+_ACCUMULATED = 4  # forward and backward passes of one step
+_CACHED = "hmpx cached"
+Work = Callable[[], object]
+
+
+def run(repeat: int, device: torch.device, models: Sequence[str], compiled: bool) -> measure.Bench:
+    """Milliseconds of a training step (FP32 weights, AdamW), of one that accumulates four batches, of an inference.
+
+    ``hmpx cached``: inference inside `cached_weights()`.
+    """
+    rows = []
+    for model in models:
+        rows += _eager(model, repeat, device)
+        if compiled:
+            rows += _compiled(model, repeat, device)
+    return measure.Bench(f"Whole models, autocast's lists, {measure.where(device)}", rows)
+
+
+def _eager(model: str, repeat: int, device: torch.device) -> list[measure.Row]:
+    subject = _Subject(model, device)
+    # A forward enters autocast, as it does in users' code; a conversion stands around everything.
+    ways = {
+        "torch": (contextlib.nullcontext, subject.works()),
+        "autocast": (contextlib.nullcontext, subject.works(functools.partial(peers.autocast, device))),
+        "hmpx": (functools.partial(peers.hmpx, device), subject.works()),
+        _CACHED: (functools.partial(_cached, device), subject.inferences()),
+    }
+    return _rows(f"{model}, eager", measure.median_times_in(ways, repeat, device))
+
+
+def _compiled(model: str, repeat: int, device: torch.device) -> list[measure.Row]:
+    """Under one conversion: to convert is to compile anew. Plain torch and autocast run with casts disabled."""
+    print(f"compiling {model}", file=sys.stderr)
+    subject = _Subject(model, device, compiled=True)
+    with peers.hmpx(device):
+        ways = {
+            "torch": (disable_casts, subject.works()),
+            "autocast": (disable_casts, subject.works(functools.partial(peers.autocast, device))),
+            "hmpx": (contextlib.nullcontext, subject.works()),
+        }
+        return _rows(f"{model}, compiled", measure.median_times_in(ways, repeat, device))
+
+
+@contextlib.contextmanager
+def _cached(device: torch.device) -> Iterator[None]:
+    with peers.hmpx(device), cached_weights():
+        yield
+
+
+class _Subject:
+    """One model, its optimizer and a batch, for all ways: where tensors lie in memory makes a difference."""
+
+    def __init__(self, model: str, device: torch.device, compiled: bool = False) -> None:
+        torch.manual_seed(0)
+        self._compile = torch.compile if compiled else lambda function: function
+        self._model, self._inputs = (made.to(device) for made in MODELS[model]())
+        self._targets = torch.randint(10, (len(self._inputs),), device=device)
+        self._frozen = copy.deepcopy(self._model).eval()
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+
+    def works(self, forward: Callable = contextlib.nullcontext) -> dict[str, Work]:
+        """Name -> what is measured. `forward()` is entered around every forward."""
+        loss_of = self._compile(self._loss)  # once a way, so that none has the guards of another
+
+        def step(batches: int) -> None:
+            for _ in range(batches):
+                with forward():
+                    loss = loss_of()
+                loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+        steps = {"step": lambda: step(1), f"step of {_ACCUMULATED} batches": lambda: step(_ACCUMULATED)}
+        return steps | self.inferences(forward)
+
+    def inferences(self, forward: Callable = contextlib.nullcontext) -> dict[str, Work]:
+        frozen = self._compile(self._frozen.__call__)
+
+        def inference(inputs: Tensor) -> None:
+            with torch.no_grad(), forward():
+                frozen(inputs)
+
+        return {
+            "inference": lambda: inference(self._inputs),
+            "inference of one": lambda: inference(self._inputs[:1]),
+        }
+
+    def _loss(self) -> Tensor:
+        return F.cross_entropy(self._model(self._inputs), self._targets)
+
+
+def _rows(title: str, times: dict[str, dict[str, float]]) -> list[measure.Row]:
+    rows = []
+    for work in times["torch"]:
+        taken = {way: works[work] for way, works in times.items() if work in works}
+        figures = {f"{way} ms": 1e3 * seconds for way, seconds in taken.items()}
+        ratios = {f"{way}/autocast": taken[way] / taken["autocast"] for way in ("hmpx", _CACHED) if way in taken}
+        rows.append(measure.Row(f"{title}, {work}", figures | ratios))
+    return rows
