@@ -1,13 +1,13 @@
 """What a rule does to the arguments of a call: which tensors are cast, and to what.
 
 `cast_arguments` is the definition of every cast that hmpx makes, for any layout and any mixture of positional and
-keyword arguments. `wrappers` builds faster functions that do the same.
+keyword arguments, and `call_cast` calls an op by it. `specialised` writes faster functions that do the same.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -120,3 +120,41 @@ def cast_arguments(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tup
         return value if key in written else cast(value, beside if key in follow else dtype)
 
     return tuple(fit(i, value) for i, value in enumerate(args)), {key: fit(key, value) for key, value in kwargs.items()}
+
+
+def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> Any:
+    """Call `op` with its arguments cast. Of the tensors that it writes to, the caller's own are what is updated."""
+    if not layout.statistics:
+        args, kwargs = cast_arguments(rule, layout, args, kwargs)
+        return op(*args, **kwargs)
+    args, kwargs = cast_arguments(rule, layout, *_by_position(layout, args, kwargs))
+    args, widened = _widen(layout, args)
+    result = op(*args, **kwargs)
+    with torch.no_grad():
+        for own, wide in widened:
+            own.copy_(wide)
+    return result
+
+
+def _by_position(layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The call with its leading keyword arguments in their places."""
+    values, rest = list(args), dict(kwargs)
+    for argument in (layout.lead or ())[len(args) :]:
+        if argument.name not in rest:
+            break
+        values.append(rest.pop(argument.name))
+    return tuple(values), rest
+
+
+def _widen(layout: Layout, args: tuple) -> tuple[tuple, list[tuple[Tensor, Tensor]]]:
+    """Widen statistics that are narrower than the input, which torch refuses; the pairs say what to write back."""
+    widened = []
+    values = list(args)
+    if layout.beside and values and is_eligible(values[0]) and values[0].dtype is torch.float32:
+        for i in (*layout.statistics, *layout.beside):
+            if i < len(values) and is_eligible(values[i]) and values[i].dtype is not torch.float32:
+                wide = cast(values[i], torch.float32)
+                if i in layout.statistics:
+                    widened.append((values[i], wide))
+                values[i] = wide
+    return tuple(values), widened

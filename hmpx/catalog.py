@@ -28,12 +28,16 @@ Tensor = torch.Tensor
 
 
 class Argument(NamedTuple):
-    """One positional parameter of an op. `tensor`: it may be a tensor. `default`: of one that is not required."""
+    """One positional parameter of an op.
+
+    tensor: it may be a tensor. default: of one that is not required. optional: None is legal.
+    """
 
     name: str
     required: bool = True
     tensor: bool = True
     default: Any = None
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,8 @@ def _layout(name: str, first: str) -> Layout:
 
 def _argument(argument: Any, first: str) -> Argument:
     name = first if argument.name == "self" else argument.name
-    return Argument(name, not argument.has_default_value(), _is_tensor(argument))
+    required, optional = not argument.has_default_value(), str(argument.type).startswith("Optional")
+    return Argument(name, required, _is_tensor(argument), optional=optional or not required)
 
 
 def _is_written(argument: Any) -> bool:
@@ -136,7 +141,10 @@ def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:
     """One parameter list for overloads that differ at most in what may be a tensor."""
     if len({tuple((p.name, p.required) for p in lead) for lead in leads}) != 1:
         return None
-    return tuple(Argument(*ps[0][:2], any(p.tensor for p in ps)) for ps in zip(*leads, strict=True))
+    return tuple(
+        Argument(*ps[0][:2], any(p.tensor for p in ps), optional=any(p.optional for p in ps))
+        for ps in zip(*leads, strict=True)
+    )
 
 
 def _tail(overloads: list[list[Any]]) -> tuple[Argument, ...]:

@@ -19,8 +19,8 @@ from hmpx.casting import (
     ELIGIBLE,
     METHODS,
     TARGETS,
+    call_cast,
     cast,
-    cast_arguments,
     cast_tensor,
     has_dtype,
     is_explicit,
@@ -95,8 +95,7 @@ def _unusual(
     args, kwargs = (*given, *args), {**named, **kwargs}
     if switch.casts_off() or is_explicit(args, kwargs) or called_by_torch(args, kwargs, sys._getframe(2)):
         return original(*args, **kwargs)
-    args, kwargs = cast_arguments(rule, layout, args, kwargs)
-    return original(*args, **kwargs)
+    return call_cast(original, rule, layout, args, kwargs)
 
 
 # {right} and {same} look at the dtypes of the parameters that may be tensors, {plain} at their types.
@@ -105,18 +104,20 @@ def make(_original, _switch):
     _off, _casts_off = _switch.off, _switch.casts_off
 
     def {function}({signature}, *args, **kwargs):
-        if not (_off or args or kwargs){present}:
+        if not (_off or kwargs{dtypes}){present}:
             try:
                 _right = {right}
             except AttributeError:
                 _right = False
             if _right:
-                return _original({names})
+                return _original({names}, *args) if args else _original({names})
+"""
+_LOOK = """\
         if {plain}{present}:
-            if _off and _casts_off() or kwargs and _is_stated(kwargs){positional_dtype}:
+            if _off and _casts_off() or kwargs and _is_stated(kwargs){dtypes}:
                 return _original({names}, *args, **kwargs)
 """
-_FIRST_INPUT = """\
+_LEAVE = """\
             if {same}:
                 return _original({names}, *args, **kwargs)
 """
@@ -148,7 +149,7 @@ def _default(p: Argument) -> str:
 
 def _test(p: Argument, test: str) -> str:
     """A test on an argument, if it is there."""
-    return test if p.required else f"({p.name} is None or {test})"
+    return f"({p.name} is None or {test})" if p.optional else test
 
 
 @functools.cache
@@ -161,26 +162,30 @@ def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callabl
         "signature": ", ".join(f"{p.name}={_default(p)}" for p in parameters),
         "names": ", ".join(p.name for p in parameters),
         "present": "".join(f" and {p.name} is not _missing" for p in parameters if p.required and not p.tensor),
-        "plain": " and ".join(f"type({p.name}) in {'_plain' if p.required else '_plain_or_none'}" for p in tensors),
-        "positional_dtype": " or args and _has_dtype(args)" if layout.dtype_positional else "",
+        "plain": " and ".join(f"type({p.name}) in {'_plain_or_none' if p.optional else '_plain'}" for p in tensors),
+        "dtypes": " or args and _has_dtype(args)" if layout.dtype_positional else "",
         "casts": ", ".join(f"{p.name}_cast" if p.tensor else p.name for p in parameters),
     }
-    if rule in TARGETS:
-        fields["right"] = " and ".join(_test(p, f"{p.name}.dtype is _target") for p in tensors)
-        casts = [(_CAST if p.required else _CAST_OPTIONAL).format(p=p.name, **fields) for p in tensors]
-        body = "".join(casts) + _CAST_CALL.format(**fields)
+    target, first = TARGETS.get(rule), f"{tensors[0].name}.dtype"
+    wanted = first if target is None else "_target"
+    kept = {parameters[i] for i in (*layout.statistics, *layout.beside)}
+    # Statistics of FP32, and what is beside them, are right whatever the input is.
+    right = [_test(p, f"{p.name}.dtype is {'_float32' if p in kept else wanted}") for p in tensors]
+    fields["right"] = " and ".join([f"{first} in _eligible", *right] if kept else right)
+    if kept:
+        body = ""
+    elif target is None:
+        same = [_test(p, f"({p.name}.dtype is {first} or {p.name}.dtype not in _eligible)") for p in tensors]
+        body = _LOOK.format(**fields) + _LEAVE.format(same=" and ".join(same), **fields)
     else:
-        first = f"{tensors[0].name}.dtype"
-        fields["right"] = " and ".join(_test(p, f"{p.name}.dtype is {first}") for p in tensors[1:]) or "True"
-        same = (f"({p.name}.dtype is {first} or {p.name}.dtype not in _eligible)" for p in tensors[1:])
-        fields["same"] = " and ".join(_test(p, t) for p, t in zip(tensors[1:], same, strict=True)) or "True"
-        body = _FIRST_INPUT.format(**fields)
+        casts = [(_CAST_OPTIONAL if p.optional else _CAST).format(p=p.name, **fields) for p in tensors]
+        body = _LOOK.format(**fields) + "".join(casts) + _CAST_CALL.format(**fields)
     source = _HEAD.format(**fields) + body + _TAIL.format(**fields)
-    target = TARGETS.get(rule)
     namespace: dict[str, Any] = {
         "_missing": _MISSING,
         "_plain": PLAIN,
         "_plain_or_none": _PLAIN_OR_NONE,
+        "_float32": torch.float32,
         "_target": target,
         "_to_target": METHODS.get(target),
         "_rule": rule,

@@ -36,6 +36,7 @@ class _Kept(NamedTuple):
     weight: weakref.ref
     version: int
     pointer: int
+    stream: object
     cast: Tensor
 
 
@@ -54,28 +55,30 @@ class WeightCache:
         """`cast(weight)`, or the one that was kept."""
         if weight.requires_grad and torch.is_grad_enabled():
             return self._refuse("it requires a gradient; put torch.no_grad() around", weight, cast)
+        if torch._C._len_torch_dispatch_stack() or not (weight.is_cpu or _runs_now(weight)):
+            return cast(weight)
+        kept = self._kept.get((id(weight), dtype))
+        if kept is not None:
+            held, version, pointer, stream, made = kept
+            unwritten = held() is weight and version == weight._version and pointer == weight.data_ptr()
+            # An op may have returned a view of the cast, and somebody written to that.
+            if unwritten and made._version == 0 and (stream is None or stream == _stream(weight)):
+                return made
+        return self._make(weight, dtype, cast)
+
+    def _make(self, weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
+        self._kept.pop((id(weight), dtype), None)
         if weight.is_inference():
             return self._refuse("it was made in inference mode, where writes leave no trace", weight, cast)
-        if _is_transformed(weight):
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             return cast(weight)
-        key = id(weight), dtype, _stream(weight)
-        kept = self._kept.get(key)
-        if (
-            kept is not None
-            and kept.weight() is weight
-            and kept.version == weight._version
-            and kept.pointer == weight.data_ptr()
-            and kept.cast._version == 0  # nobody wrote to it through a view that an op returned
-        ):
-            return kept.cast
-        self._kept.pop(key, None)
         if _is_shared(weight):
             return self._refuse("something else holds its storage", weight, cast)
-        # The cast is an ordinary tensor also in inference mode, so that it may be used outside of it.
         version, pointer = weight._version, weight.data_ptr()
+        # The cast is an ordinary tensor also in inference mode, so that it may be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             made = cast(weight)
-        self._kept[key] = _Kept(weakref.ref(weight), version, pointer, made)
+        self._kept[id(weight), dtype] = _Kept(weakref.ref(weight), version, pointer, _stream(weight), made)
         return made
 
     def clear(self) -> None:
@@ -171,17 +174,15 @@ def _is_shared(weight: Parameter) -> bool:
     return weight.storage_offset() != 0 or torch._C._storage_Use_Count(storage._cdata) > 2
 
 
-def _is_transformed(weight: Parameter) -> bool:
-    """Whether a cast made now would belong to a transform, a mode or a recorded graph."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
+def _runs_now(weight: Parameter) -> bool:
+    """Whether ops on the weight's device run, as opposed to being recorded into a CUDA graph."""
     capturing = getattr(torch.get_device_module(weight.device), "is_current_stream_capturing", None)
-    return capturing is not None and capturing()
+    return capturing is None or not capturing()
 
 
 def _stream(weight: Parameter) -> object:
-    """What tells streams apart: work on another one does not wait for the cast."""
-    if weight.device.type == "cpu":
+    """What tells streams apart: work on another one does not wait for the cast. None where there are none."""
+    if weight.is_cpu:
         return None
     current = getattr(torch.get_device_module(weight.device), "current_stream", None)
     return None if current is None else current(weight.device)

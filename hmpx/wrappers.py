@@ -11,73 +11,33 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from hmpx import scope
-from hmpx.casting import cast, cast_arguments, is_eligible, is_explicit
-from hmpx.catalog import Entry, Layout
+from hmpx.casting import call_cast, cast, is_explicit
+from hmpx.catalog import Entry
 from hmpx.policy import Rule
 from hmpx.specialised import Switch, called_by_torch, make_wrapper
 
 Observer = Callable[[tuple, tuple, Any], None]  # (arguments given, arguments the op saw, result)
 
 
-def _stage(layout: Layout, args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Widen statistics that are narrower than the input, which torch refuses; the pairs say what to write back."""
-    staged = []
-    values = list(args)
-    if layout.beside and values and is_eligible(values[0]) and values[0].dtype is torch.float32:
-        for i in (*layout.statistics, *layout.beside):
-            if i < len(values) and is_eligible(values[i]) and values[i].dtype is not torch.float32:
-                wide = cast(values[i], torch.float32)
-                if i in layout.statistics:
-                    staged.append((values[i], wide))
-                values[i] = wide
-    return tuple(values), staged
-
-
-def _by_position(layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The call with its leading keyword arguments in their places."""
-    values, rest = list(args), dict(kwargs)
-    for argument in (layout.lead or ())[len(args) :]:
-        if argument.name not in rest:
-            break
-        values.append(rest.pop(argument.name))
-    return tuple(values), rest
-
-
-def _with_statistics(entry: Entry, rule: Rule, original: Callable, switch: Switch) -> Callable:
-    """Ops that write to tensors beside their input: the caller's own buffers are what gets updated."""
-    layout = entry.layout
-
-    def wrapper(*args, **kwargs):
-        if switch.casts_off() or called_by_torch(args, kwargs, sys._getframe(1)):
-            return original(*args, **kwargs)
-        args, kwargs = cast_arguments(rule, layout, *_by_position(layout, args, kwargs))
-        args, staged = _stage(layout, args)
-        result = original(*args, **kwargs)
-        with torch.no_grad():
-            for own, wide in staged:
-                own.copy_(wide)
-        return result
-
-    return wrapper
-
-
 def _general(entry: Entry, rule: Rule, original: Callable, switch: Switch) -> Callable:
     """Any layout; also Python functions of torch, inside of which nothing is cast again."""
     layout = entry.layout
     stated = _stated_positions(original) if layout.python else ()
+    inner = original
+
+    if layout.python:
+
+        def inner(*args, **kwargs):
+            return scope.run_uncast(original, args, kwargs)
 
     def wrapper(*args, **kwargs):
         if switch.casts_off() or called_by_torch(args, kwargs, sys._getframe(1)):
             return original(*args, **kwargs)
         decided = is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args)
-        if rule is not Rule.UNCAST and not decided:
-            args, kwargs = cast_arguments(rule, layout, args, kwargs)
-        if layout.python:
-            return scope.run_uncast(original, args, kwargs)
-        return original(*args, **kwargs)
+        if rule is Rule.UNCAST or decided:
+            return inner(*args, **kwargs)
+        return call_cast(inner, rule, layout, args, kwargs)
 
     return wrapper
 
@@ -132,8 +92,6 @@ def build_wrapper(
     layout = entry.layout
     if observe is not None:
         wrapper = _observed(entry, rule, original, switch, observe)
-    elif layout.statistics:
-        wrapper = _with_statistics(entry, rule, original, switch)
     elif layout.python or layout.lead is None or rule is Rule.UNCAST:
         wrapper = _general(entry, rule, original, switch)
     else:
