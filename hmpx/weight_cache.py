@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -33,7 +32,7 @@ _data = torch._C.TensorBase.__dict__["data"]
 
 
 class _Kept(NamedTuple):
-    weight: weakref.ref
+    weight: Parameter  # no weak reference: torch.utils.swap_tensors refuses tensors that have one
     version: int
     pointer: int
     stream: object
@@ -60,7 +59,7 @@ class WeightCache:
         kept = self._kept.get((id(weight), dtype))
         if kept is not None:
             held, version, pointer, stream, made = kept
-            unwritten = held() is weight and version == weight._version and pointer == weight.data_ptr()
+            unwritten = held is weight and version == weight._version and pointer == weight.data_ptr()
             # An op may have returned a view of the cast, and somebody written to that.
             if unwritten and made._version == 0 and (stream is None or stream == _stream(weight)):
                 return made
@@ -78,7 +77,7 @@ class WeightCache:
         # The cast is an ordinary tensor also in inference mode, so that it may be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             made = cast(weight)
-        self._kept[id(weight), dtype] = _Kept(weakref.ref(weight), version, pointer, _stream(weight), made)
+        self._kept[id(weight), dtype] = _Kept(weight, version, pointer, _stream(weight), made)
         return made
 
     def clear(self) -> None:
