@@ -1,6 +1,7 @@
 """Mixed precision that you can read, edit and undo."""
 
 from hmpx import hmp
+from hmpx.auditing import Audit, Finding, audit
 from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
 from hmpx.functions import bf16, fp32, promote
@@ -11,7 +12,9 @@ from hmpx.updates.attachment import Attachment, attach, detach
 
 __all__ = [
     "Attachment",
+    "Audit",
     "Conversion",
+    "Finding",
     "HmpxError",
     "OpListError",
     "OptLevelError",
@@ -19,6 +22,7 @@ __all__ = [
     "Rule",
     "UnknownOpError",
     "attach",
+    "audit",
     "bf16",
     "cached_weights",
     "convert",

@@ -166,6 +166,11 @@ def convert(
     return conversion
 
 
+def installed() -> Conversion | None:
+    """The conversion that is installed now."""
+    return _installed
+
+
 def restore() -> None:
     """Put torch back exactly as it was; without a `convert`, nothing happens."""
     global _installed

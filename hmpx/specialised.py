@@ -28,6 +28,7 @@ from hmpx.casting import (
 )
 from hmpx.catalog import Argument, Layout
 from hmpx.policy import Rule
+from hmpx.stack import WRITTEN
 from hmpx.weight_cache import open_caches
 
 # Where torch's compiler spells ops out in other ops, which are no calls of the user's.
@@ -200,5 +201,5 @@ def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callabl
         "_has_dtype": has_dtype,
     }
     namespace |= {_default(p): p.default for p in layout.tail}
-    exec(compile(source, f"<hmpx {function}: {rule}>", "exec"), namespace)
+    exec(compile(source, f"{WRITTEN} {function}: {rule}>", "exec"), namespace)
     return namespace["make"]

@@ -86,6 +86,40 @@ STATISTICS = {
     "native_batch_norm": ((3, 4), (1, 2)),
 }
 
+# What an op of a list becomes below Python where nothing of it is left: aten name -> the ops that may have been meant.
+SPELLED_OUT = {
+    "_cdist_forward": ("cdist",),
+    "_embedding_bag": ("embedding_bag",),
+    "_embedding_bag_forward_only": ("embedding_bag",),
+    "_fused_rms_norm": ("rms_norm",),
+    "_log_softmax": ("log_softmax",),
+    "_native_batch_norm_legit": ("batch_norm", "instance_norm"),
+    "_prelu_kernel": ("prelu",),
+    "_scaled_dot_product_cudnn_attention": ("scaled_dot_product_attention",),
+    "_scaled_dot_product_efficient_attention": ("scaled_dot_product_attention",),
+    "_scaled_dot_product_flash_attention": ("scaled_dot_product_attention",),
+    "_scaled_dot_product_flash_attention_for_cpu": ("scaled_dot_product_attention",),
+    "_softmax": ("softmax",),
+    "_trilinear": ("bilinear",),
+    "_weight_norm_interface": ("_weight_norm",),
+    "addmm": ("linear",),
+    "bmm": ("matmul",),
+    "convolution": ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    "cudnn_batch_norm": ("batch_norm", "instance_norm"),
+    "dot": ("matmul",),
+    "max_pool2d_with_indices": ("max_pool2d",),
+    "max_pool3d_with_indices": ("max_pool3d",),
+    "mkldnn_rnn_layer": ("lstm",),
+    "mm": ("matmul", "linear"),
+    "mv": ("matmul",),
+    "native_batch_norm": ("batch_norm", "instance_norm"),
+    "native_dropout": ("dropout",),
+    "native_group_norm": ("group_norm",),
+    "native_layer_norm": ("layer_norm",),
+    "nll_loss2d_forward": ("nll_loss",),
+    "nll_loss_forward": ("nll_loss",),
+}
+
 # Ops that raise when their floating tensor arguments differ in dtype, on some device. Norms are among them because
 # CUDA refuses what CPU takes, and huber_loss because its backward does.
 REFUSES_MIXED = frozenset(

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from collections import Counter
 from typing import Any
 
 import torch
-import wrapt
 
 from hmpx.catalog import Entry
 from hmpx.policy import Rule
+from hmpx.stack import users_line
 from hmpx.wrappers import Observer
 
 logger = logging.getLogger("hmpx")
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_WRAPT = os.path.dirname(os.path.abspath(wrapt.__file__)) + os.sep
-_HMPX = os.path.dirname(os.path.abspath(__file__)) + os.sep
-
-
 log: VerboseLog | None = None  # of the conversion that is installed, if it is verbose
 
 
@@ -46,9 +40,10 @@ class VerboseLog:
 
     def function(self, name: str, rule: Rule, given: Any, seen: Any, result: Any) -> None:
         """Record a call of a user's own function."""
-        self._record(f"{name}, {rule}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))} at {_users_line()}")
+        self._record(f"{name}, {rule}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))}")
 
-    def _record(self, line: str) -> None:
+    def _record(self, decision: str) -> None:
+        line = f"{decision} at {users_line(sys._getframe(2))}"
         with self._lock:
             self._seen[line] += 1
             first = self._seen[line] == 1
@@ -59,7 +54,9 @@ class VerboseLog:
         head = f"{op} as {entry.label}, {rule}"
 
         def observe(given: tuple, seen: tuple, result: Any) -> None:
-            self._record(f"{head}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))} at {_users_line()}")
+            self._record(
+                f"{head}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))} at {users_line(sys._getframe(1))}"
+            )
 
         return observe
 
@@ -87,14 +84,3 @@ def _dtypes(values: Any) -> str:
             inside = _dtypes(value.values() if isinstance(value, dict) else value)
             found += [inside] if inside else []
     return ", ".join(found)
-
-
-def _users_line() -> str:
-    """The innermost line that is neither torch's nor hmpx's."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((_TORCH, _HMPX, _WRAPT, "<hmpx")):
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"

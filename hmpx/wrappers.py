@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from hmpx import scope
 from hmpx.casting import call_cast, cast, is_explicit
 from hmpx.catalog import Entry
 from hmpx.policy import Rule
-from hmpx.specialised import Switch, called_by_torch, make_wrapper
+from hmpx.specialised import WRITTEN, Switch, called_by_torch, make_wrapper
 
 Observer = Callable[[tuple, tuple, Any], None]  # (arguments given, arguments the op saw, result)
 
@@ -103,3 +104,11 @@ def build_wrapper(
     wrapper.__name__, wrapper.__doc__ = entry.attribute, original.__doc__
     wrapper.__hmpx_original__ = original
     return wrapper
+
+
+def rule_of(frame: types.FrameType) -> Rule | None:
+    """The rule of the wrapper that runs in `frame`; None where it is another function's."""
+    if frame.f_code.co_filename.startswith(WRITTEN):
+        return frame.f_globals["_rule"]
+    ours = frame.f_code.co_filename == __file__ and frame.f_code.co_name == "wrapper"
+    return frame.f_locals.get("rule") if ours else None
