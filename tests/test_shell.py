@@ -47,7 +47,7 @@ def test_check_passes_the_shipped_lists(capsys):
     from hmpx.oplist import shipped
 
     files = [str(path) for path in sorted(shipped().glob("*/*.txt"))]
-    assert len(files) == 13 and run(capsys, "check", *files)[:2] == (0, "13 checked, 0 problems\n")
+    assert len(files) == 19 and run(capsys, "check", *files)[:2] == (0, "19 checked, 0 problems\n")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_bench_prints_a_table_and_writes_it_as_json(capsys, tmp_path):
     file = tmp_path / "figures.json"
     status, out, _ = run(capsys, "bench", "rounding", "--elements", "5000", "--repeat", "1", "--json", str(file))
     rows = json.loads(file.read_text())["rows"]
-    assert status == 0 and rows[0]["name"] == "torch copy_" and rows[0]["ratio"] == 1.0
+    assert status == 0 and rows[0]["name"] == "torch copy_" and rows[0]["figures"]["ratio"] == 1.0
     assert all(row["name"] in out for row in rows) and any(row["name"] == "hmpx eager kernel" for row in rows)
     status, out, _ = run(capsys, "bench", "step", "--elements", "20000", "--repeat", "1")
     assert status == 0 and "hmpx split, torch fused" in out
