@@ -7,16 +7,20 @@ keyword arguments, and `call_cast` calls an op by it. `specialised` writes faste
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.overrides
 
+from hmpx import tables
 from hmpx.catalog import Layout
 from hmpx.policy import Rule
 from hmpx.weight_cache import cast_weight, open_caches
 
 Tensor = torch.Tensor
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # torch's own methods, taken before anything is patched. `x.bfloat16()` is cheaper than `x.to(torch.bfloat16)`.
 METHODS = {torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float, torch.float16: Tensor.half}
@@ -122,14 +126,48 @@ def cast_arguments(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tup
     return tuple(fit(i, value) for i, value in enumerate(args)), {key: fit(key, value) for key, value in kwargs.items()}
 
 
+def call(op: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call torch's own function `op`. A tensor subclass that overrides functions is handed `op`, as without hmpx.
+
+    torch itself looks the function up by its name to hand it to ``__torch_function__``, and would find the wrapper. A
+    stand-in for a function, which has the attribute `hands_on`, calls it in this way itself.
+    """
+    subclasses = []
+    for value in (*args, *kwargs.values()):
+        for item in value if type(value) in (list, tuple) else (value,):
+            if isinstance(item, Tensor) and type(item) not in PLAIN:
+                subclasses.append(item)
+    if subclasses and torch.overrides.has_torch_function(subclasses) and not hasattr(op, "hands_on"):
+        return torch.overrides.handle_torch_function(public(op), subclasses, *args, **kwargs)
+    return op(*args, **kwargs)
+
+
+class _Probe(Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func
+
+
+@functools.cache
+def public(op: Callable) -> Callable:
+    """What torch hands to ``__torch_function__`` for `op`: for the operator ``x @ y`` it is ``Tensor.matmul``."""
+    if not (op.__name__.startswith("__") and isinstance(op, types.MethodDescriptorType)):
+        return op
+    probe = torch.empty(0).as_subclass(_Probe)
+    try:
+        found = op(probe) if op.__name__ in tables.OPERANDS else op(probe, probe)
+    except TypeError:
+        return op
+    return getattr(found, "__hmpx_original__", found)
+
+
 def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> Any:
     """Call `op` with its arguments cast. Of the tensors that it writes to, the caller's own are what is updated."""
     if not layout.statistics:
-        args, kwargs = cast_arguments(rule, layout, args, kwargs)
-        return op(*args, **kwargs)
+        return call(op, *cast_arguments(rule, layout, args, kwargs))
     args, kwargs = cast_arguments(rule, layout, *_by_position(layout, args, kwargs))
     args, widened = _widen(layout, args)
-    result = op(*args, **kwargs)
+    result = call(op, args, kwargs)
     with torch.no_grad():
         for own, wide in widened:
             own.copy_(wide)

@@ -12,7 +12,7 @@ import threading
 
 import torch
 
-from hmpx import compiling, scope
+from hmpx import compiling, scope, scripting
 from hmpx.captures import Capture, rebind
 from hmpx.catalog import catalog
 from hmpx.functions import UserFunctions
@@ -100,6 +100,7 @@ class Conversion:
             self._functions.apply()
             self._captures += rebind(self._functions.replacements())
             compiling.install(self._table.originals())
+            scripting.install(self._table.originals())
             if self.policy.bf16 or self.policy.fp32:
                 # TransformerEncoder in eval would run in one C++ call that no patch sees.
                 torch.backends.mha.set_fastpath_enabled(False)
@@ -114,6 +115,7 @@ class Conversion:
         scope.set_converted(False)
         steps.uninstall()
         compiling.uninstall()
+        scripting.uninstall()
         torch.backends.mha.set_fastpath_enabled(self._fast_path)
         back = {wrapper: original for original, wrapper in self._functions.replacements().items()}
         self._functions.restore()

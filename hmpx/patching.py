@@ -21,7 +21,7 @@ from hmpx import captures, tables
 from hmpx.catalog import Entry, Layout, catalog
 from hmpx.policy import Policy, Rule
 from hmpx.specialised import Switch
-from hmpx.wrappers import Observer, build_check, build_wrapper
+from hmpx.wrappers import Observer, build_carrying, build_check, build_wrapper
 
 logger = logging.getLogger("hmpx")
 
@@ -82,12 +82,12 @@ class PatchTable:
                 Patch(op, rule, entry.label, entry.owner, entry.attribute, original, wrappers[key], inherited)
             )
         for path, weights in tables.INPUT_CHECKS.items():
-            owner, attribute, original = wrapt.resolve_path(*_split(path))
-            check = build_check(original, weights, switch)
             patches.append(
-                Patch(
-                    attribute, Rule.FIRST_INPUT, path, owner, attribute, original, check, attribute not in vars(owner)
-                )
+                _beside_ops(path, Rule.FIRST_INPUT, lambda f, weights=weights: build_check(f, weights, switch))
+            )
+        for path, position in tables.CALLED_LATER.items():
+            patches.append(
+                _beside_ops(path, Rule.UNCAST, lambda f, position=position: build_carrying(f, position, switch))
             )
         return cls(tuple(patches), switch)
 
@@ -138,6 +138,18 @@ def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, Rule]]:
         owner, attribute = _split(path)
         if hasattr(owner, attribute):
             yield attribute, Entry(owner, attribute, path, Layout(python=True)), Rule.UNCAST
+
+
+def _beside_ops(path: str, rule: Rule, build: Callable[[Any], Callable]) -> Patch:
+    """The patch of a function that is no op, and yet has to know of the casts."""
+    owner, attribute, original = wrapt.resolve_path(*_split(path))
+    static = isinstance(original, staticmethod)
+    function = original.__func__ if static else original
+    wrapper = build(function)
+    wrapper.__module__, wrapper.__qualname__ = function.__module__, function.__qualname__
+    wrapper.__name__, wrapper.__doc__ = function.__name__, function.__doc__
+    wrapper = staticmethod(wrapper) if static else wrapper
+    return Patch(attribute, rule, path, owner, attribute, original, wrapper, attribute not in vars(owner))
 
 
 def _split(path: str) -> tuple[Any, str]:

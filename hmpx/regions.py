@@ -47,7 +47,7 @@ class disable_casts(contextlib.ContextDecorator):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        scope.leave()
+        scope.leave(False, self._how)
         if not torch.compiler.is_dynamo_compiling():
             steps.uninstall()
 
@@ -63,7 +63,7 @@ class enable_casts(contextlib.ContextDecorator):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        scope.leave()
+        scope.leave(True)
 
 
 class cached_weights(contextlib.ContextDecorator):

@@ -13,10 +13,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
+from asyncio import _get_running_loop
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import is_autocast_enabled, set_autocast_enabled
+from torch.compiler import is_dynamo_compiling
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,18 @@ class Rounding:
     """How an optimizer step inside a region writes BF16 parameters: stochastic rounding, keyed by `seed`."""
 
     seed: int | None = None
+
+
+class Region(NamedTuple):
+    """What one open region says.
+
+    casting: None leaves it to the default. task: of a region opened in an asyncio task, a token that only this task and
+    those it starts carry; None means everybody in the thread.
+    """
+
+    casting: bool | None = None
+    rounding: Rounding | None = None
+    task: object | None = None
 
 
 class _Thread(threading.local):
@@ -35,12 +51,14 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.key = next(_keys)
-        self.open: list[tuple[bool, Rounding | None]] = []  # the innermost last
+        self.open: list[Region] = []  # the innermost last
 
 
+_tasks: ContextVar[tuple] = ContextVar("hmpx regions", default=())  # the tokens that this context carries
 _keys = itertools.count(1)
 _DEFAULT = 0  # the key under which off_somewhere says "off unless a region turns casts on"
 _RETIRED = -1  # the key in the off_somewhere of wrappers whose conversion is gone
+_NONE_OPEN = Region()
 
 # Device types that torch knows and has no autocast rules for. torch.compile guards on their autocast state, and replays
 # it when it runs the ops of a graph one by one, where nothing of ours is guarded on.
@@ -51,10 +69,21 @@ _thread = _Thread()
 _converted = False
 
 
-def casts_off() -> bool:
-    """Whether ops called from this thread, now, run uncast."""
+def _innermost() -> Region:
+    """The innermost region that is open here: in this thread, and in this task if there is one."""
     opened = _thread.open
-    return not opened[-1][0] if opened else _DEFAULT in off_somewhere
+    if not opened:
+        return _NONE_OPEN
+    if opened[-1].task is None or is_dynamo_compiling():
+        return opened[-1]
+    carried = _tasks.get()
+    return next((region for region in reversed(opened) if region.task is None or region.task in carried), _NONE_OPEN)
+
+
+def casts_off() -> bool:
+    """Whether ops called from here, now, run uncast."""
+    casting = _innermost().casting
+    return _DEFAULT in off_somewhere if casting is None else not casting
 
 
 def casts_off_in_graph() -> bool:
@@ -68,13 +97,13 @@ def casts_on() -> bool:
 
 
 def casting() -> bool | None:
-    """What this thread's innermost region says; None outside of one."""
-    return _thread.open[-1][0] if _thread.open else None
+    """What the innermost region says; None outside of one."""
+    return _innermost().casting
 
 
 def rounding() -> Rounding | None:
-    """How this thread's innermost `disable_casts` region writes BF16 parameters; None outside of one."""
-    return _thread.open[-1][1] if _thread.open else None
+    """How the innermost `disable_casts` region writes BF16 parameters; None outside of one."""
+    return _innermost().rounding
 
 
 def set_converted(converted: bool, *, enabled: bool = True) -> None:
@@ -95,46 +124,77 @@ def retire() -> None:
     old[_RETIRED] = True
 
 
-def enter(casting: bool, how: Rounding | None = None) -> None:
-    """Turn casts on or off in this thread, until `leave`."""
-    before = _thread.open
-    if not before or before[-1][0] is not casting:
-        _announce(casting)
-    before.append((casting, how))
-
-
-def leave() -> None:
-    """What was before the last `enter`."""
+def enter(casting: bool | None, how: Rounding | None = None) -> None:
+    """Turn casts on or off in this thread, or in the asyncio task that runs in it, until `leave`."""
     opened = _thread.open
-    casting, _ = opened.pop()
-    outer = opened[-1][0] if opened else None
-    if outer is not casting:
-        _announce(outer)
+    before = opened[-1].casting if opened else None
+    task = None
+    if not is_dynamo_compiling() and _get_running_loop() is not None:
+        task = object()
+        _tasks.set((*_tasks.get(), task))
+    opened.append(Region(casting, how, task))
+    if before is not casting:
+        _announce(casting)
+
+
+def leave(casting: bool | None, how: Rounding | None = None) -> None:
+    """Take back the last `enter` of this kind: a generator or a task may end while a younger region is open."""
+    opened = _thread.open
+    index = len(opened) - 1
+    if not is_dynamo_compiling():
+        carried = _tasks.get()
+        for i in reversed(range(len(opened))):
+            region = opened[i]
+            if region.casting is casting and region.rounding is how and (region.task is None or region.task in carried):
+                index = i
+                _tasks.set(tuple(task for task in carried if task is not region.task))
+                break
+    opened.pop(index)
+    now = opened[-1].casting if opened else None
+    if now is not casting:
+        _announce(now)
 
 
 def _announce(casting: bool | None) -> None:
     set_autocast_enabled(_OFF, casting is False)
     set_autocast_enabled(_ON, casting is True)
-    if casting is False:
+    if casting is False or (not is_dynamo_compiling() and _off_for_some_task()):
         off_somewhere[_thread.key] = True
     else:
         off_somewhere.pop(_thread.key, None)
 
 
+def _off_for_some_task() -> bool:
+    opened = _thread.open
+    return any(region.task is not None for region in opened) and any(region.casting is False for region in opened)
+
+
 @contextlib.contextmanager
-def region(casting: bool, how: Rounding | None = None) -> Iterator[None]:
+def region(casting: bool | None, how: Rounding | None = None) -> Iterator[None]:
     """`enter` and `leave` around a block."""
     enter(casting, how)
     try:
         yield
     finally:
-        leave()
+        leave(casting, how)
 
 
 def run_uncast(function, args, kwargs):
     """Call `function` with casts off inside: the op that was listed has decided for everything it calls."""
-    enter(False, rounding())
+    how = rounding()
+    enter(False, how)
     try:
         return function(*args, **kwargs)
     finally:
-        leave()
+        leave(False, how)
+
+
+def carrying(function: Callable) -> Callable:
+    """`function`, to be called in the region that is open now, whatever is open then."""
+    now = _innermost()
+
+    def carried(*args, **kwargs):
+        with region(now.casting, now.rounding):
+            return function(*args, **kwargs)
+
+    return carried

@@ -18,7 +18,9 @@ from hmpx import scope
 from hmpx.casting import (
     ELIGIBLE,
     METHODS,
+    PLAIN,
     TARGETS,
+    call,
     call_cast,
     cast,
     cast_tensor,
@@ -39,7 +41,6 @@ _COMPILER = tuple(
         *("_prims_common", "_refs", "_subclasses", "fx.experimental"),
     )
 )
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_OR_NONE = PLAIN | {types.NoneType}
 
 
@@ -95,7 +96,7 @@ def _unusual(
         given.pop()  # of the tail, and the caller has not written it
     args, kwargs = (*given, *args), {**named, **kwargs}
     if switch.casts_off() or is_explicit(args, kwargs) or called_by_torch(args, kwargs, sys._getframe(2)):
-        return original(*args, **kwargs)
+        return call(original, args, kwargs)
     return call_cast(original, rule, layout, args, kwargs)
 
 
@@ -105,7 +106,7 @@ def make(_original, _switch):
     _off, _casts_off = _switch.off, _switch.casts_off
 
     def {function}({signature}, *args, **kwargs):
-        if not (_off or kwargs{dtypes}){present}:
+        if not (_off or kwargs{dtypes}){present}{ordinary}:
             try:
                 _right = {right}
             except AttributeError:
@@ -154,8 +155,13 @@ def _test(p: Argument, test: str) -> str:
 
 
 @functools.cache
-def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callable, Switch], Callable]:
-    """What makes the wrapper named `function` for one layout and rule, out of the op and a switch."""
+def make_wrapper(
+    layout: Layout, rule: Rule, function: str, found_by_torch: bool
+) -> Callable[[Callable, Switch], Callable]:
+    """What makes the wrapper named `function` for one layout and rule, out of the op and a switch.
+
+    found_by_torch: where torch looks a function up for a tensor subclass, it finds the wrapper.
+    """
     parameters = (*(layout.lead or ()), *layout.tail)
     tensors = [p for p in parameters if p.tensor]
     fields = {
@@ -167,6 +173,7 @@ def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callabl
         "dtypes": " or args and _has_dtype(args)" if layout.dtype_positional else "",
         "casts": ", ".join(f"{p.name}_cast" if p.tensor else p.name for p in parameters),
     }
+    fields["ordinary"] = f" and {fields['plain']}" if found_by_torch else ""
     target, first = TARGETS.get(rule), f"{tensors[0].name}.dtype"
     wanted = first if target is None else "_target"
     kept = {parameters[i] for i in (*layout.statistics, *layout.beside)}

@@ -167,6 +167,13 @@ O2_BF16 = frozenset(
 # the mixture under hmpx; and the attribute that holds the weights.
 INPUT_CHECKS = {"torch.nn.RNNBase.check_input": "_flat_weights"}
 
+# Functions that keep another one to call it again in backward, and the position of that: activation checkpointing. It
+# is these that every kind of checkpointing ends in, whatever name it was imported by.
+CALLED_LATER = {
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator": 0,
+    "torch.utils.checkpoint.CheckpointFunction.forward": 1,
+}
+
 # Not the model's forward: casts are off inside. Of the modules, the public functions that write to their argument.
 # Optimizer steps are watched by `updates.steps`.
 UNCAST_MODULES = ("torch.nn.init", "torch.nn.utils", "torch.nn.utils.clip_grad")

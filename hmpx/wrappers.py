@@ -12,8 +12,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from hmpx import scope
-from hmpx.casting import call_cast, cast, is_explicit
+from hmpx.casting import call, call_cast, cast, is_explicit
 from hmpx.catalog import Entry
 from hmpx.policy import Rule
 from hmpx.specialised import WRITTEN, Switch, called_by_torch, make_wrapper
@@ -30,14 +32,16 @@ def _general(entry: Entry, rule: Rule, original: Callable, switch: Switch) -> Ca
     if layout.python:
 
         def inner(*args, **kwargs):
-            return scope.run_uncast(original, args, kwargs)
+            return scope.run_uncast(call, (original, args, kwargs), {})
+
+        inner.hands_on = True
 
     def wrapper(*args, **kwargs):
         if switch.casts_off() or called_by_torch(args, kwargs, sys._getframe(1)):
-            return original(*args, **kwargs)
+            return call(original, args, kwargs)
         decided = is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args)
         if rule is Rule.UNCAST or decided:
-            return inner(*args, **kwargs)
+            return call(inner, args, kwargs)
         return call_cast(inner, rule, layout, args, kwargs)
 
     return wrapper
@@ -69,19 +73,37 @@ def _observed(entry: Entry, rule: Rule, original: Callable, switch: Switch, obse
     """The same wrapper around a stand-in for the op that also hands back what it was called with."""
 
     def stand_in(*args, **kwargs):
-        return original(*args, **kwargs), args, kwargs
+        return call(original, args, kwargs), args, kwargs
 
-    stand_in.__wrapped__ = original
+    stand_in.__wrapped__, stand_in.hands_on = original, True
     inner = build_wrapper(entry, rule, stand_in, switch)
 
     def wrapper(*args, **kwargs):
         if switch.casts_off():
-            return original(*args, **kwargs)
+            return call(original, args, kwargs)
         result, seen_args, seen_kwargs = inner(*args, **kwargs)
         observe((*args, *kwargs.values()), (*seen_args, *seen_kwargs.values()), result)
         return result
 
     return wrapper
+
+
+def build_carrying(original: Callable, position: int, switch: Switch) -> Callable:
+    """A function of torch that takes another one to call later: that runs in the region of now."""
+
+    def carrier(*args, **kwargs):
+        if len(args) > position and not switch.retired:
+            args = (*args[:position], scope.carrying(args[position]), *args[position + 1 :])
+        return original(*args, **kwargs)
+
+    return carrier
+
+
+def _is_found_by_torch(entry: Entry, original: Callable) -> bool:
+    """Whether torch looks the op up under an attribute that is patched, to hand it to ``__torch_function__``."""
+    return entry.owner is torch.Tensor or vars(torch._C._nn).get(entry.attribute) is getattr(
+        original, "__wrapped__", original
+    )
 
 
 def build_wrapper(
@@ -96,7 +118,7 @@ def build_wrapper(
     elif layout.python or layout.lead is None or rule is Rule.UNCAST:
         wrapper = _general(entry, rule, original, switch)
     else:
-        wrapper = make_wrapper(layout, rule, entry.attribute)(original, switch)
+        wrapper = make_wrapper(layout, rule, entry.attribute, _is_found_by_torch(entry, original))(original, switch)
     module, _, qualified = entry.label.rpartition(".")
     if module == "Tensor":
         module, qualified = "torch", entry.label

@@ -1,0 +1,481 @@
+"""Casts beside everything else that torch does with functions and tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib
+import multiprocessing
+import pickle
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.data import DataLoader, Dataset
+
+import hmpx
+
+BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, 8)
+
+
+@pytest.fixture(autouse=True)
+def converted(torch_is_untouched):
+    return hmpx.convert()
+
+
+def gradients(model, forward, around_backward=None):
+    model.zero_grad()
+    loss = forward().float().square().sum()
+    with around_backward or hmpx.enable_casts():
+        loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def same(one, other):
+    return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+REGIONS = {"off": hmpx.disable_casts, "on": hmpx.enable_casts}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("forward", REGIONS)
+@pytest.mark.parametrize("backward", REGIONS)
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpointing_recomputes_as_it_computed(model, x, reentrant, forward, backward, inside):
+    x.requires_grad_()
+
+    def body(x):
+        if inside:
+            with REGIONS[forward]():
+                return model(x)
+        return model(x)
+
+    def plain():
+        with REGIONS[forward]():
+            return body(x)
+
+    def checkpointed():
+        with REGIONS[forward]():
+            return checkpoint(body, x, use_reentrant=reentrant)
+
+    expected = gradients(model, plain, REGIONS[backward]())
+    assert same(gradients(model, checkpointed, REGIONS[backward]()), expected)
+    assert plain().dtype is (FP32 if forward == "off" else BF16)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_in_a_decorated_function_and_in_pieces(model, x, reentrant):
+    x.requires_grad_()
+
+    @hmpx.fp32
+    def decorated(x):
+        return checkpoint(model, x, use_reentrant=reentrant)
+
+    @hmpx.fp32
+    def plain(x):
+        return model(x)
+
+    assert same(gradients(model, lambda: decorated(x)), gradients(model, lambda: plain(x)))
+
+    def pieces():
+        with hmpx.disable_casts():
+            return checkpoint_sequential(model, 2, x, use_reentrant=reentrant)
+
+    assert same(gradients(model, pieces), gradients(model, lambda: plain(x)))
+
+
+def test_checkpointing_in_no_region_stays_so(model, x):
+    x.requires_grad_()
+    expected = gradients(model, lambda: model(x))
+    got = gradients(model, lambda: checkpoint(model, x, use_reentrant=False), hmpx.disable_casts())
+    assert same(got, expected)
+
+
+def test_transforms_of_torch_func(model, x):
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).float().square().sum()
+
+    parameters = dict(model.named_parameters())
+    got = torch.func.grad(loss)(parameters, x)
+    loss(parameters, x).backward()
+    assert all(torch.equal(got[name], p.grad) for name, p in parameters.items())
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x[:, None])
+    for name, p in parameters.items():
+        assert torch.allclose(each[name].sum(0), p.grad, rtol=0.05, atol=0.05)
+    out, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    assert torch.equal(out, model(x)) and tangent.dtype is BF16
+    assert torch.func.jacrev(model)(x).shape == torch.func.jacfwd(model)(x).shape == (4, 8, 4, 8)
+    assert torch.func.hessian(lambda x: (x @ x.t()).float().sum())(x).shape == (4, 8, 4, 8)
+
+
+class Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+class LinearWithCustomForward(Linear):
+    forward = staticmethod(torch.amp.custom_fwd(Linear.forward, device_type="cpu"))
+    backward = staticmethod(torch.amp.custom_bwd(Linear.backward, device_type="cpu"))
+
+
+@pytest.mark.parametrize("function", [Linear, LinearWithCustomForward])
+def test_autograd_functions(function, x):
+    weight = torch.randn(8, 8, requires_grad=True)
+    out = function.apply(x, weight)
+    out.sum().backward()
+    assert out.dtype is BF16 and torch.equal(out, F.linear(x, weight)) and weight.grad.dtype is FP32
+    with torch.autocast("cpu", FP16):
+        assert function.apply(x, weight).dtype is FP16
+
+
+def test_custom_fwd_that_casts_inputs_acts_under_autocast_only(x):
+    """`cast_inputs` is autocast's: there it also disables autocast, and the casts of hmpx remain."""
+    forward = torch.amp.custom_fwd(lambda x: (x.dtype, F.linear(x, x).dtype), device_type="cpu", cast_inputs=FP32)
+    assert forward(x.to(BF16)) == (BF16, BF16)
+    with torch.autocast("cpu", BF16):
+        assert forward(x.to(BF16)) == (FP32, BF16)
+
+
+def test_double_backward_and_hooks_on_saved_tensors(model, x):
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    assert x.grad.dtype is FP32 and x.grad.any()
+    expected = gradients(model, lambda: model(x))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        assert same(gradients(model, lambda: model(x)), expected)
+    with torch.autograd.graph.save_on_cpu():
+        assert same(gradients(model, lambda: model(x)), expected)
+
+
+class Functions(nn.Module):
+    def forward(self, x):
+        y = torch.matmul(x, x.t()) @ x
+        return F.layer_norm(F.softmax(y, -1), (8,)) + torch.relu(y).mul(2)
+
+
+def test_fx_graphs_hold_torchs_names_and_follow_the_conversion(x):
+    graph = torch.fx.symbolic_trace(Functions())
+    assert torch.equal(graph(x), Functions()(x)) and graph(x).dtype is BF16
+    hmpx.restore()
+    assert torch.equal(graph(x), Functions()(x)) and graph(x).dtype is FP32
+    assert "hmpx" not in graph.code and "torch.matmul" in graph.code
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_programs_and_traces_keep_their_casts(model, x, strict):
+    expected = model(x)
+    exported = torch.export.export(model, (x,), strict=strict).module()
+    traced = torch.jit.trace(model, x)
+    hmpx.restore()
+    assert torch.equal(exported(x), expected) and torch.equal(traced(x), expected) and expected.dtype is BF16
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.encoder = nn.LSTM(8, 8), nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.lstm(x)[0])
+
+
+def formula(x: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("ij,kj->ik", [x, x]) + F.dropout1d(x @ x.t(), 0.0) + F.cross_entropy(x, x).softmax(0)
+
+
+def test_scripted_code_is_compiled_from_the_originals(x):
+    """It does not cast, which `audit` finds."""
+    square = x[:, :4].contiguous()
+    modules = Recurrent().eval(), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
+    scripted = [torch.jit.script(module) for module in modules]
+    function = torch.jit.script(formula)
+    under = scripted[0](x[None]), scripted[1](x), function(square)
+    hmpx.restore()
+    expected = modules[0](x[None]), modules[1](x), formula(square)
+    after = torch.jit.script(Recurrent().eval())(x[None]), torch.jit.script(modules[1])(x), function(square)
+    assert all(a.dtype is FP32 and torch.allclose(a, b, atol=1e-6) for a, b in zip(under, expected, strict=True))
+    assert same(after[1:], under[1:]) and after[0].dtype is FP32
+
+
+@pytest.mark.parametrize("mode", ["fake", "meta"])
+def test_fake_and_meta_tensors_have_the_dtypes_of_real_ones(mode):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() if mode == "fake" else torch.device("meta"):
+        body, x = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.LayerNorm(8)), torch.randn(4, 8)
+        out = body(x)
+        assert out.dtype is (x @ x.t()).dtype is BF16 and body[:2](x).dtype is FP32
+        assert out.is_meta if mode == "meta" else type(out) is not torch.Tensor
+
+
+class Recording(torch.Tensor):
+    """Sees every function of torch that it is given to."""
+
+    seen: list = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+CALLS = {
+    "F.linear": (lambda t: F.linear(t, t), "linear"),
+    "torch.matmul": (lambda t: torch.matmul(t, t), "matmul"),
+    "Tensor.matmul": (lambda t: t.matmul(t), "matmul"),
+    "operator": (lambda t: t @ t, "matmul"),
+    "reflected operator": (lambda t: torch.ones(8, 8, dtype=t.dtype) @ t, "matmul"),
+    "Tensor.__mul__": (lambda t: t * t, "mul"),
+    "Tensor.__rtruediv__": (lambda t: 2 / t, "__rdiv__"),
+    "Tensor.addmm_": (lambda t: t.addmm_(t.float(), t.float()), "addmm_"),
+    "layer_norm": (lambda t: F.layer_norm(t, (8,)), "layer_norm"),
+    "softmax": (lambda t: t.softmax(-1), "softmax"),
+    "cat": (lambda t: torch.cat([t, torch.ones(8, 8)]), "cat"),
+    "einsum": (lambda t: torch.einsum("ij,jk->ik", t, t), "einsum"),
+    "batch_norm": (lambda t: F.batch_norm(t, torch.zeros(8), torch.ones(8)), "batch_norm"),
+    "mse_loss": (lambda t: F.mse_loss(t, t), "mse_loss"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("verbose", [True, False])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_subclass_is_handed_torchs_own_functions(name, verbose, dtype):
+    call, op = CALLS[name]
+    values = torch.randn(8, 8, dtype=dtype)
+    plain, tensor = call(values.clone()), values.clone().as_subclass(Recording)
+    hmpx.restore()
+    Recording.seen.clear()
+    call(values.float().as_subclass(Recording))
+    wanted = [f for f in Recording.seen if getattr(f, "__name__", "") == op]
+    hmpx.convert(isVerbose=verbose)
+    Recording.seen.clear()
+    result = call(tensor)
+    got = [f for f in Recording.seen if getattr(f, "__name__", "") == op]
+    assert wanted and got[: len(wanted)] == wanted and not any(hasattr(f, "__hmpx_original__") for f in Recording.seen)
+    assert isinstance(result, Recording) and result.dtype is plain.dtype
+    assert torch.equal(result.as_subclass(torch.Tensor), plain)
+
+
+def test_nested_tensors_pass_untouched():
+    parts = [torch.randn(2, 8), torch.randn(3, 8)]
+    for layout in (torch.jagged, torch.strided):
+        nested = torch.nested.nested_tensor(parts, layout=layout)
+        linear = nn.Linear(8, 8)
+        assert all(torch.equal(a, linear(b).float()) for a, b in zip(linear(nested).unbind(), parts, strict=True)) or (
+            linear(nested).dtype is FP32
+        )
+
+
+def test_sharded_tensors_are_cast(tmp_path, x):
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        weight = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)]))
+        out = F.linear(distribute_tensor(x, mesh, [Replicate()]), weight)
+        assert isinstance(out, DTensor) and out.dtype is BF16
+        out.sum().full_tensor().backward()
+        assert isinstance(weight.grad, DTensor) and weight.grad.dtype is FP32
+        assert torch.equal(out.full_tensor(), F.linear(x, weight.full_tensor()))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_torch_autocast_has_the_last_word_on_its_own_ops(model, x, dtype):
+    """It stands below hmpx: first the lists of hmpx cast, then autocast's; neither turns the other off."""
+    with torch.autocast("cpu", dtype):
+        assert model(x).dtype is dtype  # linear is in both lists
+        assert F.softmax(x.to(BF16), -1).dtype is FP32 and (x * x).dtype is BF16  # in those of hmpx alone
+        assert F.mse_loss(x.to(BF16), x.to(BF16)).dtype is FP32  # in autocast's alone
+        with hmpx.disable_casts():
+            assert model(x).dtype is dtype and (x * x).dtype is FP32
+    with hmpx.disable_casts(), torch.autocast("cpu", dtype):
+        assert model(x).dtype is dtype and (x * x).dtype is FP32
+    with torch.autocast("cpu", dtype, enabled=False):
+        assert model(x).dtype is BF16
+    with torch.autocast("cpu", dtype), torch.autocast("cpu", enabled=False), hmpx.disable_casts():
+        assert model(x).dtype is FP32
+
+
+class Captured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.activation, self.table = torch.relu, {"mm": torch.mm}
+
+    def forward(self, x):
+        return self.table["mm"](self.activation(x), x.t())
+
+
+def test_functions_and_modules_copy_and_pickle(model, x):
+    functions = (F.linear, torch.matmul, torch.softmax, torch.Tensor.matmul, torch.layer_norm, F.mse_loss)
+    for function in functions:
+        assert pickle.loads(pickle.dumps(function)) is function and copy.deepcopy(function) is function
+    captured = Captured()
+    for made in (copy.deepcopy(captured), pickle.loads(pickle.dumps(captured)), copy.deepcopy(model)):
+        assert made(x).dtype is BF16
+    data = pickle.dumps(captured)
+    hmpx.restore()
+    assert pickle.loads(data)(x).dtype is FP32 and pickle.loads(data).activation is torch.relu
+
+
+def test_a_region_belongs_to_its_asyncio_task_and_the_tasks_it_starts(model, x):
+    seen = {}
+
+    def look(name):
+        seen[name] = model(x).dtype
+
+    async def off(entered, proceed):
+        with hmpx.disable_casts():
+            entered.set()
+            await proceed.wait()
+            look("off")
+            await asyncio.gather(child())
+        look("off, after")
+
+    async def child():
+        await asyncio.sleep(0)
+        look("child of off")
+
+    async def on(entered, proceed):
+        await entered.wait()
+        look("beside")
+        with hmpx.enable_casts():
+            proceed.set()
+            await asyncio.sleep(0.01)  # the other's region ends first
+            look("on")
+        look("on, after")
+
+    async def main():
+        events = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(off(*events), on(*events))
+        look("main")
+
+    asyncio.run(main())
+    expected = dict.fromkeys(("beside", "off, after", "on", "on, after", "main"), BF16)
+    assert seen == expected | {"off": FP32, "child of off": FP32}
+    with hmpx.disable_casts():  # a region around the loop is everybody's
+        asyncio.run(main())
+    assert seen == dict.fromkeys(seen, FP32) | {"on": BF16}
+    assert model(x).dtype is BF16 and not hmpx.scope.off_somewhere and not hmpx.scope._thread.open
+
+
+def test_generators_that_end_out_of_order_leave_other_regions_open(model, x):
+    def suspended():
+        with hmpx.disable_casts():
+            yield model(x).dtype
+
+    generator = suspended()
+    assert next(generator) is FP32
+    with hmpx.enable_casts():
+        assert model(x).dtype is BF16
+        assert next(generator, None) is None  # its region ends here
+        assert model(x).dtype is BF16
+        with hmpx.disable_casts():
+            assert model(x).dtype is FP32
+    assert model(x).dtype is BF16 and not hmpx.scope.off_somewhere and not hmpx.scope._thread.open
+
+
+X = torch.randn(2, 2)
+
+
+class Dtypes(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        with hmpx.disable_casts():
+            plain = torch.matmul(X, X).dtype
+        return str(torch.matmul(X, X).dtype), str(plain)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_a_data_loader(method):
+    """A forked worker is converted as its parent is; a spawned one starts afresh."""
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"no {method} here")
+    with hmpx.disable_casts():  # open in the parent, and gone with its thread's block there
+        loader = DataLoader(Dtypes(), num_workers=1, multiprocessing_context=method, batch_size=None)
+    cast = "torch.bfloat16" if method == "fork" else "torch.float32"
+    assert [tuple(dtypes) for dtypes in loader] == [(cast, "torch.float32")] * 4
+
+
+def test_a_second_library_that_patches_the_same_function(x, caplog):
+    calls = []
+
+    def patch():
+        inner = torch.matmul
+
+        def outer(*args):
+            calls.append(inner)
+            return inner(*args)
+
+        torch.matmul = outer
+        return inner
+
+    hmpx.restore()
+    original = patch()  # before: hmpx wraps it, and puts it back
+    theirs = torch.matmul
+    hmpx.convert()
+    assert torch.matmul(x, x.t()).dtype is BF16 and calls
+    hmpx.restore()
+    assert torch.matmul is theirs
+    torch.matmul = original
+    hmpx.convert()
+    patch()  # after: it stays, and what it holds is inert
+    theirs = torch.matmul
+    assert torch.matmul(x, x.t()).dtype is BF16
+    hmpx.restore()
+    assert torch.matmul is theirs and "patched again after convert" in caplog.text
+    assert torch.matmul(x, x.t()).dtype is FP32
+    torch.matmul = original
+
+
+def test_reloading_a_users_module_and_hmpx(tmp_path, monkeypatch, x):
+    (tmp_path / "layers_of_a_user.py").write_text("from torch import matmul\nfrom torch.nn.functional import gelu\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    users = importlib.import_module("layers_of_a_user")
+    assert users.matmul(x, x.t()).dtype is BF16
+    importlib.reload(users)
+    importlib.reload(hmpx)
+    assert users.matmul(x, x.t()).dtype is BF16
+    hmpx.restore()
+    assert users.matmul is torch.matmul and users.matmul(x, x.t()).dtype is FP32
+    del sys.modules["layers_of_a_user"]
+
+
+def test_wrappers_that_someone_holds_after_restore_are_inert(model, x):
+    held = {name: getattr(torch, name) for name in ("matmul", "softmax", "layer_norm", "einsum", "batch_norm")}
+    holder = [F.linear, torch.Tensor.__matmul__, held["matmul"]]
+    hmpx.restore()
+    assert holder[0](x, x).dtype is holder[1](x, x.t()).dtype is FP32
+    with hmpx.convert(**{"opt_level": "O2"}):  # another conversion does not wake them up
+        assert held["matmul"].__hmpx_original__ is not None
+    assert held["matmul"](x, x.t()).dtype is FP32 and held["softmax"](x.to(BF16), -1).dtype is BF16
+    assert held["batch_norm"](x, None, None, None, None, True, 0.1, 1e-5, False).dtype is FP32
