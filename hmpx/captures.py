@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
 import threading
 import types
@@ -62,41 +63,54 @@ class _Sweep:
         self.by_id = by_id
         self.captures: list[Capture] = []
         self._seen: set[int] = set()  # containers, by identity
-        self._open: dict[type, bool] = {}
+        self._beside: set[type] = set()  # classes whose objects are no containers
 
     def everything(self) -> None:
-        for thing in gc.get_objects():
+        looks: dict[type, Callable[[Any], None] | None] = {}
+        frozen = sys.modules.values() if gc.get_freeze_count() else ()  # gc.freeze() takes them out of its lists
+        for thing in itertools.chain(gc.get_objects(), frozen):
             kind = type(thing)  # not __class__: a proxy answers that by importing or warning
-            if kind is types.FunctionType:
-                # A decorated function bears its user's module, but its code is hmpx's.
-                if not _off_limits(thing.__module__) and not _off_limits(thing.__globals__.get("__name__")):
-                    self._function(thing)
-            elif issubclass(kind, types.ModuleType):
-                name = vars(thing).get("__name__", "?")
-                if not _off_limits(name):
-                    self._namespace(vars(thing), vars(thing).__setitem__, name)
-            elif issubclass(kind, type):
-                if not _off_limits(thing.__module__):
-                    where = f"{thing.__module__}.{thing.__qualname__}"
-                    self._namespace(vars(thing), functools.partial(setattr, thing), where)
-            elif kind is functools.partial:
-                for value in (thing.func, *thing.args, *thing.keywords.values()):
-                    self._escaped("a functools.partial", value, "a partial cannot be changed")
-            elif kind is functools._lru_cache_wrapper:
-                self._escaped("a functools.lru_cache", thing.__wrapped__, "a cache cannot be changed")
-            elif self._is_open(kind):
-                attributes = _attributes(thing, kind)
-                write = functools.partial(object.__setattr__, thing) if _slots(kind) else attributes.__setitem__
-                self._namespace(attributes, write, kind.__qualname__)
+            try:
+                look = looks[kind]
+            except KeyError:
+                look = looks[kind] = self._look_of(kind)
+            if look is not None:
+                look(thing)
         self._running_functions()
 
-    def _is_open(self, kind: type) -> bool:
-        """Whether objects of this class may hold functions under names of their own."""
-        known = self._open.get(kind)
-        if known is None:
-            ours = issubclass(kind, torch.nn.Module) or not _off_limits(kind.__module__)
-            known = self._open[kind] = ours and bool(kind.__flags__ & _HEAP_TYPE)
-        return known
+    def _look_of(self, kind: type) -> Callable[[Any], None] | None:
+        """How to look at objects of a class; None where they hold no functions under names of their own."""
+        if kind is types.FunctionType:
+            return self._function
+        if issubclass(kind, types.ModuleType):
+            return self._module
+        if issubclass(kind, type):
+            return self._class
+        if kind is functools.partial:
+            return self._partial
+        if kind is functools._lru_cache_wrapper:
+            return lambda cache: self._escaped("a functools.lru_cache", cache.__wrapped__, "a cache cannot be changed")
+        ours = issubclass(kind, torch.nn.Module) or not _off_limits(kind.__module__)
+        return self._object if ours and kind.__flags__ & _HEAP_TYPE else None
+
+    def _module(self, module: types.ModuleType) -> None:
+        name = vars(module).get("__name__", "?")
+        if not _off_limits(name):
+            self._namespace(vars(module), vars(module).__setitem__, name)
+
+    def _class(self, cls: type) -> None:
+        if not _off_limits(cls.__module__):
+            self._namespace(vars(cls), functools.partial(setattr, cls), f"{cls.__module__}.{cls.__qualname__}")
+
+    def _partial(self, partial: functools.partial) -> None:
+        for value in (partial.func, *partial.args, *partial.keywords.values()):
+            self._escaped("a functools.partial", value, "a partial cannot be changed")
+
+    def _object(self, thing: Any) -> None:
+        kind = type(thing)
+        attributes = _attributes(thing, kind)
+        write = functools.partial(object.__setattr__, thing) if _slots(kind) else attributes.__setitem__
+        self._namespace(attributes, write, kind.__qualname__)
 
     def _rebound(self, where: str, value: Any) -> Any:
         self.captures.append(Capture(where, _name(value)))
@@ -108,14 +122,17 @@ class _Sweep:
 
     def _namespace(self, namespace: Mapping[str, Any], write: Callable[[str, Any], None], where: str) -> None:
         """The attributes of a module, class or object, and the containers among them."""
-        by_id = self.by_id
-        for name, value in list(namespace.items()):
+        by_id, beside = self.by_id, self._beside
+        interesting = [(name, v) for name, v in namespace.items() if id(v) in by_id or type(v) not in beside]
+        for name, value in interesting:
             if id(value) in by_id:
                 write(name, self._rebound(f"{where}.{name}", value))
             elif _is_container(type(value)):
                 self._container(value, f"{where}.{name}")
             elif isinstance(value, staticmethod | classmethod) and id(value.__func__) in by_id:
                 write(name, type(value)(self._rebound(f"{where}.{name}", value.__func__)))
+            elif not isinstance(value, staticmethod | classmethod):
+                beside.add(type(value))
 
     def _container(self, container: Any, where: str, depth: int = 1) -> None:
         if id(container) in self._seen or len(container) > _LONGEST:
@@ -136,6 +153,9 @@ class _Sweep:
 
     def _function(self, function: types.FunctionType) -> None:
         """Attributes, default arguments and closures."""
+        # A decorated function bears its user's module, but its code is hmpx's.
+        if _off_limits(function.__module__) or _off_limits(function.__globals__.get("__name__")):
+            return
         by_id = self.by_id
         where = f"{function.__module__}.{function.__qualname__}"
         if function.__dict__:
@@ -201,8 +221,11 @@ def _is_filled(slot: Any, thing: Any) -> bool:
 
 def _off_limits(module: Any) -> bool:
     """Whether what is defined in `module` stays as it is: torch's tables, hmpx's and wrapt's books."""
-    if not isinstance(module, str):
-        return True
+    return _is_off_limits(module) if type(module) is str else True
+
+
+@functools.cache
+def _is_off_limits(module: str) -> bool:
     return module.partition(".")[0] in _OFF_LIMITS and not module.startswith(_FORWARD_MODULES)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hmpx import scope
-from hmpx.casting import call, call_cast, cast, is_explicit
+from hmpx.casting import call, call_cast, cast, is_explicit, public
 from hmpx.catalog import Entry
 from hmpx.policy import Rule
 from hmpx.specialised import WRITTEN, Switch, called_by_torch, make_wrapper
@@ -113,6 +113,7 @@ def build_wrapper(
     if entry.in_place:
         rule = Rule.FIRST_INPUT  # the first is written to: the others come to it, whichever list names the op
     layout = entry.layout
+    public(original)  # looks it up once, while torch is as it was made
     if observe is not None:
         wrapper = _observed(entry, rule, original, switch, observe)
     elif layout.python or layout.lead is None or rule is Rule.UNCAST:

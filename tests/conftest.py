@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -18,6 +20,15 @@ def attributes_of_torch() -> dict:
 
 
 PRISTINE = attributes_of_torch()
+
+
+def pytest_collection_finish(session):
+    """Keep what was imported so far out of the garbage collector's lists.
+
+    `convert()` looks through them for captured names; a million objects of test libraries would cost each test a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
