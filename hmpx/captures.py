@@ -6,7 +6,8 @@ undoes it, for names taken in the meantime too. What cannot be changed (a tuple,
 variable of a running function) is reported.
 
 torch's own tables (operator registries, the overrides of `__torch_function__`, Dynamo's rules) hold the originals for a
-reason and are left alone, as is everything else inside torch that is neither a layer nor a distribution.
+reason and are left alone, as is everything else inside torch that is neither a layer nor a distribution. Of objects
+that `gc.freeze()` has hidden, only the modules are looked through.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ PRISTINE = attributes_of_torch()
 def pytest_collection_finish(session):
     """Keep what was imported so far out of the garbage collector's lists.
 
-    `convert()` looks through them for captured names; a million objects of test libraries would cost each test a second.
+    `convert()` looks through them for captured names, and a million objects of test libraries cost each test a second.
     """
     gc.collect()
     gc.freeze()

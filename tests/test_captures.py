@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections import OrderedDict
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import matmul, nn
@@ -16,6 +18,15 @@ X = torch.randn(4, 4)
 TABLE = {"linear": F.linear, "other": 1}
 LIST = [F.linear]
 TUPLE = (F.linear,)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen():
+    """Everything is looked through, as in a user's process."""
+    gc.unfreeze()
+    yield
+    hmpx.restore()
+    gc.freeze()
 
 
 class Holder:
