@@ -41,6 +41,15 @@ def torch_is_untouched():
 
 
 @pytest.fixture
+def everything_is_looked_through(torch_is_untouched):
+    """As in a user's process: for tests of names that modules captured when they were imported."""
+    gc.unfreeze()
+    yield
+    hmpx.restore()
+    gc.freeze()
+
+
+@pytest.fixture
 def lists(tmp_path):
     """Write op list files and return the keyword arguments of `convert`; a side that is not given is empty."""
 

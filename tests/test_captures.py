@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections import OrderedDict
 
 import pytest
@@ -20,13 +19,7 @@ LIST = [F.linear]
 TUPLE = (F.linear,)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_frozen():
-    """Everything is looked through, as in a user's process."""
-    gc.unfreeze()
-    yield
-    hmpx.restore()
-    gc.freeze()
+pytestmark = pytest.mark.usefixtures("everything_is_looked_through")
 
 
 class Holder:

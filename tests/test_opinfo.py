@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch.utils._pytree import tree_flatten, tree_map
 
 import hmpx
@@ -23,11 +22,15 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("everything_is_looked_through"),  # the database holds torch's functions
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 SAMPLES = 8
-AUTOCAST = yaml.safe_load((Path(__file__).parent / "data" / "autocast" / "autocast_cpu.yaml").read_text())["ops"]
+AUTOCAST = Path(hmpx.__file__).parent / "oplists" / "autocast-cpu"
 
 # Their result is memory that nobody wrote, or reads such memory: two plain runs of torch differ as well.
 UNDEFINED = {
@@ -117,13 +120,11 @@ def test_empty_lists_give_the_bits_and_the_errors_of_plain_torch(lists):
     assert not wrong, report(wrong)
 
 
-def test_autocasts_lists_give_the_dtypes_and_bits_of_autocast(lists):
+def test_autocasts_lists_give_the_dtypes_and_bits_of_autocast():
     cases()  # the samples are made once, and not under autocast
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = [run(*case) for case in cases()]
-    arguments = lists(
-        " ".join(AUTOCAST["lower_precision_fp"]), " ".join(AUTOCAST["fp32"]), " ".join(AUTOCAST["promote"])
-    )
+    arguments = {f"{side}_file_path": AUTOCAST / f"{side}.txt" for side in ("bf16", "fp32", "promote")}
     with hmpx.convert(**arguments):
         got = [run(*case) for case in cases()]
     wrong = []
