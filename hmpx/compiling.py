@@ -16,10 +16,12 @@ from types import ModuleType
 from typing import Any
 
 import wrapt
+from torch._C._dynamo.eval_frame import skip_code
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
 _RULES = "torch._dynamo.trace_rules"
 _originals: dict[int, Callable] = {}  # by identity of the wrapper, of the conversion that is installed
+_codes: set[types.CodeType] = set()  # of these wrappers
 _kept: dict[str, Any] = {}  # of trace_rules, while exchanged
 _waiting = False
 
@@ -30,11 +32,8 @@ def never_compile_alone(*functions: Callable) -> None:
     Such a graph would lose what they tell the rest of the thread.
     """
 
-    def skip(eval_frame: ModuleType) -> None:
-        for function in functions:
-            eval_frame.skip_code(function.__code__)
-
-    wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
+    for function in functions:
+        skip_code(function.__code__)
 
 
 def never_compile(function: Callable) -> None:
@@ -52,6 +51,7 @@ def install(originals: dict[Callable, Callable]) -> None:
     """Let Dynamo see through the wrappers, which are the keys, as soon as it is imported."""
     global _waiting
     _originals.update({id(wrapper): original for wrapper, original in originals.items()})
+    _codes.update(wrapper.__code__ for wrapper in originals if isinstance(wrapper, types.FunctionType))
     if _RULES in sys.modules:
         _exchange(sys.modules[_RULES])
         _forget_compiled()
@@ -63,6 +63,7 @@ def install(originals: dict[Callable, Callable]) -> None:
 def uninstall() -> None:
     """Take that back; what was compiled is compiled anew when it is called."""
     _originals.clear()
+    _codes.clear()
     rules = sys.modules.get(_RULES)
     if rules is not None and _kept:
         for name, value in _kept.items():
@@ -90,6 +91,9 @@ def _exchange(rules: ModuleType) -> None:
         return get_tensor_method() | frozenset(v for v in _originals.values() if isinstance(v, _METHODS))
 
     rules.load_object, rules.get_tensor_method = load_original, get_original_methods
+    # Called from code that is not compiled, behind a graph break, a wrapper runs as the C function that it stands for.
+    for code in _codes:
+        skip_code(code)
     _clear_tables(rules)
 
 

@@ -50,6 +50,8 @@ def test_the_tables_name_only_what_exists():
     ops = catalog().keys()
     assert not (tables.REFUSES_MIXED | tables.O2_BF16 | tables.STATISTICS.keys()) - ops
     assert not set(tables.RENAMED.values()) - ops
+    assert not {name for names in tables.SPELLED_OUT.values() for name in names} - ops
+    assert all(torch._C._jit_get_schemas_for_operator(f"aten::{name}") for name in tables.SPELLED_OUT)
     assert not (set(tables.FOLLOWS) | set(tables.FOLLOWS.values())) - ops
 
 

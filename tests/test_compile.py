@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn, optim
 
@@ -282,3 +283,13 @@ def test_classes_that_dynamo_wraps_are_still_watched(cls):
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     assert hasattr(vars(cls)["step"], "_torchdynamo_orig_callable")
     assert stepped() == 1
+
+
+def test_a_wrapper_behind_a_graph_break_is_no_graph_of_its_own():
+    """As the C function that it stands for is none."""
+    linear = nn.Linear(8, 8)
+    graphs = torch._dynamo.testing.CompileCounter()
+    with hmpx.convert():
+        compiled = torch.compile(linear.__call__, backend=graphs)  # Dynamo does not look into nn.Module's own code
+        assert compiled(torch.randn(4, 8)).dtype is compiled(torch.randn(4, 8, dtype=BF16)).dtype is BF16
+    assert graphs.frame_count == 0

@@ -20,16 +20,17 @@ def test_every_python_snippet_runs_and_prints_what_it_says(monkeypatch):
     namespace: dict = {}
     blocks = re.findall(r"```(python|text)\n(.*?)```", README, re.DOTALL)
     printed = ""
-    ran = 0
+    ran = compared = 0
     for kind, block in blocks:
         if kind == "python":
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
-                exec(compile(block, "README.md", "exec"), namespace)
+                exec(compile(block, "model.py", "exec"), namespace)
             printed, ran = out.getvalue(), ran + 1
-        elif ran == 1:  # what the first snippet prints
+        elif printed:  # by the snippet above
             assert printed == block
-    assert ran == 6
+            printed, compared = "", compared + 1
+    assert (ran, compared) == (8, 3)
 
 
 def test_the_two_commands_are_marked_and_ci_runs_the_second():

@@ -94,3 +94,17 @@ def test_bench_prints_a_table_and_writes_it_as_json(capsys, tmp_path):
     assert all(row["name"] in out for row in rows) and any(row["name"] == "hmpx eager kernel" for row in rows)
     status, out, _ = run(capsys, "bench", "step", "--elements", "20000", "--repeat", "1")
     assert status == 0 and "hmpx split, torch fused" in out
+
+
+@pytest.mark.slow
+def test_bench_sets_casts_and_models_beside_autocast(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    status, out, _ = run(capsys, "bench", "casts", "--repeat", "1")
+    assert status == 0 and "hmpx/autocast" in out and "linear, BF16 comes" in out
+    status, out, _ = run(capsys, "bench", "train", "--models", "mlp", "--eager", "--repeat", "1", "--json", str(file))
+    rows = {row["name"]: row["figures"] for row in json.loads(file.read_text())["rows"]}
+    assert status == 0 and len(rows) == 4 and all(name in out for name in rows)
+    step, inference = rows["mlp, eager, step"], rows["mlp, eager, inference"]
+    assert (
+        step["hmpx/autocast"] == pytest.approx(step["hmpx ms"] / step["autocast ms"]) and "hmpx cached ms" in inference
+    )

@@ -92,7 +92,7 @@ class _Subject:
         return steps | self.inferences(forward)
 
     def inferences(self, forward: Callable = contextlib.nullcontext) -> dict[str, Work]:
-        frozen = self._compile(self._frozen.__call__)
+        frozen = self._compile(self._frozen)
 
         def inference(inputs: Tensor) -> None:
             with torch.no_grad(), forward():
