@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 import wrapt
-from torch._C._dynamo.eval_frame import skip_code
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
 _RULES = "torch._dynamo.trace_rules"
@@ -32,8 +31,11 @@ def never_compile_alone(*functions: Callable) -> None:
     Such a graph would lose what they tell the rest of the thread.
     """
 
-    for function in functions:
-        skip_code(function.__code__)
+    def skip(eval_frame: ModuleType) -> None:
+        for function in functions:
+            eval_frame.skip_code(function.__code__)
+
+    wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
 
 
 def never_compile(function: Callable) -> None:
@@ -91,10 +93,14 @@ def _exchange(rules: ModuleType) -> None:
         return get_tensor_method() | frozenset(v for v in _originals.values() if isinstance(v, _METHODS))
 
     rules.load_object, rules.get_tensor_method = load_original, get_original_methods
-    # Called from code that is not compiled, behind a graph break, a wrapper runs as the C function that it stands for.
-    for code in _codes:
-        skip_code(code)
+    wrapt.register_post_import_hook(_skip_wrappers, "torch._dynamo.eval_frame")
     _clear_tables(rules)
+
+
+def _skip_wrappers(eval_frame: ModuleType) -> None:
+    """Behind a graph break a wrapper is no graph of its own, as the C function that it stands for is none."""
+    for code in _codes:
+        eval_frame.skip_code(code)
 
 
 def _clear_tables(rules: ModuleType) -> None:
