@@ -147,9 +147,10 @@ def leave(casting: bool | None, how: Rounding | None = None) -> None:
             region = opened[i]
             if region.casting is casting and region.rounding is how and (region.task is None or region.task in carried):
                 index = i
-                _tasks.set(tuple(task for task in carried if task is not region.task))
                 break
-    opened.pop(index)
+    task = opened.pop(index).task
+    if task is not None:
+        _tasks.set(tuple(other for other in _tasks.get() if other is not task))
     now = opened[-1].casting if opened else None
     if now is not casting:
         _announce(now)
