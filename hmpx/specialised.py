@@ -108,6 +108,7 @@ def make(_original, _switch):
     def {function}({signature}, *args, **kwargs):
         if not (_off or kwargs{dtypes}){present}{ordinary}:
             try:
+                _dtype = {first}
                 _right = {right}
             except AttributeError:
                 _right = False
@@ -154,6 +155,11 @@ def _test(p: Argument, test: str) -> str:
     return f"({p.name} is None or {test})" if p.optional else test
 
 
+def _first_is_right(target: torch.dtype | None, kept: bool) -> list[str]:
+    """The tests on the dtype of the first tensor, which the others follow where no list names one."""
+    return ["_dtype is _target"] if target is not None else ["_dtype in _eligible"] if kept else []
+
+
 @functools.cache
 def make_wrapper(
     layout: Layout, rule: Rule, function: str, found_by_torch: bool
@@ -175,11 +181,12 @@ def make_wrapper(
     }
     fields["ordinary"] = f" and {fields['plain']}" if found_by_torch else ""
     target, first = TARGETS.get(rule), f"{tensors[0].name}.dtype"
-    wanted = first if target is None else "_target"
+    fields["first"] = first
+    wanted = "_dtype" if target is None else "_target"
     kept = {parameters[i] for i in (*layout.statistics, *layout.beside)}
     # Statistics of FP32, and what is beside them, are right whatever the input is.
-    right = [_test(p, f"{p.name}.dtype is {'_float32' if p in kept else wanted}") for p in tensors]
-    fields["right"] = " and ".join([f"{first} in _eligible", *right] if kept else right)
+    right = [_test(p, f"{p.name}.dtype is {'_float32' if p in kept else wanted}") for p in tensors[1:]]
+    fields["right"] = " and ".join([*_first_is_right(target, bool(kept)), *right]) or "True"
     if kept:
         body = ""
     elif target is None:
