@@ -71,8 +71,8 @@ class Audit:
 def audit(model: Callable, inputs: Any = ()) -> Audit:
     """Run a model once under the conversion that is installed, and say which listed ops ran in another dtype.
 
-    Ops of the backward pass, in-place ops, and what runs inside `disable_casts()` are not looked at; nor are ops inside
-    an op that a list names, since the outermost decides. Compiled functions run eagerly. Random number generators and,
+    Ops of the backward pass, in-place ops, and what runs inside `disable_casts()` are not looked at; nor are the
+    branches of `torch.cond`, nor ops inside an op that a list names, since the outermost decides. Compiled functions run eagerly. Random number generators and,
     of a module, buffers are put back afterwards. Only the calling thread is watched.
 
     Args:
@@ -96,6 +96,8 @@ def audit(model: Callable, inputs: Any = ()) -> Audit:
 class _Watch(TorchDispatchMode):
     """Collects the ops that ran in another dtype than `policy` says."""
 
+    supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
+
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self._policy = policy
@@ -104,7 +106,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         # Nothing of this is the model's: backward, regions and Python functions that a list names, writing ops.
-        if torch._C._current_autograd_node() is None and scope.casts_on() and not func._schema.is_mutable:
+        forward = torch._C._current_autograd_node() is None and scope.casts_on()
+        if forward and isinstance(func, torch._ops.OpOverload) and not func._schema.is_mutable:
             self._look(func, args, kwargs)
         return func(*args, **kwargs)
 

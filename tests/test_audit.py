@@ -36,6 +36,7 @@ def scripted(module):
         (lambda x: torch.tensordot(x, x, 1), {("mm", "aten.mm.default", (FP32,))}),
         (lambda x: ESCAPED[0](x, x), {("mm", "aten.mm.default", (FP32,))}),
         (lambda x: torch.ops.aten.mm(x.bfloat16(), x.bfloat16()), set()),
+        (lambda x: torch.cond(x.sum() > 99, lambda x: x * 2, lambda x: x, (x,)), set()),
         (lambda x: torch.ops.aten._softmax(x.bfloat16(), -1, False), {("softmax", "aten._softmax.default", (BF16,))}),
         (
             lambda x: torch.ops.aten.native_layer_norm(x, (4,), None, None, 1e-5),
