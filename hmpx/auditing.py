@@ -72,8 +72,9 @@ def audit(model: Callable, inputs: Any = ()) -> Audit:
     """Run a model once under the conversion that is installed, and say which listed ops ran in another dtype.
 
     Ops of the backward pass, in-place ops, and what runs inside `disable_casts()` are not looked at; nor are the
-    branches of `torch.cond`, nor ops inside an op that a list names, since the outermost decides. Compiled functions run eagerly. Random number generators and,
-    of a module, buffers are put back afterwards. Only the calling thread is watched.
+    branches of `torch.cond`, nor ops inside an op that a list names, since the outermost decides. Compiled functions
+    run eagerly. Random number generators and, of a module, buffers are put back afterwards. Only the calling thread is
+    watched.
 
     Args:
         model: a module, or any callable.
