@@ -111,23 +111,39 @@ def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str
     return out
 
 
-def round_into(out: Tensor, x: Tensor, seed: int, step: int, name: str, offset: int = 0) -> None:
-    """`stochastic_round_` without its checks, under `torch.no_grad()`."""
+def round_into(
+    out: Tensor, x: Tensor, seed: int, step: int, name: str, offset: int = 0, width: int = 0, stride: int = 0
+) -> None:
+    """`stochastic_round_` without its checks, under `torch.no_grad()`.
+
+    The first of each `width` elements of `x`, 0 for all of them, is `stride` on from that before in the whole
+    parameter: a part of a parameter that is sharded along another dimension than its first.
+    """
     if not x.numel():
         return
     source = x.contiguous()
     target = out if out.is_contiguous() else torch.empty_like(source, dtype=out.dtype)
-    kernel, (high, low) = _kernel(source), divmod(offset, 2**32)
-    if low + source.numel() <= 2**32:
-        kernel(target, source, derive_key(seed, step, name, high), low)
-    else:  # a key serves 2^32 elements, and here some have the next one
-        cut = 2**32 - low
-        kernel(target.view(-1)[:cut], source.view(-1)[:cut], derive_key(seed, step, name, high), low)
-        round_into(target.view(-1)[cut:], source.view(-1)[cut:], seed, step, name, offset + cut)
+    _round_flat(target.view(-1), source.view(-1), (seed, step, name), offset, width or x.numel(), stride)
     if target is out:
         torch.autograd.graph.increment_version(out)  # a kernel of ours writes behind autograd's back
     else:
         out.copy_(target)
+
+
+def _round_flat(out: Tensor, x: Tensor, numbers: tuple, offset: int, width: int, stride: int) -> None:
+    """Call the kernel, for every 2^32 elements of the parameter once: that is what a key serves."""
+    kernel, (high, low) = _kernel(x), divmod(offset, 2**32)
+    rows, room = x.numel() // width, 2**32 - low
+    if (rows - 1) * stride + width <= room:
+        kernel(out, x, derive_key(*numbers, high), low, width, stride)
+        return
+    if rows == 1:
+        first, on = room, room
+    else:  # the rows that have room, or if there is none, the one that has to be cut
+        fitting = max((room - width) // stride + 1, 1)
+        first, on = fitting * width, fitting * stride
+    _round_flat(out[:first], x[:first], numbers, offset, min(width, first), stride)
+    _round_flat(out[first:], x[first:], numbers, offset + on, min(width, x.numel() - first), stride)
 
 
 def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, int, int], None]:

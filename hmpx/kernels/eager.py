@@ -52,8 +52,17 @@ def _scratch(device: torch.device) -> _Scratch:
     return cache[device]
 
 
-def round_(out: Tensor, x: Tensor, key: int, offset: int) -> None:
-    """`out` bfloat16 and `x` float32: of one shape, contiguous, within one key."""
+def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
+    """`out` bfloat16 and `x` float32: of one shape, contiguous, within one key.
+
+    The first of each `width` numbers, 0 for all of them, is `stride` elements on from that before.
+    """
+    rows = zip(out.view(-1).split(width or x.numel()), x.view(-1).split(width or x.numel()), strict=True)
+    for row, (out_row, x_row) in enumerate(rows):
+        _round_row(out_row, x_row, key, offset + row * stride)
+
+
+def _round_row(out: Tensor, x: Tensor, key: int, offset: int) -> None:
     c, x, out = _scratch(x.device), x.view(-1), out.view(-1)
     odd = offset & 1
     k2 = torch.tensor(_signed(key >> 32), dtype=torch.int32, device=x.device)

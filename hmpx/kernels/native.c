@@ -66,8 +66,15 @@ static inline void round_block(const float *restrict x, uint16_t *restrict out, 
     BODY                                                                                                 \
   }
 
-void round_stochastic(const float *x, uint16_t *out, int64_t n, uint64_t key, uint64_t offset, int threads) {
-  FOR_EACH_BLOCK(round_block(x + at, out + at, count, key, offset + at);)
+/* Rows of `width` numbers; the first of row r is element `offset + r * stride` of the parameter. */
+void round_stochastic(const float *x, uint16_t *out, int64_t n, uint64_t key, uint64_t offset, int64_t width,
+                      int64_t stride, int threads) {
+  FOR_EACH_BLOCK(for (int64_t end = at + count, row = at / width; at < end; row++) {
+    int64_t column = at - row * width;
+    int64_t length = width - column < end - at ? width - column : end - at;
+    round_block(x + at, out + at, length, key, offset + row * stride + column);
+    at += length;
+  })
 }
 
 /* halves.py: an FP32 number as the BF16 nearest to it, ties away from zero, and an int16. */

@@ -44,7 +44,7 @@ class _Numbers(ctypes.Structure):
 
 
 _SIGNATURES = {
-    "round_stochastic": (_POINTER, _POINTER, _INT64, _UINT64, _UINT64, _INT),
+    "round_stochastic": (_POINTER, _POINTER, _INT64, _UINT64, _UINT64, _INT64, _INT64, _INT),
     "split_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "join_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "follow_weights": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
@@ -53,9 +53,13 @@ _SIGNATURES = {
 }
 
 
-def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int) -> None:
-    """`out` bfloat16 and `x` float32: of one shape, contiguous, on the CPU, within one key. Needs `library()`."""
-    library().round_stochastic(x.data_ptr(), out.data_ptr(), x.numel(), key, offset, torch.get_num_threads())
+def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
+    """`out` bfloat16 and `x` float32: of one shape, contiguous, on the CPU, within one key. Needs `library()`.
+
+    The first of each `width` numbers, 0 for all of them, is `stride` elements on from that before.
+    """
+    n, threads = x.numel(), torch.get_num_threads()
+    library().round_stochastic(x.data_ptr(), out.data_ptr(), n, key, offset, width or n, stride, threads)
 
 
 def adam(weight: Held, grad: Held, mean: Held, square: Held, *numbers: float) -> None:

@@ -22,17 +22,23 @@ def available() -> bool:
     return triton is not None
 
 
-def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int) -> None:
-    """`out` bfloat16 and `x` float32: of one shape, contiguous, on one CUDA device, within one key."""
-    odd = offset & 1
-    _launch(_round, (x.numel() + odd + 1) // 2, x, out, x.numel(), odd, offset >> 1, *_halves(key))
+def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
+    """`out` bfloat16 and `x` float32: of one shape, contiguous, on one CUDA device, within one key.
+
+    The first of each `width` numbers, 0 for all of them, is `stride` elements on from that before.
+    """
+    width = width or x.numel()
+    programs = triton.cdiv(width // 2 + 1, _PAIRS)  # for a row, which may begin at an odd element
+    _launch(_round, x.numel() // width * programs, x, out, programs, width, stride, offset, *_halves(key))
 
 
 def adam(weight, grad, mean, square, *numbers: float) -> None:
     """A step of Adam or AdamW in place; as `native.adam`."""
     p = weight[0]
     keys = (half for each in (weight, mean, square) for half in _halves(each[1]))
-    _launch(_adam, (p.numel() + 1) // 2, p, grad[0], mean[0], square[0], p.numel(), *keys, *numbers)
+    _launch(
+        _adam, triton.cdiv((p.numel() + 1) // 2, _PAIRS), p, grad[0], mean[0], square[0], p.numel(), *keys, *numbers
+    )
 
 
 def sgd(weight, grad, buffer, *numbers: float) -> None:
@@ -43,20 +49,35 @@ def sgd(weight, grad, buffer, *numbers: float) -> None:
     held = p if buffer[0] is None else buffer[0]
     flags = (momentum >= 0.0, bool(nesterov))
     count = p.numel()
-    _launch(_sgd, (count + 1) // 2, p, grad[0], held, count, *keys, sign, l2, momentum, keep, add, rate, *flags)
+    programs = triton.cdiv((count + 1) // 2, _PAIRS)
+    _launch(_sgd, programs, p, grad[0], held, count, *keys, sign, l2, momentum, keep, add, rate, *flags)
 
 
 def _halves(key: int) -> tuple[int, int]:
     return key & 0xFFFFFFFF, key >> 32
 
 
-def _launch(kernel, pairs: int, first: torch.Tensor, *arguments) -> None:
+def _launch(kernel, programs: int, first: torch.Tensor, *arguments) -> None:
     with torch.cuda.device_of(first):
-        kernel[(triton.cdiv(pairs, _PAIRS),)](first, *arguments, PAIRS=_PAIRS)
+        kernel[(programs,)](first, *arguments, PAIRS=_PAIRS)
 
 
 if triton is not None:
-    _KEYS = ["count", "odd", "first", "k1", "k2", "m1", "m2", "v1", "v2", "b1", "b2"]  # vary from call to call
+    _KEYS = [
+        "count",
+        "programs",
+        "width",
+        "stride",
+        "offset",
+        "k1",
+        "k2",
+        "m1",
+        "m2",
+        "v1",
+        "v2",
+        "b1",
+        "b2",
+    ]  # vary from call to call
 
     @triton.jit
     def _mixed(pair, k1, k2):
@@ -93,12 +114,14 @@ if triton is not None:
             return x
 
     @triton.jit(do_not_specialize=_KEYS)
-    def _round(x, out, count, odd, first, k1, k2, PAIRS: tl.constexpr):
-        pair = _pair(PAIRS)
-        element = 2 * pair[:, None] + tl.arange(0, 2)[None, :] - odd
-        inside = (element >= 0) & (element < count)
-        values = tl.load(x + element, mask=inside, other=0.0)
-        tl.store(out + element, _rounded(values, pair + first, k1, k2), mask=inside)
+    def _round(x, out, programs, width, stride, offset, k1, k2, PAIRS: tl.constexpr):
+        row = (tl.program_id(0) // programs).to(tl.int64)
+        first = offset.to(tl.int64) + row * stride  # element of the parameter
+        pair = (tl.program_id(0) % programs).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+        column = 2 * pair[:, None] + tl.arange(0, 2)[None, :] - (first & 1)
+        inside = (column >= 0) & (column < width)
+        values = tl.load(x + row * width + column, mask=inside, other=0.0)
+        tl.store(out + row * width + column, _rounded(values, pair + (first >> 1), k1, k2), mask=inside)
 
     @triton.jit(do_not_specialize=_KEYS)
     def _adam(

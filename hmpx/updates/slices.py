@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from hmpx.updates.state import Handover, SlicedState
+from hmpx.sharding import held_part, like, local
+from hmpx.updates.state import GatheredHandover, Handover, SlicedState
 from hmpx.updates.weights import Numbers, Run, Stochastic
 
 Tensor = torch.Tensor
@@ -34,21 +35,23 @@ def slice_size(elements: int) -> int:
 def cut(runs: Iterable[Run], size: int, parts: Callable[[Run], Iterable[Run]]) -> Iterator[list[Run]]:
     """Batches of at most `size` elements: small parameters together, large ones in `parts`.
 
-    Parameters that share memory come one after the other, as they would without slices.
+    A sharded parameter is always given to `parts`; what has to be gathered is a batch of its own, so that all ranks
+    gather in the same order. Parameters that share memory come one after the other, as they would without slices.
     """
     batch: list[Run] = []
     room, places = size, set()
     for run in runs:
-        count, place = run.count, run.param.data_ptr()
+        count, place = run.count, local(run.param).data_ptr()
         if batch and (count > room or place in places):
             yield batch
             batch, room, places = [], size, set()
-        if count <= room:
-            batch.append(run)
+        pieces = [run] if count <= room and run.box is None else list(parts(run))
+        if count <= room and not pieces[0].is_gathered:
+            batch += pieces
             places.add(place)
             room -= count
         else:
-            yield from ([part] for part in parts(run))
+            yield from ([piece] for piece in pieces)
     if batch:
         yield batch
 
@@ -62,7 +65,8 @@ class SlicedStep:
         self._optimizer, self._step, self._way, self._numbers = optimizer, step, way, numbers
         self._state_dtype = state_dtype
         self._group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._size = slice_size(sum(p.numel() for p in self._group))
+        with torch.no_grad():
+            self._size = slice_size(sum(local(p).numel() for p in self._group))
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._sliced: dict[Parameter, SlicedState] = {}
         self._others: list[Parameter] = []
@@ -75,7 +79,7 @@ class SlicedStep:
         self._others = others
         for device in {run.param.device: None for run in runs}:
             here = [run for run in runs if run.param.device == device]
-            if sum(run.count for run in here) > self._size:
+            if sum(run.param.numel() for run in here) > _FLOOR:  # not what this rank holds: ranks must agree
                 here = self._each_group_first(here)
             for batch in cut(here, self._size, self._parts if by_element else lambda run: [run]):
                 self._batch(batch)
@@ -84,14 +88,16 @@ class SlicedStep:
 
     def _each_group_first(self, runs: list[Run]) -> list[Run]:
         """The smallest parameter of each group in front: what is wrong with a group shows before a write-back."""
-        smallest = {self._group[run.param]: run for run in sorted(runs, key=lambda run: -run.count)}
+        smallest = {self._group[run.param]: run for run in sorted(runs, key=lambda run: -run.param.numel())}
         first = list(smallest.values())
         return first + [run for run in runs if run not in first]
 
-    def _parts(self, run: Run) -> Iterator[Run]:
+    def _parts(self, run: Run) -> Iterable[Run]:
         p = run.param
+        if not p.dim():
+            return [run]
         self._sliced[p] = state = SlicedState(self._optimizer.state, p, self._state_dtype)
-        flat = p.is_contiguous() and p.grad.is_contiguous() and state.is_contiguous()
+        flat = local(p).is_contiguous() and held_part(p, p.grad).is_contiguous() and state.is_contiguous()
         return run.parts(self._size, rows=not flat)
 
     def _batch(self, batch: list[Run]) -> None:
@@ -102,7 +108,8 @@ class SlicedStep:
         try:
             for run, shadow in zip(batch, shadows, strict=True):
                 if run.start is None:
-                    whole.append(Handover(self._optimizer, run, shadow, self._state_dtype))
+                    kind = GatheredHandover if run.is_gathered else Handover
+                    whole.append(kind(self._optimizer, run, shadow, self._state_dtype))
                 else:
                     self._sliced[run.param].show(run, shadow)
             shown = {run.param: shadow for run, shadow in zip(batch, shadows, strict=True)}
@@ -121,7 +128,8 @@ class SlicedStep:
                 self._sliced[run.param].take(run, shadow, self._numbers)
                 if run.is_last:
                     self._sliced.pop(run.param).finish()
-            self._way.write(run, shadow, self._numbers)
+            run.written()
+            self._way.write(run, held_part(run.param, shadow) if run.is_gathered else shadow, self._numbers)
 
     def _shadows(self, batch: list[Run]) -> list[Tensor]:
         """FP32 weights with FP32 gradients; plain tensors, which the listed classes take for parameters."""
@@ -131,9 +139,12 @@ class SlicedStep:
             _laid_out(run, run.of(run.param), flat) for run, flat in zip(batch, weights.split(counts), strict=True)
         ]
         self._way.read_all(batch, shadows)
+        shadows = [_gathered(*each) if each[0].is_gathered else each[1] for each in zip(batch, shadows, strict=True)]
         narrow, wide = [], []
         for run, shadow, flat in zip(batch, shadows, grads.split(counts), strict=True):
-            grad = run.param.grad
+            if run.is_gathered:
+                continue
+            grad = held_part(run.param, run.param.grad)
             if grad.dtype is torch.bfloat16 and grad.layout is torch.strided:
                 narrow.append(run.of(grad))
                 wide.append(_laid_out(run, narrow[-1], flat))
@@ -170,6 +181,13 @@ class Showing:
     def __exit__(self, *exception: object) -> None:
         for group, before in zip(self._groups, self._before, strict=True):
             group["params"][:] = before
+
+
+def _gathered(run: Run, shadow: Tensor) -> Tensor:
+    """The whole of a sharded parameter, for an optimizer that looks at whole ones; every rank computes the same."""
+    whole = like(run.param, shadow).full_tensor()
+    whole.grad = run.param.grad.full_tensor().float()
+    return whole
 
 
 def _laid_out(run: Run, like: Tensor, flat: Tensor) -> Tensor:

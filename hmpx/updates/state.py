@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from hmpx.sharding import box_of, held_part, is_sharded, local
 from hmpx.updates.weights import Numbers, Run
 
 Tensor = torch.Tensor
@@ -62,7 +63,12 @@ def _has(value: Any, dtype: torch.dtype) -> bool:
     """
     if isinstance(value, list):
         return any(_has(item, dtype) for item in value)
-    return type(value) is Tensor and value.dtype is dtype and (value.dim() > 0 or dtype is BF16)
+    return _is_dense(value) and value.dtype is dtype and (value.dim() > 0 or dtype is BF16)
+
+
+def _is_dense(value: Any) -> bool:
+    """A tensor whose numbers are what they seem, sharded or not; another class may hold them in eight bits."""
+    return type(value) is Tensor or is_sharded(value)
 
 
 def _brought(value: Any, wrong: torch.dtype, dtype: torch.dtype) -> Any:
@@ -73,18 +79,18 @@ def _brought(value: Any, wrong: torch.dtype, dtype: torch.dtype) -> Any:
 
 def _is_own(optimizer: optim.Optimizer, state: dict) -> bool:
     """Whether the optimizer keeps BF16 state of FP32 parameters by its own choice."""
-    others = (v for v in state.values() if type(v) is Tensor and v.dtype is torch.float32)
+    others = (v for v in state.values() if _is_dense(v) and v.dtype is torch.float32)
     return optimizer in _own_bf16 or any(v.dim() for v in others)
 
 
 def _is_held(value: Any) -> bool:
     """A tensor of moments or the like."""
-    floating = type(value) is Tensor and value.dtype in (BF16, torch.float32)
+    floating = _is_dense(value) and value.dtype in (BF16, torch.float32)
     return floating and value.dim() > 0 and value.layout is torch.strided
 
 
 def _is_bf16(value: Any) -> bool:
-    return type(value) is Tensor and value.dtype is BF16
+    return _is_dense(value) and value.dtype is BF16
 
 
 def _widened(value: Any) -> Any:
@@ -97,7 +103,8 @@ def _rounded(value: Any, before: Any, run: Run, key: str, numbers: Numbers) -> A
         return value
     reuse = _is_held(before) and before.dtype is BF16 and before.shape == value.shape
     out = before if reuse else torch.empty_like(value, dtype=BF16)
-    numbers.round_into(out, value, f"{run.name}.{key}", run.offset)
+    name = f"{run.name}.{key}"
+    numbers.round_into(local(out), local(value), name, 0, box_of(value, name))
     return out
 
 
@@ -134,6 +141,43 @@ class Handover:
             self._states[self._run.param] = self._before
 
 
+class GatheredHandover(Handover):
+    """That of a sharded parameter, for a step that sees the whole of it: only the part that this rank holds is kept.
+
+    What has another shape than the parameter, such as factored moments, is whole on every rank, and the same.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, run: Run, shadow: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(optimizer, run, shadow, dtype)
+        if self._before is not None:
+            self._states[shadow] = {key: _whole(value) for key, value in self._before.items()}
+
+    def finish(self, numbers: Numbers) -> None:
+        made, param, before = self._states.pop(self._shadow, None), self._run.param, self._before or {}
+        if made is None:
+            return
+        for key, value in made.items():
+            if not (isinstance(value, Tensor) and value.dim() and value.shape == param.shape):
+                made[key] = _rounded(value, before.get(key), self._run, key, numbers) if self._dtype is BF16 else value
+                continue
+            dtype = BF16 if self._dtype is BF16 and _is_held(value) else value.dtype
+            kept = torch.empty_like(param, dtype=dtype, requires_grad=False) if key not in before else before[key]
+            if dtype is value.dtype:
+                local(kept).copy_(held_part(param, value))
+            else:
+                numbers.round_into(local(kept), held_part(param, value), f"{self._run.name}.{key}", 0, self._run.box)
+            made[key] = kept
+        self._states[param] = made
+
+
+def _whole(value: Any) -> Any:
+    """A state value as a step on a whole parameter sees it, of its own."""
+    if not isinstance(value, Tensor):
+        return value
+    whole = value.full_tensor() if is_sharded(value) else value.clone()
+    return _widened(whole)
+
+
 class SlicedState:
     """The state of one parameter through the steps of its slices.
 
@@ -148,7 +192,7 @@ class SlicedState:
 
     def is_contiguous(self) -> bool:
         """Whether all that is shown as views can be shown flat."""
-        return all(v.is_contiguous() for v in self._new.values() if self._is_full(v))
+        return all(local(v).is_contiguous() for v in self._new.values() if self._is_full(v))
 
     def _is_full(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape == self._param.shape
@@ -173,7 +217,7 @@ class SlicedState:
                     self._new[key] = torch.empty_like(self._param, dtype=dtype, requires_grad=False)
                 full = run.of(self._new[key])
                 if full.dtype is not value.dtype:
-                    numbers.round_into(full, value, f"{run.name}.{key}", run.offset)
+                    numbers.round_into(full, value, f"{run.name}.{key}", run.offset, run.box)
                 elif full.data_ptr() != value.data_ptr():
                     full.copy_(value)
             else:

@@ -10,6 +10,7 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import check_seed
+from hmpx.sharding import box_of
 from hmpx.updates import fused, state
 from hmpx.updates.names import named, parameters
 from hmpx.updates.reach import reach_of
@@ -114,11 +115,9 @@ class WeightUpdates:
 
     def runs(self, optimizer: Optimizer) -> list[Run]:
         """The BF16 parameters, whole, with their names."""
-        runs = [Run(p, name) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
-        for run in runs:
-            if hasattr(run.param, "device_mesh"):
-                raise HmpxError(f"parameter {run.name!r} is sharded (a DTensor); hmpx updates whole parameters only")
-        return runs
+        ours = [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
+        with torch.no_grad():
+            return [Run(p, name, box=box_of(p, name)) for name, p in ours if not _refuse_fsdp1(name, p)]
 
 
 class _OpenStep:
@@ -178,6 +177,14 @@ def _is_uniform(optimizer: Optimizer, runs: list[Run]) -> bool:
             return False
     grads = (run.param.grad for run in runs)
     return all(grad is None or grad.layout is torch.strided for grad in grads)
+
+
+def _refuse_fsdp1(name: str, p: Parameter) -> None:
+    if getattr(p, "_fsdp_flattened", False):
+        raise HmpxError(
+            f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters into one and "
+            "hides where an element belongs; shard the model with torch.distributed.fsdp.fully_shard"
+        )
 
 
 def _skipped(optimizer: Optimizer) -> bool:

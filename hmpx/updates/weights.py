@@ -19,11 +19,12 @@ ties to even.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hmpx.rounding import round_into
+from hmpx.sharding import Box, held_part, is_sharded, like, local
 from hmpx.updates.halves import follow, join, split
 
 Tensor = torch.Tensor
@@ -34,8 +35,9 @@ Parameter = torch.nn.Parameter
 class Run:
     """A parameter, or the elements `start` ... `stop - 1` of it in row-major order.
 
-    A part of a contiguous parameter is shown flat. A part of any other is made of whole rows along the first dimension,
-    `rows` says so, and is shown in their shape.
+    Of a sharded parameter it is those that this rank holds, and `box` is where they stand. A part of a contiguous
+    parameter is shown flat. A part of any other is made of whole rows along the first dimension, `rows` says so, and is
+    shown in their shape.
     """
 
     param: Parameter
@@ -43,9 +45,11 @@ class Run:
     start: int | None = None
     stop: int | None = None
     rows: bool = False
+    box: Box | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This run of a tensor shaped like the parameter, as a view."""
+        """This run of a tensor shaped like the parameter, as a view; under `torch.no_grad()`."""
+        tensor = local(tensor)
         if self.start is None:
             return tensor
         if self.rows:
@@ -56,10 +60,20 @@ class Run:
     def parts(self, size: int, rows: bool) -> Iterator[Run]:
         """A whole run in parts of at most `size` elements, or of one row where that is more."""
         if rows:
-            row = self.count // self.param.shape[0]
+            row = self.count // local(self.param).shape[0]
             size = max(size // row, 1) * row
-        for start in range(0, self.count, size):
-            yield Run(self.param, self.name, start, min(start + size, self.count), rows)
+        for start in range(0, self.count or 1, size):  # a rank may hold nothing, and has state all the same
+            yield replace(self, start=start, stop=min(start + size, self.count), rows=rows)
+
+    def written(self) -> None:
+        """Tell autograd: a sharded parameter does not notice what happens to the tensor that it holds."""
+        if self.box is not None:
+            torch.autograd.graph.increment_version(self.param)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the optimizer is shown more than this rank holds."""
+        return self.start is None and self.box is not None
 
     @property
     def offset(self) -> int:
@@ -67,11 +81,11 @@ class Run:
 
     @property
     def count(self) -> int:
-        return self.param.numel() if self.start is None else self.stop - self.start
+        return local(self.param).numel() if self.start is None else self.stop - self.start
 
     @property
     def is_last(self) -> bool:
-        return self.offset + self.count == self.param.numel()
+        return self.offset + self.count == local(self.param).numel()
 
 
 @dataclass(frozen=True)
@@ -81,8 +95,19 @@ class Numbers:
     seed: int
     step: int
 
-    def round_into(self, out: Tensor, x: Tensor, name: str, offset: int) -> None:
-        round_into(out, x, self.seed, self.step, name, offset)
+    def round_into(self, out: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
+        """Round `x`, whose first element is `start` in the box that this rank holds, None for the whole."""
+        if box is None:
+            round_into(out, x, self.seed, self.step, name, start)
+            return
+        source, target = x.contiguous().view(-1), out.view(-1) if out.is_contiguous() else None
+        rounded = torch.empty_like(source, dtype=out.dtype) if target is None else target
+        for span in box.spans(start, start + x.numel()):
+            here = slice(span.start - start, span.stop - start)
+            place = span.offset, span.width, span.stride
+            round_into(rounded[here], source[here], self.seed, self.step, name, *place)
+        if target is None:
+            out.copy_(rounded.view(out.shape))
 
 
 class Stochastic:
@@ -94,7 +119,7 @@ class Stochastic:
 
     def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
         """Make the FP32 tensor `x` the weights of `run`."""
-        numbers.round_into(run.of(run.param), x, run.name, run.offset)
+        numbers.round_into(run.of(run.param), x, run.name, run.offset, run.box)
 
     def accept(self, param: Parameter) -> None:
         """The weight was written to without a meaning: a step was taken back, or the parameter was copied."""
@@ -121,9 +146,9 @@ class Master(Stochastic):
             self._read(run, out)
 
     def _read(self, run: Run, out: Tensor) -> None:
-        masters = self._masters.get(run.param)
-        if masters is None or masters.shape != run.param.shape:
-            self._masters[run.param] = run.param.float()
+        masters, held = self._masters.get(run.param), local(run.param)
+        if masters is None or masters.shape != held.shape:
+            self._masters[run.param] = held.float()
         follow(run.of(self._masters[run.param]), run.of(run.param), out)
 
     def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
@@ -131,14 +156,14 @@ class Master(Stochastic):
         run.of(run.param).copy_(x)
 
     def masters(self, run: Run) -> Tensor:
-        """The FP32 masters of a whole parameter."""
-        out = torch.empty_like(run.param, dtype=torch.float32)
+        """The FP32 masters of a whole parameter, sharded as the parameter is."""
+        out = torch.empty_like(local(run.param), dtype=torch.float32)
         self.read_all([run], [out])
-        return out
+        return like(run.param, out) if is_sharded(run.param) else out
 
     def set_masters(self, param: Parameter, masters: Tensor) -> None:
         """Take FP32 masters over, from a checkpoint. They hold where the weights are what they round to."""
-        self._masters[param] = torch.empty_like(param, dtype=torch.float32).copy_(masters)
+        self._masters[param] = torch.empty_like(local(param), dtype=torch.float32).copy_(held_part(param, masters))
 
     def forget(self) -> None:
         """Start again from the BF16 weights."""
@@ -156,7 +181,7 @@ class Split(Master):
     def __init__(self) -> None:
         super().__init__()
         self._lower: dict[Parameter, Tensor] = {}
-        self._stamps: dict[Parameter, tuple[int, int]] = {}
+        self._stamps: dict[Parameter, tuple[int, ...]] = {}
 
     def _read(self, run: Run, out: Tensor) -> None:
         if run.param in self._masters:
@@ -179,7 +204,7 @@ class Split(Master):
 
     def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
         if run.param not in self._lower:
-            self._lower[run.param] = torch.zeros_like(run.param, dtype=torch.int16)
+            self._lower[run.param] = torch.zeros_like(local(run.param), dtype=torch.int16)
         split(x, run.of(run.param), run.of(self._lower[run.param]))
         self.accept(run.param)
         if run.is_last:
@@ -193,8 +218,9 @@ class Split(Master):
         self._lower.clear()
 
 
-def _stamp(param: Parameter) -> tuple[int, int]:
-    return param._version, param.data_ptr()
+def _stamp(param: Parameter) -> tuple[int, ...]:
+    held = local(param)
+    return param._version, held._version, held.data_ptr()
 
 
 WAYS = {"stochastic": Stochastic, "nearest": Nearest, "master": Master, "split": Split}

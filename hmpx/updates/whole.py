@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.sharding import local
 from hmpx.updates.state import Handover
 from hmpx.updates.weights import Numbers, Run, Stochastic
 
@@ -55,15 +56,17 @@ class WholeStep:
             for handover in self._states:
                 handover.finish(numbers)
             for p, q in self._shadow.items():
-                self._way.write(self._runs[p], q.detach(), numbers)
+                self._runs[p].written()
+                self._way.write(self._runs[p], local(q.detach()), numbers)
         return result
 
     def _put_in(self) -> None:
         for p, run in self._runs.items():
             weight = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
-            self._way.read_all([run], [weight])
+            self._way.read_all([run], [local(weight)])
             self._shadow[p] = q = Parameter(weight, requires_grad=p.requires_grad)
-            q.__dict__.update(p.__dict__)  # marks an optimizer may look for, such as a sharding or weight-decay flag
+            for mark, value in vars(p).items():  # that an optimizer may look for, such as a weight-decay flag
+                vars(q).setdefault(mark, value)  # what a DTensor holds is there too
             q.grad = _widened_grad(p)
             self._versions[p] = p._version
         self._exchange(self._shadow)

@@ -1,0 +1,71 @@
+"""Run a function on several ranks: processes on this machine, gloo on the loopback address.
+
+Processes are forked from a server that has imported torch and nothing else that runs, so a test starts them in a tenth
+of a second and each of them is as fresh as a process can be.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "hmpx", "tests.ranks"]
+_PATIENCE = 120  # seconds: for the whole of a test on two busy cores
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+def run(world: int, function: Callable, *args: Any) -> list[Any]:
+    """Call ``function(rank, *args)`` on `world` ranks and return what each returns, which must be picklable."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_rank, args=(rank, world, folder, results, function, args)) for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            answers = [_answer(results, processes) for _ in processes]
+        finally:
+            for process in processes:
+                process.join(10 if len(multiprocessing.active_children()) else 0)
+                process.kill()
+    failed = [answer for rank, answer, good in sorted(answers, key=lambda a: a[0]) if not good]
+    if failed:
+        raise RankFailed("\n".join(failed))
+    return [answer for _, answer, _ in sorted(answers, key=lambda a: a[0])]
+
+
+def _answer(results: Any, processes: list) -> tuple[int, Any, bool]:
+    try:
+        return results.get(timeout=_PATIENCE)
+    except queue.Empty:
+        raise RankFailed(f"no answer in {_PATIENCE} s; exit codes {[p.exitcode for p in processes]}") from None
+
+
+def _rank(rank: int, world: int, folder: str, results: Any, function: Callable, args: tuple) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)  # each rank its own, as a program that forgot to seed would have
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    try:
+        results.put((rank, function(rank, *args), True))
+        dist.barrier()
+    except BaseException:
+        results.put((rank, f"rank {rank}: {traceback.format_exc()}", False))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,306 @@
+"""Sharded parameters: the weights are those of one process, however they are cut."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hmpx
+from hmpx.rounding import round_into
+from hmpx.sharding import Box
+from tests import ranks
+
+BF16 = torch.bfloat16
+SHAPES = {"a": (16, 12), "b": (5, 7), "c": (13,), "d": (3, 4, 6), "e": (1, 2), "f": ()}
+MATRICES = {"a": (16, 12), "b": (5, 7), "e": (1, 2)}  # Muon takes nothing else
+
+
+def digest(tensors):
+    """A hash of the bits of named tensors, sharded or not."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        found.update(name.encode() + whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def drawn(shapes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+def train(case, place=lambda tensor: tensor):
+    """Four steps with given gradients; hashes of the weights and of the state, and the kinds of the state."""
+    cls, options, attached, shapes = case
+    params = {name: nn.Parameter(place(weight)) for name, weight in drawn(shapes, 3).items()}
+    optimizer = cls(list(params.items()), **options)
+    handle = hmpx.attach(optimizer, **attached)
+    for step in range(4):
+        for name, gradient in drawn(shapes, 100 + step).items():
+            params[name].grad = place(gradient)
+        optimizer.step()
+    state = {f"{n}.{k}": v for n, p in params.items() for k, v in optimizer.state[p].items()}
+    handle.detach()
+    return digest(params), digest(state)
+
+
+ELEMENT = [
+    (optim.AdamW, {"lr": 1e-2}, {}, SHAPES),
+    (optim.AdamW, {"lr": 1e-2, "foreach": False}, {"weights": "split"}, SHAPES),
+    (optim.AdamW, {"lr": 1e-2}, {"weights": "master", "state_dtype": BF16}, SHAPES),
+    (optim.SGD, {"lr": 1e-2, "momentum": 0.9}, {"state_dtype": BF16}, SHAPES),
+    (optim.RAdam, {}, {"weights": "nearest"}, SHAPES),
+]
+PARAMETER = [
+    (optim.Adafactor, {}, {}, SHAPES),
+    (optim.Adafactor, {}, {"weights": "split", "state_dtype": BF16}, SHAPES),
+    (optim.Muon, {}, {"weights": "master"}, MATRICES),
+    (optim.Muon, {}, {"state_dtype": BF16}, MATRICES),
+]
+CASES = [*ELEMENT, *PARAMETER]
+
+
+def placer(mesh, *placements):
+    """Cut along the given dimensions where a tensor has them, else along its first."""
+
+    def place(tensor):
+        fitting = [p if not isinstance(p, Shard) or p.dim < tensor.dim() else Shard(0) for p in placements]
+        fitting = [Replicate() if isinstance(p, Shard) and not tensor.dim() else p for p in fitting]
+        if len({p.dim for p in fitting if isinstance(p, Shard)}) < sum(isinstance(p, Shard) for p in fitting):
+            fitting = [Replicate(), *fitting[1:]]
+        return distribute_tensor(tensor, mesh, fitting)
+
+    return place
+
+
+def _cut_in_every_way(rank, cases):
+    world = dist.get_world_size()
+    line = init_device_mesh("cpu", (world,))
+    ways = [placer(line, placement) for placement in (Shard(0), Shard(1), Shard(2), Replicate())]
+    if world == 4:
+        square = init_device_mesh("cpu", (2, 2))
+        ways += [placer(square, *both) for both in itertools.permutations((Shard(0), Shard(1), Shard(2)), 2)]
+        ways.append(placer(square, Replicate(), Shard(0)))
+    return [[train(case, way) for way in ways] for case in cases]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_however_parameters_are_cut_the_weights_are_those_of_one_process(world):
+    expected = [train(case) for case in CASES]
+    for found in ranks.run(world, _cut_in_every_way, CASES):
+        for case, one, ways in zip(CASES, expected, found, strict=True):
+            assert ways == [one] * len(ways), case
+
+
+def test_a_box_knows_where_its_elements_stand():
+    """Against indices that torch cuts out of an arange."""
+    generator = random.Random(0)
+    for _ in range(2000):
+        whole = tuple(generator.randint(1, 5) for _ in range(generator.randint(0, 4)))
+        offsets = tuple(generator.randint(0, size) for size in whole)
+        sizes = tuple(generator.randint(0, size - offset) for size, offset in zip(whole, offsets, strict=True))
+        cut = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+        indices = torch.arange(torch.Size(whole).numel()).view(whole)[cut].reshape(-1).tolist()
+        start = generator.randint(0, len(indices))
+        stop = generator.randint(start, len(indices))
+        found = []
+        for span in Box.cut(whole, sizes, offsets).spans(start, stop):
+            assert span.start == start + len(found) and (span.stop - span.start) % span.width == 0
+            for row in range((span.stop - span.start) // span.width):
+                first = span.offset + row * span.stride
+                found += range(first, first + span.width)
+        assert found == indices[start:stop]
+
+
+@pytest.mark.parametrize("offset", [5, 2**32 - 20, 2**32 - 7, 2**32 - 3, 2**33 - 40])
+@pytest.mark.parametrize("width, stride", [(7, 13), (8, 8), (1, 2), (600, 2**31)])
+def test_rows_of_a_huge_parameter_are_rounded_as_its_elements(offset, width, stride):
+    """A parameter of more than 2^32 elements, by offsets: element by element against rows."""
+    x = torch.randn(4 * width)
+    rows = torch.empty(4 * width, dtype=BF16)
+    round_into(rows, x, 1, 2, "w", offset, width, stride)
+    singly = [
+        hmpx.stochastic_round(x[i : i + 1], seed=1, step=2, name="w", offset=offset + i // width * stride + i % width)
+        for i in range(len(x))
+    ]
+    assert torch.equal(rows, torch.cat(singly))
+
+
+class Small(nn.Module):
+    """Layers whose rows two and four ranks cannot share evenly."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.norm, self.last = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3)
+        self.bfloat16()
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def _fixed_gradients(model, step):
+    """The same for every number of ranks: what the ranks' batches would add up to depends on their order."""
+    generator = torch.Generator().manual_seed(step)
+    for _, p in model.named_parameters():
+        whole = torch.randn(p.shape, generator=generator).bfloat16()
+        p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
+
+
+def _shard(model, how):
+    world = dist.get_world_size()
+    if how == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32 if how == "policy" else None)
+    for layer in (model.first, model.last, model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def _fully_sharded(rank, how):
+    found = {}
+    for weights in ("stochastic", "master", "split"):
+        model = _shard(Small(), how)
+        optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
+        hmpx.attach(optimizer, weights)
+        for step in range(5):
+            model(torch.ones(2, 6, dtype=BF16)).sum().backward()  # FSDP's own machinery in between
+            _fixed_gradients(model, step)
+            optimizer.step()
+            model(torch.ones(2, 6, dtype=BF16))
+            optimizer.zero_grad()
+        found[weights] = digest(dict(model.named_parameters()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    found = {}
+    for weights in ("stochastic", "master", "split"):
+        model = Small()
+        optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
+        handle = hmpx.attach(optimizer, weights)
+        for step in range(5):
+            _fixed_gradients(model, step)
+            optimizer.step()
+        found[weights] = digest(dict(model.named_parameters()))
+        handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("world, how", [(1, "plain"), (2, "plain"), (4, "plain"), (4, "hsdp"), (2, "policy")])
+def test_fully_shard_gives_the_weights_of_one_process(world, how, one_process):
+    assert ranks.run(world, _fully_sharded, how) == [one_process] * world
+
+
+def _policy_dtypes(rank):
+    """FP32 weights under a policy are torch's affair; BF16 ones beside it get FP32 reductions and our write-back."""
+    model = _shard(Small(), "policy")
+    seen = []
+    model.first.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    optimizer = optim.SGD(model.named_parameters(), lr=1e-3)
+    with hmpx.convert():
+        model(torch.ones(2, 6)).sum().backward()
+        seen += [model.first.weight.grad.dtype, model.first.weight.dtype]
+        with hmpx.disable_casts():
+            optimizer.step()
+    wide = _shard(Small().float(), "policy")
+    wide(torch.ones(2, 6)).sum().backward()
+    return [*seen, wide.first.weight.grad.dtype, wide.first.weight.dtype]
+
+
+def test_a_mixed_precision_policy_beside_hmpx():
+    assert ranks.run(2, _policy_dtypes) == [[BF16, BF16, BF16, torch.float32, torch.float32]] * 2
+
+
+def _tensor_parallel(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)).bfloat16()
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
+    hmpx.attach(optimizer)
+    for step in range(3):
+        model(torch.ones(2, 8, dtype=BF16)).sum().backward()
+        _fixed_gradients(model, step)
+        optimizer.step()
+    return digest(dict(model.named_parameters()))
+
+
+def test_tensor_parallelism_under_fully_shard():
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)).bfloat16()
+    optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
+    with hmpx.disable_casts():
+        for step in range(3):
+            _fixed_gradients(model, step)
+            optimizer.step()
+    assert ranks.run(4, _tensor_parallel) == [digest(dict(model.named_parameters()))] * 4
+
+
+def _whole_and_released(rank):
+    class Mine(optim.AdamW):
+        """A class that hmpx does not know steps on whole copies, which here are DTensors."""
+
+    found = []
+    for cls, attached in ((optim.AdamW, {}), (Mine, {}), (optim.AdamW, {"release_gradients": True})):
+        model = _shard(Small(), "plain")
+        optimizer = cls(model.named_parameters(), lr=1e-2)
+        hmpx.attach(optimizer, **attached)
+        for step in range(3):
+            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(inputs).square().sum().backward()
+            gone = all(p.grad is None for p in model.parameters())
+            assert gone == bool(attached)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(digest(dict(model.named_parameters())))
+    return found
+
+
+def test_unknown_classes_and_released_gradients():
+    (found, other) = ranks.run(2, _whole_and_released)
+    assert found == other and len(set(found)) == 1
+
+
+def _refusals(rank):
+    messages = []
+    mesh = init_device_mesh("cpu", (2,))
+    partial = nn.Parameter(DTensor.from_local(torch.ones(4, dtype=BF16), mesh, [Partial()]))
+    flat = FullyShardedDataParallel(Small(), device_id=torch.device("cpu"))
+    original = FullyShardedDataParallel(Small(), device_id=torch.device("cpu"), use_orig_params=True)
+    for params in ([("w", partial)], flat.named_parameters(), original.named_parameters()):
+        optimizer = optim.SGD(params, lr=1e-2)
+        try:
+            hmpx.attach(optimizer)
+        except hmpx.HmpxError as error:
+            messages.append(str(error))
+        assert not hasattr(optimizer, "_hmpx_attachment")
+    original(torch.ones(2, 6, dtype=BF16)).sum().backward()
+    before = copy.deepcopy([p.detach() for p in original.parameters()])
+    try:
+        with hmpx.disable_casts():
+            optimizer.step()
+    except hmpx.HmpxError as error:
+        messages.append(str(error))
+    assert all(torch.equal(p, q) for p, q in zip(original.parameters(), before, strict=True))
+    return messages
+
+
+def test_what_cannot_be_done_is_refused():
+    for messages in ranks.run(2, _refusals):
+        assert len(messages) == 4 and "partial sum" in messages[0]
+        assert all("FSDP1" in message and "fully_shard" in message for message in messages[1:])
