@@ -10,13 +10,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hmpx import scope
 from hmpx.errors import HmpxError
-from hmpx.updates import steps
+from hmpx.updates import steps, zero
+from hmpx.updates.agreement import compare, several_ranks
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.fused import FUSED
-from hmpx.updates.names import given_names, parameters
+from hmpx.updates.gradients import accumulate_in_fp32, refuse_ddp, replicas
+from hmpx.updates.names import given_names, named, parameters
 from hmpx.updates.reach import REACH, reach_of
 from hmpx.updates.settings import Settings
 from hmpx.updates.stepping import SEED_KEY, STEP_KEY, WeightUpdates, has_bf16
@@ -63,7 +66,18 @@ class Attachment:
         state = f"of {type(self.optimizer).__name__}" if self.active else "detached"
         return f"<hmpx.Attachment {state}: {', '.join(changed)}>"
 
-    def _install(self) -> None:
+    def _facts(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What must be the same on every rank; `optimizer` is the one that knows all parameters."""
+        numbers = self._updates.numbers(self.optimizer)
+        own = {key: str(value) for key, value in vars(self.settings).items()}
+        params = {
+            f"parameter {i}": {"name": name, "dtype": str(p.dtype), "shape": list(p.shape)}
+            for i, (name, p) in enumerate(named(optimizer, self._updates.names))
+        }
+        return {**own, "seed": numbers.seed, "step": numbers.step, "number of parameters": len(params), **params}
+
+    def _install(self, outer: Optimizer | None = None) -> None:
+        """`outer`: the one that the user has, if this is the optimizer inside it."""
         steps.install()
         self._gone = weakref.finalize(self.optimizer, _forgotten, self._undo)
         added = {steps.ATTRIBUTE: self, "__reduce_ex__": functools.partial(_reduce, self._optimizer)}
@@ -72,7 +86,10 @@ class Attachment:
         vars(self.optimizer).update(added)
         self._added = list(added)
         try:
-            Checkpoints(self._updates).register(self.optimizer, self._undo)
+            checkpoints = Checkpoints(self._updates)
+            checkpoints.register(self.optimizer, self._undo)
+            if outer not in (None, self.optimizer):
+                zero.follow_loads(outer, checkpoints, self._undo)
             self.adopt()
             if self.settings.seed is not None:
                 self.optimizer.param_groups[0][SEED_KEY] = self.settings.seed
@@ -89,12 +106,15 @@ class Attachment:
 
     def adopt(self) -> None:
         """Take over parameters that are new in the optimizer."""
-        for p in [p for p in parameters(self.optimizer) if p not in self._adopted]:
+        new = [p for p in parameters(self.optimizer) if p not in self._adopted]
+        if self.settings.use_fp32_grad_acc:
+            accumulate_in_fp32([p for p in new if p.dtype is BF16 and p.requires_grad], self._undo)
+        refuse = refuse_ddp("release_gradients")
+        for p in new:
             self._adopted.add(p)
-            if self.settings.use_fp32_grad_acc and p.dtype is BF16:
-                self._undo.callback(_set_grad_dtype, p, p.grad_dtype)
-                _set_grad_dtype(p, torch.float32)
             if self.settings.release_gradients and p.requires_grad:
+                if several_ranks():
+                    self._undo.callback(p.register_post_accumulate_grad_hook(refuse).remove)
                 self._undo.callback(p.register_post_accumulate_grad_hook(self._release).remove)
             if p.dtype is BF16:
                 steps.keep_fp32_state(p, True)
@@ -131,6 +151,7 @@ def attach(
     use_master_weights_in_ckpt: bool = False,
     release_gradients: bool = False,
     fused: bool = False,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Attachment:
     """From here on, every step of `optimizer` computes in FP32 and holds BF16 parameters as `weights` says.
 
@@ -151,28 +172,37 @@ def attach(
             finishes the step. Same bits. Not for accumulation, gradient clipping or GradScaler.
         fused: Adam, AdamW and SGD run in one kernel of hmpx's own. Faster; the order of its operations is its own, so
             results agree with torch's to rounding and not to the bit.
+        process_group: in a distributed job, the ranks that hold the same optimizer; all of them must attach. None: all
+            ranks of the job.
+
+    A `ZeroRedundancyOptimizer` is attached as any other. With use_fp32_grad_acc under DistributedDataParallel, attach
+    once the model is in it.
 
     Returns:
         A handle with `detach()`. Attaching again with the same settings returns it again.
 
     Raises:
-        HmpxError: something does not fit; the optimizer is as it was.
+        HmpxError: something does not fit, or differs from the first rank's; the optimizer is as it was.
     """
     if not isinstance(optimizer, Optimizer):
         raise HmpxError(f"attach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
     settings = Settings(
         weights, seed, state_dtype, use_fp32_grad_acc, use_master_weights_in_ckpt, release_gradients, fused
     )
-    named = given_names(optimizer, model, names)
-    attached = vars(optimizer).get(steps.ATTRIBUTE)
+    given = given_names(optimizer, model, names)
+    target = zero.inner(optimizer) or optimizer
+    attached = vars(target).get(steps.ATTRIBUTE)
     if attached is not None:
-        if attached.settings == settings and named in ({}, attached._updates.names):
+        if attached.settings == settings and given in ({}, attached._updates.names):
             return attached
         raise HmpxError(f"{attached!r} is in force; hmpx.detach(optimizer) first")
-    _check(optimizer, settings)
-    attachment = Attachment(optimizer, settings, named)
-    attachment._install()
-    attachment._updates.take_masters(optimizer)
+    _check(target, settings)
+    if not has_bf16(optimizer):
+        logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
+    attachment = Attachment(target, settings, given)
+    compare(f"hmpx.attach({type(target).__name__})", attachment._facts(optimizer), process_group)
+    attachment._install(optimizer)
+    attachment._updates.take_masters(target)
     return attachment
 
 
@@ -184,6 +214,7 @@ def detach(optimizer: Optimizer) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         raise HmpxError(f"detach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    optimizer = zero.inner(optimizer) or optimizer
     attached = vars(optimizer).get(steps.ATTRIBUTE)
     if attached is not None:
         attached._remove()
@@ -220,6 +251,8 @@ def _check(optimizer: Optimizer, settings: Settings) -> None:
             f"release_gradients needs an optimizer that updates each parameter by itself ({listed}), "
             f"and {type(optimizer).__name__} may look across them"
         )
+    if settings.release_gradients and any(p in replicas() for p in parameters(optimizer)[:1]):
+        raise HmpxError("release_gradients steps before DistributedDataParallel has reduced the gradients")
     if settings.fused and type(optimizer) not in FUSED:
         listed = ", ".join(cls.__name__ for cls in FUSED)
         raise HmpxError(f"fused has kernels for {listed}, not for {type(optimizer).__name__}")
@@ -227,8 +260,6 @@ def _check(optimizer: Optimizer, settings: Settings) -> None:
         raise HmpxError(f"fused goes with weights='stochastic', not with {settings.weights!r}")
     if settings.use_fp32_grad_acc and not hasattr(torch.Tensor, "grad_dtype"):
         raise HmpxError(f"use_fp32_grad_acc needs torch 2.13 or newer (Tensor.grad_dtype), not {torch.__version__}")
-    if not has_bf16(optimizer):
-        logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
 
 
 def _forgotten(undo: contextlib.ExitStack) -> None:
@@ -243,12 +274,6 @@ def _attached_anew(optimizer: Optimizer, original: Attachment) -> Attachment:
     attachment = Attachment(optimizer, original.settings, original._updates.names)
     attachment._install()
     return attachment
-
-
-def _set_grad_dtype(p: Parameter, dtype: torch.dtype) -> None:
-    grad, p.grad = p.grad, None
-    p.grad_dtype = dtype
-    p.grad = grad if grad is None or dtype is None else grad.to(dtype)
 
 
 def _reduce(reference: weakref.ref, protocol: int) -> tuple:

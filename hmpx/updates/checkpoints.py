@@ -12,8 +12,10 @@ import logging
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.sharding import is_sharded
 from hmpx.updates.names import parameters
-from hmpx.updates.stepping import MASTER_KEY, SEED_KEY, WeightUpdates
+from hmpx.updates.stepping import MASTER_KEY, SEED_KEY, STEP_KEY, WeightUpdates
+from hmpx.updates.weights import Run
 
 logger = logging.getLogger("hmpx")
 Optimizer = torch.optim.Optimizer
@@ -60,7 +62,7 @@ class Checkpoints:
         for run in self._updates.runs(optimizer):
             masters, i = self._updates.way.masters(run), index[run.param]
             # A parameter that has no state yet must not seem to have some: optimizers look for "no state" to make it.
-            if i in state_dict["state"] or not torch.equal(masters, run.param.float()):
+            if i in state_dict["state"] or _tell_more(optimizer, run, masters):
                 state_dict["state"][i] = {**state_dict["state"].get(i, {}), MASTER_KEY: masters}
 
     def _loading(self, optimizer: Optimizer, state_dict: dict) -> dict:
@@ -88,9 +90,19 @@ class Checkpoints:
 
     @torch.no_grad()
     def _loaded(self, optimizer: Optimizer) -> None:
-        incoming, self._incoming = self._incoming, {}
+        params = dict(zip(self._ids, parameters(optimizer), strict=True))
+        incoming, self._incoming = {params[i]: masters for i, masters in self._incoming.items()}, {}
         if self._settings.seed is not None:
             optimizer.param_groups[0][SEED_KEY] = self._settings.seed
+        self._take(incoming)
+
+    @torch.no_grad()
+    def take_from_state(self, optimizer: Optimizer) -> None:
+        """Take over masters that a load has put into the state itself."""
+        states = [(p, values) for p, values in optimizer.state.items() if isinstance(values, dict)]
+        self._take({p: values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values})
+
+    def _take(self, incoming: dict[torch.nn.Parameter, torch.Tensor]) -> None:
         if not self._settings.has_masters:
             if incoming:
                 logger.warning(
@@ -101,11 +113,17 @@ class Checkpoints:
             return
         way = self._updates.way
         way.forget()
-        params = dict(zip(self._ids, parameters(optimizer), strict=True))
-        for i, masters in incoming.items():
-            way.set_masters(params[i], masters.to(params[i].device, torch.float32))
+        for p, masters in incoming.items():
+            way.set_masters(p, masters)
         if not incoming and not self._complete:
             logger.warning(
                 "hmpx: the checkpoint has no masters (it was saved without use_master_weights_in_ckpt, or with other "
                 "weights): what was below BF16's precision is lost, the masters start from the BF16 weights"
             )
+
+
+def _tell_more(optimizer: Optimizer, run: Run, masters: torch.Tensor) -> bool:
+    """Whether masters say more than the weights. Of shards all ranks must say the same, so there a step counts."""
+    if is_sharded(run.param):
+        return STEP_KEY in optimizer.param_groups[0]
+    return not torch.equal(masters, run.param.float())

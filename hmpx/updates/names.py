@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,6 +15,8 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 _told_of_positions = False
+_lent: WeakKeyDictionary[Optimizer, dict[Parameter, str]] = WeakKeyDictionary()  # names that another optimizer knows
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch puts around a module inside a model
 
 
 def parameters(optimizer: Optimizer) -> list[Parameter]:
@@ -27,13 +30,15 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
     A name that is taken gets a mark, so that no two parameters have the same random numbers.
     """
     index = 0
+    names = {**_lent.get(optimizer, {}), **names}
     taken = set(names.values())
+    of_groups = iter(plain_names([name for group in optimizer.param_groups for name in group.get("param_names", ())]))
     for group in optimizer.param_groups:
-        in_group = group.get("param_names")
-        for position, p in enumerate(group["params"]):
+        for p in group["params"]:
+            in_group = next(of_groups) if "param_names" in group else None
             name = names.get(p)
             if name is None:
-                name = _plain(in_group[position]) if in_group else _position(index, p)
+                name = _position(index, p) if in_group is None else in_group
                 while name in taken:
                     name += "#"
                 taken.add(name)
@@ -41,9 +46,20 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
             index += 1
 
 
-def _plain(name: str) -> str:
-    """Without what torch.compile puts around a module."""
-    return name.replace("_orig_mod.", "")
+def lend(outer: Optimizer, inner: Optimizer) -> None:
+    """Let `inner` know the names, or the positions, of its parameters in `outer`."""
+    lent = _lent.setdefault(inner, {})
+    if len(lent) != len(parameters(outer)):
+        lent.update((p, name) for name, p in named(outer, {}))
+
+
+def plain_names(names: list[str]) -> list[str]:
+    """Names of one model without what torch.compile, checkpointing and DistributedDataParallel put around modules."""
+    for wrapper in _WRAPPERS:
+        names = [name.replace(wrapper, "") for name in names]
+    while names and all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    return names
 
 
 def _position(index: int, p: Parameter) -> str:
@@ -66,7 +82,8 @@ def given_names(
     if model is not None:
         if not isinstance(model, torch.nn.Module):
             raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-        named = {p: _plain(name) for name, p in model.named_parameters()}
+        in_model = dict(model.named_parameters())
+        named = dict(zip(in_model.values(), plain_names(list(in_model)), strict=True))
         missing = [i for i, p in enumerate(params) if p not in named]
         if missing:
             raise HmpxError(f"parameter {missing[0]} of the optimizer is not in the model")

@@ -11,7 +11,7 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.rounding import check_seed
 from hmpx.sharding import box_of
-from hmpx.updates import fused, state
+from hmpx.updates import agreement, fused, state
 from hmpx.updates.names import named, parameters
 from hmpx.updates.reach import reach_of
 from hmpx.updates.settings import Settings
@@ -43,9 +43,22 @@ class WeightUpdates:
 
     def step(self, optimizer: Optimizer, step: Callable, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
         """Run `step`, the optimizer's own function. If it raises, weights and gradients are as they were."""
+        numbers = self.numbers(optimizer, seed)
+        agreement.check_failures(optimizer, numbers.step)
+        try:
+            result = self._step(optimizer, step, args, kwargs, numbers)
+        except Exception as error:
+            agreement.report_failure(optimizer, numbers.step, error)
+            raise
+        if not _skipped(optimizer):
+            optimizer.param_groups[0][STEP_KEY] = numbers.step + 1
+            optimizer.param_groups[0][SEED_KEY] = numbers.seed
+        self._open = None
+        return result
+
+    def _step(self, optimizer: Optimizer, step: Callable, args: tuple, kwargs: dict, numbers: Numbers) -> Any:
         by_parts = reach_of(optimizer) != "whole"
         result = _evaluate(args, kwargs) if by_parts else None
-        numbers = self.numbers(optimizer, seed)
         self._settle(optimizer, numbers)
         runs = self.runs(optimizer)
         if by_parts and _is_uniform(optimizer, runs):
@@ -54,10 +67,6 @@ class WeightUpdates:
             self._whole(optimizer, runs, step, (), {}, numbers)
         else:
             result = self._whole(optimizer, runs, step, args, kwargs, numbers)
-        if not _skipped(optimizer):
-            optimizer.param_groups[0][STEP_KEY] = numbers.step + 1
-            optimizer.param_groups[0][SEED_KEY] = numbers.seed
-        self._open = None
         return result
 
     def numbers(self, optimizer: Optimizer, seed: int | None = None) -> Numbers:

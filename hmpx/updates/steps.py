@@ -26,6 +26,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hmpx import compiling, scope, weight_cache
+from hmpx.updates import zero
 from hmpx.updates.names import parameters
 from hmpx.updates.settings import Settings
 from hmpx.updates.stepping import STEP_KEY, WeightUpdates, has_bf16
@@ -152,6 +153,8 @@ def _watched(step: Callable) -> Callable:
         running.add(id(optimizer))
         try:
             with scope.region(casting=False, how=how):
+                if zero.inner(optimizer) is not None:  # whose own step is watched as well
+                    return step(optimizer, *args, **kwargs)
                 if attached is not None:
                     return attached.step(optimizer, step, args, kwargs, how.seed if how else None)
                 if how is not None and has_bf16(optimizer):

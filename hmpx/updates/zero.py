@@ -1,0 +1,42 @@
+"""ZeroRedundancyOptimizer (ZeRO-1): each rank steps its own parameters, then all of them are broadcast.
+
+hmpx works on the optimizer inside, which holds the parameters of one rank; the outer one broadcasts what it finds in
+them. Names are those of the outer one, because positions in the inner one differ from rank to rank.
+
+Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models" (SC 2020).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+from torch.optim import Optimizer
+
+from hmpx.errors import HmpxError
+from hmpx.updates.checkpoints import Checkpoints
+from hmpx.updates.names import lend
+
+
+def inner(optimizer: Optimizer) -> Optimizer | None:
+    """The optimizer that steps this rank's parameters; None if `optimizer` is no ZeroRedundancyOptimizer."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return None
+    if optimizer._overlap_with_ddp:
+        raise HmpxError(
+            "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps in functions of its own, which hmpx does not see; "
+            "leave overlap_with_ddp out"
+        )
+    lend(optimizer, optimizer.optim)
+    return optimizer.optim
+
+
+def follow_loads(outer: Optimizer, checkpoints: Checkpoints, undo: contextlib.ExitStack) -> None:
+    """A load puts state into the inner optimizer past its hooks, masters included; `undo` removes the hook."""
+
+    def loaded(outer: Optimizer) -> None:
+        checkpoints.take_from_state(outer.optim)
+        outer.state.clear()  # a second copy, which nobody reads
+
+    undo.callback(outer.register_load_state_dict_post_hook(loaded).remove)

@@ -1,0 +1,366 @@
+"""DistributedDataParallel and ZeroRedundancyOptimizer: replicas stay one model, whatever each rank's generator does."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+import torch
+from lion_pytorch import Lion
+from torch import nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from tests import ranks
+from tests.test_sharding import digest
+
+BF16 = torch.bfloat16
+WAYS = ("stochastic", "master", "split")
+
+
+class Net(nn.Module):
+    """BF16 layers, one of them unused, and one in FP32."""
+
+    def __init__(self, unused=False, checkpointed=False):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second, self.wide = nn.Linear(8, 9), nn.Linear(9, 4), nn.Linear(4, 2)
+        self.bfloat16()
+        self.wide.float()
+        self.checkpointed = checkpointed
+        if unused:
+            self.unused = nn.Linear(3, 3).bfloat16()
+
+    def forward(self, x):
+        x = checkpoint(self.first, x.requires_grad_(), use_reentrant=True) if self.checkpointed else self.first(x)
+        return self.wide(self.second(torch.relu(x)).float())
+
+
+def inputs(step, micro, rank):
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    return torch.randn(4, 8, generator=generator).bfloat16()
+
+
+def mean_gradients(model, step, world):
+    """What DDP's all-reduce leaves: the sum of the ranks' shares, in the dtype of each gradient."""
+    shares = []
+    for rank in range(world):
+        model.zero_grad()
+        model(inputs(step, 0, rank)).square().sum().backward()
+        shares.append([p.grad / world for p in model.parameters()])
+    for p, *parts in zip(model.parameters(), *shares, strict=True):
+        p.grad = sum(parts[1:], parts[0])
+
+
+def _replicas(rank, static_graph):
+    found = {}
+    for weights in WAYS:
+        model = DistributedDataParallel(Net(), static_graph=static_graph)
+        optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
+        hmpx.attach(optimizer, weights)
+        torch.manual_seed(1000 + rank)
+        for step in range(20):
+            torch.rand(rank * 3 + 1)  # one rank draws more numbers than the other
+            model(inputs(step, 0, rank)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[weights] = digest(dict(model.module.named_parameters()))
+    return found
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_replicas_are_one_model_and_that_of_one_process(static_graph):
+    """Two ranks: a sum of two numbers does not depend on their order."""
+    expected = {}
+    for weights in WAYS:
+        model = Net()
+        optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
+        handle = hmpx.attach(optimizer, weights)
+        for step in range(20):
+            mean_gradients(model, step, 2)
+            optimizer.step()
+        expected[weights] = digest(dict(model.named_parameters()))
+        handle.detach()
+    assert expected["stochastic"] != expected["master"] == expected["split"]  # no ties, or they would differ
+    assert ranks.run(2, _replicas, static_graph) == [expected, expected]
+
+
+def _replicas_of_four(rank):
+    """In a region, without an attachment, and with accumulation."""
+    model = DistributedDataParallel(Net())
+    optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
+    torch.manual_seed(rank)
+    for step in range(10):
+        with model.no_sync():
+            model(inputs(step, 0, rank)).square().sum().backward()
+        model(inputs(step, 1, rank)).square().sum().backward()
+        with hmpx.disable_casts():
+            optimizer.step()
+        optimizer.zero_grad()
+        torch.rand(rank + 1)
+    return digest(dict(model.named_parameters()))
+
+
+def test_four_replicas_with_accumulation_in_a_region():
+    assert len(set(ranks.run(4, _replicas_of_four))) == 1
+
+
+def _fp32_gradients(rank, options, net):
+    """Three micro-batches; each gradient beside the FP32 sum over micro-batches and ranks, made by hand."""
+    model = Net(**net)
+    replica = DistributedDataParallel(model, **options)
+    optimizer = optim.SGD(replica.named_parameters(), lr=1e-3)
+    hmpx.attach(optimizer, use_fp32_grad_acc=True)
+    twin = Net(**net)
+    right = []
+    replica(inputs(9, 9, rank)).sum().backward()  # in its first pass a static graph is learnt, always synchronising
+    model.zero_grad()
+    for step in range(3):
+        twin.load_state_dict(model.state_dict())
+        for micro in range(3):
+            with replica.no_sync() if micro < 2 else contextlib.nullcontext():
+                replica(inputs(step, micro, rank)).square().sum().backward()
+            if micro < 2:
+                assert model.second.weight.grad.dtype is torch.float32
+        sums = []
+        for other in range(2):
+            by_hand = {}
+            for micro in range(3):
+                twin.zero_grad()
+                twin(inputs(step, micro, other)).square().sum().backward()
+                for name, p in twin.named_parameters():
+                    if p.grad is not None:
+                        by_hand[name] = by_hand.get(name, 0) + p.grad.float()
+            sums.append(by_hand)
+        for name, p in model.named_parameters():
+            if name in sums[0]:
+                right.append(p.grad.dtype is torch.float32)
+                right.append(torch.equal(p.grad, sums[0][name] / 2 + sums[1][name] / 2))
+            else:
+                right.append(p.grad is None)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 1)
+    hmpx.detach(optimizer)
+    model.zero_grad()
+    replica(inputs(0, 0, rank)).sum().backward()
+    right.append(model.first.weight.grad.dtype is BF16 and bool(model.first.weight.grad.any()))
+    return right, digest(dict(model.named_parameters()))
+
+
+needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13")
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize(
+    "options, net",
+    [
+        ({}, {}),
+        ({"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}, {}),
+        ({"find_unused_parameters": True}, {"unused": True}),
+        ({"static_graph": True}, {"unused": True}),
+        ({"static_graph": True, "gradient_as_bucket_view": True}, {"unused": True}),
+        ({}, {"checkpointed": True}),
+    ],
+    ids=lambda value: ",".join(value) or "plain",
+)
+def test_gradients_accumulate_and_are_exchanged_in_fp32(options, net):
+    (right, weights), (too, same) = ranks.run(2, _fp32_gradients, options, net)
+    assert all(right) and all(too) and len(right) > 20 and weights == same
+
+
+def _mixed_bucket(rank):
+    """Two optimizers, one of which takes gradients as they come, and a parameter that only one rank uses."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]).bfloat16()
+    model.forward = lambda x: model[0](x) + model[1](x) if rank else model[0](x) + model[1](x) + model[2](x)
+    replica = DistributedDataParallel(model, find_unused_parameters=True)
+    first, second = optim.SGD(model[::2].parameters(), lr=1e-2), optim.SGD(model[1].parameters(), lr=1e-2)
+    hmpx.attach(first, use_fp32_grad_acc=True)
+    hmpx.attach(second)
+    replica(torch.full((1, 4), 1.0 + rank, dtype=BF16)).sum().backward()
+    kinds = [layer.weight.grad.dtype for layer in model]
+    values = [layer.weight.grad.float().unique().tolist() for layer in model]
+    first.step()
+    second.step()
+    return kinds, values, digest(dict(model.named_parameters()))
+
+
+@needs_grad_dtype
+def test_a_bucket_with_gradients_of_both_kinds():
+    one, other = ranks.run(2, _mixed_bucket)
+    assert one == other
+    assert one[:2] == ([torch.float32, BF16, torch.float32], [[1.5], [1.5], [0.5]])
+
+
+def _wrong_order(rank):
+    found = []
+    for options in ({"use_fp32_grad_acc": True}, {"release_gradients": True}):
+        if "use_fp32_grad_acc" in options and not hasattr(torch.Tensor, "grad_dtype"):
+            continue
+        model = nn.Linear(4, 4).bfloat16()
+        optimizer = optim.SGD(model.parameters(), lr=1e-2)
+        hmpx.attach(optimizer, **options)
+        replica = DistributedDataParallel(model)
+        with pytest.raises(hmpx.HmpxError) as error:
+            replica(torch.ones(1, 4, dtype=BF16)).sum().backward()
+        found.append(str(error.value))
+    hooked = DistributedDataParallel(nn.Linear(4, 4).bfloat16())
+    hooked.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    if hasattr(torch.Tensor, "grad_dtype"):
+        with pytest.raises(hmpx.HmpxError, match="communication hook"):
+            hmpx.attach(optim.SGD(hooked.parameters(), lr=1e-2), use_fp32_grad_acc=True)
+        assert all(p.grad_dtype is BF16 for p in hooked.parameters())
+    replica = DistributedDataParallel(nn.Linear(4, 4).bfloat16())
+    with pytest.raises(hmpx.HmpxError, match="release_gradients"):
+        hmpx.attach(optim.SGD(replica.parameters(), lr=1e-2), release_gradients=True)
+    return found
+
+
+def test_what_ddp_cannot_go_with_is_said():
+    for messages in ranks.run(2, _wrong_order):
+        assert all("after the model is in DistributedDataParallel" in m or "DDP" in m for m in messages) and messages
+
+
+OPTIMIZERS = [
+    (optim.AdamW, {"lr": 1e-2}, {}),
+    (optim.AdamW, {"lr": 1e-2}, {"weights": "master", "use_master_weights_in_ckpt": True}),
+    (optim.SGD, {"lr": 1e-2, "momentum": 0.9}, {"weights": "split", "use_master_weights_in_ckpt": True}),
+    (optim.Adafactor, {"lr": 1e-2}, {"state_dtype": BF16, "seed": 9}),
+    (Lion, {"lr": 1e-3}, {}),
+]
+
+
+def _states(state_dict):
+    return {
+        f"{i}.{key}": value
+        for i, values in state_dict["state"].items()
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _train(rank, replica, optimizer, start, stop):
+    for step in range(start, stop):
+        replica(inputs(step, 0, rank)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return digest(dict(replica.module.named_parameters()))
+
+
+def _zero(rank, saved):
+    """Six steps with the state on one rank each and with all of it everywhere; the states after them."""
+    found = []
+    for (cls, options, attached), blob in zip(OPTIMIZERS, saved or [None] * len(OPTIMIZERS), strict=True):
+        row = []
+        for zero in (False, True):
+            replica = DistributedDataParallel(Net())
+            params = [p for p in replica.parameters() if p.dtype is BF16]
+            optimizer = ZeroRedundancyOptimizer(params, cls, **options) if zero else cls(params, **options)
+            hmpx.attach(optimizer, model=replica, **attached)
+            if blob is None:
+                row.append(_train(rank, replica, optimizer, 0, 6))
+            else:
+                model_state, optimizer_state = torch.load(io.BytesIO(blob))
+                replica.module.load_state_dict(model_state)
+                optimizer.load_state_dict(optimizer_state)
+                row.append(_train(rank, replica, optimizer, 6, 9))
+            if zero:
+                optimizer.consolidate_state_dict(to=0)
+            if rank == 0:
+                state = optimizer.state_dict()
+                row += [digest(_states(state)), state["param_groups"][0]["hmpx_step"]]
+                buffer = io.BytesIO()
+                torch.save((replica.module.state_dict(), state), buffer)
+        found.append((row, buffer.getvalue() if rank == 0 else None))
+        if rank == 0:
+            assert row[:3] == row[3:], (cls, row)
+        else:
+            assert row[0] == row[1], (cls, row)
+    return found
+
+
+def _never_interrupted(rank):
+    found = []
+    for cls, options, attached in OPTIMIZERS:
+        replica = DistributedDataParallel(Net())
+        optimizer = cls([p for p in replica.parameters() if p.dtype is BF16], **options)
+        hmpx.attach(optimizer, model=replica, **attached)
+        found.append(_train(rank, replica, optimizer, 0, 9))
+    return found
+
+
+def test_zero_is_the_whole_optimizer_bit_for_bit_and_resumes():
+    first = ranks.run(2, _zero, None)
+    weights = [[row[0] for row, _ in rank] for rank in first]
+    assert weights[0] == weights[1] and len(set(weights[0])) == len(OPTIMIZERS)
+    second = ranks.run(2, _zero, [blob for _, blob in first[0]])
+    assert [row[2] for row, _ in second[0]] == [9] * len(OPTIMIZERS)
+    assert [row[0] for row, _ in second[0]] == ranks.run(2, _never_interrupted)[0]
+    ranks.run(4, _zero, [blob for _, blob in first[0]])  # more ranks: other gradients, the same agreement
+
+
+def _zero_in_a_region(rank):
+    """Without an attachment parameters are known by position, the position in the whole optimizer."""
+    found = []
+    for zero in (False, True):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).bfloat16()
+        with torch.no_grad():
+            for i, p in enumerate(model.parameters()):
+                p.fill_(1.0 + i)
+        params = [{"params": list(model[:2].parameters()), "lr": 1e-2}]
+        optimizer = (
+            ZeroRedundancyOptimizer(params, optim.SGD, lr=1e-2) if zero else optim.SGD(params, lr=1e-2, momentum=0.0)
+        )
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for step in range(4):
+            for i, p in enumerate(model.parameters()):
+                p.grad = torch.full_like(p, 0.01 * (i + step + 1))
+            with hmpx.disable_casts(seed=3):
+                optimizer.step()
+            scheduler.step()
+        found.append(digest(dict(model.named_parameters())))
+    return found
+
+
+def test_zero_in_a_region_with_groups_and_a_scheduler():
+    one, other = ranks.run(2, _zero_in_a_region)
+    assert one == other and len(set(one)) == 1
+
+
+def _overlap(rank):
+    replica = DistributedDataParallel(nn.Linear(4, 4).bfloat16())
+    optimizer = ZeroRedundancyOptimizer(replica.parameters(), optim.SGD, lr=1e-2, overlap_with_ddp=True)
+    with pytest.raises(hmpx.HmpxError) as error:
+        hmpx.attach(optimizer)
+    return str(error.value)
+
+
+def test_overlapping_zero_is_refused():
+    assert all("overlap_with_ddp" in message for message in ranks.run(2, _overlap))
+
+
+def _failed_backward(rank):
+    """A backward pass that raises leaves nothing behind that the next one would add."""
+    replica = DistributedDataParallel(Net())
+    hmpx.attach(optim.SGD(replica.parameters(), lr=1e-2), use_fp32_grad_acc=True)
+    found = []
+    for fail in (False, True):
+        if fail:
+            handle = replica.module.first.weight.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError), replica.no_sync():
+                replica(inputs(1, 0, rank)).sum().backward()
+            handle.remove()
+            replica.zero_grad()
+        replica(inputs(0, 0, rank)).sum().backward()
+        found.append([p.grad.clone() for p in replica.parameters()])
+        replica.zero_grad(set_to_none=False)
+    return [torch.equal(a, b) and bool(a.any()) for a, b in zip(*found, strict=True)]
+
+
+@needs_grad_dtype
+def test_a_backward_that_fails_leaves_nothing_behind():
+    assert all(all(right) for right in ranks.run(2, _failed_backward))
