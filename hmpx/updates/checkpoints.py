@@ -59,10 +59,11 @@ class Checkpoints:
             return
         state_dict["param_groups"][0][HELD_KEY] = True  # also where no master says more than its weight
         index = {p: i for i, p in enumerate(parameters(optimizer))}
+        stateless = STEP_KEY in optimizer.param_groups[0] and not state_dict["state"]
         for run in self._updates.runs(optimizer):
             masters, i = self._updates.way.masters(run), index[run.param]
             # A parameter that has no state yet must not seem to have some: optimizers look for "no state" to make it.
-            if i in state_dict["state"] or _tell_more(optimizer, run, masters):
+            if stateless or i in state_dict["state"] or _tell_more(run, masters):
                 state_dict["state"][i] = {**state_dict["state"].get(i, {}), MASTER_KEY: masters}
 
     def _loading(self, optimizer: Optimizer, state_dict: dict) -> dict:
@@ -122,8 +123,6 @@ class Checkpoints:
             )
 
 
-def _tell_more(optimizer: Optimizer, run: Run, masters: torch.Tensor) -> bool:
-    """Whether masters say more than the weights. Of shards all ranks must say the same, so there a step counts."""
-    if is_sharded(run.param):
-        return STEP_KEY in optimizer.param_groups[0]
-    return not torch.equal(masters, run.param.float())
+def _tell_more(run: Run, masters: torch.Tensor) -> bool:
+    """Whether masters say more than the weights. Of a shard no rank may say so alone."""
+    return not is_sharded(run.param) and not torch.equal(masters, run.param.float())

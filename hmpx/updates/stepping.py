@@ -51,7 +51,7 @@ class WeightUpdates:
             agreement.report_failure(optimizer, numbers.step, error)
             raise
         if not _skipped(optimizer):
-            optimizer.param_groups[0][STEP_KEY] = numbers.step + 1
+            optimizer.param_groups[0][STEP_KEY] = numbers.step + (not _is_trial(optimizer))
             optimizer.param_groups[0][SEED_KEY] = numbers.seed
         self._open = None
         return result
@@ -194,6 +194,14 @@ def _refuse_fsdp1(name: str, p: Parameter) -> None:
             f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters into one and "
             "hides where an element belongs; shard the model with torch.distributed.fsdp.fully_shard"
         )
+
+
+def _is_trial(optimizer: Optimizer) -> bool:
+    """Whether a step changed nothing: torch.distributed.checkpoint takes such a one to see what the state will be."""
+    if any(group.get("lr", 1) != 0 for group in optimizer.param_groups):
+        return False
+    grads = [p.grad for p in parameters(optimizer) if p.grad is not None]
+    return all(grad.layout is torch.strided and not bool((grad != 0).any()) for grad in grads)
 
 
 def _skipped(optimizer: Optimizer) -> bool:
