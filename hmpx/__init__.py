@@ -6,6 +6,7 @@ from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
 from hmpx.functions import bf16, fp32, promote
 from hmpx.policy import Policy, Rule
+from hmpx.recipe import Recipe, prepare
 from hmpx.regions import cached_weights, disable_casts, enable_casts
 from hmpx.rounding import stochastic_round, stochastic_round_
 from hmpx.updates.attachment import Attachment, attach, detach
@@ -19,6 +20,7 @@ __all__ = [
     "OpListError",
     "OptLevelError",
     "Policy",
+    "Recipe",
     "Rule",
     "UnknownOpError",
     "attach",
@@ -31,6 +33,7 @@ __all__ = [
     "enable_casts",
     "fp32",
     "hmp",
+    "prepare",
     "promote",
     "restore",
     "stochastic_round",

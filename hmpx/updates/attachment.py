@@ -78,6 +78,7 @@ class Attachment:
 
     def _install(self, outer: Optimizer | None = None) -> None:
         """`outer`: the one that the user has, if this is the optimizer inside it."""
+        self._outer = weakref.ref(outer or self.optimizer)
         steps.install()
         self._gone = weakref.finalize(self.optimizer, _forgotten, self._undo)
         added = {steps.ATTRIBUTE: self, "__reduce_ex__": functools.partial(_reduce, self._optimizer)}
@@ -106,7 +107,7 @@ class Attachment:
 
     def adopt(self) -> None:
         """Take over parameters that are new in the optimizer."""
-        new = [p for p in parameters(self.optimizer) if p not in self._adopted]
+        new = [p for p in parameters(self._outer() or self.optimizer) if p not in self._adopted]
         if self.settings.use_fp32_grad_acc:
             accumulate_in_fp32([p for p in new if p.dtype is BF16 and p.requires_grad], self._undo)
         refuse = refuse_ddp("release_gradients")

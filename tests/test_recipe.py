@@ -1,0 +1,219 @@
+"""Recipes, and `prepare`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import hmpx
+from hmpx.recipe import as_recipe, read_recipe
+from tests import ranks
+from tests.test_replicas import needs_grad_dtype
+from tests.test_sharding import Small, _shard, digest
+
+BF16 = torch.bfloat16
+NXD = {"use_master_weights": True, "use_fp32_grad_acc": True, "use_master_weights_in_ckpt": True}
+
+
+def test_nxds_defaults_depend_on_zero():
+    plain, zero = as_recipe({}), as_recipe({}, with_zero=True)
+    assert (plain.weights, plain.use_fp32_grad_acc, plain.use_master_weights_in_ckpt) == ("nearest", False, False)
+    assert (zero.weights, zero.use_fp32_grad_acc, zero.use_master_weights_in_ckpt) == ("master", True, False)
+    assert zero == read_recipe("nxd-standard") and zero.opt_level == "O1" and zero.parameter_dtype == "bfloat16"
+    off = as_recipe({"use_master_weights": False}, with_zero=True)
+    assert (off.weights, off.use_fp32_grad_acc) == ("nearest", True)
+    assert as_recipe(NXD).use_master_weights_in_ckpt
+
+
+@needs_grad_dtype
+def test_nxds_standard_is_training_of_fp32_copies_with_fp32_gradients():
+    """Beside a loop written by hand: FP32 copies, FP32 sums of gradients, an FP32 optimizer, rounding to nearest."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    tied = model[2].weight
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    before = list(model.parameters())
+    prepared = hmpx.prepare(model, optimizer, NXD)
+    assert prepared == (model, optimizer) and all(p is q for p, q in zip(model.parameters(), before, strict=True))
+    assert tied is model[2].weight and tied.dtype is BF16
+
+    copies = [p.detach().float() for p in model.parameters()]
+    reference = optim.AdamW(copies, lr=1e-2)
+    for step in range(6):
+        sums = [torch.zeros_like(c) for c in copies]
+        for micro in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + micro))
+            seen = []
+            handle = model[1].register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.dtype))
+            grads = torch.autograd.grad(F.softmax(model(x), -1).square().sum(), list(model.parameters()))
+            handle.remove()
+            assert seen == [torch.float32]  # a precision-sensitive op, on BF16 weights
+            for total, g in zip(sums, grads, strict=True):
+                total += g.float()
+            F.softmax(model(x), -1).square().sum().backward()
+        assert all(torch.equal(p.grad, total) for p, total in zip(model.parameters(), sums, strict=True))
+        optimizer.step()
+        optimizer.zero_grad()
+        for c, total in zip(copies, sums, strict=True):
+            c.grad = total
+        for group in reference.param_groups:
+            group["lr"] = 1e-2 * 0.5 ** (step // 2)
+        reference.step()
+        scheduler.step()
+        assert all(torch.equal(p, c.bfloat16()) for p, c in zip(model.parameters(), copies, strict=True))
+    state = optimizer.state_dict()["state"]
+    assert all(torch.equal(state[i]["hmpx_master"], c) for i, c in enumerate(copies))
+
+
+def _under(rank, how):
+    """Three steps of two micro-batches under NxD's recipe, by each way to distribute; no ZeRO asks for its keys."""
+    model = Small()
+    model = _shard(model, "plain") if how == "fsdp2" else DistributedDataParallel(model)
+    if how == "zero1":
+        optimizer = ZeroRedundancyOptimizer(list(model.parameters()), optim.AdamW, lr=1e-2)
+        hmpx.prepare(model, optimizer, {})
+    else:
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        hmpx.prepare(model, optimizer, {"use_master_weights": True, "use_fp32_grad_acc": True})
+    for step in range(3):
+        for micro in range(2):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)).bfloat16()
+            if how == "fsdp2":
+                model.set_requires_gradient_sync(True)
+                model(x).square().sum().backward()
+            elif micro == 0:
+                with model.no_sync():
+                    model(x).square().sum().backward()
+            else:
+                model(x).square().sum().backward()
+        assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
+    held = digest(dict(zip(names, model.parameters(), strict=True)))
+    hmpx.restore()
+    hmpx.detach(optimizer)
+    return held
+
+
+@needs_grad_dtype
+def test_nxds_recipe_under_ddp_zero_and_fsdp():
+    ddp = ranks.run(2, _under, "ddp")
+    assert ddp[0] == ddp[1] and ranks.run(2, _under, "zero1") == ddp
+    one, other = ranks.run(2, _under, "fsdp2")  # which reduces each micro-batch in BF16, so other bits
+    assert one == other
+
+
+def _refused(rank):
+    found = []
+    for config in ({"use_master_weights": bool(rank), "use_fp32_grad_acc": False}, "neuron-bf16-sr"):
+        model = nn.Linear(4, 4)
+        replica = DistributedDataParallel(model)
+        optimizer = optim.SGD(model.parameters(), lr=1e-2)
+        before = digest(dict(model.named_parameters()))
+        try:
+            hmpx.prepare(replica, optimizer, config)
+        except hmpx.HmpxError as error:
+            found.append(str(error))
+        assert digest(dict(model.named_parameters())) == before and not hasattr(optimizer, "_hmpx_attachment")
+    return found
+
+
+def test_a_recipe_that_differs_between_ranks_and_a_cast_that_comes_too_late():
+    first, second = ranks.run(2, _refused)
+    assert "weights is 'master', not 'nearest'" in second[0] and "rank 1 differs from rank 0" in second[0]
+    assert all("cast the model before it is wrapped" in messages[1] for messages in (first, second))
+
+
+@pytest.mark.parametrize("name", ["neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "torchao-bf16-sr", "lean"])
+def test_shipped_recipes_prepare_a_model(name):
+    recipe = read_recipe(name)
+    model = nn.Linear(4, 4)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    hmpx.prepare(model, optimizer, name)
+    with contextlib.nullcontext() if recipe.opt_level else pytest.raises(RuntimeError):
+        assert model(torch.ones(2, 4)).dtype is BF16
+    model(torch.ones(2, 4, dtype=BF16)).sum().backward()
+    optimizer.step()
+    assert model.weight.dtype is BF16 and optimizer.state[model.weight]["exp_avg"].dtype is getattr(
+        torch, recipe.state_dtype
+    )
+    assert (model.weight.grad is None) == recipe.release_gradients
+    hmpx.detach(optimizer)
+
+
+def test_a_recipe_is_a_file_a_dict_or_itself(tmp_path):
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "mine.txt").write_text("linear\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text("opt_level: O1\nbf16_file_path: lists/mine.txt\nweights: split\nseed: 7\n")
+    recipe = read_recipe(path)
+    assert recipe.bf16_file_path == str(tmp_path / "lists" / "mine.txt") and recipe.weights == "split"
+    assert as_recipe(dataclasses.asdict(recipe)) == recipe == as_recipe(recipe) == as_recipe(str(path))
+    model = nn.Linear(4, 4)
+    optimizer = optim.SGD(model.parameters(), lr=1e-2)
+    hmpx.prepare(model, optimizer, recipe)
+    assert model(torch.ones(1, 4)).dtype is BF16
+    hmpx.detach(optimizer)
+
+
+def test_fp32_parameters_are_not_attached(caplog):
+    model = nn.Linear(4, 4)
+    optimizer = optim.SGD(model.parameters(), lr=1e-2)
+    hmpx.prepare(model, optimizer, {"parameter_dtype": "float32", "opt_level": "O2"})
+    assert model.weight.dtype is torch.float32 and not hasattr(optimizer, "_hmpx_attachment") and not caplog.text
+    assert model(torch.ones(1, 4)).dtype is BF16
+
+
+@pytest.mark.parametrize(
+    "recipe, message",
+    [
+        ({"wieghts": "master"}, "'wieghts' is no key of a recipe; did you mean 'weights'?"),
+        ({"weights": "masters"}, "'masters', none of stochastic, nearest, master, split; did you mean 'master'?"),
+        ({"use_fp32_grad_acc": 1}, "use_fp32_grad_acc is 1, none of true, false"),
+        ({"use_master_weights": True, "weights": "split"}, "NxD's key"),
+        ({"use_master_weights": False, "use_master_weights_in_ckpt": True}, "has no masters"),
+        ({"weights": "stochastic", "seed": -1}, "seed -1 is out of range"),
+        ("nxd-standart", "there is no recipe 'nxd-standart'; did you mean 'nxd-standard'?"),
+        ("quite another", "there are lean, neuron-bf16-fp32-params-copy"),
+        ({"weights": "stochastic", "bf16_file_path": "nowhere.txt"}, "nowhere.txt: no such op list file"),
+        (7, "a recipe is a name, a path or a dict, not a int"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_and_nothing_is_changed(recipe, message):
+    model = nn.Linear(4, 4)
+    optimizer = optim.SGD(model.parameters(), lr=1e-2)
+    model(torch.ones(1, 4)).sum().backward()
+    held = [(p, p.data.clone(), p.grad) for p in model.parameters()]
+    with pytest.raises(hmpx.HmpxError) as error:
+        hmpx.prepare(model, optimizer, recipe)
+    assert message in str(error.value)
+    assert all(p.dtype is torch.float32 and torch.equal(p.data, w) and p.grad is g for p, w, g in held)
+    assert not hasattr(optimizer, "_hmpx_attachment") and model(torch.ones(1, 4)).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("opt_level: O1\nweigths: split\n", ":2: 'weigths' is no key of a recipe; did you mean 'weights'?"),
+        ("state_dtype: float16\n", ":1: state_dtype is 'float16', none of float32, bfloat16"),
+        ("seed: 1\nseed: 2\n", ":2: 'seed' stands here for the second time"),
+        ("- weights\n", ":1: a recipe is a mapping"),
+        ("weights: [\n", "not YAML"),
+        ("? [a]\n: 1\n", ":1: a recipe's keys are"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_with_its_line(text, message, tmp_path):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(hmpx.HmpxError) as error:
+        read_recipe(path)
+    assert f"{path}" in str(error.value) and message in str(error.value)
