@@ -60,11 +60,9 @@ def _count(text: str) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     # Here, so that the other commands do not pay for torch's profiler.
-    from hmpx.bench import casts, rounding, step, train
+    from hmpx.bench import casts, measure, rounding, step, train
 
     device = _device(options.device)
-    if options.json and not options.json.parent.is_dir():
-        raise HmpxError(f"--json {options.json}: there is no folder {options.json.parent}")
     if options.threads:
         torch.set_num_threads(options.threads)
     benches = {
@@ -76,8 +74,34 @@ def _bench(options: argparse.Namespace) -> int:
     bench = benches[options.what]()
     print(bench)
     if options.json:
-        bench.save(options.json)
+        measure.save([bench], options.json)
     return 0
+
+
+def _memory(options: argparse.Namespace) -> int:
+    from hmpx.bench import measure, memory
+
+    tables = memory.run(options.params, options.ranks, options.recipe, options.states)
+    print(*tables, sep="\n\n")
+    if options.json:
+        measure.save(tables, options.json)
+    return 0
+
+
+def _check_json(path: Path | None) -> None:
+    if path and not path.parent.is_dir():
+        raise HmpxError(f"--json {path}: there is no folder {path.parent}")
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _size(text: str) -> float:
+    number = float(text)
+    if not 1 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of parameters")
+    return number
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
@@ -105,6 +129,16 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--models", nargs="+", choices=models, default=models, help="default all")
     command.add_argument("--eager", action="store_true", help="without compiled models, which take minutes")
 
+    command = what.add_parser("memory", help="what a model takes on each rank, computed for every way to hold weights")
+    command.add_argument("--params", type=_size, default=7e9, metavar="N", help="of the model, default 7e9")
+    command.add_argument("--ranks", type=_counts, default=[1, 8, 64, 512], metavar="N,...", help="default 1,8,64,512")
+    command.add_argument("--recipe", nargs="+", default=[], metavar="NAME", help="default: every way to hold weights")
+    command.add_argument(
+        "--states", type=int, choices=range(9), default=2, help="tensors the optimizer keeps, default 2"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="the tables as JSON too")
+    command.set_defaults(run=_memory)
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hmpx", description="Read and check the precision of torch's ops.")
@@ -128,6 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     options = parser.parse_args(arguments)
     try:
+        _check_json(getattr(options, "json", None))
         return options.run(options)
     except HmpxError as error:
         print(f"hmpx: {error}", file=sys.stderr)

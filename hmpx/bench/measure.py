@@ -44,9 +44,11 @@ class Bench:
             lines.append(line.rstrip())
         return "\n".join(lines)
 
-    def save(self, path: Path) -> None:
-        """As JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+def save(benches: list[Bench], path: Path) -> None:
+    """As JSON: one table, or a list of several."""
+    tables = [asdict(bench) for bench in benches]
+    path.write_text(json.dumps(tables[0] if len(tables) == 1 else tables, indent=2) + "\n")
 
 
 def _digits(column: str) -> int:

@@ -113,6 +113,8 @@ class Numbers:
 class Stochastic:
     """BF16 alone; what a step adds below its precision is kept in the mean."""
 
+    beside: torch.dtype | None = None  # of what is held for each weight, one number
+
     def read_all(self, runs: list[Run], outs: list[Tensor]) -> None:
         """Copy the weights of each of `runs` into an FP32 tensor."""
         torch._foreach_copy_(outs, [run.of(run.param) for run in runs])
@@ -138,6 +140,8 @@ class Nearest(Stochastic):
 class Master(Stochastic):
     """FP32 masters. Where the weight is no rounding of its master, somebody wrote to the weight: the weight counts."""
 
+    beside = torch.float32
+
     def __init__(self) -> None:
         self._masters: dict[Parameter, Tensor] = {}
 
@@ -148,7 +152,7 @@ class Master(Stochastic):
     def _read(self, run: Run, out: Tensor) -> None:
         masters, held = self._masters.get(run.param), local(run.param)
         if masters is None or masters.shape != held.shape:
-            self._masters[run.param] = held.float()
+            self._masters[run.param] = held.to(Master.beside)
         follow(run.of(self._masters[run.param]), run.of(run.param), out)
 
     def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
@@ -178,6 +182,8 @@ class Split(Master):
     after them, and from a run that rounded ties to even.
     """
 
+    beside = torch.int16
+
     def __init__(self) -> None:
         super().__init__()
         self._lower: dict[Parameter, Tensor] = {}
@@ -204,7 +210,7 @@ class Split(Master):
 
     def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
         if run.param not in self._lower:
-            self._lower[run.param] = torch.zeros_like(local(run.param), dtype=torch.int16)
+            self._lower[run.param] = torch.zeros_like(local(run.param), dtype=self.beside)
         split(x, run.of(run.param), run.of(self._lower[run.param]))
         self.accept(run.param)
         if run.is_last:

@@ -1,0 +1,51 @@
+"""``bench memory``: what a model of any size takes on each rank, computed; nothing is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hmpx.bench.measure import Bench, Row
+from hmpx.recipe import Recipe, read_recipe
+from hmpx.updates.footprint import MODES, Footprint, footprint
+
+_WAYS = {
+    "FP32 weights": Recipe(parameter_dtype="float32"),
+    "stochastic or nearest": Recipe(),
+    "stochastic, BF16 state": Recipe(state_dtype="bfloat16"),
+    "split": Recipe(weights="split"),
+    "master": Recipe(weights="master"),
+    "master, FP32 gradients": Recipe(weights="master", use_fp32_grad_acc=True),
+}
+
+
+def run(params: float, ranks: Sequence[int], recipes: Sequence[str], states: int) -> list[Bench]:
+    """Bytes per parameter by what they are for, and GiB on each rank by how the model is distributed."""
+    ways = {name: read_recipe(name) for name in recipes} or _WAYS
+    prints = {name: _of(recipe, states) for name, recipe in ways.items()}
+    return [
+        Bench(
+            f"bytes per parameter, {states} state tensors; transient: MiB that a step of all of it takes more",
+            [Row(name, _by_purpose(each, params)) for name, each in prints.items()],
+        ),
+        Bench(
+            f"GiB on each rank, {params:.3g} parameters, without activations; by number of ranks",
+            [
+                Row(f"{name}, {mode}", {f"{n}": each.on_rank(params, n, mode) / 2**30 for n in ranks})
+                for name, each in prints.items()
+                for mode in MODES
+                if mode == "fsdp2" or not ways[name].release_gradients  # which DDP refuses
+            ],
+        ),
+    ]
+
+
+def _of(recipe: Recipe, states: int) -> Footprint:
+    dtype = torch.float32 if recipe.parameter_dtype == "float32" else torch.bfloat16
+    return footprint(recipe.settings(), dtype, states)
+
+
+def _by_purpose(each: Footprint, params: float) -> dict[str, float]:
+    held = {part: getattr(each, part) for part in ("weights", "gradients", "masters", "state")}
+    return {**held, "sum": sum(held.values()), "ddp buckets": each.buckets, "transient": each.transient(params) / 2**20}

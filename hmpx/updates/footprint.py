@@ -1,0 +1,75 @@
+"""How many bytes a parameter takes on a rank, by what they are for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hmpx.updates.settings import Settings
+from hmpx.updates.slices import slice_size
+from hmpx.updates.weights import WAYS
+
+# How a model is distributed, and what each rank then holds a part of.
+MODES = {
+    "ddp": frozenset(),
+    "zero1": frozenset({"masters", "state"}),
+    "fsdp2": frozenset({"weights", "gradients", "masters", "state"}),
+}
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes per parameter of the whole model, all of it on one rank.
+
+    Attributes:
+        weights, gradients: between backward and step. Released gradients count as none.
+        buckets: in which DistributedDataParallel exchanges gradients, unless they are views of it
+            (``gradient_as_bucket_view=True``, not with use_fp32_grad_acc).
+        masters: beside the weights, 4 (FP32) or 2 (the lower halves).
+        state: of the optimizer, between two steps.
+        slice: in a step, for each element of a slice: FP32 weight and gradient, FP32 state where it is held in BF16,
+            and two temporaries of torch's own. `hmpx.updates.slices` has the size of a slice.
+    """
+
+    weights: int
+    gradients: int
+    buckets: int
+    masters: int
+    state: int
+    slice: int
+
+    def transient(self, elements: float) -> int:
+        """Bytes that a step takes at most beside what stays, on a rank that steps so many elements by itself."""
+        return self.slice * min(slice_size(int(elements)), int(elements))
+
+    def on_rank(self, elements: float, ranks: int, mode: str) -> float:
+        """Bytes on one of `ranks`. Of a sharded model, without the layer that is gathered at the time."""
+        parts = ("weights", "gradients", "masters", "state")
+        held = sum(getattr(self, part) / (ranks if part in MODES[mode] else 1) for part in parts)
+        if mode != "fsdp2" and ranks > 1:
+            held += self.buckets
+        stepped = elements / ranks if "state" in MODES[mode] else elements
+        return held * elements + self.transient(stepped)
+
+
+def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footprint:
+    """What `settings` take for parameters of `dtype`, float32 or bfloat16.
+
+    Args:
+        states: tensors of a parameter's size that the optimizer keeps: 2 for Adam, 1 for momentum.
+    """
+    if dtype is torch.float32:  # a plain step
+        return Footprint(_FP32, _FP32, _FP32, 0, states * _FP32, 0)
+    wide_gradients = settings.use_fp32_grad_acc
+    narrow_state = settings.state_dtype is torch.bfloat16
+    beside = WAYS[settings.weights].beside
+    return Footprint(
+        weights=dtype.itemsize,
+        gradients=0 if settings.release_gradients else _FP32 if wide_gradients else dtype.itemsize,
+        buckets=dtype.itemsize,
+        masters=beside.itemsize if beside else 0,
+        state=states * settings.state_dtype.itemsize,
+        slice=0 if settings.fused else _FP32 * (4 + (states if narrow_state else 0)),
+    )

@@ -1,0 +1,131 @@
+"""The table of bytes against memory that is measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import hmpx
+from hmpx.bench.measure import memory
+from hmpx.updates.footprint import footprint
+from hmpx.updates.settings import Settings
+from tests import ranks
+from tests.test_sharding import Small, _shard
+
+BF16 = torch.bfloat16
+COUNT = 8_000_000
+SETTINGS = [
+    {},
+    {"weights": "nearest"},
+    {"weights": "master"},
+    {"weights": "split"},
+    {"state_dtype": BF16},
+    {"weights": "split", "state_dtype": BF16},
+    {"fused": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_one_rank(settings, foreach):
+    params = [nn.Parameter(torch.ones(2000, 1000, dtype=BF16)) for _ in range(4)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = optim.AdamW(params, foreach=foreach)
+    hmpx.attach(optimizer, **settings)
+    expected = footprint(Settings(**settings), BF16)
+    _, stays = memory(optimizer.step, torch.device("cpu"))
+    peak, left = memory(optimizer.step, torch.device("cpu"))
+    assert stays / COUNT == pytest.approx(expected.masters + expected.state, abs=0.001)
+    assert params[0].element_size() == expected.weights and params[0].grad.element_size() == expected.gradients
+    most = expected.transient(COUNT)
+    assert 0.4 * most <= peak - left <= most * 1.01 + 100_000
+    hmpx.detach(optimizer)
+
+
+def test_fp32_weights():
+    params = [nn.Parameter(torch.ones(1000, 1000))]
+    params[0].grad = torch.ones_like(params[0])
+    _, stays = memory(optim.AdamW(params).step, torch.device("cpu"))
+    expected = footprint(Settings(), torch.float32)
+    assert stays / 1e6 == pytest.approx(expected.state + expected.masters, abs=0.001)
+    assert (expected.weights, expected.gradients, expected.slice) == (4, 4, 0)
+
+
+def _held(rank, mode, settings):
+    """Bytes of weights, gradients, masters and state on this rank."""
+    model = Small()
+    count = sum(p.numel() for p in model.parameters())
+    if mode == "fsdp2":
+        model = _shard(model, "plain")
+    elif mode != "one":
+        model = DistributedDataParallel(model)
+    params = list(model.parameters())
+    if mode == "zero1":
+        optimizer = ZeroRedundancyOptimizer(params, optim.AdamW, lr=1e-3)
+    else:
+        optimizer = optim.AdamW(params, lr=1e-3)
+    attachment = hmpx.attach(optimizer, model=model, **settings)
+    model(torch.ones(2, 6, dtype=BF16)).sum().backward()
+    optimizer.step()
+    way, inner = attachment._updates.way, attachment.optimizer
+    kept = [
+        *params,
+        *(p.grad for p in params),
+        *getattr(way, "_masters", {}).values(),
+        *getattr(way, "_lower", {}).values(),
+    ]
+    kept += [v for values in inner.state.values() for v in values.values() if v.dim()]
+    return sum(t.nbytes for t in (t.to_local() if isinstance(t, DTensor) else t for t in kept)) / count
+
+
+@pytest.mark.parametrize("settings", [{}, {"weights": "master", "state_dtype": BF16}, {"weights": "split"}], ids=str)
+def test_what_two_ranks_hold(settings):
+    for mode in ("ddp", "zero1", "fsdp2"):
+        expected = footprint(Settings(**settings), BF16)
+        sharded = {"ddp": (), "zero1": ("masters", "state"), "fsdp2": ("weights", "gradients", "masters", "state")}[
+            mode
+        ]
+        parts = {part: getattr(expected, part) for part in ("weights", "gradients", "masters", "state")}
+        total = sum(parts.values()) * 2 - sum(parts[part] for part in sharded)
+        found = ranks.run(2, _held, mode, settings)
+        assert sum(found) == pytest.approx(total), mode
+        on_rank = expected.on_rank(1e9, 2, mode) / 1e9 - (2 if mode != "fsdp2" else 0)  # buckets
+        assert on_rank == pytest.approx(total / 2, abs=0.03)
+
+
+def test_the_command_prints_and_saves_the_tables(tmp_path):
+    command = "bench memory --params 7e9 --ranks 1,8,64,512 --recipe nxd-standard neuron-bf16-sr --json".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "hmpx", *command, tmp_path / "memory.json"], capture_output=True, text=True, check=True
+    )
+    # NxD: 2 + 4 + 4 + 8 bytes; of ZeRO-1 on 512 ranks 6 and a 512th of 12, with 2 of buckets.
+    per_parameter, on_rank = json.loads((tmp_path / "memory.json").read_text())
+    nxd = per_parameter["rows"][0]["figures"]
+    assert [nxd[key] for key in ("weights", "gradients", "masters", "state", "sum")] == [2, 4, 4, 8, 18]
+    zero = next(row for row in on_rank["rows"] if row["name"] == "nxd-standard, zero1")["figures"]
+    assert zero["512"] * 2**30 / 7e9 == pytest.approx(2 + 4 + 2 + 12 / 512, abs=0.002)
+    assert "neuron-bf16-sr, fsdp2" in done.stdout and "GiB on each rank, 7e+09 parameters" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--params 0", "no number of parameters"),
+        ("--ranks 1,0", "0 is no count"),
+        ("--recipe nxd", "there is no recipe 'nxd'"),
+        ("--json /nowhere/at/all.json", "there is no folder"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    command = [sys.executable, "-m", "hmpx", "bench", "memory", *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr
