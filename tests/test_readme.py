@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -30,7 +31,7 @@ def test_every_python_snippet_runs_and_prints_what_it_says(monkeypatch):
         elif printed:  # by the snippet above
             assert printed == block
             printed, compared = "", compared + 1
-    assert (ran, compared) == (8, 3)
+    assert (ran, compared) == (10, 4)
 
 
 def test_the_two_commands_are_marked_and_ci_runs_the_second():
@@ -72,3 +73,22 @@ def test_digits():
     done = subprocess.run([sys.executable, ROOT / "examples" / "digits.py"], capture_output=True, text=True, check=True)
     fp32, nearest, stochastic = (float(x) for x in re.findall(r"accuracy ([\d.]+)", done.stdout))
     assert stochastic > fp32 - 0.02 and nearest < fp32 - 0.1
+
+
+def _distributed(mode, ranks, steps, *more):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*torchrun, ROOT / "examples" / "distributed.py", "--mode", mode, "--steps", str(steps), *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return re.search(r"^weights (\w{16})$", done.stdout, re.MULTILINE).group(1), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13")
+def test_ranks_and_modes_take_over_from_one_another(tmp_path):
+    """What one mode saved, another resumes on more ranks or fewer; the weights are those of a run without a break."""
+    unbroken, _ = _distributed("ddp", 1, 15)
+    keeping = ("--checkpoint", tmp_path, "--every", "5")
+    _distributed("ddp", 2, 5, *keeping)
+    _distributed("zero1", 4, 10, *keeping)
+    resumed, said = _distributed("fsdp2", 2, 15, *keeping)
+    assert "resumed at step 10" in said and resumed == unbroken

@@ -28,9 +28,14 @@ _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # o
 _met: weakref.ref | None = None  # the process group that the two above belong to
 
 
+def in_job() -> bool:
+    """Whether this process is a rank, perhaps the only one."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def several_ranks() -> bool:
     """Whether there is another rank."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return in_job() and dist.get_world_size() > 1
 
 
 def _store() -> dist.Store:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hmpx import scope
 from hmpx.errors import HmpxError
 from hmpx.updates import steps, zero
-from hmpx.updates.agreement import compare, several_ranks
+from hmpx.updates.agreement import compare, in_job
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.fused import FUSED
 from hmpx.updates.gradients import accumulate_in_fp32, refuse_ddp, replicas
@@ -114,7 +114,7 @@ class Attachment:
         for p in new:
             self._adopted.add(p)
             if self.settings.release_gradients and p.requires_grad:
-                if several_ranks():
+                if in_job():
                     self._undo.callback(p.register_post_accumulate_grad_hook(refuse).remove)
                 self._undo.callback(p.register_post_accumulate_grad_hook(self._release).remove)
             if p.dtype is BF16:

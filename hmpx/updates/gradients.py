@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hmpx.errors import HmpxError
 from hmpx.sharding import is_sharded
-from hmpx.updates.agreement import several_ranks
+from hmpx.updates.agreement import in_job
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -31,7 +31,7 @@ _exchanges: WeakKeyDictionary[DistributedDataParallel, _Exchange] = WeakKeyDicti
 
 def replicas() -> dict[Parameter, DistributedDataParallel]:
     """Parameters whose gradients a DistributedDataParallel module reduces, and that module."""
-    if not several_ranks():
+    if not in_job():
         return {}
     modules = [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
     return {p: module for module in modules for p in module.parameters()}
@@ -50,7 +50,7 @@ def accumulate_in_fp32(params: list[Parameter], undo: contextlib.ExitStack) -> N
             undo.callback(p.register_post_accumulate_grad_hook(_widen).remove)
         else:
             _set_grad_dtype(p, torch.float32)
-            if several_ranks():
+            if in_job():
                 undo.callback(p.register_post_accumulate_grad_hook(refuse).remove)
 
 
