@@ -50,10 +50,16 @@ def run(world: int, function: Callable, *args: Any) -> list[Any]:
 
 
 def _answer(results: Any, processes: list) -> tuple[int, Any, bool]:
-    try:
-        return results.get(timeout=_PATIENCE)
-    except queue.Empty:
-        raise RankFailed(f"no answer in {_PATIENCE} s; exit codes {[p.exitcode for p in processes]}") from None
+    for _ in range(_PATIENCE):
+        gone = all(
+            process.exitcode for process in processes
+        )  # whoever has answered waits for the others, then ends by 0
+        try:
+            return results.get(timeout=1)
+        except queue.Empty:
+            if gone:
+                break
+    raise RankFailed(f"no answer; exit codes {[process.exitcode for process in processes]}")
 
 
 def _rank(rank: int, world: int, folder: str, results: Any, function: Callable, args: tuple) -> None:

@@ -175,8 +175,7 @@ def _resume_the_last(rank, folder):
     return complete, _found(model, optimizer)
 
 
-def test_a_save_that_was_killed_leaves_the_one_before_it_readable(never_interrupted, tmp_path, monkeypatch):
-    monkeypatch.setattr(ranks, "_PATIENCE", 20)
+def test_a_save_that_was_killed_leaves_the_one_before_it_readable(never_interrupted, tmp_path):
     with pytest.raises(ranks.RankFailed, match=r"exit codes \[-9, -9\]"):
         ranks.run(2, _killed_save, str(tmp_path))
     assert list((tmp_path / "step6").iterdir())  # it did begin

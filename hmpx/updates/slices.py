@@ -69,6 +69,7 @@ class SlicedStep:
             self._size = slice_size(sum(local(p).numel() for p in self._group))
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._sliced: dict[Parameter, SlicedState] = {}
+        self._grads: dict[Parameter, Tensor] = {}
         self._others: list[Parameter] = []
 
     def run(self, runs: list[Run], others: list[Parameter], by_element: bool) -> None:
@@ -77,6 +78,7 @@ class SlicedStep:
         Under `torch.no_grad()`, and without a closure.
         """
         self._others = others
+        self._grads = {run.param: _held_gradient(run) for run in runs}
         for device in {run.param.device: None for run in runs}:
             here = [run for run in runs if run.param.device == device]
             if sum(run.param.numel() for run in here) > _FLOOR:  # not what this rank holds: ranks must agree
@@ -97,7 +99,7 @@ class SlicedStep:
         if not p.dim():
             return [run]
         self._sliced[p] = state = SlicedState(self._optimizer.state, p, self._state_dtype)
-        flat = local(p).is_contiguous() and held_part(p, p.grad).is_contiguous() and state.is_contiguous()
+        flat = local(p).is_contiguous() and self._grads[p].is_contiguous() and state.is_contiguous()
         return run.parts(self._size, rows=not flat)
 
     def _batch(self, batch: list[Run]) -> None:
@@ -144,7 +146,7 @@ class SlicedStep:
         for run, shadow, flat in zip(batch, shadows, grads.split(counts), strict=True):
             if run.is_gathered:
                 continue
-            grad = held_part(run.param, run.param.grad)
+            grad = self._grads[run.param]
             if grad.dtype is torch.bfloat16 and grad.layout is torch.strided:
                 narrow.append(run.of(grad))
                 wide.append(_laid_out(run, narrow[-1], flat))
@@ -181,6 +183,11 @@ class Showing:
     def __exit__(self, *exception: object) -> None:
         for group, before in zip(self._groups, self._before, strict=True):
             group["params"][:] = before
+
+
+def _held_gradient(run: Run) -> Tensor:
+    """Of what this rank holds; a gradient that is sharded in another way is brought into this one, once a step."""
+    return run.param.grad if run.box is None else held_part(run.param, run.param.grad)
 
 
 def _gathered(run: Run, shadow: Tensor) -> Tensor:
