@@ -6,7 +6,8 @@ from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
 from hmpx.functions import bf16, fp32, promote
 from hmpx.policy import Policy, Rule
-from hmpx.recipe import Recipe, prepare
+from hmpx.preparing import prepare
+from hmpx.recipe import Recipe
 from hmpx.regions import cached_weights, disable_casts, enable_casts
 from hmpx.rounding import stochastic_round, stochastic_round_
 from hmpx.updates.attachment import Attachment, attach, detach

@@ -13,6 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
+from hmpx.oplist import shipped
 from hmpx.recipe import as_recipe, read_recipe
 from tests import ranks
 from tests.test_replicas import needs_grad_dtype
@@ -130,7 +131,7 @@ def _refused(rank):
 def test_a_recipe_that_differs_between_ranks_and_a_cast_that_comes_too_late():
     first, second = ranks.run(2, _refused)
     assert "weights is 'master', not 'nearest'" in second[0] and "rank 1 differs from rank 0" in second[0]
-    assert all("cast the model before it is wrapped" in messages[1] for messages in (first, second))
+    assert all("before the model is wrapped" in messages[1] for messages in (first, second))
 
 
 @pytest.mark.parametrize("name", ["neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "torchao-bf16-sr", "lean"])
@@ -165,6 +166,34 @@ def test_a_recipe_is_a_file_a_dict_or_itself(tmp_path):
     hmpx.detach(optimizer)
 
 
+def test_modules_may_be_excepted_by_name(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("opt_level: null\nmodule_dtypes:\n  lm_head: float32\n  '*.norm*': float32\n  blocks.1: float32\n")
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            block = [nn.ModuleDict({"norm1": nn.LayerNorm(4), "up": nn.Linear(4, 4)}) for _ in range(2)]
+            self.tokens, self.blocks, self.lm_head = nn.Embedding(5, 4), nn.ModuleList(block), nn.Linear(4, 5)
+
+    model = Model()
+    optimizer = optim.SGD(model.parameters(), lr=1e-2)
+    hmpx.prepare(model, optimizer, path)
+    narrow = {name for name, p in model.named_parameters() if p.dtype is BF16}
+    assert narrow == {"tokens.weight", "blocks.0.up.weight", "blocks.0.up.bias"}
+    hmpx.detach(optimizer)
+    with pytest.raises(hmpx.HmpxError, match="'lm_haed' is the name of no module; did you mean 'lm_head'"):
+        hmpx.prepare(model, optimizer, {"module_dtypes": {"lm_haed": "float32"}})
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (shipped() / "recipes").glob("*.yaml")))
+def test_a_recipe_prints_as_a_file_that_reads_back(name, tmp_path):
+    recipe = dataclasses.replace(read_recipe(name), module_dtypes={"lm_head": "float32"}, seed=3)
+    path = tmp_path / "printed.yaml"
+    path.write_text(str(recipe))
+    assert read_recipe(path) == recipe
+
+
 def test_fp32_parameters_are_not_attached(caplog):
     model = nn.Linear(4, 4)
     optimizer = optim.SGD(model.parameters(), lr=1e-2)
@@ -178,6 +207,8 @@ def test_fp32_parameters_are_not_attached(caplog):
     [
         ({"wieghts": "master"}, "'wieghts' is no key of a recipe; did you mean 'weights'?"),
         ({"weights": "masters"}, "'masters', none of stochastic, nearest, master, split; did you mean 'master'?"),
+        ({"module_dtypes": {"a": "fp8"}}, "module_dtypes, 'a' is 'fp8', none of float32, bfloat16"),
+        ({"module_dtypes": ["a"]}, "not a mapping of modules' names to dtypes"),
         ({"use_fp32_grad_acc": 1}, "use_fp32_grad_acc is 1, none of true, false"),
         ({"use_master_weights": True, "weights": "split"}, "NxD's key"),
         ({"use_master_weights": False, "use_master_weights_in_ckpt": True}, "has no masters"),
@@ -204,6 +235,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(recipe, message):
     "text, message",
     [
         ("opt_level: O1\nweigths: split\n", ":2: 'weigths' is no key of a recipe; did you mean 'weights'?"),
+        ("use_master_weights: true\n", ":1: 'use_master_weights' is no key of a recipe"),
         ("state_dtype: float16\n", ":1: state_dtype is 'float16', none of float32, bfloat16"),
         ("seed: 1\nseed: 2\n", ":2: 'seed' stands here for the second time"),
         ("- weights\n", ":1: a recipe is a mapping"),

@@ -137,6 +137,39 @@ def test_rows_of_a_huge_parameter_are_rounded_as_its_elements(offset, width, str
     assert torch.equal(rows, torch.cat(singly))
 
 
+def test_a_box_of_a_parameter_of_more_than_two_to_the_32_elements():
+    """2^34 elements in rows of 2^14, the fourth eighth of every row: worked by hand."""
+    box = Box.cut((2**20, 2**14), (2**20, 2**11), (0, 3 * 2**11))
+    (last,) = box.spans(2**31 - 5, 2**31)
+    assert last == (2**31 - 5, 2**31, (2**20 - 1) * 2**14 + 4 * 2**11 - 5, 5, 2**14)
+    (rows,) = box.spans(2**29, 2**29 + 2 * 2**11)
+    assert rows == (2**29, 2**29 + 2**12, 2**18 * 2**14 + 3 * 2**11, 2**11, 2**14) and rows.offset > 2**32
+
+
+def _gradients_cut_in_another_way(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for placements in ([Shard(0)], [Replicate()], [Shard(1)], [Partial()]):
+        for cls in (optim.AdamW, optim.Adafactor):
+            p = nn.Parameter(distribute_tensor(drawn({"w": (6, 4)}, 1)["w"], mesh, [Shard(0)]))
+            optimizer = cls([("w", p)], lr=1e-2)
+            hmpx.attach(optimizer)
+            for step in range(3):
+                whole = drawn({"w": (6, 4)}, 50 + step)["w"]
+                if placements == [Partial()]:
+                    p.grad = DTensor.from_local(whole if rank == 0 else torch.zeros_like(whole), mesh, placements)
+                else:
+                    p.grad = distribute_tensor(whole, mesh, placements)
+                optimizer.step()
+            found.append(digest({"w": p}))
+    return found
+
+
+def test_gradients_may_be_sharded_in_another_way_than_the_parameter():
+    for found in ranks.run(2, _gradients_cut_in_another_way):
+        assert len(set(found[::2])) == len(set(found[1::2])) == 1 and found[0] != found[1]
+
+
 class Small(nn.Module):
     """Layers whose rows two and four ranks cannot share evenly."""
 

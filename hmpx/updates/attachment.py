@@ -192,11 +192,11 @@ def attach(
     )
     given = given_names(optimizer, model, names)
     target = zero.inner(optimizer) or optimizer
-    attached = vars(target).get(steps.ATTRIBUTE)
-    if attached is not None:
-        if attached.settings == settings and given in ({}, attached._updates.names):
-            return attached
-        raise HmpxError(f"{attached!r} is in force; hmpx.detach(optimizer) first")
+    before = attached(optimizer)
+    if before is not None:
+        if before.settings == settings and given in ({}, before._updates.names):
+            return before
+        raise HmpxError(f"{before!r} is in force; hmpx.detach(optimizer) first")
     _check(target, settings)
     if not has_bf16(optimizer):
         logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
@@ -207,6 +207,11 @@ def attach(
     return attachment
 
 
+def attached(optimizer: Optimizer) -> Attachment | None:
+    """What `attach` did to this optimizer, or to the one inside it."""
+    return vars(zero.inner(optimizer) or optimizer).get(steps.ATTRIBUTE)
+
+
 def detach(optimizer: Optimizer) -> None:
     """Make an attached optimizer a plain torch one again; without an attachment, nothing happens.
 
@@ -215,11 +220,10 @@ def detach(optimizer: Optimizer) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         raise HmpxError(f"detach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    optimizer = zero.inner(optimizer) or optimizer
-    attached = vars(optimizer).get(steps.ATTRIBUTE)
-    if attached is not None:
-        attached._remove()
-        attached._updates.release_state(optimizer)
+    optimizer, attachment = zero.inner(optimizer) or optimizer, attached(optimizer)
+    if attachment is not None:
+        attachment._remove()
+        attachment._updates.release_state(optimizer)
         for group in optimizer.param_groups:
             for key in (STEP_KEY, SEED_KEY):
                 group.pop(key, None)
