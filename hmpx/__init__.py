@@ -1,6 +1,7 @@
 """Mixed precision that you can read, edit and undo."""
 
 from hmpx import hmp
+from hmpx.activation import Activation, activate, activate_from_environment
 from hmpx.auditing import Audit, Finding, audit
 from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
@@ -11,8 +12,10 @@ from hmpx.recipe import Recipe
 from hmpx.regions import cached_weights, disable_casts, enable_casts
 from hmpx.rounding import stochastic_round, stochastic_round_
 from hmpx.updates.attachment import Attachment, attach, detach
+from hmpx.words import explain
 
 __all__ = [
+    "Activation",
     "Attachment",
     "Audit",
     "Conversion",
@@ -24,6 +27,7 @@ __all__ = [
     "Recipe",
     "Rule",
     "UnknownOpError",
+    "activate",
     "attach",
     "audit",
     "bf16",
@@ -32,6 +36,7 @@ __all__ = [
     "detach",
     "disable_casts",
     "enable_casts",
+    "explain",
     "fp32",
     "hmp",
     "prepare",
@@ -40,3 +45,5 @@ __all__ = [
     "stochastic_round",
     "stochastic_round_",
 ]
+
+activate_from_environment()

@@ -1,17 +1,22 @@
-"""The shell commands: ``python -m hmpx ops|check|explain|bench``."""
+"""The shell commands: ``python -m hmpx run|ops|check|explain|bench``."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from hmpx import environment, running
+from hmpx.activation import VARIABLE
 from hmpx.errors import HmpxError
-from hmpx.explain import check_files, explain_op, ops_table
-from hmpx.oplist import read_lists
+from hmpx.oplist import SIDES, read_lists
 from hmpx.policy import OPT_LEVELS, Policy, build_policy
+from hmpx.recipe import Recipe, read_recipe, recipe_names
+from hmpx.words import check_files, explain_op, ops_table, recipe_in_words
 
 
 def _policy_options(command: argparse.ArgumentParser) -> None:
@@ -31,8 +36,33 @@ def _ops(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    print(explain_op(options.op, _policy(options)))
+    is_recipe = options.what in recipe_names() or Path(options.what).suffix in (".yaml", ".yml")
+    print(recipe_in_words(read_recipe(options.what)) if is_recipe else explain_op(options.what, _policy(options)))
     return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    recipe, said = _recipe(options)
+    own = {side: os.path.abspath(path) for side in SIDES if (path := getattr(options, side)) is not None}
+    for side, path in own.items():
+        recipe = replace(recipe, **{side: None, f"{side}_file_path": path})
+    if os.environ.get("RANK", "0") == "0":
+        lists = "".join(f", {side} list {path}" for side, path in own.items())
+        print(f"hmpx: {said}{lists}; runs {options.script}", file=sys.stderr)
+    running.run(recipe, options.script, options.arguments, as_module=options.as_module)
+    return 0
+
+
+def _recipe(options: argparse.Namespace) -> tuple[Recipe, str]:
+    """The one that is named, and how."""
+    of_environment = environment.recipe_of(os.environ)
+    named = options.recipe or os.environ.get(VARIABLE)
+    if named:
+        aside = " (which goes before the variables of Neuron and XLA)" if of_environment else ""
+        return read_recipe(named), f"recipe {named}{aside}"
+    if of_environment is None:
+        raise HmpxError(f"run needs --recipe NAME or FILE; there are {', '.join(recipe_names())}")
+    return of_environment
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -141,8 +171,19 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hmpx", description="Read and check the precision of torch's ops.")
+    parser = argparse.ArgumentParser(prog="python -m hmpx", description="Read, check and apply precision.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run an unmodified training script under a recipe")
+    run.add_argument(
+        "--recipe", metavar="NAME", help=f"or a YAML file; default ${VARIABLE} or what Neuron's are set to"
+    )
+    for side in SIDES:
+        run.add_argument(f"--{side}", metavar="FILE", help=f"the {side} list, in place of the recipe's")
+    run.add_argument("-m", dest="as_module", action="store_true", help="the script is the name of a module")
+    run.add_argument("script")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own")
+    run.set_defaults(run=_run)
 
     ops = commands.add_parser("ops", help="each op that hmpx knows, its rule and its entry points")
     ops.add_argument("containing", nargs="?", default="", help="only ops with this in their name")
@@ -153,8 +194,10 @@ def main(arguments: list[str] | None = None) -> int:
     check.add_argument("files", nargs="+", metavar="FILE")
     check.set_defaults(run=_check)
 
-    explain = commands.add_parser("explain", help="which entry points an op has, which rule, and why")
-    explain.add_argument("op")
+    explain = commands.add_parser(
+        "explain", help="which entry points an op has, which rule, and why; what a recipe does"
+    )
+    explain.add_argument("what", metavar="OP|RECIPE")
     _policy_options(explain)
     explain.set_defaults(run=_explain)
 

@@ -9,6 +9,7 @@ opaque op, and later changes of what it depends on would be ignored.
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 import types
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import wrapt
+from torch.compiler import config
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
 _RULES = "torch._dynamo.trace_rules"
@@ -23,6 +25,7 @@ _originals: dict[int, Callable] = {}  # by identity of the wrapper, of the conve
 _codes: set[types.CodeType] = set()  # of these wrappers
 _kept: dict[str, Any] = {}  # of trace_rules, while exchanged
 _waiting = False
+_tag = ""
 
 
 def never_compile_alone(*functions: Callable) -> None:
@@ -49,9 +52,15 @@ def never_compile(function: Callable) -> None:
     wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
 
 
-def install(originals: dict[Callable, Callable]) -> None:
-    """Let Dynamo see through the wrappers, which are the keys, as soon as it is imported."""
-    global _waiting
+def install(originals: dict[Callable, Callable], what: str) -> None:
+    """Let Dynamo see through the wrappers, which are the keys, as soon as it is imported.
+
+    what: says in full what they do, for torch's cache on disk: there a graph stands under its ops' names, and the casts
+        in it would come from, and go to, programs with other ones.
+    """
+    global _tag, _waiting
+    _tag = f"hmpx {hashlib.blake2b(what.encode(), digest_size=8).hexdigest()}"
+    config.cache_key_tag += _tag
     _originals.update({id(wrapper): original for wrapper, original in originals.items()})
     _codes.update(wrapper.__code__ for wrapper in originals if isinstance(wrapper, types.FunctionType))
     if _RULES in sys.modules:
@@ -64,8 +73,12 @@ def install(originals: dict[Callable, Callable]) -> None:
 
 def uninstall() -> None:
     """Take that back; what was compiled is compiled anew when it is called."""
+    global _tag
     _originals.clear()
     _codes.clear()
+    if _tag:
+        config.cache_key_tag = config.cache_key_tag.replace(_tag, "")
+        _tag = ""
     rules = sys.modules.get(_RULES)
     if rules is not None and _kept:
         for name, value in _kept.items():

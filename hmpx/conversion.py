@@ -6,15 +6,18 @@ does not read, a name that does not exist) goes wrong before torch is touched.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+from collections.abc import Mapping
 
 import torch
 
 from hmpx import compiling, scope, scripting
 from hmpx.captures import Capture, rebind
 from hmpx.catalog import catalog
+from hmpx.dtype_map import DtypeMap
 from hmpx.functions import UserFunctions
 from hmpx.oplist import read_lists
 from hmpx.patching import Patch, PatchTable
@@ -25,6 +28,7 @@ from hmpx.verbose import VerboseLog
 logger = logging.getLogger("hmpx")
 _lock = threading.RLock()
 _installed: Conversion | None = None
+beside = contextlib.ExitStack()  # what else `restore` takes back
 
 
 class Conversion:
@@ -36,11 +40,19 @@ class Conversion:
         policy: which op runs under which rule; prints as an op list file.
     """
 
-    def __init__(self, policy: Policy, verbose: bool = False, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        verbose: bool = False,
+        enabled: bool = True,
+        dtype_map: Mapping[torch.dtype, torch.dtype] | None = None,
+    ) -> None:
         self.policy = policy
         self._enabled = enabled
         self._log = VerboseLog() if verbose else None
-        self._table = PatchTable.build(policy, self._log.observer if self._log else None)
+        self._dtype_map = DtypeMap(dtype_map) if dtype_map else None
+        observe, around = (self._log.observer if self._log else None), self._dtype_map and self._dtype_map.patches
+        self._table = PatchTable.build(policy, observe, around)
         self._functions = UserFunctions(policy.user_functions(), policy.origins)
         self._captures: list[Capture] = []
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -78,7 +90,7 @@ class Conversion:
         """Take this conversion away again; nothing happens if it is not the installed one."""
         with _lock:
             if self.active:
-                restore()
+                _take_away_installed()
 
     def __enter__(self) -> Conversion:
         return self
@@ -99,11 +111,13 @@ class Conversion:
             self._captures = self._table.apply()
             self._functions.apply()
             self._captures += rebind(self._functions.replacements())
-            compiling.install(self._table.originals())
+            compiling.install(self._table.originals(), f"{self.policy}{self._dtype_map or ''}")
             scripting.install(self._table.originals())
             if self.policy.bf16 or self.policy.fp32:
                 # TransformerEncoder in eval would run in one C++ call that no patch sees.
                 torch.backends.mha.set_fastpath_enabled(False)
+            if self._dtype_map:
+                self._dtype_map.apply()
             if self._log:
                 self._log.open()
         except BaseException:
@@ -121,6 +135,8 @@ class Conversion:
         self._functions.restore()
         rebind(back)
         self._table.restore()
+        if self._dtype_map:
+            self._dtype_map.restore()
         if self._log:
             self._log.close()
 
@@ -134,6 +150,7 @@ def convert(
     promote_file_path: str | os.PathLike | None = "",
     unknown: str = "error",
     enabled: bool = True,
+    dtype_map: Mapping[torch.dtype, torch.dtype] | None = None,
 ) -> Conversion:
     """Run torch's ops in the precision that op lists say. A second call replaces the first.
 
@@ -145,6 +162,10 @@ def convert(
         isVerbose: log each distinct decision once (logger "hmpx"), with the line of the caller's code.
         unknown: "error", or "warn" to skip names that stand for nothing.
         enabled: cast everywhere but in `disable_casts()` regions; False: only in `enable_casts()` regions.
+        dtype_map: dtypes that become others wherever one is asked for, from torch.float32 and torch.float64 to
+            torch.bfloat16 and torch.float32: default dtype, factory functions, ``x.float()``, ``x.double()``,
+            ``x.to(dtype)``, ``dtype=``, module construction, `torch.load`, NumPy arrays. Not inside `disable_casts()`
+            and optimizer steps.
 
     Returns:
         A handle: `policy`, `patched`, `rebound`, `escaped`, `restore()`, and ``with convert(...):``.
@@ -152,17 +173,24 @@ def convert(
     Raises:
         OpListError, UnknownOpError, OptLevelError: before anything is changed; what was installed stays installed.
     """
-    global _installed
     lists = read_lists(bf16_file_path, fp32_file_path, promote_file_path)
-    policy = build_policy(opt_level, lists, unknown)
+    return install(build_policy(opt_level, lists, unknown), isVerbose, enabled, dtype_map)
+
+
+def install(
+    policy: Policy,
+    verbose: bool = False,
+    enabled: bool = True,
+    dtype_map: Mapping[torch.dtype, torch.dtype] | None = None,
+) -> Conversion:
+    """`convert` by a policy that is built already."""
+    global _installed
     UserFunctions(policy.user_functions(), policy.origins).check()
     with _lock:
-        previous = _installed
-        if previous is not None:
-            restore()
-        conversion = Conversion(policy, isVerbose, enabled)
-        logger.info("hmp:verbose_mode  %s", isVerbose)
-        logger.info("hmp:opt_level  %s", opt_level)
+        _take_away_installed()
+        conversion = Conversion(policy, verbose, enabled, dtype_map)
+        logger.info("hmp:verbose_mode  %s", verbose)
+        logger.info("hmp:opt_level  %s", policy.opt_level)
         conversion._apply()
         _installed = conversion
     return conversion
@@ -175,9 +203,14 @@ def installed() -> Conversion | None:
 
 def restore() -> None:
     """Put torch back exactly as it was; without a `convert`, nothing happens."""
-    global _installed
     with _lock:
-        conversion, _installed = _installed, None
-        steps.uninstall_for_graphs()
-        if conversion is not None:
-            conversion._take_away()
+        _take_away_installed()
+        beside.close()
+
+
+def _take_away_installed() -> None:
+    global _installed
+    conversion, _installed = _installed, None
+    steps.uninstall_for_graphs()
+    if conversion is not None:
+        conversion._take_away()

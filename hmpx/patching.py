@@ -66,8 +66,17 @@ class PatchTable:
         self._applied: list[Patch] = []
 
     @classmethod
-    def build(cls, policy: Policy, observe: Callable[[str, Entry, Rule], Observer] | None = None) -> PatchTable:
-        """Work out what `policy` changes. `observe` makes the observer of an entry point, for verbose logging."""
+    def build(
+        cls,
+        policy: Policy,
+        observe: Callable[[str, Entry, Rule], Observer] | None = None,
+        around: Callable[[tuple[Patch, ...], Switch], Iterator[Patch]] | None = None,
+    ) -> PatchTable:
+        """Work out what `policy` changes.
+
+        observe: makes the observer of an entry point, for verbose logging.
+        around: puts wrappers of its own around those of the policy.
+        """
         switch = Switch()
         patches = []
         wrappers: dict[tuple[int, Rule, bool], Callable] = {}
@@ -89,7 +98,7 @@ class PatchTable:
             patches.append(
                 _beside_ops(path, Rule.UNCAST, lambda f, position=position: build_carrying(f, position, switch))
             )
-        return cls(tuple(patches), switch)
+        return cls(tuple(around(tuple(patches), switch) if around else patches), switch)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.patches))
@@ -140,16 +149,24 @@ def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, Rule]]:
             yield attribute, Entry(owner, attribute, path, Layout(python=True)), Rule.UNCAST
 
 
+def patch_at(path: str, rule: Rule, build: Callable[[Any], Any]) -> Patch:
+    """The patch of one dotted name in torch. `build` makes what stands there out of what stood there."""
+    owner, attribute, original = wrapt.resolve_path(*_split(path))
+    return Patch(attribute, rule, path, owner, attribute, original, build(original), attribute not in vars(owner))
+
+
 def _beside_ops(path: str, rule: Rule, build: Callable[[Any], Callable]) -> Patch:
     """The patch of a function that is no op, and yet has to know of the casts."""
-    owner, attribute, original = wrapt.resolve_path(*_split(path))
-    static = isinstance(original, staticmethod)
-    function = original.__func__ if static else original
-    wrapper = build(function)
-    wrapper.__module__, wrapper.__qualname__ = function.__module__, function.__qualname__
-    wrapper.__name__, wrapper.__doc__ = function.__name__, function.__doc__
-    wrapper = staticmethod(wrapper) if static else wrapper
-    return Patch(attribute, rule, path, owner, attribute, original, wrapper, attribute not in vars(owner))
+
+    def built(original: Any) -> Any:
+        static = isinstance(original, staticmethod)
+        function = original.__func__ if static else original
+        wrapper = build(function)
+        wrapper.__module__, wrapper.__qualname__ = function.__module__, function.__qualname__
+        wrapper.__name__, wrapper.__doc__ = function.__name__, function.__doc__
+        return staticmethod(wrapper) if static else wrapper
+
+    return patch_at(path, rule, built)
 
 
 def _split(path: str) -> tuple[Any, str]:

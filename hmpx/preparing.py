@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,19 +51,25 @@ def prepare(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise HmpxError(f"prepare needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
     recipe = as_recipe(recipe, with_zero=zero.inner(optimizer) is not None)
-    settings = recipe.settings()
-    compare("hmpx.prepare", {**asdict(recipe), **{key: _content(getattr(recipe, key)) for key in LISTS}})
+    settings, policy = recipe.settings(), recipe.policy()
+    compare("hmpx.prepare", facts(recipe))
+    check_names([model], recipe)
     with contextlib.ExitStack() as undo:
-        _cast(model, recipe, undo)
+        cast_model(model, recipe, undo)
         if any(p.dtype is torch.bfloat16 for p in model.parameters()):
             before, attachment = attached(optimizer), attach(optimizer, model=model, **vars(settings))
             if attachment is not before:
                 undo.callback(attachment.detach)
-        if recipe.opt_level is not None:
-            conversion.convert(recipe.opt_level, **{key: getattr(recipe, key) for key in LISTS})
+        if policy is not None:
+            conversion.install(policy, dtype_map=recipe.mapped())
         undo.pop_all()
     logger.info("hmpx: prepared by this recipe:\n%s", recipe)
     return model, optimizer
+
+
+def facts(recipe: Recipe) -> dict[str, Any]:
+    """What must be the same on every rank."""
+    return {**asdict(recipe), **{key: _content(getattr(recipe, key)) for key in LISTS}}
 
 
 def _content(path: str) -> str:
@@ -72,8 +79,12 @@ def _content(path: str) -> str:
     return path
 
 
-def _cast(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStack) -> None:
-    """Cast the floating parameters of a model in place."""
+def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStack) -> None:
+    """Cast the floating parameters of a model in place, and its buffers where a recipe maps dtypes.
+
+    Raises:
+        HmpxError: one of another dtype than it is to be is replicated or sharded already.
+    """
     dtypes = _dtypes(model, recipe)
     others = {p: name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype is not dtypes[p]}
     reduced = replicas()
@@ -86,29 +97,44 @@ def _cast(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStack) ->
     for p in others:
         undo.callback(_assign, p, p.data, p.grad)
         _assign(p, p.data.to(dtypes[p]), None)
+    mapped = recipe.mapped()
+    for buffer in model.buffers():
+        if buffer.dtype in mapped:
+            undo.callback(_assign, buffer, buffer.data, None)
+            _assign(buffer, buffer.data.to(mapped[buffer.dtype]), None)
+
+
+def check_names(models: list[torch.nn.Module], recipe: Recipe) -> None:
+    """Whether each exception of a recipe is one for some module."""
+    names = [name for model in models for name in _module_names(model)]
+    for pattern in recipe.module_dtypes:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise HmpxError(
+                f"module_dtypes: {pattern!r} is the name of no module{nearest(pattern, filter(None, names))}"
+            )
+
+
+def _module_names(model: torch.nn.Module) -> list[str]:
+    """Those of ``model.modules()``, without what torch puts around modules."""
+    _, *inside = (f"{name}." for name, _ in model.named_modules())
+    return ["", *(name.removesuffix(".") for name in plain_names(inside))]
 
 
 def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, torch.dtype]:
     """What each parameter is to be. A tied one is what the first module that has it says."""
-    _, *inside = (f"{name}." for name, _ in model.named_modules())
-    names = ["", *(name.removesuffix(".") for name in plain_names(inside))]
-    for pattern in recipe.module_dtypes:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            known = [name for name in names if name]
-            raise HmpxError(f"module_dtypes: {pattern!r} is the name of no module{nearest(pattern, known)}")
     found: dict[torch.nn.Parameter, torch.dtype] = {}
-    for name, module in zip(names, model.modules(), strict=True):
+    mapped = recipe.mapped()
+    for name, module in zip(_module_names(model), model.modules(), strict=True):
         parts = name.split(".")
         within = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        dtype = recipe.parameter_dtype
-        for pattern, exception in recipe.module_dtypes.items():
-            dtype = exception if any(fnmatchcase(each, pattern) for each in within) else dtype
+        exceptions = [d for pattern, d in recipe.module_dtypes.items() if any(fnmatchcase(n, pattern) for n in within)]
         for p in module.parameters(recurse=False):
-            found.setdefault(p, DTYPES[dtype])
+            dtype = mapped.get(p.dtype, p.dtype) if mapped else DTYPES[recipe.parameter_dtype]
+            found.setdefault(p, DTYPES[exceptions[-1]] if exceptions else dtype)
     return found
 
 
-def _assign(p: torch.nn.Parameter, data: torch.Tensor, grad: torch.Tensor | None) -> None:
+def _assign(p: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
     p.grad = None
     p.data = data
     p.grad = grad

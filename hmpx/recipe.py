@@ -6,7 +6,7 @@ A recipe's keys are the arguments of `hmpx.convert` and `hmpx.attach`, and what 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ import torch
 import yaml
 
 from hmpx.errors import HmpxError, nearest
-from hmpx.oplist import shipped
-from hmpx.policy import OPT_LEVELS
+from hmpx.oplist import SIDES, Listed, OpLists, read_lists, shipped
+from hmpx.policy import OPT_LEVELS, Policy, build_policy
+from hmpx.rounding import check_seed
 from hmpx.updates.settings import Settings
 from hmpx.updates.weights import WAYS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LISTS = ("bf16_file_path", "fp32_file_path", "promote_file_path")
+_MAPPED = {"float32": torch.float32, "float64": torch.float64}
+LISTS = tuple(f"{side}_file_path" for side in SIDES)
 _SWITCHES = ("use_fp32_grad_acc", "use_master_weights_in_ckpt", "release_gradients", "fused")
 _NXD_KEYS = ("use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt")
 
@@ -33,6 +35,8 @@ class Recipe:
     Attributes:
         opt_level: "O1" or "O2" for `hmpx.convert`; None leaves torch's ops alone.
         bf16_file_path, fp32_file_path, promote_file_path: op lists; "" for the default ones.
+        bf16, fp32, promote: the same, name by name, in place of a file.
+        dtype_map: dtypes that become others wherever one is asked for; see `hmpx.convert`, with dtypes by name.
         parameter_dtype: "bfloat16" or "float32", of the model's parameters.
         module_dtypes: exceptions, by the name of a module or a pattern (``"lm_head"``, ``"*.norm*"``); the last that
             fits a module, or one that it is in, decides.
@@ -44,6 +48,10 @@ class Recipe:
     bf16_file_path: str = ""
     fp32_file_path: str = ""
     promote_file_path: str = ""
+    bf16: Sequence[str] | None = None
+    fp32: Sequence[str] | None = None
+    promote: Sequence[str] | None = None
+    dtype_map: Mapping[str, str] = field(default_factory=dict)
     parameter_dtype: str = "bfloat16"
     module_dtypes: Mapping[str, str] = field(default_factory=dict)
     weights: str = "stochastic"
@@ -59,6 +67,18 @@ class Recipe:
         changed = {key: value for key, value in asdict(self).items() if value != getattr(_DEFAULT, key)}
         return yaml.safe_dump(changed, sort_keys=False) if changed else "{}\n"
 
+    def policy(self) -> Policy | None:
+        """Which op runs under which rule; None where torch's ops are left alone."""
+        if self.opt_level is None:
+            return None
+        files = read_lists(**{key: getattr(self, key) for key in LISTS})
+        own = {side: _listed(side, getattr(self, side)) for side in SIDES}
+        return build_policy(self.opt_level, OpLists(**{s: files.side(s) if own[s] is None else own[s] for s in SIDES}))
+
+    def mapped(self) -> dict[torch.dtype, torch.dtype]:
+        """`dtype_map` in torch's terms."""
+        return {_MAPPED[old]: DTYPES[new] for old, new in self.dtype_map.items()}
+
     def settings(self) -> Settings:
         """What `attach` is told."""
         own = {key: getattr(self, key) for key in ("weights", "seed", *_SWITCHES)}
@@ -66,6 +86,16 @@ class Recipe:
 
 
 _DEFAULT = Recipe()
+_KEYS = [each.name for each in fields(Recipe)]
+
+
+def _listed(side: str, names: Sequence[str] | None) -> tuple[Listed, ...] | None:
+    return None if names is None else tuple(Listed(name, f"recipe, {side}", i) for i, name in enumerate(names, 1))
+
+
+def recipe_names() -> list[str]:
+    """The recipes that hmpx ships."""
+    return sorted(each.stem for each in (shipped() / "recipes").glob("*.yaml"))
 
 
 def read_recipe(name: str | os.PathLike) -> Recipe:
@@ -76,10 +106,9 @@ def read_recipe(name: str | os.PathLike) -> Recipe:
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        folder = shipped() / "recipes"
-        path = folder / f"{name}.yaml"
+        path = shipped() / "recipes" / f"{name}.yaml"
         if not path.is_file():
-            legal = sorted(each.stem for each in folder.glob("*.yaml"))
+            legal = recipe_names()
             hint = nearest(str(name), legal) or f" (there are {', '.join(legal)}, and files that end in .yaml)"
             raise HmpxError(f"there is no recipe {str(name)!r}{hint}")
     try:
@@ -89,26 +118,27 @@ def read_recipe(name: str | os.PathLike) -> Recipe:
     except yaml.MarkedYAMLError as error:
         raise HmpxError(f"{path}:{error.problem_mark.line + 1}: not YAML: {error.problem}") from None
     if not isinstance(root, yaml.MappingNode):
-        raise HmpxError(f"{path}:1: a recipe is a mapping of {', '.join(_keys())}")
+        raise HmpxError(f"{path}:1: a recipe is a mapping of {', '.join(_KEYS)}")
     values: dict[str, Any] = {}
+    lists: dict[str, tuple[Listed, ...]] = {}
     for key, value in root.value:
         where = f"{path}:{key.start_mark.line + 1}: "
         if not isinstance(key, yaml.ScalarNode):
-            raise HmpxError(f"{where}a recipe's keys are {', '.join(_keys())}")
+            raise HmpxError(f"{where}a recipe's keys are {', '.join(_KEYS)}")
         if key.value in values:
             raise HmpxError(f"{where}{key.value!r} stands here for the second time")
         values[key.value] = yaml.SafeLoader("").construct_object(value, deep=True)
-        _check(key.value, values[key.value], _keys(), where)
+        _check(key.value, values[key.value], _KEYS, where)
         if key.value in LISTS and values[key.value]:
-            values[key.value] = str(path.parent / values[key.value])
-    return Recipe(**values)
+            values[key.value] = os.path.normpath(path.parent / values[key.value])
+        if key.value in SIDES and values[key.value]:
+            lists[key.value] = tuple(Listed(v.value, str(path), v.start_mark.line + 1) for v in value.value)
+    if lists and values.get("opt_level", "O1") == "O1":
+        build_policy("O1", OpLists(**lists))  # for its errors, which have a line here
+    return _made(values, f"{path}: ")
 
 
-def _keys() -> list[str]:
-    return [each.name for each in fields(Recipe)]
-
-
-def _check(key: Any, value: Any, keys: Collection[str], where: str = "") -> None:
+def _check(key: Any, value: Any, keys: Sequence[str], where: str = "") -> None:
     if key not in keys:
         raise HmpxError(f"{where}{key!r} is no key of a recipe{nearest(str(key), keys)}")
     legal = {
@@ -120,19 +150,38 @@ def _check(key: Any, value: Any, keys: Collection[str], where: str = "") -> None
     }
     if key in legal:
         _check_value(key, value, legal[key], where)
+    elif key == "seed" and value is not None:
+        try:
+            check_seed(value)
+        except HmpxError as error:
+            raise HmpxError(f"{where}{error}") from None
     elif key in LISTS and not isinstance(value, str):
         raise HmpxError(f"{where}{key} is {value!r}, not the path of a list")
-    elif key == "module_dtypes":
-        if not isinstance(value, Mapping) or not all(isinstance(pattern, str) for pattern in value):
-            raise HmpxError(f"{where}{key} is {value!r}, not a mapping of modules' names to dtypes")
-        for pattern, dtype in value.items():
-            _check_value(f"{key}, {pattern!r}", dtype, tuple(DTYPES), where)
+    elif key in SIDES and value is not None:
+        if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
+            raise HmpxError(f"{where}{key} is {value!r}, not a list of names; a file goes to {key}_file_path")
+    elif key in ("module_dtypes", "dtype_map"):
+        what = "modules' names" if key == "module_dtypes" else "dtypes"
+        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
+            raise HmpxError(f"{where}{key} is {value!r}, not a mapping of {what} to dtypes")
+        for old, new in value.items():
+            if key == "dtype_map":
+                _check_value(key, old, tuple(_MAPPED), where)
+            _check_value(f"{key}, {old!r}", new, tuple(DTYPES), where)
 
 
 def _check_value(what: str, value: Any, legal: tuple, where: str) -> None:
     if not any(type(value) is type(each) and value == each for each in legal):
         words = ["null" if each is None else str(each).lower() if isinstance(each, bool) else each for each in legal]
         raise HmpxError(f"{where}{what} is {value!r}, none of {', '.join(words)}{nearest(str(value), words)}")
+
+
+def _made(values: Mapping[str, Any], where: str = "") -> Recipe:
+    for side in SIDES:
+        if values.get(side) is not None and values.get(f"{side}_file_path"):
+            raise HmpxError(f"{where}{side} and {side}_file_path: which of the two?")
+    lists = {side: tuple(values[side]) for side in SIDES if values.get(side) is not None}
+    return Recipe(**{**values, **lists})
 
 
 def as_recipe(recipe: str | os.PathLike | Mapping | Recipe, *, with_zero: bool = False) -> Recipe:
@@ -145,11 +194,11 @@ def as_recipe(recipe: str | os.PathLike | Mapping | Recipe, *, with_zero: bool =
     if not isinstance(recipe, Mapping):
         raise HmpxError(f"a recipe is a name, a path or a dict, not a {type(recipe).__name__}")
     for key, value in recipe.items():
-        _check(key, value, {*_keys(), *_NXD_KEYS})
+        _check(key, value, (*_KEYS, *_NXD_KEYS))
     if not set(recipe) <= set(_NXD_KEYS):
         if "use_master_weights" in recipe:
             raise HmpxError("'use_master_weights' is NxD's key; beside a recipe's own keys say weights: master")
-        return Recipe(**recipe)
+        return _made(recipe)
     config = {"use_master_weights": with_zero, "use_fp32_grad_acc": with_zero, "use_master_weights_in_ckpt": False}
     config.update(recipe)
     weights = "master" if config.pop("use_master_weights") else "nearest"

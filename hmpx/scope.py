@@ -33,12 +33,14 @@ class Rounding:
 class Region(NamedTuple):
     """What one open region says.
 
-    casting: None leaves it to the default. task: of a region opened in an asyncio task, a token that only this task and
+    casting: None leaves it to the default. maps: whether a `dtype_map` acts, as it does inside of a listed Python
+    function and not in an optimizer step. task: of a region opened in an asyncio task, a token that only this task and
     those it starts carry; None means everybody in the thread.
     """
 
     casting: bool | None = None
     rounding: Rounding | None = None
+    maps: bool = True
     task: object | None = None
 
 
@@ -106,6 +108,11 @@ def rounding() -> Rounding | None:
     return _innermost().rounding
 
 
+def maps() -> bool:
+    """Whether the dtypes that are asked for here are mapped, if a conversion maps any."""
+    return _innermost().maps
+
+
 def set_converted(converted: bool, *, enabled: bool = True) -> None:
     """Record that a conversion was installed or taken away, and whether it casts outside of any region."""
     global _converted
@@ -124,15 +131,18 @@ def retire() -> None:
     old[_RETIRED] = True
 
 
-def enter(casting: bool | None, how: Rounding | None = None) -> None:
-    """Turn casts on or off in this thread, or in the asyncio task that runs in it, until `leave`."""
+def enter(casting: bool | None, how: Rounding | None = None, maps: bool | None = None) -> None:
+    """Turn casts on or off in this thread, or in the asyncio task that runs in it, until `leave`.
+
+    maps: None maps dtypes exactly where casts are not turned off.
+    """
     opened = _thread.open
     before = opened[-1].casting if opened else None
     task = None
     if not is_dynamo_compiling() and _get_running_loop() is not None:
         task = object()
         _tasks.set((*_tasks.get(), task))
-    opened.append(Region(casting, how, task))
+    opened.append(Region(casting, how, casting is not False if maps is None else maps, task))
     if before is not casting:
         _announce(casting)
 
@@ -171,9 +181,9 @@ def _off_for_some_task() -> bool:
 
 
 @contextlib.contextmanager
-def region(casting: bool | None, how: Rounding | None = None) -> Iterator[None]:
+def region(casting: bool | None, how: Rounding | None = None, maps: bool | None = None) -> Iterator[None]:
     """`enter` and `leave` around a block."""
-    enter(casting, how)
+    enter(casting, how, maps)
     try:
         yield
     finally:
@@ -183,7 +193,7 @@ def region(casting: bool | None, how: Rounding | None = None) -> Iterator[None]:
 def run_uncast(function, args, kwargs):
     """Call `function` with casts off inside: the op that was listed has decided for everything it calls."""
     how = rounding()
-    enter(False, how)
+    enter(False, how, maps())
     try:
         return function(*args, **kwargs)
     finally:
@@ -195,7 +205,7 @@ def carrying(function: Callable) -> Callable:
     now = _innermost()
 
     def carried(*args, **kwargs):
-        with region(now.casting, now.rounding):
+        with region(now.casting, now.rounding, now.maps):
             return function(*args, **kwargs)
 
     return carried

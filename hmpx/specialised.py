@@ -34,7 +34,7 @@ from hmpx.stack import WRITTEN
 from hmpx.weight_cache import open_caches
 
 # Where torch's compiler spells ops out in other ops, which are no calls of the user's.
-_COMPILER = tuple(
+COMPILER = tuple(
     f"torch.{name}."
     for name in (
         *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
@@ -68,7 +68,7 @@ def called_by_torch(args: tuple, kwargs: dict, caller: types.FrameType) -> bool:
     """Whether a tensor that is no plain one comes from torch's own decompositions, while it compiles."""
     if not any(isinstance(a, torch.Tensor) and type(a) not in PLAIN for a in (*args, *kwargs.values())):
         return False
-    return scope.casts_off_in_graph() or (caller.f_globals.get("__name__", "") + ".").startswith(_COMPILER)
+    return scope.casts_off_in_graph() or (caller.f_globals.get("__name__", "") + ".").startswith(COMPILER)
 
 
 class _Missing:

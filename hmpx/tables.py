@@ -182,3 +182,15 @@ UNCAST_FUNCTIONS = (
     "torch.nn.utils.clip_grad._get_total_norm",
     "torch.optim.swa_utils.AveragedModel.update_parameters",
 )
+
+# For a map of dtypes, beside the ops whose schema has a `dtype`. A dtype is asked for; a stated one says how data from
+# outside is to be read, and the result is what has to be mapped; or the one or the other.
+DTYPE_ASKED = (
+    "torch.Tensor.to", "torch.Tensor.type", "torch.Tensor.new_tensor",
+    "torch.set_default_dtype", "torch.set_default_tensor_type",
+)  # fmt: skip
+DTYPE_FOUND = (
+    "torch.Tensor.view", "torch.asarray", "torch.frombuffer", "torch.from_dlpack", "torch.from_file",
+    "torch.from_numpy", "torch.utils.dlpack.from_dlpack",
+)  # fmt: skip
+DTYPE_ASKED_OR_FOUND = ("torch.tensor", "torch.as_tensor")

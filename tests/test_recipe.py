@@ -214,7 +214,7 @@ def test_fp32_parameters_are_not_attached(caplog):
         ({"use_master_weights": False, "use_master_weights_in_ckpt": True}, "has no masters"),
         ({"weights": "stochastic", "seed": -1}, "seed -1 is out of range"),
         ("nxd-standart", "there is no recipe 'nxd-standart'; did you mean 'nxd-standard'?"),
-        ("quite another", "there are autocast-cpu, autocast-cuda, hmp-o1"),
+        ("quite another", "there are apex-o1, autocast-cpu, autocast-cuda"),
         ({"weights": "stochastic", "bf16_file_path": "nowhere.txt"}, "nowhere.txt: no such op list file"),
         (7, "a recipe is a name, a path or a dict, not a int"),
     ],

@@ -34,7 +34,8 @@ def replicas() -> dict[Parameter, DistributedDataParallel]:
     if not in_job():
         return {}
     modules = [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
-    return {p: module for module in modules for p in module.parameters()}
+    ready = [m for m in modules if "module" in vars(m).get("_modules", ())]  # its constructor may be running
+    return {p: module for module in ready for p in module.parameters()}
 
 
 def accumulate_in_fp32(params: list[Parameter], undo: contextlib.ExitStack) -> None:

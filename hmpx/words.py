@@ -1,14 +1,17 @@
-"""Policies and lists in words: what the shell commands `ops`, `check` and `explain` print."""
+"""Policies, lists and recipes in words: what `hmpx.explain` and the shell commands `ops`, `check`, `explain` print."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hmpx.catalog import Op, aten_only, canonical, catalog
 from hmpx.errors import OpListError, UnknownOpError
 from hmpx.oplist import SIDES, Listed, read_file
 from hmpx.policy import Policy, Rule, may_be_user_function, unknown_op
+from hmpx.recipe import DTYPES, LISTS, Recipe, as_recipe
+from hmpx.updates.footprint import Footprint, footprint
 
 
 def entry_points(op: Op) -> list[str]:
@@ -105,3 +108,76 @@ def _check_name(
     elif first_side == side and f"{side} {name}" in in_this_file:
         yield f"{listed.where}: {listed.name!r} is a duplicate of {first.name!r} at {first.where}"
     in_this_file.add(f"{side} {name}")
+
+
+def explain(recipe: str | os.PathLike | Mapping | Recipe) -> None:
+    """Print in words what a recipe does to weights, ops, gradients, state and checkpoints, with bytes per parameter.
+
+    Args:
+        recipe: as for `hmpx.prepare`.
+    """
+    print(recipe_in_words(as_recipe(recipe)))
+
+
+_UPDATES = {
+    "stochastic": "computed in FP32 and written back by stochastic rounding",
+    "nearest": "computed in FP32 and written back by rounding to nearest, which loses small ones",
+    "master": "made to FP32 masters, of which the weights are the rounding to nearest",
+    "split": "made to FP32 masters, whose lower halves are kept beside the weights",
+}
+
+
+def recipe_in_words(recipe: Recipe) -> str:
+    """What `explain` prints."""
+    narrow = recipe.parameter_dtype == "bfloat16"
+    exceptions = "".join(f"; {pattern} in {dtype}" for pattern, dtype in recipe.module_dtypes.items())
+    released = ", each released as soon as its parameter has stepped" if recipe.release_gradients else ""
+    masters = recipe.weights in ("master", "split")
+    lines = {
+        "weights": f"{recipe.parameter_dtype}{exceptions}",
+        "ops": _ops_in_words(recipe),
+        "dtypes": ", ".join(f"{old} becomes {new}" for old, new in recipe.dtype_map.items()),
+        "updates": f"of {DTYPES['bfloat16']} weights: ".replace("torch.", "")
+        + _UPDATES[recipe.weights]
+        + _seed(recipe),
+        "gradients": f"{recipe.parameter_dtype}{released}",
+        "state": f"{recipe.state_dtype}" + (", rounded stochastically" if recipe.state_dtype == "bfloat16" else ""),
+        "checkpoints": "weights and state as they are held, step number and seed",
+    }
+    if recipe.use_fp32_grad_acc:
+        lines["gradients"] = "bfloat16, added up over micro-batches and ranks in float32"
+    if masters:
+        kept = "with the masters" if recipe.use_master_weights_in_ckpt else "without the masters, so not to the bit"
+        lines["checkpoints"] += f"; {kept}"
+    if not narrow:
+        plain = "plain steps in float32"
+        lines |= {"updates": f"{plain}; {lines['updates']}" if exceptions else plain, "state": "float32"}
+        lines["checkpoints"] = "as without hmpx"
+    lines["bytes"] = _bytes(footprint(recipe.settings(), DTYPES[recipe.parameter_dtype]))
+    return "\n".join(f"{name:12} {line}" for name, line in lines.items() if line)
+
+
+def _ops_in_words(recipe: Recipe) -> str:
+    policy = recipe.policy()
+    if policy is None:
+        return "as torch runs them, in the dtypes that they are given"
+    counts = [(len(policy.bf16), "in BF16"), (len(policy.fp32), "in FP32"), (len(policy.promote), "promoted")]
+    rules = ", ".join(f"{count} {how}" for count, how in counts if count) or "no op in a list"
+    where = [str(getattr(recipe, key)) for key in LISTS if getattr(recipe, key)]
+    if any(getattr(recipe, side) is not None for side in SIDES):
+        where.append("the recipe's own lists")
+    if recipe.opt_level == "O1" and not where:
+        where.append("the default lists")
+    return f"{recipe.opt_level}: {rules}" + (f" ({', '.join(where)})" if where else "")
+
+
+def _seed(recipe: Recipe) -> str:
+    if recipe.weights != "stochastic" and recipe.state_dtype != "bfloat16":
+        return ""
+    return f"; seed {recipe.seed}" if recipe.seed is not None else "; seed of the checkpoint, else 0"
+
+
+def _bytes(each: Footprint) -> str:
+    parts = {name: getattr(each, name) for name in ("weights", "gradients", "masters", "state")}
+    held = " + ".join(f"{number} {name}" for name, number in parts.items() if number)
+    return f"{held} = {sum(parts.values())} a parameter, with two state tensors as of Adam"

@@ -1,0 +1,190 @@
+"""`activate`: optimizers are attached as they are made, models cast before they are distributed."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import hmpx
+from hmpx.updates.attachment import attached
+from tests import ranks
+from tests.test_replicas import needs_grad_dtype
+from tests.test_sharding import digest
+
+BF16 = torch.bfloat16
+INITS = {cls: vars(cls).get("__init__") for cls in (optim.Optimizer, *optim.Optimizer.__subclasses__())}
+
+
+def _net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def _train(model, optimizer, steps=5):
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        x, y = torch.randn(6, 8, generator=generator), torch.randint(4, (6,), generator=generator)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+RECIPES = ["neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "torchao-bf16-sr", "hmp-o2", "lean"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_unmodified_loop_is_a_prepared_one(recipe):
+    model = _net()
+    prepared = _train(*hmpx.prepare(model, optim.AdamW(model.parameters(), lr=1e-2), recipe))
+    hmpx.restore()
+    gc.collect()
+    with hmpx.activate(recipe) as activation:
+        assert activation.active and repr(activation).startswith("<hmpx.Activation, active")
+        model = _net()
+        active = _train(model, optim.AdamW(model.parameters(), lr=1e-2))
+    assert all(torch.equal(p, q) and p.dtype is q.dtype for p, q in zip(prepared, active, strict=True))
+    assert not activation.active and torch.zeros(2, 8).matmul(torch.zeros(8, 1)).dtype is torch.float32
+
+
+def test_what_is_printed_prepares_the_same_run(tmp_path):
+    """Round trip: a run prints its recipe, and that file runs the same."""
+    recipe = {"bf16": ["linear"], "fp32": ["layer_norm", "cross_entropy"], "promote": [], "seed": 5,
+              "module_dtypes": {"1": "float32"}, "state_dtype": "bfloat16"}  # fmt: skip
+    with hmpx.activate(recipe) as activation:
+        model = _net()
+        first = _train(model, optim.AdamW(model.parameters(), lr=1e-2))
+    (tmp_path / "printed.yaml").write_text(str(activation.recipe))
+    with hmpx.activate(tmp_path / "printed.yaml") as again:
+        model = _net()
+        second = _train(model, optim.AdamW(model.parameters(), lr=1e-2))
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True)) and again.recipe == activation.recipe
+    assert model[1].weight.dtype is torch.float32 and model[0].weight.dtype is BF16
+    with hmpx.activate("neuron-bf16-sr"):
+        model = _net()
+        other = _train(model, optim.AdamW(model.parameters(), lr=1e-2))
+    assert not all(torch.equal(p, q) for p, q in zip(first, other, strict=True))
+
+
+def test_every_class_of_optimizer_is_seen_and_later_ones_too():
+    with hmpx.activate("neuron-bf16-sr"):
+
+        class Own(optim.SGD):
+            def __init__(self, params, lr):
+                super().__init__(params, lr=lr)
+                self.calls = 0
+
+        class Inherits(Own):
+            pass
+
+        for make in (optim.SGD, optim.Adagrad, optim.LBFGS, optim.Muon, Own, Inherits):
+            model = nn.Linear(4, 4, bias=False)
+            optimizer = make(model.parameters(), lr=1e-3)
+            assert attached(optimizer) is not None and model.weight.dtype is BF16, make
+            assert optimizer._hmpx_attachment._updates.names == {model.weight: "weight"}
+    model = nn.Linear(4, 4)
+    assert attached(Own(model.parameters(), lr=1e-3)) is None and model.weight.dtype is torch.float32
+    assert "__init_subclass__" not in vars(optim.Optimizer)
+    assert all(vars(cls).get("__init__") is init for cls, init in INITS.items())
+
+
+def test_a_constructor_that_raises_leaves_all_as_it_was():
+    with hmpx.activate("neuron-bf16-sr"):
+        model = nn.Linear(4, 4)
+        with pytest.raises(ValueError, match="Invalid learning rate"):
+            optim.AdamW(model.parameters(), lr=-1)
+        assert model.weight.dtype is torch.float32
+        assert attached(optim.AdamW(model.parameters())) is not None and model.weight.dtype is BF16
+
+
+class Lookahead(optim.Optimizer):
+    """Holds the optimizer that steps, and its groups."""
+
+    def __init__(self, base):
+        self.base = base
+        super().__init__(base.param_groups, {})
+        self.param_groups = base.param_groups
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+def test_an_optimizer_around_another_is_left_alone():
+    with hmpx.activate("neuron-bf16-sr"):
+        model = _net()
+        base = optim.AdamW(model.parameters(), lr=1e-2)
+        outer = Lookahead(base)
+        assert attached(outer) is None
+        inside = _train(model, outer)
+        model = _net()
+        alone = _train(model, optim.AdamW(model.parameters(), lr=1e-2))
+    assert all(torch.equal(p, q) for p, q in zip(inside, alone, strict=True))
+
+
+def test_models_and_names():
+    """Two models under one optimizer, one model in another, tied weights, names that the script gave itself."""
+    with hmpx.activate({"module_dtypes": {"*head": "float32"}}):
+        generator, critic = nn.ModuleDict({"head": nn.Linear(4, 4)}), nn.Linear(4, 4)
+        optimizer = optim.SGD([*generator.parameters(), *critic.parameters()], lr=1e-2)
+        assert generator["head"].weight.dtype is torch.float32 and critic.weight.dtype is BF16
+        assert optimizer._hmpx_attachment._updates.names == {}  # positions: no one model has them all
+        outer = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+        outer["head"].weight = outer["body"].weight
+        optimizer = optim.SGD(outer["body"].parameters(), lr=1e-2)
+        assert outer["head"].weight.dtype is BF16 and outer["head"].bias.dtype is torch.float32
+        assert optimizer._hmpx_attachment._updates.names[outer["body"].bias] == "body.bias"
+        optimizer = optim.SGD([("own.head", outer["body"].bias)], lr=1e-2)
+        assert optimizer._hmpx_attachment._updates.names == {}  # the names that the optimizer was given
+        with pytest.raises(hmpx.HmpxError, match=r"module_dtypes: '\*head' is the name of no module"):
+            optim.SGD(critic.parameters(), lr=1e-2)
+
+
+def test_a_second_recipe_replaces_the_first_and_restore_ends_it():
+    first = hmpx.activate("hmp-o2")
+    second = hmpx.activate("autocast-cpu")
+    assert not first.active and second.active
+    first.restore()
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16
+    with pytest.raises(hmpx.HmpxError):
+        hmpx.activate({"weights": "no"})
+    assert second.active
+    hmpx.restore()
+    assert not second.active and all(vars(cls).get("__init__") is init for cls, init in INITS.items())
+    second.restore()
+
+
+def _distributed(rank, how, recipe):
+    """A script that knows nothing of precision, under each way to distribute."""
+    with hmpx.activate(recipe):
+        model = _net()
+        if how == "fsdp2":
+            fully_shard(model[0])
+            fully_shard(model)
+        elif how != "alone":
+            model = DistributedDataParallel(model)
+        make = {"zero": lambda p: ZeroRedundancyOptimizer(p, optimizer_class=optim.AdamW, lr=1e-2)}
+        optimizer = make.get(how, lambda p: optim.AdamW(p, lr=1e-2))(model.parameters())
+        assert attached(optimizer) is not None
+        for step in range(4):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            model(torch.randn(4, 8, generator=generator)).float().square().sum().backward()
+            optimizer.step()
+        assert {p.dtype for p in model.parameters()} == {BF16}
+    assert "hmpx" not in DistributedDataParallel.__init__.__code__.co_filename
+    return digest({str(i): p for i, p in enumerate(model.parameters())})
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("recipe", ["neuron-bf16-sr", "nxd-standard"])
+def test_ranks(recipe):
+    (alone,) = ranks.run(1, _distributed, "alone", recipe)
+    for how in ("ddp", "zero", "fsdp2"):
+        assert ranks.run(2, _distributed, how, recipe) == [alone, alone], how

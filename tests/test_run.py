@@ -1,0 +1,247 @@
+"""``python -m hmpx run`` and HMPX_RECIPE: scripts that know nothing of hmpx, run as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hmpx.environment import recipe_of
+from hmpx.errors import HmpxError
+from hmpx.recipe import recipe_names
+from tests import ranks
+
+SCRIPT = '''
+"""Trains a small model; prints dtypes, a hash, and how it was called."""
+import argparse, hashlib, pickle, sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+import beside  # a module in the script's own folder
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=5)
+options = parser.parse_args()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(self.norm(F.gelu(self.first(x))))
+
+
+def digest(model):
+    bits = b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(bits).hexdigest()[:16]
+
+
+def train():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    x, y = torch.randn(16, 8), torch.randint(4, (16,))
+    for _ in range(options.steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+    names = [str(t.dtype)[6:] for t in (model.first.weight, loss, optimizer.state[model.first.weight]["exp_avg"])]
+    return " ".join([*names, digest(model)])
+
+
+if __name__ == "__main__":
+    assert pickle.loads(pickle.dumps(Net)) is Net and __file__.endswith("train.py") and beside.found
+    print(train(), sys.argv[1:])
+'''
+DTYPES = {  # of the weights, the loss and the state
+    **dict.fromkeys(("apex-o1", "autocast-cpu", "autocast-cuda", "autocast-xla", "hmp-o1", "hmp-o2"), "float32 " * 3),
+    **dict.fromkeys(("neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "nxd-standard"), "bfloat16 float32 float32 "),
+    "lean": "bfloat16 float32 bfloat16 ",
+    **dict.fromkeys(("torchao-bf16-sr", "xla-use-bf16", "xla-downcast-bf16"), "bfloat16 " * 3),
+}
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("found = True\n")
+    return tmp_path / "train.py"
+
+
+def call(*arguments, cwd=None, good=True, module=("-m", "hmpx", "run"), **environment):
+    done = subprocess.run(
+        [sys.executable, *module, *map(str, arguments)],
+        capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment},
+    )  # fmt: skip
+    assert (done.returncode == 0) is good, done.stderr
+    return done.stdout, done.stderr
+
+
+def _every_recipe(rank, path):
+    """In fresh processes that have imported torch already: a start of Python for each would take minutes."""
+    import contextlib
+    import io
+    from multiprocessing import get_context
+
+    from hmpx.recipe import read_recipe
+    from hmpx.running import run
+
+    def one(name, results):
+        sys.argv, sys.path[0] = ["python -m hmpx"], path.rpartition("/")[0]
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            run(read_recipe(name), path, ["--steps", "4"])
+        results.put((name, out.getvalue()))
+
+    context = get_context("fork")
+    results, said = context.Queue(), {}
+    for name in DTYPES:
+        process = context.Process(target=one, args=(name, results))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0, name
+        said.update([results.get(timeout=10)])
+    return said
+
+
+def test_every_recipe_runs_an_unmodified_script(script):
+    assert set(DTYPES) == set(recipe_names())
+    ((said),) = ranks.run(1, _every_recipe, str(script))
+    for name, out in said.items():
+        assert out.startswith(DTYPES[name]) and out.endswith("['--steps', '4']\n"), name
+
+
+def test_scripts_and_modules_with_their_own_arguments_and_lists(script, tmp_path):
+    plain, _ = call("--steps", 3, module=(script,))
+    out, err = call("--recipe", "neuron-bf16-sr", script, "--steps", 3, cwd="/")
+    assert out.startswith("bfloat16 float32 float32 ") and out != plain and out.endswith("['--steps', '3']\n")
+    assert err == f"hmpx: recipe neuron-bf16-sr; runs {script}\n"
+    as_module, _ = call("--recipe", "neuron-bf16-sr", "-m", "train", "--steps", 3, cwd=tmp_path)
+    assert as_module == out
+    (tmp_path / "mine.txt").write_text("cross_entropy\n")
+    own, err = call("--recipe", "hmp-o1", "--bf16", "mine.txt", "train.py", cwd=tmp_path)
+    assert own.startswith("float32 bfloat16 float32") and f"bf16 list {tmp_path}/mine.txt; runs train.py" in err
+    named, err = call("train.py", cwd=tmp_path, HMPX_RECIPE="neuron-bf16-sr")
+    assert named == call("--recipe", "neuron-bf16-sr", script)[0] and "recipe neuron-bf16-sr; runs" in err
+
+
+def test_what_goes_wrong(script, tmp_path):
+    assert "run needs --recipe NAME or FILE; there are apex-o1" in call(script, good=False)[1]
+    assert "did you mean 'lean'?" in call("--recipe", "leen", script, good=False)[1]
+    _, err = call("--recipe", "lean", "trein.py", cwd=tmp_path, good=False)
+    assert "trein.py: no such script; did you mean 'train.py'?" in err
+    assert "-m nothing.here: no such module" in call("--recipe", "lean", "-m", "nothing.here", good=False)[1]
+    (tmp_path / "mine.txt").write_text("linear\nsofmax\n")
+    _, err = call("--recipe", "hmp-o1", "--bf16", "mine.txt", "train.py", cwd=tmp_path, good=False)
+    assert "mine.txt:2: unknown op 'sofmax'; did you mean 'softmax'?" in err and "Traceback" not in err
+    (tmp_path / "fails.py").write_text("import sys\nif sys.argv[1:]: sys.exit(3)\nraise KeyError('mine')\n")
+    _, err = call("--recipe", "lean", "fails.py", cwd=tmp_path, good=False)
+    assert "KeyError: 'mine'" in err and "fails.py" in err
+    status = subprocess.run([sys.executable, "-m", "hmpx", "run", "--recipe", "lean", tmp_path / "fails.py", "x"])
+    assert status.returncode == 3
+
+
+SPAWNING = """
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def worker(rank, results):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    out = model(torch.ones(2, 4))
+    results.put((rank, str(model.weight.dtype), str(out.dtype)))
+
+if __name__ == "__main__":
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(worker, (results,), nprocs=2)
+    print(sorted(results.get() for _ in range(2)))
+    data = DataLoader(TensorDataset(torch.ones(4, 2)), num_workers=1, multiprocessing_context="spawn")
+    print(len(list(data)))
+"""
+
+
+def test_processes_that_a_script_spawns_go_on_under_the_recipe(tmp_path):
+    (tmp_path / "spawning.py").write_text(SPAWNING)
+    expected = [(rank, "torch.bfloat16", "torch.bfloat16") for rank in range(2)]
+    assert call("--recipe", "neuron-bf16-sr", "spawning.py", cwd=tmp_path)[0] == f"{expected}\n4\n"
+
+
+DDP = """
+import hashlib, os
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+torch.manual_seed(dist.get_rank())
+for _ in range(5):
+    optimizer.zero_grad()
+    F.cross_entropy(model(torch.randn(4, 8)), torch.randint(4, (4,))).backward()
+    optimizer.step()
+bits = b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in model.parameters())
+print(f"rank {dist.get_rank()} {next(model.parameters()).dtype} {hashlib.sha256(bits).hexdigest()[:16]}\\n", end="")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path):
+    (tmp_path / "ddp.py").write_text(DDP)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    out, err = call("-m", "hmpx", "run", "--recipe", "neuron-bf16-sr", "ddp.py", module=launch, cwd=tmp_path)
+    first, second = sorted(out.splitlines())
+    assert first.startswith("rank 0 torch.bfloat16") and first.split()[2:] == second.split()[2:]
+    assert err.count("hmpx: recipe neuron-bf16-sr; runs ddp.py") == 1  # the first rank says it
+
+
+def test_hmpx_recipe_serves_a_script_that_imports_hmpx(script, tmp_path):
+    (tmp_path / "imports.py").write_text("import hmpx\n" + SCRIPT.replace("train.py", "imports.py"))
+    arguments = dict(module=(tmp_path / "imports.py",), HMPX_RECIPE="neuron-bf16-sr")
+    assert call(**arguments)[0] == call("--recipe", "neuron-bf16-sr", script)[0]
+    wrong = {**arguments, "HMPX_RECIPE": "neuron-bf16-rs"}
+    assert "there is no recipe 'neuron-bf16-rs'; did you mean 'neuron-bf16-sr'?" in call(**wrong, good=False)[1]
+
+
+EN, SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
+
+
+@pytest.mark.parametrize(
+    "environment, meaning",
+    [
+        ({"XLA_USE_BF16": "1"}, "xla-use-bf16, weights stochastic"),
+        ({"XLA_DOWNCAST_BF16": "1"}, "xla-downcast-bf16, weights stochastic"),
+        ({"XLA_USE_BF16": "1", "XLA_DOWNCAST_BF16": "1"}, "xla-use-bf16, weights stochastic"),
+        ({"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "1"}, "xla-downcast-bf16, weights stochastic"),
+        ({"XLA_USE_BF16": "1", EN: "0"}, "xla-use-bf16, weights nearest"),
+        ({EN: "1", SEED: "7"}, "neuron-bf16-sr, weights stochastic, seed 7"),
+        ({EN: "0"}, None),
+        ({SEED: "7"}, None),
+        ({"XLA_USE_BF16": ""}, None),
+    ],
+)
+def test_the_variables_of_neuron_and_xla(environment, meaning):
+    found = recipe_of(environment)
+    said = " ".join(f"{name}={value}" for name, value in environment.items())
+    assert (found and found[1]) == (meaning and f"{said} is recipe {meaning}")
+
+
+def test_those_variables_under_run(script):
+    out, err = call(script, XLA_USE_BF16="1", NEURON_RT_STOCHASTIC_ROUNDING_SEED="7")
+    assert out.startswith("bfloat16 bfloat16 bfloat16 ") and "XLA_USE_BF16=1" in err and "seed 7" in err
+    _, err = call("--recipe", "hmp-o1", script, XLA_USE_BF16="1")
+    assert "recipe hmp-o1 (which goes before the variables of Neuron and XLA)" in err
+    with pytest.raises(HmpxError, match="NEURON_RT_STOCHASTIC_ROUNDING_SEED=x is no seed"):
+        recipe_of({"XLA_USE_BF16": "1", "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "x"})
