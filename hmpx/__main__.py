@@ -43,6 +43,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     recipe, said = _recipe(options)
+    environment.take_over(os.environ)
     own = {side: os.path.abspath(path) for side in SIDES if (path := getattr(options, side)) is not None}
     for side, path in own.items():
         recipe = replace(recipe, **{side: None, f"{side}_file_path": path})

@@ -6,7 +6,7 @@ Sources: PyTorch/XLA (removed after 2.8), AWS Neuron documentation, "Migration F
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 
 from hmpx.errors import HmpxError
@@ -15,6 +15,12 @@ from hmpx.recipe import Recipe, read_recipe
 _EN, _SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
 # The first that is on decides, as it does in PyTorch/XLA.
 _RECIPES = {"XLA_USE_BF16": "xla-use-bf16", "XLA_DOWNCAST_BF16": "xla-downcast-bf16", _EN: "neuron-bf16-sr"}
+
+
+def take_over(environment: MutableMapping[str, str]) -> None:
+    """Unset what torch_xla would act on itself, by calling BF16 tensors FP32."""
+    for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
+        environment.pop(name, None)
 
 
 def recipe_of(environment: Mapping[str, str]) -> tuple[Recipe, str] | None:

@@ -33,7 +33,7 @@ from collections.abc import Callable
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.kernels import eager, native, triton
+from hmpx.kernels import eager, lazy, native, triton
 
 Tensor = torch.Tensor
 
@@ -153,4 +153,6 @@ def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, int, int], None]:
             return native.round_
         if x.is_cuda and triton.available():
             return triton.round_
+        if lazy.is_lazy(x):
+            return lazy.round_
     return eager.round_

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import Parameter
 
+from hmpx.kernels.lazy import is_lazy
+
 logger = logging.getLogger("hmpx")
 
 Tensor = torch.Tensor
@@ -54,6 +56,8 @@ class WeightCache:
         """`cast(weight)`, or the one that was kept."""
         if weight.requires_grad and torch.is_grad_enabled():
             return self._refuse("it requires a gradient; put torch.no_grad() around", weight, cast)
+        if is_lazy(weight):
+            return self._refuse("its device computes later, in one graph", weight, cast)
         if torch._C._len_torch_dispatch_stack() or not (weight.is_cpu or _runs_now(weight)):
             return cast(weight)
         kept = self._kept.get((id(weight), dtype))

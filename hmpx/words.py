@@ -10,8 +10,7 @@ from hmpx.catalog import Op, aten_only, canonical, catalog
 from hmpx.errors import OpListError, UnknownOpError
 from hmpx.oplist import SIDES, Listed, read_file
 from hmpx.policy import Policy, Rule, may_be_user_function, unknown_op
-from hmpx.recipe import DTYPES, LISTS, Recipe, as_recipe
-from hmpx.updates.footprint import Footprint, footprint
+from hmpx.recipe import LISTS, Recipe, as_recipe
 
 
 def entry_points(op: Op) -> list[str]:
@@ -137,9 +136,7 @@ def recipe_in_words(recipe: Recipe) -> str:
         "weights": f"{recipe.parameter_dtype}{exceptions}",
         "ops": _ops_in_words(recipe),
         "dtypes": ", ".join(f"{old} becomes {new}" for old, new in recipe.dtype_map.items()),
-        "updates": f"of {DTYPES['bfloat16']} weights: ".replace("torch.", "")
-        + _UPDATES[recipe.weights]
-        + _seed(recipe),
+        "updates": f"of bfloat16 weights: {_UPDATES[recipe.weights]}{_seed(recipe)}",
         "gradients": f"{recipe.parameter_dtype}{released}",
         "state": f"{recipe.state_dtype}" + (", rounded stochastically" if recipe.state_dtype == "bfloat16" else ""),
         "checkpoints": "weights and state as they are held, step number and seed",
@@ -153,7 +150,9 @@ def recipe_in_words(recipe: Recipe) -> str:
         plain = "plain steps in float32"
         lines |= {"updates": f"{plain}; {lines['updates']}" if exceptions else plain, "state": "float32"}
         lines["checkpoints"] = "as without hmpx"
-    lines["bytes"] = _bytes(footprint(recipe.settings(), DTYPES[recipe.parameter_dtype]))
+    parts = recipe.bytes_per_parameter()
+    held = " + ".join(f"{number} {part}" for part, number in parts.items() if number)
+    lines["bytes"] = f"{held} = {sum(parts.values())} a parameter, with two state tensors as of Adam"
     return "\n".join(f"{name:12} {line}" for name, line in lines.items() if line)
 
 
@@ -175,9 +174,3 @@ def _seed(recipe: Recipe) -> str:
     if recipe.weights != "stochastic" and recipe.state_dtype != "bfloat16":
         return ""
     return f"; seed {recipe.seed}" if recipe.seed is not None else "; seed of the checkpoint, else 0"
-
-
-def _bytes(each: Footprint) -> str:
-    parts = {name: getattr(each, name) for name in ("weights", "gradients", "masters", "state")}
-    held = " + ".join(f"{number} {name}" for name, number in parts.items() if number)
-    return f"{held} = {sum(parts.values())} a parameter, with two state tensors as of Adam"

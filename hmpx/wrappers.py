@@ -126,6 +126,8 @@ def build_wrapper(
     wrapper.__module__, wrapper.__qualname__ = module, qualified
     wrapper.__name__, wrapper.__doc__ = entry.attribute, original.__doc__
     wrapper.__hmpx_original__ = original
+    if rule is Rule.UNCAST:
+        wrapper.__wrapped__ = original  # its signature, which torch_xla compares before it puts its own on top
     return wrapper
 
 

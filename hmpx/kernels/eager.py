@@ -8,12 +8,12 @@ import torch
 
 Tensor = torch.Tensor
 
-_GOLDEN, _MULTIPLY_1, _MULTIPLY_2 = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
-_BF16_MAX = torch.finfo(torch.bfloat16).max
+GOLDEN, MULTIPLY_1, MULTIPLY_2 = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
+BF16_MAX = torch.finfo(torch.bfloat16).max
 _CHUNK = 262144  # elements: few enough for the cache, enough to pay for the dozen kernel calls and for two threads
 
 
-def _signed(x: int) -> int:
+def signed(x: int) -> int:
     """The int32 with the low 32 bits of `x`."""
     x &= 0xFFFFFFFF
     return x - 2**32 if x >= 2**31 else x
@@ -30,15 +30,15 @@ class _Scratch:
         half = _CHUNK // 2 + 1
 
         def constant(value: int) -> Tensor:
-            return torch.tensor(_signed(value), dtype=torch.int32, device=device)
+            return torch.tensor(signed(value), dtype=torch.int32, device=device)
 
-        self.products = torch.arange(half, dtype=torch.int32, device=device).mul_(_signed(_GOLDEN))
+        self.products = torch.arange(half, dtype=torch.int32, device=device).mul_(signed(GOLDEN))
         self.hash = torch.empty(half, dtype=torch.int32, device=device)
         self.shifted = torch.empty(half, dtype=torch.int32, device=device)
         self.bits = torch.empty(_CHUNK, dtype=torch.int32, device=device)
         self.by_15, self.by_16 = constant(15), constant(16)
         self.low_17, self.low_16 = constant(0x1FFFF), constant(0xFFFF)
-        self.multiply_1, self.multiply_2 = constant(_MULTIPLY_1), constant(_MULTIPLY_2)
+        self.multiply_1, self.multiply_2 = constant(MULTIPLY_1), constant(MULTIPLY_2)
         self.high_16 = constant(0xFFFF0000)
 
 
@@ -65,8 +65,8 @@ def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride
 def _round_row(out: Tensor, x: Tensor, key: int, offset: int) -> None:
     c, x, out = _scratch(x.device), x.view(-1), out.view(-1)
     odd = offset & 1
-    k2 = torch.tensor(_signed(key >> 32), dtype=torch.int32, device=x.device)
-    keys = [_signed(key + ((offset + start) // 2) * _GOLDEN) for start in range(0, x.numel(), _CHUNK)]
+    k2 = torch.tensor(signed(key >> 32), dtype=torch.int32, device=x.device)
+    keys = [signed(key + ((offset + start) // 2) * GOLDEN) for start in range(0, x.numel(), _CHUNK)]
     first_keys = torch.tensor(keys, dtype=torch.int32, device=x.device).unbind()
     # A finite sum of squares below the square of BF16's maximum proves that nothing needs the special road.
     special = not torch.dot(x, x).item() < 1e38
@@ -90,7 +90,7 @@ def _round_row(out: Tensor, x: Tensor, key: int, offset: int) -> None:
         out_chunk.copy_(rounded)
         if special:
             nearest = torch.where(x_chunk.isnan(), _quiet(x_chunk), x_chunk.to(torch.bfloat16))
-            out_chunk.copy_(torch.where(x_chunk.abs() <= _BF16_MAX, out_chunk, nearest))
+            out_chunk.copy_(torch.where(x_chunk.abs() <= BF16_MAX, out_chunk, nearest))
 
 
 def _quiet(x: Tensor) -> Tensor:

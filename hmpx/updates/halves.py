@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from hmpx.kernels import native
+from hmpx.kernels.lazy import is_lazy, reinterpreted, shifted
 
 Tensor = torch.Tensor
 
@@ -24,7 +25,7 @@ def split(x: Tensor, upper: Tensor, lower: Tensor) -> None:
         return
     bits = _kept_bits(x)
     lower.copy_(bits)  # to the low 16 bits, as C casts
-    upper.view(torch.int16).copy_(bits.add_(0x8000) >> 16)
+    upper.copy_(_upper(bits))
 
 
 def join(upper: Tensor, lower: Tensor, out: Tensor) -> None:
@@ -32,9 +33,8 @@ def join(upper: Tensor, lower: Tensor, out: Tensor) -> None:
     if native.can_read(upper, lower, out):
         native.call("join_halves", upper, lower, out)
         return
-    bits = out.view(torch.int32)
-    bits.copy_(upper.view(torch.int16))
-    bits.bitwise_left_shift_(16).add_(lower)
+    bits = reinterpreted(upper, torch.int16).to(torch.int32) * 0x10000 + lower
+    out.copy_(reinterpreted(bits, torch.float32))
 
 
 def follow(masters: Tensor, weights: Tensor, out: Tensor) -> None:
@@ -43,17 +43,22 @@ def follow(masters: Tensor, weights: Tensor, out: Tensor) -> None:
         native.call("follow_weights", masters, weights, out)
         return
     out.copy_(masters)
-    away = (_kept_bits(out).add_(0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-    written = (out.to(torch.bfloat16) != weights) & (away != weights)  # ties may go either way
-    if written.any():
-        torch.where(written, weights.float(), out, out=out)
+    # Ties may go either way.
+    written = (masters.to(torch.bfloat16) != weights) & (_upper(_kept_bits(masters)) != weights)
+    if is_lazy(out) or written.any():
+        out.copy_(torch.where(written, weights.float(), masters))
+
+
+def _upper(bits: Tensor) -> Tensor:
+    """The BF16 number that an FP32 one with these bits rounds to, ties away from zero."""
+    return reinterpreted(shifted(bits + 0x8000, 16).to(torch.int16), torch.bfloat16)
 
 
 def _kept_bits(x: Tensor) -> Tensor:
-    """The bits of `x` in a tensor of its own, with the NaNs that rounding would make something else quiet."""
-    bits = x.view(torch.int32).clone()
+    """The bits of `x`, with the NaNs that rounding would make something else quiet."""
+    bits = reinterpreted(x, torch.int32)
     magnitude = bits & 0x7FFFFFFF
     lost = ((magnitude > 0x7F800000) & (magnitude < 0x7F808000)) | (magnitude >= 0x7FFF8000)
-    if lost.any():
-        bits[lost] = bits[lost].bitwise_and_(-0x80000000).bitwise_or_(0x7FC00000)
+    if is_lazy(bits) or lost.any():
+        bits = torch.where(lost, bits & -0x80000000 | 0x7FC00000, bits)
     return bits

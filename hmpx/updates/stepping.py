@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.kernels.lazy import is_lazy
 from hmpx.rounding import check_seed
 from hmpx.sharding import box_of
 from hmpx.updates import agreement, fused, state
@@ -170,7 +171,12 @@ def _evaluate(args: tuple, kwargs: dict) -> Any:
 
 
 def _is_uniform(optimizer: Optimizer, runs: list[Run]) -> bool:
-    """Whether no part of a step can meet what the first did not: dense gradients, and fitting state of one kind."""
+    """Whether no part of a step can meet what the first did not: dense gradients, and fitting state of one kind.
+
+    A step on XLA is not taken in parts: it is one graph, in which the compiler sees to memory.
+    """
+    if any(is_lazy(run.param) for run in runs):
+        return False
     by_element = reach_of(optimizer) == "element"
     for group in optimizer.param_groups:
         kinds: dict[bool, set] = {}
