@@ -108,7 +108,7 @@ def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
 def cast_arguments(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The arguments as the op is to see them. Tensors that it may write to (``layout.statistics``) stay themselves."""
     dtype = target_dtype(rule, args, kwargs)
-    if dtype is None:
+    if dtype is None or (rule is Rule.FIRST_INPUT and layout.mixed_on_cpu and _is_mixed_on_cpu(args, kwargs)):
         return args, kwargs
     if not layout.python and any(map(is_sparse_or_nested, (*args, *kwargs.values()))):
         return args, kwargs  # torch has no mixture of layouts and dtypes
@@ -124,6 +124,12 @@ def cast_arguments(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tup
         return value if key in written else cast(value, beside if key in follow else dtype)
 
     return tuple(fit(i, value) for i, value in enumerate(args)), {key: fit(key, value) for key, value in kwargs.items()}
+
+
+def _is_mixed_on_cpu(args: tuple, kwargs: dict) -> bool:
+    """Whether the first tensor is BF16, the others FP32, and all of them on a CPU."""
+    first, *others = (value for value in (*args, *kwargs.values()) if is_eligible(value))
+    return first.is_cpu and first.dtype is torch.bfloat16 and all(t.is_cpu and t.dtype is torch.float32 for t in others)
 
 
 def call(op: Callable, args: tuple, kwargs: dict) -> Any:

@@ -49,6 +49,7 @@ class Layout:
     tail: the parameters behind `lead`, as far as overloads agree and their defaults are numbers.
     dtype_positional: a `dtype` may stand among the positional arguments behind `lead`.
     statistics, beside: positions of tensors that the op may write to, and of those that must share their dtype.
+    mixed_on_cpu: on a CPU it takes a BF16 input beside FP32 weights.
     python: implemented in Python, so that it may call other listed ops.
     """
 
@@ -57,6 +58,7 @@ class Layout:
     dtype_positional: bool = True
     statistics: tuple[int, ...] = ()
     beside: tuple[int, ...] = ()
+    mixed_on_cpu: bool = False
     python: bool = False
 
 
@@ -123,6 +125,7 @@ def _layout(name: str, first: str) -> Layout:
         dtype_positional=dtype_positional or not agreed,
         statistics=statistics,
         beside=beside,
+        mixed_on_cpu=name in tables.MIXED_ON_CPU,
     )
 
 

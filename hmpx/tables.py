@@ -86,6 +86,9 @@ STATISTICS = {
     "native_batch_norm": ((3, 4), (1, 2)),
 }
 
+# Norms that take a BF16 input beside FP32 weights on a CPU, as torch.autocast leaves them to; elsewhere torch refuses.
+MIXED_ON_CPU = frozenset("group_norm layer_norm native_group_norm native_layer_norm rms_norm".split())
+
 # What an op of a list becomes below Python where nothing of it is left: aten name -> the ops that may have been meant.
 SPELLED_OUT = {
     "_cdist_forward": ("cdist",),

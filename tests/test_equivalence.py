@@ -1,0 +1,263 @@
+"""Each recipe beside the system that it names, where that system runs on a CPU.
+
+Elsewhere: autocast's CPU lists over torch's sample database (`test_opinfo`), NxD's gradients by hand (`test_recipe`), a
+census of dtypes under the XLA modes (`test_dtype_map`), `torch.autocast("xla")` on an XLA device (`test_xla`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
+
+import hmpx
+from hmpx.catalog import catalog
+from hmpx.recipe import read_recipe
+from tests.test_replicas import needs_grad_dtype
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+# Of PyTorch's lists of what autocast does: not on a CPU, a result that is no tensor, arguments that torch refuses.
+NOT_HERE = {"cudnn_convolution", "cudnn_convolution_transpose", "equal", "einsum"}
+REFUSED = {(F, "margin_ranking_loss")}
+MEANT = {"fp16": BF16, "bf16": BF16, "16": BF16, "fp32": FP32, "promote": FP32}
+
+
+def _cases(lists):
+    """(op, arguments, the dtype that autocast gives) of PyTorch's own tests of autocast."""
+    for key, cases in vars(lists).items():
+        for op, args, *more in cases:
+            stated = next((each for each in more if isinstance(each, torch.dtype)), None)
+            kwargs = next((each for each in more if isinstance(each, dict)), {})
+            if op not in NOT_HERE:
+                yield key, op, args, kwargs, stated or MEANT[key.rpartition("_")[2]]
+
+
+def _entry_points(key, op, args):
+    """Where a caller reaches it: namespaces, and methods of the first argument."""
+    if not key.startswith("methods"):
+        for module in (torch, torch._C._nn, F):
+            yield from [(module, op)] if hasattr(module, op) and (module, op) not in REFUSED else []
+        if op.startswith("linalg_"):
+            yield torch.linalg, op.removeprefix("linalg_")
+    if not key.startswith("nn") and isinstance(args[0], torch.Tensor) and hasattr(torch.Tensor, op):
+        yield torch.Tensor, op
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "recipe, lists, count", [("autocast-cuda", AutocastTestLists, 150), ("autocast-cpu", AutocastCPUTestLists, 80)]
+)
+def test_autocasts_own_test_lists(recipe, lists, count):
+    """PyTorch says in its tests which dtype autocast gives, for CUDA as well: here op by op, by every entry point."""
+    wrong, seen = [], 0
+    with hmpx.activate(recipe):
+        for key, op, args, kwargs, expected in _cases(lists(torch.device("cpu"))):
+            places = list(_entry_points(key, op, args))
+            assert places, op
+            for owner, name in places:
+                out = getattr(owner, name)(*args, **kwargs)
+                out = out[0] if isinstance(out, tuple | list) else out
+                seen += 1
+                if out.dtype is not expected:
+                    wrong.append(f"{owner.__name__}.{name}: {out.dtype}, not {expected}")
+    assert not wrong and seen >= count
+
+
+class Mixed(nn.Module):
+    """Convolutions, norms, attention, losses, and promotions between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.bn(self.conv(x))), 2)
+        x = self.layer(x.flatten(2).transpose(1, 2)) * 0.5 + x.mean((2, 3))[:, None]
+        return self.head(self.norm(x).mean(1)).softmax(-1).log()
+
+
+def test_a_whole_model_under_autocast_cpu_has_its_dtypes_and_bits():
+    results = []
+    for region in (lambda: torch.autocast("cpu", dtype=BF16), lambda: hmpx.activate("autocast-cpu")):
+        torch.manual_seed(0)
+        model, seen = Mixed(), []
+        for module in model.modules():
+            module.register_forward_hook(
+                lambda m, args, out, to=seen: to.append((type(m), getattr(out, "dtype", None)))
+            )
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(3):
+            x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+            with region():
+                loss = F.nll_loss(model(x), torch.tensor([0, 1, 2, 3]))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        results.append((seen, [loss, *model.parameters()]))
+    (dtypes, expected), (given, got) = results
+    assert given == dtypes and (nn.Conv2d, BF16) in dtypes and expected[0].dtype is got[0].dtype is FP32
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def _corpus():
+    """A language of 24 characters in which the next one depends on the two before."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randint(24, (24, 24), generator=generator)
+    text = [0, 1]
+    noise = torch.rand(20_000, generator=generator)
+    other = torch.randint(24, (20_000,), generator=generator)
+    for i in range(20_000):
+        text.append(int(table[text[-2], text[-1]]) if noise[i] < 0.8 else int(other[i]))
+    return torch.tensor(text)
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.hidden = nn.Embedding(24, 16), nn.Linear(32, 64)
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 24)
+
+    def forward(self, pairs):
+        return self.head(F.gelu(self.norm(self.hidden(self.tokens(pairs).flatten(1)))))
+
+
+def _curve(prepare, seed, text, steps=240):
+    """The mean loss of the last third of the steps, which is less noisy than the last one."""
+    torch.manual_seed(seed)
+    model = Language()
+    model, optimizer, region = prepare(model)
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        start = torch.randint(len(text) - 3, (64,), generator=generator)
+        with region():
+            logits = model(torch.stack([text[start], text[start + 1]], 1))
+            loss = F.cross_entropy(logits.float(), text[start + 2])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    hmpx.restore()
+    return statistics.fmean(losses[-steps // 3 :])
+
+
+LR = 1e-3
+
+
+def _plain(model):
+    return model, optim.AdamW(model.parameters(), lr=LR), contextlib.nullcontext
+
+
+def _nearest(model):
+    return _plain(model.bfloat16())
+
+
+def _torchao(model):
+    adamw = pytest.importorskip("torchao.optim")._AdamW
+    model.bfloat16()
+    return model, adamw(model.parameters(), lr=LR, bf16_stochastic_round=True), contextlib.nullcontext
+
+
+def _autocast(model):
+    return model, optim.AdamW(model.parameters(), lr=LR), lambda: torch.autocast("cpu", dtype=BF16)
+
+
+def _recipe(name):
+    def prepare(model):
+        return *hmpx.prepare(model, optim.AdamW(model.parameters(), lr=LR), name), contextlib.nullcontext
+
+    return prepare
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe, system",
+    [
+        ("torchao-bf16-sr", _torchao),  # other random numbers, so other curves
+        pytest.param("nxd-standard", _autocast, marks=needs_grad_dtype),  # FP32 weights, forward in BF16
+        ("neuron-bf16-fp32-params-copy", _plain),
+    ],
+)
+def test_loss_curves_are_those_of_the_system_within_noise(recipe, system):
+    """Over seeds, the difference is as large as chance makes it, and far below what rounding to nearest costs."""
+    text = _corpus()
+    seeds = range(4)
+    ours, theirs = ([_curve(way, seed, text) for seed in seeds] for way in (_recipe(recipe), system))
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    spread = statistics.stdev(differences) / math.sqrt(len(differences))
+    lost = statistics.fmean(_curve(_nearest, seed, text) - b for seed, b in zip(seeds, theirs, strict=True))
+    assert lost > 0.02  # so this test could tell
+    assert abs(statistics.fmean(differences)) < max(4 * spread, 0.05 * lost)
+
+
+class FP32ParamsCopy(optim.Optimizer):
+    """AdamW on FP32 copies of BF16 parameters, written from the description in Neuron's migration guide."""
+
+    def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.copies = {p: p.detach().float() for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                state, copy, grad = self.state[p], self.copies[p], p.grad.float()
+                if not state:
+                    state.update(step=0, mean=torch.zeros_like(copy), square=torch.zeros_like(copy))
+                state["step"] += 1
+                copy.mul_(1 - group["lr"] * group["weight_decay"])
+                state["mean"].lerp_(grad, 1 - beta1)
+                state["square"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                correction = math.sqrt(1 - beta2 ** state["step"])
+                denominator = (state["square"].sqrt() / correction).add_(group["eps"])
+                copy.addcdiv_(state["mean"], denominator, value=-group["lr"] / (1 - beta1 ** state["step"]))
+                p.copy_(copy)
+
+
+def test_neurons_fp32_params_copy_bit_for_bit():
+    recipe = read_recipe("neuron-bf16-fp32-params-copy")
+    results = []
+    for ours in (True, False):
+        torch.manual_seed(3)
+        model = Mixed()
+        with hmpx.activate(recipe) if ours else contextlib.nullcontext():
+            if ours:
+                optimizer = optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+            else:
+                for p in model.parameters():
+                    p.data = p.data.bfloat16()
+                optimizer = FP32ParamsCopy(model.parameters(), lr=3e-3)
+                hmpx.convert(
+                    **{key: getattr(recipe, key) for key in ("bf16_file_path", "fp32_file_path", "promote_file_path")}
+                )
+            for step in range(8):
+                x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+                optimizer.zero_grad()
+                F.nll_loss(model(x), torch.tensor([0, 1, 2, 3])).backward()
+                optimizer.step()
+        hmpx.restore()
+        results.append(list(model.parameters()))
+    assert all(p.dtype is BF16 and torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
+def test_hmp_o2_is_products_and_convolutions_in_bf16_and_the_rest_in_fp32():
+    policy = read_recipe("hmp-o2").policy()
+    products = {"linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "einsum", "inner",
+                "tensordot", "chain_matmul", "linalg_multi_dot"}  # fmt: skip
+    convolutions = {name for name in catalog() if name.startswith("conv") and "backward" not in name} - {"conj"}
+    assert products <= set(policy.bf16) and set(policy.bf16) - products <= convolutions
+    assert {"softmax", "layer_norm", "add", "mul", "gelu", "exp", "sum", "cross_entropy"} <= set(policy.fp32)
+    assert not policy.promote and not set(policy.bf16) & set(policy.fp32)
+    with hmpx.activate("hmp-o2"):
+        x = torch.randn(4, 4)
+        assert (x @ x).dtype is BF16 and ((x @ x) + (x @ x)).dtype is FP32 and F.gelu(x @ x).dtype is FP32
