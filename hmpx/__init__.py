@@ -1,7 +1,7 @@
 """Mixed precision that you can read, edit and undo."""
 
-from hmpx import hmp
-from hmpx.activation import Activation, activate, activate_from_environment
+from hmpx import activation, hmp
+from hmpx.activation import Activation, activate
 from hmpx.auditing import Audit, Finding, audit
 from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
@@ -46,4 +46,4 @@ __all__ = [
     "stochastic_round_",
 ]
 
-activate_from_environment()
+activation.activate_from_environment()

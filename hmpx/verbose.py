@@ -54,9 +54,7 @@ class VerboseLog:
         head = f"{op} as {entry.label}, {rule}"
 
         def observe(given: tuple, seen: tuple, result: Any) -> None:
-            self._record(
-                f"{head}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))} at {users_line(sys._getframe(1))}"
-            )
+            self._record(f"{head}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))}")
 
         return observe
 

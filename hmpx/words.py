@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hmpx.catalog import Op, aten_only, canonical, catalog
 from hmpx.errors import OpListError, UnknownOpError
-from hmpx.oplist import SIDES, Listed, read_file
+from hmpx.oplist import SIDES, Listed, read_file, shipped
 from hmpx.policy import Policy, Rule, may_be_user_function, unknown_op
 from hmpx.recipe import LISTS, Recipe, as_recipe
 
@@ -162,12 +162,18 @@ def _ops_in_words(recipe: Recipe) -> str:
         return "as torch runs them, in the dtypes that they are given"
     counts = [(len(policy.bf16), "in BF16"), (len(policy.fp32), "in FP32"), (len(policy.promote), "promoted")]
     rules = ", ".join(f"{count} {how}" for count, how in counts if count) or "no op in a list"
-    where = [str(getattr(recipe, key)) for key in LISTS if getattr(recipe, key)]
+    where = [_short(getattr(recipe, key)) for key in LISTS if getattr(recipe, key)]
     if any(getattr(recipe, side) is not None for side in SIDES):
         where.append("the recipe's own lists")
     if recipe.opt_level == "O1" and not where:
         where.append("the default lists")
     return f"{recipe.opt_level}: {rules}" + (f" ({', '.join(where)})" if where else "")
+
+
+def _short(path: str) -> str:
+    """The path of a list; of one that hmpx ships, from `oplists` on."""
+    own = str(shipped())
+    return f"oplists{path.removeprefix(own)}" if path.startswith(own) else path
 
 
 def _seed(recipe: Recipe) -> str:

@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+
+import hmpx
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -31,7 +34,56 @@ def test_every_python_snippet_runs_and_prints_what_it_says(monkeypatch):
         elif printed:  # by the snippet above
             assert printed == block
             printed, compared = "", compared + 1
-    assert (ran, compared) == (10, 4)
+    hmpx.restore()
+    assert (ran, compared) == (11, 6)
+
+
+PAIRS = re.findall(
+    r"\*\*([^*\n]*?)\.?\*\*[^\n]*\n\n```(\w+) before\n(.*?)```\n\n```\w+ after\n(.*?)```",
+    README.partition("## Coming from")[2],
+    re.DOTALL,
+)
+
+
+def _world():
+    """What a training script has in hand, and stand-ins for systems that do not run here."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs, targets = torch.randn(32, 64), torch.randint(10, (32,))
+    torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+    nxd, amp = MagicMock(), MagicMock()
+    nxd.initialize_parallel_model.return_value = model
+    amp.initialize.return_value = model, optimizer
+    return {
+        **{"torch": torch, "F": torch.nn.functional, "hmpx": hmpx, "nxd": nxd, "amp": amp},
+        **{"model": model, "optimizer": optimizer, "inputs": inputs, "targets": targets},
+        **{"AdamW_FP32ParamsCopy": torch.optim.AdamW, "_AdamW": pytest.importorskip("torchao.optim")._AdamW},
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("system, language, before, after", PAIRS, ids=[pair[0] for pair in PAIRS])
+def test_coming_from(system, language, before, after, monkeypatch, tmp_path):
+    assert len(PAIRS) == 7 and len(before.splitlines()) <= 4 and len(after.splitlines()) <= 4
+    if language == "bash":
+        script = "import torch\nl = torch.nn.Linear(4, 4)\no = torch.optim.SGD(l.parameters())\nprint(l.weight.dtype)\n"
+        (tmp_path / "train.py").write_text(script)
+        for command, dtype in ((before, "torch.float32"), (after, "torch.bfloat16")):
+            command = command.replace("python ", f"{sys.executable} ")
+            done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
+            assert done.stdout == f"{dtype}\n"
+        return
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.hpex", MagicMock())
+    exec(before, _world())
+    world = _world()
+    exec(after, world)
+    weights = [p.detach().clone() for p in world["model"].parameters()]
+    world["optimizer"].zero_grad()
+    world["F"].cross_entropy(world["model"](world["inputs"]), world["targets"]).backward()
+    world["optimizer"].step()
+    assert not all(torch.equal(p, q) for p, q in zip(world["model"].parameters(), weights, strict=True))
+    assert world["model"](world["inputs"]).dtype is torch.bfloat16
 
 
 def test_the_two_commands_are_marked_and_ci_runs_the_second():
