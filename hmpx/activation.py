@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from hmpx.updates.agreement import compare
 from hmpx.updates.attachment import attach, attached
 from hmpx.updates.names import parameters
 
+logger = logging.getLogger("hmpx")
 VARIABLE = "HMPX_RECIPE"
 _active: Activation | None = None
 
@@ -33,7 +35,7 @@ class Activation:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._settings = recipe.settings()
+        self._settings, self._policy = recipe.settings(), recipe.policy()
         self._undo = contextlib.ExitStack()
 
     @property
@@ -46,6 +48,7 @@ class Activation:
         global _active
         if self.active:
             _active = None
+            conversion.beside.discard(self.restore)
             self._undo.close()
 
     def __enter__(self) -> Activation:
@@ -58,15 +61,17 @@ class Activation:
         return f"<hmpx.Activation, {'active' if self.active else 'restored'}: {self.recipe}>"
 
     def _install(self) -> None:
-        policy = self.recipe.policy()
-        if policy is not None:
-            self._undo.callback(conversion.install(policy, dtype_map=self.recipe.mapped()).restore)
+        if self._policy is not None:
+            self._undo.callback(conversion.install(self._policy, dtype_map=self.recipe.mapped()).restore)
         watch_optimizers(self._made, self._undo)
         watch_distribution(self._distributes, self._undo)
 
     def _cast(self, params: list[torch.nn.Parameter]) -> list[torch.nn.Module]:
         """Cast every model that has some of these parameters; the models."""
         models = models_of(params)
+        alone = set(params).difference(*(model.parameters() for model in models))
+        if alone:
+            logger.warning("hmpx: %d parameters are in no module that can be found, and keep their dtype", len(alone))
         check_names(models, self.recipe)
         if not self.recipe.dtype_map:  # what was made under a map is of the right dtype
             with contextlib.ExitStack() as undo:
@@ -118,7 +123,7 @@ def activate(recipe: str | os.PathLike | Mapping | Recipe) -> Activation:
         activation._undo.close()
         raise
     _active = activation
-    conversion.beside.callback(activation.restore)
+    conversion.beside.add(activation.restore)
     return activation
 
 

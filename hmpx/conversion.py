@@ -6,11 +6,10 @@ does not read, a name that does not exist) goes wrong before torch is touched.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -28,7 +27,7 @@ from hmpx.verbose import VerboseLog
 logger = logging.getLogger("hmpx")
 _lock = threading.RLock()
 _installed: Conversion | None = None
-beside = contextlib.ExitStack()  # what else `restore` takes back
+beside: set[Callable[[], None]] = set()  # what else `restore` calls
 
 
 class Conversion:
@@ -205,7 +204,8 @@ def restore() -> None:
     """Put torch back exactly as it was; without a `convert`, nothing happens."""
     with _lock:
         _take_away_installed()
-        beside.close()
+        for end in list(beside):
+            end()
 
 
 def _take_away_installed() -> None:

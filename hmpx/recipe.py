@@ -24,6 +24,7 @@ from hmpx.updates.weights import WAYS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MAPPED = {"float32": torch.float32, "float64": torch.float64}
+_SHORT = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 LISTS = tuple(f"{side}_file_path" for side in SIDES)
 _SWITCHES = ("use_fp32_grad_acc", "use_master_weights_in_ckpt", "release_gradients", "fused")
 _NXD_KEYS = ("use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt")
@@ -42,7 +43,7 @@ class Recipe:
         module_dtypes: exceptions, by the name of a module or a pattern (``"lm_head"``, ``"*.norm*"``); the last that
             fits a module, or one that it is in, decides.
         weights, state_dtype, use_fp32_grad_acc, use_master_weights_in_ckpt, release_gradients, fused, seed: see
-            `hmpx.attach`, with dtypes by name.
+            `hmpx.attach`, with dtypes by name (``"bf16"``, ``"fp32"`` for short).
     """
 
     opt_level: str | None = "O1"
@@ -137,7 +138,7 @@ def read_recipe(name: str | os.PathLike) -> Recipe:
             raise HmpxError(f"{where}a recipe's keys are {', '.join(_KEYS)}")
         if key.value in values:
             raise HmpxError(f"{where}{key.value!r} stands here for the second time")
-        values[key.value] = yaml.SafeLoader("").construct_object(value, deep=True)
+        values[key.value] = _spelled_out(key.value, yaml.SafeLoader("").construct_object(value, deep=True))
         _check(key.value, values[key.value], _KEYS, where)
         if key.value in LISTS and values[key.value]:
             values[key.value] = os.path.normpath(path.parent / values[key.value])
@@ -146,6 +147,18 @@ def read_recipe(name: str | os.PathLike) -> Recipe:
     if lists and values.get("opt_level", "O1") == "O1":
         build_policy("O1", OpLists(**lists))  # for its errors, which have a line here
     return _made(values, f"{path}: ")
+
+
+def _spelled_out(key: Any, value: Any) -> Any:
+    """The value of a key with dtypes by their names in torch, for ``bf16``, ``fp32`` and torch's own dtypes."""
+    if isinstance(value, Mapping):
+        return {_dtype_name(k) if key == "dtype_map" else k: _dtype_name(v) for k, v in value.items()}
+    return _dtype_name(value) if key in ("parameter_dtype", "state_dtype") else value
+
+
+def _dtype_name(value: Any) -> Any:
+    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return _SHORT.get(name, name) if isinstance(name, str) else name
 
 
 def _check(key: Any, value: Any, keys: Sequence[str], where: str = "") -> None:
@@ -203,6 +216,7 @@ def as_recipe(recipe: str | os.PathLike | Mapping | Recipe, *, with_zero: bool =
         return read_recipe(recipe)
     if not isinstance(recipe, Mapping):
         raise HmpxError(f"a recipe is a name, a path or a dict, not a {type(recipe).__name__}")
+    recipe = {key: _spelled_out(key, value) for key, value in recipe.items()}
     for key, value in recipe.items():
         _check(key, value, (*_KEYS, *_NXD_KEYS))
     if not set(recipe) <= set(_NXD_KEYS):

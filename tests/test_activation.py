@@ -188,3 +188,20 @@ def test_ranks(recipe):
     (alone,) = ranks.run(1, _distributed, "alone", recipe)
     for how in ("ddp", "zero", "fsdp2"):
         assert ranks.run(2, _distributed, how, recipe) == [alone, alone], how
+
+
+def test_parameters_of_no_module_keep_their_dtype_and_the_log_says_so(caplog):
+    with hmpx.activate("neuron-bf16-sr"):
+        p = nn.Parameter(torch.ones(3))
+        optim.SGD([p], lr=1e-2)
+        assert p.dtype is torch.float32 and "1 parameters are in no module" in caplog.text
+    assert not hmpx.conversion.beside
+
+
+def test_what_is_wrong_with_a_recipe_leaves_the_one_in_force():
+    with hmpx.activate("hmp-o2") as first:
+        with pytest.raises(hmpx.UnknownOpError, match="unknown op 'sofmax'; did you mean 'softmax'"):
+            hmpx.activate({"bf16": ["sofmax"]})
+        with pytest.raises(hmpx.HmpxError, match="bf16 and bf16_file_path: which of the two"):
+            hmpx.activate({"bf16": [], "bf16_file_path": "x"})
+        assert first.active and torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16

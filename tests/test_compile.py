@@ -293,3 +293,24 @@ def test_a_wrapper_behind_a_graph_break_is_no_graph_of_its_own():
         compiled = torch.compile(linear.__call__, backend=graphs)  # Dynamo does not look into nn.Module's own code
         assert compiled(torch.randn(4, 8)).dtype is compiled(torch.randn(4, 8, dtype=BF16)).dtype is BF16
     assert graphs.frame_count == 0
+
+
+def test_torchs_cache_on_disk_tells_conversions_apart(lists, tmp_path, monkeypatch):
+    """A graph stands there under the names of its ops; what the lists make of `x @ y` is decided behind them."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def model(x):
+        return torch.relu(x @ x) * 3.0625
+
+    def dtype():
+        torch._dynamo.reset()
+        return torch.compile(model)(torch.randn(4, 4)).dtype
+
+    tag = torch.compiler.config.cache_key_tag
+    for _ in range(2):
+        assert dtype() is torch.float32
+        with hmpx.convert(**lists(bf16="matmul")):
+            assert dtype() is BF16
+        with hmpx.convert(**lists()):
+            assert dtype() is torch.float32
+    assert torch.compiler.config.cache_key_tag == tag

@@ -23,6 +23,16 @@ BF16 = torch.bfloat16
 NXD = {"use_master_weights": True, "use_fp32_grad_acc": True, "use_master_weights_in_ckpt": True}
 
 
+def test_dtypes_in_short_and_torchs_own(tmp_path):
+    long = as_recipe(
+        {"parameter_dtype": "bfloat16", "module_dtypes": {"*.norm*": "float32"}, "state_dtype": "bfloat16"}
+    )
+    (tmp_path / "short.yaml").write_text('module_dtypes: {"*.norm*": fp32}\nstate_dtype: bf16\n')
+    own = {"parameter_dtype": BF16, "module_dtypes": {"*.norm*": torch.float32}, "state_dtype": BF16}
+    assert long == read_recipe(tmp_path / "short.yaml") == as_recipe(own)
+    assert as_recipe({"dtype_map": {torch.float64: "fp32"}}).mapped() == {torch.float64: torch.float32}
+
+
 def test_nxds_defaults_depend_on_zero():
     plain, zero = as_recipe({}), as_recipe({}, with_zero=True)
     assert (plain.weights, plain.use_fp32_grad_acc, plain.use_master_weights_in_ckpt) == ("nearest", False, False)
