@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has a core, and so have the processes that it starts
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

@@ -127,6 +127,20 @@ def test_digits():
     assert stochastic > fp32 - 0.02 and nearest < fp32 - 0.1
 
 
+@pytest.mark.slow
+def test_recipes_are_set_side_by_side(tmp_path):
+    """A few steps: progress, a row for each way, a picture. What the README claims takes half an hour."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "compare_recipes.py", "--steps", "30", "--every", "15", "--seeds", "2",
+         "--recipes", "neuron-bf16-sr", "lean", "--out", tmp_path / "recipes.png"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = re.findall(r"^(\S.{29}) +([\d.]+) +±([\d.]+) +([-\d.]+) % +(\d+)$", done.stdout, re.MULTILINE)
+    assert [name.strip() for name, *_ in rows] == ["plain FP32", "plain BF16", "neuron-bf16-sr", "lean"]
+    assert [int(size) for *_, size in rows] == [16, 8, 12, 6] and [row[3] for row in rows[:2]] == ["100.0", "0.0"]
+    assert (tmp_path / "recipes.png").read_bytes().startswith(b"\x89PNG") and "100 %" in done.stderr
+
+
 def _distributed(mode, ranks, steps, *more):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*torchrun, ROOT / "examples" / "distributed.py", "--mode", mode, "--steps", str(steps), *more]
