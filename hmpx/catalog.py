@@ -158,7 +158,7 @@ def _tail(overloads: list[list[Any]]) -> tuple[Argument, ...]:
         if len(found) != 1 or not all(map(_is_number, same)):
             break
         name, _, default = found.pop()
-        tail.append(Argument(name, False, False, default))
+        tail.append(Argument(name, False, False, tables.PYTHON_DEFAULTS.get(name, default)))
     return tuple(tail)
 
 

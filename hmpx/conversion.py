@@ -206,6 +206,7 @@ def restore() -> None:
         _take_away_installed()
         for end in list(beside):
             end()
+        steps.uninstall_collected()
 
 
 def _take_away_installed() -> None:

@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from hmpx import scope, tables
 from hmpx.casting import METHODS, call
 from hmpx.catalog import catalog, schemas
-from hmpx.patching import Patch, patch_at
+from hmpx.patching import Patch, patch_at, uncast_functions
 from hmpx.policy import Rule
 from hmpx.specialised import COMPILER, Switch
 from hmpx.stack import frames
@@ -90,6 +90,7 @@ class DtypeMap:
             **dict.fromkeys(tables.DTYPE_ASKED_OR_FOUND, self._asked_or_found),
             **{"torch.Tensor.float": self._as_float, "torch.Tensor.double": self._as_double},
             **{"torch.Tensor.numpy": self._to_numpy, "torch.load": self._loaded},
+            **{path: self._initialised for path in uncast_functions() if path.startswith("torch.nn.init.")},
         }
         for op in catalog().values():
             if not op.name.startswith("_") and any(a.name == "dtype" for s in schemas(op.name) for a in s.arguments):
@@ -162,6 +163,19 @@ class DtypeMap:
         def wrapper(self, *args, **kwargs):
             wide = self.dtype is torch.bfloat16 and not switch.retired
             return _call(inner, (METHODS[torch.float32](self) if wide else self, *args), kwargs)
+
+        return wrapper
+
+    def _initialised(self, inner: Callable, switch: Switch) -> Callable:
+        """Weights begin as those of FP32 rounded, as on XLA, where they came from the host; BF16 has no QR either."""
+
+        def wrapper(tensor, *args, **kwargs):
+            if tensor.dtype is not torch.bfloat16 or not _acts(switch):
+                return inner(tensor, *args, **kwargs)
+            wide = METHODS[torch.float32](tensor.detach())
+            inner(wide, *args, **kwargs)
+            with torch.no_grad():
+                return tensor.copy_(wide)
 
         return wrapper
 

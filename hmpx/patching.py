@@ -143,7 +143,7 @@ def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, Rule]]:
                     yield op.name, entry, Rule.FIRST_INPUT
             elif rule is not None:
                 yield op.name, entry, rule
-    for path in _uncast_functions():
+    for path in uncast_functions():
         owner, attribute = _split(path)
         if hasattr(owner, attribute):
             yield attribute, Entry(owner, attribute, path, Layout(python=True)), Rule.UNCAST
@@ -175,7 +175,8 @@ def _split(path: str) -> tuple[Any, str]:
     return pkgutil.resolve_name(name), attribute
 
 
-def _uncast_functions() -> Iterator[str]:
+def uncast_functions() -> Iterator[str]:
+    """Dotted names in torch of what is not the model's forward."""
     yield from tables.UNCAST_FUNCTIONS
     for name in tables.UNCAST_MODULES:
         for attribute, value in vars(importlib.import_module(name)).items():

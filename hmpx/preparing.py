@@ -85,6 +85,7 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
     Raises:
         HmpxError: one of another dtype than it is to be is replicated or sharded already.
     """
+    _refuse_lazy(model)
     dtypes = _dtypes(model, recipe)
     others = {p: name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype is not dtypes[p]}
     reduced = replicas()
@@ -94,9 +95,17 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
                 f"parameter {name!r} is {p.dtype} and replicated or sharded already: cast it to {dtypes[p]} before the "
                 "model is wrapped"
             )
+        if p.is_cpu and p.is_shared():
+            raise HmpxError(
+                f"parameter {name!r} is {p.dtype} in memory that processes share: cast it to {dtypes[p]} before "
+                "share_memory(), or the others would not see its updates"
+            )
+    parts = [name for p, name in others.items() if p.untyped_storage().nbytes() > p.nbytes]
+    if parts:
+        logger.warning("hmpx: %r and %d more were parts of larger storages, and are no more", parts[0], len(parts) - 1)
     for p in others:
         undo.callback(_assign, p, p.data, p.grad)
-        _assign(p, p.data.to(dtypes[p]), None)
+        _assign(p, p.data.to(dtypes[p]), None if p.grad is None else p.grad.to(dtypes[p]))
     mapped = recipe.mapped()
     for buffer in model.buffers():
         if buffer.dtype in mapped:
@@ -118,6 +127,14 @@ def _module_names(model: torch.nn.Module) -> list[str]:
     """Those of ``model.modules()``, without what torch puts around modules."""
     _, *inside = (f"{name}." for name, _ in model.named_modules())
     return ["", *(name.removesuffix(".") for name in plain_names(inside))]
+
+
+def _refuse_lazy(model: torch.nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if isinstance(p, torch.nn.parameter.UninitializedParameter):
+            raise HmpxError(
+                f"parameter {name!r} of a lazy module has no shape yet: run a batch through the model before"
+            )
 
 
 def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, torch.dtype]:

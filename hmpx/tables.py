@@ -86,6 +86,10 @@ STATISTICS = {
     "native_batch_norm": ((3, 4), (1, 2)),
 }
 
+# Where a call from Python has another default than the schema says: losses leave their elements alone (0), whereas
+# `torch.nn.functional` always passes its own.
+PYTHON_DEFAULTS = {"reduction": 0}
+
 # Norms that take a BF16 input beside FP32 weights on a CPU, as torch.autocast leaves them to; elsewhere torch refuses.
 MIXED_ON_CPU = frozenset("group_norm layer_norm native_group_norm native_layer_norm rms_norm".split())
 
@@ -191,9 +195,10 @@ UNCAST_FUNCTIONS = (
 DTYPE_ASKED = (
     "torch.Tensor.to", "torch.Tensor.type", "torch.Tensor.new_tensor",
     "torch.set_default_dtype", "torch.set_default_tensor_type",
+    "torch.sparse.log_softmax", "torch.sparse.softmax", "torch.sparse.sum",
 )  # fmt: skip
 DTYPE_FOUND = (
-    "torch.Tensor.view", "torch.asarray", "torch.frombuffer", "torch.from_dlpack", "torch.from_file",
-    "torch.from_numpy", "torch.utils.dlpack.from_dlpack",
+    "torch.Tensor.bincount", "torch.Tensor.view", "torch.asarray", "torch.bincount", "torch.from_dlpack",
+    "torch.from_file", "torch.from_numpy", "torch.frombuffer", "torch.utils.dlpack.from_dlpack",
 )  # fmt: skip
 DTYPE_ASKED_OR_FOUND = ("torch.tensor", "torch.as_tensor")

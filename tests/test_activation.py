@@ -205,3 +205,20 @@ def test_what_is_wrong_with_a_recipe_leaves_the_one_in_force():
         with pytest.raises(hmpx.HmpxError, match="bf16 and bf16_file_path: which of the two"):
             hmpx.activate({"bf16": [], "bf16_file_path": "x"})
         assert first.active and torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16
+
+
+def test_what_a_cast_would_cut_loose(caplog):
+    with hmpx.activate("neuron-bf16-sr"):
+        shared = nn.Linear(4, 4).share_memory()
+        with pytest.raises(hmpx.HmpxError, match=r"'weight' is torch\.float32 in memory that processes share"):
+            optim.SGD(shared.parameters(), lr=1e-2)
+        with pytest.raises(hmpx.HmpxError, match=r"'weight' of a lazy module has no shape yet"):
+            optim.SGD(nn.Sequential(nn.LazyLinear(4)).parameters(), lr=1e-2)
+        flat, model = torch.randn(20), nn.Linear(4, 4)
+        model.weight.data, model.bias.data = flat[:16].view(4, 4), flat[16:]
+        model(torch.ones(1, 4)).sum().backward()
+        grad = model.weight.grad.clone()
+        optim.SGD(model.parameters(), lr=1e-2)
+        assert "'weight' and 1 more were parts of larger storages" in caplog.text
+        assert torch.equal(model.weight.grad, grad.bfloat16())  # what was there already is there still
+    assert all(p.dtype is torch.float32 for p in shared.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import pytest
@@ -426,3 +427,31 @@ def test_losses_whose_backward_refuses_mixed_dtypes():
     with hmpx.convert():
         F.huber_loss(layer(tensor(4, 4)), tensor(4, 4)).backward()
     assert layer.weight.grad is not None
+
+
+_Y = torch.linspace(-2, 2, 12).view(4, 3)
+LOSSES = {
+    "binary_cross_entropy": (_Y.sigmoid(), _Y.sigmoid()), "binary_cross_entropy_with_logits": (_Y, _Y.sigmoid()),
+    "cosine_embedding_loss": (_Y, _Y, torch.ones(4)), "cross_entropy": (_Y, torch.arange(4) % 3),
+    "hinge_embedding_loss": (_Y, torch.ones_like(_Y)), "huber_loss": (_Y, _Y), "kl_div": (_Y, _Y), "l1_loss": (_Y, _Y),
+    "margin_ranking_loss": (_Y, _Y, torch.ones_like(_Y)), "mse_loss": (_Y, _Y), "smooth_l1_loss": (_Y, _Y),
+    "soft_margin_loss": (_Y, torch.ones_like(_Y)), "nll_loss": (_Y, torch.arange(4) % 3),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_reduce_as_they_are_told(name, first, lists):
+    """By `F`, which says so to torch's own function, and by that function, whose default is another."""
+    x, *rest = LOSSES[name]
+    calls = [functools.partial(getattr(F, name), reduction=r) for r in ("none", "mean", "sum")] + [getattr(F, name)]
+    calls += [getattr(owner, name) for owner in (torch, torch._C._nn) if hasattr(owner, name)]
+    expected = [f(x, *rest).shape for f in calls]
+    for arguments in (lists(), lists(fp32=name), lists(bf16=name)):
+        with hmpx.convert(**arguments):
+            calls = [functools.partial(getattr(F, name), reduction=r) for r in ("none", "mean", "sum")] + [
+                getattr(F, name)
+            ]
+            calls += [getattr(owner, name) for owner in (torch, torch._C._nn) if hasattr(owner, name)]
+            assert [f(x.to(first), *rest).shape for f in calls] == expected

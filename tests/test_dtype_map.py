@@ -271,3 +271,22 @@ def test_a_map_that_is_none_is_refused():
         with pytest.raises(hmpx.HmpxError) as error:
             hmpx.activate(recipe)
         assert message in str(error.value)
+
+
+def test_weights_begin_as_those_of_fp32_rounded(mapped):
+    def make():
+        torch.manual_seed(0)
+        lstm, linear, table = nn.LSTM(4, 4), nn.Linear(4, 4), nn.Embedding(5, 4)
+        nn.init.orthogonal_(linear.weight)
+        return [*lstm.parameters(), *linear.parameters(), *table.parameters()]
+
+    plain = make()
+    with mapped(USE):
+        made = make()
+    assert all(torch.equal(p, q.bfloat16()) and p.requires_grad for p, q in zip(made, plain, strict=True))
+
+
+def test_ops_whose_result_is_a_double_whatever_they_are_given(mapped):
+    with mapped(DOWNCAST):
+        assert torch.bincount(torch.tensor([0, 1, 1]), weights=torch.ones(3)).dtype is FP32
+        assert torch.sparse.sum(torch.eye(2).to_sparse(), dtype=FP64).dtype is FP32

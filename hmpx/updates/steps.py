@@ -57,7 +57,7 @@ def install() -> None:
     """Watch every optimizer step from here on. Calls nest."""
     global _users
     with _lock:
-        _uninstall_collected()
+        uninstall_collected()
         _users += 1
         if _users == 1:
             for cell in _cells():
@@ -101,7 +101,8 @@ def uninstall_later() -> None:
     _collected.append(None)
 
 
-def _uninstall_collected() -> None:
+def uninstall_collected() -> None:
+    """Do what `uninstall_later` put off."""
     while _collected:
         _collected.pop()
         uninstall()
