@@ -44,14 +44,13 @@ class Conversion:
         policy: Policy,
         verbose: bool = False,
         enabled: bool = True,
-        dtype_map: Mapping[torch.dtype, torch.dtype] | None = None,
+        dtype_map: DtypeMap | None = None,
     ) -> None:
         self.policy = policy
         self._enabled = enabled
         self._log = VerboseLog() if verbose else None
-        self._dtype_map = DtypeMap(dtype_map) if dtype_map else None
-        observe, around = (self._log.observer if self._log else None), self._dtype_map and self._dtype_map.patches
-        self._table = PatchTable.build(policy, observe, around)
+        self._dtype_map = dtype_map
+        self._table = PatchTable.build(policy, self._log and self._log.observer, dtype_map and dtype_map.patches)
         self._functions = UserFunctions(policy.user_functions(), policy.origins)
         self._captures: list[Capture] = []
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -185,9 +184,10 @@ def install(
     """`convert` by a policy that is built already."""
     global _installed
     UserFunctions(policy.user_functions(), policy.origins).check()
+    mapping = DtypeMap(dtype_map) if dtype_map else None
     with _lock:
         _take_away_installed()
-        conversion = Conversion(policy, verbose, enabled, dtype_map)
+        conversion = Conversion(policy, verbose, enabled, mapping)
         logger.info("hmp:verbose_mode  %s", verbose)
         logger.info("hmp:opt_level  %s", policy.opt_level)
         conversion._apply()

@@ -23,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from hmpx import scope, tables
 from hmpx.casting import METHODS, call
 from hmpx.catalog import catalog, schemas
+from hmpx.errors import HmpxError
 from hmpx.patching import Patch, patch_at, uncast_functions
 from hmpx.policy import Rule
 from hmpx.specialised import COMPILER, Switch
@@ -44,9 +45,18 @@ class DtypeMap:
 
     Args:
         mapping: from torch.float32 and torch.float64 to torch.bfloat16 and torch.float32.
+
+    Raises:
+        HmpxError: a mapping of other dtypes.
     """
 
     def __init__(self, mapping: Mapping[torch.dtype, torch.dtype]) -> None:
+        for old, new in mapping.items():
+            if old not in (torch.float32, torch.float64) or new not in (torch.bfloat16, torch.float32):
+                raise HmpxError(
+                    f"dtype_map: {old} to {new}; it maps torch.float32 and torch.float64 to torch.bfloat16 and "
+                    "torch.float32"
+                )
         self._mapping = dict(mapping)
         self._asked: dict[Any, Any] = self._mapping | {
             f"torch.{_LEGACY[old].__name__}": f"torch.{_LEGACY[new].__name__}" for old, new in self._mapping.items()

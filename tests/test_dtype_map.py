@@ -262,7 +262,12 @@ def test_tensor_subclasses_are_handed_torchs_own_functions(mapped):
     assert to in seen and double in seen
 
 
-def test_a_map_that_is_none_is_refused():
+def test_a_map_that_is_none_is_refused(mapped):
+    with mapped(USE) as handle:
+        for wrong in ({torch.int8: BF16}, {FP32: torch.float16}, {"float32": BF16}):
+            with pytest.raises(hmpx.HmpxError, match="it maps torch"):
+                hmpx.convert(dtype_map=wrong)
+        assert handle.active and torch.zeros(1).dtype is BF16
     for recipe, message in [
         ({"dtype_map": {"float16": "bfloat16"}}, "dtype_map is 'float16', none of float32, float64"),
         ({"dtype_map": {"float32": "int8"}}, "dtype_map, 'float32' is 'int8', none of float32, bfloat16"),

@@ -7,6 +7,7 @@ With empty lists: the bits and errors of plain torch. With autocast's CPU lists:
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import warnings
 from pathlib import Path
@@ -24,6 +25,7 @@ with warnings.catch_warnings():
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("opinfo"),  # the samples are made once
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("everything_is_looked_through"),  # the database holds torch's functions
 ]
@@ -64,7 +66,7 @@ def cases():
             if dtype not in op.supported_dtypes("cpu") and dtype not in (torch.float32, torch.bfloat16):
                 continue
             try:
-                samples = list(op.sample_inputs("cpu", dtype))[:SAMPLES]
+                samples = list(itertools.islice(op.sample_inputs("cpu", dtype), SAMPLES))
             except Exception:
                 continue  # the database has no sample of this dtype
             for form in ("op", "method_variant", "inplace_variant"):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from hmpx.__main__ import main
 from hmpx.environment import recipe_of
 from hmpx.errors import HmpxError
 from hmpx.recipe import recipe_names
@@ -131,15 +132,29 @@ def test_scripts_and_modules_with_their_own_arguments_and_lists(script, tmp_path
     assert named == call("--recipe", "neuron-bf16-sr", script)[0] and "recipe neuron-bf16-sr; runs" in err
 
 
-def test_what_goes_wrong(script, tmp_path):
-    assert "run needs --recipe NAME or FILE; there are apex-o1" in call(script, good=False)[1]
-    assert "did you mean 'lean'?" in call("--recipe", "leen", script, good=False)[1]
-    _, err = call("--recipe", "lean", "trein.py", cwd=tmp_path, good=False)
-    assert "trein.py: no such script; did you mean 'train.py'?" in err
-    assert "-m nothing.here: no such module" in call("--recipe", "lean", "-m", "nothing.here", good=False)[1]
-    (tmp_path / "mine.txt").write_text("linear\nsofmax\n")
-    _, err = call("--recipe", "hmp-o1", "--bf16", "mine.txt", "train.py", cwd=tmp_path, good=False)
-    assert "mine.txt:2: unknown op 'sofmax'; did you mean 'softmax'?" in err and "Traceback" not in err
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["train.py"], "run needs --recipe NAME or FILE; there are apex-o1"),
+        (["--recipe", "leen", "train.py"], "did you mean 'lean'?"),
+        (["--recipe", "lean", "trein.py"], "trein.py: no such script; did you mean 'train.py'?"),
+        (["--recipe", "lean", "-m", "nothing.here"], "-m nothing.here: no such module"),
+        (
+            ["--recipe", "hmp-o1", "--bf16", "mine.txt", "train.py"],
+            "mine.txt:2: unknown op 'sofmax'; did you mean 'softmax'?",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_is_run(arguments, message, script, capsys, monkeypatch):
+    (script.parent / "mine.txt").write_text("linear\nsofmax\n")
+    monkeypatch.chdir(script.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    argv, main_module = sys.argv, sys.modules["__main__"]
+    assert main(["run", *arguments]) == 2
+    assert message in capsys.readouterr().err and sys.argv is argv and sys.modules["__main__"] is main_module
+
+
+def test_what_a_script_raises_and_its_exit_status(tmp_path):
     (tmp_path / "fails.py").write_text("import sys\nif sys.argv[1:]: sys.exit(3)\nraise KeyError('mine')\n")
     _, err = call("--recipe", "lean", "fails.py", cwd=tmp_path, good=False)
     assert "KeyError: 'mine'" in err and "fails.py" in err
