@@ -160,8 +160,12 @@ def test_a_second_recipe_replaces_the_first_and_restore_ends_it():
     second.restore()
 
 
-def _distributed(rank, how, recipe):
-    """A script that knows nothing of precision, under each way to distribute."""
+def _distributed(rank, ways, recipe):
+    return {how: _script(how, recipe) for how in ways}
+
+
+def _script(how, recipe):
+    """It knows nothing of precision; under each way to distribute."""
     with hmpx.activate(recipe):
         model = _net()
         if how == "fsdp2":
@@ -185,9 +189,9 @@ def _distributed(rank, how, recipe):
 @needs_grad_dtype
 @pytest.mark.parametrize("recipe", ["neuron-bf16-sr", "nxd-standard"])
 def test_ranks(recipe):
-    (alone,) = ranks.run(1, _distributed, "alone", recipe)
-    for how in ("ddp", "zero", "fsdp2"):
-        assert ranks.run(2, _distributed, how, recipe) == [alone, alone], how
+    (alone,) = ranks.run(1, _distributed, ["alone"], recipe)
+    for found in ranks.run(2, _distributed, ["ddp", "zero", "fsdp2"], recipe):
+        assert found == dict.fromkeys(("ddp", "zero", "fsdp2"), alone["alone"])
 
 
 def test_parameters_of_no_module_keep_their_dtype_and_the_log_says_so(caplog):
