@@ -18,7 +18,7 @@ from hmpx.errors import HmpxError, nearest
 from hmpx.oplist import SIDES, Listed, OpLists, read_lists, shipped
 from hmpx.policy import OPT_LEVELS, Policy, build_policy
 from hmpx.rounding import check_seed
-from hmpx.updates.footprint import footprint
+from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.settings import Settings
 from hmpx.updates.weights import WAYS
 
@@ -81,13 +81,17 @@ class Recipe:
         """`dtype_map` in torch's terms."""
         return {_MAPPED[old]: DTYPES[new] for old, new in self.dtype_map.items()}
 
+    def footprint(self, states: int = 2) -> Footprint:
+        """What a parameter takes, with so many tensors of its size that the optimizer keeps: 2 for Adam."""
+        return footprint(self.settings(), DTYPES[self.parameter_dtype], states)
+
     def bytes_per_parameter(self, states: int = 2) -> dict[str, int]:
         """Bytes of weights, gradients, masters and state for each parameter, between backward and step.
 
         Args:
             states: tensors of a parameter's size that the optimizer keeps: 2 for Adam, 1 for momentum.
         """
-        each = footprint(self.settings(), DTYPES[self.parameter_dtype], states)
+        each = self.footprint(states)
         return {part: getattr(each, part) for part in ("weights", "gradients", "masters", "state")}
 
     def settings(self) -> Settings:

@@ -39,11 +39,8 @@ def run(recipe: Recipe, script: str, arguments: list[str], *, as_module: bool = 
     sys.argv = [spec.origin if as_module else script, *arguments]
     sys.path[0] = os.getcwd() if as_module else str(Path(script).resolve().parent)
     module = types.ModuleType("__main__")
-    module.__file__, module.__loader__, module.__package__ = (
-        spec.origin,
-        spec.loader,
-        spec.parent if as_module else None,
-    )
+    module.__file__, module.__loader__ = spec.origin, spec.loader
+    module.__package__ = spec.parent if as_module else None
     module.__spec__ = importlib.util.find_spec("hmpx.spawned")
     sys.modules["__main__"] = module
     exec(spec.loader.get_code(spec.name), vars(module))

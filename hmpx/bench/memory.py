@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from hmpx.bench.measure import Bench, Row
 from hmpx.recipe import Recipe, read_recipe
-from hmpx.updates.footprint import MODES, Footprint, footprint
+from hmpx.updates.footprint import MODES, Footprint
 
 _WAYS = {
     "FP32 weights": Recipe(parameter_dtype="float32"),
@@ -23,7 +21,7 @@ _WAYS = {
 def run(params: float, ranks: Sequence[int], recipes: Sequence[str], states: int) -> list[Bench]:
     """Bytes per parameter by what they are for, and GiB on each rank by how the model is distributed."""
     ways = {name: read_recipe(name) for name in recipes} or _WAYS
-    prints = {name: _of(recipe, states) for name, recipe in ways.items()}
+    prints = {name: recipe.footprint(states) for name, recipe in ways.items()}
     return [
         Bench(
             f"bytes per parameter, {states} state tensors; transient: MiB that a step of all of it takes more",
@@ -39,11 +37,6 @@ def run(params: float, ranks: Sequence[int], recipes: Sequence[str], states: int
             ],
         ),
     ]
-
-
-def _of(recipe: Recipe, states: int) -> Footprint:
-    dtype = torch.float32 if recipe.parameter_dtype == "float32" else torch.bfloat16
-    return footprint(recipe.settings(), dtype, states)
 
 
 def _by_purpose(each: Footprint, params: float) -> dict[str, float]:
