@@ -51,11 +51,12 @@ def ways(names: list[str]) -> list[Way]:
 
 
 def train(way: Way, seed: int, options: argparse.Namespace, data: tuple, progress: Progress) -> None:
-    """A training loop that knows nothing of recipes: `activate` is all there is."""
+    """A training loop that knows nothing of recipes: `activate` is all there is, and for FP16 a scale of the loss."""
     training, validation, characters = data
     plain = way.name in (FP32, NEAREST)
     losses = way.losses.setdefault(seed, {})
-    with contextlib.nullcontext() if plain else hmpx.activate(way.name):
+    with contextlib.nullcontext() if plain else hmpx.activate(way.name) as handle:
+        scaler = torch.amp.GradScaler("cpu", enabled=not plain and handle.recipe.low_precision == "float16")
         torch.manual_seed(seed)
         model = CharTransformer(characters)
         if way.name == NEAREST:
@@ -69,8 +70,9 @@ def train(way: Way, seed: int, options: argparse.Namespace, data: tuple, progres
                 progress.show(way.name, seed, step, losses[step])
             if step < options.steps:
                 optimizer.zero_grad()
-                loss_of(model, *batch(training, generator)).backward()
-                optimizer.step()
+                scaler.scale(loss_of(model, *batch(training, generator))).backward()
+                scaler.step(optimizer)
+                scaler.update()
     progress.done()
 
 

@@ -5,7 +5,7 @@ from hmpx.activation import Activation, activate
 from hmpx.auditing import Audit, Finding, audit
 from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
-from hmpx.functions import bf16, fp32, promote
+from hmpx.functions import bf16, fp16, fp32, promote
 from hmpx.policy import Policy, Rule
 from hmpx.preparing import prepare
 from hmpx.recipe import Recipe
@@ -14,6 +14,7 @@ from hmpx.rounding import stochastic_round, stochastic_round_
 from hmpx.updates.attachment import Attachment, attach, detach
 from hmpx.words import explain
 
+__version__ = "0.1.0"
 __all__ = [
     "Activation",
     "Attachment",
@@ -37,6 +38,7 @@ __all__ = [
     "disable_casts",
     "enable_casts",
     "explain",
+    "fp16",
     "fp32",
     "hmp",
     "prepare",

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
-from hmpx import environment, running
+from hmpx import __version__, environment, running
 from hmpx.activation import VARIABLE
 from hmpx.errors import HmpxError
-from hmpx.oplist import SIDES, read_lists
+from hmpx.fp32_kernels import KERNELS, choose
+from hmpx.oplist import LOW_DTYPES, SIDES, read_lists
 from hmpx.policy import OPT_LEVELS, Policy, build_policy
-from hmpx.recipe import Recipe, read_recipe, recipe_names
+from hmpx.recipe import Recipe, read_recipe, recipe_names, with_and_without_zero
 from hmpx.words import check_files, explain_op, ops_table, recipe_in_words
 
 
@@ -24,10 +25,25 @@ def _policy_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--fp32", metavar="FILE", help="the FP32 list as text")
     command.add_argument("--promote", metavar="FILE", help="the promote list as text")
     command.add_argument("--opt-level", choices=OPT_LEVELS, default="O1")
+    _low_precision_option(command)
+
+
+def _low_precision_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--low-precision", choices=LOW_DTYPES, help="what the bf16 list runs in, default bfloat16")
+    command.add_argument("--kernels", choices=KERNELS, help="what computes that on a CPU, default as the recipe says")
 
 
 def _policy(options: argparse.Namespace) -> Policy:
-    return build_policy(options.opt_level, read_lists(options.list, options.fp32, options.promote))
+    lists = read_lists(options.list, options.fp32, options.promote)
+    return build_policy(options.opt_level, lists, low_precision=LOW_DTYPES.get(options.low_precision))
+
+
+def _as_asked(recipe: Recipe, options: argparse.Namespace) -> Recipe:
+    """The recipe with what `--low-precision` and `--kernels` say in the place of its own."""
+    if options.kernels:
+        recipe = replace(recipe, kernels=options.kernels)
+    asked = LOW_DTYPES.get(options.low_precision)
+    return recipe if asked is None else replace(recipe, low_precision=str(asked).removeprefix("torch."))
 
 
 def _ops(options: argparse.Namespace) -> int:
@@ -37,33 +53,42 @@ def _ops(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     is_recipe = options.what in recipe_names() or Path(options.what).suffix in (".yaml", ".yml")
-    print(recipe_in_words(read_recipe(options.what)) if is_recipe else explain_op(options.what, _policy(options)))
+    if is_recipe:
+        print(recipe_in_words(_as_asked(read_recipe(options.what), options)))
+    else:
+        print(explain_op(options.what, _policy(options), choose(options.kernels or "auto")))
     return 0
 
 
 def _run(options: argparse.Namespace) -> int:
-    recipe, said = _recipe(options)
+    recipes, said = _recipes(options)
     environment.take_over(os.environ)
     own = {side: os.path.abspath(path) for side in SIDES if (path := getattr(options, side)) is not None}
     for side, path in own.items():
-        recipe = replace(recipe, **{side: None, f"{side}_file_path": path})
+        recipes = tuple(replace(recipe, **{side: None, f"{side}_file_path": path}) for recipe in recipes)
+    recipe, under_zero = (_as_asked(recipe, options) for recipe in recipes)
     if os.environ.get("RANK", "0") == "0":
         lists = "".join(f", {side} list {path}" for side, path in own.items())
-        print(f"hmpx: {said}{lists}; runs {options.script}", file=sys.stderr)
-    running.run(recipe, options.script, options.arguments, as_module=options.as_module)
+        low = f", low precision {recipe.low_precision}" if options.low_precision else ""
+        kernels = choose(recipe.kernels)
+        low += f", {kernels}" if recipe.opt_level and kernels.widened else ""
+        print(f"hmpx: {said}{lists}{low}; runs {options.script}", file=sys.stderr)
+    running.run(recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero)
     return 0
 
 
-def _recipe(options: argparse.Namespace) -> tuple[Recipe, str]:
-    """The one that is named, and how."""
+def _recipes(options: argparse.Namespace) -> tuple[tuple[Recipe, Recipe], str]:
+    """The one that is named, as it is and under ZeRO-1, and how it is named."""
     of_environment = environment.recipe_of(os.environ)
     named = options.recipe or os.environ.get(VARIABLE)
     if named:
         aside = " (which goes before the variables of Neuron and XLA)" if of_environment else ""
-        return read_recipe(named), f"recipe {named}{aside}"
+        under_zero, recipe = with_and_without_zero(named)
+        return (recipe, under_zero), f"recipe {named}{aside}"
     if of_environment is None:
         raise HmpxError(f"run needs --recipe NAME or FILE; there are {', '.join(recipe_names())}")
-    return of_environment
+    recipe, said = of_environment
+    return (recipe, recipe), said
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -173,7 +198,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hmpx", description="Read, check and apply precision.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"hmpx {__version__}, torch {torch.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     run = commands.add_parser("run", help="run an unmodified training script under a recipe")
     run.add_argument(
@@ -181,6 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     for side in SIDES:
         run.add_argument(f"--{side}", metavar="FILE", help=f"the {side} list, in place of the recipe's")
+    _low_precision_option(run)
     run.add_argument("-m", dest="as_module", action="store_true", help="the script is the name of a module")
     run.add_argument("script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own")
@@ -205,6 +232,9 @@ def main(arguments: list[str] | None = None) -> int:
     _add_bench(commands)
 
     options = parser.parse_args(arguments)
+    if not hasattr(options, "run"):
+        parser.print_help()
+        return 0
     try:
         _check_json(getattr(options, "json", None))
         return options.run(options)

@@ -6,65 +6,71 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from hmpx import conversion
+from hmpx.changes import Changes
+from hmpx.errors import HmpxError
+from hmpx.installation import Installation
 from hmpx.making import models_of, watch_distribution, watch_optimizers
 from hmpx.preparing import cast_model, check_names, facts
-from hmpx.recipe import Recipe, as_recipe
+from hmpx.recipe import Recipe, with_and_without_zero
+from hmpx.updates import zero
 from hmpx.updates.agreement import compare
 from hmpx.updates.attachment import attach, attached
 from hmpx.updates.names import parameters
 
 logger = logging.getLogger("hmpx")
 VARIABLE = "HMPX_RECIPE"
-_active: Activation | None = None
+_TAKE_AN_ARGUMENT = "cmWX"  # of the interpreter's options of one letter
 
 
-class Activation:
+class Activation(Installation):
     """What one `activate` did: the handle that it returns.
 
-    As a context manager it ends on exit. Optimizers that were made meanwhile stay attached, and weights keep their
-    dtype.
+    As a context manager it ends on exit, and the one that it replaced is in force again. Optimizers that were made
+    meanwhile stay attached, and weights keep their dtype.
 
     Attributes:
         recipe: what is in force; ``print(handle.recipe)`` writes it as a file.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, under_zero: Recipe) -> None:
+        super().__init__()
         self.recipe = recipe
-        self._settings, self._policy = recipe.settings(), recipe.policy()
-        self._undo = contextlib.ExitStack()
-
-    @property
-    def active(self) -> bool:
-        """Whether this is the recipe that is in force now."""
-        return _active is self
-
-    def restore(self) -> None:
-        """End it; nothing happens if it has ended."""
-        global _active
-        if self.active:
-            _active = None
-            conversion.beside.discard(self.restore)
-            self._undo.close()
+        self._settings = {True: under_zero.settings(), False: recipe.settings()}
+        self._policy = recipe.policy()
+        self._changes = Changes()
 
     def __enter__(self) -> Activation:
+        super().__enter__()
+        if self._conversion is not None and self._conversion.active:
+            self._conversion.__enter__()
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.restore()
 
     def __repr__(self) -> str:
         return f"<hmpx.Activation, {'active' if self.active else 'restored'}: {self.recipe}>"
 
-    def _install(self) -> None:
-        if self._policy is not None:
-            self._undo.callback(conversion.install(self._policy, dtype_map=self.recipe.mapped()).restore)
-        watch_optimizers(self._made, self._undo)
-        watch_distribution(self._distributes, self._undo)
+    def _apply(self) -> None:
+        self._conversion = None
+        try:
+            if self._policy is not None:
+                self._conversion = conversion.install(
+                    self._policy, dtype_map=self.recipe.mapped(), kernels=self.recipe.kernels
+                )
+                self._changes.callback(self._conversion.restore)
+                if self._entered:
+                    self._conversion.__enter__()
+            watch_optimizers(self._made, self._changes)
+            watch_distribution(self._distributes, self._changes)
+        except BaseException:
+            self._changes.close()
+            raise
+
+    def _take_away(self) -> None:
+        self._changes.close()
 
     def _cast(self, params: list[torch.nn.Parameter]) -> list[torch.nn.Module]:
         """Cast every model that has some of these parameters; the models."""
@@ -94,7 +100,8 @@ class Activation:
         if any(p.dtype is torch.bfloat16 for p in params):
             whole = next((model for model in models if set(params) <= set(model.parameters())), None)
             named = any("param_names" in group for group in optimizer.param_groups)
-            attach(optimizer, model=None if named else whole, **vars(self._settings))
+            settings = self._settings[zero.inner(optimizer) is not None]
+            attach(optimizer, model=None if named else whole, **vars(settings))
 
 
 def activate(recipe: str | os.PathLike | Mapping | Recipe) -> Activation:
@@ -105,7 +112,7 @@ def activate(recipe: str | os.PathLike | Mapping | Recipe) -> Activation:
     distributed and the optimizer made; under a recipe with a `dtype_map`, before the model is made.
 
     Args:
-        recipe: a name (``"neuron-bf16-sr"``), the path of a YAML file, or a dict of a recipe's keys.
+        recipe: as for `hmpx.prepare`. NxD's defaults are each optimizer's own.
 
     Returns:
         A handle: `recipe`, `restore()`, and ``with activate(...):``. `hmpx.restore()` ends it too.
@@ -113,21 +120,44 @@ def activate(recipe: str | os.PathLike | Mapping | Recipe) -> Activation:
     Raises:
         HmpxError: before anything is changed.
     """
-    global _active
-    activation = Activation(as_recipe(recipe))
-    if _active is not None:
-        _active.restore()
-    try:
-        activation._install()
-    except BaseException:
-        activation._undo.close()
-        raise
-    _active = activation
-    conversion.beside.add(activation.restore)
+    under_zero, recipe = with_and_without_zero(recipe)
+    return activate_both(recipe, under_zero)
+
+
+def activate_both(recipe: Recipe, under_zero: Recipe) -> Activation:
+    """`activate` a recipe that says something else of optimizers under ZeRO-1."""
+    activation = Activation(recipe, under_zero)
+    activation._install()
     return activation
 
 
 def activate_from_environment() -> None:
-    """`activate` what HMPX_RECIPE names, if it names anything. The shell commands look at it themselves."""
-    if os.environ.get(VARIABLE) and sys.orig_argv[1:3] != ["-m", "hmpx"]:
-        activate(os.environ[VARIABLE])
+    """`activate` what HMPX_RECIPE names, if it names anything. The shell commands look at it themselves.
+
+    Raises:
+        SystemExit: it names nothing that does. A script must not go on without, nor is it to blame.
+    """
+    name = os.environ.get(VARIABLE)
+    if name and module_that_runs(sys.orig_argv[1:]) not in ("hmpx", "hmpx.__main__"):
+        try:
+            activate(name)
+        except HmpxError as error:
+            raise SystemExit(f"hmpx: {VARIABLE}={name}: {error}") from None
+
+
+def module_that_runs(arguments: Sequence[str]) -> str | None:
+    """What follows ``-m`` among the interpreter's arguments; None where it runs something else than a module."""
+    words = iter(arguments)
+    for word in words:
+        if word == "--check-hash-based-pycs":
+            next(words, None)
+        elif not word.startswith("-") or word == "-":
+            return None
+        elif not word.startswith("--"):
+            for i, letter in enumerate(word[1:], start=2):  # `-uBm hmpx`, `-mhmpx`
+                if letter in _TAKE_AN_ARGUMENT:
+                    value = word[i:] or next(words, None)
+                    if letter in "cm":
+                        return value if letter == "m" else None
+                    break
+    return None

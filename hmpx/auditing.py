@@ -17,11 +17,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hmpx import scope, tables
+from hmpx import scope
 from hmpx.casting import TARGETS, eligible_dtypes
 from hmpx.catalog import Op, canonical, catalog
+from hmpx.composition import callers
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError
+from hmpx.fp32_kernels import is_computing
 from hmpx.policy import Policy, Rule
 from hmpx.stack import frames, users_line
 from hmpx.wrappers import rule_of
@@ -113,8 +115,8 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _look(self, func: Any, args: tuple, kwargs: dict) -> None:
-        ops = list(_meant(func._schema.name.removeprefix("aten::")))
-        rules = {op.name: rule for op in ops if (rule := self._policy.rule(op)) in TARGETS}
+        ops = _meant(func._schema.name.removeprefix("aten::"), self._policy)
+        rules = {op.name: rule for op in ops if not op.view and (rule := self._policy.listed_as(op)) in TARGETS}
         if not rules or kwargs.get("dtype") is not None:
             return
         values = tree_leaves((args, kwargs))
@@ -124,6 +126,8 @@ class _Watch(TorchDispatchMode):
         if len(wrong) < len(rules):
             return  # it is what one of the ops that it may stand for should be
         caller = sys._getframe(2)
+        if any(map(is_computing, frames(caller))):
+            return  # for the op that was called, low precision is what comes in and out
         deciding = (rule_of(frame) for frame in frames(caller))
         if any(rule in (*TARGETS, Rule.PROMOTE) for rule in deciding):
             return
@@ -134,12 +138,13 @@ class _Watch(TorchDispatchMode):
         return tuple(Finding(*key, calls) for key, calls in self._seen.items())
 
 
-def _meant(aten: str) -> Iterator[Op]:
-    """The ops of the catalogue that may have been called when aten::`aten` runs, itself first."""
+def _meant(aten: str, policy: Policy) -> list[Op]:
+    """The ops of the catalogue that may have been called when aten::`aten` runs: itself alone where a list names it."""
     ops = catalog()
-    for name in (canonical(aten), *tables.SPELLED_OUT.get(aten, ())):
-        if name in ops:
-            yield ops[name]
+    own = ops.get(canonical(aten))
+    if own is not None and policy.listed_as(own):
+        return [own]
+    return [ops[name] for name in (canonical(aten), *callers(aten)) if name in ops]
 
 
 @contextlib.contextmanager

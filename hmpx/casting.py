@@ -16,7 +16,7 @@ import torch.overrides
 
 from hmpx import tables
 from hmpx.catalog import Layout
-from hmpx.policy import Rule
+from hmpx.policy import LOW_RULES, Rule
 from hmpx.weight_cache import cast_weight, open_caches
 
 Tensor = torch.Tensor
@@ -24,7 +24,7 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # torch's own methods, taken before anything is patched. `x.bfloat16()` is cheaper than `x.to(torch.bfloat16)`.
 METHODS = {torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float, torch.float16: Tensor.half}
-TARGETS = {Rule.BF16: torch.bfloat16, Rule.FP32: torch.float32}
+TARGETS = {**{rule: dtype for dtype, rule in LOW_RULES.items()}, Rule.FP32: torch.float32}
 
 
 def is_eligible(value: Any) -> bool:
@@ -127,9 +127,10 @@ def cast_arguments(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tup
 
 
 def _is_mixed_on_cpu(args: tuple, kwargs: dict) -> bool:
-    """Whether the first tensor is BF16, the others FP32, and all of them on a CPU."""
+    """Whether the first tensor is BF16 or FP16, the others FP32, and all of them on a CPU."""
     first, *others = (value for value in (*args, *kwargs.values()) if is_eligible(value))
-    return first.is_cpu and first.dtype is torch.bfloat16 and all(t.is_cpu and t.dtype is torch.float32 for t in others)
+    narrow = first.is_cpu and first.dtype in LOW_RULES
+    return narrow and all(t.is_cpu and t.dtype is torch.float32 for t in others)
 
 
 def call(op: Callable, args: tuple, kwargs: dict) -> Any:
@@ -172,6 +173,7 @@ def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dic
     if not layout.statistics:
         return call(op, *cast_arguments(rule, layout, args, kwargs))
     args, kwargs = cast_arguments(rule, layout, *_by_position(layout, args, kwargs))
+    args = _with_weight(layout, args)
     args, widened = _widen(layout, args)
     result = call(op, args, kwargs)
     with torch.no_grad():
@@ -188,6 +190,19 @@ def _by_position(layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict
             break
         values.append(rest.pop(argument.name))
     return tuple(values), rest
+
+
+def _with_weight(layout: Layout, args: tuple) -> tuple:
+    """A bias that comes without a weight gets one of ones, which changes no bit.
+
+    On a CPU instance_norm takes a BF16 input beside FP32 weight and bias, and not beside an FP32 bias alone.
+    """
+    weight, bias = (args[i] if i < len(args) else None for i in layout.beside or (len(args), len(args)))
+    if weight is not None or not is_eligible(bias):
+        return args
+    with torch.no_grad():
+        ones = torch.ones_like(bias)
+    return (*args[: layout.beside[0]], ones, *args[layout.beside[0] + 1 :])
 
 
 def _widen(layout: Layout, args: tuple) -> tuple[tuple, list[tuple[Tensor, Tensor]]]:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import torch.overrides
 
 from hmpx import tables
+from hmpx.composition import COMPOSED, Row
 
 Tensor = torch.Tensor
 
@@ -49,7 +50,7 @@ class Layout:
     tail: the parameters behind `lead`, as far as overloads agree and their defaults are numbers.
     dtype_positional: a `dtype` may stand among the positional arguments behind `lead`.
     statistics, beside: positions of tensors that the op may write to, and of those that must share their dtype.
-    mixed_on_cpu: on a CPU it takes a BF16 input beside FP32 weights.
+    mixed_on_cpu: on a CPU it takes a BF16 or FP16 input beside FP32 weights.
     python: implemented in Python, so that it may call other listed ops.
     """
 
@@ -80,6 +81,9 @@ class Op:
     follows: the op whose rule it takes when no list names it (`multiply` follows `mul`).
     refuses_mixed: torch raises when its tensor arguments differ in dtype.
     computes: it makes new values, as opposed to a view or a factory. O2 casts only these.
+    view: it only shows its first argument in another shape, and is never cast, in a list or not. Among them are those
+        that copy where a view is impossible (`reshape`, `flatten`, `contiguous`): moving data has no precision.
+    rows: what torch composes it of in C++; where neither a list names it nor what it follows, its parts decide.
     """
 
     name: str
@@ -87,6 +91,8 @@ class Op:
     follows: str | None = None
     refuses_mixed: bool = False
     computes: bool = True
+    view: bool = False
+    rows: tuple[Row, ...] = field(default=(), repr=False)
 
 
 def schemas(name: str) -> list[Any]:
@@ -269,6 +275,20 @@ def _computes(name: str, entries: tuple[Entry, ...]) -> bool:
     return fresh and takes_tensor and not name.startswith(tables.NOT_COMPUTING)
 
 
+def _is_view(name: str) -> bool:
+    """Whether every overload that gives tensors gives its first argument again, to be read and written through."""
+    found = [
+        schema
+        for schema in schemas(name)
+        if any(map(_is_tensor, schema.returns)) and any(map(_is_tensor, schema.arguments[:1]))
+    ]
+    shown = [(schema.arguments[0], *filter(_is_tensor, schema.returns)) for schema in found]
+    by_schema = bool(shown) and all(
+        each.alias_info is not None and not each.alias_info.is_write for tensors in shown for each in tensors
+    )
+    return (by_schema or name in tables.VIEWS) and name not in tables.CAST_VIEWS
+
+
 @functools.cache
 def catalog() -> dict[str, Op]:
     """Every op by its list name. Built once; entry points are attributes, so later patches do not make it stale."""
@@ -288,7 +308,15 @@ def catalog() -> dict[str, Op]:
         if follows is None and name.startswith(("special_", "linalg_")) and name.split("_", 1)[1] in builder.entries:
             bare = name.split("_", 1)[1]
             follows = bare if name.startswith("special_") or bare == "matmul" else None
-        ops[name] = Op(name, entries, follows, name in tables.REFUSES_MIXED, _computes(name, entries))
+        ops[name] = Op(
+            name,
+            entries,
+            follows,
+            refuses_mixed=name in tables.REFUSES_MIXED,
+            computes=_computes(name, entries),
+            view=_is_view(name),
+            rows=COMPOSED.get(name, ()),
+        )
     return ops
 
 

@@ -19,13 +19,13 @@ from typing import Any
 import wrapt
 from torch.compiler import config
 
+from hmpx.changes import Attribute, Changes
+
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
 _RULES = "torch._dynamo.trace_rules"
 _originals: dict[int, Callable] = {}  # by identity of the wrapper, of the conversion that is installed
 _codes: set[types.CodeType] = set()  # of these wrappers
-_kept: dict[str, Any] = {}  # of trace_rules, while exchanged
-_waiting = False
-_tag = ""
+_changes: Changes | None = None  # of that conversion
 
 
 def never_compile_alone(*functions: Callable) -> None:
@@ -52,49 +52,51 @@ def never_compile(function: Callable) -> None:
     wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
 
 
-def install(originals: dict[Callable, Callable], what: str) -> None:
+def install(originals: dict[Callable, Callable], what: str, changes: Changes) -> None:
     """Let Dynamo see through the wrappers, which are the keys, as soon as it is imported.
 
     what: says in full what they do, for torch's cache on disk: there a graph stands under its ops' names, and the casts
         in it would come from, and go to, programs with other ones.
+
+    Undone, what was compiled is compiled anew when it is called.
     """
-    global _tag, _waiting
-    _tag = f"hmpx {hashlib.blake2b(what.encode(), digest_size=8).hexdigest()}"
-    config.cache_key_tag += _tag
+    global _changes
+    _changes = changes
+    changes.callback(_uninstall)
+    tag = f"hmpx {hashlib.blake2b(what.encode(), digest_size=8).hexdigest()}"
+    changes.callback(_untag, tag)
+    config.cache_key_tag += tag
     _originals.update({id(wrapper): original for wrapper, original in originals.items()})
     _codes.update(wrapper.__code__ for wrapper in originals if isinstance(wrapper, types.FunctionType))
     if _RULES in sys.modules:
         _exchange(sys.modules[_RULES])
         _forget_compiled()
-    elif not _waiting:
-        _waiting = True
-        wrapt.register_post_import_hook(_imported, _RULES)
+    else:
+        _await_rules()
 
 
-def uninstall() -> None:
-    """Take that back; what was compiled is compiled anew when it is called."""
-    global _tag
+@functools.cache  # once in a process
+def _await_rules() -> None:
+    wrapt.register_post_import_hook(_imported, _RULES)
+
+
+def _untag(tag: str) -> None:
+    config.cache_key_tag = config.cache_key_tag.replace(tag, "")  # a user may have added to it
+
+
+def _uninstall() -> None:
+    global _changes
+    _changes = None
     _originals.clear()
     _codes.clear()
-    if _tag:
-        config.cache_key_tag = config.cache_key_tag.replace(_tag, "")
-        _tag = ""
-    rules = sys.modules.get(_RULES)
-    if rules is not None and _kept:
-        for name, value in _kept.items():
-            setattr(rules, name, value)
-        _kept.clear()
-        _clear_tables(rules)
-        _forget_compiled()
 
 
 def _imported(rules: ModuleType) -> None:
-    if _originals:
+    if _changes is not None:
         _exchange(rules)
 
 
 def _exchange(rules: ModuleType) -> None:
-    _kept.update(load_object=rules.load_object, get_tensor_method=rules.get_tensor_method)
     load_object, get_tensor_method = rules.load_object, rules.get_tensor_method
 
     def load_original(name: str) -> Any:
@@ -105,22 +107,22 @@ def _exchange(rules: ModuleType) -> None:
     def get_original_methods() -> frozenset:
         return get_tensor_method() | frozenset(v for v in _originals.values() if isinstance(v, _METHODS))
 
-    rules.load_object, rules.get_tensor_method = load_original, get_original_methods
+    def clear_tables() -> None:
+        for table in (rules.get_torch_obj_rule_map, rules.get_tensor_method, get_tensor_method):
+            table.cache_clear()
+
+    _changes.callback(_forget_compiled)
+    _changes.callback(clear_tables)
+    _changes.put(Attribute(rules, "load_object", f"{_RULES}.load_object"), load_original)
+    _changes.put(Attribute(rules, "get_tensor_method", f"{_RULES}.get_tensor_method"), get_original_methods)
     wrapt.register_post_import_hook(_skip_wrappers, "torch._dynamo.eval_frame")
-    _clear_tables(rules)
+    clear_tables()
 
 
 def _skip_wrappers(eval_frame: ModuleType) -> None:
     """Behind a graph break a wrapper is no graph of its own, as the C function that it stands for is none."""
     for code in _codes:
         eval_frame.skip_code(code)
-
-
-def _clear_tables(rules: ModuleType) -> None:
-    rules.get_torch_obj_rule_map.cache_clear()
-    rules.get_tensor_method.cache_clear()
-    if "get_tensor_method" in _kept:
-        _kept["get_tensor_method"].cache_clear()
 
 
 def _forget_compiled() -> None:

@@ -1,23 +1,24 @@
-"""`convert` and `restore`: the one owner of what is installed in this process.
+"""`convert` and `restore`: casts in torch, put in and taken away as a whole.
 
-At most one conversion is installed. A second `convert` replaces the first; everything that can go wrong (a list that
-does not read, a name that does not exist) goes wrong before torch is touched.
+Everything that can go wrong (a list that does not read, a name that does not exist) goes wrong before torch is touched.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from hmpx import compiling, scope, scripting
-from hmpx.captures import Capture, rebind
+from hmpx import compiling, installation, scope, scripting
+from hmpx.captures import Rebinding
 from hmpx.catalog import catalog
+from hmpx.changes import Changes, Flag
 from hmpx.dtype_map import DtypeMap
+from hmpx.fp32_kernels import GAINING, NATIVE, Kernels, choose
 from hmpx.functions import UserFunctions
+from hmpx.installation import Installation
 from hmpx.oplist import read_lists
 from hmpx.patching import Patch, PatchTable
 from hmpx.policy import Policy, build_policy
@@ -25,18 +26,22 @@ from hmpx.updates import steps
 from hmpx.verbose import VerboseLog
 
 logger = logging.getLogger("hmpx")
-_lock = threading.RLock()
-_installed: Conversion | None = None
-beside: set[Callable[[], None]] = set()  # what else `restore` calls
+_FAST_PATH = Flag(
+    "the fast path of torch.nn.MultiheadAttention",
+    torch.backends.mha.get_fastpath_enabled,
+    torch.backends.mha.set_fastpath_enabled,
+)
 
 
-class Conversion:
+class Conversion(Installation):
     """What one `convert` did: the handle that it returns.
 
-    As a context manager it restores torch on exit, unless another `convert` has replaced it by then.
+    As a context manager it is taken away on exit, unless another `convert` has replaced it by then, and the conversion
+    that it replaced is in force again.
 
     Attributes:
         policy: which op runs under which rule; prints as an op list file.
+        kernels: what computes the ops that run in BF16 or FP16 on a CPU; prints in words.
     """
 
     def __init__(
@@ -45,20 +50,21 @@ class Conversion:
         verbose: bool = False,
         enabled: bool = True,
         dtype_map: DtypeMap | None = None,
+        kernels: Kernels = NATIVE,
     ) -> None:
-        self.policy = policy
-        self._enabled = enabled
-        self._log = VerboseLog() if verbose else None
-        self._dtype_map = dtype_map
-        self._table = PatchTable.build(policy, self._log and self._log.observer, dtype_map and dtype_map.patches)
-        self._functions = UserFunctions(policy.user_functions(), policy.origins)
-        self._captures: list[Capture] = []
-        self._fast_path = torch.backends.mha.get_fastpath_enabled()
+        super().__init__()
+        self.policy, self.kernels = policy, kernels
+        self._verbose, self._enabled, self._dtype_map = verbose, enabled, dtype_map
 
-    @property
-    def active(self) -> bool:
-        """Whether this is the conversion that is installed now."""
-        return _installed is self
+    def _build(self) -> None:
+        """Make what is put in force, of torch as it stands now. Wrappers that have been taken away stay inert."""
+        policy, mapping = self.policy, self._dtype_map
+        self._changes = Changes()
+        self._log = VerboseLog() if self._verbose else None
+        observe = self._log and self._log.observer
+        self._table = PatchTable.build(policy, observe, mapping and mapping.patches, self.kernels)
+        self._rebinding = Rebinding()
+        self._functions = UserFunctions(policy.user_functions(), policy.origins, self._rebinding)
 
     @property
     def patched(self) -> tuple[Patch, ...]:
@@ -68,7 +74,7 @@ class Conversion:
     @property
     def rebound(self) -> tuple[str, ...]:
         """Names that had been captured before `convert` and now hold the wrapper."""
-        return tuple(str(capture) for capture in self._captures if capture.rebound)
+        return tuple(str(capture) for capture in self._rebinding.captures if capture.rebound)
 
     @property
     def escaped(self) -> tuple[str, ...]:
@@ -81,62 +87,49 @@ class Conversion:
             if name not in ops and "." not in name
         ]
         waiting = [f"{name} is not imported yet" for name in self._functions.waiting]
-        captured = dict.fromkeys(str(capture) for capture in self._captures if not capture.rebound)
+        captured = dict.fromkeys(str(capture) for capture in self._rebinding.captures if not capture.rebound)
         return (*unreachable, *waiting, *captured)
 
-    def restore(self) -> None:
-        """Take this conversion away again; nothing happens if it is not the installed one."""
-        with _lock:
-            if self.active:
-                _take_away_installed()
-
-    def __enter__(self) -> Conversion:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.restore()
-
     def __repr__(self) -> str:
-        state = "restored" if not self.active else "active" if self._enabled else "active in enable_casts() only"
+        state = "not in force" if not self.active else "active" if self._enabled else "active in enable_casts() only"
         return (
             f"<hmpx.Conversion {self.policy.opt_level}, {state}: {len(self.patched)} entry points patched, "
-            f"{len(self.rebound)} captured names rebound, {len(self.escaped)} escaped>"
+            f"{len(self.rebound)} captured names rebound, {len(self.escaped)} escaped; {self.kernels}>"
         )
 
     def _apply(self) -> None:
-        steps.install()
+        self._build()
+        changes, policy = self._changes, self.policy
         try:
-            self._captures = self._table.apply()
-            self._functions.apply()
-            self._captures += rebind(self._functions.replacements())
-            compiling.install(self._table.originals(), f"{self.policy}{self._dtype_map or ''}")
-            scripting.install(self._table.originals())
-            if self.policy.bf16 or self.policy.fp32:
-                # TransformerEncoder in eval would run in one C++ call that no patch sees.
-                torch.backends.mha.set_fastpath_enabled(False)
-            if self._dtype_map:
-                self._dtype_map.apply()
             if self._log:
-                self._log.open()
+                self._log.open(changes)
+            logger.info("hmp:verbose_mode  %s", self._verbose)
+            logger.info("hmp:opt_level  %s", policy.opt_level)
+            if policy.low_precision in self.kernels.widened:
+                logger.info("hmpx: %s: %s", self.kernels, GAINING)
+            steps.install()
+            changes.callback(steps.uninstall)
+            changes.callback(self._rebinding.undo)
+            self._rebinding.expect(self._table.replacements)
+            self._table.apply(changes)
+            self._functions.apply(changes)
+            self._rebinding.add([*self._table.replacements(), *self._functions.replacements()])
+            compiling.install(self._table.originals(), f"{policy}{self._dtype_map or ''}{self.kernels}", changes)
+            scripting.install(self._table.originals(), changes)
+            if policy.bf16 or policy.fp32:
+                # TransformerEncoder in eval would run in one C++ call that no patch sees.
+                changes.put(_FAST_PATH, False)
+            if self._dtype_map:
+                self._dtype_map.apply(changes)
+            scope.set_converted(True, enabled=self._enabled)
+            changes.callback(scope.set_converted, False)
         except BaseException:
-            self._take_away()
+            changes.close()
             raise
-        scope.set_converted(True, enabled=self._enabled)
 
     def _take_away(self) -> None:
-        scope.set_converted(False)
-        steps.uninstall()
-        compiling.uninstall()
-        scripting.uninstall()
-        torch.backends.mha.set_fastpath_enabled(self._fast_path)
-        back = {wrapper: original for original, wrapper in self._functions.replacements().items()}
-        self._functions.restore()
-        rebind(back)
-        self._table.restore()
-        if self._dtype_map:
-            self._dtype_map.restore()
-        if self._log:
-            self._log.close()
+        steps.uninstall_for_graphs()
+        self._changes.close()
 
 
 def convert(
@@ -148,9 +141,11 @@ def convert(
     promote_file_path: str | os.PathLike | None = "",
     unknown: str = "error",
     enabled: bool = True,
+    low_precision: torch.dtype | None = None,
     dtype_map: Mapping[torch.dtype, torch.dtype] | None = None,
+    kernels: str = "auto",
 ) -> Conversion:
-    """Run torch's ops in the precision that op lists say. A second call replaces the first.
+    """Run torch's ops in the precision that op lists say. A second call replaces the first, a ``with`` until its end.
 
     Args:
         opt_level: "O1": the lists decide. "O2": convolutions, linear and matrix products in BF16, every other op that
@@ -160,19 +155,27 @@ def convert(
         isVerbose: log each distinct decision once (logger "hmpx"), with the line of the caller's code.
         unknown: "error", or "warn" to skip names that stand for nothing.
         enabled: cast everywhere but in `disable_casts()` regions; False: only in `enable_casts()` regions.
+        low_precision: torch.bfloat16 or torch.float16, what the ops in the bf16 list, and O2's, run in; with FP16 scale
+            the loss (`torch.amp.GradScaler`). None: what a list file says, else torch.bfloat16.
         dtype_map: dtypes that become others wherever one is asked for, from torch.float32 and torch.float64 to
             torch.bfloat16 and torch.float32: default dtype, factory functions, ``x.float()``, ``x.double()``,
             ``x.to(dtype)``, ``dtype=``, module construction, `torch.load`, NumPy arrays. Not inside `disable_casts()`
             and optimizer steps.
+        kernels: what computes the ops that run in BF16 or FP16 on a CPU. "native": torch's kernels for that dtype, with
+            the bits of torch.autocast. "float32": for matrix products, convolutions, attention and recurrences, FP32
+            kernels on the same BF16 inputs; the result is rounded to BF16, and so are gradients. "auto": "float32" for
+            a dtype that the CPU has no instructions for, where native kernels take up to 50 times as long, else
+            "native". Native in any case: other devices, ``out=``, in-place ops, tensor subclasses, `disable_casts()`.
 
     Returns:
         A handle: `policy`, `patched`, `rebound`, `escaped`, `restore()`, and ``with convert(...):``.
 
     Raises:
-        OpListError, UnknownOpError, OptLevelError: before anything is changed; what was installed stays installed.
+        OpListError, UnknownOpError, OptLevelError, and HmpxError for another `low_precision` or `kernels`: before
+            anything is changed; what was installed stays installed.
     """
     lists = read_lists(bf16_file_path, fp32_file_path, promote_file_path)
-    return install(build_policy(opt_level, lists, unknown), isVerbose, enabled, dtype_map)
+    return install(build_policy(opt_level, lists, unknown, low_precision), isVerbose, enabled, dtype_map, kernels)
 
 
 def install(
@@ -180,38 +183,23 @@ def install(
     verbose: bool = False,
     enabled: bool = True,
     dtype_map: Mapping[torch.dtype, torch.dtype] | None = None,
+    kernels: str = "auto",
 ) -> Conversion:
     """`convert` by a policy that is built already."""
-    global _installed
     UserFunctions(policy.user_functions(), policy.origins).check()
     mapping = DtypeMap(dtype_map) if dtype_map else None
-    with _lock:
-        _take_away_installed()
-        conversion = Conversion(policy, verbose, enabled, mapping)
-        logger.info("hmp:verbose_mode  %s", verbose)
-        logger.info("hmp:opt_level  %s", policy.opt_level)
-        conversion._apply()
-        _installed = conversion
+    conversion = Conversion(policy, verbose, enabled, mapping, choose(kernels))
+    conversion._install()
     return conversion
 
 
 def installed() -> Conversion | None:
     """The conversion that is installed now."""
-    return _installed
+    return Conversion._current
 
 
 def restore() -> None:
-    """Put torch back exactly as it was; without a `convert`, nothing happens."""
-    with _lock:
-        _take_away_installed()
-        for end in list(beside):
-            end()
-        steps.uninstall_collected()
-
-
-def _take_away_installed() -> None:
-    global _installed
-    conversion, _installed = _installed, None
+    """Put torch back exactly as it was, whatever is in force or would be given back; else nothing happens."""
+    installation.end_all()
     steps.uninstall_for_graphs()
-    if conversion is not None:
-        conversion._take_away()
+    steps.uninstall_collected()

@@ -23,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from hmpx import scope, tables
 from hmpx.casting import METHODS, call
 from hmpx.catalog import catalog, schemas
+from hmpx.changes import Attribute, Changes, Flag
 from hmpx.errors import HmpxError
 from hmpx.patching import Patch, patch_at, uncast_functions
 from hmpx.policy import Rule
@@ -35,6 +36,7 @@ _LEGACY = {
     torch.float32: torch.FloatTensor,
     torch.bfloat16: torch.BFloat16Tensor,
 }
+_DEFAULT_DTYPE = Flag("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
 # Whose calls mean what they say: their numbers are no part of the model.
 _INTERNAL = (*COMPILER, "hmpx.", "torch._tensor_str.", "torch._utils.", "torch.amp.", "torch.optim.", "torch.testing.")
 _IN_BETWEEN = "torch._subclasses.functional_tensor"  # hands on what a compiled function asks for
@@ -61,23 +63,17 @@ class DtypeMap:
         self._asked: dict[Any, Any] = self._mapping | {
             f"torch.{_LEGACY[old].__name__}": f"torch.{_LEGACY[new].__name__}" for old, new in self._mapping.items()
         }
-        self._default = torch.get_default_dtype()
 
     def __str__(self) -> str:
         return "".join(f"{old} -> {new}\n" for old, new in self._mapping.items())
 
-    def apply(self) -> None:
+    def apply(self, changes: Changes) -> None:
         """Give the default dtype and the old names of tensor types (`torch.FloatTensor`) their successors."""
-        self._default = torch.get_default_dtype()
-        torch.set_default_dtype(self._mapping.get(self._default, self._default))
+        default = torch.get_default_dtype()
+        changes.put(_DEFAULT_DTYPE, self._mapping.get(default, default))
         for dtype, new in self._mapping.items():
-            setattr(torch, _LEGACY[dtype].__name__, _LEGACY[new])
-
-    def restore(self) -> None:
-        """Put them back as they were."""
-        torch.set_default_dtype(self._default)
-        for dtype in self._mapping:
-            setattr(torch, _LEGACY[dtype].__name__, _LEGACY[dtype])
+            name = _LEGACY[dtype].__name__
+            changes.put(Attribute(torch, name, f"torch.{name}"), _LEGACY[new])
 
     def patches(self, patches: tuple[Patch, ...], switch: Switch) -> Iterator[Patch]:
         """`patches`, and those that map dtypes: one attribute gets one patch, which does both."""

@@ -10,16 +10,22 @@ import functools
 import importlib.util
 import inspect
 import logging
+import os
 import sys
-from collections.abc import Callable, Mapping
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import wrapt
 
 from hmpx import scope, verbose
+from hmpx.captures import Rebinding
 from hmpx.casting import cast_arguments
 from hmpx.catalog import Layout
+from hmpx.changes import Changes
 from hmpx.errors import HmpxError, UnknownOpError, nearest
+from hmpx.oplist import shipped
 from hmpx.patching import Patch
 from hmpx.policy import Rule
 
@@ -81,13 +87,19 @@ def _decorator(function: Function, rule: Rule) -> Function:
 def bf16(function: Function) -> Function:
     """Decorate a function so that, under `convert()`, its floating tensor arguments come as bfloat16.
 
-    Lists, tuples and dicts of tensors are cast too; float64, integer, sparse and other tensors are not. Nothing inside
-    the function is cast again. Without `convert()`, or inside `disable_casts()`, the call is the plain one.
+    That holds whatever `low_precision` the conversion has. Lists, tuples and dicts of tensors are cast too; float64,
+    integer, sparse and other tensors are not. Nothing inside the function is cast again. Without `convert()`, or inside
+    `disable_casts()`, the call is the plain one.
 
     Raises:
         HmpxError: what is decorated is a class, or a generator or coroutine function.
     """
     return _decorator(function, Rule.BF16)
+
+
+def fp16(function: Function) -> Function:
+    """Decorate a function so that, under `convert()`, its floating tensor arguments come as float16. See `bf16`."""
+    return _decorator(function, Rule.FP16)
 
 
 def fp32(function: Function) -> Function:
@@ -100,10 +112,21 @@ def promote(function: Function) -> Function:
     return _decorator(function, Rule.PROMOTE)
 
 
+_awaited: dict[str, weakref.WeakSet[UserFunctions]] = {}  # who waits for a module: one hook, however often it is
+
+
+def _imported(module: Any) -> None:
+    for functions in list(_awaited.pop(module.__name__, ())):
+        functions._take(module)
+
+
 class UserFunctions:
     """The dotted names of one policy: patched where they stand now, or as soon as their module is imported."""
 
-    def __init__(self, rules: Mapping[str, Rule], origins: Mapping[str, str]) -> None:
+    def __init__(
+        self, rules: Mapping[str, Rule], origins: Mapping[str, str], rebinding: Rebinding | None = None
+    ) -> None:
+        self._rebinding = rebinding
         self.rules = rules
         self.origins = origins
         self.patched: dict[str, Patch] = {}
@@ -123,10 +146,18 @@ class UserFunctions:
 
     @property
     def waiting(self) -> list[str]:
-        """Names whose module is not imported yet."""
-        return [] if self._retired else [name for name in self.rules if name not in self.patched]
+        """Names in a user's lists whose module is not imported yet."""
+        waiting = [name for name in self.rules if name not in self.patched and not self._ships(name)]
+        return [] if self._retired else waiting
 
-    def apply(self) -> None:
+    def _ships(self, name: str) -> bool:
+        """Whether a list that comes with hmpx has the name: then nothing is said of it where it is not found."""
+        return os.path.realpath(self.origins.get(name, "")).startswith(f"{os.path.realpath(shipped())}{os.sep}")
+
+    def apply(self, changes: Changes) -> None:
+        """Patch what is imported, until `changes` are undone."""
+        self._changes = changes
+        changes.callback(self._retire)
         for name in self.rules:
             module = _longest_module(name)
             if module is None or not self._patch(name, *module):
@@ -138,7 +169,7 @@ class UserFunctions:
         try:
             return wrapt.resolve_path(module, path)
         except AttributeError:
-            if hasattr(module, "__path__"):
+            if hasattr(module, "__path__") or self._ships(name):
                 return None
             message = f"{self._where(name)}: {prefix} has no {path!r}{nearest(path, dir(module))}"
             raise UnknownOpError(message) from None
@@ -150,25 +181,33 @@ class UserFunctions:
         owner, attribute, original = found
         wrapper = _wrap(original, self.rules[name], name, self._active)
         inherited = attribute not in vars(owner)
-        setattr(owner, attribute, wrapper)
-        self.patched[name] = Patch(name, self.rules[name], name, owner, attribute, original, wrapper, inherited)
+        patch = Patch(name, self.rules[name], name, owner, attribute, original, wrapper, inherited)
+        self._changes.put(patch.place, wrapper)
+        self.patched[name] = patch
         return True
 
     def _await(self, name: str) -> None:
         parent = name.rpartition(".")[0]
-        if not _findable(parent.partition(".")[0]):
+        if not self._ships(name) and not _findable(parent.partition(".")[0]):
             logger.warning("%s: %s is not importable now; it is patched if it appears", self._where(name), name)
         # A name may lie in a module (pkg.ops.nms) or in a class of one (pkg.ops.Box.area): wait for both.
         for module in {parent, parent.rpartition(".")[0]} - {""}:
-            wrapt.register_post_import_hook(lambda loaded, name=name: self._imported(name, loaded), module)
+            known = module in _awaited
+            _awaited.setdefault(module, weakref.WeakSet()).add(self)
+            if not known:
+                wrapt.register_post_import_hook(_imported, module)
 
-    def _imported(self, name: str, module: Any) -> None:
-        if self._retired or name in self.patched:
-            return
-        try:
-            self._patch(name, module.__name__, module)
-        except HmpxError as error:  # an import is no place to raise; the handle goes on to say that it escaped
-            logger.warning("%s", error)
+    def _take(self, module: Any) -> None:
+        """Patch what was waited for in a module that has just been imported."""
+        for name in () if self._retired else self.waiting_for(module.__name__):
+            try:
+                if self._patch(name, module.__name__, module) and self._rebinding is not None:
+                    self._rebinding.add_imported(_replacements([self.patched[name]]), _package(name))
+            except HmpxError as error:  # an import is no place to raise; the handle goes on to say that it escaped
+                logger.warning("%s", error)
+
+    def waiting_for(self, module: str) -> list[str]:
+        return [name for name in self.rules if name.startswith(f"{module}.") and name not in self.patched]
 
     def _where(self, name: str) -> str:
         return self.origins.get(name, "policy")
@@ -176,21 +215,31 @@ class UserFunctions:
     def _active(self) -> bool:
         return not self._retired and scope.casts_on()
 
-    def restore(self) -> None:
+    def _retire(self) -> None:
         self._retired = True
-        for patch in self.patched.values():
-            patch.undo()
 
-    def replacements(self) -> dict[Any, Any]:
-        """Original -> wrapper, for names captured elsewhere. A method is found through its class, so it has none."""
-        return {patch.original: patch.wrapper for patch in self.patched.values() if not isinstance(patch.owner, type)}
+    def replacements(self) -> list[tuple[Any, Any]]:
+        """Originals and wrappers, for names captured elsewhere."""
+        return _replacements(self.patched.values())
+
+
+def _replacements(patches: Iterable[Patch]) -> list[tuple[Any, Any]]:
+    """A method is found through its class, so it has none."""
+    return [(patch.original, patch.wrapper) for patch in patches if not isinstance(patch.owner, type)]
+
+
+def _package(name: str) -> list[types.ModuleType]:
+    """The imported modules of the package that a dotted name is in, one of which may define what another offers."""
+    package = name.partition(".")[0]
+    modules = [(each, module) for each, module in list(sys.modules.items()) if each.partition(".")[0] == package]
+    return [module for _, module in modules if issubclass(type(module), types.ModuleType)]  # no `__class__` of a proxy
 
 
 def _longest_module(name: str) -> tuple[str, Any] | None:
     """The longest prefix of `name` that is an imported module, and the module."""
     prefix = name.rpartition(".")[0]
     while prefix:
-        if prefix in sys.modules:
+        if sys.modules.get(prefix) is not None:
             return prefix, sys.modules[prefix]
         prefix = prefix.rpartition(".")[0]
     return None

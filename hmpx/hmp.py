@@ -2,7 +2,49 @@
 
 from __future__ import annotations
 
-from hmpx.conversion import convert
+import logging
+import os
+from typing import Any
+
+from hmpx import conversion
+from hmpx.conversion import Conversion
 from hmpx.regions import disable_casts, enable_casts
 
 __all__ = ["convert", "disable_casts", "enable_casts"]
+
+logger = logging.getLogger("hmpx")
+_SLIPS = {"01": "O1", "02": "O2"}  # a zero for the letter, as in released plugins that call HMP
+
+
+def convert(
+    opt_level: str = "O1",
+    bf16_file_path: str | os.PathLike | None = "",
+    fp32_file_path: str | os.PathLike | None = "",
+    isVerbose: bool = False,
+    **keywords: Any,
+) -> Conversion:
+    """`hmpx.convert`, as lenient as HMP was, so that its scripts go on: a warning says what was done.
+
+    Args:
+        opt_level: "O1" or "O2"; "01" and "02" are read as these.
+        bf16_file_path, fp32_file_path: op list files; left aside with "O2", which decides by itself.
+        isVerbose, keywords: as `hmpx.convert` has them.
+
+    Raises:
+        OpListError, UnknownOpError, OptLevelError: as `hmpx.convert`.
+
+    Example:
+        >>> from hmpx import hmp
+        >>> hmp.convert(opt_level="O1", bf16_file_path="", fp32_file_path="", isVerbose=False)
+    """
+    if isinstance(opt_level, str) and opt_level in _SLIPS:
+        meant = _SLIPS[opt_level]
+        logger.warning("hmpx: opt_level %r, with a zero, is read as %r, with the letter O", opt_level, meant)
+        opt_level = meant
+    lists = {"bf16_file_path": bf16_file_path, "fp32_file_path": fp32_file_path}
+    if opt_level == "O2":
+        aside = [f"{key}={os.fspath(path)!r}" for key, path in lists.items() if path is not None and os.fspath(path)]
+        if aside:
+            logger.warning("hmpx: opt_level 'O2' decides by itself: %s is ignored", " and ".join(aside))
+        lists = {}
+    return conversion.convert(opt_level, isVerbose=isVerbose, **lists, **keywords)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
+import sys
 import threading
 from collections.abc import Callable, Collection
 from types import ModuleType
@@ -14,15 +14,16 @@ import torch
 import wrapt
 from torch.nn.parallel import DistributedDataParallel
 
-from hmpx.captures import rebind
+from hmpx.captures import Rebinding
+from hmpx.changes import MISSING, Attribute, Changes
 
 Module = torch.nn.Module
 Optimizer = torch.optim.Optimizer
 _making = threading.local()  # whether a constructor of an optimizer is running
 
 
-def watch_optimizers(made: Callable[[Optimizer], None], undo: contextlib.ExitStack) -> None:
-    """Call `made` with each optimizer whose outermost constructor is done; `undo` ends that.
+def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> None:
+    """Call `made` with each optimizer whose outermost constructor is done, until `changes` are undone.
 
     One that another makes inside its own constructor (`ZeroRedundancyOptimizer`) is that other's affair.
     """
@@ -30,7 +31,7 @@ def watch_optimizers(made: Callable[[Optimizer], None], undo: contextlib.ExitSta
     def watched(init: Callable) -> Callable:
         @functools.wraps(init)
         def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            if getattr(_making, "any", False):
+            if ended or getattr(_making, "any", False):
                 init(optimizer, *args, **kwargs)
                 return
             _making.any = True
@@ -42,54 +43,63 @@ def watch_optimizers(made: Callable[[Optimizer], None], undo: contextlib.ExitSta
 
         return __init__
 
+    ended: list[bool] = []
+
     def watch(cls: type) -> None:
         init = vars(cls).get("__init__")
         if init is not None:
-            cls.__init__ = watched(init)
-            undo.callback(setattr, cls, "__init__", init)
+            changes.put(Attribute(cls, "__init__", f"{cls.__name__}.__init__"), watched(init))
 
     def defined(cls: type, **kwargs: Any) -> None:
-        super(Optimizer, cls).__init_subclass__(**kwargs)
-        watch(cls)
+        if before is MISSING:
+            super(Optimizer, cls).__init_subclass__(**kwargs)
+        else:
+            before.__get__(None, cls)(**kwargs)
+        if not ended:
+            watch(cls)
 
-    Optimizer.__init_subclass__ = classmethod(defined)
-    undo.callback(delattr, Optimizer, "__init_subclass__")
+    subclassing = Attribute(Optimizer, "__init_subclass__", "torch.optim.Optimizer.__init_subclass__")
+    before = changes.put(subclassing, classmethod(defined))
+    changes.callback(ended.append, True)
     classes = [Optimizer]
     for cls in classes:
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]
         watch(cls)
 
 
-def watch_distribution(distributes: Callable[[Module], None], undo: contextlib.ExitStack) -> None:
+def watch_distribution(distributes: Callable[[Module], None], changes: Changes) -> None:
     """Call `distributes` with each module that DistributedDataParallel or `fully_shard` is about to take."""
-    init = DistributedDataParallel.__init__
+    init, ended = DistributedDataParallel.__init__, []
 
     @functools.wraps(init)
     def __init__(ddp: DistributedDataParallel, module: Module, *args: Any, **kwargs: Any) -> None:
-        distributes(module)
+        if not ended:
+            distributes(module)
         init(ddp, module, *args, **kwargs)
 
-    DistributedDataParallel.__init__ = __init__
-    undo.callback(setattr, DistributedDataParallel, "__init__", init)
-    watching = [True]
+    rebinding, imported_before = Rebinding(), "torch.distributed.fsdp" in sys.modules
+    changes.callback(rebinding.undo)
+    changes.put(Attribute(DistributedDataParallel, "__init__", "DistributedDataParallel.__init__"), __init__)
 
     def imported(fsdp: ModuleType) -> None:
-        if watching:
-            fully_shard, shard = fsdp.fully_shard, _watched_shard(fsdp.fully_shard, distributes)
-            fsdp.fully_shard = shard
-            rebind({fully_shard: shard})
-            undo.callback(rebind, {shard: fully_shard})
-            undo.callback(setattr, fsdp, "fully_shard", fully_shard)
+        if not ended:
+            fully_shard, shard = fsdp.fully_shard, _watched_shard(fsdp.fully_shard, distributes, ended)
+            changes.put(Attribute(fsdp, "fully_shard", "torch.distributed.fsdp.fully_shard"), shard)
+            if imported_before:
+                rebinding.add([(fully_shard, shard)])
+            else:  # nobody can have taken the name yet
+                rebinding.add_imported([(fully_shard, shard)], [fsdp])
 
-    undo.callback(watching.clear)
+    changes.callback(ended.append, True)
     wrapt.register_post_import_hook(imported, "torch.distributed.fsdp")
 
 
-def _watched_shard(fully_shard: Callable, distributes: Callable[[Module], None]) -> Callable:
+def _watched_shard(fully_shard: Callable, distributes: Callable[[Module], None], ended: list) -> Callable:
     @functools.wraps(fully_shard)
     def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
         for each in module if isinstance(module, list | tuple) else (module,):
-            distributes(each)
+            if not ended:
+                distributes(each)
         return fully_shard(module, *args, **kwargs)
 
     return shard

@@ -1,7 +1,8 @@
 """Op list files -> `OpLists`, in which every name remembers its file and line.
 
-Three formats, by suffix. `.yaml`/`.yml`: keys `bf16`, `fp32`, `promote`, each a list of names. `.json`: a Gaudi
-configuration with `hmp_bf16_ops`, `hmp_fp32_ops`. Anything else is text: one name a line, `#` starts a comment.
+Three formats, by suffix. `.yaml`/`.yml`: keys `bf16`, `fp32`, `promote`, each a list of names, and `low_precision`, the
+dtype that the bf16 list stands for. `.json`: a Gaudi configuration with `hmp_bf16_ops`, `hmp_fp32_ops`. Anything else
+is text: one name a line, `#` starts a comment.
 
 A file is read once, eagerly: callers may delete it after the call. An empty list is a real list; a key that is absent
 or null says nothing, and the default list stands.
@@ -15,14 +16,18 @@ import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
+import torch
 import yaml
 
 from hmpx.errors import OpListError, nearest
 
 SIDES = ("bf16", "fp32", "promote")
+LOW_PRECISION = "low_precision"  # a key of YAML files, and what may stand there
+LOW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "bf16": torch.bfloat16, "fp16": torch.float16}
 _KEYS = {
-    ".yaml": {side: side for side in SIDES},
+    ".yaml": {key: key for key in (*SIDES, LOW_PRECISION)},
     ".json": {"hmp_bf16_ops": "bf16", "hmp_fp32_ops": "fp32"},
 }
 _KEYS[".yml"] = _KEYS[".yaml"]
@@ -44,11 +49,12 @@ class Listed:
 
 @dataclass(frozen=True)
 class OpLists:
-    """The names on each side; None where nothing was said."""
+    """The names on each side, and what the bf16 list stands for; None where nothing was said."""
 
     bf16: tuple[Listed, ...] | None = None
     fp32: tuple[Listed, ...] | None = None
     promote: tuple[Listed, ...] | None = None
+    low_precision: torch.dtype | None = None
 
     def side(self, name: str) -> tuple[Listed, ...] | None:
         return getattr(self, name)
@@ -75,7 +81,7 @@ def read_lists(
     given.
 
     Raises:
-        OpListError: a file that cannot be read or has another shape; a side that two files fill.
+        OpListError: a file that cannot be read or has another shape; a side that two files fill; two low precisions.
     """
     given = dict(zip(SIDES, (bf16_file_path, fp32_file_path, promote_file_path), strict=True))
     for side, path in given.items():
@@ -86,7 +92,10 @@ def read_lists(
             )
     paths = {side: os.fspath(path) for side, path in given.items() if path is not None and os.fspath(path) != ""}
     read = {side: read_file(path, side) for side, path in paths.items()}
-    filled: dict[str, tuple[Listed, ...] | None] = {}
+    low = {lists.low_precision: paths[side] for side, lists in read.items() if lists.low_precision is not None}
+    if len(low) > 1:
+        raise OpListError(f"{' and '.join(low.values())} disagree: low_precision is {' and '.join(map(str, low))}")
+    filled: dict[str, Any] = {"low_precision": next(iter(low), None)}
     for side in SIDES:
         if side in read:
             filled[side] = read[side].side(side)
@@ -151,6 +160,7 @@ def _listed(name: str, path: str, line: int) -> Listed:
 def _read_tree(path: str, text: str, suffix: str) -> OpLists:
     """YAML nodes keep their lines, and JSON is YAML once its tabs are blanks."""
     keys = _KEYS[suffix]
+    legal = ", ".join(key for key in keys if key != LOW_PRECISION)
     if suffix == ".json":
         try:
             json.loads(text)
@@ -167,33 +177,42 @@ def _read_tree(path: str, text: str, suffix: str) -> OpLists:
     if not isinstance(root, yaml.MappingNode):
         kind = "nothing" if root is None else f"a {_kind(root)}"
         line = 1 if root is None else root.start_mark.line + 1
-        raise OpListError(f"{path}:{line}: expected the keys {', '.join(keys)}, found {kind}")
+        raise OpListError(f"{path}:{line}: expected the keys {legal}, found {kind}")
     for key, _ in root.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise OpListError(f"{path}:{key.start_mark.line + 1}: a {_kind(key)} is no key (legal: {', '.join(keys)})")
-    sides: dict[str, tuple[Listed, ...]] = {}
+            raise OpListError(f"{path}:{key.start_mark.line + 1}: a {_kind(key)} is no key (legal: {legal})")
+    found: dict[str, Any] = {}
     for key, value in root.value:
         line = key.start_mark.line + 1
         if key.value in keys:
-            if keys[key.value] in sides:
+            if keys[key.value] in found:
                 raise OpListError(f"{path}:{line}: the key {key.value!r} stands here for the second time")
-            names = _names(path, key.value, value)
-            if names is not None:
-                sides[keys[key.value]] = names
+            meant = (_low_precision if key.value == LOW_PRECISION else _names)(path, key.value, value)
+            if meant is not None:
+                found[keys[key.value]] = meant
         elif suffix != ".json" and (isinstance(value, yaml.SequenceNode) or nearest(str(key.value), keys)):
             raise OpListError(
                 f"{path}:{line}: {key.value!r} is no list that hmpx knows{nearest(str(key.value), keys)}"
-                f" (legal: {', '.join(keys)})"
+                f" (legal: {legal})"
             )
     if not any(key.value in keys for key, _ in root.value):
         close = next((hint for key, _ in root.value if (hint := nearest(str(key.value), keys))), "")
-        raise OpListError(f"{path}:1: holds none of the keys {', '.join(keys)}{close}")
-    return OpLists(**sides)
+        raise OpListError(f"{path}:1: holds none of the keys {legal}{close}")
+    return OpLists(**found)
+
+
+def _low_precision(path: str, key: str, value: yaml.Node) -> torch.dtype | None:
+    if _is_null(value):
+        return None
+    if not isinstance(value, yaml.ScalarNode) or value.value not in LOW_DTYPES:
+        given = repr(value.value) if isinstance(value, yaml.ScalarNode) else f"a {_kind(value)}"
+        raise OpListError(f"{path}:{value.start_mark.line + 1}: {key} is {given}, none of {', '.join(LOW_DTYPES)}")
+    return LOW_DTYPES[value.value]
 
 
 def _names(path: str, key: str, value: yaml.Node) -> tuple[Listed, ...] | None:
     line = value.start_mark.line + 1
-    if isinstance(value, yaml.ScalarNode) and value.tag == "tag:yaml.org,2002:null":
+    if _is_null(value):
         return None
     if not isinstance(value, yaml.SequenceNode):
         raise OpListError(f"{path}:{line}: {key!r} must be a list of names, found a {_kind(value)}")
@@ -204,6 +223,10 @@ def _names(path: str, key: str, value: yaml.Node) -> tuple[Listed, ...] | None:
             raise OpListError(f"{path}:{line}: {key!r} must hold names, found a {_kind(item)}")
         names.append(_listed(item.value, path, line))
     return tuple(names)
+
+
+def _is_null(value: yaml.Node) -> bool:
+    return isinstance(value, yaml.ScalarNode) and value.tag == "tag:yaml.org,2002:null"
 
 
 def _kind(node: yaml.Node) -> str:

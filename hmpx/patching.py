@@ -1,15 +1,10 @@
-"""`PatchTable`: what a policy changes in torch. Built without touching anything, then applied, then restored.
-
-An attribute that torch.Tensor only inherits is deleted again on restore, so that every object is the identical one. A
-patch that somebody else put on top is left in place and reported: taking it away would destroy their work, and ours
-below it is inert by then.
-"""
+"""`PatchTable`: what a policy changes in torch. Built without touching anything, then applied through `changes`."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-import logging
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,13 +12,13 @@ from typing import Any
 
 import wrapt
 
-from hmpx import captures, tables
+from hmpx import tables
 from hmpx.catalog import Entry, Layout, catalog
-from hmpx.policy import Policy, Rule
+from hmpx.changes import Attribute, Changes
+from hmpx.fp32_kernels import NATIVE, Kernels
+from hmpx.policy import Case, Policy, Rule
 from hmpx.specialised import Switch
-from hmpx.wrappers import Observer, build_carrying, build_check, build_wrapper
-
-logger = logging.getLogger("hmpx")
+from hmpx.wrappers import Observer, build_carrying, build_check, build_choice
 
 
 @dataclass(frozen=True)
@@ -42,16 +37,9 @@ class Patch:
     def __str__(self) -> str:
         return f"{self.label:45} {self.rule}"
 
-    def undo(self) -> None:
-        """Put the original back, unless something else has taken our place."""
-        if vars(self.owner).get(self.attribute) is not self.wrapper:
-            logger.warning(
-                "%s was patched again after convert(); that patch stays, and hmpx below it is inert", self.label
-            )
-        elif self.inherited:
-            delattr(self.owner, self.attribute)
-        else:
-            setattr(self.owner, self.attribute, self.original)
+    @property
+    def place(self) -> Attribute:
+        return Attribute(self.owner, self.attribute, self.label)
 
 
 class PatchTable:
@@ -63,7 +51,6 @@ class PatchTable:
     def __init__(self, patches: tuple[Patch, ...], switch: Switch) -> None:
         self.patches = patches
         self.switch = switch
-        self._applied: list[Patch] = []
 
     @classmethod
     def build(
@@ -71,22 +58,26 @@ class PatchTable:
         policy: Policy,
         observe: Callable[[str, Entry, Rule], Observer] | None = None,
         around: Callable[[tuple[Patch, ...], Switch], Iterator[Patch]] | None = None,
+        kernels: Kernels = NATIVE,
     ) -> PatchTable:
         """Work out what `policy` changes.
 
         observe: makes the observer of an entry point, for verbose logging.
         around: puts wrappers of its own around those of the policy.
+        kernels: what computes the ops that run in BF16 or FP16 on a CPU.
         """
         switch = Switch()
         patches = []
-        wrappers: dict[tuple[int, Rule, bool], Callable] = {}
-        for op, entry, rule in _wanted(policy):
+        wrappers: dict[tuple[int, tuple[Case, ...], bool], Callable] = {}
+        for op, entry, cases in _wanted(policy):
             original, inherited = _read(entry.owner, entry.attribute)
+            rule = next(case.rule for case in cases if case.rule is not None)
             # One object under several names gets one wrapper, and so stays one object.
-            key = id(original), rule, entry.in_place
+            key = id(original), cases, entry.in_place
             if key not in wrappers:
-                watch = observe(op, entry, rule) if observe and rule is not Rule.UNCAST else None
-                wrappers[key] = build_wrapper(entry, rule, original, switch, watch)
+                watch = functools.partial(observe, op, entry) if observe and rule is not Rule.UNCAST else None
+                run = kernels.wrap(op, [case.rule for case in cases], original)
+                wrappers[key] = build_choice(entry, cases, original, switch, watch, run)
             patches.append(
                 Patch(op, rule, entry.label, entry.owner, entry.attribute, original, wrappers[key], inherited)
             )
@@ -107,46 +98,33 @@ class PatchTable:
         """What each wrapper stands for."""
         return {patch.wrapper: patch.original for patch in self.patches}
 
-    def apply(self) -> list[captures.Capture]:
-        """Put every wrapper in its place. A failure on the way undoes what was done.
+    def apply(self, changes: Changes) -> None:
+        """Put every wrapper in its place, until `changes` are undone, which makes the wrappers inert."""
+        for patch in self.patches:
+            changes.put(patch.place, patch.wrapper)
+        changes.callback(self.switch.retire)
 
-        Returns:
-            Who else held the originals, and whether they hold the wrappers now.
-        """
-        try:
-            for patch in self.patches:
-                setattr(patch.owner, patch.attribute, patch.wrapper)
-                self._applied.append(patch)
-            return captures.rebind({patch.original: patch.wrapper for patch in self.patches})
-        except BaseException:
-            self.restore()
-            raise
-
-    def restore(self) -> None:
-        """Put the originals back and make the wrappers inert; report what something else stands in the place of."""
-        self.switch.retire()
-        applied, self._applied = self._applied, []
-        for patch in reversed(applied):
-            patch.undo()
-        captures.rebind({patch.wrapper: patch.original for patch in applied})
+    def replacements(self) -> list[tuple[Any, Any]]:
+        """Originals and their wrappers, for names captured elsewhere."""
+        return [(patch.original, patch.wrapper) for patch in self.patches]
 
 
-def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, Rule]]:
-    """Every entry point that some rule needs, with that rule."""
+def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, tuple[Case, ...]]]:
+    """Every entry point that some rule needs, with its cases."""
     for op in catalog().values():
-        rule = policy.rule(op)
+        cases = policy.cases(op)
         for entry in op.entries:
             if entry.in_place:
                 # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
                 # something to do. Its own conversion rounds once where a cast before it would round twice.
                 if op.refuses_mixed:
-                    yield op.name, entry, Rule.FIRST_INPUT
-            elif rule is not None:
-                yield op.name, entry, rule
+                    yield op.name, entry, (Case(Rule.FIRST_INPUT),)
+            elif any(case.rule is not None for case in cases):
+                yield op.name, entry, cases
     for path in uncast_functions():
         owner, attribute = _split(path)
         if hasattr(owner, attribute):
-            yield attribute, Entry(owner, attribute, path, Layout(python=True)), Rule.UNCAST
+            yield attribute, Entry(owner, attribute, path, Layout(python=True)), (Case(Rule.UNCAST),)
 
 
 def patch_at(path: str, rule: Rule, build: Callable[[Any], Any]) -> Patch:

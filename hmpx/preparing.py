@@ -36,9 +36,9 @@ def prepare(
     by `hmpx.restore()` and `hmpx.detach(optimizer)`; the parameters keep their dtype.
 
     Args:
-        recipe: a name (``"nxd-standard"``), the path of a YAML file, a dict of a recipe's keys, or a dict in NxD's
-            terms: ``use_master_weights``, ``use_fp32_grad_acc`` (both true, if absent, exactly when the optimizer is a
-            `ZeroRedundancyOptimizer`), ``use_master_weights_in_ckpt`` (false). NxD's rounds to nearest.
+        recipe: a name (``"nxd-standard"``), the path of a YAML file, a dict of a recipe's keys, a `Recipe`, or NxD's
+            own configuration under its one key, ``{"mixed_precision_config": {...}}``, with NxD's defaults (see
+            `Recipe.from_nxd`): under ZeRO-1 means that the optimizer is a `ZeroRedundancyOptimizer`.
 
     Returns:
         The model and the optimizer, the same objects.
@@ -61,7 +61,7 @@ def prepare(
             if attachment is not before:
                 undo.callback(attachment.detach)
         if policy is not None:
-            conversion.install(policy, dtype_map=recipe.mapped())
+            conversion.install(policy, dtype_map=recipe.mapped(), kernels=recipe.kernels)
         undo.pop_all()
     logger.info("hmpx: prepared by this recipe:\n%s", recipe)
     return model, optimizer

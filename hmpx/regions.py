@@ -70,11 +70,12 @@ class cached_weights(contextlib.ContextDecorator):
     """Cast each weight once, for inference: ops get the cast that was kept, until the region ends.
 
     The results are the same bits. Kept are casts of `torch.nn.Parameter`s, one for each dtype that the lists ask for;
-    the memory of a BF16 cast is two bytes a parameter. A cast is made anew where the weight has been written to since
-    (in-place ops, `load_state_dict`, `.data`, an optimizer step), and in every call where that could not be told: a
-    weight that needs a gradient while gradients are on, that was made in inference mode, or whose storage something
-    else holds too. The logger "hmpx" warns of those, once for each reason. What cannot be seen is a write through
-    `untyped_storage()`, DLPack or another library's kernel; call `clear()` after one.
+    the memory of a BF16 cast is two bytes a parameter, four where FP32 kernels compute with it (``kernels=``). A cast
+    is made anew where the weight has been written to since
+    (in-place ops, `load_state_dict`, `.data`, `numpy()`, `data_ptr()`, DLPack, an optimizer step), and in every call
+    where that could not be told: a weight that needs a gradient while gradients are on, that was made in inference
+    mode, or whose storage something else holds too. The logger "hmpx" warns of those, once for each reason. What cannot
+    be seen is a write through an address that was taken before the cast was kept; call `clear()` after one.
 
     Nestable, per thread, exception-safe, also a decorator. Compiled code makes its own casts. Without `convert()`,
     nothing happens.
@@ -102,7 +103,7 @@ class cached_weights(contextlib.ContextDecorator):
         cache = weight_cache.current()
         if cache is None:
             return "<hmpx.cached_weights, closed>"
-        size = sum(cast.nbytes for cast in cache.casts) / 2**20
+        size = cache.nbytes / 2**20
         refused = "".join(f"; {count} casts made anew: {reason}" for reason, count in cache.refused.items())
         return f"<hmpx.cached_weights: {len(cache.casts)} casts, {size:.1f} MiB{refused}>"
 

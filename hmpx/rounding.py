@@ -83,7 +83,7 @@ def stochastic_round(x: Tensor, *, seed: int, step: int, name: str, offset: int 
         bfloat16, the shape of `x`, contiguous. Element `e` of the whole parameter gets the same bits however it is cut.
 
     Raises:
-        HmpxError: `x` is not float32, or a number is out of range.
+        HmpxError: `x` is not float32, or a number is out of range, that of an element included.
     """
     if not isinstance(x, Tensor):
         raise HmpxError(f"stochastic rounding takes tensors, not {type(x).__name__}")
@@ -106,6 +106,10 @@ def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str
     for what, number in (("step", step), ("offset", offset)):
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= _M64:
             raise HmpxError(f"{what} {number!r} is out of range: an integer from 0 to 2**64 - 1")
+    if offset + x.numel() > 2**64:
+        raise HmpxError(
+            f"offset {offset} and {x.numel()} elements reach past element 2**64 - 1, the last one that has a number"
+        )
     with torch.no_grad():
         round_into(out.detach(), x.detach(), seed, step, name, offset)
     return out

@@ -18,15 +18,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hmpx.activation import activate
+from hmpx.activation import activate_both
 from hmpx.errors import HmpxError, nearest
 from hmpx.recipe import Recipe, as_recipe
 
 _RUN = "HMPX_RUN"  # for spawned processes: what runs, under what recipe
 
 
-def run(recipe: Recipe, script: str, arguments: list[str], *, as_module: bool = False) -> None:
+def run(
+    recipe: Recipe,
+    script: str,
+    arguments: list[str],
+    *,
+    as_module: bool = False,
+    under_zero: Recipe | None = None,
+) -> None:
     """Run a Python file, or a module by its name, in this process and under `recipe`; does not undo it.
+
+    `under_zero`: for optimizers under ZeRO-1, where the recipe says something else of them.
 
     Raises:
         HmpxError: there is no such script or module, or the recipe does not do. Whatever the script raises.
@@ -34,8 +43,10 @@ def run(recipe: Recipe, script: str, arguments: list[str], *, as_module: bool = 
     if not as_module and Path(script).is_dir():
         script = str(Path(script) / "__main__.py")
     spec = _spec_of_module(script) if as_module else _spec_of_file(script)
-    activate(recipe)
-    os.environ[_RUN] = json.dumps({"recipe": asdict(recipe), "script": script, "as_module": as_module})
+    recipes = recipe, under_zero or recipe
+    activate_both(*recipes)
+    both = [asdict(each) for each in recipes]
+    os.environ[_RUN] = json.dumps({"recipes": both, "script": script, "as_module": as_module})
     sys.argv = [spec.origin if as_module else script, *arguments]
     sys.path[0] = os.getcwd() if as_module else str(Path(script).resolve().parent)
     module = types.ModuleType("__main__")
@@ -49,7 +60,7 @@ def run(recipe: Recipe, script: str, arguments: list[str], *, as_module: bool = 
 def spawned(name: str) -> dict[str, Any]:
     """The main module's globals, under the name `name`, in a process that a script under `run` has spawned."""
     running = json.loads(os.environ[_RUN])
-    activate(as_recipe(running["recipe"]))
+    activate_both(*map(as_recipe, running["recipes"]))
     start = runpy.run_module if running["as_module"] else runpy.run_path
     return start(running["script"], run_name=name)
 

@@ -14,30 +14,26 @@ import torch.jit._builtins
 import torch.jit._recursive
 from torch.jit import _recursive
 
+from hmpx.changes import Attribute, Changes, Item
+
 _table = torch.jit._builtins._get_builtin_table()  # of torch's own functions, while they are in their places
-_KEPT = {name: getattr(_recursive, name) for name in ("try_compile_fn", "make_stub")}
-_registered: list[int] = []
 _originals: dict[int, Callable] = {}
 
 
-def install(originals: dict[Callable, Callable]) -> None:
+def install(originals: dict[Callable, Callable], changes: Changes) -> None:
     """Let TorchScript see the originals in place of the wrappers, which are the keys."""
+    changes.callback(_originals.clear)
     for wrapper, original in originals.items():
         _originals[id(wrapper)] = original
         if id(original) in _table:
-            _table[id(wrapper)] = _table[id(original)]
-            _registered.append(id(wrapper))
-    _recursive.try_compile_fn = lambda function, *rest: _KEPT["try_compile_fn"](_own(function), *rest)
-    _recursive.make_stub = lambda function, *rest: _KEPT["make_stub"](_own(function), *rest)
+            changes.put(Item(_table, id(wrapper), "TorchScript's table of builtins"), _table[id(original)])
+    for name in ("try_compile_fn", "make_stub"):
+        changes.put(Attribute(_recursive, name, f"torch.jit._recursive.{name}"), _seeing(getattr(_recursive, name)))
 
 
-def uninstall() -> None:
-    """Take that back."""
-    for name, function in _KEPT.items():
-        setattr(_recursive, name, function)
-    while _registered:
-        _table.pop(_registered.pop(), None)
-    _originals.clear()
+def _seeing(compile_function: Callable) -> Callable:
+    """A function of TorchScript's that takes another one first, so that it is given the original of a wrapper."""
+    return lambda function, *rest: compile_function(_own(function), *rest)
 
 
 def _own(function: Any) -> Any:

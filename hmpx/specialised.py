@@ -7,6 +7,8 @@ missing argument, a list, a sparse tensor) goes back to the definition, `casting
 from __future__ import annotations
 
 import functools
+import itertools
+import linecache
 import sys
 import types
 from collections.abc import Callable
@@ -41,6 +43,7 @@ COMPILER = tuple(
         *("_prims_common", "_refs", "_subclasses", "fx.experimental"),
     )
 )
+_written = itertools.count(1)  # each source has a file name of its own
 _PLAIN_OR_NONE = PLAIN | {types.NoneType}
 
 
@@ -84,7 +87,14 @@ _MISSING: Any = _Missing()
 
 
 def _unusual(
-    original: Callable, switch: Switch, rule: Rule, layout: Layout, values: tuple, args: tuple, kwargs: dict
+    original: Callable,
+    run: Callable,
+    switch: Switch,
+    rule: Rule,
+    layout: Layout,
+    values: tuple,
+    args: tuple,
+    kwargs: dict,
 ) -> Any:
     """Any call, by the definition. Leading arguments may have come by torch's other names for them, like `x1`."""
     parameters = (*(layout.lead or ()), *layout.tail)
@@ -97,12 +107,12 @@ def _unusual(
     args, kwargs = (*given, *args), {**named, **kwargs}
     if switch.casts_off() or is_explicit(args, kwargs) or called_by_torch(args, kwargs, sys._getframe(2)):
         return call(original, args, kwargs)
-    return call_cast(original, rule, layout, args, kwargs)
+    return call_cast(run, rule, layout, args, kwargs)
 
 
 # {right} and {same} look at the dtypes of the parameters that may be tensors, {plain} at their types.
 _HEAD = """\
-def make(_original, _switch):
+def make(_original, _run, _switch):
     _off, _casts_off = _switch.off, _switch.casts_off
 
     def {function}({signature}, *args, **kwargs):
@@ -113,7 +123,7 @@ def make(_original, _switch):
             except AttributeError:
                 _right = False
             if _right:
-                return _original({names}, *args) if args else _original({names})
+                return _run({names}, *args) if args else _run({names})
 """
 _LOOK = """\
         if {plain}{present}:
@@ -122,7 +132,7 @@ _LOOK = """\
 """
 _LEAVE = """\
             if {same}:
-                return _original({names}, *args, **kwargs)
+                return _run({names}, *args, **kwargs)
 """
 _CAST = """\
             if {p}.dtype is _target or {p}.dtype not in _eligible:
@@ -130,18 +140,18 @@ _CAST = """\
             elif {p}.layout is _strided and not {p}.is_nested:
                 {p}_cast = _cast_tensor({p}, _target) if _caches else _to_target({p})
             else:
-                return _unusual(_original, _switch, _rule, _layout, ({names},), args, kwargs)
+                return _unusual(_original, _run, _switch, _rule, _layout, ({names},), args, kwargs)
 """
 _CAST_OPTIONAL = """\
             if {p} is None or {p}.dtype is _target or {p}.dtype not in _eligible:
 """ + _CAST.partition("\n")[2]
 _CAST_CALL = """\
             if args or kwargs:
-                return _original({casts}, *args, **{{key: _cast(value, _target) for key, value in kwargs.items()}})
-            return _original({casts})
+                return _run({casts}, *args, **{{key: _cast(value, _target) for key, value in kwargs.items()}})
+            return _run({casts})
 """
 _TAIL = """\
-        return _unusual(_original, _switch, _rule, _layout, ({names},), args, kwargs)
+        return _unusual(_original, _run, _switch, _rule, _layout, ({names},), args, kwargs)
     return {function}
 """
 
@@ -163,8 +173,8 @@ def _first_is_right(target: torch.dtype | None, kept: bool) -> list[str]:
 @functools.cache
 def make_wrapper(
     layout: Layout, rule: Rule, function: str, found_by_torch: bool
-) -> Callable[[Callable, Switch], Callable]:
-    """What makes the wrapper named `function` for one layout and rule, out of the op and a switch.
+) -> Callable[[Callable, Callable, Switch], Callable]:
+    """What makes the wrapper named `function` for one layout and rule, out of the op, what runs it, and a switch.
 
     found_by_torch: where torch looks a function up for a tensor subclass, it finds the wrapper.
     """
@@ -186,6 +196,9 @@ def make_wrapper(
     kept = {parameters[i] for i in (*layout.statistics, *layout.beside)}
     # Statistics of FP32, and what is beside them, are right whatever the input is.
     right = [_test(p, f"{p.name}.dtype is {'_float32' if p in kept else wanted}") for p in tensors[1:]]
+    if layout.beside:  # a bias without a weight gets one
+        weight, bias = (parameters[i].name for i in layout.beside)
+        right.append(f"({bias} is None or {weight} is not None)")
     fields["right"] = " and ".join([*_first_is_right(target, bool(kept)), *right]) or "True"
     if kept:
         body = ""
@@ -215,5 +228,7 @@ def make_wrapper(
         "_has_dtype": has_dtype,
     }
     namespace |= {_default(p): p.default for p in layout.tail}
-    exec(compile(source, f"{WRITTEN} {function}: {rule}>", "exec"), namespace)
+    file = f"{WRITTEN} {function}: {rule}, {next(_written)}>"
+    linecache.cache[file] = len(source), None, source.splitlines(True), file  # for tracebacks, and for `inspect`
+    exec(compile(source, file, "exec"), namespace)
     return namespace["make"]

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from hmpx.catalog import Entry
+from hmpx.changes import Changes, Flag
 from hmpx.policy import Rule
 from hmpx.stack import users_line
 from hmpx.wrappers import Observer
 
 logger = logging.getLogger("hmpx")
+_LEVEL = Flag("the level of the logger hmpx", lambda: logger.level, logger.setLevel)
 log: VerboseLog | None = None  # of the conversion that is installed, if it is verbose
 
 
@@ -23,20 +25,12 @@ class VerboseLog:
     """Collects the decisions of one conversion.
 
     A user who asked for it sees it: where no handler would show INFO records of the logger "hmpx", one that writes to
-    standard error is attached until `close`.
+    standard error is attached while it is open.
     """
 
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._handler: logging.Handler | None = None
-        self._level = logger.level
-        if not logger.isEnabledFor(logging.INFO):
-            logger.setLevel(logging.INFO)
-        if not logger.hasHandlers():
-            self._handler = logging.StreamHandler()
-            self._handler.setFormatter(logging.Formatter("%(message)s"))
-            logger.addHandler(self._handler)
 
     def function(self, name: str, rule: Rule, given: Any, seen: Any, result: Any) -> None:
         """Record a call of a user's own function."""
@@ -58,19 +52,24 @@ class VerboseLog:
 
         return observe
 
-    def open(self) -> None:
-        """From here on, calls of users' own functions are recorded as well."""
+    def open(self, changes: Changes) -> None:
+        """Record from here on, calls of users' own functions as well. Undone, it logs how often each was taken."""
         global log
+        if not logger.isEnabledFor(logging.INFO):
+            changes.put(_LEVEL, logging.INFO)
+        if not logger.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(message)s"))
+            logger.addHandler(handler)
+            changes.callback(logger.removeHandler, handler)
+        changes.callback(self._close)
         log = self
 
-    def close(self) -> None:
+    def _close(self) -> None:
         global log
         log = None
         for line, count in self._seen.most_common():
             logger.info("hmpx: %6d times %s", count, line)
-        if self._handler is not None:
-            logger.removeHandler(self._handler)
-        logger.setLevel(self._level)
 
 
 def _dtypes(values: Any) -> str:

@@ -3,26 +3,31 @@
 A weight is written to in many ways, and not all of them leave a trace. What guards a kept cast:
 
 - in-place ops and `load_state_dict` raise the weight's `_version`; another place in memory shows in `data_ptr()`;
-- `.data`, whose writes raise nothing, is watched while a cache is open: reading or setting it drops the cast;
+- `.data` and the ways to the memory itself (`numpy()`, `untyped_storage()`, `data_ptr()`, `__dlpack__()`), writes
+  through which raise nothing, are watched while a cache is open: who takes one, of the weight or of a view, drops the
+  cast, and as long as what was taken is alive none is kept;
 - optimizer steps, of which fused ones raise nothing, drop the casts of their parameters;
 - a weight whose storage something else holds too (a flat buffer of a sharded model, a `.data` taken earlier, a NumPy
   array) is not kept at all, nor one that needs a gradient, whose cast would be part of a graph.
 
-Writes through `untyped_storage()`, DLPack or kernels of other libraries, made after the cast was kept, are not seen.
+Not seen are writes through an address, or a storage, that was taken before and is used again after the cast was kept.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.nn import Parameter
 
+from hmpx.changes import Attribute, Changes
 from hmpx.kernels.lazy import is_lazy
 
 logger = logging.getLogger("hmpx")
@@ -31,6 +36,9 @@ Tensor = torch.Tensor
 open_caches: dict[int, WeightCache] = {}  # by thread; empty while nobody caches
 _lock = threading.Lock()
 _data = torch._C.TensorBase.__dict__["data"]
+_TO_MEMORY = ("numpy", "untyped_storage", "data_ptr", "__dlpack__")
+storage_of, _pointer = Tensor.untyped_storage, Tensor.data_ptr
+_changes = Changes()  # while a cache is open
 
 
 class _Kept(NamedTuple):
@@ -51,6 +59,7 @@ class WeightCache:
         self.refused: Counter[str] = Counter()
         self.depth = 0
         self._kept: dict[tuple, _Kept] = {}
+        self._wide: dict[int, tuple[Tensor, Tensor]] = {}  # by identity of a kept cast: that, and the same in FP32
 
     def get(self, weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
         """`cast(weight)`, or the one that was kept."""
@@ -63,7 +72,7 @@ class WeightCache:
         kept = self._kept.get((id(weight), dtype))
         if kept is not None:
             held, version, pointer, stream, made = kept
-            unwritten = held is weight and version == weight._version and pointer == weight.data_ptr()
+            unwritten = held is weight and version == weight._version and pointer == _pointer(weight)
             # An op may have returned a view of the cast, and somebody written to that.
             if unwritten and made._version == 0 and (stream is None or stream == _stream(weight)):
                 return made
@@ -77,33 +86,64 @@ class WeightCache:
             return cast(weight)
         if _is_shared(weight):
             return self._refuse("something else holds its storage", weight, cast)
-        version, pointer = weight._version, weight.data_ptr()
+        version, pointer = weight._version, _pointer(weight)
         # The cast is an ordinary tensor also in inference mode, so that it may be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             made = cast(weight)
         self._kept[id(weight), dtype] = _Kept(weight, version, pointer, _stream(weight), made)
         return made
 
+    def widen(self, value: Tensor, widen: Callable[[Tensor], Tensor]) -> Tensor:
+        """`widen(value)`, FP32 for a kernel that wants it so; of a cast that is kept, it is kept too."""
+        low, wide = self._wide.get(id(value), (None, None))
+        if low is value and low._version == 0 and wide._version == 0:
+            return wide
+        key = next((key for key, kept in self._kept.items() if kept.cast is value), None)
+        if key is None or value._version:
+            return widen(value)
+        with torch.inference_mode(False), torch.no_grad():
+            wide = widen(value)
+            low = _upper_halves(wide, value)
+        self._kept[key] = self._kept[key]._replace(cast=low)
+        self._wide[id(low)] = low, wide
+        self._prune()
+        return wide
+
+    def _prune(self) -> None:
+        """Forget FP32 copies of casts that are not kept any more."""
+        if self._wide:
+            alive = {id(kept.cast) for kept in self._kept.values()}
+            self._wide = {key: pair for key, pair in self._wide.items() if key in alive}
+
     def clear(self) -> None:
         """Forget every cast."""
         self._kept.clear()
+        self._prune()
 
     def forget(self, identities: set[int]) -> None:
         """Forget the casts of the weights with these `id`s."""
         for key in [key for key in list(self._kept) if key[0] in identities]:
             self._kept.pop(key, None)
+        self._prune()
 
     def forget_storage(self, tensor: Tensor) -> None:
         """Forget what lies in the storage of `tensor`."""
-        pointer = tensor.untyped_storage().data_ptr()
+        pointer = storage_of(tensor).data_ptr()
         for key, kept in list(self._kept.items()):
-            if pointer in (kept.pointer, kept.cast.data_ptr()):
+            if pointer in (kept.pointer, storage_of(kept.cast).data_ptr()):
                 self._kept.pop(key, None)
+        self._prune()
 
     @property
     def casts(self) -> tuple[Tensor, ...]:
         """What is kept now."""
         return tuple(kept.cast for kept in self._kept.values())
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept now takes so many bytes, copies in FP32 included."""
+        held = map(storage_of, (*self.casts, *(wide for _, wide in self._wide.values())))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
     def _refuse(self, reason: str, weight: Parameter, cast: Callable[[Tensor], Tensor]) -> Tensor:
         self.refused[reason] += 1
@@ -118,6 +158,23 @@ def cast_weight(weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], 
         return cast(weight)
     cache = current()
     return cast(weight) if cache is None else cache.get(weight, dtype, cast)
+
+
+def _upper_halves(wide: Tensor, low: Tensor) -> Tensor:
+    """`low`, if it is BF16, as the upper halves of the same numbers in FP32: it takes no memory of its own then."""
+    if low.dtype is torch.bfloat16 and low.dim() and wide.is_contiguous():
+        upper = wide.view(low.dtype)[..., 1::2]
+        if torch.equal(upper, low):
+            return upper
+    return low
+
+
+def widen_weight(value: Tensor, widen: Callable[[Tensor], Tensor]) -> Tensor:
+    """`widen(value)`, to FP32; of a weight, or of its cast that is kept, it is kept where this thread has a cache."""
+    cache = current()
+    if cache is None:
+        return widen(value)
+    return cache.get(value, torch.float32, widen) if type(value) is Parameter else cache.widen(value, widen)
 
 
 def forget(params: Iterable[Tensor]) -> None:
@@ -136,7 +193,8 @@ def open_cache() -> WeightCache:
     """This thread's cache. Calls nest."""
     with _lock:
         if not open_caches:
-            Tensor.data = property(_read_data, _write_data, doc=_data.__doc__)
+            for name, watched in _watched.items():
+                _changes.put(Attribute(Tensor, name, f"torch.Tensor.{name}"), watched)
         cache = open_caches.setdefault(threading.get_ident(), WeightCache())
         cache.depth += 1
     return cache
@@ -151,7 +209,7 @@ def close_cache() -> None:
             del open_caches[threading.get_ident()]
             cache.clear()
         if not open_caches:
-            del Tensor.data
+            _changes.close()
 
 
 def _read_data(tensor: Tensor) -> Tensor:
@@ -164,7 +222,24 @@ def _write_data(tensor: Tensor, value: Tensor) -> None:
     _data.__set__(tensor, value)
 
 
+def _watch(name: str) -> Callable:
+    function = getattr(Tensor, name)
+
+    @functools.wraps(function)
+    def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        _forget_written(tensor)
+        return function(tensor, *args, **kwargs)
+
+    return watched
+
+
+_watched: dict[str, Any] = {"data": property(_read_data, _write_data, doc=_data.__doc__)}
+_watched.update((name, _watch(name)) for name in _TO_MEMORY)
+
+
 def _forget_written(tensor: Tensor) -> None:
+    if isinstance(tensor, FakeTensor):  # a compiler's, which has no memory
+        return
     for cache in list(open_caches.values()):
         cache.forget({id(tensor)})
         with contextlib.suppress(RuntimeError, NotImplementedError):  # of tensors without storage
@@ -173,7 +248,7 @@ def _forget_written(tensor: Tensor) -> None:
 
 def _is_shared(weight: Parameter) -> bool:
     """Whether anything but the weight, and the storage object asked for here, holds its memory."""
-    storage = weight.untyped_storage()
+    storage = storage_of(weight)
     return weight.storage_offset() != 0 or torch._C._storage_Use_Count(storage._cdata) > 2
 
 

@@ -6,11 +6,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from hmpx.catalog import Op, aten_only, canonical, catalog
 from hmpx.errors import OpListError, UnknownOpError
+from hmpx.fp32_kernels import GAINING, NATIVE, Kernels, choose
 from hmpx.oplist import SIDES, Listed, read_file, shipped
-from hmpx.policy import Policy, Rule, may_be_user_function, unknown_op
-from hmpx.recipe import LISTS, Recipe, as_recipe
+from hmpx.policy import LOW_RULES, Policy, Rule, may_be_user_function, unknown_op
+from hmpx.recipe import DTYPES, LISTS, Recipe, as_recipe
 
 
 def entry_points(op: Op) -> list[str]:
@@ -23,13 +26,13 @@ def ops_table(policy: Policy, containing: str = "") -> str:
     lines = [f"{'op':34} {'rule':12} entry points"]
     for op in catalog().values():
         if containing in op.name and (containing.startswith("_") or not op.name.startswith("_")):
-            rule = policy.rule(op) or ("promote" if policy.listed(op.name) is Rule.PROMOTE else "-")
+            rule = policy.rule(op) or ("promote" if policy.listed(op.name) is Rule.PROMOTE and not op.view else "-")
             lines.append(f"{op.name:34} {rule!s:12} {', '.join(entry_points(op))}")
     lines += [f"{name:34} {rule!s:12} {name}" for name, rule in policy.user_functions().items() if containing in name]
     return "\n".join(lines) if len(lines) > 1 else f"no op has {containing!r} in its name"
 
 
-def explain_op(name: str, policy: Policy) -> str:
+def explain_op(name: str, policy: Policy, kernels: Kernels = NATIVE) -> str:
     """Which entry points an op has, which rule it gets under `policy`, and why."""
     op = catalog().get(canonical(name))
     if op is None:
@@ -41,6 +44,8 @@ def explain_op(name: str, policy: Policy) -> str:
         raise UnknownOpError(unknown_op(name))
     title = op.name if op.name == name else f"{name} is {op.name}"
     lines = [title, f"  rule          {_reason(op, policy)}"]
+    if kernels.computed(op.name, [case.rule for case in policy.cases(op)]):
+        lines.append(f"  kernels       {kernels}")
     for in_place, heading in ((False, "entry points"), (True, "in place")):
         labels = list(dict.fromkeys(entry.label for entry in op.entries if entry.in_place is in_place))
         if labels:
@@ -52,12 +57,12 @@ def explain_op(name: str, policy: Policy) -> str:
 
 
 def _reason(op: Op, policy: Policy) -> str:
-    origin = policy.origins.get(op.name)
-    listed = policy.listed(op.name)
-    where = f"listed at {origin}" if origin else f"decided by opt_level {policy.opt_level}"
-    if listed is None and op.follows and policy.listed(op.follows):
-        listed = policy.listed(op.follows)
-        where = f"as {op.follows}, {policy.origins.get(op.follows, where)}"
+    if op.view:
+        return f"none: only makes a view: never cast{_where(op.name, policy, ', though ')}"
+    if policy.listed_as(op) is None and (composed := _reason_of_parts(op, policy)):
+        return composed
+    listed = policy.listed_as(op)
+    where = _where(op.name, policy) or (f"as {op.follows}, {_where(op.follows, policy)}" if op.follows else "")
     if listed is Rule.PROMOTE and not op.refuses_mixed:
         return f"promote: {where}; torch already takes the widest dtype, so nothing is patched"
     if listed is not None:
@@ -65,6 +70,30 @@ def _reason(op: Op, policy: Policy) -> str:
     if op.refuses_mixed:
         return "first input: in no list, and torch refuses mixed dtypes, so the others follow the first"
     return "none: in no list; torch's own function, untouched"
+
+
+def _where(name: str, policy: Policy, before: str = "") -> str:
+    """Where a name is listed; nothing where it is not."""
+    if not policy.listed(name):
+        return ""
+    origin = policy.origins.get(name)
+    return before + (f"listed at {origin}" if origin else f"decided by opt_level {policy.opt_level}")
+
+
+def _reason_of_parts(op: Op, policy: Policy) -> str:
+    """Of an op that no list names: which parts it follows, or why it follows none."""
+    if differing := policy.undecided(op):
+        parts = ", ".join(f"{name} {rule}" for name, rule in differing.items())
+        left = "the others follow the first" if op.refuses_mixed else "torch's own function, untouched"
+        aside = "its parts are in different lists"
+        if not any(case.follows for case in policy.cases(op)):
+            return f"{'first input' if op.refuses_mixed else 'none'}: in no list, and {aside} ({parts}); {left}"
+    cases = policy.cases(op)
+    followed = [f"{name}, {_where(name, policy)}" for case in cases for name in case.follows]
+    if not followed:
+        return ""
+    somewhere = "" if len(cases) == 1 else ", where its arguments make it run that"
+    return f"{policy.rule(op)}: in no list; follows {' and '.join(dict.fromkeys(followed))}{somewhere}"
 
 
 def check_files(paths: Sequence[str]) -> Iterator[str]:
@@ -132,9 +161,13 @@ def recipe_in_words(recipe: Recipe) -> str:
     exceptions = "".join(f"; {pattern} in {dtype}" for pattern, dtype in recipe.module_dtypes.items())
     released = ", each released as soon as its parameter has stepped" if recipe.release_gradients else ""
     masters = recipe.weights in ("master", "split")
+    policy = recipe.policy()
+    scaled = policy is not None and policy.bf16 and policy.low_precision is torch.float16
     lines = {
         "weights": f"{recipe.parameter_dtype}{exceptions}",
-        "ops": _ops_in_words(recipe),
+        "ops": _ops_in_words(recipe, policy),
+        "kernels": _kernels_in_words(recipe, policy),
+        "loss": "to be scaled (torch.amp.GradScaler), for FP16 loses gradients below 6e-8" if scaled else "",
         "dtypes": ", ".join(f"{old} becomes {new}" for old, new in recipe.dtype_map.items()),
         "updates": f"of bfloat16 weights: {_UPDATES[recipe.weights]}{_seed(recipe)}",
         "gradients": f"{recipe.parameter_dtype}{released}",
@@ -151,16 +184,16 @@ def recipe_in_words(recipe: Recipe) -> str:
         lines |= {"updates": f"{plain}; {lines['updates']}" if exceptions else plain, "state": "float32"}
         lines["checkpoints"] = "as without hmpx"
     parts = recipe.bytes_per_parameter()
-    held = " + ".join(f"{number} {part}" for part, number in parts.items() if number)
-    lines["bytes"] = f"{held} = {sum(parts.values())} a parameter, with two state tensors as of Adam"
+    held = " + ".join(f"{number:g} {part}" for part, number in parts.items() if number)
+    lines["bytes"] = f"{held} = {sum(parts.values()):g} a parameter, with two state tensors as of Adam"
     return "\n".join(f"{name:12} {line}" for name, line in lines.items() if line)
 
 
-def _ops_in_words(recipe: Recipe) -> str:
-    policy = recipe.policy()
+def _ops_in_words(recipe: Recipe, policy: Policy | None) -> str:
     if policy is None:
         return "as torch runs them, in the dtypes that they are given"
-    counts = [(len(policy.bf16), "in BF16"), (len(policy.fp32), "in FP32"), (len(policy.promote), "promoted")]
+    low = LOW_RULES[policy.low_precision].name
+    counts = [(len(policy.bf16), f"in {low}"), (len(policy.fp32), "in FP32"), (len(policy.promote), "promoted")]
     rules = ", ".join(f"{count} {how}" for count, how in counts if count) or "no op in a list"
     where = [_short(getattr(recipe, key)) for key in LISTS if getattr(recipe, key)]
     if any(getattr(recipe, side) is not None for side in SIDES):
@@ -168,6 +201,13 @@ def _ops_in_words(recipe: Recipe) -> str:
     if recipe.opt_level == "O1" and not where:
         where.append("the default lists")
     return f"{recipe.opt_level}: {rules}" + (f" ({', '.join(where)})" if where else "")
+
+
+def _kernels_in_words(recipe: Recipe, policy: Policy | None) -> str:
+    """Where FP32 kernels compute a dtype that the recipe has."""
+    chosen = choose(recipe.kernels)
+    has = policy is not None and (policy.low_precision, DTYPES[recipe.parameter_dtype])
+    return f"{chosen}: {GAINING}" if has and chosen.widened.intersection(has) else ""
 
 
 def _short(path: str) -> str:

@@ -15,24 +15,24 @@ from typing import Any
 import torch
 
 from hmpx import scope
-from hmpx.casting import call, call_cast, cast, is_explicit, public
+from hmpx.casting import PLAIN, call, call_cast, cast, is_explicit, public
 from hmpx.catalog import Entry
-from hmpx.policy import Rule
+from hmpx.policy import Case, Rule
 from hmpx.specialised import WRITTEN, Switch, called_by_torch, make_wrapper
 
 Observer = Callable[[tuple, tuple, Any], None]  # (arguments given, arguments the op saw, result)
 
 
-def _general(entry: Entry, rule: Rule, original: Callable, switch: Switch) -> Callable:
+def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
     """Any layout; also Python functions of torch, inside of which nothing is cast again."""
     layout = entry.layout
     stated = _stated_positions(original) if layout.python else ()
-    inner = original
+    inner = run
 
     if layout.python:
 
         def inner(*args, **kwargs):
-            return scope.run_uncast(call, (original, args, kwargs), {})
+            return scope.run_uncast(call, (run, args, kwargs), {})
 
         inner.hands_on = True
 
@@ -69,11 +69,13 @@ def build_check(original: Callable, weights: str, switch: Switch) -> Callable:
     return check
 
 
-def _observed(entry: Entry, rule: Rule, original: Callable, switch: Switch, observe: Observer) -> Callable:
+def _observed(
+    entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch, observe: Observer
+) -> Callable:
     """The same wrapper around a stand-in for the op that also hands back what it was called with."""
 
     def stand_in(*args, **kwargs):
-        return call(original, args, kwargs), args, kwargs
+        return call(run, args, kwargs), args, kwargs
 
     stand_in.__wrapped__, stand_in.hands_on = original, True
     inner = build_wrapper(entry, rule, stand_in, switch)
@@ -107,19 +109,76 @@ def _is_found_by_torch(entry: Entry, original: Callable) -> bool:
 
 
 def build_wrapper(
-    entry: Entry, rule: Rule, original: Callable, switch: Switch, observe: Observer | None = None
+    entry: Entry,
+    rule: Rule,
+    original: Callable,
+    switch: Switch,
+    observe: Observer | None = None,
+    run: Callable | None = None,
 ) -> Callable:
-    """The wrapper of one entry point under one rule. It takes the place of `original` by name, for pickling too."""
-    if entry.in_place:
-        rule = Rule.FIRST_INPUT  # the first is written to: the others come to it, whichever list names the op
+    """The wrapper of one entry point under one rule. It takes the place of `original` by name, for pickling too.
+
+    run: what computes the op once the arguments are as the rule says; None for `original` itself.
+    """
+    if run is None or rule in (Rule.FP32, Rule.UNCAST):
+        run = original
+    if entry.in_place:  # the first is written to: the others come to it, whichever list names the op
+        rule, run = Rule.FIRST_INPUT, original
     layout = entry.layout
     public(original)  # looks it up once, while torch is as it was made
     if observe is not None:
-        wrapper = _observed(entry, rule, original, switch, observe)
+        wrapper = _observed(entry, rule, original, run, switch, observe)
     elif layout.python or layout.lead is None or rule is Rule.UNCAST:
-        wrapper = _general(entry, rule, original, switch)
+        wrapper = _general(entry, rule, original, run, switch)
     else:
-        wrapper = make_wrapper(layout, rule, entry.attribute, _is_found_by_torch(entry, original))(original, switch)
+        make = make_wrapper(layout, rule, entry.attribute, _is_found_by_torch(entry, original))
+        wrapper = make(original, run, switch)
+    return _named(wrapper, entry, rule, original)
+
+
+def build_choice(
+    entry: Entry,
+    cases: tuple[Case, ...],
+    original: Callable,
+    switch: Switch,
+    observe: Callable[[Rule], Observer] | None = None,
+    run: Callable | None = None,
+) -> Callable:
+    """The wrapper of one entry point whose rule depends on the arguments, where there is more than one case."""
+
+    def build(rule: Rule | None) -> Callable:
+        if rule is None:
+            return original
+        return build_wrapper(entry, rule, original, switch, observe and observe(rule), run)
+
+    if len(cases) == 1:
+        return build(cases[0].rule)
+    runs = {rule: build(rule) for rule in {case.rule for case in cases}}
+    choices = tuple((case.when, runs[case.rule]) for case in cases if case.when is not None)
+    otherwise = next(runs[case.rule] for case in cases if case.when is None)
+
+    def choice(*args, **kwargs):
+        # Dynamo, to which every tensor is a plain one, has no frames.
+        plain = all(type(a) in PLAIN for a in args if isinstance(a, torch.Tensor))
+        if switch.casts_off() or (not plain and called_by_torch(args, kwargs, sys._getframe(1))):
+            return call(original, args, kwargs)
+        for when, run in choices:
+            if _accepts(when, args, kwargs):
+                return run(*args, **kwargs)
+        return otherwise(*args, **kwargs)
+
+    return _named(choice, entry, cases[0].rule, original)
+
+
+def _accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:
+    try:
+        return when(*args, **{name: value for name, value in kwargs.items() if name not in ("out", "dtype")})
+    except (TypeError, ValueError, AttributeError):  # no legal call: torch says it better
+        return False
+
+
+def _named(wrapper: Callable, entry: Entry, rule: Rule | None, original: Callable) -> Callable:
+    """`wrapper` under the name of the function whose place it takes."""
     module, _, qualified = entry.label.rpartition(".")
     if module == "Tensor":
         module, qualified = "torch", entry.label

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has a core, and so have the processes that it starts
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Many tests compare bits with torch's own; those of FP32 kernels ask for them by name.
+os.environ.setdefault("HMPX_KERNELS", "native")
 
 import pytest
 import torch
@@ -24,6 +29,12 @@ def attributes_of_torch() -> dict:
 
 
 PRISTINE = attributes_of_torch()
+
+
+def pytest_configure(config):
+    """Ctrl-C is heard also where whoever started the tests ignores it, as a shell does in the background."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session):

@@ -194,12 +194,24 @@ def test_ranks(recipe):
         assert found == dict.fromkeys(("ddp", "zero", "fsdp2"), alone["alone"])
 
 
+def _nxd(rank):
+    with hmpx.activate({"mixed_precision_config": {"use_fp32_grad_acc": False}}):
+        models = _net(), _net()  # held, or their parameters would be in no module
+        plain = optim.SGD(models[0].parameters(), lr=1e-2)
+        zero = ZeroRedundancyOptimizer(models[1].parameters(), optimizer_class=optim.SGD, lr=1e-2)
+        return [attached(optimizer).settings.weights for optimizer in (plain, zero)]
+
+
+def test_nxds_defaults_are_each_optimizers_own():
+    """Masters exactly under ZeRO-1, though no optimizer was there when the recipe was read."""
+    assert ranks.run(1, _nxd) == [["nearest", "master"]]
+
+
 def test_parameters_of_no_module_keep_their_dtype_and_the_log_says_so(caplog):
     with hmpx.activate("neuron-bf16-sr"):
         p = nn.Parameter(torch.ones(3))
         optim.SGD([p], lr=1e-2)
         assert p.dtype is torch.float32 and "1 parameters are in no module" in caplog.text
-    assert not hmpx.conversion.beside
 
 
 def test_what_is_wrong_with_a_recipe_leaves_the_one_in_force():

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -239,7 +240,124 @@ def test_released_gradients_refuse_to_accumulate_and_optimizers_that_look_across
     assert model.up.weight.grad is not None
 
 
+def test_an_optimizer_dies_in_the_middle_of_a_released_step():
+    """Without a step after the last backward, its hooks would go on stepping beside those of its successor."""
+    named = parameters()
+    for _ in range(2):
+        optimizer = optim.SGD(named, lr=0.25)
+        hmpx.attach(optimizer, "nearest", release_gradients=True)
+        before = weights(named)
+        sum(p.sum() for _, p in named).backward()
+        assert same(weights(named), [(w.float() - 0.25).bfloat16() for w in before])
+        died = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert died() is None
+
+
+class RecentGradients(optim.Optimizer):
+    """Steps by the last three gradients, which it keeps in a list."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            recent = self.state[p].setdefault("recent", [])
+            recent.append(p.grad.clone())
+            del recent[:-3]
+            p.sub_(sum(recent), alpha=0.5)
+
+
+def test_state_in_lists_that_was_cast_to_bf16_is_computed_with_in_fp32():
+    """By hand: 1 + 2^-8 needs a bit more than BF16 has, so a sum of two of the list's in BF16 would be 1."""
+    p = nn.Parameter(torch.zeros(3, dtype=BF16))
+    optimizer = RecentGradients([("w", p)], {})
+    for grad in (1.0, 2.0**-8, 0.0):
+        hmpx.attach(optimizer, "master", state_dtype=BF16, use_master_weights_in_ckpt=True)
+        p.grad = torch.full_like(p, grad)
+        optimizer.step()
+        last = masters_in(optimizer)[0]
+        hmpx.detach(optimizer)
+    assert torch.equal(last, torch.full((3,), -1.0 - 0.5 * (1 + 2.0**-8)))
+
+
+def test_a_parameter_that_is_cast_to_fp32_takes_bf16_state_of_earlier_along():
+    named = parameters()
+    optimizer = optim.AdamW(named, lr=1e-2)
+    for _ in range(2):  # what is detached holds its state in BF16
+        hmpx.attach(optimizer)
+        set_gradients(named, 0)
+        optimizer.step()
+        state = [optimizer.state[p]["exp_avg"].clone() for _, p in named]
+        hmpx.detach(optimizer)
+    hmpx.attach(optimizer)
+    for _, p in named:
+        p.grad, p.data = None, p.data.float()
+    set_gradients(named, 1)
+    optimizer.step()
+    for (_, p), before in zip(named, state, strict=True):
+        assert torch.equal(optimizer.state[p]["exp_avg"], before.bfloat16().float().lerp(p.grad, 1 - 0.9))
+
+
 # Checkpoints
+
+
+def _trained(way, steps, **options):
+    """A BF16 model and its optimizer after some steps; `options` of the optimizer."""
+    torch.manual_seed(0)
+    named = list(Net().bfloat16().named_parameters())
+    optimizer = options.pop("cls", optim.AdamW)(named, lr=1e-3, **options)
+    hmpx.attach(optimizer, way)
+    train(named, optimizer, 0, steps)
+    return named, optimizer
+
+
+@pytest.mark.parametrize("way", ["master", "split"])
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_load_of_the_present_state_warns_of_nothing_and_loses_no_master(way, steps, copied, caplog):
+    """As wrappers do when they are made (Accelerate's moves it to its device); the run goes on to the bit."""
+    straight, optimizer = _trained(way, steps)
+    train(straight, optimizer, steps, steps + 3)
+    named, optimizer = _trained(way, steps)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(copy.deepcopy(state) if copied else state)
+    assert not caplog.text
+    train(named, optimizer, steps, steps + 3)
+    assert same(weights(named), weights(straight))
+
+
+@pytest.mark.parametrize("way", ["master", "split"])
+def test_a_checkpoint_of_before_the_first_step_has_lost_no_master(way, caplog):
+    fresh = _trained(way, 0)[1].state_dict()
+    named, optimizer = _trained(way, 2)
+    optimizer.load_state_dict(fresh)
+    assert not caplog.text
+    train(named, optimizer, 0, 2)  # from the BF16 weights, not from masters of another run
+    _, reference = _trained(way, 0)
+    start = [(name, nn.Parameter(w)) for name, w in zip(dict(named), weights(_trained(way, 2)[0]), strict=True)]
+    reference = optim.AdamW(start, lr=1e-3)
+    hmpx.attach(reference, way)
+    train(start, reference, 0, 2)
+    assert same(weights(named), weights(start))
+
+
+@pytest.mark.parametrize("options", [{}, {"cls": optim.SGD}, {"cls": optim.SGD, "momentum": 0.9}])
+def test_a_state_of_another_moment_without_masters_warns(options, caplog):
+    _, later = _trained("master", 3, **options)
+    _, optimizer = _trained("master", 2, **options)
+    optimizer.load_state_dict(copy.deepcopy(later.state_dict()))
+    assert caplog.text.count("the checkpoint has no masters") == 1
+    if not optimizer.state_dict()["state"]:  # nothing to tell two runs by
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert caplog.text.count("the checkpoint has no masters") == 2
+
+
+@pytest.mark.downstream
+def test_a_fresh_run_under_accelerate_warns_of_nothing(caplog):
+    accelerate = pytest.importorskip("accelerate")
+    _, optimizer = _trained("master", 0)
+    accelerate.Accelerator(cpu=True).prepare(optimizer)
+    assert "masters" not in caplog.text
 
 
 @pytest.mark.parametrize("way", ["stochastic", "nearest", "master", "split"])
@@ -316,6 +434,7 @@ def test_masters_are_in_the_file_only_when_asked_for(caplog):
     train(named, optimizer, 0, 2)
     saved = optimizer.state_dict()
     assert set(saved["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    train(named, optimizer, 2, 3)  # what is saved is not what is here any more
     optimizer.load_state_dict(saved)
     assert "has no masters (it was saved without use_master_weights_in_ckpt, or" in caplog.text
     before = weights(named)
@@ -628,3 +747,70 @@ def test_the_cast_scope_of_a_closure_is_that_outside_of_the_step():
             optimizer.step(closure)
     optimizer.step(closure)
     assert seen == [BF16, BF16, torch.float32]
+
+
+# Load hooks of the user
+
+
+def by_names(optimizer, state_dict):
+    """torch's documented recipe: a checkpoint whose parameters stand in another order, brought into this one's."""
+    own = copy.deepcopy(optimizer.state_dict())
+    theirs = {
+        name: state_dict["state"].get(i)
+        for group in state_dict["param_groups"]
+        for name, i in zip(group["param_names"], group["params"], strict=True)
+    }
+    for group in own["param_groups"]:
+        for name, i in zip(group["param_names"], group["params"], strict=True):
+            own["state"].pop(i, None)
+            if theirs[name] is not None:
+                own["state"][i] = theirs[name]
+    for key in ("hmpx_step", "hmpx_seed", "hmpx_masters"):
+        own["param_groups"][0][key] = state_dict["param_groups"][0][key]
+    return own
+
+
+@pytest.mark.parametrize("way", ["master", "split"])
+@pytest.mark.parametrize("prepend", [False, True])
+@pytest.mark.parametrize("registered", ["before attach", "after"])
+def test_masters_are_taken_from_what_hooks_of_the_user_make_of_a_checkpoint(way, prepend, registered):
+    named = parameters()
+    optimizer = optim.AdamW(named, lr=1e-2)
+    hmpx.attach(optimizer, way, use_master_weights_in_ckpt=True)
+    train(named, optimizer, 0, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    turned = parameters()[::-1]
+    loaded = optim.AdamW(turned, lr=1e-2)
+    if registered == "before attach":
+        loaded.register_load_state_dict_pre_hook(by_names, prepend=prepend)
+    hmpx.attach(loaded, way, use_master_weights_in_ckpt=True)
+    if registered == "after":
+        loaded.register_load_state_dict_pre_hook(by_names, prepend=prepend)
+    with torch.no_grad():
+        for (_, p), (_, q) in zip(reversed(turned), named, strict=True):
+            p.copy_(q)
+    loaded.load_state_dict(saved)
+    for number in range(3, 6):
+        set_gradients(named, number)
+        optimizer.step()
+        for (_, p), (_, q) in zip(reversed(turned), named, strict=True):
+            p.grad = q.grad.clone()
+        loaded.step()
+    assert same(weights(named), weights(turned[::-1]))
+    assert same(masters_in(optimizer), masters_in(loaded)[::-1])
+
+
+@pytest.mark.parametrize("prepend", [False, True])
+def test_hooks_of_the_user_see_the_masters_that_are_saved(prepend):
+    named = parameters()
+    optimizer = optim.AdamW(named, lr=1e-2)
+    seen = []
+
+    def look(_, state_dict):
+        seen.append("hmpx_master" in state_dict["state"][0])
+
+    hmpx.attach(optimizer, "master", use_master_weights_in_ckpt=True)
+    train(named, optimizer, 0, 1)
+    optimizer.register_state_dict_post_hook(look, prepend=prepend)
+    optimizer.state_dict()
+    assert seen == [True]

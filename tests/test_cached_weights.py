@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import logging
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -171,13 +173,14 @@ def test_a_flat_buffer_is_not_kept(x):
         assert not layer(x).any()
 
 
-def test_a_view_that_an_op_returns_may_be_written_to(lists):
-    hmpx.convert(**lists(bf16="t linear"))
+def test_what_an_op_returns_of_a_cast_may_be_written_to(lists):
+    """A dropout that drops nothing hands its input on."""
+    hmpx.convert(**lists(bf16="dropout linear"))
     layer, x = nn.Linear(8, 8, bias=False).requires_grad_(False), torch.randn(2, 8)
     with hmpx.cached_weights():
         expected = layer(x)
-        layer.weight.t().zero_()  # of the cast, which is the caller's own without a cache
-        assert torch.equal(layer(x), expected)
+        nn.functional.dropout(layer.weight, training=False).zero_()  # the cast, the caller's own without a cache
+        assert torch.equal(layer(x), expected) and expected.any()
 
 
 def test_a_users_function_gets_a_cast_of_its_own(model, x):
@@ -304,3 +307,35 @@ def test_transforms_modes_and_compiled_code_make_their_own_casts(model, x):
         assert torch.equal(model(x), expected) and casts(lambda: model(x)) == 0
         assert torch.equal(compiled(x), expected)
     torch._dynamo.reset()
+
+
+TO_MEMORY = {
+    "numpy": lambda w: w.detach().numpy(),
+    "asarray": lambda w: np.asarray(w.detach()),
+    "dlpack": lambda w: np.from_dlpack(w.detach()),
+    "torch's dlpack": lambda w: torch.from_dlpack(w.detach()).numpy(),
+    "address": lambda w: np.ctypeslib.as_array((ctypes.c_float * w.numel()).from_address(w.data_ptr())),
+    "storage": lambda w: torch.tensor([], dtype=w.dtype).set_(w.untyped_storage(), 0, w.shape).numpy(),
+    "a view": lambda w: w[1:].detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("how", TO_MEMORY)
+@pytest.mark.parametrize("kept", [True, False])
+def test_memory_that_is_taken_after_the_cast_was_kept(how, kept, lists):
+    taken = TO_MEMORY[how]
+    before = {name: vars(torch.Tensor).get(name) for name in ("numpy", "data_ptr", "untyped_storage", "__dlpack__")}
+    layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4)
+    with hmpx.convert(**lists(bf16="linear")), torch.no_grad(), hmpx.cached_weights() as cached:
+        layer(x)
+        if kept:
+            memory = taken(layer.weight)
+            layer(x)
+            memory[...] = 0.5
+            if how == "address":  # which nobody can see the use of
+                cached.clear()
+        else:
+            taken(layer.weight)[...] = 0.5
+        assert torch.equal(layer(x), nn.functional.linear(x.bfloat16(), layer.weight.bfloat16()))
+        assert (layer.weight[1:] == 0.5).all()
+    assert before == {name: vars(torch.Tensor).get(name) for name in before}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,11 +14,21 @@ from torch import matmul, nn
 from torch.nn.functional import linear
 
 import hmpx
+from hmpx import captures
 
 X = torch.randn(4, 4)
 TABLE = {"linear": F.linear, "other": 1}
 LIST = [F.linear]
 TUPLE = (F.linear,)
+SET = {F.linear}
+
+
+@dataclass(frozen=True)
+class Keyed:
+    name: str
+
+
+KEYED = {Keyed("linear"): F.linear}
 
 
 pytestmark = pytest.mark.usefixtures("everything_is_looked_through")
@@ -110,13 +122,82 @@ def test_names_taken_during_a_conversion_are_originals_after_it():
 
 def test_what_cannot_be_rebound_is_reported():
     local = F.linear
-    partial = functools.partial(F.linear, bias=None)
     with hmpx.convert() as handle:
         escaped = "\n".join(handle.escaped)
-    assert f"{__name__}.TUPLE holds linear: a tuple cannot be changed" in escaped
-    assert "a functools.partial holds linear" in escaped
+    assert f"{__name__}.SET holds linear: a set cannot be changed" in escaped
+    assert f"{__name__}.KEYED[<Keyed>] holds linear: a Keyed as a key runs code of its own" in escaped
     assert "local variable local of" in escaped and "test_what_cannot_be_rebound_is_reported" in escaped
-    assert partial.func is local is F.linear
+    assert local is F.linear and {F.linear} == SET and list(KEYED.values()) == [F.linear]
+
+
+class Pair(NamedTuple):
+    function: object
+    other: int
+
+
+PAIR = Pair(F.linear, 1)
+NESTED = {"pair": [PAIR, (TUPLE, 2)]}
+BOUND = (X.exp, torch.Tensor.exp, 3)
+
+
+def test_tuples_are_made_anew_where_they_are_held():
+    before = PAIR, TUPLE, NESTED["pair"][1], BOUND
+    with hmpx.convert():
+        assert PAIR.function(X, X).dtype is TUPLE[0](X, X).dtype is torch.bfloat16
+        assert type(PAIR) is Pair and PAIR.other == 1 and NESTED["pair"][0] is PAIR
+        assert NESTED["pair"][1][0][0](X, X).dtype is torch.bfloat16
+    assert all(a is b for a, b in zip((PAIR, TUPLE, NESTED["pair"][1], BOUND), before, strict=True))
+
+
+def test_bound_methods_of_tensors_are_cast(lists):
+    with hmpx.convert(**lists(bf16="exp")):
+        taken = {"exp": X.exp}
+        Holder.taken = taken
+        assert {BOUND[0]().dtype, BOUND[1](X).dtype, taken["exp"]().dtype} == {torch.bfloat16}
+    assert torch.equal(taken["exp"](), torch.exp(X)) and taken["exp"].__self__ is X
+    assert not hasattr(taken["exp"], "__func__")
+    del Holder.taken
+
+
+class OwnPartial(functools.partial):
+    """With attributes."""
+
+
+def apply(function, x, *, then=None):
+    return function(x) if then is None else then(function(x))
+
+
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.transform = functools.partial(torch.matmul, other=X)
+        self.nested = functools.partial(apply, functools.partial(apply, torch.exp))
+
+    twice = functools.partialmethod(lambda self, function, x: function(x), torch.exp)
+
+
+def test_a_partial_is_changed_and_stays_the_same_object(lists):
+    module, local, own = Module(), functools.partial(F.linear, bias=None), OwnPartial(apply, torch.exp)
+    own.note = "kept"
+    keyword = functools.partial(apply, abs, then=torch.exp)
+    before = [(p, p.func, p.args, dict(p.keywords)) for p in (module.transform, module.nested, local, own, keyword)]
+    inner = module.nested.args[0]
+    with hmpx.convert(**lists(bf16="exp matmul linear")) as handle:
+        assert torch.exp is not before[3][2][0]  # it is one of those that are replaced
+        for result in (
+            *(module.transform(X), module.nested(X), module.twice(X)),
+            *(local(X, X), own(X), keyword(X)),
+        ):
+            assert result.dtype is torch.bfloat16
+        assert module.nested.args[0] is inner and local.keywords == {"bias": None}
+        assert type(own) is OwnPartial and own.note == "kept"
+        assert "Module.transform holds " in "\n".join(handle.rebound)
+        late = functools.partial(torch.matmul, X)
+    for partial, func, args, keywords in before:
+        assert partial.func is func and partial.keywords == keywords
+        assert all(a is b for a, b in zip(partial.args, args, strict=True))
+    assert inner.args == (torch.exp,) and late.func is torch.matmul and own.note == "kept"
+    assert {module.twice(X).dtype, module.nested(X).dtype, keyword(X).dtype} == {torch.float32}
 
 
 def test_torchs_own_tables_keep_the_originals():
@@ -125,3 +206,30 @@ def test_torchs_own_tables_keep_the_originals():
     with hmpx.convert():
         assert original in torch.overrides.get_testing_overrides() and original in overrides
         assert torch.overrides.resolve_name(original) == "torch.matmul"
+
+
+TAKEN = {}
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"opt_level": "O2"}, {"isVerbose": True, "dtype_map": {torch.float32: torch.bfloat16}}], ids=str
+)
+def test_a_single_name_taken_of_any_wrapper_is_noticed(arguments):
+    """Whether somebody has taken one is read off reference counts: none may be off by one."""
+    with hmpx.convert(**arguments) as handle:
+        wrappers = {id(patch.wrapper): patch for patch in handle.patched}
+        TAKEN.update({key: patch.wrapper for key, patch in wrappers.items()})  # each once
+        originals = {key: patch.original for key, patch in wrappers.items()}
+        del wrappers
+    assert len(TAKEN) > 150 and all(TAKEN[key] is original for key, original in originals.items())
+    TAKEN.clear()
+
+
+def test_nothing_is_looked_through_again_where_nobody_has_taken_a_name(monkeypatch):
+    def everything(sweep):
+        raise AssertionError("a pass")
+
+    with hmpx.convert():
+        assert linear(X, X).dtype is torch.bfloat16  # a call leaves no reference behind
+        monkeypatch.setattr(captures.Sweep, "everything", everything)
+    assert linear is F.linear and linear(X, X).dtype is torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import ClassVar
 
 import pytest
@@ -455,3 +456,40 @@ def test_losses_reduce_as_they_are_told(name, first, lists):
             ]
             calls += [getattr(owner, name) for owner in (torch, torch._C._nn) if hasattr(owner, name)]
             assert [f(x.to(first), *rest).shape for f in calls] == expected
+
+
+NORMS = {
+    "batch_norm": lambda x, w, b, s: torch.nn.functional.batch_norm(x, *s, w, b, s[0] is None),
+    "batch_norm, training": lambda x, w, b, s: torch.nn.functional.batch_norm(x, *s, w, b, True),
+    "instance_norm": lambda x, w, b, s: torch.nn.functional.instance_norm(x, *s, w, b, s[0] is None),
+    "instance_norm, training": lambda x, w, b, s: torch.nn.functional.instance_norm(x, *s, weight=w, bias=b),
+    "group_norm": lambda x, w, b, s: torch.nn.functional.group_norm(x, 2, w, b),
+    "layer_norm": lambda x, w, b, s: torch.nn.functional.layer_norm(x.mT, (6,), w, b),
+}
+
+
+@pytest.mark.parametrize("listed", ["default", "bf16", "fp32", "unlisted"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_run_with_or_without_weight_bias_and_statistics(norm, listed, lists):
+    """Whatever is missing and of whichever dtypes the rest is; near to FP32, and the bias gets its gradient."""
+    x, w, b = tensor(4, 6, 5), tensor(6) + 2, tensor(6)
+    names = {"bf16": "batch_norm instance_norm group_norm layer_norm native_batch_norm"}
+    kwargs = {"default": {}, "unlisted": lists(), "bf16": lists(**names), "fp32": lists(fp32=names["bf16"])}[listed]
+
+    def arguments(there, given, held, kept):
+        own = zip((w, b), there[:2], strict=True)
+        weight, bias = (p.to(held, copy=True).requires_grad_() if is_there else None for p, is_there in own)
+        mean_and_var = torch.full((6,), 0.5, dtype=kept), torch.full((6,), 2.0, dtype=kept)
+        return x.to(given, copy=True).requires_grad_(), weight, bias, mean_and_var if there[2] else (None, None)
+
+    combinations = list(itertools.product((True, False), repeat=3))
+    expected = {there: NORMS[norm](*arguments(there, FP32, FP32, FP32)) for there in combinations}
+    with hmpx.convert(**kwargs):
+        for there, dtypes in itertools.product(combinations, itertools.product((FP32, BF16), repeat=3)):
+            own = arguments(there, *dtypes)
+            out = NORMS[norm](*own)
+            assert torch.allclose(out.float(), expected[there], atol=0.1, rtol=0.05), (there, dtypes)
+            if there[1] and (there[0] or norm != "group_norm"):  # torch's own has no backward without a weight
+                out.float().sum().backward()
+                assert torch.allclose(own[2].grad.float(), torch.full((6,), 20.0)), (there, dtypes)
+            assert not there[2] or own[3][0].dtype is dtypes[2]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import linecache
 import logging
 import pickle
 import re
 import subprocess
 import sys
+import textwrap
 import threading
+import traceback
 
 import pytest
 import torch
@@ -16,11 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import patching, scope, specialised, wrappers
+from hmpx import captures, scope, specialised, wrappers
 from hmpx.catalog import catalog
 from hmpx.patching import PatchTable
 from hmpx.policy import build_policy
-from hmpx.updates import steps
 
 from .conftest import PRISTINE, attributes_of_torch
 
@@ -79,12 +82,13 @@ def test_a_failure_in_the_middle_of_patching_undoes_what_was_patched(monkeypatch
     def fail(*_):
         raise RuntimeError("half-way")
 
-    monkeypatch.setattr(patching.captures, "rebind", fail)
+    hook_step = vars(torch.optim.Optimizer)["profile_hook_step"]
+    monkeypatch.setattr(captures.Sweep, "everything", fail)
     with pytest.raises(RuntimeError, match="half-way"):
         hmpx.convert()
     monkeypatch.undo()
     assert attributes_of_torch() == PRISTINE and not scope.casts_on()
-    assert torch.optim.Optimizer.profile_hook_step is steps._profile_hook_step
+    assert vars(torch.optim.Optimizer)["profile_hook_step"] is hook_step
     assert hmpx.convert().active
 
 
@@ -142,7 +146,7 @@ def test_a_foreign_patch_below_is_called_and_comes_back(lists):
 
 def test_wrappers_held_after_restore_are_inert(lists):
     class Holder:
-        __slots__ = ("method", "table")  # a place that nobody can rebind: no attributes, a tuple
+        __slots__ = ("method", "table")
 
     holder = Holder()
     with hmpx.convert(**lists(bf16="linear exp interpolate batch_norm")):
@@ -278,3 +282,19 @@ def test_importing_hmpx_leaves_torch_alone():
         "assert before == (dict(vars(torch)), dict(vars(torch.Tensor)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_source_of_a_written_wrapper_can_be_read_and_tracebacks_show_it():
+    with hmpx.convert():
+        for function in (torch.nn.functional.linear, torch.bmm, torch.nn.functional.linear):
+            source = inspect.getsource(function)
+            assert source.lstrip().startswith(f"def {function.__name__}(") and "return _unusual(" in source
+            compile(textwrap.dedent(source), "<again>", "exec")
+        linecache.checkcache()
+        files = [torch.nn.functional.linear.__code__.co_filename, torch.bmm.__code__.co_filename]
+        assert all(file.startswith("<hmpx") and linecache.getlines(file) for file in files) and len(set(files)) == 2
+        with pytest.raises(RuntimeError) as error:
+            torch.nn.functional.linear(torch.ones(2, 3), torch.ones(2, 4))
+        written = [entry for entry in error.traceback if str(entry.path).startswith("<hmpx")]
+        shown = "".join(traceback.format_tb(error.tb))
+        assert written and "return _run(input_cast" in shown

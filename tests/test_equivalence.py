@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -21,16 +22,16 @@ from hmpx.catalog import catalog
 from hmpx.recipe import read_recipe
 from tests.test_replicas import needs_grad_dtype
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # Of PyTorch's lists of what autocast does: not on a CPU, a result that is no tensor, arguments that torch refuses.
 NOT_HERE = {"cudnn_convolution", "cudnn_convolution_transpose", "equal", "einsum"}
 REFUSED = {(F, "margin_ranking_loss")}
-MEANT = {"fp16": BF16, "bf16": BF16, "16": BF16, "fp32": FP32, "promote": FP32}
+MEANT = {**dict.fromkeys(("fp16", "bf16", "16"), "low"), "fp32": FP32, "promote": FP32}
 
 
 def _cases(lists):
-    """(op, arguments, the dtype that autocast gives) of PyTorch's own tests of autocast."""
+    """(op, arguments, the dtype that autocast gives, or "low") of PyTorch's own tests of autocast."""
     for key, cases in vars(lists).items():
         for op, args, *more in cases:
             stated = next((each for each in more if isinstance(each, torch.dtype)), None)
@@ -51,14 +52,16 @@ def _entry_points(key, op, args):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("low", [BF16, FP16])
 @pytest.mark.parametrize(
     "recipe, lists, count", [("autocast-cuda", AutocastTestLists, 150), ("autocast-cpu", AutocastCPUTestLists, 80)]
 )
-def test_autocasts_own_test_lists(recipe, lists, count):
+def test_autocasts_own_test_lists(recipe, lists, count, low):
     """PyTorch says in its tests which dtype autocast gives, for CUDA as well: here op by op, by every entry point."""
     wrong, seen = [], 0
-    with hmpx.activate(recipe):
+    with hmpx.activate({**asdict(read_recipe(recipe)), "low_precision": low}):
         for key, op, args, kwargs, expected in _cases(lists(torch.device("cpu"))):
+            expected = low if expected == "low" else expected
             places = list(_entry_points(key, op, args))
             assert places, op
             for owner, name in places:
@@ -85,9 +88,11 @@ class Mixed(nn.Module):
         return self.head(self.norm(x).mean(1)).softmax(-1).log()
 
 
-def test_a_whole_model_under_autocast_cpu_has_its_dtypes_and_bits():
+@pytest.mark.parametrize("low", [BF16, FP16])
+def test_a_whole_model_under_autocast_cpu_has_its_dtypes_and_bits(low):
     results = []
-    for region in (lambda: torch.autocast("cpu", dtype=BF16), lambda: hmpx.activate("autocast-cpu")):
+    recipe = {**asdict(read_recipe("autocast-cpu")), "low_precision": low}
+    for region in (lambda: torch.autocast("cpu", dtype=low), lambda: hmpx.activate(recipe)):
         torch.manual_seed(0)
         model, seen = Mixed(), []
         for module in model.modules():
@@ -104,7 +109,7 @@ def test_a_whole_model_under_autocast_cpu_has_its_dtypes_and_bits():
             optimizer.step()
         results.append((seen, [loss, *model.parameters()]))
     (dtypes, expected), (given, got) = results
-    assert given == dtypes and (nn.Conv2d, BF16) in dtypes and expected[0].dtype is got[0].dtype is FP32
+    assert given == dtypes and (nn.Conv2d, low) in dtypes and expected[0].dtype is got[0].dtype is FP32
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 

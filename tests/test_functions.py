@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hmpx
+from hmpx.oplist import shipped
 
 X, B = torch.randn(3, 3), torch.randn(3, 3).bfloat16()
 
@@ -186,3 +187,76 @@ def test_the_handle_and_the_log_tell_of_own_functions(lists, package, caplog):
         assert "mylib.ops.iou" in [patch.label for patch in handle.patched]
     assert "mylib.ops.iou, bf16: float32, float32 -> bfloat16, bfloat16" in caplog.text
     assert "in_fp32, fp32: bfloat16 -> float32" in caplog.text and __file__ in caplog.text
+
+
+TORCHVISION = {
+    "torchvision/__init__.py": "from torchvision import ops\n",
+    "torchvision/ops/__init__.py": "from .boxes import nms\nfrom .align import *\n",
+    "torchvision/ops/boxes.py": (
+        "def nms(boxes, scores, iou_threshold):\n    return boxes.dtype, scores.dtype\n"
+        "def batched_nms(boxes, scores, idxs, iou_threshold):\n    return nms(boxes, scores, iou_threshold)\n"
+    ),
+    "torchvision/ops/align.py": "".join(
+        f"def {name}(input, boxes, weight=None):\n    return input.dtype, boxes.dtype\n"
+        for name in ("deform_conv2d", "ps_roi_align", "ps_roi_pool", "roi_align", "roi_pool")
+    ),
+    "torchvision/ops/poolers.py": "from .align import roi_align as pool\n",
+}
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A package named torchvision, since the real one needs the torch that it was built beside."""
+    for path, text in TORCHVISION.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    forget()
+    yield lambda: importlib.import_module("torchvision.ops")
+    hmpx.restore()
+    forget()
+
+
+def forget():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+
+
+LISTS = ["default", "autocast-cpu", "autocast-cuda", "autocast-xla"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("folder", LISTS)
+def test_torchvisions_ops_are_in_fp32_as_its_own_autocast_has_them(stand_in, folder, before):
+    """Whether it is imported before `convert` or after, and by whatever name of its package they are called."""
+    if before:
+        stand_in()
+    sides = ("bf16", "fp32", "promote")
+    with hmpx.convert(**{f"{side}_file_path": shipped() / folder / f"{side}.txt" for side in sides}):
+        ops = stand_in()
+        boxes, poolers = (importlib.import_module(f"torchvision.ops.{name}") for name in ("boxes", "poolers"))
+        captured = ops.nms
+        results = [ops.nms(B, B, 0.5), boxes.nms(B, B, 0.5), boxes.batched_nms(B, B, X, 0.5), captured(B, B, 0.5)]
+        for name in ("deform_conv2d", "ps_roi_align", "ps_roi_pool", "roi_align", "roi_pool"):
+            results.append(getattr(ops, name)(B, B))
+        results += [poolers.pool(B, B)]
+    assert set(results) == {(torch.float32, torch.float32)}
+    after = [ops.nms(B, B, 0.5), boxes.batched_nms(B, B, X, 0.5), captured(B, B, 0.5), poolers.pool(B, B)]
+    assert set(after) == {(torch.bfloat16, torch.bfloat16)}
+    assert not hasattr(boxes.nms, "__wrapped__")
+
+
+def test_without_torchvision_nothing_is_said_for_the_shipped_lists(monkeypatch, lists, caplog):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with hmpx.convert() as handle:
+        assert not caplog.text and not any("torchvision" in line for line in handle.escaped)
+    with hmpx.convert(**lists(fp32="torchvision.ops.nms")) as handle:
+        assert "torchvision.ops.nms is not importable now" in caplog.text
+        assert any("torchvision.ops.nms is not imported yet" in line for line in handle.escaped)
+
+
+def test_an_import_in_the_middle_of_another_starts_no_sweep(stand_in, monkeypatch):
+    with hmpx.convert():
+        monkeypatch.setattr("hmpx.sweep.Sweep.everything", lambda sweep: pytest.fail("a sweep within an import"))
+        assert stand_in().nms(B, B, 0.5)[0] is torch.float32
+        monkeypatch.undo()

@@ -38,7 +38,9 @@ def test_a_step_by_element_takes_at_most_half_a_byte_per_parameter(cls, foreach)
         assert (peak - stays) / COUNT <= 0.5
 
 
-@pytest.mark.parametrize("weights, stays", [("stochastic", 8), ("nearest", 8), ("master", 12), ("split", 10)])
+@pytest.mark.parametrize(
+    "weights, stays", [("stochastic", 8), ("nearest", 8), ("master", 12), ("split", 10 + 2 / 32)]
+)  # a check of 2 bytes for 32 weights
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
 def test_what_stays_beside_weights_and_gradients(weights, stays, state_dtype):
     _, optimizer = prepared(optim.AdamW, [(2000, 2000)], fused=True)

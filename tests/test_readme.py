@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,14 +84,32 @@ def test_coming_from(system, language, before, after, monkeypatch, tmp_path):
     world["F"].cross_entropy(world["model"](world["inputs"]), world["targets"]).backward()
     world["optimizer"].step()
     assert not all(torch.equal(p, q) for p, q in zip(world["model"].parameters(), weights, strict=True))
-    assert world["model"](world["inputs"]).dtype is torch.bfloat16
+    in_fp16 = system == "NVIDIA apex"
+    assert world["model"](world["inputs"]).dtype is (torch.float16 if in_fp16 else torch.bfloat16)
 
 
-def test_the_two_commands_are_marked_and_ci_runs_the_second():
-    main = re.search(r"<!-- main command -->\n```bash\n(.*)\n```", README).group(1)
-    tests = re.search(r"<!-- test command -->\n```bash\n(.*)\n```", README).group(1)
-    assert "examples/charlm.py" in main and "pytest" in tests
-    assert "test command" in (ROOT / ".ci" / "run").read_text()
+def command_of(name):
+    return re.search(rf"<!-- {name} command -->\n```bash\n(.*)\n```", README).group(1)
+
+
+def test_the_commands_are_marked():
+    assert "examples/charlm.py" in command_of("main")
+    assert command_of("test").endswith("-m pytest -n 2 --dist loadgroup")
+    assert command_of("downstream test").endswith("-m pytest -n 2 --dist loadgroup tests/downstream")
+
+
+@pytest.mark.parametrize(
+    "first, second, said, succeeds",
+    [("echo 1", "echo 2", "1\n2\n", True), ("false", "echo 2", "", False), ("echo 1", "exit 5", "1\n", False)],
+)
+def test_ci_runs_both_test_commands_and_stops_at_one_that_fails(tmp_path, first, second, said, succeeds):
+    (tmp_path / ".ci").mkdir()
+    script = shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    marked = README.replace(command_of("downstream test"), second).replace(command_of("test"), first)
+    (tmp_path / "README.md").write_text(marked)
+    done = subprocess.run([script], capture_output=True, text=True)
+    assert (done.returncode == 0) is succeeds
+    assert "".join(line for line in done.stdout.splitlines(True) if line[0] != "+") == said
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -33,14 +34,60 @@ def test_dtypes_in_short_and_torchs_own(tmp_path):
     assert as_recipe({"dtype_map": {torch.float64: "fp32"}}).mapped() == {torch.float64: torch.float32}
 
 
-def test_nxds_defaults_depend_on_zero():
-    plain, zero = as_recipe({}), as_recipe({}, with_zero=True)
-    assert (plain.weights, plain.use_fp32_grad_acc, plain.use_master_weights_in_ckpt) == ("nearest", False, False)
-    assert (zero.weights, zero.use_fp32_grad_acc, zero.use_master_weights_in_ckpt) == ("master", True, False)
-    assert zero == read_recipe("nxd-standard") and zero.opt_level == "O1" and zero.parameter_dtype == "bfloat16"
-    off = as_recipe({"use_master_weights": False}, with_zero=True)
-    assert (off.weights, off.use_fp32_grad_acc) == ("nearest", True)
-    assert as_recipe(NXD).use_master_weights_in_ckpt
+SAMPLES = {
+    "opt_level": "O2", "bf16_file_path": "bf16.txt", "fp32_file_path": "fp32.txt", "promote_file_path": "promote.txt",
+    "bf16": ["linear"], "fp32": ["gelu"], "promote": [], "dtype_map": {"float64": "float32"},
+    "parameter_dtype": "float32", "module_dtypes": {"*.norm*": "float32"}, "weights": "split", "seed": 7,
+    "state_dtype": "bfloat16", "use_fp32_grad_acc": True, "use_master_weights_in_ckpt": True,
+    "release_gradients": True, "fused": True, "low_precision": "float16", "kernels": "float32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(hmpx.Recipe)])
+def test_a_key_means_the_same_in_a_file_and_in_a_dict(key, tmp_path, monkeypatch):
+    """That key is changed, and every other as it is without any."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump({key: SAMPLES[key]}))
+    read, made = read_recipe("one.yaml"), as_recipe({key: SAMPLES[key]})
+    assert read == made == as_recipe(tmp_path / "one.yaml") or key.endswith("_path")
+    value = tuple(SAMPLES[key]) if isinstance(SAMPLES[key], list) else SAMPLES[key]
+    assert read == dataclasses.replace(hmpx.Recipe(), **{key: value}) and value != getattr(hmpx.Recipe(), key)
+
+
+def test_nxds_keys_that_are_a_recipes_too_are_a_recipes(tmp_path):
+    """They change neither rounding nor lists, alone or together, in a file or in a dict, under ZeRO-1 or not."""
+    keys = {"use_fp32_grad_acc": True, "use_master_weights_in_ckpt": True}
+    (tmp_path / "both.yaml").write_text(yaml.safe_dump(keys))
+    (tmp_path / "none.yaml").write_text("{}")
+    for zero in (False, True):
+        assert as_recipe(keys, with_zero=zero) == as_recipe(tmp_path / "both.yaml", with_zero=zero)
+        assert as_recipe(keys, with_zero=zero) == dataclasses.replace(hmpx.Recipe(), **keys)
+        assert as_recipe({}, with_zero=zero) == as_recipe(tmp_path / "none.yaml", with_zero=zero) == hmpx.Recipe()
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("masters", [None, False, True])
+@pytest.mark.parametrize("gradients", [None, False, True])
+def test_nxds_own_configuration_has_nxds_defaults_which_depend_on_zero(zero, masters, gradients, tmp_path):
+    given = {"use_master_weights": masters, "use_fp32_grad_acc": gradients}
+    given = {key: value for key, value in given.items() if value is not None}
+    config = {"mixed_precision_config": given}
+    (tmp_path / "nxd.yaml").write_text(yaml.safe_dump(config))
+    recipe = hmpx.Recipe.from_nxd(given, with_zero=zero)
+    assert recipe == as_recipe(config, with_zero=zero) == as_recipe(tmp_path / "nxd.yaml", with_zero=zero)
+    held = zero if masters is None else masters
+    assert recipe.weights == ("master" if held else "nearest") and not recipe.use_master_weights_in_ckpt
+    assert recipe.use_fp32_grad_acc == (zero if gradients is None else gradients)
+    standard = read_recipe("nxd-standard")
+    assert dataclasses.replace(recipe, weights="master", use_fp32_grad_acc=True) == standard
+    assert hmpx.Recipe.from_nxd(NXD, with_zero=zero) == dataclasses.replace(standard, use_master_weights_in_ckpt=True)
+
+
+def test_nxds_configuration_in_words(capsys):
+    hmpx.explain({"mixed_precision_config": {"use_master_weights": True}})
+    own = capsys.readouterr().out
+    hmpx.explain(dataclasses.replace(read_recipe("nxd-standard"), use_fp32_grad_acc=False))
+    assert own == capsys.readouterr().out and "FP32 masters" in own
 
 
 @needs_grad_dtype
@@ -52,7 +99,7 @@ def test_nxds_standard_is_training_of_fp32_copies_with_fp32_gradients():
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     before = list(model.parameters())
-    prepared = hmpx.prepare(model, optimizer, NXD)
+    prepared = hmpx.prepare(model, optimizer, {"mixed_precision_config": NXD})
     assert prepared == (model, optimizer) and all(p is q for p, q in zip(model.parameters(), before, strict=True))
     assert tied is model[2].weight and tied.dtype is BF16
 
@@ -90,10 +137,11 @@ def _under(rank, how):
     model = _shard(model, "plain") if how == "fsdp2" else DistributedDataParallel(model)
     if how == "zero1":
         optimizer = ZeroRedundancyOptimizer(list(model.parameters()), optim.AdamW, lr=1e-2)
-        hmpx.prepare(model, optimizer, {})
+        hmpx.prepare(model, optimizer, {"mixed_precision_config": {}})
     else:
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        hmpx.prepare(model, optimizer, {"use_master_weights": True, "use_fp32_grad_acc": True})
+        config = {"use_master_weights": True, "use_fp32_grad_acc": True}
+        hmpx.prepare(model, optimizer, {"mixed_precision_config": config})
     for step in range(3):
         for micro in range(2):
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)).bfloat16()
@@ -125,7 +173,8 @@ def test_nxds_recipe_under_ddp_zero_and_fsdp():
 
 def _refused(rank):
     found = []
-    for config in ({"use_master_weights": bool(rank), "use_fp32_grad_acc": False}, "neuron-bf16-sr"):
+    nxds = {"mixed_precision_config": {"use_master_weights": bool(rank), "use_fp32_grad_acc": False}}
+    for config in (nxds, "neuron-bf16-sr"):
         model = nn.Linear(4, 4)
         replica = DistributedDataParallel(model)
         optimizer = optim.SGD(model.parameters(), lr=1e-2)
@@ -220,11 +269,17 @@ def test_fp32_parameters_are_not_attached(caplog):
         ({"module_dtypes": {"a": "fp8"}}, "module_dtypes, 'a' is 'fp8', none of float32, bfloat16"),
         ({"module_dtypes": ["a"]}, "not a mapping of modules' names to dtypes"),
         ({"use_fp32_grad_acc": 1}, "use_fp32_grad_acc is 1, none of true, false"),
-        ({"use_master_weights": True, "weights": "split"}, "NxD's key"),
-        ({"use_master_weights": False, "use_master_weights_in_ckpt": True}, "has no masters"),
+        ({"use_master_weights": True, "weights": "split"}, "'use_master_weights' is NxD's, and no key beside"),
+        ({"use_master_weights": True}, "stand in mixed_precision_config alone ({'mixed_precision_config': {'use"),
+        ({"use_master_weights": True}, "in a recipe's own terms it is weights: master"),
+        ({"mixed_precision_config": {}, "seed": 1}, "'mixed_precision_config' is NxD's, and no key beside"),
+        ({"mixed_precision_config": {"use_master_weight": True}}, "config; did you mean 'use_master_weights'"),
+        ({"mixed_precision_config": {"use_fp32_grad_acc": 1}}, "use_fp32_grad_acc is 1, neither true nor false"),
+        ({"mixed_precision_config": "O1"}, "mixed_precision_config is 'O1', not a mapping of use_master_weights, use_"),
+        ({"mixed_precision_config": NXD | {"use_master_weights": False}}, "has no masters"),
         ({"weights": "stochastic", "seed": -1}, "seed -1 is out of range"),
         ("nxd-standart", "there is no recipe 'nxd-standart'; did you mean 'nxd-standard'?"),
-        ("quite another", "there are apex-o1, autocast-cpu, autocast-cuda"),
+        ("quite another", "there are apex-o1, apex-o1-bf16, autocast-cpu, autocast-cuda"),
         ({"weights": "stochastic", "bf16_file_path": "nowhere.txt"}, "nowhere.txt: no such op list file"),
         (7, "a recipe is a name, a path or a dict, not a int"),
     ],
@@ -245,7 +300,10 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(recipe, message):
     "text, message",
     [
         ("opt_level: O1\nweigths: split\n", ":2: 'weigths' is no key of a recipe; did you mean 'weights'?"),
-        ("use_master_weights: true\n", ":1: 'use_master_weights' is no key of a recipe"),
+        ("use_master_weights: true\n", ":1: 'use_master_weights' is NxD's, and no key beside"),
+        ("seed: 1\nmixed_precision_config: {}\n", ":2: 'mixed_precision_config' is NxD's, and no key beside"),
+        ("\nmixed_precision_config: {weights: master}\n", ":2: 'weights' is no key of NxD's mixed_precision_config"),
+        ("mixed_precision_config: [1]\n", ":1: mixed_precision_config is [1], not a mapping"),
         ("state_dtype: float16\n", ":1: state_dtype is 'float16', none of float32, bfloat16"),
         ("seed: 1\nseed: 2\n", ":2: 'seed' stands here for the second time"),
         ("- weights\n", ":1: a recipe is a mapping"),

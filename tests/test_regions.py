@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
 import pytest
@@ -128,3 +129,45 @@ def test_an_old_script_with_one_line_changed(tmp_path):
         losses.append(loss.item())
     assert loss.dtype is torch.float32 and losses[-1] < losses[0] / 4
     assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O2", "02"])
+def test_hmps_o2_goes_on_beside_lists_and_says_so(level, tmp_path, caplog):
+    """A script of a released example, and the plugin that writes a zero for the letter."""
+    (tmp_path / "bf16.txt").write_text("softmax\n")
+    paths = {"bf16_file_path": str(tmp_path / "bf16.txt"), "fp32_file_path": tmp_path / "nowhere.txt"}
+    handle = hmp.convert(opt_level=level, **paths, isVerbose=False)
+    assert handle.policy.opt_level == "O2"
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+    assert torch.ones(2).bfloat16().softmax(0).dtype is torch.float32  # the list says otherwise, and is left aside
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"bf16_file_path={paths['bf16_file_path']!r} and fp32_file_path=" in told[-1] and "is ignored" in told[-1]
+    assert (len(told) == 2) == (level == "02") and (level == "O2" or "'02', with a zero, is read as 'O2'" in told[0])
+    hmpx.restore()
+    with pytest.raises(hmpx.OptLevelError):
+        hmpx.convert(opt_level=level, bf16_file_path=paths["bf16_file_path"])
+
+
+def test_hmps_01_is_o1_with_the_lists(tmp_path, caplog):
+    (tmp_path / "bf16.txt").write_text("softmax\n")
+    with hmp.convert("01", tmp_path / "bf16.txt", None, False, promote_file_path=None, enabled=True) as handle:
+        assert set(handle.policy.bf16) == {"softmax"} and "is read as 'O1'" in caplog.text
+        assert torch.ones(2).softmax(0).dtype is torch.bfloat16
+    caplog.clear()
+    with hmp.convert("O2", "", None), hmp.convert():
+        assert "WARNING" not in caplog.text  # nothing was given, so nothing is ignored
+    for wrong in ("O3", "0", "1", 2, None):
+        with pytest.raises(hmpx.OptLevelError, match="does not exist"):
+            hmp.convert(wrong)
+    with pytest.raises(hmpx.OptLevelError):
+        hmpx.convert("01")
+    with pytest.raises(TypeError, match="wrong"):
+        hmp.convert(wrong=1)
+
+
+def test_hmps_signature_is_hmps():
+    *named, more = inspect.signature(hmp.convert).parameters.values()
+    assert [(p.name, p.default) for p in named] == [
+        ("opt_level", "O1"), ("bf16_file_path", ""), ("fp32_file_path", ""), ("isVerbose", False)
+    ]  # fmt: skip
+    assert more.kind is more.VAR_KEYWORD

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 
 import pytest
 import torch
 from lion_pytorch import Lion
 from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +21,7 @@ from tests.test_sharding import digest
 
 BF16 = torch.bfloat16
 WAYS = ("stochastic", "master", "split")
+needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13")
 
 
 class Net(nn.Module):
@@ -108,6 +111,46 @@ def test_four_replicas_with_accumulation_in_a_region():
     assert len(set(ranks.run(4, _replicas_of_four))) == 1
 
 
+def _gradients_after(rank, how, options):
+    """Gradients of a replica whose optimizer accumulated in FP32 for two passes, and beside them torch's own."""
+    found = []
+    for attached in (True, False):
+        replica = DistributedDataParallel(Net(), **options)
+        optimizer = optim.SGD(replica.named_parameters(), lr=1e-3)
+        hooks = dict(replica._forward_pre_hooks)
+        if attached:
+            handle = hmpx.attach(optimizer, use_fp32_grad_acc=True)
+        gradients = []
+        for step in range(5):
+            if step == 2 and attached:
+                if how == "detached":
+                    handle.detach()
+                    assert replica._forward_pre_hooks == hooks and not replica._comm_hooks
+                else:  # collected as garbage
+                    del handle, optimizer
+                    gc.collect()
+            replica.zero_grad()
+            replica(inputs(step, 0, rank)).square().sum().backward()
+            if step >= 2:
+                gradients.append([p.grad.clone() for p in replica.parameters()])
+        assert replica._forward_pre_hooks == hooks and not replica._comm_hooks
+        found.append(gradients)
+    replica.register_comm_hook(None, default_hooks.allreduce_hook)  # torch takes one for each reducer
+    (ours, theirs) = found
+    return all(
+        a.dtype is b.dtype and torch.equal(a, b)
+        for x, y in zip(ours, theirs, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("how", ["detached", "collected"])
+def test_a_replica_reduces_as_torch_does_when_nobody_accumulates_in_fp32_any_more(how, options):
+    assert ranks.run(2, _gradients_after, how, options) == [True, True]
+
+
 def _fp32_gradients(rank, options, net):
     """Three micro-batches; each gradient beside the FP32 sum over micro-batches and ranks, made by hand."""
     model = Net(**net)
@@ -148,9 +191,6 @@ def _fp32_gradients(rank, options, net):
     replica(inputs(0, 0, rank)).sum().backward()
     right.append(model.first.weight.grad.dtype is BF16 and bool(model.first.weight.grad.any()))
     return right, digest(dict(model.named_parameters()))
-
-
-needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13")
 
 
 @needs_grad_dtype

@@ -225,3 +225,12 @@ def test_the_numpy_twin_of_the_quality_tests_is_the_kernel():
     fraction = np.array([b & 0xFFFF for b in bits_of(x)])
     up = hmpx.stochastic_round(x, **KEYS).float().numpy() > x.numpy()
     assert np.array_equal(up, (fraction + numbers >= 0x10000))
+
+
+def test_elements_past_the_last_one_that_has_a_number_are_refused():
+    x = torch.full((5,), 1.001)
+    last = hmpx.stochastic_round(x, seed=1, step=2, name="w", offset=2**64 - 5)
+    assert last.shape == (5,)
+    for offset in (2**64 - 4, 2**64 - 1):
+        with pytest.raises(hmpx.HmpxError, match=r"offset \d+ and 5 elements reach past element 2\*\*64 - 1"):
+            hmpx.stochastic_round(x, seed=1, step=2, name="w", offset=offset)

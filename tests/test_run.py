@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hmpx.__main__ import main
+from hmpx.activation import module_that_runs
 from hmpx.environment import recipe_of
 from hmpx.errors import HmpxError
 from hmpx.recipe import recipe_names
@@ -63,7 +64,8 @@ if __name__ == "__main__":
     print(train(), sys.argv[1:])
 '''
 DTYPES = {  # of the weights, the loss and the state
-    **dict.fromkeys(("apex-o1", "autocast-cpu", "autocast-cuda", "autocast-xla", "hmp-o1", "hmp-o2"), "float32 " * 3),
+    **dict.fromkeys(("apex-o1", "apex-o1-bf16", "hmp-o1", "hmp-o2"), "float32 " * 3),
+    **dict.fromkeys(("autocast-cpu", "autocast-cuda", "autocast-xla"), "float32 " * 3),
     **dict.fromkeys(("neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "nxd-standard"), "bfloat16 float32 float32 "),
     "lean": "bfloat16 float32 bfloat16 ",
     **dict.fromkeys(("torchao-bf16-sr", "xla-use-bf16", "xla-downcast-bf16"), "bfloat16 " * 3),
@@ -230,7 +232,42 @@ def test_hmpx_recipe_serves_a_script_that_imports_hmpx(script, tmp_path):
     arguments = dict(module=(tmp_path / "imports.py",), HMPX_RECIPE="neuron-bf16-sr")
     assert call(**arguments)[0] == call("--recipe", "neuron-bf16-sr", script)[0]
     wrong = {**arguments, "HMPX_RECIPE": "neuron-bf16-rs"}
-    assert "there is no recipe 'neuron-bf16-rs'; did you mean 'neuron-bf16-sr'?" in call(**wrong, good=False)[1]
+    said = "hmpx: HMPX_RECIPE=neuron-bf16-rs: there is no recipe 'neuron-bf16-rs'; did you mean 'neuron-bf16-sr'?\n"
+    assert call(**wrong, good=False) == ("", said)  # one line, and the script has not begun
+
+
+def test_a_wrong_hmpx_recipe_is_a_matter_of_the_shell_command_however_python_was_told_to_run_it(script):
+    """`torchrun` says ``-u -m``."""
+    told = "-uB", "-Wignore", "-X", "dev", "-m", "hmpx"
+    _, err = call("run", script, module=told, good=False, HMPX_RECIPE="nowhere")
+    assert err.startswith("hmpx: there is no recipe 'nowhere'") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "line, module",
+    [
+        ("-m hmpx run x.py", "hmpx"),
+        ("-u -m hmpx", "hmpx"),
+        ("-um hmpx", "hmpx"),
+        ("-mhmpx", "hmpx"),
+        ("-uBmhmpx --recipe x", "hmpx"),
+        ("-W error -X dev -m hmpx", "hmpx"),
+        ("-Werror -Xdev -m hmpx", "hmpx"),
+        ("-Wm -m hmpx", "hmpx"),
+        ("--check-hash-based-pycs never -OO -m hmpx.__main__", "hmpx.__main__"),
+        ("-m other -m hmpx", "other"),
+        ("train.py -m hmpx", None),
+        ("-u train.py -m hmpx", None),
+        ("-c code -m hmpx", None),
+        ("-ccode -m hmpx", None),
+        ("- -m hmpx", None),
+        ("-X m", None),
+        ("-m", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_which_module_an_interpreter_runs(line, module):
+    assert module_that_runs(line.split()) == module
 
 
 EN, SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"

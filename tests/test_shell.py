@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+import torch
 
+import hmpx
 from hmpx.__main__ import main
 
 
@@ -57,7 +60,8 @@ def test_check_passes_the_shipped_lists(capsys):
         (["add"], ["promote: listed at", "nothing is patched", "Tensor.__radd__", "Tensor.add_"]),
         (["cross_entropy_loss"], ["cross_entropy_loss is cross_entropy"]),
         (["multiply"], ["bf16: as mul"]),
-        (["lstm"], ["first input: in no list"]),
+        (["lstm"], ["bf16: in no list; follows linear, listed at"]),
+        (["huber_loss"], ["first input: in no list"]),
         (["exp"], ["exp"]),
         (["tanh"], ["none: in no list"]),
         (["softmax", "--opt-level", "O2"], ["fp32: decided by opt_level O2"]),
@@ -108,3 +112,13 @@ def test_bench_sets_casts_and_models_beside_autocast(capsys, tmp_path):
     assert (
         step["hmpx/autocast"] == pytest.approx(step["hmpx ms"] / step["autocast ms"]) and "hmpx cached ms" in inference
     )
+
+
+def test_version_and_help(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"hmpx {hmpx.__version__}, torch {torch.__version__}\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", hmpx.__version__)
+    status, out, err = run(capsys)
+    assert status == 0 and not err and all(command in out for command in ("run", "ops", "check", "explain", "bench"))

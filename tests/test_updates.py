@@ -395,7 +395,7 @@ def test_nothing_of_the_watch_stays_behind():
     optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     functions = {cls: vars(cls).get("step") for cls in optim.Optimizer.__subclasses__()}
     profile = optim.Optimizer.profile_hook_step
-    cells = {id(cell): cell.cell_contents for cell in steps._cells()}
+    cells = {id(cell): cell.cell_contents for _, cell in steps._cells()}
     with hmpx.convert(), hmpx.disable_casts():
 
         class Late(optim.SGD):
@@ -409,9 +409,9 @@ def test_nothing_of_the_watch_stays_behind():
         assert late.param_groups[0]["hmpx_step"] == 1  # once, although it calls its parent's step
     assert optim.Optimizer.profile_hook_step is profile
     assert {cls: vars(cls).get("step") for cls in functions} == functions
-    after = {id(cell): cell.cell_contents for cell in steps._cells()}
+    after = {id(cell): cell.cell_contents for _, cell in steps._cells()}
     assert all(after[key] is function for key, function in cells.items() if key in after)
-    assert not any(hasattr(cell.cell_contents, "__hmpx_original__") for cell in steps._cells())
+    assert not any(hasattr(cell.cell_contents, "__hmpx_original__") for _, cell in steps._cells())
 
 
 def test_nearest_rounding_that_nobody_asked_for_is_warned_of_once(monkeypatch, caplog):

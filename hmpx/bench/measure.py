@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from hmpx.fp32_kernels import capability
+
 
 @dataclass
 class Row:
@@ -99,7 +101,9 @@ def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> fl
 def where(device: torch.device) -> str:
     """The surroundings, for a title."""
     threads = torch.get_num_threads()
-    return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}" if device.type == "cpu" else device.type
+    if device.type != "cpu":
+        return device.type
+    return f"cpu ({capability()}), {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _wait(device: torch.device) -> None:

@@ -113,5 +113,6 @@ def _rows(title: str, times: dict[str, dict[str, float]]) -> list[measure.Row]:
         taken = {way: works[work] for way, works in times.items() if work in works}
         figures = {f"{way} ms": 1e3 * seconds for way, seconds in taken.items()}
         ratios = {f"{way}/autocast": taken[way] / taken["autocast"] for way in ("hmpx", _CACHED) if way in taken}
+        ratios["hmpx/torch"] = taken["hmpx"] / taken["torch"]
         rows.append(measure.Row(f"{title}, {work}", figures | ratios))
     return rows

@@ -98,6 +98,22 @@ void join_halves(const uint16_t *restrict upper, const int16_t *restrict lower, 
       out[j] = ((uint32_t)upper[j] << 16) + (uint32_t)(int32_t)lower[j];)
 }
 
+/* checks.py: 16 bits for each `block` of weights. */
+void block_checks(const uint16_t *restrict weights, uint16_t *restrict checks, const uint32_t *restrict multipliers,
+                  int64_t n, int64_t block, int threads) {
+  _Pragma("omp parallel for schedule(static) num_threads(threads) if (n > PARALLEL_FROM)")
+  for (int64_t b = 0; b < (n + block - 1) / block; b++) {
+    const uint16_t *restrict of = weights + b * block;
+    int64_t count = n - b * block < block ? n - b * block : block;
+    uint32_t sum = 0;
+    if (count == 32) /* a number that the compiler can unroll */
+      for (int64_t j = 0; j < 32; j++) sum += of[j] * multipliers[j];
+    else
+      for (int64_t j = 0; j < count; j++) sum += of[j] * multipliers[j];
+    checks[b] = (uint16_t)(sum >> 16);
+  }
+}
+
 /* A master, or the weight where that is not what the master rounds to. */
 void follow_weights(const float *restrict masters, const uint16_t *restrict weights, float *restrict out, int64_t n,
                     int threads) {

@@ -1,12 +1,12 @@
 """The CPU kernels in C, compiled on first use where a C compiler is found.
 
-The compiled library is kept in ``$HMPX_CACHE_DIR``, else ``$XDG_CACHE_HOME/hmpx``, else ``~/.cache/hmpx``, under a name
-that holds the source, the compiler and the CPU. It is written beside and renamed, so processes may build at once.
-Without a compiler, or with ``HMPX_NATIVE=0``, the eager kernel does the work; the log (level INFO) says why.
+The compiled library is kept (`cache`) under a name that holds the source, the compiler and the CPU. Without a compiler,
+or with ``HMPX_NATIVE=0``, the eager kernel does the work; the log (level INFO) says why.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from hmpx.kernels.cache import Refused, open_cache, say
 
 logger = logging.getLogger("hmpx")
 
@@ -48,6 +50,7 @@ _SIGNATURES = {
     "split_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "join_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "follow_weights": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
+    "block_checks": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
     "adam": (*(_Numbers,) * 4, _INT64, *(_FLOAT,) * 9, _INT),
     "sgd": (*(_Numbers,) * 3, _INT64, *(_FLOAT,) * 5, _INT, _FLOAT, _INT),
 }
@@ -77,6 +80,12 @@ def sgd(weight: Held, grad: Held, buffer: Held, *numbers: float) -> None:
 def _numbers(held: Held) -> _Numbers:
     tensor, key = held
     return _Numbers() if tensor is None else _Numbers(tensor.data_ptr(), tensor.dtype is torch.bfloat16, key)
+
+
+def block_checks(weights: torch.Tensor, out: torch.Tensor, multipliers: torch.Tensor) -> None:
+    """`updates/checks.py` says what of. `weights`: BF16 that `can_read`; `multipliers`: one for each of a block."""
+    pointers = (tensor.data_ptr() for tensor in (weights, out, multipliers))
+    library().block_checks(*pointers, weights.numel(), multipliers.numel(), torch.get_num_threads())
 
 
 def call(name: str, *tensors: torch.Tensor) -> None:
@@ -125,34 +134,29 @@ def _build() -> ctypes.CDLL:
 def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
     built = _SOURCE.read_bytes(), *(part.encode() for part in (compiler, _cpu(), *_FLAGS, *variant))
     name = f"native-{hashlib.sha256(b'|'.join(built)).hexdigest()[:16]}.so"
-    cache = _cache()
-    if cache is not None and (cache / name).exists():
-        return ctypes.CDLL(str(cache / name))
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        unlinked, linked = f"{folder}/native.o", f"{folder}/{name}"
-        _run(compiler, *_FLAGS, *variant, str(_SOURCE), "-o", unlinked)
-        _run(compiler, "-shared", unlinked, "-lm", "-o", linked)
-        loaded = ctypes.CDLL(linked)
-        if cache is not None:
-            os.replace(linked, cache / name)
-    return loaded
+    with open_cache() or contextlib.nullcontext() as cache:
+        try:
+            kept = cache and cache.load(name)
+        except Refused as refused:
+            say(refused)
+            kept = cache = None
+        if kept is not None:
+            return kept
+        with tempfile.TemporaryDirectory() as folder:  # for its owner alone
+            unlinked, linked = f"{folder}/native.o", f"{folder}/{name}"
+            _run(compiler, *_FLAGS, *variant, str(_SOURCE), "-o", unlinked)
+            _run(compiler, "-shared", unlinked, "-lm", "-o", linked)
+            with contextlib.suppress(OSError):  # no room, say
+                if cache is not None:
+                    cache.keep(linked, name)
+                    return cache.load(name)
+            return ctypes.CDLL(linked)
 
 
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise OSError(f"{command[0]} failed: {done.stderr.strip()[:300]}")
-
-
-def _cache() -> Path | None:
-    """A folder that lasts, or None."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get("HMPX_CACHE_DIR") or Path(home) / "hmpx")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder if os.access(folder, os.W_OK) else None
-    except OSError:
-        return None
 
 
 def _cpu() -> str:

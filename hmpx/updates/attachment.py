@@ -13,16 +13,20 @@ import torch
 import torch.distributed as dist
 
 from hmpx import scope
+from hmpx.changes import MISSING, Attribute, take_back
 from hmpx.errors import HmpxError
-from hmpx.updates import steps, zero
-from hmpx.updates.agreement import compare, in_job
+from hmpx.updates import counting, released, state, steps, zero
+from hmpx.updates.agreement import compare
 from hmpx.updates.checkpoints import Checkpoints
+from hmpx.updates.claims import Claim
+from hmpx.updates.counting import SEED_KEY
 from hmpx.updates.fused import FUSED
-from hmpx.updates.gradients import accumulate_in_fp32, refuse_ddp, replicas
+from hmpx.updates.gradients import end_unused_exchanges, replicas
+from hmpx.updates.methods import writing_methods
 from hmpx.updates.names import given_names, named, parameters
 from hmpx.updates.reach import REACH, reach_of
 from hmpx.updates.settings import Settings
-from hmpx.updates.stepping import SEED_KEY, STEP_KEY, WeightUpdates, has_bf16
+from hmpx.updates.stepping import WeightUpdates, has_bf16
 from hmpx.updates.weights import Stochastic
 
 logger = logging.getLogger("hmpx")
@@ -42,9 +46,11 @@ class Attachment:
         self.settings = settings
         self._optimizer = weakref.ref(optimizer)  # which holds this: no cycle, so it dies when its user lets it go
         self._updates = WeightUpdates(settings, names)
-        self._undo = contextlib.ExitStack()  # what puts parameters, hooks and attributes back
-        self._adopted: set[Parameter] = set()
-        self._released: set[Parameter] = set()
+        self._undo = contextlib.ExitStack()  # what puts parameters and hooks back
+        # The attachment holds the optimizer while a step is open, and a parameter outlives it.
+        release = functools.partial(_call, weakref.WeakMethod(self._release)) if settings.release_gradients else None
+        self._claim = Claim(fp32=settings.use_fp32_grad_acc, release=release)
+        self._adopted: dict[Parameter, torch.dtype] = {}
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -81,19 +87,21 @@ class Attachment:
         self._outer = weakref.ref(outer or self.optimizer)
         steps.install()
         self._gone = weakref.finalize(self.optimizer, _forgotten, self._undo)
-        added = {steps.ATTRIBUTE: self, "__reduce_ex__": functools.partial(_reduce, self._optimizer)}
-        for name in _other_steps(self.optimizer):
-            added[name] = functools.partial(_other_step, self._optimizer, name)
-        vars(self.optimizer).update(added)
-        self._added = list(added)
+        methods = {"__reduce_ex__": functools.partial(_reduce, self._optimizer)}
+        for name in writing_methods(type(self.optimizer)):
+            methods[name] = functools.partial(_other_step, self._optimizer, name)
+        own = vars(self.optimizer)
+        self._added = {name: (method, own.get(name, MISSING)) for name, method in methods.items()}
+        own.update({steps.ATTRIBUTE: self, **methods})
         try:
-            checkpoints = Checkpoints(self._updates)
-            checkpoints.register(self.optimizer, self._undo)
+            self._checkpoints = Checkpoints(self._updates)
+            self._checkpoints.register(self.optimizer, self._undo)
             if outer not in (None, self.optimizer):
-                zero.follow_loads(outer, checkpoints, self._undo)
+                zero.follow_loads(outer, self._checkpoints, self._undo)
+            self._undo.callback(_end, self._claim, self._adopted)
             self.adopt()
             if self.settings.seed is not None:
-                self.optimizer.param_groups[0][SEED_KEY] = self.settings.seed
+                counting.keep(self.optimizer, **{SEED_KEY: self.settings.seed})
         except BaseException:
             self._remove()
             raise
@@ -101,43 +109,52 @@ class Attachment:
     def _remove(self) -> None:
         self._gone.detach()
         self._undo.close()
-        for name in self._added:
-            vars(self.optimizer).pop(name, None)
+        vars(self.optimizer).pop(steps.ATTRIBUTE, None)
+        for name, (ours, before) in self._added.items():  # no `Changes`, which would hold the optimizer
+            take_back(Attribute(self.optimizer, name, f"{type(self.optimizer).__name__}.{name}"), ours, before)
         steps.uninstall()
 
     def adopt(self) -> None:
-        """Take over parameters that are new in the optimizer."""
-        new = [p for p in parameters(self._outer() or self.optimizer) if p not in self._adopted]
-        if self.settings.use_fp32_grad_acc:
-            accumulate_in_fp32([p for p in new if p.dtype is BF16 and p.requires_grad], self._undo)
-        refuse = refuse_ddp("release_gradients")
-        for p in new:
-            self._adopted.add(p)
-            if self.settings.release_gradients and p.requires_grad:
-                if in_job():
-                    self._undo.callback(p.register_post_accumulate_grad_hook(refuse).remove)
-                self._undo.callback(p.register_post_accumulate_grad_hook(self._release).remove)
-            if p.dtype is BF16:
-                steps.keep_fp32_state(p, True)
-                self._undo.callback(steps.keep_fp32_state, p, False)
+        """Follow what the optimizer holds by now: parameters that came, went, or were cast."""
+        now = dict.fromkeys(parameters(self._outer() or self.optimizer))
+        gone = [p for p in self._adopted if p not in now]
+        for p in gone:
+            del self._adopted[p]
+        self._claim.drop(gone)
+        released.finish(gone)
+        new = [p for p in now if p not in self._adopted]
+        cast = [p for p, dtype in self._adopted.items() if p.dtype is not dtype]
+        for p in cast:
+            if self._adopted[p] is BF16:
+                self._updates.leave(self.optimizer, p)
+        self._adopted.update((p, p.dtype) for p in new + cast)
+        self._claim.take(new)
+        self._claim.settle(cast)
+
+    def load_last(self, optimizer: Optimizer) -> None:
+        """See `Checkpoints.load_last`."""
+        if optimizer is self.optimizer:  # and no copy that took every attribute along
+            self._checkpoints.load_last(optimizer)
 
     def step(self, optimizer: Optimizer, step: Any, args: tuple, kwargs: dict, seed: int | None) -> Any:
         """Run the optimizer's own `step` function as the settings say."""
         if optimizer is not self.optimizer:  # a copy that took every attribute along
             return _attached_anew(optimizer, self).step(optimizer, step, args, kwargs, seed)
+        self.adopt()
         result = self._updates.step(optimizer, step, args, kwargs, seed)
-        self._released.clear()
+        released.finish(self._adopted)
         return result
 
     def _release(self, p: Parameter) -> None:
-        if p in self._released:
+        if released.is_released(p):
             raise HmpxError(
                 "release_gradients: a second gradient before optimizer.step(). Each parameter has stepped in backward, "
                 "so gradients cannot accumulate over several; after a backward that failed, call optimizer.step() too"
             )
+        if not self._updates.is_open:
+            self.adopt()
         steps.step_alone(self.optimizer, self._updates, p)
-        p.grad = None
-        self._released.add(p)
+        released.release(p, self.optimizer)
 
 
 def attach(
@@ -170,7 +187,7 @@ def attach(
         use_fp32_grad_acc: gradients of BF16 parameters accumulate in FP32 (torch's `grad_dtype`, 2.13 or newer).
         use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
         release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then
-            finishes the step. Same bits. Not for accumulation, gradient clipping or GradScaler.
+            finishes the step. Same bits. Not for accumulation, gradient clipping or GradScaler, which raise.
         fused: Adam, AdamW and SGD run in one kernel of hmpx's own. Faster; the order of its operations is its own, so
             results agree with torch's to rounding and not to the bit.
         process_group: in a distributed job, the ranks that hold the same optimizer; all of them must attach. None: all
@@ -213,7 +230,7 @@ def attached(optimizer: Optimizer) -> Attachment | None:
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Make an attached optimizer a plain torch one again; without an attachment, nothing happens.
+    """Make an attached optimizer, or one that has stepped in regions, a plain torch one again; else nothing happens.
 
     Its state goes to the dtype of each parameter, as torch's own `load_state_dict` does, and masters are dropped: save
     `state_dict()` before if you want them back.
@@ -223,15 +240,11 @@ def detach(optimizer: Optimizer) -> None:
     optimizer, attachment = zero.inner(optimizer) or optimizer, attached(optimizer)
     if attachment is not None:
         attachment._remove()
+        end_unused_exchanges()
         attachment._updates.release_state(optimizer)
-        for group in optimizer.param_groups:
-            for key in (STEP_KEY, SEED_KEY):
-                group.pop(key, None)
-
-
-def _other_steps(optimizer: Optimizer) -> list[str]:
-    """Methods beside `step` that rewrite the weights: schedule-free optimizers move between two points by them."""
-    return [name for name in ("train", "eval") if callable(getattr(type(optimizer), name, None))]
+        counting.remove(optimizer)
+    elif steps.allow_plain_steps(optimizer):
+        state.settle(optimizer, BF16)
 
 
 def _other_step(reference: weakref.ref, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -267,6 +280,17 @@ def _check(optimizer: Optimizer, settings: Settings) -> None:
         raise HmpxError(f"use_fp32_grad_acc needs torch 2.13 or newer (Tensor.grad_dtype), not {torch.__version__}")
 
 
+def _call(reference: weakref.WeakMethod, p: Parameter) -> None:
+    method = reference()
+    if method is not None:
+        method(p)
+
+
+def _end(claim: Claim, adopted: dict[Parameter, torch.dtype]) -> None:
+    claim.end()
+    released.finish(adopted)
+
+
 def _forgotten(undo: contextlib.ExitStack) -> None:
     """The optimizer is gone: its parameters are as they were."""
     undo.close()
@@ -274,7 +298,7 @@ def _forgotten(undo: contextlib.ExitStack) -> None:
 
 
 def _attached_anew(optimizer: Optimizer, original: Attachment) -> Attachment:
-    for name in original._added:
+    for name in (steps.ATTRIBUTE, *original._added):
         vars(optimizer).pop(name, None)
     attachment = Attachment(optimizer, original.settings, original._updates.names)
     attachment._install()
@@ -286,17 +310,18 @@ def _reduce(reference: weakref.ref, protocol: int) -> tuple:
     optimizer = reference()
     attached = vars(optimizer)[steps.ATTRIBUTE]
     updates = attached._updates
-    updates.way.forget_written()
-    state = {key: value for key, value in optimizer.__getstate__().items() if key not in attached._added}
+    if counting.numbers(optimizer):
+        counting.keep(optimizer)
+    added = {steps.ATTRIBUTE, *attached._added}
+    state = {key: value for key, value in optimizer.__getstate__().items() if key not in added}
     return _rebuild, (type(optimizer), state, attached.settings, updates.names, updates.way)
 
 
 def _rebuild(cls: type, state: dict, settings: Settings, names: dict, way: Stochastic) -> Optimizer:
     optimizer = cls.__new__(cls)
     optimizer.__setstate__(state)
+    counting.forget(optimizer)
     attachment = Attachment(optimizer, settings, names)
     attachment._updates.way = way
-    for p in parameters(optimizer):
-        way.accept(p)
     attachment._install()
     return optimizer

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hmpx.errors import HmpxError
-from hmpx.sharding import is_sharded
+from hmpx.sharding import is_sharded, local
+from hmpx.updates import counting
+from hmpx.updates.counting import SEED_KEY, STEP_KEY
 from hmpx.updates.names import parameters
-from hmpx.updates.stepping import MASTER_KEY, SEED_KEY, STEP_KEY, WeightUpdates
+from hmpx.updates.stepping import MASTER_KEY, WeightUpdates
 from hmpx.updates.weights import Run
 
 logger = logging.getLogger("hmpx")
@@ -30,6 +34,8 @@ class Checkpoints:
         self._updates, self._settings = updates, updates.settings
         self._incoming: dict[int, torch.Tensor] = {}
         self._complete = self._saw_state_dict = False
+        self._is_own, self._stepped = False, True
+        self._loading_handle: RemovableHandle | None = None
 
     def register(self, optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
         """Install the hooks; `undo` removes them.
@@ -41,9 +47,12 @@ class Checkpoints:
             if wanted:
                 raise HmpxError(f"{type(optimizer).__name__} has no state_dict hooks to put masters into a checkpoint")
             return
+        self._saved_handle = optimizer.register_state_dict_post_hook(self._saved)
+        self._loading_handle = optimizer.register_load_state_dict_pre_hook(self._loading)
         for handle in (
-            optimizer.register_state_dict_post_hook(self._saved),
-            optimizer.register_load_state_dict_pre_hook(self._loading, prepend=True),
+            self._saved_handle,
+            self._loading_handle,
+            optimizer.register_state_dict_pre_hook(self._saving),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ):
             undo.callback(handle.remove)
@@ -52,6 +61,18 @@ class Checkpoints:
             if not self._saw_state_dict:
                 raise HmpxError(f"{type(optimizer).__name__}.state_dict runs no hooks, so it would hold no masters")
 
+    def load_last(self, optimizer: Optimizer) -> None:
+        """A load begins: what hooks of the user make of the checkpoint, whenever they came, is what is taken over."""
+        if self._loading_handle is not None:
+            optimizer._optimizer_load_state_dict_pre_hooks.move_to_end(self._loading_handle.id)
+
+    def _saving(self, optimizer: Optimizer) -> None:
+        """Hooks of the user see the masters, and may rename or move them."""
+        optimizer._optimizer_state_dict_post_hooks.move_to_end(self._saved_handle.id, last=False)
+        known = counting.numbers(optimizer)
+        if known:
+            counting.keep(optimizer)
+
     @torch.no_grad()
     def _saved(self, optimizer: Optimizer, state_dict: dict) -> None:
         self._saw_state_dict = True
@@ -59,7 +80,7 @@ class Checkpoints:
             return
         state_dict["param_groups"][0][HELD_KEY] = True  # also where no master says more than its weight
         index = {p: i for i, p in enumerate(parameters(optimizer))}
-        stateless = STEP_KEY in optimizer.param_groups[0] and not state_dict["state"]
+        stateless = STEP_KEY in counting.numbers(optimizer) and not state_dict["state"]
         for run in self._updates.runs(optimizer):
             masters, i = self._updates.way.masters(run), index[run.param]
             # A parameter that has no state yet must not seem to have some: optimizers look for "no state" to make it.
@@ -67,6 +88,9 @@ class Checkpoints:
                 state_dict["state"][i] = {**state_dict["state"].get(i, {}), MASTER_KEY: masters}
 
     def _loading(self, optimizer: Optimizer, state_dict: dict) -> dict:
+        steps = state_dict["param_groups"][0].get(STEP_KEY)
+        self._stepped = bool(state_dict["state"] if steps is None else steps)
+        self._is_own = _is_present_state(optimizer, state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = dict(zip(ids, parameters(optimizer), strict=False))
         self._incoming, state = {}, {}
@@ -91,11 +115,13 @@ class Checkpoints:
 
     @torch.no_grad()
     def _loaded(self, optimizer: Optimizer) -> None:
+        counting.forget(optimizer)
         params = dict(zip(self._ids, parameters(optimizer), strict=True))
         incoming, self._incoming = {params[i]: masters for i, masters in self._incoming.items()}, {}
         if self._settings.seed is not None:
-            optimizer.param_groups[0][SEED_KEY] = self._settings.seed
+            counting.keep(optimizer, **{SEED_KEY: self._settings.seed})
         self._take(incoming)
+        self._is_own, self._stepped = False, True
 
     @torch.no_grad()
     def take_from_state(self, optimizer: Optimizer) -> None:
@@ -112,11 +138,13 @@ class Checkpoints:
                     self._settings.weights,
                 )
             return
+        if self._is_own and not incoming:
+            return  # a wrapper loads what it has just asked for: the masters that are here belong to it
         way = self._updates.way
         way.forget()
         for p, masters in incoming.items():
             way.set_masters(p, masters)
-        if not incoming and not self._complete:
+        if not incoming and not self._complete and self._stepped:
             logger.warning(
                 "hmpx: the checkpoint has no masters (it was saved without use_master_weights_in_ckpt, or with other "
                 "weights): what was below BF16's precision is lost, the masters start from the BF16 weights"
@@ -126,3 +154,33 @@ class Checkpoints:
 def _tell_more(run: Run, masters: torch.Tensor) -> bool:
     """Whether masters say more than the weights. Of a shard no rank may say so alone."""
     return not is_sharded(run.param) and not torch.equal(masters, run.param.float())
+
+
+def _is_present_state(optimizer: Optimizer, state_dict: dict) -> bool:
+    """Whether a checkpoint is what the optimizer holds already: of before its first step, or with the same state.
+
+    After a step, an optimizer that keeps no state has nothing to tell it by.
+    """
+    first = state_dict["param_groups"][0]
+    if any(first.get(key) != optimizer.param_groups[0].get(key) for key in (STEP_KEY, SEED_KEY)):
+        return False
+    index = {p: i for i, p in enumerate(parameters(optimizer))}
+    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    if len(ids) != len(index):
+        return False
+    held = {ids[index[p]]: values for p, values in optimizer.state.items() if p in index}
+    if not held and not state_dict["state"]:
+        return not first.get(STEP_KEY)
+    return _equal(held, state_dict["state"])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Of values that optimizers keep; False where they are of a kind that nobody can tell."""
+    if one is other:
+        return True
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and is_sharded(one) == is_sharded(other):
+        a, b = local(one), local(other)
+        return type(a) is type(b) and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
+    return type(one) is type(other) and isinstance(one, int | float | str) and one == other

@@ -27,7 +27,8 @@ class Footprint:
         weights, gradients: between backward and step. Released gradients count as none.
         buckets: in which DistributedDataParallel exchanges gradients, unless they are views of it
             (``gradient_as_bucket_view=True``, not with use_fp32_grad_acc).
-        masters: beside the weights, 4 (FP32) or 2 (the lower halves).
+        masters: beside the weights, 4 (FP32) or 2.0625 (the lower halves and their checks; 4 for parameters of at most
+            4096 elements).
         state: of the optimizer, between two steps.
         slice: in a step, for each element of a slice: FP32 weight and gradient, FP32 state where it is held in BF16,
             and two temporaries of torch's own. `hmpx.updates.slices` has the size of a slice.
@@ -36,7 +37,7 @@ class Footprint:
     weights: int
     gradients: int
     buckets: int
-    masters: int
+    masters: float
     state: int
     slice: int
 
@@ -64,12 +65,11 @@ def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footpr
         return Footprint(_FP32, _FP32, _FP32, 0, states * _FP32, 0)
     wide_gradients = settings.use_fp32_grad_acc
     narrow_state = settings.state_dtype is torch.bfloat16
-    beside = WAYS[settings.weights].beside
     return Footprint(
         weights=dtype.itemsize,
         gradients=0 if settings.release_gradients else _FP32 if wide_gradients else dtype.itemsize,
         buckets=dtype.itemsize,
-        masters=beside.itemsize if beside else 0,
+        masters=WAYS[settings.weights].bytes_beside,
         state=states * settings.state_dtype.itemsize,
         slice=0 if settings.fused else _FP32 * (4 + (states if narrow_state else 0)),
     )

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from hmpx.errors import HmpxError
 from hmpx.sharding import is_sharded
@@ -38,21 +39,32 @@ def replicas() -> dict[Parameter, DistributedDataParallel]:
     return {p: module for module in ready for p in module.parameters()}
 
 
-def accumulate_in_fp32(params: list[Parameter], undo: contextlib.ExitStack) -> None:
-    """From here on the gradients of BF16 parameters are FP32; `undo` makes them BF16 again."""
-    reduced, refuse = replicas(), refuse_ddp("use_fp32_grad_acc")
-    for p in params:
-        undo.callback(_set_grad_dtype, p, p.grad_dtype)
-        if p in reduced:
-            _set_grad_dtype(p, None)
-            _exchange_of(reduced[p]).take_over(p, undo)
-        elif is_sharded(p):
-            _set_grad_dtype(p, None)
-            undo.callback(p.register_post_accumulate_grad_hook(_widen).remove)
-        else:
-            _set_grad_dtype(p, torch.float32)
-            if in_job():
-                undo.callback(p.register_post_accumulate_grad_hook(refuse).remove)
+def accumulate_in_fp32(p: Parameter, reduced: dict, refuse: Callable, undo: contextlib.ExitStack) -> None:
+    """From here on the gradients of `p` are FP32 while it is BF16; `undo` makes them BF16 again.
+
+    reduced: `replicas()`. refuse: of `refuse_ddp`, for a parameter that is none of them.
+    """
+    before = p.grad_dtype
+    undo.callback(lambda own: _set_grad_dtype(p, p.dtype if own else before), before is p.dtype)
+    if p in reduced:
+        _set_grad_dtype(p, None)
+        _exchange_of(reduced[p]).take_over(p, undo)
+    elif is_sharded(p):
+        _set_grad_dtype(p, None)
+        undo.callback(hook_when_complete(p, _widen).remove)
+    else:
+        _set_grad_dtype(p, torch.float32)
+        if in_job():
+            undo.callback(hook_when_complete(p, refuse).remove)
+
+
+def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
+    """Call `hook` when a gradient is accumulated; on a frozen parameter, once it is not frozen any more."""
+    requires_grad = p.requires_grad
+    try:
+        return p.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        p.requires_grad_(requires_grad)
 
 
 def refuse_ddp(what: str) -> Callable[[Parameter], None]:
@@ -80,6 +92,12 @@ def _widen(p: Parameter) -> None:
         p.grad = p.grad.float()
 
 
+def end_unused_exchanges() -> None:
+    """Let modules reduce gradients as torch does, none of which accumulates in FP32 any more."""
+    for ddp, exchange in list(_exchanges.items()):
+        exchange.end_if_unused(ddp)
+
+
 def _exchange_of(ddp: DistributedDataParallel) -> _Exchange:
     if ddp not in _exchanges:
         _exchanges[ddp] = _Exchange(ddp)
@@ -97,19 +115,35 @@ class _Exchange:
         self._aside: dict[Parameter, Tensor] = {}
         self._backward: int | None = None  # which one this is
         self._ours: set[Parameter] = set()
+        self._hook = lambda _, bucket: self._reduce(bucket)
         try:
-            ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+            ddp.register_comm_hook(None, self._hook)
         except RuntimeError as error:
             raise HmpxError(
                 "use_fp32_grad_acc exchanges gradients in a communication hook of DistributedDataParallel, and this "
                 f"module has another one already ({error})"
             ) from None
-        ddp.register_forward_pre_hook(lambda *_: self._aside.clear())  # of a backward pass that failed
+        self._handle = ddp.register_forward_pre_hook(lambda module, _: self._before_forward(module))
+
+    def _before_forward(self, ddp: DistributedDataParallel) -> None:
+        self._aside.clear()  # of a backward pass that failed
+        self.end_if_unused(ddp)  # the last optimizer was collected as garbage, which may be at any time
+
+    def end_if_unused(self, ddp: DistributedDataParallel) -> None:
+        """Take the hooks away. A communication hook cannot be removed; DDP is given a reducer that has none."""
+        if self._ours:
+            return
+        self._handle.remove()
+        ddp._comm_hooks = [each for each in ddp._comm_hooks if each[0] is not self._hook]
+        ddp._remove_autograd_hooks()
+        params, sparse = ddp._build_params_for_reducer()
+        ddp._ddp_init_helper(params, sparse, ddp._build_debug_param_to_name_mapping(params), ddp.static_graph)
+        del _exchanges[ddp]
 
     def take_over(self, p: Parameter, undo: contextlib.ExitStack) -> None:
         self._ours.add(p)
         undo.callback(self._ours.discard, p)
-        undo.callback(p.register_post_accumulate_grad_hook(self._set_aside).remove)
+        undo.callback(hook_when_complete(p, self._set_aside).remove)
 
     def _set_aside(self, p: Parameter) -> None:
         """A post-accumulate hook; DDP looks at the gradient after it."""

@@ -35,3 +35,15 @@ REACH = {
 def reach_of(optimizer: optim.Optimizer) -> str:
     """``element``, ``parameter`` or ``whole``."""
     return REACH.get(type(optimizer), "whole")
+
+
+def by_memory(*optimizers: optim.Optimizer) -> bool:
+    """Whether a step may go through tensors in the order of memory, whatever their strides, as fused kernels do.
+
+    It is then shown weight, gradient and state in one layout. Any other sees each in the layout that it has: sums over
+    an element's neighbours come out as in a plain step.
+    """
+    return any(
+        reach_of(optimizer) == "element" or any(group.get("fused") for group in optimizer.param_groups)
+        for optimizer in optimizers
+    )

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from hmpx.sharding import held_part, like, local
+from hmpx.updates.layout import memory_order, unfolded
+from hmpx.updates.reach import by_memory
+from hmpx.updates.shown import can_be_written
 from hmpx.updates.state import GatheredHandover, Handover, SlicedState
 from hmpx.updates.weights import Numbers, Run, Stochastic
 
@@ -39,16 +42,15 @@ def cut(runs: Iterable[Run], size: int, parts: Callable[[Run], Iterable[Run]]) -
     gather in the same order. Parameters that share memory come one after the other, as they would without slices.
     """
     batch: list[Run] = []
-    room, places = size, set()
+    room = size
     for run in runs:
-        count, place = run.count, local(run.param).data_ptr()
-        if batch and (count > room or place in places):
+        count = run.count
+        if batch and (count > room or run.overlaps is not None):
             yield batch
-            batch, room, places = [], size, set()
+            batch, room = [], size
         pieces = [run] if count <= room and run.box is None else list(parts(run))
-        if count <= room and not pieces[0].is_gathered:
+        if count <= room and not pieces[0].is_gathered and run.overlaps is None:
             batch += pieces
-            places.add(place)
             room -= count
         else:
             yield from ([piece] for piece in pieces)
@@ -63,10 +65,12 @@ class SlicedStep:
         self, optimizer: Optimizer, step: Callable, way: Stochastic, state_dtype: torch.dtype, numbers: Numbers
     ) -> None:
         self._optimizer, self._step, self._way, self._numbers = optimizer, step, way, numbers
-        self._state_dtype = state_dtype
+        self._state_dtype, self._by_memory = state_dtype, by_memory(optimizer)
         self._group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         with torch.no_grad():
             self._size = slice_size(sum(local(p).numel() for p in self._group))
+        self._versions: dict[Tensor, dict[str, int] | None] = {}
+        self.written: list[str] = []  # names of parameters whose weights or state may have changed
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._sliced: dict[Parameter, SlicedState] = {}
         self._grads: dict[Parameter, Tensor] = {}
@@ -99,8 +103,10 @@ class SlicedStep:
         if not p.dim():
             return [run]
         self._sliced[p] = state = SlicedState(self._optimizer.state, p, self._state_dtype)
-        flat = local(p).is_contiguous() and self._grads[p].is_contiguous() and state.is_contiguous()
-        return run.parts(self._size, rows=not flat)
+        together = [local(p), self._grads[p], *state.tensors(), *self._way.held(p)]
+        if all(tensor.is_contiguous() for tensor in together):
+            return run.parts(self._size, order=None)
+        return run.parts(self._size, memory_order(p) if run.box is None else tuple(range(p.dim())))
 
     def _batch(self, batch: list[Run]) -> None:
         states = self._optimizer.state
@@ -111,51 +117,79 @@ class SlicedStep:
             for run, shadow in zip(batch, shadows, strict=True):
                 if run.start is None:
                     kind = GatheredHandover if run.is_gathered else Handover
-                    whole.append(kind(self._optimizer, run, shadow, self._state_dtype))
+                    whole.append(kind(self._optimizer, run, shadow, self._state_dtype, self._by_memory))
                 else:
                     self._sliced[run.param].show(run, shadow)
             shown = {run.param: shadow for run, shadow in zip(batch, shadows, strict=True)}
+            self._versions = {shadow: _versions(states.get(shadow)) for shadow in shadows}
+            grads = [(shadow.grad, shadow.grad._version) for shadow in shadows]
             with self._only(shown | {p: p for p in others}):
                 self._step(self._optimizer)
         except BaseException:
+            self.written += [run.name for run, shadow in zip(batch, shadows, strict=True) if self._has_moved(shadow)]
             for handover in whole:
                 handover.undo()
             for shadow in shadows:
                 states.pop(shadow, None)
             raise
+        self.written += [run.name for run in batch]
         for handover in whole:
             handover.finish(self._numbers)
-        for run, shadow in zip(batch, shadows, strict=True):
+        for run, shadow, grad in zip(batch, shadows, grads, strict=True):
+            self._hand_back(run, shadow.grad, *grad)
             if run.start is not None:
                 self._sliced[run.param].take(run, shadow, self._numbers)
                 if run.is_last:
                     self._sliced.pop(run.param).finish()
             run.written()
-            self._way.write(run, held_part(run.param, shadow) if run.is_gathered else shadow, self._numbers)
+            for block, x in run.spread(held_part(run.param, shadow) if run.is_gathered else shadow):
+                self._way.write(block, x, self._numbers)
 
     def _shadows(self, batch: list[Run]) -> list[Tensor]:
         """FP32 weights with FP32 gradients; plain tensors, which the listed classes take for parameters."""
         counts = [run.count for run in batch]
         weights, grads = self._room(sum(counts), batch[0].param.device)
-        shadows = [
-            _laid_out(run, run.of(run.param), flat) for run, flat in zip(batch, weights.split(counts), strict=True)
-        ]
-        self._way.read_all(batch, shadows)
+        shadows = [_laid_out(run, run.param, flat) for run, flat in zip(batch, weights.split(counts), strict=True)]
+        self._way.read_all(*_blocks(batch, shadows))
         shadows = [_gathered(*each) if each[0].is_gathered else each[1] for each in zip(batch, shadows, strict=True)]
-        narrow, wide = [], []
+        copied, wide = [], []
         for run, shadow, flat in zip(batch, shadows, grads.split(counts), strict=True):
+            grad = self._grads[run.param]
             if run.is_gathered:
                 continue
-            grad = self._grads[run.param]
-            if grad.dtype is torch.bfloat16 and grad.layout is torch.strided:
-                narrow.append(run.of(grad))
-                wide.append(_laid_out(run, narrow[-1], flat))
-                shadow.grad = wide[-1]
-            else:
-                shadow.grad = run.of(grad).float()
+            if grad.layout is not torch.strided:
+                shadow.grad = grad.float()
+                continue
+            copied.append(run)
+            wide.append(_laid_out(run, run.param if self._by_memory else grad, flat).data)  # a version of its own
+            shadow.grad = wide[-1]
         if wide:
-            torch._foreach_copy_(wide, narrow)
+            runs, outs = _blocks(copied, wide)
+            torch._foreach_copy_(outs, [run.of(self._grads[run.param]) for run in runs])
         return shadows
+
+    def _has_moved(self, shadow: Tensor) -> bool:
+        """Whether a step that raised has written to state that it was shown; kernels of torch's tell by the count."""
+        before = self._versions.get(shadow)
+        return before is not None and _versions(self._optimizer.state.get(shadow)) != before
+
+    def _hand_back(self, run: Run, left: Tensor | None, shown: Tensor, version: int) -> None:
+        """Do to the parameter's gradient what the step did to the one that it was shown."""
+        scaled = getattr(self._optimizer, "grad_scale", None) is not None  # fused kernels unscale, and tell nobody
+        if left is shown and left._version == version and not scaled:
+            return
+        p = run.param
+        if left is None:
+            p.grad = None if run.is_last else p.grad
+            return
+        if left.layout is not torch.strided:
+            p.grad = left.to(p.grad.dtype)
+            return
+        if not can_be_written(p.grad):
+            p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+            self._grads[p] = _held_gradient(run)
+        for block, part in run.spread(held_part(p, left) if run.is_gathered else left):
+            block.of(self._grads[p]).copy_(part)
 
     def _room(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._buffers is None or self._buffers[0].numel() < count or self._buffers[0].device != device:
@@ -198,7 +232,18 @@ def _gathered(run: Run, shadow: Tensor) -> Tensor:
 
 
 def _laid_out(run: Run, like: Tensor, flat: Tensor) -> Tensor:
-    """`flat` in the shape of `like`; a whole parameter in another memory layout as `like.float()` would be."""
-    if run.start is None and not like.is_contiguous():
-        return torch.empty_like(like, dtype=flat.dtype)
-    return flat.view(like.shape)
+    """`flat` as a run is shown: a part flat, a whole parameter in its shape and in the layout of `empty_like(like)`."""
+    if run.start is not None:
+        return flat
+    held = local(like)
+    return unfolded(flat, held.shape, memory_order(held))
+
+
+def _blocks(runs: Iterable[Run], shown: Iterable[Tensor]) -> tuple[list[Run], list[Tensor]]:
+    """The runs that can be cut out of tensors, and the places of each in what is shown."""
+    spread = [each for run, tensor in zip(runs, shown, strict=True) for each in run.spread(tensor)]
+    return [run for run, _ in spread], [tensor for _, tensor in spread]
+
+
+def _versions(state: dict | None) -> dict[str, int] | None:
+    return state and {key: value._version for key, value in state.items() if isinstance(value, Tensor)}

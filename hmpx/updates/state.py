@@ -7,12 +7,14 @@ BF16 if `state_dtype` says so, rounded stochastically.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import optim
 
 from hmpx.sharding import box_of, held_part, is_sharded, local
+from hmpx.updates.layout import laid_as
 from hmpx.updates.weights import Numbers, Run
 
 Tensor = torch.Tensor
@@ -21,6 +23,8 @@ BF16 = torch.bfloat16
 
 # State that a constructor fills with an option, in the parameter's dtype: BF16 would keep 0.1 as 0.10009765625.
 _FILLED_BY = ((optim.Adagrad, "sum", "initial_accumulator_value"),)
+
+_OF_TORCH = tuple(c for c in vars(optim).values() if isinstance(c, type) and c is not optim.Optimizer)
 
 _own_bf16: weakref.WeakSet = weakref.WeakSet()  # optimizers whose own choice it is to keep some state in BF16
 
@@ -45,11 +49,37 @@ def settle(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = True
                 found = found or dtype is torch.float32
                 option = _filled_by(optimizer, key)
                 if option is not None and state["step"] == 0:
-                    state[key] = None  # gone before its successor comes
-                    state[key] = torch.full_like(p, group[option], dtype=dtype, requires_grad=False)
+                    state[key] = None  # gone before its successor comes, and made again if there is no room for that
+                    try:
+                        state[key] = torch.full_like(p, group[option], dtype=dtype, requires_grad=False)
+                    finally:
+                        if state[key] is None:
+                            before = torch.empty_like(p, dtype=wrong, requires_grad=False)
+                            state[key] = before.fill_(group[option])
                 else:
                     state[key] = _brought(state[key], wrong, dtype)
     return found
+
+
+def is_wide(optimizer: optim.Optimizer) -> bool:
+    """Whether BF16 parameters have FP32 state that torch's own step, which computes in one dtype, cannot go on with."""
+    if not isinstance(optimizer, _OF_TORCH):  # another's may hold its state in FP32 whatever the parameters are
+        return False
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is BF16]
+    states = [state for state in map(optimizer.state.get, params) if isinstance(state, dict)]
+    return any(_has(value, torch.float32) for state in states for value in state.values())
+
+
+def widen(optimizer: optim.Optimizer, p: Parameter, held: torch.dtype) -> None:
+    """Bring BF16 state of a parameter that is not BF16 any more into the parameter's dtype.
+
+    BF16 is found if it was `held` in that, or after plain steps and `detach`.
+    """
+    state = optimizer.state.get(p)
+    if not isinstance(state, dict) or (held is torch.float32 and _is_own(optimizer, state)):
+        return
+    for key, value in state.items():
+        state[key] = _brought(value, BF16, p.dtype)
 
 
 def _filled_by(optimizer: optim.Optimizer, key: str) -> str | None:
@@ -94,6 +124,8 @@ def _is_bf16(value: Any) -> bool:
 
 
 def _widened(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_widened(item) for item in value]
     return value.float() if _is_bf16(value) else value
 
 
@@ -111,14 +143,17 @@ def _rounded(value: Any, before: Any, run: Run, key: str, numbers: Numbers) -> A
 class Handover:
     """The state of one whole parameter, with its shadow for the length of a step."""
 
-    def __init__(self, optimizer: optim.Optimizer, run: Run, shadow: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, optimizer: optim.Optimizer, run: Run, shadow: Tensor, dtype: torch.dtype, one_layout: bool
+    ) -> None:
         self._optimizer, self._run, self._shadow, self._dtype = optimizer, run, shadow, dtype
         self._states = states = optimizer.state
         self._before = states.pop(run.param, None)
         if self._before is None:
             return
-        held_as_is = dtype is torch.float32 or not isinstance(self._before, dict)
-        states[shadow] = self._before if held_as_is else {k: _widened(v) for k, v in self._before.items()}
+        self._kept = {k: list(v) if isinstance(v, list) else v for k, v in _items(self._before)}
+        self._versions = [(tensor, tensor._version) for _, value in _items(self._before) for tensor in _tensors(value)]
+        states[shadow] = _shown(self._before, dtype is not torch.float32, shadow if one_layout else None)
 
     def finish(self, numbers: Numbers) -> None:
         """The step is done: what it left belongs to the parameter."""
@@ -134,11 +169,37 @@ class Handover:
             _own_bf16.add(self._optimizer)
         self._states[self._run.param] = made
 
-    def undo(self) -> None:
-        """The step raised: the parameter has its old state again, or none."""
+    def undo(self) -> str | None:
+        """The step raised: the parameter has its old state again. Its name, if the step has written to it in place."""
         self._states.pop(self._shadow, None)
-        if self._before is not None:
-            self._states[self._run.param] = self._before
+        if self._before is None:
+            return None
+        if isinstance(self._before, dict):
+            self._before.clear()
+            self._before.update(self._kept)
+        self._states[self._run.param] = self._before
+        return self._run.name if any(tensor._version != version for tensor, version in self._versions) else None
+
+
+def _items(state: Any) -> Iterable[tuple[str, Any]]:
+    return state.items() if isinstance(state, dict) else ()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, Tensor):
+            yield item
+
+
+def _shown(before: Any, widen: bool, like: Tensor | None) -> Any:
+    """State as a step on a shadow sees it, in the layout of that if it is given; what was held otherwise is a copy."""
+    if not isinstance(before, dict):
+        return before
+    shown = {k: _widened(v) if widen else v for k, v in before.items()}
+    for key, value in shown.items() if like is not None else ():
+        if _is_held(value) and value.shape == like.shape and local(value).stride() != local(like).stride():
+            shown[key] = laid_as(value, like, value.dtype)
+    return before if all(shown[k] is v for k, v in before.items()) else shown
 
 
 class GatheredHandover(Handover):
@@ -147,8 +208,10 @@ class GatheredHandover(Handover):
     What has another shape than the parameter, such as factored moments, is whole on every rank, and the same.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, run: Run, shadow: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(optimizer, run, shadow, dtype)
+    def __init__(
+        self, optimizer: optim.Optimizer, run: Run, shadow: Tensor, dtype: torch.dtype, one_layout: bool
+    ) -> None:
+        super().__init__(optimizer, run, shadow, dtype, one_layout=False)  # the whole of a shard is contiguous
         if self._before is not None:
             self._states[shadow] = {key: _whole(value) for key, value in self._before.items()}
 
@@ -190,9 +253,9 @@ class SlicedState:
         self._old = states.get(param)
         self._new: dict[str, Any] = dict(self._old or {})
 
-    def is_contiguous(self) -> bool:
-        """Whether all that is shown as views can be shown flat."""
-        return all(local(v).is_contiguous() for v in self._new.values() if self._is_full(v))
+    def tensors(self) -> list[Tensor]:
+        """What is shown as views."""
+        return [local(v) for v in self._new.values() if self._is_full(v)]
 
     def _is_full(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape == self._param.shape
@@ -203,7 +266,7 @@ class SlicedState:
         shown = {}
         for key, value in self._old.items():
             if self._is_full(value):
-                value = _widened(run.of(value))
+                value = self._part(run, value)
             elif isinstance(value, Tensor):
                 value = value.clone()
             shown[key] = value
@@ -215,13 +278,29 @@ class SlicedState:
                 if self._new.get(key) is None:
                     dtype = BF16 if self._dtype is BF16 and _is_held(value) else value.dtype
                     self._new[key] = torch.empty_like(self._param, dtype=dtype, requires_grad=False)
-                full = run.of(self._new[key])
-                if full.dtype is not value.dtype:
-                    numbers.round_into(full, value, f"{run.name}.{key}", run.offset, run.box)
-                elif full.data_ptr() != value.data_ptr():
-                    full.copy_(value)
+                self._put(run, key, value, numbers)
             else:
                 self._new[key] = value
+
+    def _part(self, run: Run, value: Tensor) -> Tensor:
+        """A part of the parameter's state as the weights are shown: a view if that is flat."""
+        view = run.flat(value)
+        if view is None:
+            view = torch.empty(run.count, dtype=value.dtype, device=value.device)
+            for block, part in run.spread(view):
+                part.copy_(block.of(value))
+        return _widened(view)
+
+    def _put(self, run: Run, key: str, value: Tensor, numbers: Numbers) -> None:
+        full = self._new[key]
+        view = run.flat(full)
+        if view is not None and view.dtype is value.dtype and view.data_ptr() == value.data_ptr():
+            return
+        for block, part in run.spread(value):
+            if full.dtype is value.dtype:
+                block.of(full).copy_(part)
+            else:
+                numbers.round_into(block.of(full), part, f"{run.name}.{key}", block.at, block.box)
 
     def finish(self) -> None:
         """All slices are done."""

@@ -12,19 +12,21 @@ from hmpx.errors import HmpxError
 from hmpx.kernels.lazy import is_lazy
 from hmpx.rounding import check_seed
 from hmpx.sharding import box_of
-from hmpx.updates import agreement, fused, state
+from hmpx.updates import agreement, counting, fused, state
+from hmpx.updates.counting import SEED_KEY, STEP_KEY
+from hmpx.updates.interrupts import Deferral, tear
 from hmpx.updates.names import named, parameters
+from hmpx.updates.overlap import Overlaps, refuse_overlaps
 from hmpx.updates.reach import reach_of
 from hmpx.updates.settings import Settings
 from hmpx.updates.slices import SlicedStep
 from hmpx.updates.weights import WAYS, Numbers, Run, Stochastic
-from hmpx.updates.whole import WholeStep, replace_closure
+from hmpx.updates.whole import WholeStep
 
 logger = logging.getLogger("hmpx")
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
-STEP_KEY, SEED_KEY = "hmpx_step", "hmpx_seed"  # in param_groups[0], so that state_dict carries them
 MASTER_KEY = "hmpx_master"  # in the state of a parameter, in a checkpoint
 
 
@@ -40,49 +42,67 @@ class WeightUpdates:
         self.settings = settings
         self.names = names or {}
         self.way = WAYS[settings.weights]()
+        self._overlaps = Overlaps()
         self._open: _OpenStep | None = None
 
     def step(self, optimizer: Optimizer, step: Callable, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
         """Run `step`, the optimizer's own function. If it raises, weights and gradients are as they were."""
         numbers = self.numbers(optimizer, seed)
         agreement.check_failures(optimizer, numbers.step)
-        try:
-            result = self._step(optimizer, step, args, kwargs, numbers)
-        except Exception as error:
-            agreement.report_failure(optimizer, numbers.step, error)
-            raise
-        if not _skipped(optimizer):
-            optimizer.param_groups[0][STEP_KEY] = numbers.step + (not _is_trial(optimizer))
-            optimizer.param_groups[0][SEED_KEY] = numbers.seed
-        self._open = None
+        with Deferral() as signals:
+            try:
+                result = self._step(optimizer, step, args, kwargs, numbers, signals)
+            except Exception as error:
+                agreement.report_failure(optimizer, numbers.step, error)
+                raise
+            if not _skipped(optimizer):
+                step_number = numbers.step + (not counting.is_trial())
+                counting.keep(optimizer, **{STEP_KEY: step_number, SEED_KEY: numbers.seed})
+            self._open = None
         return result
 
-    def _step(self, optimizer: Optimizer, step: Callable, args: tuple, kwargs: dict, numbers: Numbers) -> Any:
+    def _step(
+        self, optimizer: Optimizer, step: Callable, args: tuple, kwargs: dict, numbers: Numbers, signals: Deferral
+    ) -> Any:
         by_parts = reach_of(optimizer) != "whole"
         result = _evaluate(args, kwargs) if by_parts else None
         self._settle(optimizer, numbers)
         runs = self.runs(optimizer)
-        if by_parts and _is_uniform(optimizer, runs):
+        one_by_one = by_parts and _is_uniform(optimizer, runs)
+        if not one_by_one or self.settings.has_masters:
+            refuse_overlaps(runs)
+        if one_by_one:
+            signals.begin()
             self._sliced(optimizer, runs, step, numbers)
         elif by_parts:
-            self._whole(optimizer, runs, step, (), {}, numbers)
+            self._whole(optimizer, runs, step, (), {}, numbers, signals)
         else:
-            result = self._whole(optimizer, runs, step, args, kwargs, numbers)
+            result = self._whole(optimizer, runs, step, args, kwargs, numbers, signals)
         return result
 
     def numbers(self, optimizer: Optimizer, seed: int | None = None) -> Numbers:
         """Of the step that is next. A seed given to the region outranks the settings', and that the stored one."""
-        first = optimizer.param_groups[0]
-        given = (seed, self.settings.seed, first.get(SEED_KEY), 0)
-        return Numbers(check_seed(next(s for s in given if s is not None)), first.get(STEP_KEY, 0))
+        known = counting.numbers(optimizer)
+        given = (seed, self.settings.seed, known.get(SEED_KEY), 0)
+        return Numbers(check_seed(next(s for s in given if s is not None)), known.get(STEP_KEY, 0))
 
     def step_alone(self, optimizer: Optimizer, step: Callable, p: Parameter) -> None:
         """Step one parameter, as a part of the step that is next; under `torch.no_grad()`."""
         if self._open is None:
             numbers = self.numbers(optimizer)
             self._settle(optimizer, numbers)
-            self._open = _OpenStep(optimizer, self.runs(optimizer), step, self.way, self.settings, numbers)
-        self._open.run([p])
+            runs = self.runs(optimizer)
+            if self.settings.has_masters:
+                refuse_overlaps(runs)
+            self._open = _OpenStep(optimizer, runs, step, self.way, self.settings, numbers)
+        with Deferral() as signals:
+            signals.begin()
+            self._open.run([p])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of the step that is next has been taken."""
+        return self._open is not None
 
     def take_masters(self, optimizer: Optimizer) -> None:
         """Take over masters that a load has left in the state of an optimizer that was not attached."""
@@ -100,14 +120,26 @@ class WeightUpdates:
                 "the load cast them to BF16" if self.settings.has_masters else f"weights={self.settings.weights!r}",
             )
 
+    def leave(self, optimizer: Optimizer, p: Parameter) -> None:
+        """`p` is not BF16 any more: from here on its steps are plain ones."""
+        self.way.drop(p)
+        state.widen(optimizer, p, self.settings.state_dtype)
+
     def release_state(self, optimizer: Optimizer) -> None:
         """Bring the state into the dtype of its parameter, where a plain step wants it."""
         state.settle(optimizer, torch.bfloat16)
 
     def _whole(
-        self, optimizer: Optimizer, runs: list[Run], step: Callable, args: tuple, kwargs: dict, numbers: Numbers
+        self,
+        optimizer: Optimizer,
+        runs: list[Run],
+        step: Callable,
+        args: tuple,
+        kwargs: dict,
+        numbers: Numbers,
+        signals: Deferral,
     ) -> Any:
-        return WholeStep(optimizer, runs, self.way, self.settings.state_dtype).run(step, args, kwargs, numbers)
+        return WholeStep(optimizer, runs, self.way, self.settings.state_dtype).run(step, args, kwargs, numbers, signals)
 
     def _sliced(self, optimizer: Optimizer, runs: list[Run], step: Callable, numbers: Numbers) -> None:
         params = [p for p in parameters(optimizer) if p.grad is not None]
@@ -127,7 +159,8 @@ class WeightUpdates:
         """The BF16 parameters, whole, with their names."""
         ours = [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
         with torch.no_grad():
-            return [Run(p, name, box=box_of(p, name)) for name, p in ours if not _refuse_fsdp1(name, p)]
+            shared = self._overlaps.among([p for _, p in ours])
+            return [Run(p, name, box=box_of(p, name), overlaps=shared.get(p)) for name, p in ours if _is_taken(name, p)]
 
 
 class _OpenStep:
@@ -154,20 +187,26 @@ class _OpenStep:
         for run in (self._runs[p] for p in params if p in self._runs):
             group = self._group[run.param]
             if self._settings.fused and fused.takes(self._optimizer, group, run):
-                kernels.append(fused.prepare(self._optimizer, group, run, self._settings.state_dtype, self._numbers))
+                kernel = fused.prepare(self._optimizer, group, run, self._settings.state_dtype, self._numbers)
+                kernels.append((run.name, kernel))
             else:
                 sliced.append(run)
-        self._slices.run(sliced, [p for p in params if p not in self._runs], self._by_element)
-        for kernel in kernels:
-            kernel()
+        try:
+            self._slices.run(sliced, [p for p in params if p not in self._runs], self._by_element)
+            for name, kernel in kernels:
+                self._slices.written.append(name)
+                kernel()
+        except BaseException as error:
+            if self._slices.written:
+                tear(self._optimizer, self._numbers.step, self._slices.written, error)
+            raise
 
 
 def _evaluate(args: tuple, kwargs: dict) -> Any:
     """Call the closure, as the steps of the listed classes would before anything else."""
-    closures: list[Callable] = []
-    replace_closure(args, kwargs, lambda closure: closures.append(closure) or closure)
+    closure = args[0] if args else kwargs.get("closure")
     with torch.enable_grad():
-        return closures[0]() if closures else None
+        return None if closure is None else closure()
 
 
 def _is_uniform(optimizer: Optimizer, runs: list[Run]) -> bool:
@@ -194,20 +233,13 @@ def _is_uniform(optimizer: Optimizer, runs: list[Run]) -> bool:
     return all(grad is None or grad.layout is torch.strided for grad in grads)
 
 
-def _refuse_fsdp1(name: str, p: Parameter) -> None:
+def _is_taken(name: str, p: Parameter) -> bool:
     if getattr(p, "_fsdp_flattened", False):
         raise HmpxError(
             f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters into one and "
             "hides where an element belongs; shard the model with torch.distributed.fsdp.fully_shard"
         )
-
-
-def _is_trial(optimizer: Optimizer) -> bool:
-    """Whether a step changed nothing: torch.distributed.checkpoint takes such a one to see what the state will be."""
-    if any(group.get("lr", 1) != 0 for group in optimizer.param_groups):
-        return False
-    grads = [p.grad for p in parameters(optimizer) if p.grad is not None]
-    return all(grad.layout is torch.strided and not bool((grad != 0).any()) for grad in grads)
+    return True
 
 
 def _skipped(optimizer: Optimizer) -> bool:

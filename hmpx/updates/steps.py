@@ -9,7 +9,8 @@ it do not serve:
 - a patch on the class is passed by: every LR scheduler keeps the bound `step` that it found.
 
 Installed as long as a conversion, a `disable_casts` region or an attached optimizer needs it, then put back exactly.
-Meanwhile `load_state_dict` keeps the FP32 state that such steps made, and `add_param_group` tells the attachment.
+Meanwhile `load_state_dict` keeps the FP32 state that such steps made, `add_param_group` and `swap_tensors` tell the
+attachment, and `released` answers who asks for gradients that are gone.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hmpx import compiling, scope, weight_cache
-from hmpx.updates import zero
+from hmpx.changes import Attribute, Cell, Changes
+from hmpx.errors import HmpxError
+from hmpx.updates import claims, counting, released, state, zero
+from hmpx.updates.counting import STEP_KEY
 from hmpx.updates.names import parameters
 from hmpx.updates.settings import Settings
-from hmpx.updates.stepping import STEP_KEY, WeightUpdates, has_bf16
+from hmpx.updates.stepping import WeightUpdates, has_bf16
 from hmpx.updates.whole import replace_closure
 
 Optimizer = torch.optim.Optimizer
@@ -37,18 +41,12 @@ logger = logging.getLogger("hmpx")
 
 _lock = threading.RLock()
 _users = 0
-_profile_hook_step = Optimizer.profile_hook_step
-_process_value = Optimizer._process_value_according_to_param_policy
-_add_param_group = Optimizer.add_param_group
-_HOOKED = _profile_hook_step(lambda optimizer: None).__code__  # of torch's wrapper around every step
-_EXCHANGED = {
-    name: vars(Optimizer)[name]
-    for name in ("profile_hook_step", "_process_value_according_to_param_policy", "add_param_group")
-}
+_changes = Changes()  # of torch.optim.Optimizer, while there is a user
+_HOOKED = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # of torch's wrapper around every step
 ATTRIBUTE = "_hmpx_attachment"  # of an attached optimizer
-_keeps_fp32 = WeakIdKeyDictionary()  # BF16 parameters of attached optimizers
+_refusing: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # that have stepped in a region: their hook
 _collected: deque[None] = deque()  # one for each attached optimizer that nobody holds any more
-_running = threading.local()  # optimizers whose step is running in this thread
+_running = threading.local()  # optimizers whose step is running in this thread, and the one that loads
 _warned = _for_graphs = False
 _in_region = WeightUpdates(Settings())  # for optimizers that nobody attached
 
@@ -60,11 +58,7 @@ def install() -> None:
         uninstall_collected()
         _users += 1
         if _users == 1:
-            for cell in _cells():
-                cell.cell_contents = _watched(cell.cell_contents)
-            Optimizer.profile_hook_step = staticmethod(lambda step: _profile_hook_step(_watched(step)))
-            Optimizer._process_value_according_to_param_policy = staticmethod(_loaded_value)
-            Optimizer.add_param_group = _added
+            _watch()
 
 
 def uninstall() -> None:
@@ -73,11 +67,25 @@ def uninstall() -> None:
     with _lock:
         _users -= 1
         if _users == 0:
-            for name, descriptor in _EXCHANGED.items():
-                setattr(Optimizer, name, descriptor)
-            for cell in _cells():
-                step = cell.cell_contents
-                cell.cell_contents = getattr(step, "__hmpx_original__", step)
+            _changes.close()
+
+
+def _watch() -> None:
+    for cls, cell in _cells():
+        _changes.put(Cell(cell, f"{cls.__name__}.step"), _watched(cell.cell_contents))
+    for name, around in (
+        ("profile_hook_step", _hooking),
+        ("_process_value_according_to_param_policy", _loading),
+        ("add_param_group", _adding),
+        ("load_state_dict", _load_into),
+    ):
+        there = vars(Optimizer)[name]
+        watching = around(getattr(Optimizer, name))
+        ours = staticmethod(watching) if isinstance(there, staticmethod) else watching
+        _changes.put(Attribute(Optimizer, name, f"torch.optim.Optimizer.{name}"), ours)
+    swap = Attribute(torch.utils, "swap_tensors", "torch.utils.swap_tensors")
+    _changes.put(swap, _swapping(torch.utils.swap_tensors))
+    released.watch(_changes)
 
 
 def install_for_graphs(_: Any = None) -> None:
@@ -108,14 +116,6 @@ def uninstall_collected() -> None:
         uninstall()
 
 
-def keep_fp32_state(p: torch.nn.Parameter, keep: bool) -> None:
-    """Whether FP32 state of this BF16 parameter stays FP32 when it is loaded."""
-    if keep:
-        _keeps_fp32[p] = True
-    else:
-        _keeps_fp32.pop(p, None)
-
-
 def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Parameter) -> None:
     """Step one parameter of an attached optimizer, outside of the optimizer's `step`."""
     own = _cell(type(optimizer).step).cell_contents
@@ -123,14 +123,14 @@ def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Paramet
         updates.step_alone(optimizer, getattr(own, "__hmpx_original__", own), p)
 
 
-def _cells() -> Iterator[types.CellType]:
-    """The closure cell that holds the own step function, of every optimizer class that torch has wrapped."""
+def _cells() -> Iterator[tuple[type, types.CellType]]:
+    """Every optimizer class that torch has wrapped, and the closure cell that holds its own step function."""
     classes = [Optimizer]
     for cls in classes:
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]
         cell = _cell(vars(cls).get("step"))
         if cell is not None:
-            yield cell
+            yield cls, cell
 
 
 def _cell(step: Any) -> types.CellType | None:
@@ -144,7 +144,8 @@ def _watched(step: Callable) -> Callable:
     @functools.wraps(step)
     def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         running = _running.__dict__.setdefault("optimizers", set())
-        if id(optimizer) in running:  # a subclass that calls its parent's step
+        # A subclass that calls its parent's step, or one that holds this function still.
+        if id(optimizer) in running or not _users:
             return step(optimizer, *args, **kwargs)
         how, attached = scope.rounding(), vars(optimizer).get(ATTRIBUTE)
         # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
@@ -159,7 +160,10 @@ def _watched(step: Callable) -> Callable:
                 if attached is not None:
                     return attached.step(optimizer, step, args, kwargs, how.seed if how else None)
                 if how is not None and has_bf16(optimizer):
+                    _refuse_plain_steps(optimizer)
                     return _in_region.step(optimizer, step, args, kwargs, how.seed)
+                if how is not None and counting.numbers(optimizer):  # from steps of parameters that are BF16 no more
+                    counting.keep(optimizer)
                 _warn_of_nearest(optimizer)
                 return step(optimizer, *args, **kwargs)
         finally:
@@ -175,28 +179,101 @@ def _watched(step: Callable) -> Callable:
 compiling.never_compile(_watched(lambda optimizer: None))  # one code serves every class
 
 
+def _refuse_plain_steps(optimizer: Optimizer) -> None:
+    """A step in a region is made. Outside of any, nothing of hmpx stands in the way of a plain one but this hook."""
+    if optimizer not in _refusing and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        _refusing[optimizer] = optimizer.register_step_pre_hook(_refuse_plain)
+
+
+def _refuse_plain(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    if scope.rounding() is None and ATTRIBUTE not in vars(optimizer) and state.is_wide(optimizer):
+        raise HmpxError(
+            f"{type(optimizer).__name__} has stepped in hmpx.disable_casts(), so its state is FP32, which a plain step "
+            "on BF16 parameters cannot go on with. Write `with hmpx.disable_casts(): optimizer.step()` for every step, "
+            "or hmpx.attach(optimizer) once; hmpx.detach(optimizer) brings the state to BF16 for plain steps"
+        )
+
+
+def allow_plain_steps(optimizer: Optimizer) -> bool:
+    """Take that back; whether there was something to take back."""
+    handle = _refusing.pop(optimizer, None)
+    if handle is not None:
+        handle.remove()
+    return handle is not None
+
+
 def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
-    def evaluate() -> Any:
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
         with scope.region(casting, scope.rounding()):
-            return closure()
+            return closure(*args, **kwargs)
 
     return evaluate
 
 
-def _added(optimizer: Optimizer, param_group: dict) -> None:
-    _add_param_group(optimizer, param_group)
-    attached = vars(optimizer).get(ATTRIBUTE)
-    if attached is not None:
-        attached.adopt()
+def _hooking(profile_hook_step: Callable) -> Callable:
+    """What torch wraps the step of a class by, when the first optimizer of the class is made."""
+
+    def hook(step: Callable) -> Callable:
+        hooked = profile_hook_step(step)
+        cell = _cell(hooked)
+        with _lock:
+            if cell is not None and _users:
+                _changes.put(Cell(cell, step.__qualname__), _watched(step))
+        return hooked
+
+    return hook
 
 
-def _loaded_value(param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list, key: Any = None) -> Any:
+def _adding(add_param_group: Callable) -> Callable:
+    @functools.wraps(add_param_group)
+    def add(optimizer: Optimizer, param_group: dict) -> None:
+        add_param_group(optimizer, param_group)
+        attached = vars(optimizer).get(ATTRIBUTE)
+        if attached is not None:
+            attached.adopt()
+
+    return add
+
+
+def _load_into(load_state_dict: Callable) -> Callable:
+    @functools.wraps(load_state_dict)
+    def load(self: Optimizer, state_dict: dict) -> None:  # torch.distributed.checkpoint gives `self` by its name
+        attached, before = vars(self).get(ATTRIBUTE), getattr(_running, "loads_fp32", False)
+        _running.loads_fp32 = attached is not None
+        try:
+            if attached is not None:
+                attached.load_last(self)
+            load_state_dict(self, state_dict)
+        finally:
+            _running.loads_fp32 = before
+        counting.forget(self)
+
+    return load
+
+
+def _swapping(swap_tensors: Callable) -> Callable:
+    @functools.wraps(swap_tensors)
+    def swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        swap_tensors(t1, t2)
+        claims.swapped(t1, t2)
+
+    return swap
+
+
+def _loading(process_value: Callable) -> Callable:
     """What `load_state_dict` makes of a state tensor: torch casts it to the parameter's dtype, a resume needs FP32."""
-    kept = param.dtype is torch.bfloat16 and value.dtype is torch.float32 and key != "step"
-    ours = param in _keeps_fp32 or scope.rounding() is not None or any(STEP_KEY in group for group in param_groups)
-    if kept and ours:
-        return value.to(device=param.device)
-    return _process_value(param, value, param_id, param_groups, key)
+
+    def process(
+        param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list, key: Any = None
+    ) -> torch.Tensor:
+        kept = param.dtype is torch.bfloat16 and value.dtype is torch.float32 and key != "step" and _users
+        ours = getattr(_running, "loads_fp32", False) or scope.rounding() is not None
+        ours = ours or any(STEP_KEY in group for group in param_groups)
+        if kept and ours:
+            return value.to(device=param.device)
+        return process_value(param, value, param_id, param_groups, key)
+
+    return process
 
 
 def _warn_of_nearest(optimizer: Optimizer) -> None:

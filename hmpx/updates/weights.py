@@ -9,7 +9,7 @@ nearest     BF16 weights, round to nearest, which loses small updates   + 0
 master      BF16 weights beside FP32 masters that the optimizer works   + 4
             on (Neuron's FP32ParamsCopy, NxD's use_master_weights)
 split       the same masters, bit for bit: the BF16 weight is their     + 2
-            upper half, an int16 the rest
+            upper half, an int16 the rest (2.06 with `checks.py`)
 ==========  ==========================================================  =======================
 
 `halves.py` has the split. Its weight is the master rounded to nearest with ties away from zero; `master` has torch's
@@ -18,6 +18,7 @@ ties to even.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,9 @@ import torch
 
 from hmpx.rounding import round_into
 from hmpx.sharding import Box, held_part, is_sharded, like, local
+from hmpx.updates.checks import BLOCK, checks, clear_written
 from hmpx.updates.halves import follow, join, split
+from hmpx.updates.layout import Order, boxes, lies_flat, unfolded
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -33,37 +36,62 @@ Parameter = torch.nn.Parameter
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A parameter, or the elements `start` ... `stop - 1` of it in row-major order.
+    """A parameter, or the elements `start` ... `stop - 1` of it, and how the optimizer is shown them.
 
-    Of a sharded parameter it is those that this rank holds, and `box` is where they stand. A part of a contiguous
-    parameter is shown flat. A part of any other is made of whole rows along the first dimension, `rows` says so, and is
-    shown in their shape.
+    A whole parameter is shown in its shape, a part flat. Elements are counted in row-major order, or, where `order` is
+    given, with the dimensions in that order: what is not contiguous is stepped in the order of memory. Of a sharded
+    parameter it is those that this rank holds, and `box` is where they stand. `index` cuts out a block of such a part.
     """
 
     param: Parameter
     name: str
     start: int | None = None
     stop: int | None = None
-    rows: bool = False
+    order: Order | None = None
+    index: tuple[slice, ...] | None = None
     box: Box | None = None
+    at: int = 0  # where the block begins in the box, or in a parameter that is whole
+    overlaps: Parameter | None = None  # another one that shares elements of memory
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This run of a tensor shaped like the parameter, as a view; under `torch.no_grad()`."""
+        """This run of a tensor shaped like the parameter, as a view; under `torch.no_grad()`.
+
+        Of a part that has an order, see `spread`.
+        """
         tensor = local(tensor)
         if self.start is None:
             return tensor
-        if self.rows:
-            row = tensor.numel() // tensor.shape[0]
-            return tensor[self.start // row : self.stop // row]
-        return tensor.view(-1)[self.start : self.stop]
+        return tensor[self.index] if self.index is not None else tensor.view(-1)[self.start : self.stop]
 
-    def parts(self, size: int, rows: bool) -> Iterator[Run]:
-        """A whole run in parts of at most `size` elements, or of one row where that is more."""
-        if rows:
-            row = self.count // local(self.param).shape[0]
-            size = max(size // row, 1) * row
+    def flat(self, tensor: Tensor) -> Tensor | None:
+        """This part of a tensor as a flat view, where it lies flat."""
+        if self.order is None:
+            return self.of(tensor)
+        tensor = local(tensor)
+        lies = lies_flat(tensor, self.order)
+        return tensor.permute(self.order).reshape(-1)[self.start : self.stop] if lies else None
+
+    def parts(self, size: int, order: Order | None) -> Iterator[Run]:
+        """A whole run in parts of at most `size` elements."""
         for start in range(0, self.count or 1, size):  # a rank may hold nothing, and has state all the same
-            yield replace(self, start=start, stop=min(start + size, self.count), rows=rows)
+            yield replace(self, start=start, stop=min(start + size, self.count), order=order, at=start)
+
+    def spread(self, shown: Tensor) -> list[tuple[Run, Tensor]]:
+        """Runs that can be cut out of any tensor shaped like the parameter, each with its place in `shown`."""
+        if self.order is None:
+            return [(self, shown)]
+        spread, begin, sizes = [], 0, local(self.param).shape
+        for index in boxes(sizes, self.order, self.start, self.stop):
+            block = tuple(i.stop - i.start for i in index)
+            end = begin + math.prod(block)
+            run = replace(self, start=self.start + begin, stop=self.start + end, order=None, index=index)
+            if self.order == tuple(range(len(sizes))):
+                run = replace(run, at=run.start)
+            else:
+                run = replace(run, at=0, box=Box.cut(tuple(sizes), block, tuple(i.start for i in index)))
+            spread.append((run, unfolded(shown[begin:end], block, self.order)))
+            begin = end
+        return spread
 
     def written(self) -> None:
         """Tell autograd: a sharded parameter does not notice what happens to the tensor that it holds."""
@@ -113,7 +141,7 @@ class Numbers:
 class Stochastic:
     """BF16 alone; what a step adds below its precision is kept in the mean."""
 
-    beside: torch.dtype | None = None  # of what is held for each weight, one number
+    bytes_beside = 0.0  # what is held for each weight
 
     def read_all(self, runs: list[Run], outs: list[Tensor]) -> None:
         """Copy the weights of each of `runs` into an FP32 tensor."""
@@ -121,13 +149,14 @@ class Stochastic:
 
     def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
         """Make the FP32 tensor `x` the weights of `run`."""
-        numbers.round_into(run.of(run.param), x, run.name, run.offset, run.box)
+        numbers.round_into(run.of(run.param), x, run.name, run.at, run.box)
 
-    def accept(self, param: Parameter) -> None:
-        """The weight was written to without a meaning: a step was taken back, or the parameter was copied."""
+    def held(self, param: Parameter) -> list[Tensor]:
+        """The tensors that are kept beside a weight."""
+        return []
 
-    def forget_written(self) -> None:
-        """Let go of what belongs to weights that somebody wrote to."""
+    def drop(self, param: Parameter) -> None:
+        """Let go of what is held beside the weights of one parameter."""
 
 
 class Nearest(Stochastic):
@@ -140,10 +169,13 @@ class Nearest(Stochastic):
 class Master(Stochastic):
     """FP32 masters. Where the weight is no rounding of its master, somebody wrote to the weight: the weight counts."""
 
-    beside = torch.float32
+    bytes_beside = 4.0
 
     def __init__(self) -> None:
         self._masters: dict[Parameter, Tensor] = {}
+
+    def held(self, param: Parameter) -> list[Tensor]:
+        return [self._masters[param]] if param in self._masters else []
 
     def read_all(self, runs: list[Run], outs: list[Tensor]) -> None:
         for run, out in zip(runs, outs, strict=True):
@@ -152,7 +184,9 @@ class Master(Stochastic):
     def _read(self, run: Run, out: Tensor) -> None:
         masters, held = self._masters.get(run.param), local(run.param)
         if masters is None or masters.shape != held.shape:
-            self._masters[run.param] = held.to(Master.beside)
+            self._masters[run.param] = held.float()
+        elif masters.device != held.device:
+            self._masters[run.param] = masters.to(held.device)
         follow(run.of(self._masters[run.param]), run.of(run.param), out)
 
     def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
@@ -169,6 +203,9 @@ class Master(Stochastic):
         """Take FP32 masters over, from a checkpoint. They hold where the weights are what they round to."""
         self._masters[param] = torch.empty_like(local(param), dtype=torch.float32).copy_(held_part(param, masters))
 
+    def drop(self, param: Parameter) -> None:
+        self._masters.pop(param, None)
+
     def forget(self) -> None:
         """Start again from the BF16 weights."""
         self._masters.clear()
@@ -177,56 +214,62 @@ class Master(Stochastic):
 class Split(Master):
     """FP32 masters in two halves, of which the upper one is the weight itself.
 
-    Two halves cannot tell a weight that somebody wrote to; its version counter and address can, unless it was written
-    to through `.data`. Masters from a checkpoint stay whole until the first step, because the weights may be loaded
+    Two halves cannot tell a weight that somebody wrote to; `checks.py` can. A block of weights keeps its lower halves
+    if its values are what the last step left, whoever wrote them in between; else they are zero, which is to say that
+    the weights count. Masters from a checkpoint stay whole until the first step, because the weights may be loaded
     after them, and from a run that rounded ties to even.
     """
 
-    beside = torch.int16
+    bytes_beside = 2 + 2 / BLOCK
 
     def __init__(self) -> None:
         super().__init__()
-        self._lower: dict[Parameter, Tensor] = {}
-        self._stamps: dict[Parameter, tuple[int, ...]] = {}
+        self._lower: dict[Parameter, Tensor] = {}  # in row-major order, whatever the weight's memory is like
+        self._checks: dict[Parameter, Tensor] = {}  # none of a parameter that a step has been writing to
+
+    def held(self, param: Parameter) -> list[Tensor]:
+        return super().held(param) + ([self._lower[param]] if param in self._lower else [])
 
     def _read(self, run: Run, out: Tensor) -> None:
         if run.param in self._masters:
             super()._read(run, out)
             return
         if run.offset == 0:
-            self._check(run.param)
+            self._follow(run.param)
         if run.param in self._lower:
             join(run.of(run.param), run.of(self._lower[run.param]), out)
         else:
             out.copy_(run.of(run.param))
 
-    def _check(self, param: Parameter) -> None:
-        if self._stamps.get(param) != _stamp(param):
-            self._lower.pop(param, None)
-
-    def forget_written(self) -> None:
-        for param in list(self._lower):
-            self._check(param)
+    def _follow(self, param: Parameter) -> None:
+        held, lower, before = local(param), self._lower.get(param), self._checks.get(param)
+        if lower is not None and lower.shape != held.shape:
+            self._lower.pop(param)
+            return
+        if lower is not None and lower.device != held.device:
+            self._lower[param] = lower = lower.to(held.device)
+        if lower is not None and before is not None:
+            clear_written(held, before.to(held.device), lower)
 
     def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
+        held = local(run.param)
         if run.param not in self._lower:
-            self._lower[run.param] = torch.zeros_like(local(run.param), dtype=self.beside)
+            self._lower[run.param] = torch.zeros(held.shape, dtype=torch.int16, device=held.device)
+        self._checks.pop(run.param, None)
         split(x, run.of(run.param), run.of(self._lower[run.param]))
-        self.accept(run.param)
         if run.is_last:
             self._masters.pop(run.param, None)
+            self._checks[run.param] = checks(held)
 
-    def accept(self, param: Parameter) -> None:
-        self._stamps[param] = _stamp(param)
+    def drop(self, param: Parameter) -> None:
+        super().drop(param)
+        self._lower.pop(param, None)
+        self._checks.pop(param, None)
 
     def forget(self) -> None:
         super().forget()
         self._lower.clear()
-
-
-def _stamp(param: Parameter) -> tuple[int, ...]:
-    held = local(param)
-    return param._version, held._version, held.data_ptr()
+        self._checks.clear()
 
 
 WAYS = {"stochastic": Stochastic, "nearest": Nearest, "master": Master, "split": Split}

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.kernels.lazy import is_lazy
 from hmpx.sharding import local
+from hmpx.updates.interrupts import Deferral, tear
+from hmpx.updates.reach import by_memory
+from hmpx.updates.shown import ShownGradients
 from hmpx.updates.state import Handover
 from hmpx.updates.weights import Numbers, Run, Stochastic
 
@@ -28,36 +32,52 @@ class WholeStep:
         self._members = list(_nested(optimizer))
         self._lists = list({id(g["params"]): g["params"] for o in self._members for g in o.param_groups}.values())
         self._runs, self._way, self._state_dtype = {run.param: run for run in runs}, way, state_dtype
+        self._by_memory = by_memory(*self._members)
         self._shadow: dict[Parameter, Parameter] = {}
         self._states: list[Handover] = []
+        self._grads = ShownGradients(self._by_memory)
         self._before: dict[Parameter, torch.Tensor] = {}  # weights that a closure's trial points overwrite
-        self._versions: dict[Parameter, int] = {}
-        self._moved = False
+        self._seen: dict[Parameter, tuple[int, torch.Tensor]] = {}  # weights that only a closure may change
 
-    def run(self, step: Callable, args: tuple, kwargs: dict, numbers: Numbers) -> Any:
-        """Step; if that raises, parameters, gradients, `param_groups` and the keys of `state` are as they were."""
+    def run(self, step: Callable, args: tuple, kwargs: dict, numbers: Numbers, signals: Deferral) -> Any:
+        """Step; if that raises, parameters, gradients, `param_groups` and `state` are as they were.
+
+        State that the step has written to in place cannot be: then the optimizer says so until it is given another.
+        """
         try:
             with torch.no_grad():
                 self._put_in()
             args, kwargs = replace_closure(args, kwargs, self._on_real_parameters)
             result = step(self._members[0], *args, **kwargs)
-            self._refuse_bypass()
-        except BaseException:
-            self._exchange({q: p for p, q in self._shadow.items()})
-            for handover in self._states:
-                handover.undo()
             with torch.no_grad():
+                self._refuse_bypass()
+                for p, q in self._shadow.items():
+                    self._grads.hand_back(p, q)
+            signals.begin()
+        except BaseException as error:
+            signals.begin()
+            self._exchange({q: p for p, q in self._shadow.items()})
+            moved = [name for handover in self._states if (name := handover.undo()) is not None]
+            if moved:
+                tear(self._members[0], numbers.step, moved, error)
+            with torch.no_grad():
+                self._grads.undo()
                 for p, before in self._before.items():
                     p.copy_(before)
-                    self._way.accept(p)
             raise
         self._exchange({q: p for p, q in self._shadow.items()})
-        with torch.no_grad():
-            for handover in self._states:
-                handover.finish(numbers)
-            for p, q in self._shadow.items():
-                self._runs[p].written()
-                self._way.write(self._runs[p], local(q.detach()), numbers)
+        written: list[str] = []
+        try:
+            with torch.no_grad():
+                for p, q in self._shadow.items():
+                    written.append(self._runs[p].name)
+                    self._runs[p].written()
+                    self._way.write(self._runs[p], local(q.detach()), numbers)
+                for handover in self._states:
+                    handover.finish(numbers)
+        except BaseException as error:
+            tear(self._members[0], numbers.step, written, error)
+            raise
         return result
 
     def _put_in(self) -> None:
@@ -67,60 +87,79 @@ class WholeStep:
             self._shadow[p] = q = Parameter(weight, requires_grad=p.requires_grad)
             for mark, value in vars(p).items():  # that an optimizer may look for, such as a weight-decay flag
                 vars(q).setdefault(mark, value)  # what a DTensor holds is there too
-            q.grad = _widened_grad(p)
-            self._versions[p] = p._version
+            self._grads.show(p, q)
+            self._seen[p] = p._version, p.detach().clone()
         self._exchange(self._shadow)
         for member in self._members:
             for p, q in self._shadow.items():
-                self._states.append(Handover(member, self._runs[p], q, self._state_dtype))
+                self._states.append(Handover(member, self._runs[p], q, self._state_dtype, self._by_memory))
 
     def _refuse_bypass(self) -> None:
-        """An optimizer that keeps a list of its own has stepped on the BF16 weights themselves."""
-        for p, version in self._versions.items():
-            if p._version != version:
-                raise HmpxError(
-                    f"{type(self._members[0]).__name__} wrote to parameter {self._runs[p].name!r} itself: it does not "
-                    "take its parameters from param_groups, so hmpx cannot step it in FP32"
-                )
+        """An optimizer that keeps a list of its own has stepped on the BF16 weights themselves, perhaps by `.data`."""
+        written = [p for p, seen in self._seen.items() if _is_written(p, *seen)]
+        for p in written:
+            self._before.setdefault(p, self._seen[p][1])
+        if written:
+            raise HmpxError(
+                f"{type(self._members[0]).__name__} wrote to parameter {self._runs[written[0]].name!r} itself: it does "
+                "not take its parameters from param_groups, so hmpx cannot step it in FP32"
+            )
 
     def _exchange(self, new: dict[Parameter, Parameter]) -> None:
         for params in self._lists:
             params[:] = [new.get(p, p) for p in params]
 
+    def _is_moved(self, p: Parameter, q: Parameter) -> bool:
+        """Whether the step has left the point that it was shown."""
+        shown = torch.empty_like(q, requires_grad=False)
+        self._way.read_all([self._runs[p]], [local(shown)])
+        return is_lazy(q) or not torch.equal(local(shown), local(q.detach()))
+
     def _on_real_parameters(self, closure: Callable) -> Callable:
         """A closure evaluates the model, so it must see the real parameters, at the point the optimizer is trying."""
 
-        def evaluate() -> Any:
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
             with torch.no_grad():
-                for p, q in self._shadow.items() if self._moved else ():
-                    self._before.setdefault(p, p.clone())
-                    p.copy_(q)  # to nearest: the shadow keeps the exact point
-            self._moved = True
+                for p, q in self._shadow.items():
+                    self._grads.hand_back(p, q)
+                    self._grads.keep(p)
+                    if p in self._before or self._is_moved(p, q):
+                        self._before.setdefault(p, p.clone())
+                        p.copy_(q)  # to nearest: the shadow keeps the exact point
             self._exchange({q: p for p, q in self._shadow.items()})
             try:
                 with torch.enable_grad():
-                    return closure()
+                    return closure(*args, **kwargs)
             finally:
                 self._exchange(self._shadow)
-                for p, q in self._shadow.items():
-                    q.grad = _widened_grad(p)
-                    self._versions[p] = p._version
+                with torch.no_grad():
+                    for p, q in self._shadow.items():
+                        self._grads.show(p, q)
+                        if _is_written(p, *self._seen[p]):
+                            self._seen[p] = p._version, p.detach().clone()
 
         return evaluate
 
 
+def _is_written(p: Parameter, version: int, seen: torch.Tensor) -> bool:
+    if p._version != version or is_lazy(p):
+        return p._version != version
+    return not torch.equal(local(p.detach()).view(torch.int16), local(seen).view(torch.int16))
+
+
 def replace_closure(args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable]) -> tuple[tuple, dict]:
-    """The arguments of a step with its closure, if there is one, in the hands of `wrap`."""
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": wrap(kwargs["closure"])}
-    if args and callable(args[0]):
-        return (wrap(args[0]), *args[1:]), kwargs
-    return args, kwargs
+    """The arguments of a step with its closure, and any other function of the user, in the hands of `wrap`.
 
+    A module is no function: it is what some optimizers look for parameters in.
+    """
 
-def _widened_grad(p: Parameter) -> torch.Tensor | None:
-    """A gradient of its own, so that a step that raises leaves the real one alone."""
-    return None if p.grad is None else p.grad.detach().to(torch.float32, copy=True)
+    def wrapped(value: Any) -> Any:
+        is_function = callable(value) and not isinstance(value, (torch.nn.Module, type))
+        return wrap(value) if is_function else value
+
+    return tuple(map(wrapped, args)), {
+        key: wrap(value) if key == "closure" and callable(value) else wrapped(value) for key, value in kwargs.items()
+    }
 
 
 def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:

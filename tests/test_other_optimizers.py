@@ -1,6 +1,6 @@
 """Optimizers of other libraries, in regions and attached: bit for bit what they do on an FP32 copy, then rounding.
 
-bitsandbytes comes with the extra `downstream`; what is not installed is skipped.
+bitsandbytes comes with the extra `large`; what is not installed is skipped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn, optim
 import hmpx
 
 BF16 = torch.bfloat16
-pytestmark = [pytest.mark.downstream, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 NAMED = {
     "Lion": ("lion_pytorch", lambda m, ps: m.Lion(ps, lr=1e-3)),

@@ -1,0 +1,166 @@
+"""Whatever hmpx changes outside itself, it changes here: what was there, what hmpx put, and how that is taken back.
+
+Changes are applied in order and undone in reverse. One is undone only where the value that hmpx put still stands. If
+somebody else has put another one on top, theirs stays and the logger "hmpx" warns of it: what they wrapped does nothing
+any more by then. Where hmpx would put what is there already, nothing is recorded: a later change is not hmpx's to undo.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+logger = logging.getLogger("hmpx")
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING: Any = _Missing()  # what a place holds that holds nothing
+
+
+class Place(Protocol):
+    """Something that holds one value.
+
+    label, verb: what a warning calls it, and a change of it.
+    """
+
+    label: str
+    verb: str
+
+    def read(self) -> Any: ...
+
+    def write(self, value: Any) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Attribute:
+    """An attribute in the owner's own namespace; one that a class only inherits is missing there."""
+
+    owner: Any
+    name: str
+    label: str
+    verb: str = "patched"
+
+    def read(self) -> Any:
+        return vars(self.owner).get(self.name, MISSING)
+
+    def write(self, value: Any) -> None:
+        if value is MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, value)
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """The value of a key in a dict."""
+
+    mapping: MutableMapping
+    key: Any
+    label: str
+    verb: str = "patched"
+
+    def read(self) -> Any:
+        return self.mapping.get(self.key, MISSING)
+
+    def write(self, value: Any) -> None:
+        if value is MISSING:
+            del self.mapping[self.key]
+        else:
+            self.mapping[self.key] = value
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """A variable in the closure of a function."""
+
+    cell: types.CellType
+    label: str
+    verb: str = "patched"
+
+    def read(self) -> Any:
+        return self.cell.cell_contents
+
+    def write(self, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+@dataclass(frozen=True, eq=False)
+class Flag:
+    """A setting with a function that reads it and one that sets it."""
+
+    label: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    verb: str = "set"
+
+
+class Changes:
+    """Changes that belong together, undone in reverse by `close()`, also where one of them cannot be.
+
+    No `contextlib.ExitStack`: that keeps what is to be undone in closures of its own, where a search for names that
+    somebody has captured would find it.
+
+    >>> settings = {"mode": "plain"}
+    >>> with Changes() as changes:
+    ...     _ = changes.put(Item(settings, "mode", "settings"), "cast")
+    ...     settings
+    {'mode': 'cast'}
+    >>> settings
+    {'mode': 'plain'}
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[_Undo] = []
+
+    def put(self, place: Place, value: Any) -> Any:
+        """Make `place` hold `value` until this is closed; return what it held, `MISSING` for nothing."""
+        before = place.read()
+        if before is not value:
+            self.callback(take_back, place, value, before)  # first: an interrupt may come between the two
+            place.write(value)
+        return before
+
+    def callback(self, function: Callable[..., object], *args: Any) -> None:
+        """Call this when everything younger is undone: the `remove` of a hook, for instance."""
+        self._undo.append(_Undo(function, args))
+
+    def close(self) -> None:
+        """Undo everything. What fails does not keep the rest from being undone; the first failure is raised then."""
+        failure: BaseException | None = None
+        while self._undo:
+            undo = self._undo.pop()
+            try:
+                undo.function(*undo.args)
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def __enter__(self) -> Changes:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Undo:
+    __slots__ = ("args", "function")
+
+    def __init__(self, function: Callable[..., object], args: tuple) -> None:
+        self.function, self.args = function, args
+
+
+def take_back(place: Place, ours: Any, before: Any) -> None:
+    """Undo one change: `place` was given `ours` where there was `before`."""
+    now = place.read()
+    if now is ours:
+        place.write(before)
+    elif now is not before:
+        logger.warning("%s was %s again after hmpx; that stays, and hmpx below it is inert", place.label, place.verb)

@@ -1,0 +1,104 @@
+"""What `convert` and `activate` have in common: one of a kind is in force at a time, and a ``with`` gives back the one
+that it replaced.
+
+A second call replaces the first. A ``with`` around the second takes it away at its end and puts the first in force
+again, unless that has ended meanwhile. `end_all` ends everything: no ``with`` that is still open gives anything back.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+from typing import ClassVar, TypeVar
+
+from hmpx.errors import HmpxError
+
+lock = threading.RLock()
+_kinds: list[type[Installation]] = []
+Self = TypeVar("Self", bound="Installation")
+
+
+class Installation(abc.ABC):
+    """A handle of which at most one, of each class, is in force. Subclasses say how to put it in and take it away."""
+
+    _current: ClassVar[Installation | None] = None  # of each class its own
+
+    def __init_subclass__(cls) -> None:
+        cls._current = None
+        _kinds.append(cls)
+
+    def __init__(self) -> None:
+        self._before: Installation | None = None  # what this one replaced
+        self._entered = self._ended = False
+
+    @abc.abstractmethod
+    def _apply(self) -> None:
+        """Put it in force. If that fails, nothing has changed."""
+
+    @abc.abstractmethod
+    def _take_away(self) -> None:
+        """Undo `_apply`."""
+
+    def _install(self) -> None:
+        """Put it in force, in the place of the one that is. If that fails, that one is in force again."""
+        kind = type(self)
+        with lock:
+            before = kind._current
+            _take_away(kind)
+            try:
+                self._apply()
+            except BaseException:
+                _give(kind, before)
+                raise
+            kind._current, self._before = self, before
+            if before is not None and not before._entered:
+                before._before = None  # it was replaced for good, unless this one turns out to stand in a `with`
+
+    @property
+    def active(self) -> bool:
+        """Whether this is the one that is in force now."""
+        return type(self)._current is self
+
+    def restore(self) -> None:
+        """Take it away; nothing happens if it is not the one in force."""
+        with lock:
+            self._ended = True
+            if self.active:
+                _take_away(type(self))
+                if self._entered:
+                    _give(type(self), self._before)
+
+    def __enter__(self: Self) -> Self:
+        with lock:
+            if not self.active:
+                raise HmpxError(f"{self!r} is not in force any more and cannot be entered: make a new one")
+            self._entered = True
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+
+def _take_away(kind: type[Installation]) -> None:
+    current, kind._current = kind._current, None
+    if current is not None:
+        current._take_away()
+
+
+def _give(kind: type[Installation], before: Installation | None) -> None:
+    """Put the nearest one that has not ended in force again."""
+    while before is not None and before._ended:
+        before = before._before
+    if before is not None:
+        before._apply()
+        kind._current = before
+
+
+def end_all() -> None:
+    """Take away what is in force, of every class, the youngest class first, and what a ``with`` would give back."""
+    with lock:
+        for kind in reversed(_kinds):
+            current = kind._current
+            _take_away(kind)
+            while current is not None:
+                current._ended, current = True, current._before

@@ -1,0 +1,115 @@
+"""The folder that compiled kernels are kept in. A library that somebody else could have put there is not loaded.
+
+It is ``$HMPX_CACHE_DIR``, else ``$XDG_CACHE_HOME/hmpx``, else ``~/.cache/hmpx``, and is made for its owner alone. The
+folder is opened once, looked at through what was opened, and used through it; so is each library in it. Whoever may
+exchange the folder under its name (one above it is open to all) exchanges nothing that was looked at, and what he puts
+there is his, so it is refused. A symbolic link may lead to the folder; a library that is one is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+
+logger = logging.getLogger("hmpx")
+_OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_said: set[str] = set()
+
+
+class Refused(OSError):
+    """A folder or library that somebody else may have written."""
+
+
+class Cache:
+    """The folder, opened. As a context manager it closes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _check(self._fd, folder)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._fd)
+
+    def load(self, name: str) -> ctypes.CDLL | None:
+        """The library that is kept under a name; None if there is none.
+
+        Raises:
+            Refused: there is one, and it may be somebody else's.
+        """
+        path = self._folder / name
+        try:
+            # Not to wait for what is no file at all.
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise Refused(f"{path}: {error.strerror}") from None
+        try:
+            _check(fd, path)
+            opened = f"/proc/self/fd/{fd}"
+            if not os.path.exists(opened):  # no Linux: by its name, in a folder that is nobody else's
+                opened = str(path)
+            # It stays open: the dynamic linker takes another file under this number for the same library.
+            return ctypes.CDLL(str(path), handle=ctypes._dlopen(opened, ctypes.DEFAULT_MODE))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def keep(self, built: str, name: str) -> None:
+        """Keep a library. It is written beside and renamed, so processes may build at once."""
+        beside = f".{name}.{secrets.token_hex(8)}"
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o700, dir_fd=self._fd)
+        try:
+            with open(fd, "wb") as out, open(built, "rb") as library:
+                shutil.copyfileobj(library, out)
+            os.rename(beside, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        except BaseException:
+            os.unlink(beside, dir_fd=self._fd)
+            raise
+
+
+def open_cache() -> Cache | None:
+    """The folder, or None where there is none that lasts and is nobody else's; the log says the latter, once."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("HMPX_CACHE_DIR") or Path(home) / "hmpx")
+    if not hasattr(os, "geteuid"):
+        return None
+    try:
+        return Cache(folder)
+    except Refused as refused:
+        say(refused)
+    except OSError:
+        pass
+    return None
+
+
+def say(refused: Refused) -> None:
+    """That something is not loaded, and what is done instead; once."""
+    if str(refused) not in _said:
+        _said.add(str(refused))
+        logger.warning("hmpx: %s; the C kernels are compiled into a private temporary folder instead", refused)
+
+
+def _check(fd: int, path: Path) -> None:
+    """Whether what is open is ours alone to write to."""
+    found = os.fstat(fd)
+    what = "folder" if stat.S_ISDIR(found.st_mode) else "library"
+    if found.st_uid != os.geteuid():
+        raise Refused(f"{path}: nothing is loaded from here, because the {what} belongs to another user")
+    if found.st_mode & _OPEN_TO_OTHERS:
+        way_out = f"empty it, then `chmod go-w {path}`" if what == "folder" else "delete it"
+        raise Refused(f"{path}: nothing is loaded from here, because others can write to the {what} ({way_out})")

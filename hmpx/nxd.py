@@ -1,0 +1,35 @@
+"""NeuronX Distributed's `mixed_precision_config`, in a recipe's keys.
+
+Source: AWS Neuron documentation, NxD Training, "Standard Mixed Precision".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hmpx.errors import HmpxError, nearest
+
+KEY = "mixed_precision_config"
+MASTERS = "use_master_weights"
+_KEYS = (MASTERS, "use_fp32_grad_acc", "use_master_weights_in_ckpt")
+
+
+def recipe_keys(config: Mapping[str, Any] | None, with_zero: bool, where: str = "") -> dict[str, Any]:
+    """What a configuration changes of the recipe ``nxd-standard``.
+
+    Args:
+        config: NxD's three keys, any of them, with true or false. Of those that are absent the first two are true
+            exactly under ZeRO-1, the third is false.
+        where: what errors begin with.
+    """
+    if config is not None and not isinstance(config, Mapping):
+        raise HmpxError(f"{where}{KEY} is {config!r}, not a mapping of {', '.join(_KEYS)}")
+    given = dict(config or {})
+    for key, value in given.items():
+        if key not in _KEYS:
+            raise HmpxError(f"{where}{key!r} is no key of NxD's {KEY}{nearest(str(key), _KEYS)}")
+        if not isinstance(value, bool):
+            raise HmpxError(f"{where}{KEY}, {key} is {value!r}, neither true nor false")
+    keys = {MASTERS: with_zero, "use_fp32_grad_acc": with_zero, "use_master_weights_in_ckpt": False, **given}
+    return {"weights": "master" if keys.pop(MASTERS) else "nearest", **keys}

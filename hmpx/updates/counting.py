@@ -1,0 +1,79 @@
+"""The step number and the seed of an optimizer: what the rounding numbers depend on beside name and element.
+
+They belong to the optimizer, whatever becomes of its groups: groups may be taken out, put in front, exchanged. They
+travel in ``param_groups[0]``, where `state_dict`, pickle and copies carry them and plain torch keeps them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
+
+STEP_KEY, SEED_KEY = "hmpx_step", "hmpx_seed"
+_KEYS = (STEP_KEY, SEED_KEY)
+
+
+class _Known(NamedTuple):
+    groups: list[dict]  # `load_state_dict` makes another list; who takes groups out or puts some in does not
+    first: dict | None  # the group that carries the numbers
+    numbers: dict[str, int]
+
+
+_known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
+
+
+def numbers(optimizer: Optimizer) -> dict[str, int]:
+    """What is known of the two, by their keys."""
+    groups, known = optimizer.param_groups, _known.get(optimizer)
+    carrier = next((group for group in groups if any(key in group for key in _KEYS)), {})
+    if known is not None and known.groups is groups:
+        moved = not groups or groups[0] is not known.first
+        if moved or any(group is known.first for group in groups[1:]):
+            return dict(known.numbers)
+    elif known is not None and not carrier:
+        return dict(known.numbers)
+    return {key: carrier[key] for key in _KEYS if key in carrier}
+
+
+def keep(optimizer: Optimizer, **new: Any) -> None:
+    """Take these over, by their keys, and let the first group carry what is known."""
+    now = {**numbers(optimizer), **new}
+    groups = optimizer.param_groups
+    for group in groups[1:]:
+        _drop(group)
+    if groups:
+        groups[0].update(now)
+    _known[optimizer] = _Known(groups, groups[0] if groups else None, now)
+
+
+def forget(optimizer: Optimizer) -> None:
+    """What the groups carry counts from here on: a checkpoint was loaded, or this is a copy."""
+    _known.pop(optimizer, None)
+    if numbers(optimizer):
+        keep(optimizer)  # whatever becomes of the group that carries them
+
+
+def remove(optimizer: Optimizer) -> None:
+    """Take the numbers out of the optimizer."""
+    _known.pop(optimizer, None)
+    for group in optimizer.param_groups:
+        _drop(group)
+
+
+def is_trial() -> bool:
+    """Whether the step that is running is the one that torch.distributed.checkpoint takes, to see what the state will
+    be: with zeros for gradients and for learning rates, so that it changes nothing."""
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
+    frame = sys._getframe() if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _drop(group: dict) -> None:
+    for key in _KEYS:
+        group.pop(key, None)

@@ -1,0 +1,75 @@
+"""Steps that are interrupted while weights are being written: all of a step, or a loud mark that it is torn.
+
+A signal (Ctrl-C) waits until the step is complete. An error in the middle of a step that has written some weights, such
+as lack of memory, cannot be waited for, nor taken back without a copy of the model: the optimizer then refuses to step
+and to be saved, and says which parameters have taken the step, until it is given a state by `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from hmpx.errors import HmpxError
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
+_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+
+
+class Deferral:
+    """From `begin` to the end of the block, signals that have a Python handler wait."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._came: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> Deferral:
+        return self
+
+    def begin(self) -> None:
+        if self._handlers or threading.current_thread() is not threading.main_thread():
+            return  # Python runs handlers in the main thread alone
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came.append((number, frame))
+
+    def __exit__(self, *exception: object) -> None:
+        handlers, self._handlers = self._handlers, {}
+        for number, handler in handlers.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
+        came, self._came = self._came, []
+        for number, frame in came:
+            handlers[number](number, frame)
+
+
+def tear(optimizer: Optimizer, step: int, done: list[str], error: BaseException) -> None:
+    """Mark an optimizer, some of whose parameters have taken `step`, and let it say so whenever it is used."""
+    names = ", ".join(repr(name) for name in dict.fromkeys(done))
+    message = (
+        f"step {step} of {type(optimizer).__name__} was interrupted by {type(error).__name__} in the middle: "
+        f"{names} have taken it, wholly or in part, the other parameters have not; "
+        "load the model and the optimizer from a checkpoint"
+    )
+
+    def refuse(*_: object) -> None:
+        raise HmpxError(message)
+
+    def mend(_: Optimizer) -> None:
+        for handle in handles:
+            handle.remove()
+
+    handles = [
+        optimizer.register_step_pre_hook(refuse),
+        optimizer.register_state_dict_pre_hook(refuse),
+        optimizer.register_load_state_dict_post_hook(mend),
+    ]

@@ -1,0 +1,70 @@
+"""Parameters that share elements in memory: one weight under two names, or views of one buffer that overlap.
+
+Their updates must come one after the other, or the second would undo the first. Views of one buffer that lie beside one
+another (a fused projection that is cut in three) share no element and are not meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.kernels.lazy import is_lazy
+from hmpx.sharding import local
+from hmpx.updates.weights import Run
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+
+def refuse_overlaps(runs: Sequence[Run]) -> None:
+    """Raise where parameters share elements, for a step that reads all weights before it writes one, or has masters."""
+    for run in runs:
+        if run.overlaps is not None:
+            other = next(each.name for each in runs if each.param is run.overlaps)
+            raise HmpxError(
+                f"parameters {run.name!r} and {other!r} share memory, and each update would undo the other: "
+                "give the optimizer one of them"
+            )
+
+
+class Overlaps:
+    """Which parameters of one optimizer share elements; found anew only where one of them has moved in memory."""
+
+    def __init__(self) -> None:
+        self._places: tuple[int, ...] = ()
+        self._found: dict[Parameter, Parameter] = {}
+
+    def among(self, params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
+        """Each parameter that shares an element with another one, and that other one; under `torch.no_grad()`."""
+        held = {p: local(p) for p in params if not is_lazy(p)}
+        places = tuple(part for p, tensor in held.items() for part in (id(p), tensor.data_ptr()))
+        if places != self._places:
+            by_storage: dict[int, dict[Parameter, Tensor]] = {}
+            for p, tensor in held.items():
+                if tensor.numel():
+                    by_storage.setdefault(tensor.untyped_storage().data_ptr(), {})[p] = tensor
+            self._found = {}
+            for views in by_storage.values():
+                if len(views) > 1:
+                    self._found |= _sharing(views)
+            self._places = places
+        return self._found
+
+
+def _sharing(views: dict[Parameter, Tensor]) -> dict[Parameter, Parameter]:
+    """Put the number of one view after the other on a map of their storage, and see whose was there."""
+    found: dict[Parameter, Parameter] = {}
+    first, *_ = views.values()
+    owner = torch.zeros(first.untyped_storage().nbytes() // first.element_size(), dtype=torch.int32)
+    params = list(views)
+    for number, (p, view) in enumerate(views.items(), 1):
+        here = owner.as_strided(view.shape, view.stride(), view.storage_offset())
+        for before in here.unique().tolist():
+            if before:
+                other = params[before - 1]
+                found |= {p: other, other: p}
+        here.fill_(number)
+    return found

@@ -1,0 +1,125 @@
+"""Gradients that are gone: `release_gradients` has stepped and freed them in backward, before `optimizer.step()`.
+
+Who asks torch for them in this time would get nothing, and take it for zero: a clipped run would train unclipped. So
+gradient clipping, norms of gradients and GradScaler look here first. `torch.nn.utils` holds each of its functions in
+the closure of a wrapper, and it is the content of that cell which is exchanged, as `steps` does: it reaches every name
+that somebody has imported the wrapper by.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from hmpx.changes import Attribute, Cell, Changes
+from hmpx.errors import HmpxError
+
+Parameter = torch.nn.Parameter
+
+_gone: dict[Parameter, str] = {}  # until the step of its optimizer is finished: the name of that optimizer's class
+_asked = threading.local()  # whether a call of one of these functions is being answered in this thread
+
+# What each is called by, and the argument that it finds gradients in.
+_CLIPPING = {
+    clip_grad.clip_grad_norm_: "parameters",
+    clip_grad.clip_grad_value_: "parameters",
+    clip_grad._clip_grads_with_norm_: "parameters",
+    clip_grad._get_total_norm: "tensors",
+}
+_UNSCALE = "_unscale_grads_"  # of GradScaler: `unscale_` and `step` both end in it
+
+
+def release(p: Parameter, optimizer: torch.optim.Optimizer) -> None:
+    """Free the gradient of a parameter that has stepped."""
+    p.grad = None
+    _gone[p] = type(optimizer).__name__
+
+
+def is_released(p: Parameter) -> bool:
+    """Whether the gradient was released, and the optimizer's step is not finished yet."""
+    return p in _gone
+
+
+def finish(params: Iterable[Parameter]) -> None:
+    """The step that these parameters were released in is done, or will never be."""
+    for p in params:
+        _gone.pop(p, None)
+
+
+def watch(changes: Changes) -> None:
+    """Ask here first, until `changes` are undone."""
+    for function, argument in _CLIPPING.items():
+        cell = _cell(function)
+        changes.put(Cell(cell, f"torch.nn.utils.{function.__name__}"), _watched(cell.cell_contents, argument))
+    for cls in _scalers():
+        changes.put(Attribute(cls, _UNSCALE, f"{cls.__name__}.{_UNSCALE}"), _watched_unscale(vars(cls)[_UNSCALE]))
+
+
+def _cell(function: types.FunctionType) -> types.CellType:
+    return function.__closure__[function.__code__.co_freevars.index("func")]
+
+
+def _scalers() -> Iterator[type]:
+    """GradScaler, and those that are derived from it and unscale in their own way, as FSDP's does."""
+    classes = [torch.amp.GradScaler]
+    for cls in classes:
+        classes += [sub for sub in cls.__subclasses__() if sub not in classes]
+        if _UNSCALE in vars(cls):
+            yield cls
+
+
+def _watched(function: Callable, argument: str) -> Callable:
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if not _gone or getattr(_asked, "now", False):  # clip_grad_norm_ calls two of the others
+            return function(*args, **kwargs)
+        _asked.now = True
+        try:
+            if args:
+                args = (_looked_at(function, argument, args[0]), *args[1:])
+            elif argument in kwargs:
+                kwargs[argument] = _looked_at(function, argument, kwargs[argument])
+            return function(*args, **kwargs)
+        finally:
+            _asked.now = False
+
+    return watched
+
+
+def _looked_at(function: Callable, argument: str, given: Any) -> Any:
+    """What is given to clip or to measure, to be gone through once more; an error if some of it is gone."""
+    items = [given] if isinstance(given, torch.Tensor) else list(given)
+    name = function.__name__.removeprefix("_")
+    if argument == "parameters":
+        _refuse(name, items)
+    elif not items or any(item is None for item in items):  # whose gradients they are to be, nobody says
+        _refuse(name, list(_gone))
+    if isinstance(given, torch.Tensor):
+        return given
+    return (item for item in items) if isinstance(given, types.GeneratorType) else items  # torch tells them apart
+
+
+def _watched_unscale(unscale: Callable) -> Callable:
+    @functools.wraps(unscale)
+    def watched(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if _gone:
+            _refuse("GradScaler", [p for group in optimizer.param_groups for p in group["params"]])
+        return unscale(scaler, optimizer, *args, **kwargs)
+
+    return watched
+
+
+def _refuse(what: str, params: list[Any]) -> None:
+    gone = [p for p in params if isinstance(p, torch.Tensor) and p in _gone]
+    if gone:
+        raise HmpxError(
+            f"{what}: the gradients of {len(gone)} parameters are gone: {_gone[gone[0]]} is attached with "
+            "release_gradients=True, so each parameter has stepped, with its gradient as it was, and freed it in "
+            f"backward. Attach with release_gradients=False, or leave {what} out; optimizer.step() ends this step"
+        )

@@ -1,0 +1,76 @@
+"""Real architectures under `convert()`: autocast's lists give autocast's bits, the default lists stay near FP32.
+
+Autocast's cache of weights is off: it adds the gradients of a weight that is used twice up in BF16.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+import hmpx
+from tests.downstream.comparing import differences, first_module_that_differs, held_functions, made, run
+from tests.downstream.zoo import NO_KERNEL, ZOO
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+LISTS = Path(hmpx.__file__).parent / "oplists" / "autocast-cpu"
+under_autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
+under_its_lists = functools.partial(
+    hmpx.convert, **{f"{side}_file_path": LISTS / f"{side}.txt" for side in ("bf16", "fp32", "promote")}
+)
+
+
+# Where autocast and the rule of a list disagree.
+DIFFERENT = {
+    "torch gru": "autocast casts the products inside of gru and leaves its gates in FP32; for a list, gru is one op"
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=DIFFERENT[name])) if name in DIFFERENT else name
+        for name in ZOO
+    ],
+)
+def test_autocasts_lists_give_the_bits_of_autocast(name):
+    """Dtypes and bits of all outputs, gradients and buffers."""
+    model, inputs = made(name)
+    found = differences(run(model, inputs, under_autocast), run(model, inputs, under_its_lists))
+    where = first_module_that_differs(model, inputs, under_autocast, under_its_lists) if found else ""
+    assert not found, f"{where}; {len(found)} differ, {found[:3]}"
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.float() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in NO_KERNEL])
+def test_the_default_lists_stay_near_fp32_and_leave_no_trace(name):
+    """Each output within 4 % of FP32 in norm, 2 elements in 100 further off than 2 % of the largest, gradients 25 %."""
+    model, inputs = made(name)
+    functions, plain = held_functions(model), run(model, inputs)
+    converted = run(model, inputs, hmpx.convert)
+    assert all(tensor.isfinite().all() for tensor in (*converted.outputs.values(), *converted.gradients.values()))
+    assert differences(plain, converted), "nothing was cast"
+    for key, expected in plain.outputs.items():
+        far = (converted.outputs[key].float() - expected).abs() > 0.02 * expected.abs().max()
+        assert relative(converted.outputs[key], expected) < 0.04 and far.float().mean() < 0.02, key
+    gradients = [torch.cat([g.reshape(-1) for g in each.gradients.values()]) for each in (converted, plain)]
+    assert relative(*gradients) < 0.25
+    assert held_functions(model) == functions
+    assert not differences(plain, run(model, inputs))
+
+
+@pytest.mark.parametrize("name", NO_KERNEL)
+def test_an_op_without_a_bf16_kernel_raises_under_the_default_lists_and_nothing_stays(name):
+    model, inputs = made(name)
+    functions, plain = held_functions(model), run(model, inputs)
+    with pytest.raises(RuntimeError, match=NO_KERNEL[name]):
+        run(model, inputs, hmpx.convert)
+    assert held_functions(model) == functions
+    assert not differences(plain, run(model, inputs))

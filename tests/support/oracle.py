@@ -1,0 +1,300 @@
+"""What hmpx must come to: the plain torch optimizer on FP32 copies, rounded after each step.
+
+Written from the rules, not from the code: whole tensors, no slices, no shadows, no hooks. Of hmpx only
+`stochastic_round` is used, which has tests of its own.
+
+- The optimizer is torch's own, on FP32 parameters, with FP32 gradients and state.
+- stochastic, nearest: after the step the FP32 numbers are rounded, and the next step starts from what was rounded.
+- master, split: the FP32 numbers stay. The weight is what they round to, ties to even (master) or away from zero
+  (split). An element of the weight that its master rounds to in neither way was written by hand, and counts.
+- `state_dtype=torch.bfloat16`: every state tensor with a dimension is rounded after the step as "parameter.key".
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import hmpx
+from tests.support.models import BF16, FP32, Setup, made_optimizer
+
+Tensor = torch.Tensor
+
+
+def away_from_zero(x: Tensor) -> Tensor:
+    """FP32 to BF16, to nearest, ties away from zero; worked out in FP64 from the numbers, not from their bits."""
+    wide = x.double()
+    exponent = torch.frexp(wide.abs())[1].clamp(min=-125)
+    unit = torch.ldexp(torch.ones_like(wide), exponent - 8)
+    rounded = torch.copysign(torch.floor(wide.abs() / unit + 0.5) * unit, wide)
+    return torch.where(torch.isfinite(wide), rounded, wide).to(BF16)
+
+
+class Stopped(Exception):
+    """What a program raises in the middle of a step."""
+
+
+class TorchRefuses(Exception):
+    """The plain optimizer cannot take this step, so there is nothing to compare with."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One parameter: `q` is what the plain optimizer holds; `weight` is None where the model holds FP32."""
+
+    name: str
+    q: nn.Parameter
+    weight: Tensor | None
+    master: Tensor | None = None
+    loaded: bool = False  # the master, from a checkpoint of either way to hold it
+    grad: Tensor | None = None
+    grad_dtype: torch.dtype = FP32
+    # for the length of a step:
+    before: Tensor | None = None
+    shown: tuple[Tensor, int] | None = None
+    stepped: bool = False
+
+    @property
+    def seen(self) -> Tensor:
+        """What the model's parameter holds."""
+        return self.q.detach() if self.weight is None else self.weight
+
+
+class Reference:
+    """The program on FP32 copies."""
+
+    def __init__(self, setup: Setup, model: nn.Module, groups: list[list[str]]) -> None:
+        self.setup, self.settings = setup, dict(setup.attach or {})
+        self.count, self.stored_seed = 0, None
+        self.given: set[str] = set()  # names that `attach` was given; the others are positions
+        self.entries: list[Entry] = []
+        for name, p in model.named_parameters():
+            self.add(name, p)
+        by_name = {entry.name: entry for entry in self.entries}
+        self.optimizer = made_optimizer(setup, [[by_name[name].q for name in group] for group in groups])
+
+    def add(self, name: str, p: Tensor) -> Entry:
+        """A copy of a parameter; torch's fused kernels walk memory, and get everything in one order."""
+        q = p.detach().to(FP32, copy=True)
+        q = q.contiguous() if self.setup.options.get("fused") else q
+        entry = Entry(name, nn.Parameter(q), p.detach().clone() if p.dtype is BF16 else None)
+        entry.grad_dtype = p.dtype
+        self.entries.append(entry)
+        return entry
+
+    def held(self) -> list[Entry]:
+        """Those in the optimizer, in its order."""
+        of = {id(entry.q): entry for entry in self.entries}
+        return [of[id(q)] for group in self.optimizer.param_groups for q in group["params"]]
+
+    @property
+    def way(self) -> str:
+        return self.settings.get("weights", "stochastic")
+
+    def names(self) -> dict[Entry, str]:
+        """What the random numbers of each parameter are keyed by."""
+        named = {entry.name for entry in self.entries} if self.setup.names == "named_parameters" else self.given
+        return {entry: entry.name if entry.name in named else str(i) for i, entry in enumerate(self.held())}
+
+    def read(self, entry: Entry) -> Tensor:
+        """The FP32 number of each element that the next step works on."""
+        if entry.weight is None:
+            return entry.q.detach()
+        if entry.master is None or self.way not in ("master", "split"):
+            return entry.weight.float()
+        kept = away_from_zero(entry.master) == entry.weight
+        if self.way == "master" or entry.loaded:  # split knows which way its own ties went
+            kept |= entry.master.bfloat16() == entry.weight
+        return torch.where(kept, entry.master, entry.weight.float())
+
+    def seed(self, of_region: int | None = None) -> int:
+        given = (of_region, self.settings.get("seed"), self.stored_seed, 0)
+        return next(seed for seed in given if seed is not None)
+
+    def step(self, of_region: int | None = None, closure: Callable | None = None, only: list | None = None) -> Any:
+        """One step; `closure` sets gradients of entries from the weights that it is shown, and returns the loss.
+
+        `only`: a part of a step, for the entries in it.
+        """
+        numbers, calls = {"seed": self.seed(of_region), "step": self.count}, 0
+        entries = self.held()
+        for entry in entries:
+            self._show(entry, only is None or entry in only)
+
+        def evaluate() -> Any:
+            nonlocal calls
+            calls += 1
+            for entry in entries:  # gradients as the step has left them so far
+                self._take_grad(entry)
+            points = {}
+            for entry in entries:
+                moved = calls > 1 and entry.weight is not None and not torch.equal(entry.q.detach(), entry.before)
+                points[entry] = entry.q.detach().bfloat16() if moved else entry.seen
+            loss = closure(points)
+            for entry in entries:
+                self._show_grad(entry)
+            return loss
+
+        try:
+            loss = self.optimizer.step(*([] if closure is None else [evaluate]))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise TorchRefuses from error
+        names = self.names()
+        for entry in entries:
+            if only is None:
+                self._take_grad(entry)
+            self._round(entry, names[entry], numbers)
+        if only is None:
+            self.count, self.stored_seed = self.count + 1, numbers["seed"]
+        return loss
+
+    def overflow(self) -> None:
+        """A step of a fused optimizer that a GradScaler has told to change nothing: it makes empty state."""
+        for entry in self.held():
+            self._show(entry, True)
+        self.optimizer.found_inf, self.optimizer.grad_scale = torch.ones(()), None
+        self.optimizer.step()
+        del self.optimizer.found_inf, self.optimizer.grad_scale
+
+    def _show(self, entry: Entry, with_grad: bool) -> None:
+        state = self.optimizer.state.get(entry.q, {})
+        with torch.no_grad():
+            if entry.weight is not None and state.get("step") == 0 and "sum" in state:  # made by Adagrad's constructor
+                started = torch.tensor(self.setup.options.get("initial_accumulator_value", 0.0))
+                state["sum"].fill_(started.to(self.settings.get("state_dtype", FP32)))
+            elif entry.weight is not None and self.settings.get("state_dtype") is BF16:  # of a parameter that was FP32
+                state.update({key: v if isinstance(v, list) else _narrowed(v) for key, v in state.items()})
+            entry.before = self.read(entry).clone()
+            entry.q.copy_(entry.before)
+        entry.stepped = False
+        self._show_grad(entry) if with_grad else setattr(entry.q, "grad", None)
+
+    def _show_grad(self, entry: Entry) -> None:
+        if entry.grad is None:
+            entry.q.grad = None
+        elif entry.grad.is_sparse:
+            entry.q.grad = entry.grad.float()
+        else:
+            entry.q.grad = torch.empty_like(entry.q).copy_(entry.grad)
+        entry.shown = None if entry.grad is None else (entry.q.grad, entry.q.grad._version)
+        entry.stepped = entry.stepped or entry.grad is not None
+
+    def _take_grad(self, entry: Entry) -> None:
+        """What a step does to a gradient is done to the parameter's."""
+        if entry.q.grad is None:
+            entry.grad = None
+        elif entry.shown is None or entry.shown[0] is not entry.q.grad or entry.shown[1] != entry.q.grad._version:
+            entry.grad = entry.q.grad.detach().to(entry.grad_dtype)
+
+    def _round(self, entry: Entry, name: str, numbers: dict) -> None:
+        if entry.weight is None:
+            return
+        self._round_state(entry, name, numbers)
+        x = entry.q.detach()
+        if not entry.stepped and torch.equal(x, entry.before):
+            return
+        if self.way == "stochastic":
+            entry.weight = hmpx.stochastic_round(x, **numbers, name=name)
+        elif self.way == "split":
+            entry.weight, entry.master, entry.loaded = away_from_zero(x), x.clone(), False
+        else:
+            entry.weight, entry.master = x.bfloat16(), x.clone()
+
+    def _round_state(self, entry: Entry, name: str, numbers: dict) -> None:
+        if self.settings.get("state_dtype") is BF16:
+            for key, value in self.optimizer.state.get(entry.q, {}).items():
+                if isinstance(value, Tensor) and value.dtype is FP32 and value.dim():
+                    value.copy_(hmpx.stochastic_round(value, **numbers, name=f"{name}.{key}"))
+
+    def succeed(self, settings: dict[str, Any]) -> None:
+        """A new optimizer, attached with these settings, over the parameters of the old one."""
+        self.optimizer = made_optimizer(self.setup, [group["params"] for group in self.optimizer.param_groups])
+        self.settings = settings
+        self.count, self.stored_seed = 0, None
+        for entry in self.entries:
+            entry.master = None
+
+    def detach(self) -> None:
+        """State goes to the parameter's dtype, masters are dropped, and so are seed and step number."""
+        for entry in self.held():
+            state = self.optimizer.state.get(entry.q, {})
+            if entry.weight is not None and state.get("step") != 0:
+                state.update({key: _narrowed(value) for key, value in state.items()})
+        for entry in self.entries:
+            entry.master = None
+        self.count, self.stored_seed = 0, None
+
+    def save(self) -> dict[str, Any]:
+        """What checkpoints of model and optimizer hold."""
+        return {
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "weights": {entry.name: entry.seen.clone() for entry in self.entries},
+            "masters": [self.read(entry).clone() for entry in self.held()],
+            "numbers": (self.count, self.stored_seed),
+        }
+
+    @torch.no_grad()
+    def load(self, saved: dict[str, Any], weights: bool) -> None:
+        """`weights`: the model's as well.
+
+        A checkpoint without masters of just what is here, which wrappers load after they have asked for it, leaves the
+        masters that are here.
+        """
+        state, now = saved["optimizer"]["state"], self.optimizer.state_dict()["state"]
+        own = saved["numbers"] == (self.count, self.stored_seed) and _equal(state, now) and (state or not self.count)
+        self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        self.count, self.stored_seed = saved["numbers"]
+        if weights:
+            for entry in self.entries:
+                self.write(entry, saved["weights"][entry.name])
+        for entry in self.entries:
+            entry.master = entry.master if own else None
+        if self.settings.get("use_master_weights_in_ckpt"):
+            for entry, master in zip(self.held(), saved["masters"], strict=True):
+                if entry.weight is not None:
+                    entry.master, entry.loaded = master.clone(), True
+
+    def lay(self, entry: Entry, p: Tensor) -> None:
+        """The parameter lies in another layout, in which an optimizer takes sums in another order."""
+        if not self.setup.options.get("fused"):
+            entry.q.data = torch.empty_like(p, dtype=FP32).copy_(entry.q.detach())
+
+    @torch.no_grad()
+    def cast(self, entry: Entry, dtype: torch.dtype) -> None:
+        """The model's parameter changes its dtype: BF16 starts without a master, FP32 goes on from what was seen."""
+        x = entry.seen.float()
+        entry.q.copy_(x)
+        entry.weight, entry.master = (x.to(BF16), None) if dtype is BF16 else (None, None)
+        entry.grad_dtype = dtype
+        if entry.grad is not None:
+            entry.grad = entry.grad.to(dtype)
+
+    @torch.no_grad()
+    def write(self, entry: Entry, x: Tensor) -> None:
+        """Somebody writes to the weight."""
+        if entry.weight is None:
+            entry.q.copy_(x)
+        else:
+            entry.weight = x.to(BF16).clone()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Of state without lists, which is never known again."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    return isinstance(one, int | float | str) and one == other
+
+
+def _narrowed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_narrowed(item) for item in value]
+    if isinstance(value, Tensor) and value.dtype is FP32 and value.dim():
+        return value.bfloat16().float()
+    return value

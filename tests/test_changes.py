@@ -1,0 +1,221 @@
+"""A change that hmpx makes outside itself is taken back where it still stands, and left with a warning where not."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import hmpx
+from hmpx.changes import MISSING, Attribute, Cell, Changes, Flag, Item
+
+BF16 = torch.bfloat16
+
+
+class Owner:
+    inherited = "of the class"
+
+
+def places():
+    """One of each kind, what it holds, and how somebody else writes to it."""
+    owner, mapping, box = Owner(), {"key": "before"}, ["before"]
+    owner.attribute = "before"
+
+    def function(value="before"):
+        return lambda: value
+
+    cell = function().__closure__[0]
+    return {
+        "attribute": (Attribute(owner, "attribute", "Owner.attribute"), "before"),
+        "inherited": (Attribute(owner, "inherited", "Owner.inherited"), MISSING),
+        "item": (Item(mapping, "key", "a key"), "before"),
+        "new item": (Item(mapping, "other", "another key"), MISSING),
+        "cell": (Cell(cell, "a variable"), "before"),
+        "flag": (Flag("a setting", lambda: box[0], lambda value: box.__setitem__(0, value)), "before"),
+    }
+
+
+@pytest.mark.parametrize("kind", places())
+def test_a_place_holds_what_it_held_again(kind, caplog):
+    place, before = places()[kind]
+    with Changes() as changes:
+        assert changes.put(place, "ours") == before and place.read() == "ours"
+    assert place.read() == before and not caplog.records
+
+
+@pytest.mark.parametrize("kind", places())
+def test_what_somebody_else_has_put_on_top_stays_with_a_warning(kind, caplog):
+    place, _ = places()[kind]
+    with Changes() as changes:
+        changes.put(place, "ours")
+        place.write("theirs")
+    assert place.read() == "theirs"
+    assert [f"{place.label} was {place.verb} again" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("kind", places())
+def test_what_somebody_else_has_taken_back_already_is_no_news(kind, caplog):
+    place, before = places()[kind]
+    with Changes() as changes:
+        changes.put(place, "ours")
+        place.write(before)
+    assert place.read() == before and not caplog.records
+
+
+def test_a_value_that_is_there_already_is_no_change_so_a_later_one_stays(caplog):
+    box = ["same"]
+    flag = Flag("a setting", lambda: box[0], lambda value: box.__setitem__(0, value))
+    with Changes() as changes:
+        changes.put(flag, "same")
+        box[0] = "the user's"
+    assert box == ["the user's"] and not caplog.records
+
+
+def test_changes_of_one_place_are_undone_in_reverse_and_all_of_them_although_one_fails():
+    mapping = {"key": 0}
+
+    def fail():
+        raise RuntimeError("half-way")
+
+    changes = Changes()
+    for value in (1, 2):
+        changes.put(Item(mapping, "key", "a key"), value)
+        changes.callback(fail)
+    with pytest.raises(RuntimeError, match="half-way"):
+        changes.close()
+    assert mapping == {"key": 0}
+
+
+@pytest.fixture
+def theirs():
+    """Patch an attribute as another library would: a function of theirs around what is there; taken back at the end."""
+    undo = Changes()
+
+    def patch(owner, name):
+        inner = getattr(owner, name)
+        descriptor = vars(owner)[name]
+
+        def outer(*args, **kwargs):
+            outer.calls += 1
+            return inner(*args, **kwargs)
+
+        outer.calls, outer.before = 0, descriptor
+        value = staticmethod(outer) if isinstance(descriptor, staticmethod) else outer
+        setattr(owner, name, value)
+        undo.callback(setattr, owner, name, original[owner, name])
+        return outer
+
+    original = {
+        (owner, name): vars(owner)[name]
+        for owner, name in (
+            (optim.Optimizer, "add_param_group"),
+            (optim.Optimizer, "_process_value_according_to_param_policy"),
+            (optim.Optimizer, "profile_hook_step"),
+            (optim.SGD, "__init__"),
+            (DistributedDataParallel, "__init__"),
+        )
+    }
+    yield patch
+    hmpx.restore()
+    undo.close()
+
+
+def sgd(momentum=0.0):
+    p = nn.Parameter(torch.ones(4, dtype=BF16))
+    p.grad = torch.ones(4, dtype=BF16)
+    return p, optim.SGD([p], lr=1e-3, momentum=momentum)
+
+
+@pytest.mark.parametrize("name", ["add_param_group", "_process_value_according_to_param_policy", "profile_hook_step"])
+def test_a_patch_on_top_of_what_watches_steps_stays_and_is_called(name, theirs, caplog):
+    hmpx.convert()
+    outer = theirs(optim.Optimizer, name)
+    hmpx.restore()
+    assert getattr(optim.Optimizer, name) is outer
+    assert f"torch.optim.Optimizer.{name} was patched again" in caplog.text
+    # Ours below it is inert: a plain step, state cast down by a load, a class hooked by torch alone.
+    cls = type("Fresh", (optim.SGD,), {"step": lambda self, closure=None: super(cls, self).step(closure)})
+    p = nn.Parameter(torch.ones(4, dtype=BF16))
+    optimizer = cls([p], lr=1e-3, momentum=0.9)
+    p.grad = torch.ones(4, dtype=BF16)
+    optimizer.step()
+    assert "hmpx_step" not in optimizer.param_groups[0]
+    saved = optimizer.state_dict()
+    saved["state"][0]["momentum_buffer"] = torch.ones(4)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[p]["momentum_buffer"].dtype is BF16 and outer.calls
+    hmpx.convert()  # and with theirs below, a new conversion works
+    with hmpx.disable_casts():
+        p, optimizer = sgd()
+        optimizer.step()
+    assert optimizer.param_groups[0]["hmpx_step"] == 1
+    hmpx.restore()
+    assert getattr(optim.Optimizer, name) is outer
+
+
+def test_a_patch_that_was_there_before_is_called_below_ours(theirs):
+    outer = theirs(optim.Optimizer, "add_param_group")
+    with hmpx.convert():
+        sgd()
+        assert outer.calls == 1
+    assert optim.Optimizer.add_param_group is outer
+
+
+def test_patches_on_top_of_what_watches_for_optimizers_and_models_stay(theirs, caplog):
+    handle = hmpx.activate("neuron-bf16-sr")
+    outer, wrapping = theirs(optim.SGD, "__init__"), theirs(DistributedDataParallel, "__init__")
+    handle.restore()
+    assert optim.SGD.__init__ is outer and DistributedDataParallel.__init__ is wrapping
+    assert "SGD.__init__ was patched again" in caplog.text
+    assert "DistributedDataParallel.__init__ was patched again" in caplog.text
+    model = nn.Linear(4, 4)
+    optim.SGD(model.parameters(), lr=1e-3)
+    assert model.weight.dtype is torch.float32 and outer.calls == 1
+
+
+def test_settings_that_a_user_made_meanwhile_stay(caplog):
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with hmpx.convert(dtype_map={torch.float32: BF16}):
+        assert torch.get_default_dtype() is BF16 and not torch.backends.mha.get_fastpath_enabled()
+        torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.get_default_dtype() is torch.float64 and "the default dtype was set again" in caplog.text
+        assert torch.backends.mha.get_fastpath_enabled() is fast_path
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with hmpx.convert():  # False already, so it is not ours
+            torch.backends.mha.set_fastpath_enabled(True)
+        assert torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def test_a_watcher_of_data_that_somebody_put_on_top_stays(caplog):
+    data = torch._C.TensorBase.__dict__["data"]
+    with hmpx.convert(), hmpx.cached_weights():
+        torch.Tensor.data = theirs = property(data.__get__, data.__set__)
+    try:
+        assert vars(torch.Tensor)["data"] is theirs and "torch.Tensor.data was patched again" in caplog.text
+    finally:
+        del torch.Tensor.data
+
+
+def test_a_scripting_function_of_somebody_else_stays(caplog):
+    from torch.jit import _recursive
+
+    original = _recursive.try_compile_fn
+    with hmpx.convert():
+        inner = _recursive.try_compile_fn
+        _recursive.try_compile_fn = theirs = types.FunctionType(
+            inner.__code__, inner.__globals__, closure=inner.__closure__
+        )
+    try:
+        assert _recursive.try_compile_fn is theirs and "try_compile_fn was patched again" in caplog.text
+        assert torch.jit.script(nn.Linear(2, 2))(torch.ones(1, 2)).shape == (1, 2)
+    finally:
+        _recursive.try_compile_fn = original

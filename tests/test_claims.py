@@ -1,0 +1,240 @@
+"""What an attachment wants of its parameters is its own: others come and go, and parameters change, and it holds."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.updates import claims, steps
+from tests.training import parameters, set_gradients
+
+BF16, FP32 = torch.bfloat16, torch.float32
+needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13")
+PRISTINE = torch.utils.swap_tensors, optim.Optimizer.load_state_dict
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    gc.collect()
+    with hmpx.disable_casts():
+        pass
+    assert not claims._claimed and not claims._ended and steps._users == 0
+    assert (torch.utils.swap_tensors, optim.Optimizer.load_state_dict) == PRISTINE
+
+
+def gradient_dtype(p):
+    p.grad = None
+    (p * 2).sum().backward()
+    return p.grad.dtype
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("how", ["detached", "collected"])
+def test_the_last_of_those_that_live_decides_in_whatever_order_they_end(order, how):
+    wants = True, False, True
+    p = nn.Parameter(torch.ones(3, dtype=BF16))
+    living = {}
+    for i, want in enumerate(wants):
+        living[i] = optim.SGD([p], lr=0.1)
+        hmpx.attach(living[i], use_fp32_grad_acc=want)
+        assert gradient_dtype(p) is (FP32 if want else BF16)
+    for i in order:
+        if how == "detached":
+            hmpx.detach(living.pop(i))
+        else:
+            del living[i]
+            gc.collect()
+        expected = FP32 if living and wants[max(living)] else BF16
+        assert gradient_dtype(p) is expected, (i, sorted(living))
+    assert p.grad_dtype is BF16
+
+
+@needs_grad_dtype
+def test_a_cell_that_is_run_twice_with_its_scheduler():
+    p = nn.Parameter(torch.ones(3, dtype=BF16))
+    for _ in range(3):  # each time the old optimizer is kept alive by its scheduler until the new one is there
+        optimizer = optim.AdamW([p])
+        hmpx.attach(optimizer, use_fp32_grad_acc=True)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
+        gc.collect()
+        assert gradient_dtype(p) is FP32
+    del optimizer, scheduler
+
+
+@needs_grad_dtype
+def test_what_another_ends_with_leaves_a_gradient_as_it_is():
+    p = nn.Parameter(torch.ones(3, dtype=BF16))
+    old, new = optim.SGD([p], lr=0.1), optim.SGD([p], lr=0.1)
+    for each in (old, new):
+        hmpx.attach(each, use_fp32_grad_acc=True)
+    (p * (1 + 2**-7)).sum().backward()
+    (p * 2**-7).sum().backward()
+    p.grad += 2**-12  # which BF16 has no room for
+    before = p.grad
+    hmpx.detach(new)
+    assert p.grad is before and (before == 1 + 2**-6 + 2**-12).all()
+
+
+def test_only_the_last_releases_and_then_the_one_before_it():
+    p, q = (nn.Parameter(torch.ones(3, dtype=BF16)) for _ in range(2))
+    first, second = optim.SGD([p, q], lr=0.5), optim.SGD([p], lr=0.25)
+    hmpx.attach(first, release_gradients=True)
+    hmpx.attach(second, release_gradients=True)
+    (p + q).sum().backward()
+    assert (p == 0.75).all() and (q == 0.5).all()
+    second.step()
+    first.step()
+    hmpx.detach(second)
+    p.sum().backward()
+    assert (p == 0.25).all() and p.grad is None
+
+
+@pytest.mark.parametrize("how", ["detached", "collected"])
+def test_state_is_loaded_in_fp32_after_another_optimizer_has_ended(how):
+    named = parameters()
+    old, new = optim.AdamW(named), optim.AdamW(named)
+    for each in (old, new):
+        hmpx.attach(each)
+    set_gradients(named, 0)
+    new.step()
+    saved = copy.deepcopy(new.state_dict())
+    for group in saved["param_groups"]:
+        group.pop("hmpx_step"), group.pop("hmpx_seed")  # as a plain FP32 run would have saved it
+    if how == "detached":
+        hmpx.detach(old)
+    del old, each
+    gc.collect()
+    new.load_state_dict(saved)
+    for i, (_, p) in enumerate(named):
+        assert torch.equal(new.state[p]["exp_avg"], saved["state"][i]["exp_avg"])
+        assert new.state[p]["exp_avg"].dtype is FP32
+
+
+def test_a_plain_optimizer_of_the_same_parameters_loads_as_torch_does():
+    named, twin = parameters(), parameters(FP32)
+    reference, plain, attached = optim.AdamW(twin), optim.AdamW(named), optim.AdamW(named)
+    hmpx.attach(attached)
+    set_gradients(twin, 0)
+    reference.step()
+    plain.load_state_dict(reference.state_dict())
+    assert {plain.state[p]["exp_avg"].dtype for _, p in named} == {BF16}
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "copy"])
+def test_copies_have_claims_of_their_own(how):
+    p = nn.Parameter(torch.ones(3, dtype=BF16))
+    optimizer = optim.SGD([p], lr=0.1)
+    hmpx.attach(optimizer, use_fp32_grad_acc=True)
+    twin = pickle.loads(pickle.dumps(optimizer)) if how == "pickle" else getattr(copy, how)(optimizer)
+    q = twin.param_groups[0]["params"][0]
+    assert gradient_dtype(q) is FP32
+    twin.step()
+    del twin
+    gc.collect()
+    assert gradient_dtype(p) is FP32
+
+
+# Parameters that change after `attach`
+
+
+@needs_grad_dtype
+def test_parameters_that_are_unfrozen_later_accumulate_in_fp32():
+    p, q = nn.Parameter(torch.ones(3, dtype=BF16)), nn.Parameter(torch.ones(3, dtype=BF16), requires_grad=False)
+    optimizer = optim.SGD([p, q], lr=0.1)
+    hmpx.attach(optimizer, use_fp32_grad_acc=True)
+    assert not q.requires_grad
+    q.requires_grad_(True)
+    assert gradient_dtype(q) is FP32
+
+
+def test_parameters_that_are_unfrozen_later_release_their_gradients():
+    p, q = nn.Parameter(torch.ones(3, dtype=BF16)), nn.Parameter(torch.ones(3, dtype=BF16), requires_grad=False)
+    optimizer = optim.SGD([p, q], lr=0.5)
+    hmpx.attach(optimizer, release_gradients=True)
+    p.sum().backward()
+    optimizer.step()
+    q.requires_grad_(True)
+    (p + q).sum().backward()
+    assert q.grad is None and (q == 0.5).all() and (p == 0).all()
+    optimizer.step()
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("way", ["stochastic", "master", "split"])
+def test_a_model_that_is_cast_later(swap, way):
+    """FP32 at first, BF16 from step 2 to 5, FP32 again, beside copies that are rounded when the model is."""
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+        params = list(model.parameters())
+        copies = [nn.Parameter(p.detach().clone()) for p in params]
+        optimizer, reference = optim.AdamW(model.named_parameters(), lr=1e-2), optim.AdamW(copies, lr=1e-2)
+        hmpx.attach(optimizer, way, use_fp32_grad_acc=True)
+        for step in range(8):
+            optimizer.zero_grad()
+            if step == 2:
+                model.bfloat16()
+                with torch.no_grad():
+                    for q in copies:
+                        q.copy_(q.bfloat16())
+            if step == 5:
+                model.float()
+                with torch.no_grad():
+                    for p, q in zip(params, copies, strict=True):
+                        q.copy_(p)
+            assert all(p is q for p, q in zip(model.parameters(), params, strict=True))
+            gradients = [torch.randn(p.shape) for p in params]
+            for p, q, gradient in zip(params, copies, gradients, strict=True):
+                (p.float() * gradient).sum().backward()
+                assert p.grad.dtype is FP32
+                q.grad = p.grad.clone()
+            optimizer.step()
+            reference.step()
+            for i, (p, q) in enumerate(zip(params, copies, strict=True)):
+                if p.dtype is FP32:
+                    assert torch.equal(p, q), (step, i)
+                elif way == "stochastic":
+                    name = ("0.weight", "0.bias", "1.weight", "1.bias")[i]
+                    with torch.no_grad():
+                        q.copy_(hmpx.stochastic_round(q.detach(), seed=0, step=step, name=name))
+                    assert torch.equal(p.float(), q), (step, i)
+                else:
+                    assert torch.equal(p, q.bfloat16()), (step, i)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@needs_grad_dtype
+def test_hooks_and_settings_outlive_a_swap():
+    p = nn.Parameter(torch.ones(3, dtype=BF16))
+    optimizer = optim.SGD([p], lr=0.5)
+    hmpx.attach(optimizer, use_fp32_grad_acc=True, release_gradients=True)
+    for _ in range(2):
+        torch.utils.swap_tensors(p, nn.Parameter(torch.ones(3, dtype=BF16)))
+        p.sum().backward()
+        assert (p == 0.5).all() and p.grad is None
+        optimizer.step()
+    hmpx.detach(optimizer)
+    assert p.grad_dtype is BF16 and gradient_dtype(p) is BF16
+
+
+@needs_grad_dtype
+def test_a_parameter_that_leaves_the_optimizer_is_as_it_was():
+    p, q = (nn.Parameter(torch.ones(3, dtype=BF16)) for _ in range(2))
+    optimizer = optim.SGD([{"params": [p]}, {"params": [q]}], lr=0.5)
+    hmpx.attach(optimizer, use_fp32_grad_acc=True)
+    optimizer.param_groups.pop(0)
+    q.grad = torch.ones(3)
+    optimizer.step()
+    assert gradient_dtype(p) is BF16 and gradient_dtype(q) is FP32

@@ -1,0 +1,277 @@
+"""convert and restore run no code of the objects that they look through, and undo themselves completely."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict, deque
+
+import pytest
+import torch
+import torch.nn.functional as F
+import wrapt
+
+import hmpx
+from hmpx import rewriting, sweep
+from tests.conftest import PRISTINE, attributes_of_torch
+
+X = torch.randn(4, 4)
+pytestmark = pytest.mark.usefixtures("everything_is_looked_through")
+
+
+class Raising(Exception):
+    pass
+
+
+armed = []
+
+
+def hostile(base, *names):
+    """A subclass whose methods of those names raise while `armed`."""
+
+    def method(name):
+        def raises(self, *args, **kwargs):
+            if armed:
+                raise Raising(name)
+            return getattr(super(cls, self), name)(*args, **kwargs)
+
+        return raises
+
+    cls = type(f"Hostile{base.__name__}", (base,), {name: method(name) for name in names})
+    return cls
+
+
+LOOKS = ("__len__", "__iter__", "__eq__", "__hash__", "__getattribute__", "__repr__", "__contains__", "__getitem__")
+DICT = hostile(dict, *LOOKS, "values", "items", "keys", "get", "copy", "__setitem__")(linear=F.linear)
+ORDERED = hostile(OrderedDict, *LOOKS, "values", "items", "keys", "get", "copy", "__setitem__")(linear=F.linear)
+LIST = hostile(list, *LOOKS, "__setitem__", "copy")([F.linear])
+DEQUE = hostile(deque, *LOOKS, "__setitem__", "copy")([F.linear])
+OBJECT = hostile(object, "__getattribute__", "__setattr__", "__eq__", "__hash__", "__repr__")()
+object.__setattr__(OBJECT, "act", F.linear)
+KEY = hostile(object, "__eq__", "__hash__", "__repr__")()
+KEYED = {KEY: 1, "linear": F.linear, "nothing": {KEY: F.linear}}
+
+
+class Proxied:
+    """`__class__` and `__dict__` are code."""
+
+    @property
+    def __class__(self):
+        raise Raising("__class__")
+
+    @property
+    def __dict__(self):
+        raise Raising("__dict__")
+
+
+PROXIED = object.__new__(Proxied)
+object.__setattr__(PROXIED, "act", F.linear)
+PROXY = wrapt.ObjectProxy(F.linear)
+
+
+class Meta(type):
+    def __setattr__(cls, name, value):
+        raise Raising("__setattr__ of a metaclass")
+
+    def __eq__(cls, other):
+        raise Raising("__eq__ of a metaclass")
+
+    def __hash__(cls):
+        if armed:
+            raise Raising("__hash__ of a metaclass")
+        return 1
+
+
+class Strict(metaclass=Meta):
+    act = F.linear
+
+
+class Lazy(types.ModuleType):
+    __all__ = property(lambda self: (_ for _ in ()).throw(Raising("a property of a module")))
+
+    def __getattr__(self, name):
+        raise Raising(name)
+
+
+LAZY = Lazy("lazy")
+vars(LAZY)["act"] = F.linear
+
+
+def reached():
+    return [
+        *(dict.__getitem__(d, "linear") for d in (DICT, ORDERED, KEYED)),
+        *(list.__getitem__(LIST, 0), deque.__getitem__(DEQUE, 0)),
+        object.__getattribute__(OBJECT, "act"),
+        *(type.__getattribute__(Strict, "act"), types.ModuleType.__getattribute__(LAZY, "act")),
+    ]
+
+
+@pytest.fixture
+def code_raises(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lazy", LAZY)
+    armed.append(True)
+    yield
+    armed.clear()
+
+
+def test_no_code_of_containers_objects_classes_and_modules_runs(code_raises):
+    with hmpx.convert() as handle:
+        assert [f(X, X).dtype for f in reached()] == [torch.bfloat16] * 8
+        assert any(line.startswith("a Proxied holds linear: its attributes cannot be") for line in handle.escaped)
+        assert any("KEYED['nothing'][<Hostileobject>] holds linear: " in line for line in handle.escaped)
+    assert all(f is PRISTINE["torch.nn.functional.linear"][0] for f in reached())
+
+
+def test_a_pep_562_module_imports_nothing(monkeypatch):
+    module = types.ModuleType("pep562")
+    vars(module).update(act=F.linear, __getattr__=lambda name: pytest.fail(name))
+    monkeypatch.setitem(sys.modules, "pep562", module)
+    with hmpx.convert():
+        assert vars(module)["act"](X, X).dtype is torch.bfloat16
+
+
+class Value:
+    pass
+
+
+def test_dictionaries_that_change_while_they_are_read():
+    weak, strong, stop, modules = weakref.WeakValueDictionary(), {"linear": F.linear}, threading.Event(), []
+    globals()["CHANGING"] = (weak, strong)
+
+    def change():
+        number = 0
+        while not stop.is_set():
+            number += 1
+            value = weak[number] = Value()
+            strong[number] = value
+            strong.pop(number - 50, None)
+            name = f"made_by_a_thread_{number % 50}"
+            sys.modules[name] = types.ModuleType(name)
+            modules.append(name)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(3):
+            with hmpx.convert():
+                assert strong["linear"](X, X).dtype is torch.bfloat16
+            assert strong["linear"] is F.linear
+    finally:
+        stop.set()
+        thread.join()
+        del globals()["CHANGING"]
+        for name in modules:
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, MemoryError])
+def test_whatever_ends_the_pass_half_way_everything_is_as_it_was(monkeypatch, error):
+    before, calls, running = reached(), [], sweep.Sweep._running_functions
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) == 1:
+            assert any(capture.rebound for capture in self.captures)
+            raise error
+        running(self)
+
+    monkeypatch.setattr("hmpx.sweep.Sweep._running_functions", interrupted)
+    with pytest.raises(error):
+        hmpx.convert()
+    monkeypatch.undo()
+    assert all(a is b for a, b in zip(reached(), before, strict=True))
+    assert attributes_of_torch() == PRISTINE and len(calls) == 2
+
+
+def test_an_interrupt_of_the_undo_does_not_stop_it(monkeypatch):
+    handle = hmpx.convert()
+    write, calls = rewriting._write_item, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        write(*args)
+
+    for place in handle._rebinding._places._places.values():
+        if getattr(place.write, "func", None) is write:
+            object.__setattr__(place, "write", functools.partial(interrupted, *place.write.args))
+    with pytest.raises(KeyboardInterrupt):
+        hmpx.restore()
+    assert calls and all(f is PRISTINE["torch.nn.functional.linear"][0] for f in reached())
+    assert attributes_of_torch() == PRISTINE
+
+
+def test_what_the_user_put_there_meanwhile_stays():
+    table, mine = {"linear": F.linear}, object()
+    globals()["TABLE"] = table
+    with hmpx.convert():
+        table["linear"] = mine
+    assert table["linear"] is mine
+    del globals()["TABLE"]
+
+
+def test_a_model_does_not_live_longer_for_what_it_captured():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = torch.matmul
+
+    models = [Model()]
+    with hmpx.convert():
+        assert models[0].act(X, X).dtype is torch.bfloat16
+        alive = weakref.ref(models[0])
+        models.clear()
+        assert alive() is None
+
+
+IMPORTS = {
+    "transformers": "from transformers import AutoModel",
+    "transformers.Trainer": "from transformers import Trainer",
+    "diffusers": "import diffusers; from diffusers import UNet2DModel",
+    "timm": "import timm; timm.create_model('resnet18')",
+    "lightning": "import lightning",
+    "accelerate": "from accelerate import Accelerator",
+}
+CHECK = """
+import torch, torch.nn.functional as F
+gelu = F.gelu
+{}
+import hmpx
+with hmpx.convert() as handle:
+    assert torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype is torch.bfloat16
+    handle.escaped
+assert F.gelu is gelu and torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype is torch.float32
+"""
+
+
+def needs(library):
+    """Skip where the library is missing, or cannot be imported in this environment without hmpx either."""
+    if importlib.util.find_spec(library.partition(".")[0]) is None:
+        pytest.skip(f"{library} is not installed")
+    alone = subprocess.run([sys.executable, "-c", IMPORTS[library]], capture_output=True, text=True)
+    if alone.returncode:
+        pytest.skip(f"without hmpx: {alone.stderr.strip().splitlines()[-1]}")
+
+
+@pytest.mark.downstream
+@pytest.mark.parametrize("library", IMPORTS)
+def test_beside_real_libraries(library):
+    needs(library)
+    done = subprocess.run([sys.executable, "-c", CHECK.format(IMPORTS[library])], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.downstream
+def test_a_script_that_imports_trainer_runs(tmp_path):
+    needs("transformers.Trainer")
+    script = tmp_path / "train.py"
+    script.write_text("from transformers import Trainer\nprint('imported', Trainer.__name__)\n")
+    command = [sys.executable, "-m", "hmpx", "run", "--recipe", "neuron-bf16-sr", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "imported Trainer" in done.stdout, done.stderr[-2000:]

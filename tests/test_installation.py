@@ -1,0 +1,201 @@
+"""One conversion, and one recipe, is in force at a time; a ``with`` gives back the one that it replaced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx import conversion, installation
+from hmpx.patching import PatchTable
+
+from .conftest import PRISTINE, attributes_of_torch
+
+X = torch.randn(4, 4)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def found():
+    """What matmul and exp give: which of the lists below is in force."""
+    return (X @ X).dtype, X.exp().dtype
+
+
+MATMUL, EXP, NONE = (BF16, FP32), (FP32, BF16), (FP32, FP32)
+
+
+@pytest.fixture
+def matmul(lists, tmp_path):
+    return {**lists(), "bf16_file_path": _list(tmp_path, "matmul")}
+
+
+@pytest.fixture
+def exp(lists, tmp_path):
+    return {**lists(), "bf16_file_path": _list(tmp_path, "exp")}
+
+
+def _list(folder, name):
+    path = folder / f"only_{name}.txt"
+    path.write_text(name)
+    return path
+
+
+def test_the_inner_exit_gives_the_enclosing_conversion_back(matmul, exp):
+    with hmpx.convert(**matmul) as outer:
+        assert found() == MATMUL
+        with hmpx.convert(**exp) as inner:
+            assert found() == EXP and inner.active and not outer.active
+            with hmpx.convert(**matmul):
+                assert found() == MATMUL
+            assert found() == EXP
+        assert found() == MATMUL and outer.active and not inner.active
+        ops = {patch.op for patch in outer.patched if patch.rule is hmpx.Rule.BF16}
+        assert "matmul" in ops and "exp" not in ops
+    assert found() == NONE and attributes_of_torch() == PRISTINE
+
+
+def test_a_with_gives_a_plain_conversion_back_too(matmul, exp):
+    hmpx.convert(**matmul)
+    with pytest.raises(ZeroDivisionError), hmpx.convert(**exp):
+        raise ZeroDivisionError
+    assert found() == MATMUL
+
+
+def test_without_a_with_a_second_call_replaces_the_first_for_good(matmul, exp):
+    hmpx.convert(**matmul)
+    second = hmpx.convert(**exp)
+    second.restore()
+    assert found() == NONE
+    with hmpx.convert(**matmul):
+        hmpx.convert(**exp)
+    assert found() == EXP  # what was said last, and not taken back
+
+
+def test_restore_ends_all_of_them(matmul, exp):
+    with hmpx.convert(**matmul), hmpx.convert(**exp):
+        hmpx.restore()
+        assert found() == NONE
+    assert found() == NONE and attributes_of_torch() == PRISTINE
+
+
+def test_one_that_has_ended_is_not_given_back(matmul, exp):
+    outer = hmpx.convert(**matmul)
+    outer.__enter__()
+    inner = hmpx.convert(**exp)
+    inner.__enter__()
+    outer.__exit__(None, None, None)  # as generators end out of order
+    assert found() == EXP
+    inner.__exit__(None, None, None)
+    assert found() == NONE and attributes_of_torch() == PRISTINE
+
+
+def test_restoring_the_inner_handle_gives_the_enclosing_one_back_at_once(matmul, exp):
+    with hmpx.convert(**matmul):
+        with hmpx.convert(**exp) as inner:
+            inner.restore()
+            assert found() == MATMUL
+        assert found() == MATMUL
+    assert found() == NONE
+
+
+def test_a_conversion_that_fails_inside_leaves_the_enclosing_one_in_force(matmul, exp, monkeypatch):
+    with hmpx.convert(**matmul) as outer:
+        apply, calls = PatchTable.apply, []
+
+        def fail_once(table, changes):
+            calls.append(table)
+            if len(calls) == 1:
+                apply(table, changes)
+                raise RuntimeError("half-way")
+            return apply(table, changes)
+
+        monkeypatch.setattr(PatchTable, "apply", fail_once)
+        with pytest.raises(RuntimeError, match="half-way"):
+            hmpx.convert(**exp)
+        assert outer.active and found() == MATMUL
+    assert attributes_of_torch() == PRISTINE
+
+
+def test_a_handle_that_is_not_in_force_cannot_be_entered(matmul, exp):
+    first = hmpx.convert(**matmul)
+    hmpx.convert(**exp)
+    with pytest.raises(hmpx.HmpxError, match="not in force any more"), first:
+        pass
+    assert found() == EXP
+
+
+def test_replaced_conversions_are_let_go(matmul):
+    for _ in range(4):
+        handle = hmpx.convert(**matmul)
+    assert handle._before is not None and handle._before._before is None
+
+
+def test_an_enclosing_conversion_keeps_its_verbosity_its_map_and_its_regions(matmul, exp, caplog):
+    caplog.set_level("INFO", logger="hmpx")
+    with hmpx.convert(**matmul, isVerbose=True, enabled=False, dtype_map={FP32: BF16}):
+        with hmpx.convert(**exp):
+            assert torch.zeros(1).dtype is FP32 and found() == EXP
+        assert torch.zeros(1).dtype is BF16 and found() == NONE
+        caplog.clear()
+        with hmpx.enable_casts():
+            assert found() == MATMUL
+        assert "matmul as" in caplog.text
+    assert torch.zeros(1).dtype is FP32
+
+
+def test_compiled_code_follows(matmul, exp):
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def both(x):
+        return x @ x, x.exp()
+
+    def dtypes():
+        return tuple(y.dtype for y in both(X))
+
+    with hmpx.convert(**matmul):
+        assert dtypes() == MATMUL
+        with hmpx.convert(**exp):
+            assert dtypes() == EXP
+        assert dtypes() == MATMUL
+    assert dtypes() == NONE
+
+
+def made():
+    """What a recipe makes of a model and its optimizer."""
+    model = nn.Linear(4, 4)
+    optimizer = optim.SGD(model.named_parameters(), lr=1e-3)
+    attached = vars(optimizer).get("_hmpx_attachment")
+    return model.weight.dtype, attached and attached.settings.weights
+
+
+def test_recipes_nest_like_conversions():
+    with hmpx.activate({"weights": "split", "bf16": ["matmul"], "fp32": []}) as outer:
+        assert made() == (BF16, "split") and found() == MATMUL
+        with hmpx.activate({"weights": "master", "bf16": ["exp"], "fp32": []}):
+            assert made() == (BF16, "master") and found() == EXP
+        assert made() == (BF16, "split") and found() == MATMUL and outer.active
+    assert made() == (FP32, None) and found() == NONE
+    assert attributes_of_torch() == PRISTINE
+
+
+def test_a_recipe_inside_a_conversion_and_a_conversion_inside_a_recipe(matmul, exp):
+    with hmpx.convert(**matmul):
+        with hmpx.activate({"bf16": ["exp"], "fp32": []}):
+            assert found() == EXP
+            with hmpx.convert(**matmul):
+                assert found() == MATMUL and made()[0] is BF16
+            assert found() == EXP and made()[0] is BF16
+        assert found() == MATMUL and made()[0] is FP32
+    assert found() == NONE
+    hmpx.activate({"bf16": ["exp"], "fp32": []})
+    with hmpx.convert(**matmul), hmpx.activate("neuron-bf16-sr"):
+        hmpx.restore()
+    assert found() == NONE and made() == (FP32, None) and attributes_of_torch() == PRISTINE
+
+
+def test_nothing_is_remembered_after_the_end(matmul):
+    with hmpx.convert(**matmul):
+        pass
+    assert conversion.installed() is None
+    assert all(kind._current is None for kind in installation._kinds)

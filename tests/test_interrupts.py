@@ -1,0 +1,202 @@
+"""Signals and errors in the middle of a step: all of it or none, or a mark that says which parameters have moved."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.updates import slices, steps
+from hmpx.updates.weights import WAYS
+
+BF16 = torch.bfloat16
+
+
+class Meddled:
+    """The own step function of a class does something before or after one of its calls."""
+
+    def __init__(self, cls, monkeypatch):
+        self.calls, self.at, self.act, self.after = 0, None, None, False
+        cls([nn.Parameter(torch.ones(2, 2))], lr=0.1)  # torch wraps the class
+        cell = steps._cell(cls.step)
+        original = cell.cell_contents
+        step = getattr(original, "__hmpx_original__", original)
+
+        def meddled(optimizer, *args):
+            self.calls += 1
+            now = self.calls - 1 == self.at
+            if now and not self.after:
+                self.act()
+            result = step(optimizer, *args)
+            if now and self.after:
+                self.act()
+            return result
+
+        monkeypatch.setattr(cell, "cell_contents", meddled if original is step else steps._watched(meddled))
+
+    def arm(self, at, act, after):
+        self.calls, self.at, self.act, self.after = 0, at, act, after
+
+
+def prepared(cls, way, options):
+    torch.manual_seed(0)
+    params = [(name, nn.Parameter(torch.randn(n).bfloat16())) for name, n in (("large", 300), ("small", 20))]
+    optimizer = cls(params, lr=0.1, **options)
+    hmpx.attach(optimizer, way)
+    return [p for _, p in params], optimizer
+
+
+def stepped(params, optimizer):
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def out_of_memory():
+    raise MemoryError("no memory")
+
+
+@pytest.fixture
+def meddled(monkeypatch):
+    monkeypatch.setattr(slices, "_FLOOR", 64)
+    return lambda cls: Meddled(cls, monkeypatch)
+
+
+OPTIONS = [(optim.AdamW, {"fused": True}), (optim.SGD, {"momentum": 0.9, "foreach": True}), (optim.Adafactor, {})]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cls, options", OPTIONS)
+def test_ctrl_c_at_any_slice_comes_when_the_step_is_complete(cls, options, way, after, meddled):
+    cell = meddled(cls)
+    params, optimizer = prepared(cls, way, options)
+    stepped(params, optimizer)
+    stepped(params, optimizer)
+    expected, count = [p.detach().clone() for p in params], cell.calls // 2
+    handler = signal.getsignal(signal.SIGINT)
+    for at in range(count):
+        cell.arm(None, None, after)
+        params, optimizer = prepared(cls, way, options)
+        stepped(params, optimizer)
+        cell.arm(at, interrupt, after)
+        with pytest.raises(KeyboardInterrupt):
+            stepped(params, optimizer)
+        assert all(torch.equal(p, e) for p, e in zip(params, expected, strict=True))
+        assert optimizer.param_groups[0]["hmpx_step"] == 2 and signal.getsignal(signal.SIGINT) is handler
+    assert count > 1
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cls, options", OPTIONS)
+def test_an_error_at_any_slice_takes_nothing_or_is_told_until_a_checkpoint_is_loaded(cls, options, way, after, meddled):
+    cell, count, told = meddled(cls), 2, 0
+    at = 0
+    while at < count:
+        cell.arm(None, None, after)
+        params, optimizer = prepared(cls, way, options)
+        stepped(params, optimizer)
+        count = cell.calls
+        before, saved = [p.detach().clone() for p in params], optimizer.state_dict()
+        cell.arm(at, out_of_memory, after)
+        with pytest.raises(MemoryError):
+            stepped(params, optimizer)
+        cell.arm(None, None, after)
+        if not at:
+            assert all(torch.equal(p, e) for p, e in zip(params, before, strict=True))
+        if at or after:  # after the first slice's step its state has moved
+            told += 1
+            for use in (functools.partial(stepped, params, optimizer), optimizer.state_dict):
+                with pytest.raises(hmpx.HmpxError, match=r"step 1 of \w+ was interrupted by MemoryError.*'small'"):
+                    use()
+            optimizer.load_state_dict(saved)
+            optimizer.state_dict()
+            stepped(params, optimizer)
+        at += 1
+    assert told == count - (not after)
+
+
+def test_an_interrupt_in_a_closure_comes_at_once_and_takes_everything_back():
+    p = nn.Parameter(torch.ones(4, dtype=BF16))
+    optimizer = optim.LBFGS([p], lr=0.1)
+    hmpx.attach(optimizer)
+    calls = []
+
+    def closure():
+        calls.append(p.detach().clone())
+        if len(calls) == 3:
+            interrupt()
+        optimizer.zero_grad()
+        loss = (p.float() ** 2).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    assert len(calls) == 3 and (p == 1).all() and p.grad is None and "hmpx_step" not in optimizer.param_groups[0]
+
+
+class Fails(optim.Optimizer):
+    """Fails in a step in which it has changed its state: in place, or by new tensors and items alone."""
+
+    in_place = fails = False
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("items", []).append(p.grad.clone())
+            if "mean" not in state or not self.in_place:
+                state["mean"] = p.grad + state.get("mean", 0)
+            else:
+                state["mean"].add_(p.grad)
+            p.sub_(state["mean"])
+        if self.fails:
+            raise RuntimeError("of the test")
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_whole_step_that_fails_gives_its_state_back_or_says_that_it_cannot(in_place):
+    p = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = Fails([("w", p)], {})
+    optimizer.in_place = in_place
+    hmpx.attach(optimizer, "nearest")
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.fails = True
+    with pytest.raises(RuntimeError, match="of the test"):
+        optimizer.step()
+    optimizer.fails = False
+    assert p.tolist() == [-1.0] * 4 and len(optimizer.state[p]["items"]) == 1
+    if in_place:
+        with pytest.raises(hmpx.HmpxError, match="step 1 of Fails was interrupted by RuntimeError in the middle: 'w'"):
+            optimizer.step()
+        optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert p.tolist() == [-3.0] * 4  # 1 of the first step, and a mean of 2
+
+
+def test_lack_of_memory_before_the_first_step_leaves_what_a_constructor_made():
+    """Adagrad's state comes into its dtype when the first step begins; the room for it may not be there."""
+    p = nn.Parameter(torch.ones(4, dtype=BF16))
+    optimizer = optim.Adagrad([("w", p)], lr=0.1, initial_accumulator_value=0.1)
+    hmpx.attach(optimizer, "nearest")
+    p.grad = torch.ones_like(p)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "full_like", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["sum"], torch.full((4,), 0.1).add(1))

@@ -1,0 +1,188 @@
+"""Weights, gradients and state in every memory layout, beside the same optimizer on FP32 copies of that layout.
+
+torch's fused kernels walk weight, gradient and state as flat arrays, whatever their strides are. The FP32 copies have
+the layout of their parameter and gradients in it, because torch itself goes wrong where they differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.updates import slices
+from tests.test_updates import CONFIGURATIONS, forms
+
+BF16 = torch.bfloat16
+WAYS = ("stochastic", "nearest", "master", "split", "region")
+
+
+def _contiguous(shape):
+    return torch.randn(shape)
+
+
+def _expanded(shape):
+    return torch.randn(shape[0], *(1 for _ in shape[1:])).expand(shape)
+
+
+def _reversed(shape):
+    return torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
+
+
+def _every_other(shape):
+    return torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+
+def _last(shape):
+    return torch.randn(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+
+# name: shape, layout of the weight, layout of the gradient
+LAYOUTS = {
+    "contiguous": ((18, 20), _contiguous, _contiguous),
+    "channels_last": ((6, 4, 5, 3), _last, _last),
+    "channels_last_3d": ((3, 4, 2, 3, 5), _last, _last),
+    "transposed": ((18, 20), _reversed, _reversed),
+    "reversed": ((7, 5, 11), _reversed, _reversed),
+    "sliced": ((18, 20), _every_other, _every_other),
+    "expanded gradient": ((18, 20), _contiguous, _expanded),
+    "transposed, expanded gradient": ((18, 20), _reversed, _expanded),
+    "channels_last, contiguous gradient": ((6, 4, 5, 3), _last, _contiguous),
+    "contiguous, channels_last gradient": ((6, 4, 5, 3), _contiguous, _last),
+    "sliced, transposed gradient": ((18, 20), _every_other, _reversed),
+    "contiguous, sliced gradient": ((18, 20), _contiguous, _every_other),
+}
+# Sums over neighbours, in a step that sees whole parameters, have the layout of the gradient in their last bits.
+ACROSS = {"Adafactor", "Muon"}
+
+
+def _as(tensor, like):
+    """In the layout that `torch.empty_like(like)` has."""
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
+def away(x):
+    """FP32 rounded to BF16, ties away from zero."""
+    return ((x.contiguous().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(BF16)
+
+
+def _bf16(x):
+    """In its own layout, which `.bfloat16()` keeps only where it is dense."""
+    size = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    return x.as_strided((size,), (1,)).bfloat16().as_strided(x.shape, x.stride())
+
+
+def check(name, form, layout, way):
+    cls, options = CONFIGURATIONS[name]
+    shape, weight, gradient = LAYOUTS[layout]
+    shapes = (shape, tuple(max(n // 2, 1) for n in shape))
+    torch.manual_seed(0)
+    params = [nn.Parameter(_bf16(weight(s))) for s in shapes]
+    copies = [nn.Parameter(p.detach().float()) for p in params]
+    optimizer, reference = (cls(ps, **copy.deepcopy(options), **form) for ps in (params, copies))
+    if way != "region":
+        hmpx.attach(optimizer, way)
+    for step in range(3 if form.get("fused") else 2):
+        for p, q in zip(params, copies, strict=True):
+            p.grad = _bf16(gradient(p.shape))
+            q.grad = p.grad.float() if name in ACROSS else _as(p.grad.float(), q)
+        with hmpx.disable_casts() if way == "region" else contextlib.nullcontext():
+            optimizer.step()
+        reference.step()
+        for i, (p, q) in enumerate(zip(params, copies, strict=True)):
+            exact = q.detach().clone()
+            if way in ("stochastic", "region"):
+                rounded = hmpx.stochastic_round(exact, seed=0, step=step, name=str(i))
+            else:
+                rounded = away(exact) if way == "split" else exact.bfloat16()
+            assert torch.equal(p, rounded), (name, form, layout, way, step)
+            if way in ("stochastic", "region", "nearest"):
+                q.data.copy_(rounded)
+            state, expected = optimizer.state[p], reference.state[q]
+            assert state.keys() == expected.keys()
+            for key, value in expected.items():
+                same = torch.equal(state[key], value) if isinstance(value, torch.Tensor) else state[key] == value
+                assert same, (name, form, layout, way, step, key)
+
+
+@pytest.mark.parametrize("sliced", [False, True], ids=["below a slice", "above a slice"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_optimizer_in_any_layout_bit_for_bit(layout, sliced, monkeypatch):
+    """Every optimizer in every form; every way to hold weights with each fused kernel, and in turn with the others."""
+    if sliced:
+        monkeypatch.setattr(slices, "_FLOOR", 128)
+    dims, turn = len(LAYOUTS[layout][0]), list(LAYOUTS).index(layout)
+    for i, (name, form) in enumerate(forms()):
+        if name == "Muon" and dims != 2:
+            continue
+        every = form.get("fused") and name in ("Adagrad", "AdamW amsgrad", "SGD nesterov")
+        for way in WAYS if every else [WAYS[(i + turn) % len(WAYS)]]:
+            check(name, form, layout, way)
+
+
+class ConvNet(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(8, 128, 3, padding=1), nn.ReLU(), nn.Conv2d(128, 128, 3, padding=1))
+
+
+@pytest.mark.parametrize("options", [{"cls": optim.SGD, "lr": 0.1, "momentum": 0.9}, {"cls": optim.AdamW, "lr": 1e-3}])
+@pytest.mark.parametrize("way", ["stochastic", "master", "split", "region"])
+def test_a_convolution_in_channels_last_under_fused(options, way):
+    """Gradients of a real backward pass, weights of more than one slice, and the state of a contiguous run."""
+    options = dict(options)
+    cls = options.pop("cls")
+    torch.manual_seed(0)
+    model = ConvNet().bfloat16().to(memory_format=torch.channels_last)
+    copies = {name: nn.Parameter(p.detach().float()) for name, p in model.named_parameters()}
+    optimizer = cls(model.named_parameters(), fused=True, **options)
+    reference = cls(copies.items(), fused=True, **options)
+    if way != "region":
+        hmpx.attach(optimizer, way)
+    for step in range(3):
+        x = torch.randn(1, 8, 4, 4).bfloat16().to(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        for name, p in model.named_parameters():
+            copies[name].grad = _as(p.grad.float(), copies[name])
+        with hmpx.disable_casts() if way == "region" else contextlib.nullcontext():
+            optimizer.step()
+        reference.step()
+        for name, p in model.named_parameters():
+            q = copies[name]
+            if way in ("stochastic", "region"):
+                q.data.copy_(hmpx.stochastic_round(q.detach().clone(), seed=0, step=step, name=name))
+            assert torch.equal(p, away(q.detach()) if way == "split" else q.bfloat16()), (name, step)
+        if step == 0:  # as of a checkpoint that was saved before the change of layout
+            for p in model.parameters():
+                for key, value in optimizer.state[p].items():
+                    optimizer.state[p][key] = value.contiguous()
+    assert model[2].weight.numel() > slices.slice_size(0) and not model[2].weight.is_contiguous()
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
+def test_state_in_bf16_is_rounded_by_its_logical_index_in_any_layout(state_dtype, monkeypatch):
+    """The same run on contiguous tensors, element by element."""
+    monkeypatch.setattr(slices, "_FLOOR", 128)
+    for cls, foreach in itertools.product((optim.AdamW, optim.SGD), (False, True)):
+        for layout, (shape, weight, gradient) in LAYOUTS.items():
+            torch.manual_seed(0)
+            p = nn.Parameter(_bf16(weight(shape)))
+            q = nn.Parameter(p.detach().contiguous().clone())
+            options = {"lr": 0.1, "foreach": foreach, **({"momentum": 0.9} if cls is optim.SGD else {})}
+            optimizers = [cls([("w", each)], **options) for each in (p, q)]
+            for optimizer in optimizers:
+                hmpx.attach(optimizer, state_dtype=state_dtype)
+            for _ in range(3):
+                p.grad = _bf16(gradient(shape))
+                q.grad = p.grad.contiguous()
+                for optimizer in optimizers:
+                    optimizer.step()
+            mine, theirs = optimizers[0].state[p], optimizers[1].state[q]
+            assert torch.equal(p, q), (cls, layout)
+            for key, value in theirs.items():
+                assert mine[key].dtype is value.dtype and torch.equal(mine[key], value), (cls, layout, key)

@@ -1,0 +1,102 @@
+"""Parameters that share elements in memory: both updates count, or an error says who they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.updates import slices
+from hmpx.updates.overlap import Overlaps
+
+BF16 = torch.bfloat16
+
+
+def views(buffer):
+    """Cut one buffer in ways that do and do not overlap: name -> (parameters, how many share an element)."""
+    rows, columns = buffer.view(8, 6), buffer.view(8, 6)
+    return {
+        "one weight twice": ([rows, rows], 2),
+        "halves that meet": ([buffer[:24], buffer[24:]], 0),
+        "halves that overlap by one": ([buffer[:25], buffer[24:]], 2),
+        "columns of a matrix": ([columns[:, :2], columns[:, 2:4], columns[:, 4:]], 0),
+        "columns that overlap": ([columns[:, :3], columns[:, 2:4], columns[:, 4:]], 2),
+        "every second element, and the others": ([buffer[::2], buffer[1::2]], 0),
+        "a row and its transpose": ([rows[:6], rows[:6].t()], 2),
+        "three of which two are one": ([buffer[:10], buffer[20:30], buffer[:10].view(2, 5)], 2),
+    }
+
+
+KINDS = list(views(torch.zeros(48)))
+
+
+def parameters(kind, dtype):
+    buffer = torch.linspace(1, 2, 48, dtype=dtype)
+    cut, sharing = views(buffer)[kind]
+    params = [nn.Parameter(view) for view in cut]
+    assert all(p.untyped_storage().data_ptr() == buffer.data_ptr() for p in params)
+    return buffer, params, sharing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_elements_are_found_and_neighbours_are_not_taken_for_them(kind):
+    _, params, sharing = parameters(kind, BF16)
+    with torch.no_grad():
+        found = Overlaps().among(params)
+    assert len(found) == sharing and all(found[other] is p for p, other in found.items())
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_updates_count_where_parameters_are_stepped_one_by_one(kind, large, monkeypatch):
+    """As in plain torch on an FP32 buffer; the numbers are chosen so that every sum is exact in BF16."""
+    if large:
+        monkeypatch.setattr(slices, "_FLOOR", 64)
+        monkeypatch.setattr(slices, "_ALIGN", 1)
+        monkeypatch.setattr(slices, "_PARTS", 8)
+    results = []
+    for dtype in (BF16, torch.float32):
+        buffer, params, _ = parameters(kind, dtype)
+        with torch.no_grad():
+            buffer.fill_(1.0)
+        optimizer = optim.SGD(params, lr=0.125, foreach=False)
+        if dtype is BF16:
+            hmpx.attach(optimizer)
+        for _ in range(3):
+            for i, p in enumerate(params, 1):
+                p.grad = torch.full_like(p, i)
+            optimizer.step()
+        results.append(buffer.float())
+    assert torch.equal(*results)
+
+
+class Whole(optim.SGD):
+    """A class that hmpx does not know."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if parameters(kind, BF16)[2]])
+@pytest.mark.parametrize(
+    "cls, weights", [(Whole, "stochastic"), (optim.SGD, "master"), (optim.SGD, "split"), (Whole, "master")]
+)
+def test_elsewhere_an_error_names_the_two(kind, cls, weights):
+    buffer, params, _ = parameters(kind, BF16)
+    optimizer = cls(params, lr=0.25)
+    hmpx.attach(optimizer, weights, names=[f"layer.{i}" for i in range(len(params))])
+    before = buffer.clone()
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(hmpx.HmpxError, match=r"'layer\.\d' and 'layer\.\d' share memory"):
+        optimizer.step()
+    assert torch.equal(buffer, before)
+
+
+def test_parameters_that_come_to_share_memory_later_are_found():
+    p, q = (nn.Parameter(torch.ones(4, dtype=BF16)) for _ in range(2))
+    optimizer = Whole([p, q], lr=0.25)
+    hmpx.attach(optimizer)
+    p.grad = q.grad = torch.ones(4, dtype=BF16)
+    optimizer.step()
+    q.data = p.data
+    with pytest.raises(hmpx.HmpxError, match="share memory"):
+        optimizer.step()

@@ -1,0 +1,78 @@
+"""Random training programs agree with the same programs on FP32 copies, after each action.
+
+`tests/support/programs.py` says what a program is and how to run more of them; `oracle.py` what it is held against.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from tests.support import oracle, programs
+from tests.support.models import Setup, Spec
+from tests.support.programs import Program
+
+SEEDS = range(640)
+PARTS = 16  # for as many workers as there are
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    """Warnings of what a random program loses are not what is tested here."""
+    caplog.set_level(logging.ERROR, "hmpx")
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_programs_agree_with_fp32_copies_after_each_action(part):
+    for seed in SEEDS[part::PARTS]:
+        if programs.program(seed).failure() is not None:
+            pytest.fail(programs.report(seed), pytrace=False)
+    assert programs.uninstalled()
+
+
+def test_a_program_does_something():
+    """Most actions of a program fit where they stand, and every rule and every optimizer comes up."""
+    tried, done, optimizers = set(), 0, set()
+    for seed in SEEDS:
+        program = programs.program(seed)
+        tried |= {name for name, _ in program.actions}
+        optimizers.add(program.setup.optimizer)
+    assert tried == set(programs.RULES)
+    for seed in SEEDS[:20]:
+        program = programs.program(seed)
+        done += len(program.done()) / len(program.actions) / 20
+    assert done > 0.6
+    assert {"Adadelta", "Adafactor", "LBFGS", "Muon", "SparseAdam", "KeepsLists"} <= optimizers
+
+
+def test_a_failing_program_is_shortened_and_printed_as_code(monkeypatch):
+    """An FP32 copy that takes a wrong learning rate after a write: the write and a step are left, and one parameter."""
+
+    def wrong(self, entry, x):
+        self.optimizer.param_groups[0]["lr"] = 0.5
+        right(self, entry, x)
+
+    right = oracle.Reference.write
+    monkeypatch.setattr(oracle.Reference, "write", wrong)
+    noise = ("scale_gradients", {"factor": 0.5, "which": 1})
+    setup = Setup((Spec((7,)), Spec((3, 50), "transposed"), Spec((), "contiguous", "fp32")), "SGD", groups=2, floor=64)
+    actions = [noise, ("save", {"serialised": False}), ("write", {"which": 0, "seed": 1, "how": "copy_"}), noise]
+    failing = Program(setup, actions)
+    assert failing.failure().kind == ("Different", "option", "write")
+    short = programs.shortest(failing)
+    assert short.actions == [actions[2]] and len(short.setup.params) == 1
+    scope = {}
+    exec(str(short).replace("print(", "failure = ("), scope)
+    assert scope["failure"].kind == failing.failure().kind
+
+
+def test_a_seed_is_always_the_same_program():
+    assert str(programs.program(11)) == str(programs.program(11)) != str(programs.program(12))
+
+
+def test_the_oracle_rounds_ties_away_from_zero():
+    """By hand: half of the last place of 1 is 2^-8."""
+    x = torch.tensor([1 + 2**-8, 1 + 2**-8 - 2**-20, -1 - 2**-8, 1 + 2**-7 + 2**-8, 0.0, float("inf"), 2.0**-140])
+    assert oracle.away_from_zero(x).tolist() == [1 + 2**-7, 1.0, -1 - 2**-7, 1 + 2**-6, 0.0, float("inf"), 0.0]

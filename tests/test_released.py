@@ -1,0 +1,246 @@
+"""Gradients that were released: whoever asks for them gets an error, and never a zero."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+import hmpx
+from hmpx.updates import released, steps
+from tests import ranks
+from tests.test_sharding import Small, _shard
+
+BF16 = torch.bfloat16
+CELLS = {function: released._cell(function).cell_contents for function in released._CLIPPING}
+UNSCALE = {cls: vars(cls)["_unscale_grads_"] for cls in released._scalers()}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_installed():
+    yield
+    hmpx.restore()
+    _collect()
+    assert steps._users == 0 and not released._gone
+    assert {function: released._cell(function).cell_contents for function in CELLS} == CELLS
+    assert {cls: vars(cls)["_unscale_grads_"] for cls in UNSCALE} == UNSCALE
+
+
+def _collect():
+    gc.collect()
+    with hmpx.disable_casts():  # what was collected is taken away on the next occasion
+        pass
+
+
+def _net(dtype=BF16):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to(dtype)
+
+
+def _attached(model, **options):
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    hmpx.attach(optimizer, release_gradients=True, **options)
+    return optimizer
+
+
+def _backward(model, scale=1.0):
+    (model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).float().square().sum() * scale).backward()
+
+
+CLIPPING = {
+    "norm": lambda ps: clip_grad_norm_(ps, 1.0),
+    "norm by its module": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 1.0),
+    "norm by its own module": lambda ps: torch.nn.utils.clip_grad.clip_grad_norm_(ps, max_norm=1.0, norm_type=1.0),
+    "norm, the old name": lambda ps: torch.nn.utils.clip_grad_norm(ps, 1.0),
+    "norm, by keyword": lambda ps: clip_grad_norm_(parameters=ps, max_norm=1.0),
+    "norm, one by one": lambda ps: clip_grad_norm_(ps, 1.0, foreach=False),
+    "norm, at once": lambda ps: clip_grad_norm_(ps, 1.0, foreach=True),
+    "norm, measured": lambda ps: clip_grad_norm_(ps, float("inf")),
+    "norm, of one tensor": lambda ps: clip_grad_norm_(next(iter(ps)), 1.0),
+    "with a norm": lambda ps: clip_grads_with_norm_(ps, 1.0, torch.tensor(2.0)),
+    "value": lambda ps: clip_grad_value_(ps, 1.0),
+    "value, one by one": lambda ps: clip_grad_value_(parameters=ps, clip_value=1.0, foreach=False),
+    "total, of none": lambda ps: get_total_norm([p.grad for p in ps if p.grad is not None]),
+    "total, of what is None": lambda ps: get_total_norm(tensors=[p.grad for p in ps]),
+    "total, generated": lambda ps: get_total_norm(p.grad for p in ps),
+}
+
+
+@pytest.mark.parametrize("how", CLIPPING)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("converted", [False, True])
+def test_clipping_what_was_released_raises_with_the_way_out(how, converted):
+    """Under names that this module imported before anything was attached; then the step is finished, and goes on."""
+    if converted:
+        hmpx.convert()
+    model = _net()
+    optimizer = _attached(model)
+    clip_grad_norm_(model.parameters(), 1.0)  # nothing is gone yet
+    _backward(model)
+    with pytest.raises(hmpx.HmpxError, match=r"AdamW is attached with release_gradients=True.*release_gradients=False"):
+        CLIPPING[how](model.parameters())
+    optimizer.step()
+    assert clip_grad_norm_(model.parameters(), 1.0) == 0  # torch's own answer: there has been no backward since
+    _backward(model)
+    with pytest.raises(hmpx.HmpxError):
+        CLIPPING[how](model.parameters())
+
+
+def test_an_error_comes_before_any_gradient_is_scaled():
+    """Half of the parameters belong to an optimizer that keeps their gradients."""
+    model = _net()
+    optimizer = optim.SGD(model[0].parameters(), lr=1e-2)
+    hmpx.attach(optimizer, release_gradients=True)
+    _backward(model)
+    before = [p.grad.clone() for p in model[2].parameters()]
+    for clip in (clip_grad_norm_, clip_grad_value_):
+        for params in (model.parameters(), reversed(list(model.parameters()))):
+            with pytest.raises(hmpx.HmpxError, match="gradients of 2 parameters are gone"):
+                clip(params, 1e-6)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model[2].parameters(), before, strict=True))
+    norm = clip_grad_norm_(model[2].parameters(), 1e-6)  # these are here
+    assert torch.equal(norm, torch.stack([g.norm() for g in before]).norm())
+
+
+def test_other_models_are_clipped_as_by_torch():
+    model, other, untouched = _net(), _net(torch.float32), _net(torch.float32)
+    optimizer = _attached(model)
+    _backward(other)
+    grads = [p.grad.clone() for p in other.parameters()]
+    _backward(model)
+    expected = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]))
+    assert torch.allclose(get_total_norm(p.grad for p in other.parameters()), expected)
+    assert torch.allclose(clip_grad_norm_(other.parameters(), 0.5), expected)
+    assert all(torch.allclose(p.grad, g * 0.5 / expected) for p, g in zip(other.parameters(), grads, strict=True))
+    clip_grad_value_((p for p in other.parameters()), 1e-3)
+    assert max(p.grad.abs().max() for p in other.parameters()) <= 1e-3
+    assert clip_grad_norm_(untouched.parameters(), 1.0) == 0  # it has none, and none were released
+    with pytest.raises(TypeError, match="parameters"):
+        clip_grad_norm_(max_norm=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        clip_grad_norm_((p for p in ()), 1.0)
+    assert "empty generator" in str(caught[0].message)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, optim.AdamW])
+@pytest.mark.parametrize("ask", ["unscale_", "step"])
+def test_gradscaler_raises_too(cls, ask):
+    model = _net()
+    optimizer = cls(model.parameters(), lr=1e-2, fused=True)  # which GradScaler asks in another place
+    hmpx.attach(optimizer, release_gradients=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(2, 4, dtype=BF16)).float().sum()).backward()
+    with pytest.raises(hmpx.HmpxError, match=r"GradScaler: the gradients of 4 parameters are gone"):
+        getattr(scaler, ask)(optimizer)
+    other = _net(torch.float32)
+    plain = optim.SGD(other.parameters(), lr=1e-2)
+    scaler.scale(other(torch.ones(2, 4)).sum()).backward()
+    expected = [p.grad / 4 for p in other.parameters()]
+    scaler.unscale_(plain)
+    assert all(torch.equal(p.grad, g) for p, g in zip(other.parameters(), expected, strict=True))
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.step(optimizer)
+    assert optimizer.param_groups[0]["hmpx_step"] == 1
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """Unscales in its own way, and does not ask its parent."""
+
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+        return {torch.device("cpu"): found_inf}
+
+
+def test_a_scaler_that_unscales_in_its_own_way():
+    model = _net()
+    optimizer = _attached(model)
+    _backward(model)
+    scaler = OwnScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(hmpx.HmpxError, match="GradScaler"):
+        scaler.unscale_(optimizer)
+
+
+def test_detach_and_an_optimizer_that_is_gone_end_it():
+    model = _net()
+    optimizer = _attached(model)
+    _backward(model)
+    hmpx.detach(optimizer)
+    assert clip_grad_norm_(model.parameters(), 1.0) == 0
+    optimizer = _attached(model)
+    _backward(model)
+    with pytest.raises(hmpx.HmpxError):
+        clip_grad_norm_(model.parameters(), 1.0)
+    del optimizer
+    _collect()
+    assert clip_grad_norm_(model.parameters(), 1.0) == 0
+
+
+def test_clipping_compiles_in_a_whole_graph_beside_an_attached_optimizer():
+    optimizer = optim.SGD(_net().parameters(), lr=1e-2)
+    hmpx.attach(optimizer)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def clip(parameters):
+        return clip_grad_norm_(parameters, 1.0)
+
+    params = [nn.Parameter(torch.ones(4))]
+    params[0].grad = torch.full((4,), 3.0)
+    assert clip(params) == 6.0 and torch.allclose(params[0].grad, torch.full((4,), 0.5))
+    hmpx.detach(optimizer)
+
+
+def _sharded(rank):
+    model = _shard(Small(), "plain")
+    optimizer = _attached(model)
+    model(torch.ones(4, 6, dtype=BF16)).square().sum().backward()
+    with pytest.raises(hmpx.HmpxError) as error:
+        clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    clip_grad_norm_(model.parameters(), 1.0)
+    return str(error.value)
+
+
+def test_sharded_parameters():
+    assert all("clip_grad_norm_: the gradients of" in message for message in ranks.run(2, _sharded))
+
+
+@pytest.mark.downstream
+def test_accelerate_clips_through_torch():
+    accelerate = pytest.importorskip("accelerate")
+    model = _net()
+    optimizer = _attached(model)
+    _backward(model)
+    for clip in (accelerate.Accelerator(cpu=True).clip_grad_norm_, accelerate.Accelerator(cpu=True).clip_grad_value_):
+        with pytest.raises(hmpx.HmpxError, match="release_gradients=False"):
+            clip(model.parameters(), 1.0)
+    optimizer.step()
+
+
+@pytest.mark.downstream
+def test_lightning_clips_through_torch(tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = _net()
+
+        def training_step(self, batch, index):
+            return self.net(batch).float().square().sum()
+
+        def configure_optimizers(self):
+            return _attached(self.net)
+
+    for algorithm in ("norm", "value"):
+        trainer = lightning.Trainer(
+            max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            default_root_dir=tmp_path, gradient_clip_val=1.0, gradient_clip_algorithm=algorithm,
+        )  # fmt: skip
+        with pytest.raises(hmpx.HmpxError, match="release_gradients=False"):
+            trainer.fit(Module(), torch.ones(4, 2, 4, dtype=BF16))

@@ -1,0 +1,210 @@
+"""What a step does to gradients, beside the same optimizer on FP32 copies; weights written past the shown list."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.updates import slices
+from tests.test_layouts import away
+
+BF16 = torch.bfloat16
+
+
+class SAM(optim.Optimizer):
+    """Sharpness-aware minimisation in the form that its users know: two steps, by hand or through a closure."""
+
+    def __init__(self, params, base=optim.SGD, rho=0.5, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        norm = torch.stack([p.grad.norm() for p in self._stepped()]).norm()
+        for p in self._stepped():
+            self.state[p]["start"] = p.data.clone()
+            p.add_(p.grad * (self.param_groups[0]["rho"] / norm))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        for p in self._stepped():
+            p.data = self.state[p]["start"]
+        self.base.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.first_step(zero_grad=True)
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+    def _stepped(self):
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+
+def backward(p, target, at=None):
+    """Half the squared distance, its gradient added up in BF16 as autograd would."""
+    gradient = ((p if at is None else at).detach().bfloat16().float() - target).bfloat16().to(p.dtype)
+    p.grad = gradient if p.grad is None else (p.grad + gradient).bfloat16().to(p.dtype)
+
+
+def rounded(x, way, step):
+    if way in ("stochastic", "region"):
+        return hmpx.stochastic_round(x.detach().clone(), seed=0, step=step, name="w")
+    return away(x.detach()) if way == "split" else x.detach().bfloat16()
+
+
+WAYS = ("stochastic", "nearest", "master", "split")
+
+
+@pytest.mark.parametrize("way, by_hand", [("region", False), *itertools.product(WAYS, (False, True))])
+def test_sharpness_aware_minimisation(way, by_hand):
+    """By hand, each of the two calls ends with a write-back; what it keeps in its state is FP32."""
+    torch.manual_seed(0)
+    weight, target, number = torch.randn(64).bfloat16(), torch.randn(64), 0
+    p, q = nn.Parameter(weight.clone()), nn.Parameter(weight.float())
+    optimizer, reference = (SAM([("w", each)], lr=0.1, momentum=0.9) for each in (p, q))
+    if way != "region":
+        hmpx.attach(optimizer, way)
+
+    def written():
+        nonlocal number
+        assert torch.equal(p, rounded(q, way, number))
+        if way not in ("master", "split"):
+            q.data = rounded(q, way, number).float()
+        number += 1
+
+    for _ in range(4):
+        for each in (p, q):
+            backward(each, target, p)
+        if not by_hand:
+            with hmpx.disable_casts() if way == "region" else contextlib.nullcontext():
+                optimizer.step(lambda: backward(p, target))
+            reference.step(lambda: backward(q, target))
+            written()
+            assert torch.equal(p.grad.float(), q.grad)
+            optimizer.zero_grad()
+            reference.zero_grad()
+            continue
+        for half in ("first_step", "second_step"):
+            getattr(optimizer, half)(zero_grad=True)
+            getattr(reference, half)(zero_grad=True)
+            assert p.grad is None
+            written()
+            if half == "first_step":
+                assert optimizer.state[p]["start"].dtype is torch.float32
+                for each in (p, q):
+                    backward(each, target, p)
+    assert not torch.equal(p, weight)
+
+
+class Touching(optim.Optimizer):
+    """Steps by the gradient, then does something to it, and may raise."""
+
+    def __init__(self, params, touch, fail=False):
+        super().__init__(params, {})
+        self.touch, self.fail = touch, fail
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data.sub_(p.grad.data)
+            self.touch(p)
+        if self.fail:
+            raise RuntimeError("after the gradients")
+
+
+TOUCHES = {
+    "clears": lambda p: setattr(p, "grad", None),
+    "zeroes": lambda p: p.grad.zero_(),
+    "scales": lambda p: p.grad.mul_(0.3),
+    "scales by data": lambda p: p.grad.data.mul_(0.3),
+    "replaces": lambda p: setattr(p, "grad", p.grad * 3 + 0.1),
+    "looks": lambda p: p.grad.sum(),
+}
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("touch", TOUCHES)
+@pytest.mark.parametrize("fail", [False, True])
+def test_what_a_step_does_to_a_gradient_stays_unless_it_raises(touch, fail, fp32):
+    if fp32 and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("torch before 2.13 has no grad_dtype")
+    p, q = nn.Parameter(torch.ones(8, dtype=BF16)), nn.Parameter(torch.ones(8))
+    optimizer, reference = Touching([p], TOUCHES[touch], fail), Touching([q], TOUCHES[touch])
+    hmpx.attach(optimizer, use_fp32_grad_acc=fp32)
+    dtype = torch.float32 if fp32 else BF16
+    gradient = p.grad = torch.linspace(-1, 1, 8).bfloat16().to(dtype)
+    q.grad = gradient.float()
+    before, version = gradient.clone(), gradient._version
+    if fail:
+        with pytest.raises(RuntimeError, match="after the gradients"):
+            optimizer.step()
+        assert p.grad is gradient and torch.equal(gradient, before) and (p == 1).all()
+        return
+    optimizer.step()
+    reference.step()
+    if q.grad is None:
+        assert p.grad is None
+        return
+    assert p.grad.dtype is dtype and torch.equal(p.grad, q.grad.to(dtype))
+    assert (p.grad is gradient) == (touch != "replaces")
+    assert (gradient._version == version) == (touch in ("looks", "replaces"))
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("sliced", [False, True])
+def test_torchs_own_classes_write_to_gradients_too(sliced, expanded, monkeypatch):
+    """foreach SGD with Nesterov's momentum adds the momentum to the gradient itself."""
+    if sliced:
+        monkeypatch.setattr(slices, "_FLOOR", 64)
+    p, q = nn.Parameter(torch.ones(20, 18, dtype=BF16)), nn.Parameter(torch.ones(20, 18))
+    optimizer, reference = (optim.SGD([x], lr=0.1, momentum=0.9, nesterov=True, foreach=True) for x in (p, q))
+    hmpx.attach(optimizer, "master")
+    for _ in range(2):
+        p.grad = torch.full((20, 1), 0.3, dtype=BF16).expand(20, 18) if expanded else torch.full_like(p, 0.3)
+        q.grad = p.grad.float().contiguous()
+        optimizer.step()
+        reference.step()
+        assert torch.equal(p.grad, q.grad.bfloat16()) and torch.equal(p, q.bfloat16())
+    assert q.grad[0, 0] != p.grad.new_tensor(0.3).float()
+
+
+class OwnList(optim.Optimizer):
+    def __init__(self, params, write):
+        super().__init__(params, {})
+        self.own, self.write = list(self.param_groups[0]["params"]), write
+
+    def step(self, closure=None):
+        for p in self.own:
+            self.write(p)
+
+
+@pytest.mark.parametrize("write", [lambda p: p.data.sub_(0.5), lambda p: p.detach().fill_(2)])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_optimizer_with_a_list_of_its_own_is_refused_and_writes_nothing(way, write):
+    p = nn.Parameter(torch.ones(8, dtype=BF16))
+    optimizer = OwnList([("w", p)], write)
+    hmpx.attach(optimizer, way)
+    p.grad = torch.ones_like(p)
+    for _ in range(2):
+        with pytest.raises(hmpx.HmpxError, match="OwnList wrote to parameter 'w' itself"):
+            optimizer.step()
+        assert (p == 1).all() and optimizer.param_groups[0]["params"] == [p]
+
+
+def test_an_optimizer_that_only_looks_at_a_list_of_its_own_steps():
+    p = nn.Parameter(torch.ones(8, dtype=BF16))
+    optimizer = OwnList([p], lambda own: own.sum())
+    hmpx.attach(optimizer)
+    optimizer.step()
+    assert (p == 1).all()

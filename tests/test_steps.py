@@ -1,0 +1,118 @@
+"""Steps as people call them: after others in a region, and with arguments that are no closure."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from tests.training import parameters, set_gradients
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.Adagrad, optim.NAdam, type("Derived", (optim.Adam,), {})])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_plain_step_after_steps_in_a_region_is_refused_and_changes_nothing(cls, foreach):
+    named = parameters()
+    optimizer = cls(named, lr=1e-2, foreach=foreach)
+    set_gradients(named, 0)
+    with hmpx.disable_casts():
+        optimizer.step()
+    before = copy.deepcopy(([p.detach() for _, p in named], optimizer.state_dict()["state"]))
+    with pytest.raises(hmpx.HmpxError, match=r"has stepped in hmpx.disable_casts\(\), so its state is FP32.*attach"):
+        optimizer.step()
+    assert all(torch.equal(p, b) for (_, p), b in zip(named, before[0], strict=True))
+    assert all(
+        torch.equal(value, before[1][i][key])
+        for i, values in optimizer.state_dict()["state"].items()
+        for key, value in values.items()
+    )
+    with hmpx.disable_casts():
+        optimizer.step()
+    hmpx.attach(optimizer)
+    optimizer.step()
+
+
+def test_detach_brings_the_state_of_steps_in_a_region_to_bf16():
+    named, twin = parameters(), parameters()
+    optimizer, reference = optim.AdamW(named, lr=1e-2), optim.AdamW(twin, lr=1e-2)
+    set_gradients(named, 0)
+    with hmpx.disable_casts():
+        optimizer.step()
+    hmpx.detach(optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with torch.no_grad():
+        for (_, p), (_, q) in zip(named, twin, strict=True):
+            q.copy_(p)
+    for each, its in ((optimizer, named), (reference, twin)):
+        set_gradients(its, 1)
+        each.step()
+    assert all(torch.equal(p, q) for (_, p), (_, q) in zip(named, twin, strict=True))
+
+
+def test_plain_steps_of_optimizers_without_state_go_on():
+    named = parameters()
+    optimizer = optim.SGD(named, lr=0.5)
+    set_gradients(named, 0)
+    with hmpx.disable_casts():
+        optimizer.step()
+    before = named[0][1].detach().clone()
+    optimizer.step()
+    assert torch.equal(named[0][1], before - 0.5 * named[0][1].grad)
+
+
+class OfAModel(optim.SGD):
+    """Takes the model, looks something up in it and calls it; or takes functions by other names than closure."""
+
+    def step(self, model, loss=None):
+        self.seen = model
+        assert isinstance(model, nn.Module) and hasattr(model, "weight")
+        self.value = None if loss is None else loss(model, scale=2)
+        super().step()
+
+
+@pytest.mark.parametrize("where", ["region", "attached", "converted"])
+def test_a_model_is_handed_on_and_functions_keep_their_arguments(where, lists):
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = OfAModel(model.parameters(), lr=0.5)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def loss(given, scale):
+        assert all(p.dtype is BF16 and p is q for p, q in zip(given.parameters(), model.parameters(), strict=True))
+        assert [p for group in optimizer.param_groups for p in group["params"]] == list(model.parameters())
+        return scale * given(torch.ones(1, 4, dtype=BF16)).float().sum().item()
+
+    value = loss(model, 2)
+    if where == "attached":
+        hmpx.attach(optimizer, "nearest")
+        optimizer.step(model, loss=loss)
+        hmpx.detach(optimizer)
+    elif where == "region":
+        with hmpx.disable_casts():
+            optimizer.step(model, loss)
+    else:
+        with hmpx.convert(**lists(bf16="linear")):
+            optimizer.step(model, loss)
+    assert optimizer.seen is model and optimizer.value == value
+    assert all((p - b).abs().max() > 0.4 for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_module_as_the_closure_of_a_torch_optimizer_is_called_as_torch_calls_it():
+    class Loss(nn.Module):
+        def forward(self):
+            p.grad = None
+            loss = p.sum()
+            loss.backward()
+            return loss
+
+    p = nn.Parameter(torch.ones(3, dtype=BF16))
+    with hmpx.disable_casts():
+        assert optim.SGD([p], lr=0.5).step(Loss()) == 3
+    assert (p == 0.5).all()
