@@ -35,7 +35,7 @@ class Way:
     """One way to train, and its validation losses: seed -> step -> loss."""
 
     name: str
-    bytes_per_parameter: int
+    bytes_per_parameter: float
     losses: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def mean(self, step: int) -> float:
@@ -108,7 +108,7 @@ def table(found: list[Way]) -> str:
         spread = f"±{statistics.stdev(last):.3f}" if len(last) > 1 else ""
         lines.append(
             f"{way.name:30} {statistics.fmean(last):16.4f} {spread:>11} {recovered(way, fp32, nearest):9.1f} % "
-            f"{way.bytes_per_parameter:16}"
+            f"{way.bytes_per_parameter:16g}"
         )
     return "\n".join(lines)
 
@@ -123,7 +123,7 @@ def plot(found: list[Way], path: Path) -> None:
         style = {"color": "black" if i < 2 else colors[i % 20], "linewidth": 3 if i < 2 else 1.3}
         style["linestyle"] = ("-", "--")[i % 2]
         axes.plot(
-            steps, means, label=f"{way.name}: {means[-1]:.3f}, {way.bytes_per_parameter} bytes/parameter", **style
+            steps, means, label=f"{way.name}: {means[-1]:.3f}, {way.bytes_per_parameter:g} bytes/parameter", **style
         )
         if way.name != NEAREST:
             zoom.plot(steps, [mean - found[0].mean(step) for step, mean in zip(steps, means, strict=True)], **style)

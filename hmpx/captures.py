@@ -43,7 +43,8 @@ class Rebinding:
         If there are no more references to one when it is taken back than now, nobody has, and none is looked for.
         """
         self._back |= {new: old for old, new in replacements()}
-        self._references = {id(new): sys.getrefcount(new) for new in self._back}
+        known = self._references.keys()
+        self._references |= {id(new): sys.getrefcount(new) for new in self._back if id(new) not in known}
 
     def add(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         """Of each pair, put the second wherever the first is held outside torch's own tables; if that fails, nowhere.

@@ -179,10 +179,13 @@ class UserFunctions:
         if found is None:
             return False
         owner, attribute, original = found
-        wrapper = _wrap(original, self.rules[name], name, self._active)
-        inherited = attribute not in vars(owner)
-        patch = Patch(name, self.rules[name], name, owner, attribute, original, wrapper, inherited)
-        self._changes.put(patch.place, wrapper)
+        rule, inherited = self.rules[name], attribute not in vars(owner)
+        patch = Patch(
+            name, rule, name, owner, attribute, original, _wrap(original, rule, name, self._active), inherited
+        )
+        if self._rebinding is not None:
+            self._rebinding.expect(lambda: _replacements([patch]))
+        self._changes.put(patch.place, patch.wrapper)
         self.patched[name] = patch
         return True
 

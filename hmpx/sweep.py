@@ -41,6 +41,8 @@ class Sweep:
         self._functions = list(replacements)
         self._by_id = {id(old): new for old, new in replacements.items()}
         self._keys = self._by_id.keys()
+        # What the garbage collector does not track holds nothing that it tracks: strings, dicts and tuples of them.
+        self._may_lead = gc.is_tracked if all(map(gc.is_tracked, self._functions)) else _always
         self._rewriting = Rewriting(self._by_id, places, self._leads)
         self._lengths: dict[int, Callable[[Any], int]] = {}  # of kinds that may lead to one
         self._apart: set[int] = set()  # kinds of everything else
@@ -105,6 +107,7 @@ class Sweep:
         seen: set[int] = set()
         empty, lengths = self._empty, self._lengths
         for _ in range(2 * DEEPEST):
+            held = list(filter(self._may_lead, held))
             if not self._keys.isdisjoint(map(id, held)):
                 return True
             held = [each for each in self._holders(held) if id(each) not in empty and id(each) not in seen]
@@ -140,7 +143,7 @@ class Sweep:
         if not self._keys.isdisjoint(map(id, held)):
             return True
         apart = self._apart
-        return any([self._leads(each, depth) for each in held if id(type(each)) not in apart])
+        return any([self._leads(each, depth) for each in filter(self._may_lead, held) if id(type(each)) not in apart])
 
     def _leads(self, thing: Any, depth: int) -> bool:
         """Whether a container, or another builtin object that holds things, leads to a function within that depth."""
@@ -260,6 +263,10 @@ def _held_by(functions: list[types.FunctionType]) -> list[Any]:
 
 def _one(holder: Any) -> int:
     return 1
+
+
+def _always(thing: Any) -> bool:
+    return True
 
 
 def _is_off_limits(module: Any) -> bool:
