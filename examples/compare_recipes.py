@@ -25,7 +25,7 @@ import torch
 from charlm import CharTransformer, batch, load_text, loss_of, validate
 
 import hmpx
-from hmpx.recipe import read_recipe, recipe_names
+from hmpx.recipes.recipe import read_recipe, recipe_names
 
 FP32, NEAREST = "plain FP32", "plain BF16"
 

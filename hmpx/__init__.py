@@ -1,18 +1,19 @@
 """Mixed precision that you can read, edit and undo."""
 
-from hmpx import activation, hmp
-from hmpx.activation import Activation, activate
-from hmpx.auditing import Audit, Finding, audit
+from hmpx import hmp
+from hmpx.casts.policy import Policy, Rule
+from hmpx.casts.user_functions import bf16, fp16, fp32, promote
 from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
-from hmpx.functions import bf16, fp16, fp32, promote
-from hmpx.policy import Policy, Rule
-from hmpx.preparing import prepare
-from hmpx.recipe import Recipe
+from hmpx.insight.audit import Audit, Finding, audit
+from hmpx.insight.explain import explain
+from hmpx.recipes.activate import Activation, activate
+from hmpx.recipes.activate import activate_from_environment as _activate_from_environment
+from hmpx.recipes.prepare import prepare
+from hmpx.recipes.recipe import Recipe
 from hmpx.regions import cached_weights, disable_casts, enable_casts
-from hmpx.rounding import stochastic_round, stochastic_round_
-from hmpx.updates.attachment import Attachment, attach, detach
-from hmpx.words import explain
+from hmpx.rounding.stochastic import stochastic_round, stochastic_round_
+from hmpx.updates.attach import Attachment, attach, detach
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,4 +49,4 @@ __all__ = [
     "stochastic_round_",
 ]
 
-activation.activate_from_environment()
+_activate_from_environment()

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import torch
 
-from hmpx import __version__, environment, running
-from hmpx.activation import VARIABLE
+from hmpx import __version__
+from hmpx.casts.fp32_kernels import KERNELS, choose
+from hmpx.casts.op_lists import LOW_DTYPES, SIDES, read_lists
+from hmpx.casts.policy import OPT_LEVELS, Policy, build_policy
 from hmpx.errors import HmpxError
-from hmpx.fp32_kernels import KERNELS, choose
-from hmpx.oplist import LOW_DTYPES, SIDES, read_lists
-from hmpx.policy import OPT_LEVELS, Policy, build_policy
-from hmpx.recipe import Recipe, read_recipe, recipe_names, with_and_without_zero
-from hmpx.words import check_files, explain_op, ops_table, recipe_in_words
+from hmpx.insight.explain import check_files, explain_op, ops_table, recipe_in_words
+from hmpx.recipes import environment, run_script
+from hmpx.recipes.activate import VARIABLE
+from hmpx.recipes.recipe import Recipe, read_recipe, recipe_names, with_and_without_zero
 
 
 def _policy_options(command: argparse.ArgumentParser) -> None:
@@ -73,7 +74,7 @@ def _run(options: argparse.Namespace) -> int:
         kernels = choose(recipe.kernels)
         low += f", {kernels}" if recipe.opt_level and kernels.widened else ""
         print(f"hmpx: {said}{lists}{low}; runs {options.script}", file=sys.stderr)
-    running.run(recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero)
+    run_script.run(recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero)
     return 0
 
 

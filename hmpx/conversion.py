@@ -11,19 +11,20 @@ from collections.abc import Mapping
 
 import torch
 
-from hmpx import compiling, installation, scope, scripting
-from hmpx.captures import Rebinding
-from hmpx.catalog import catalog
+from hmpx import installation, region_state
+from hmpx.casts import dynamo, torchscript
+from hmpx.casts.captured_names.rebinding import Rebinding
+from hmpx.casts.decision_log import VerboseLog
+from hmpx.casts.dtype_map import DtypeMap
+from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, choose
+from hmpx.casts.op_lists import read_lists
+from hmpx.casts.ops import catalog
+from hmpx.casts.patch_table import Patch, PatchTable
+from hmpx.casts.policy import Policy, build_policy
+from hmpx.casts.user_functions import UserFunctions
 from hmpx.changes import Changes, Flag
-from hmpx.dtype_map import DtypeMap
-from hmpx.fp32_kernels import GAINING, NATIVE, Kernels, choose
-from hmpx.functions import UserFunctions
 from hmpx.installation import Installation
-from hmpx.oplist import read_lists
-from hmpx.patching import Patch, PatchTable
-from hmpx.policy import Policy, build_policy
-from hmpx.updates import steps
-from hmpx.verbose import VerboseLog
+from hmpx.updates import step_hooks
 
 logger = logging.getLogger("hmpx")
 _FAST_PATH = Flag(
@@ -107,28 +108,28 @@ class Conversion(Installation):
             logger.info("hmp:opt_level  %s", policy.opt_level)
             if policy.low_precision in self.kernels.widened:
                 logger.info("hmpx: %s: %s", self.kernels, GAINING)
-            steps.install()
-            changes.callback(steps.uninstall)
+            step_hooks.install()
+            changes.callback(step_hooks.uninstall)
             changes.callback(self._rebinding.undo)
             self._rebinding.expect(self._table.replacements)
             self._table.apply(changes)
             self._functions.apply(changes)
             self._rebinding.add([*self._table.replacements(), *self._functions.replacements()])
-            compiling.install(self._table.originals(), f"{policy}{self._dtype_map or ''}{self.kernels}", changes)
-            scripting.install(self._table.originals(), changes)
+            dynamo.install(self._table.originals(), f"{policy}{self._dtype_map or ''}{self.kernels}", changes)
+            torchscript.install(self._table.originals(), changes)
             if policy.bf16 or policy.fp32:
                 # TransformerEncoder in eval would run in one C++ call that no patch sees.
                 changes.put(_FAST_PATH, False)
             if self._dtype_map:
                 self._dtype_map.apply(changes)
-            scope.set_converted(True, enabled=self._enabled)
-            changes.callback(scope.set_converted, False)
+            region_state.set_converted(True, enabled=self._enabled)
+            changes.callback(region_state.set_converted, False)
         except BaseException:
             changes.close()
             raise
 
     def _take_away(self) -> None:
-        steps.uninstall_for_graphs()
+        step_hooks.uninstall_for_graphs()
         self._changes.close()
 
 
@@ -201,5 +202,5 @@ def installed() -> Conversion | None:
 def restore() -> None:
     """Put torch back exactly as it was, whatever is in force or would be given back; else nothing happens."""
     installation.end_all()
-    steps.uninstall_for_graphs()
-    steps.uninstall_collected()
+    step_hooks.uninstall_for_graphs()
+    step_hooks.uninstall_collected()

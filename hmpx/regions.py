@@ -11,11 +11,12 @@ import contextlib
 
 import torch
 
-from hmpx import compiling, scope, weight_cache
-from hmpx.rounding import check_seed
-from hmpx.updates import steps
+from hmpx import region_state
+from hmpx.casts import dynamo, weight_cache
+from hmpx.rounding.stochastic import check_seed
+from hmpx.updates import step_hooks
 
-_UNSEEDED = scope.Rounding()
+_UNSEEDED = region_state.Rounding()
 
 
 class disable_casts(contextlib.ContextDecorator):
@@ -31,7 +32,7 @@ class disable_casts(contextlib.ContextDecorator):
     """
 
     def __init__(self, *, seed: int | None = None) -> None:
-        self._how = _UNSEEDED if seed is None else scope.Rounding(check_seed(seed))
+        self._how = _UNSEEDED if seed is None else region_state.Rounding(check_seed(seed))
 
     def _recreate_cm(self) -> disable_casts:  # of ContextDecorator: torch.compile wants one made inside the function
         return disable_casts(seed=self._how.seed)
@@ -40,16 +41,16 @@ class disable_casts(contextlib.ContextDecorator):
         if torch.compiler.is_dynamo_compiling():
             from torch._dynamo.comptime import comptime
 
-            comptime(steps.install_for_graphs)
+            comptime(step_hooks.install_for_graphs)
         else:
-            steps.install()
-        scope.enter(False, self._how)
+            step_hooks.install()
+        region_state.enter(False, self._how)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        scope.leave(False, self._how)
+        region_state.leave(False, self._how)
         if not torch.compiler.is_dynamo_compiling():
-            steps.uninstall()
+            step_hooks.uninstall()
 
 
 class enable_casts(contextlib.ContextDecorator):
@@ -59,11 +60,11 @@ class enable_casts(contextlib.ContextDecorator):
         return enable_casts()
 
     def __enter__(self) -> enable_casts:
-        scope.enter(True)
+        region_state.enter(True)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        scope.leave(True)
+        region_state.leave(True)
 
 
 class cached_weights(contextlib.ContextDecorator):
@@ -83,14 +84,14 @@ class cached_weights(contextlib.ContextDecorator):
 
     def __enter__(self) -> cached_weights:
         if not torch.compiler.is_dynamo_compiling():
-            steps.install()
+            step_hooks.install()
             weight_cache.open_cache()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if not torch.compiler.is_dynamo_compiling():
             weight_cache.close_cache()
-            steps.uninstall()
+            step_hooks.uninstall()
 
     @staticmethod
     def clear() -> None:
@@ -108,7 +109,7 @@ class cached_weights(contextlib.ContextDecorator):
         return f"<hmpx.cached_weights: {len(cache.casts)} casts, {size:.1f} MiB{refused}>"
 
 
-compiling.never_compile_alone(
-    *(scope.enter, scope.leave, scope.run_uncast),
+dynamo.never_compile_alone(
+    *(region_state.enter, region_state.leave, region_state.run_uncast),
     *(disable_casts.__enter__, disable_casts.__exit__, enable_casts.__enter__, enable_casts.__exit__),
 )

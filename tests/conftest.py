@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.catalog import catalog
+from hmpx.casts.ops import catalog
 
 
 def attributes_of_torch() -> dict:

@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
-from hmpx.updates.attachment import attached
+from hmpx.updates.attach import attached
 from tests import ranks
 from tests.test_replicas import needs_grad_dtype
 from tests.test_sharding import digest

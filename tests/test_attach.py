@@ -13,7 +13,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import names, slices, steps
+from hmpx.updates import names, sliced_step, step_hooks
 from tests.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
@@ -43,14 +43,14 @@ def nothing_stays_installed():
     gc.collect()
     with hmpx.disable_casts():  # what was collected is taken away on the next occasion
         pass
-    assert steps._users == 0
+    assert step_hooks._users == 0
 
 
 @pytest.fixture(params=["whole", "slices"])
 def sliced(request, monkeypatch):
     """The same in slices of 64 elements at most, and with nothing cut."""
     if request.param == "slices":
-        monkeypatch.setattr(slices, "_FLOOR", 64)
+        monkeypatch.setattr(sliced_step, "_FLOOR", 64)
 
 
 def test_attached_is_the_same_as_in_a_region(sliced):
@@ -101,7 +101,7 @@ def test_split_holds_the_same_masters_in_two_bytes(sliced):
 
 
 def test_nearest_computes_in_fp32_and_warns_nobody(sliced, monkeypatch, caplog):
-    monkeypatch.setattr(steps, "_warned", False)
+    monkeypatch.setattr(step_hooks, "_warned", False)
     named, twin = parameters(), parameters(torch.float32)
     optimizer, reference = optim.AdamW(named, lr=1e-2), optim.AdamW(twin, lr=1e-2)
     hmpx.attach(optimizer, "nearest")
@@ -525,7 +525,7 @@ def test_detach_leaves_a_plain_optimizer():
     train(named, optimizer, 2, 4)
     train(twin, reference, 2, 4)
     assert same(weights(named), weights(twin))
-    assert steps._users == 0
+    assert step_hooks._users == 0
 
 
 def test_a_forgotten_attachment_leaves_torch_as_it_was():
@@ -535,7 +535,7 @@ def test_a_forgotten_attachment_leaves_torch_as_it_was():
     gc.collect()
     with hmpx.disable_casts():
         pass
-    assert steps._users == 0 and optim.Optimizer.profile_hook_step.__module__ == "torch.optim.optimizer"
+    assert step_hooks._users == 0 and optim.Optimizer.profile_hook_step.__module__ == "torch.optim.optimizer"
 
 
 def test_parameters_added_later_are_taken_over(sliced):
@@ -600,7 +600,7 @@ def test_a_step_that_raises_leaves_weights_and_masters(way):
     ],
 )
 def test_a_broken_group_shows_before_anything_is_written(cls, broken, how, monkeypatch):
-    monkeypatch.setattr(slices, "_FLOOR", 64)
+    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
     named = parameters(sizes=((30, 30), (20, 20), (7,), (25, 25), (3, 3)))
     params = [p for _, p in named]
     optimizer = cls([{"params": params[:3]}, {"params": params[3:]}], lr=1e-2)
@@ -705,7 +705,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_attached(options, message):
     before = set(vars(optimizer))
     with pytest.raises(hmpx.HmpxError, match=message):
         hmpx.attach(optimizer, **options)
-    assert set(vars(optimizer)) == before and steps._users == 0
+    assert set(vars(optimizer)) == before and step_hooks._users == 0
 
 
 def test_one_name_for_two_groups_is_refused():

@@ -14,7 +14,7 @@ from torch import matmul, nn
 from torch.nn.functional import linear
 
 import hmpx
-from hmpx import captures
+from hmpx.casts.captured_names import rebinding
 
 X = torch.randn(4, 4)
 TABLE = {"linear": F.linear, "other": 1}
@@ -231,5 +231,5 @@ def test_nothing_is_looked_through_again_where_nobody_has_taken_a_name(monkeypat
 
     with hmpx.convert():
         assert linear(X, X).dtype is torch.bfloat16  # a call leaves no reference behind
-        monkeypatch.setattr(captures.Sweep, "everything", everything)
+        monkeypatch.setattr(rebinding.Sweep, "everything", everything)
     assert linear is F.linear and linear(X, X).dtype is torch.float32

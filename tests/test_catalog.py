@@ -11,9 +11,9 @@ import torch
 import yaml
 from torch.utils._pytree import tree_map
 
-from hmpx import tables
-from hmpx.catalog import aten_only, canonical, catalog
-from hmpx.composition import ARITHMETIC, COMPOSED, ONLY_FP32
+from hmpx.casts import op_facts
+from hmpx.casts.composition import ARITHMETIC, COMPOSED, ONLY_FP32
+from hmpx.casts.ops import aten_only, canonical, catalog
 
 DATA = Path(__file__).parent / "data"
 
@@ -50,12 +50,12 @@ def test_in_place_entries_are_told_apart():
 
 def test_the_tables_name_only_what_exists():
     ops = catalog().keys()
-    assert not (tables.REFUSES_MIXED | tables.O2_BF16 | tables.STATISTICS.keys()) - ops
-    assert not set(tables.RENAMED.values()) - ops
+    assert not (op_facts.REFUSES_MIXED | op_facts.O2_BF16 | op_facts.STATISTICS.keys()) - ops
+    assert not set(op_facts.RENAMED.values()) - ops
     parts = {part for rows in COMPOSED.values() for row in rows for way in row.ways for part in way}
     assert all(name in ops or aten_only(name) for name in parts | ARITHMETIC | ONLY_FP32)
-    assert not (COMPOSED.keys() | tables.VIEWS | tables.CAST_VIEWS) - ops
-    assert not (set(tables.FOLLOWS) | set(tables.FOLLOWS.values())) - ops
+    assert not (COMPOSED.keys() | op_facts.VIEWS | op_facts.CAST_VIEWS) - ops
+    assert not (set(op_facts.FOLLOWS) | set(op_facts.FOLLOWS.values())) - ops
 
 
 def test_layouts_by_hand():
@@ -96,7 +96,7 @@ def test_which_ops_refuse_mixed_dtypes_is_measured():
             for sample in itertools.islice(op.sample_inputs("cpu", torch.float32), 6):
                 if _mixtures_raise(op, sample):
                     refusing.add(name)
-        unexplained = refusing - tables.REFUSES_MIXED - left
+        unexplained = refusing - op_facts.REFUSES_MIXED - left
     assert len(refusing) > 40
     assert not unexplained
     assert sorted(left - refusing) == []  # an exception that is no longer one goes

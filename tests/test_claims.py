@@ -12,7 +12,8 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import claims, steps
+from hmpx.updates import step_hooks
+from hmpx.updates.gradients import claims
 from tests.training import parameters, set_gradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -26,7 +27,7 @@ def nothing_is_left():
     gc.collect()
     with hmpx.disable_casts():
         pass
-    assert not claims._claimed and not claims._ended and steps._users == 0
+    assert not claims._claimed and not claims._ended and step_hooks._users == 0
     assert (torch.utils.swap_tensors, optim.Optimizer.load_state_dict) == PRISTINE
 
 

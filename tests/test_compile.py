@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import steps
+from hmpx.updates import step_hooks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 recent = pytest.mark.skipif(
@@ -239,9 +239,9 @@ def test_a_compiled_step_rounds_stochastically(how, converted):
         results.append(p.detach().clone())
         assert optimizer.param_groups[0]["hmpx_step"] == 3
     assert torch.equal(*results) and len(results[0].unique()) > 1
-    assert not steps._running.optimizers  # Dynamo, which may trace a function in pieces, has kept out
+    assert not step_hooks._running.optimizers  # Dynamo, which may trace a function in pieces, has kept out
     hmpx.restore()
-    assert not steps._for_graphs  # the watch that a compiled region leaves behind
+    assert not step_hooks._for_graphs  # the watch that a compiled region leaves behind
 
 
 def test_dynamo_may_be_loaded_before_or_after():

@@ -13,11 +13,11 @@ from torch import nn
 from torch.autograd.profiler import profile
 
 import hmpx
-from hmpx.catalog import canonical, catalog
-from hmpx.composition import ARITHMETIC, COMPOSED
-from hmpx.oplist import read_lists
-from hmpx.policy import Rule, build_policy
-from hmpx.words import explain_op
+from hmpx.casts.composition import ARITHMETIC, COMPOSED
+from hmpx.casts.op_lists import read_lists
+from hmpx.casts.ops import canonical, catalog
+from hmpx.casts.policy import Rule, build_policy
+from hmpx.insight.explain import explain_op
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))

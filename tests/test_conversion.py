@@ -20,10 +20,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import captures, scope, specialised, wrappers
-from hmpx.catalog import catalog
-from hmpx.patching import PatchTable
-from hmpx.policy import build_policy
+from hmpx import region_state
+from hmpx.casts import codegen, wrappers
+from hmpx.casts.captured_names import rebinding
+from hmpx.casts.ops import catalog
+from hmpx.casts.patch_table import PatchTable
+from hmpx.casts.policy import build_policy
 
 from .conftest import PRISTINE, attributes_of_torch
 
@@ -83,11 +85,11 @@ def test_a_failure_in_the_middle_of_patching_undoes_what_was_patched(monkeypatch
         raise RuntimeError("half-way")
 
     hook_step = vars(torch.optim.Optimizer)["profile_hook_step"]
-    monkeypatch.setattr(captures.Sweep, "everything", fail)
+    monkeypatch.setattr(rebinding.Sweep, "everything", fail)
     with pytest.raises(RuntimeError, match="half-way"):
         hmpx.convert()
     monkeypatch.undo()
-    assert attributes_of_torch() == PRISTINE and not scope.casts_on()
+    assert attributes_of_torch() == PRISTINE and not region_state.casts_on()
     assert vars(torch.optim.Optimizer)["profile_hook_step"] is hook_step
     assert hmpx.convert().active
 
@@ -195,7 +197,7 @@ def test_casts_and_regions_are_per_thread(lists):
     leave.set()
     thread.join()
     assert seen == [torch.float32, torch.float32, torch.bfloat16]
-    assert not scope.off_somewhere
+    assert not region_state.off_somewhere
 
 
 def test_many_threads_convert_compute_and_restore_without_harm(lists):
@@ -224,7 +226,7 @@ def test_enabled_false_casts_only_in_enable_casts(lists):
         assert (X @ X).dtype is torch.float32
         with hmpx.enable_casts():
             assert (X @ X).dtype is torch.bfloat16
-    assert not scope.off_somewhere
+    assert not region_state.off_somewhere
 
 
 def test_verbose_says_each_decision_once_and_counts_at_the_end(lists, caplog):
@@ -267,7 +269,7 @@ def test_every_entry_point_builds_under_every_rule():
         for entry in op.entries:
             original = getattr(entry.owner, entry.attribute)
             for rule in hmpx.Rule:
-                assert callable(wrappers.build_wrapper(entry, rule, original, specialised.Switch()))
+                assert callable(wrappers.build_wrapper(entry, rule, original, codegen.Switch()))
 
 
 def test_public_names_are_exactly_all():

@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.bench.measure import memory
-from hmpx.updates import slices
+from hmpx.updates import sliced_step
 
 BF16 = torch.bfloat16
 
@@ -68,7 +68,7 @@ def test_state_of_another_size_is_torchs_error(fused):
 
 
 def test_state_of_another_size_in_a_later_slice_moves_nothing(monkeypatch):
-    monkeypatch.setattr(slices, "_FLOOR", 64)
+    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
     p, q = parameter(300), parameter(400)
     optimizer = optim.Adam([p, q], lr=0.1)
     hmpx.attach(optimizer)
@@ -242,7 +242,7 @@ def test_copies_that_take_every_attribute_along_step_themselves():
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.SGD])
 def test_channels_last_parameters_are_sliced_too(cls, monkeypatch):
-    monkeypatch.setattr(slices, "_FLOOR", 1 << 12)
+    monkeypatch.setattr(sliced_step, "_FLOOR", 1 << 12)
     torch.manual_seed(1)
     weight = torch.randn(64, 32, 3, 3).bfloat16()
     layouts = (weight.clone(memory_format=torch.channels_last), weight.clone())
@@ -258,7 +258,7 @@ def test_channels_last_parameters_are_sliced_too(cls, monkeypatch):
 
 
 def test_masters_take_the_layout_of_the_parameter(monkeypatch):
-    monkeypatch.setattr(slices, "_FLOOR", 64)
+    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
     saved = None
     for layout in (torch.channels_last, torch.contiguous_format):
         p = nn.Parameter(torch.ones(8, 4, 3, 3, dtype=BF16).to(memory_format=layout))
@@ -272,7 +272,7 @@ def test_masters_take_the_layout_of_the_parameter(monkeypatch):
 
 
 def test_state_that_is_none(monkeypatch):
-    monkeypatch.setattr(slices, "_FLOOR", 64)
+    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
     p = parameter(1000)
     optimizer = optim.SGD([p], lr=0.5, momentum=0.9)
     optimizer.state[p] = {"momentum_buffer": None}

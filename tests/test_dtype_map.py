@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import hmpx
-from hmpx.dtype_map import DtypeMap
+from hmpx.casts.dtype_map import DtypeMap
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 USE, DOWNCAST = {FP32: BF16, FP64: BF16}, {FP32: BF16, FP64: FP32}

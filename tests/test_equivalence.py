@@ -18,8 +18,8 @@ from torch import nn, optim
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
 import hmpx
-from hmpx.catalog import catalog
-from hmpx.recipe import read_recipe
+from hmpx.casts.ops import catalog
+from hmpx.recipes.recipe import read_recipe
 from tests.test_replicas import needs_grad_dtype
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

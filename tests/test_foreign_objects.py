@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import wrapt
 
 import hmpx
-from hmpx import rewriting, sweep
+from hmpx.casts.captured_names import rewriting, sweep
 from tests.conftest import PRISTINE, attributes_of_torch
 
 X = torch.randn(4, 4)
@@ -180,7 +180,7 @@ def test_whatever_ends_the_pass_half_way_everything_is_as_it_was(monkeypatch, er
             raise error
         running(self)
 
-    monkeypatch.setattr("hmpx.sweep.Sweep._running_functions", interrupted)
+    monkeypatch.setattr("hmpx.casts.captured_names.sweep.Sweep._running_functions", interrupted)
     with pytest.raises(error):
         hmpx.convert()
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import fp32_kernels
+from hmpx.casts import fp32_kernels
 from hmpx.errors import HmpxError
 
 LOW = (torch.bfloat16, torch.float16)

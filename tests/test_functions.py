@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.oplist import shipped
+from hmpx.casts.captured_names.sweep import Sweep
+from hmpx.casts.op_lists import shipped
 
 X, B = torch.randn(3, 3), torch.randn(3, 3).bfloat16()
 
@@ -257,6 +258,6 @@ def test_without_torchvision_nothing_is_said_for_the_shipped_lists(monkeypatch, 
 
 def test_an_import_in_the_middle_of_another_starts_no_sweep(stand_in, monkeypatch):
     with hmpx.convert():
-        monkeypatch.setattr("hmpx.sweep.Sweep.everything", lambda sweep: pytest.fail("a sweep within an import"))
+        monkeypatch.setattr(Sweep, "everything", lambda sweep: pytest.fail("a sweep within an import"))
         assert stand_in().nms(B, B, 0.5)[0] is torch.float32
         monkeypatch.undo()

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.kernels import native
+from hmpx.rounding import native
 
 BF16 = torch.bfloat16
 CONFIGURATIONS = {

@@ -8,7 +8,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx import conversion, installation
-from hmpx.patching import PatchTable
+from hmpx.casts.patch_table import PatchTable
 
 from .conftest import PRISTINE, attributes_of_torch
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import slices, steps
+from hmpx.updates import sliced_step, step_hooks
 from hmpx.updates.weights import WAYS
 
 BF16 = torch.bfloat16
@@ -24,7 +24,7 @@ class Meddled:
     def __init__(self, cls, monkeypatch):
         self.calls, self.at, self.act, self.after = 0, None, None, False
         cls([nn.Parameter(torch.ones(2, 2))], lr=0.1)  # torch wraps the class
-        cell = steps._cell(cls.step)
+        cell = step_hooks._cell(cls.step)
         original = cell.cell_contents
         step = getattr(original, "__hmpx_original__", original)
 
@@ -38,7 +38,7 @@ class Meddled:
                 self.act()
             return result
 
-        monkeypatch.setattr(cell, "cell_contents", meddled if original is step else steps._watched(meddled))
+        monkeypatch.setattr(cell, "cell_contents", meddled if original is step else step_hooks._watched(meddled))
 
     def arm(self, at, act, after):
         self.calls, self.at, self.act, self.after = 0, at, act, after
@@ -68,7 +68,7 @@ def out_of_memory():
 
 @pytest.fixture
 def meddled(monkeypatch):
-    monkeypatch.setattr(slices, "_FLOOR", 64)
+    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
     return lambda cls: Meddled(cls, monkeypatch)
 
 

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from hmpx.kernels import cache, native
+from hmpx.rounding import kernel_cache, native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
     source = tmp_path / "native.c"
     source.write_text("".join(f"void {name}(void) {{}}\n" for name in native._SIGNATURES))
     monkeypatch.setattr(native, "_SOURCE", source)
-    monkeypatch.setattr(cache, "_said", set())
+    monkeypatch.setattr(kernel_cache, "_said", set())
     monkeypatch.setenv("HMPX_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -121,7 +121,7 @@ def test_a_folder_that_is_exchanged_after_the_look_is_not_the_one_that_is_used(p
     built = tmp_path / "built.so"
     _compile(built, "")
     library.unlink()
-    with cache.Cache(library.parent) as opened:
+    with kernel_cache.Cache(library.parent) as opened:
         library.parent.rename(tmp_path / "moved")
         (tmp_path / "hostile").rename(library.parent)
         assert opened.load(library.name) is None

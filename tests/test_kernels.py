@@ -10,9 +10,8 @@ import textwrap
 import pytest
 import torch
 
-from hmpx.kernels import eager, native
-from hmpx.rounding import derive_key
-from hmpx.updates import halves
+from hmpx.rounding import eager, halves, native
+from hmpx.rounding.stochastic import derive_key
 from tests.test_rounding import special_values
 
 KEY = derive_key(2**64 - 1, 3, "w")
@@ -56,7 +55,7 @@ def test_triton_gives_the_same_bits_in_its_interpreter():
     python(
         """
         from tests.test_kernels import OFFSETS, eager, numbers, rounded
-        from hmpx.kernels import triton
+        from hmpx.rounding import triton
         import torch
         x = numbers(3000)
         for offset in (*OFFSETS[:-1], 2**32 - 3100):
@@ -71,7 +70,7 @@ def test_the_triton_steps_agree_with_the_c_ones_in_its_interpreter():
     python(
         """
         import torch
-        from hmpx.kernels import native, triton
+        from hmpx.rounding import native, triton
         assert native.library() is not None
         bf16 = torch.bfloat16
         def tensors(state_dtype, grad_dtype):
@@ -103,7 +102,7 @@ def test_the_triton_steps_agree_with_the_c_ones_in_its_interpreter():
 @needs_compiler
 def test_two_processes_may_build_at_once(tmp_path):
     code = """
-        from hmpx.kernels import native
+        from hmpx.rounding import native
         assert native.library() is not None
         print(native.library()._name)
         """
@@ -142,7 +141,7 @@ def test_without_a_compiler_eager_torch_rounds_and_the_log_says_why(environment,
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path):
     (tmp_path / "file").write_text("")
-    code = "from hmpx.kernels import native; print(native.library() is not None)"
+    code = "from hmpx.rounding import native; print(native.library() is not None)"
     assert python(code, HMPX_CACHE_DIR=str(tmp_path / "file" / "below")).strip() == "True"
 
 

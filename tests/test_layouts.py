@@ -15,7 +15,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import slices
+from hmpx.updates import sliced_step
 from tests.test_updates import CONFIGURATIONS, forms
 
 BF16 = torch.bfloat16
@@ -115,7 +115,7 @@ def check(name, form, layout, way):
 def test_any_optimizer_in_any_layout_bit_for_bit(layout, sliced, monkeypatch):
     """Every optimizer in every form; every way to hold weights with each fused kernel, and in turn with the others."""
     if sliced:
-        monkeypatch.setattr(slices, "_FLOOR", 128)
+        monkeypatch.setattr(sliced_step, "_FLOOR", 128)
     dims, turn = len(LAYOUTS[layout][0]), list(LAYOUTS).index(layout)
     for i, (name, form) in enumerate(forms()):
         if name == "Muon" and dims != 2:
@@ -161,13 +161,13 @@ def test_a_convolution_in_channels_last_under_fused(options, way):
             for p in model.parameters():
                 for key, value in optimizer.state[p].items():
                     optimizer.state[p][key] = value.contiguous()
-    assert model[2].weight.numel() > slices.slice_size(0) and not model[2].weight.is_contiguous()
+    assert model[2].weight.numel() > sliced_step.slice_size(0) and not model[2].weight.is_contiguous()
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
 def test_state_in_bf16_is_rounded_by_its_logical_index_in_any_layout(state_dtype, monkeypatch):
     """The same run on contiguous tensors, element by element."""
-    monkeypatch.setattr(slices, "_FLOOR", 128)
+    monkeypatch.setattr(sliced_step, "_FLOOR", 128)
     for cls, foreach in itertools.product((optim.AdamW, optim.SGD), (False, True)):
         for layout, (shape, weight, gradient) in LAYOUTS.items():
             torch.manual_seed(0)

@@ -8,7 +8,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.bench.measure import memory
-from hmpx.updates.reach import REACH, reach_of
+from hmpx.updates.optimizer_scope import REACH, reach_of
 
 BF16 = torch.bfloat16
 COUNT = 8_000_000

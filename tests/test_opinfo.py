@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 import hmpx
-from hmpx.catalog import canonical, catalog
+from hmpx.casts.ops import canonical, catalog
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

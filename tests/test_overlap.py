@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import slices
+from hmpx.updates import sliced_step
 from hmpx.updates.overlap import Overlaps
 
 BF16 = torch.bfloat16
@@ -52,9 +52,9 @@ def test_shared_elements_are_found_and_neighbours_are_not_taken_for_them(kind):
 def test_all_updates_count_where_parameters_are_stepped_one_by_one(kind, large, monkeypatch):
     """As in plain torch on an FP32 buffer; the numbers are chosen so that every sum is exact in BF16."""
     if large:
-        monkeypatch.setattr(slices, "_FLOOR", 64)
-        monkeypatch.setattr(slices, "_ALIGN", 1)
-        monkeypatch.setattr(slices, "_PARTS", 8)
+        monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+        monkeypatch.setattr(sliced_step, "_ALIGN", 1)
+        monkeypatch.setattr(sliced_step, "_PARTS", 8)
     results = []
     for dtype in (BF16, torch.float32):
         buffer, params, _ = parameters(kind, dtype)

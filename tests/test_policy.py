@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import hmpx
-from hmpx.catalog import catalog
-from hmpx.oplist import read_lists
-from hmpx.policy import Policy, Rule, build_policy
+from hmpx.casts.op_lists import read_lists
+from hmpx.casts.ops import catalog
+from hmpx.casts.policy import Policy, Rule, build_policy
 
 
 def read_back(policy: Policy, tmp_path) -> Policy:

@@ -14,8 +14,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
-from hmpx.oplist import shipped
-from hmpx.recipe import as_recipe, read_recipe
+from hmpx.casts.op_lists import shipped
+from hmpx.recipes.recipe import as_recipe, read_recipe
 from tests import ranks
 from tests.test_replicas import needs_grad_dtype
 from tests.test_sharding import Small, _shard, digest

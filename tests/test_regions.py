@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx import hmp, scope
+from hmpx import hmp, region_state
 
 X = torch.randn(4, 4)
 CAST, UNCAST = torch.bfloat16, torch.float32
@@ -31,7 +31,7 @@ def test_regions_nest_and_the_innermost_decides():
                 assert product() is CAST
             assert product() is UNCAST
         assert product() is CAST
-    assert not scope.off_somewhere
+    assert not region_state.off_somewhere
 
 
 def test_an_exception_or_a_return_leaves_nothing_behind():

@@ -11,7 +11,8 @@ from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import hmpx
-from hmpx.updates import released, steps
+from hmpx.updates import step_hooks
+from hmpx.updates.gradients import released
 from tests import ranks
 from tests.test_sharding import Small, _shard
 
@@ -25,7 +26,7 @@ def nothing_stays_installed():
     yield
     hmpx.restore()
     _collect()
-    assert steps._users == 0 and not released._gone
+    assert step_hooks._users == 0 and not released._gone
     assert {function: released._cell(function).cell_contents for function in CELLS} == CELLS
     assert {cls: vars(cls)["_unscale_grads_"] for cls in UNSCALE} == UNSCALE
 

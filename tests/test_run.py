@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hmpx.__main__ import main
-from hmpx.activation import module_that_runs
-from hmpx.environment import recipe_of
 from hmpx.errors import HmpxError
-from hmpx.recipe import recipe_names
+from hmpx.recipes.activate import module_that_runs
+from hmpx.recipes.environment import recipe_of
+from hmpx.recipes.recipe import recipe_names
 from tests import ranks
 
 SCRIPT = '''
@@ -94,8 +94,8 @@ def _every_recipe(rank, path):
     import io
     from multiprocessing import get_context
 
-    from hmpx.recipe import read_recipe
-    from hmpx.running import run
+    from hmpx.recipes.recipe import read_recipe
+    from hmpx.recipes.run_script import run
 
     def one(name, results):
         sys.argv, sys.path[0] = ["python -m hmpx"], path.rpartition("/")[0]

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hmpx
-from hmpx.rounding import round_into
-from hmpx.sharding import Box
+from hmpx.rounding.stochastic import round_into
+from hmpx.updates.ranks.sharding import Box
 from tests import ranks
 
 BF16 = torch.bfloat16

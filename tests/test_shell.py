@@ -47,7 +47,7 @@ def test_check_finds_typos_duplicates_and_both_sides(capsys, tmp_path):
 
 
 def test_check_passes_the_shipped_lists(capsys):
-    from hmpx.oplist import shipped
+    from hmpx.casts.op_lists import shipped
 
     files = [str(path) for path in sorted(shipped().glob("*/*.txt"))]
     assert len(files) == 22 and run(capsys, "check", *files)[:2] == (0, "22 checked, 0 problems\n")

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import slices
+from hmpx.updates import sliced_step
 from tests.test_layouts import away
 
 BF16 = torch.bfloat16
@@ -166,7 +166,7 @@ def test_what_a_step_does_to_a_gradient_stays_unless_it_raises(touch, fail, fp32
 def test_torchs_own_classes_write_to_gradients_too(sliced, expanded, monkeypatch):
     """foreach SGD with Nesterov's momentum adds the momentum to the gradient itself."""
     if sliced:
-        monkeypatch.setattr(slices, "_FLOOR", 64)
+        monkeypatch.setattr(sliced_step, "_FLOOR", 64)
     p, q = nn.Parameter(torch.ones(20, 18, dtype=BF16)), nn.Parameter(torch.ones(20, 18))
     optimizer, reference = (optim.SGD([x], lr=0.1, momentum=0.9, nesterov=True, foreach=True) for x in (p, q))
     hmpx.attach(optimizer, "master")

@@ -10,9 +10,9 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.kernels import native
-from hmpx.updates import slices
-from hmpx.updates.checks import BLOCK, SMALL, checks
+from hmpx.rounding import native
+from hmpx.updates import sliced_step
+from hmpx.updates.weight_checks import BLOCK, SMALL, checks
 from tests.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
@@ -22,7 +22,7 @@ SIZES = ((8, 6), (64, 32, 3, 3), (11,), (70, 61))  # of which the second and the
 @pytest.fixture(params=["whole", "slices"])
 def sliced(request, monkeypatch):
     if request.param == "slices":
-        monkeypatch.setattr(slices, "_FLOOR", 64)
+        monkeypatch.setattr(sliced_step, "_FLOOR", 64)
 
 
 def pair(make=lambda named, dtype: named, way="split", **options):

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import slices, steps
+from hmpx.updates import sliced_step, step_hooks
 from tests.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
@@ -83,7 +83,7 @@ def test_any_optimizer_of_torch_bit_for_bit(name, form, sliced, monkeypatch):
     if cls is not optim.Muon:  # which takes matrices only
         sizes += ((), (3,))
     if sliced:
-        monkeypatch.setattr(slices, "_FLOOR", 128)
+        monkeypatch.setattr(sliced_step, "_FLOOR", 128)
     named, twin = parameters(BF16, sizes), parameters(torch.float32, sizes)
     optimizer = cls(named, **copy.deepcopy(options), **form)
     reference = cls(twin, **copy.deepcopy(options), **form)
@@ -395,7 +395,7 @@ def test_nothing_of_the_watch_stays_behind():
     optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     functions = {cls: vars(cls).get("step") for cls in optim.Optimizer.__subclasses__()}
     profile = optim.Optimizer.profile_hook_step
-    cells = {id(cell): cell.cell_contents for _, cell in steps._cells()}
+    cells = {id(cell): cell.cell_contents for _, cell in step_hooks._cells()}
     with hmpx.convert(), hmpx.disable_casts():
 
         class Late(optim.SGD):
@@ -409,13 +409,13 @@ def test_nothing_of_the_watch_stays_behind():
         assert late.param_groups[0]["hmpx_step"] == 1  # once, although it calls its parent's step
     assert optim.Optimizer.profile_hook_step is profile
     assert {cls: vars(cls).get("step") for cls in functions} == functions
-    after = {id(cell): cell.cell_contents for _, cell in steps._cells()}
+    after = {id(cell): cell.cell_contents for _, cell in step_hooks._cells()}
     assert all(after[key] is function for key, function in cells.items() if key in after)
-    assert not any(hasattr(cell.cell_contents, "__hmpx_original__") for _, cell in steps._cells())
+    assert not any(hasattr(cell.cell_contents, "__hmpx_original__") for _, cell in step_hooks._cells())
 
 
 def test_nearest_rounding_that_nobody_asked_for_is_warned_of_once(monkeypatch, caplog):
-    monkeypatch.setattr(steps, "_warned", False)
+    monkeypatch.setattr(step_hooks, "_warned", False)
     named = parameters(BF16)
     optimizer = optim.SGD(named, lr=0.1)
     with hmpx.convert():

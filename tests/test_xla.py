@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import hmpx
-from hmpx.oplist import shipped
-from hmpx.recipe import read_recipe, recipe_names
+from hmpx.casts.op_lists import shipped
+from hmpx.recipes.recipe import read_recipe, recipe_names
 
 torch_xla = pytest.importorskip("torch_xla", reason="torch_xla is not installed")
 metrics = pytest.importorskip("torch_xla.debug.metrics")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hmpx.bench.measure import Bench, Row
-from hmpx.recipe import Recipe, read_recipe
+from hmpx.recipes.recipe import Recipe, read_recipe
 from hmpx.updates.footprint import MODES, Footprint
 
 _WAYS = {

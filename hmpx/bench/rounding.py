@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hmpx.bench import measure
-from hmpx.kernels import eager, native, triton
+from hmpx.rounding import eager, native, triton
 
 
 def run(elements: int, repeat: int, device: torch.device) -> measure.Bench:

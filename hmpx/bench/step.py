@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hmpx.bench import measure
-from hmpx.updates.attachment import attach
+from hmpx.updates.attach import attach
 
 _LR = 1e-4
 Params = list[nn.Parameter]

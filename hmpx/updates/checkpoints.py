@@ -14,11 +14,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hmpx.errors import HmpxError
-from hmpx.sharding import is_sharded, local
-from hmpx.updates import counting
-from hmpx.updates.counting import SEED_KEY, STEP_KEY
+from hmpx.updates import step_count
 from hmpx.updates.names import parameters
-from hmpx.updates.stepping import MASTER_KEY, WeightUpdates
+from hmpx.updates.ranks.sharding import is_sharded, local
+from hmpx.updates.step import MASTER_KEY, WeightUpdates
+from hmpx.updates.step_count import SEED_KEY, STEP_KEY
 from hmpx.updates.weights import Run
 
 logger = logging.getLogger("hmpx")
@@ -69,9 +69,9 @@ class Checkpoints:
     def _saving(self, optimizer: Optimizer) -> None:
         """Hooks of the user see the masters, and may rename or move them."""
         optimizer._optimizer_state_dict_post_hooks.move_to_end(self._saved_handle.id, last=False)
-        known = counting.numbers(optimizer)
+        known = step_count.numbers(optimizer)
         if known:
-            counting.keep(optimizer)
+            step_count.keep(optimizer)
 
     @torch.no_grad()
     def _saved(self, optimizer: Optimizer, state_dict: dict) -> None:
@@ -80,7 +80,7 @@ class Checkpoints:
             return
         state_dict["param_groups"][0][HELD_KEY] = True  # also where no master says more than its weight
         index = {p: i for i, p in enumerate(parameters(optimizer))}
-        stateless = STEP_KEY in counting.numbers(optimizer) and not state_dict["state"]
+        stateless = STEP_KEY in step_count.numbers(optimizer) and not state_dict["state"]
         for run in self._updates.runs(optimizer):
             masters, i = self._updates.way.masters(run), index[run.param]
             # A parameter that has no state yet must not seem to have some: optimizers look for "no state" to make it.
@@ -115,11 +115,11 @@ class Checkpoints:
 
     @torch.no_grad()
     def _loaded(self, optimizer: Optimizer) -> None:
-        counting.forget(optimizer)
+        step_count.forget(optimizer)
         params = dict(zip(self._ids, parameters(optimizer), strict=True))
         incoming, self._incoming = {params[i]: masters for i, masters in self._incoming.items()}, {}
         if self._settings.seed is not None:
-            counting.keep(optimizer, **{SEED_KEY: self._settings.seed})
+            step_count.keep(optimizer, **{SEED_KEY: self._settings.seed})
         self._take(incoming)
         self._is_own, self._stepped = False, True
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hmpx.updates.settings import Settings
-from hmpx.updates.slices import slice_size
+from hmpx.updates.sliced_step import slice_size
 from hmpx.updates.weights import WAYS
 
 # How a model is distributed, and what each rank then holds a part of.
@@ -31,7 +31,7 @@ class Footprint:
             4096 elements).
         state: of the optimizer, between two steps.
         slice: in a step, for each element of a slice: FP32 weight and gradient, FP32 state where it is held in BF16,
-            and two temporaries of torch's own. `hmpx.updates.slices` has the size of a slice.
+            and two temporaries of torch's own. `hmpx.updates.sliced_step` has the size of a slice.
     """
 
     weights: int

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.kernels.lazy import is_lazy
-from hmpx.sharding import local
+from hmpx.rounding.xla import is_lazy
+from hmpx.updates.ranks.sharding import local
 from hmpx.updates.weights import Run
 
 Tensor = torch.Tensor

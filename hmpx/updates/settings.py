@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hmpx.errors import HmpxError, nearest
-from hmpx.rounding import check_seed
+from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.weights import WAYS
 
 

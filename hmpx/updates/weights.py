@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hmpx.rounding import round_into
-from hmpx.sharding import Box, held_part, is_sharded, like, local
-from hmpx.updates.checks import BLOCK, checks, clear_written
-from hmpx.updates.halves import follow, join, split
+from hmpx.rounding.halves import follow, join, split
+from hmpx.rounding.stochastic import round_into
 from hmpx.updates.layout import Order, boxes, lies_flat, unfolded
+from hmpx.updates.ranks.sharding import Box, held_part, is_sharded, like, local
+from hmpx.updates.weight_checks import BLOCK, checks, clear_written
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

@@ -31,7 +31,7 @@ from unittest import mock
 
 import torch
 
-from hmpx.updates import slices, steps
+from hmpx.updates import sliced_step, step_hooks
 from tests.support.models import OFF, Setup, random_setup
 from tests.support.oracle import TorchRefuses
 from tests.support.rules import RULES, NotNow
@@ -70,7 +70,7 @@ class Program:
     def failure(self, done: list[Action] | None = None) -> Failure | None:
         """Run; None if both sides agree after each action. What was not passed over is added to `done`."""
         at, action = -1, None
-        with mock.patch.object(slices, "_FLOOR", self.setup.floor), warnings.catch_warnings():
+        with mock.patch.object(sliced_step, "_FLOOR", self.setup.floor), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 world = World(self.setup)
@@ -170,8 +170,8 @@ def report(seed: int, patience: float = 60) -> str | None:
 def uninstalled() -> bool:
     """Whether nothing of hmpx is left in torch when every program is gone."""
     gc.collect()
-    steps.uninstall_collected()
-    return steps._users == 0 and torch.optim.Optimizer.profile_hook_step is _profile_hook_step
+    step_hooks.uninstall_collected()
+    return step_hooks._users == 0 and torch.optim.Optimizer.profile_hook_step is _profile_hook_step
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,0 +1,1 @@
+"""Names that were taken of torch before it was patched: found, rebound, put back."""

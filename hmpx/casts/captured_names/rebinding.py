@@ -1,0 +1,105 @@
+"""Names taken before a patch: `from torch.nn.functional import gelu`, `ACT2FN["gelu"]`, `self.act = F.gelu`.
+
+A pass over everything that is alive (modules, classes, functions, objects with attributes or slots), four containers
+deep, puts the replacement where a function of torch is held: in dicts, lists, attributes, closures, default arguments,
+in a `functools.partial`, which stays the same object, and in tuples and bound methods, which are made anew where they
+are held. What cannot be changed (a set, a cache, a local variable of a running function) is reported.
+
+No code of what is looked through runs: no `values()` of a subclass of dict, no `__eq__`, no property. While a module is
+being imported there is no pass: only its package is looked through, at the end of its import, and the rest is when the
+handle is next asked what it rebound. Of objects that `gc.freeze()` has hidden, only the modules are looked through.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hmpx.casts.captured_names.places import Capture, Places
+from hmpx.casts.captured_names.sweep import Sweep
+
+
+class Rebinding:
+    """Names captured elsewhere that hold replacements now."""
+
+    def __init__(self) -> None:
+        self._captures: dict[Capture, None] = {}
+        self._places = Places()
+        self._pending: dict[Any, Any] = {}  # function -> replacement, not looked for everywhere yet
+        self._back: dict[Any, Any] = {}  # replacement -> function
+        self._references: dict[int, int] = {}  # to replacements that nobody has been able to take yet, by identity
+
+    @property
+    def captures(self) -> list[Capture]:
+        """One for each place. Looks for what is pending."""
+        self._catch_up()
+        return list(self._captures)
+
+    def expect(self, replacements: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
+        """These pairs are about to be put in their places, and nobody can have taken a replacement yet.
+
+        If there are no more references to one when it is taken back than now, nobody has, and none is looked for.
+        """
+        self._back |= {new: old for old, new in replacements()}
+        known = self._references.keys()
+        self._references |= {id(new): sys.getrefcount(new) for new in self._back if id(new) not in known}
+
+    def add(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Of each pair, put the second wherever the first is held outside torch's own tables; if that fails, nowhere.
+
+        Raises:
+            BaseException: what interrupted it; every place is as it was then.
+        """
+        self._note(pairs)
+        self._catch_up()
+
+    def add_imported(self, pairs: Iterable[tuple[Any, Any]], modules: Iterable[types.ModuleType]) -> None:
+        """The same in the middle of an import: in these modules now, elsewhere at the next `captures`."""
+        replacements = self._note(pairs)
+        self._run(replacements, lambda sweep: [sweep.one(module) for module in modules])
+
+    def undo(self) -> None:
+        """Put back what stood in every place, and rebind the names that were taken in the meantime.
+
+        An interrupt is raised when all is done.
+        """
+        self._pending.clear()
+        back, self._back = self._back, {}
+        interrupted = None
+        try:
+            self._places.undo()
+        except BaseException as error:
+            interrupted = error
+        taken = [new for new in back if sys.getrefcount(new) > self._references.get(id(new), 0)]
+        for _ in range(3 if taken else 0):
+            try:
+                Sweep({new: back[new] for new in taken}, Places()).everything()
+                break
+            except KeyboardInterrupt as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+    def _note(self, pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+        replacements = dict(pairs)
+        self._back |= {new: old for old, new in pairs}
+        self._pending |= replacements
+        return replacements
+
+    def _catch_up(self) -> None:
+        if self._pending:
+            pending, self._pending = self._pending, {}
+            self._run(pending, Sweep.everything)
+
+    def _run(self, replacements: dict[Any, Any], look: Callable[[Sweep], object]) -> None:
+        mark, sweep = self._places.mark(), Sweep(replacements, self._places)
+        try:
+            look(sweep)
+            self._captures |= dict.fromkeys(sweep.captures)
+        except BaseException:
+            self._places.undo(mark)
+            raise
+        finally:
+            sweep.let_go()

@@ -1,0 +1,234 @@
+"""The fast wrapper of an op whose layout is known: a plain Python function with the op's own leading parameters.
+
+It is written out as source. Ordinary tensors get one `type` and one `dtype` look each; everything else (a subclass, a
+missing argument, a list, a sparse tensor) goes back to the definition, `casting.cast_arguments`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hmpx import region_state
+from hmpx.casts.callers import WRITTEN
+from hmpx.casts.ops import Argument, Layout
+from hmpx.casts.policy import Rule
+from hmpx.casts.rules import (
+    ELIGIBLE,
+    METHODS,
+    PLAIN,
+    TARGETS,
+    call,
+    call_cast,
+    cast,
+    cast_tensor,
+    has_dtype,
+    is_explicit,
+    is_stated,
+)
+from hmpx.casts.weight_cache import open_caches
+
+# Where torch's compiler spells ops out in other ops, which are no calls of the user's.
+COMPILER = tuple(
+    f"torch.{name}."
+    for name in (
+        *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
+        *("_prims_common", "_refs", "_subclasses", "fx.experimental"),
+    )
+)
+_written = itertools.count(1)  # each source has a file name of its own
+_PLAIN_OR_NONE = PLAIN | {types.NoneType}
+
+
+class Switch:
+    """Whether the wrappers of one conversion are alive. A wrapper that outlives its conversion is inert.
+
+    off: empty while the conversion is alive and every thread casts.
+    """
+
+    __slots__ = ("off", "retired")
+
+    def __init__(self) -> None:
+        self.retired = False
+        self.off = region_state.off_somewhere
+
+    def retire(self) -> None:
+        self.retired = True
+        region_state.retire()
+
+    def casts_off(self) -> bool:
+        return self.retired or bool(self.off and region_state.casts_off())
+
+
+def called_by_torch(args: tuple, kwargs: dict, caller: types.FrameType) -> bool:
+    """Whether a tensor that is no plain one comes from torch's own decompositions, while it compiles."""
+    if not any(isinstance(a, torch.Tensor) and type(a) not in PLAIN for a in (*args, *kwargs.values())):
+        return False
+    return region_state.casts_off_in_graph() or (caller.f_globals.get("__name__", "") + ".").startswith(COMPILER)
+
+
+class _Missing:
+    """What a required argument is that did not come by position or by name; of no dtype."""
+
+    dtype = None
+
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+_MISSING: Any = _Missing()
+
+
+def _unusual(
+    original: Callable,
+    run: Callable,
+    switch: Switch,
+    rule: Rule,
+    layout: Layout,
+    values: tuple,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """Any call, by the definition. Leading arguments may have come by torch's other names for them, like `x1`."""
+    parameters = (*(layout.lead or ()), *layout.tail)
+    first_missing = next((i for i, value in enumerate(values) if value is _MISSING), len(values))
+    given = list(values[:first_missing])
+    rest = zip(parameters[first_missing:], values[first_missing:], strict=True)
+    named = {p.name: value for p, value in rest if value is not _MISSING and value is not p.default}
+    while not args and len(given) > len(layout.lead or ()) and given[-1] is parameters[len(given) - 1].default:
+        given.pop()  # of the tail, and the caller has not written it
+    args, kwargs = (*given, *args), {**named, **kwargs}
+    if switch.casts_off() or is_explicit(args, kwargs) or called_by_torch(args, kwargs, sys._getframe(2)):
+        return call(original, args, kwargs)
+    return call_cast(run, rule, layout, args, kwargs)
+
+
+# {right} and {same} look at the dtypes of the parameters that may be tensors, {plain} at their types.
+_HEAD = """\
+def make(_original, _run, _switch):
+    _off, _casts_off = _switch.off, _switch.casts_off
+
+    def {function}({signature}, *args, **kwargs):
+        if not (_off or kwargs{dtypes}){present}{ordinary}:
+            try:
+                _dtype = {first}
+                _right = {right}
+            except AttributeError:
+                _right = False
+            if _right:
+                return _run({names}, *args) if args else _run({names})
+"""
+_LOOK = """\
+        if {plain}{present}:
+            if _off and _casts_off() or kwargs and _is_stated(kwargs){dtypes}:
+                return _original({names}, *args, **kwargs)
+"""
+_LEAVE = """\
+            if {same}:
+                return _run({names}, *args, **kwargs)
+"""
+_CAST = """\
+            if {p}.dtype is _target or {p}.dtype not in _eligible:
+                {p}_cast = {p}
+            elif {p}.layout is _strided and not {p}.is_nested:
+                {p}_cast = _cast_tensor({p}, _target) if _caches else _to_target({p})
+            else:
+                return _unusual(_original, _run, _switch, _rule, _layout, ({names},), args, kwargs)
+"""
+_CAST_OPTIONAL = """\
+            if {p} is None or {p}.dtype is _target or {p}.dtype not in _eligible:
+""" + _CAST.partition("\n")[2]
+_CAST_CALL = """\
+            if args or kwargs:
+                return _run({casts}, *args, **{{key: _cast(value, _target) for key, value in kwargs.items()}})
+            return _run({casts})
+"""
+_TAIL = """\
+        return _unusual(_original, _run, _switch, _rule, _layout, ({names},), args, kwargs)
+    return {function}
+"""
+
+
+def _default(p: Argument) -> str:
+    return "_missing" if p.required else "None" if p.default is None else f"_default_of_{p.name}"
+
+
+def _test(p: Argument, test: str) -> str:
+    """A test on an argument, if it is there."""
+    return f"({p.name} is None or {test})" if p.optional else test
+
+
+def _first_is_right(target: torch.dtype | None, kept: bool) -> list[str]:
+    """The tests on the dtype of the first tensor, which the others follow where no list names one."""
+    return ["_dtype is _target"] if target is not None else ["_dtype in _eligible"] if kept else []
+
+
+@functools.cache
+def make_wrapper(
+    layout: Layout, rule: Rule, function: str, found_by_torch: bool
+) -> Callable[[Callable, Callable, Switch], Callable]:
+    """What makes the wrapper named `function` for one layout and rule, out of the op, what runs it, and a switch.
+
+    found_by_torch: where torch looks a function up for a tensor subclass, it finds the wrapper.
+    """
+    parameters = (*(layout.lead or ()), *layout.tail)
+    tensors = [p for p in parameters if p.tensor]
+    fields = {
+        "function": function,
+        "signature": ", ".join(f"{p.name}={_default(p)}" for p in parameters),
+        "names": ", ".join(p.name for p in parameters),
+        "present": "".join(f" and {p.name} is not _missing" for p in parameters if p.required and not p.tensor),
+        "plain": " and ".join(f"type({p.name}) in {'_plain_or_none' if p.optional else '_plain'}" for p in tensors),
+        "dtypes": " or args and _has_dtype(args)" if layout.dtype_positional else "",
+        "casts": ", ".join(f"{p.name}_cast" if p.tensor else p.name for p in parameters),
+    }
+    fields["ordinary"] = f" and {fields['plain']}" if found_by_torch else ""
+    target, first = TARGETS.get(rule), f"{tensors[0].name}.dtype"
+    fields["first"] = first
+    wanted = "_dtype" if target is None else "_target"
+    kept = {parameters[i] for i in (*layout.statistics, *layout.beside)}
+    # Statistics of FP32, and what is beside them, are right whatever the input is.
+    right = [_test(p, f"{p.name}.dtype is {'_float32' if p in kept else wanted}") for p in tensors[1:]]
+    if layout.beside:  # a bias without a weight gets one
+        weight, bias = (parameters[i].name for i in layout.beside)
+        right.append(f"({bias} is None or {weight} is not None)")
+    fields["right"] = " and ".join([*_first_is_right(target, bool(kept)), *right]) or "True"
+    if kept:
+        body = ""
+    elif target is None:
+        same = [_test(p, f"({p.name}.dtype is {first} or {p.name}.dtype not in _eligible)") for p in tensors]
+        body = _LOOK.format(**fields) + _LEAVE.format(same=" and ".join(same), **fields)
+    else:
+        casts = [(_CAST_OPTIONAL if p.optional else _CAST).format(p=p.name, **fields) for p in tensors]
+        body = _LOOK.format(**fields) + "".join(casts) + _CAST_CALL.format(**fields)
+    source = _HEAD.format(**fields) + body + _TAIL.format(**fields)
+    namespace: dict[str, Any] = {
+        "_missing": _MISSING,
+        "_plain": PLAIN,
+        "_plain_or_none": _PLAIN_OR_NONE,
+        "_float32": torch.float32,
+        "_target": target,
+        "_to_target": METHODS.get(target),
+        "_rule": rule,
+        "_layout": layout,
+        "_eligible": ELIGIBLE,
+        "_strided": torch.strided,
+        "_caches": open_caches,
+        "_cast": cast,
+        "_cast_tensor": cast_tensor,
+        "_unusual": _unusual,
+        "_is_stated": is_stated,
+        "_has_dtype": has_dtype,
+    }
+    namespace |= {_default(p): p.default for p in layout.tail}
+    file = f"{WRITTEN} {function}: {rule}, {next(_written)}>"
+    linecache.cache[file] = len(source), None, source.splitlines(True), file  # for tracebacks, and for `inspect`
+    exec(compile(source, file, "exec"), namespace)
+    return namespace["make"]

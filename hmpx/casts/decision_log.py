@@ -1,0 +1,83 @@
+"""`isVerbose=True`: each distinct decision once through `logging`, and how often it was taken at the end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections import Counter
+from typing import Any
+
+import torch
+
+from hmpx.casts.callers import users_line
+from hmpx.casts.ops import Entry
+from hmpx.casts.policy import Rule
+from hmpx.casts.wrappers import Observer
+from hmpx.changes import Changes, Flag
+
+logger = logging.getLogger("hmpx")
+_LEVEL = Flag("the level of the logger hmpx", lambda: logger.level, logger.setLevel)
+log: VerboseLog | None = None  # of the conversion that is installed, if it is verbose
+
+
+class VerboseLog:
+    """Collects the decisions of one conversion.
+
+    A user who asked for it sees it: where no handler would show INFO records of the logger "hmpx", one that writes to
+    standard error is attached while it is open.
+    """
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def function(self, name: str, rule: Rule, given: Any, seen: Any, result: Any) -> None:
+        """Record a call of a user's own function."""
+        self._record(f"{name}, {rule}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))}")
+
+    def _record(self, decision: str) -> None:
+        line = f"{decision} at {users_line(sys._getframe(2))}"
+        with self._lock:
+            self._seen[line] += 1
+            first = self._seen[line] == 1
+        if first:
+            logger.info("hmpx: %s", line)
+
+    def observer(self, op: str, entry: Entry, rule: Rule) -> Observer:
+        head = f"{op} as {entry.label}, {rule}"
+
+        def observe(given: tuple, seen: tuple, result: Any) -> None:
+            self._record(f"{head}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))}")
+
+        return observe
+
+    def open(self, changes: Changes) -> None:
+        """Record from here on, calls of users' own functions as well. Undone, it logs how often each was taken."""
+        global log
+        if not logger.isEnabledFor(logging.INFO):
+            changes.put(_LEVEL, logging.INFO)
+        if not logger.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(message)s"))
+            logger.addHandler(handler)
+            changes.callback(logger.removeHandler, handler)
+        changes.callback(self._close)
+        log = self
+
+    def _close(self) -> None:
+        global log
+        log = None
+        for line, count in self._seen.most_common():
+            logger.info("hmpx: %6d times %s", count, line)
+
+
+def _dtypes(values: Any) -> str:
+    found: list[str] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(str(value.dtype).removeprefix("torch."))
+        elif isinstance(value, list | tuple | dict):
+            inside = _dtypes(value.values() if isinstance(value, dict) else value)
+            found += [inside] if inside else []
+    return ", ".join(found)

@@ -1,0 +1,295 @@
+"""BF16 on a CPU without BF16 instructions, at the speed of FP32.
+
+**The problem.** Without such instructions (AVX2: most laptops, desktops and cloud machines) torch's BF16 kernels are 2
+to 50 times slower than its FP32 kernels, and so is everything built on them.
+
+**The maths.** The product of two BF16 numbers is exact in FP32. A BF16 kernel that accumulates in FP32 and rounds its
+result is therefore the FP32 kernel of the same inputs, with its result rounded. So an op whose inputs are BF16 is given
+them in FP32, which changes no value, and its result is rounded. Autograd does the same to gradients: they are rounded
+where a BF16 op would hand them on.
+
+**What can be seen** stays what it is: inputs and results are BF16, and what the op keeps for its backward is BF16 too.
+It is the caller's own tensor where the op kept an input, as natively. FP16 is treated alike.
+
+Which ops gain is `tables.FP32_KERNELS`, from a measurement. Native are all others, other devices, tensor subclasses,
+sparse and nested tensors, ``out=``, in-place ops, and whatever runs in `disable_casts()`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from hmpx.casts import dynamo, op_facts
+from hmpx.casts.policy import LOW_RULES, Rule
+from hmpx.casts.rules import ELIGIBLE, METHODS, PLAIN, TARGETS, call, is_stated
+from hmpx.casts.weight_cache import open_caches, storage_of, widen_weight
+from hmpx.errors import HmpxError, nearest
+
+Tensor = torch.Tensor
+KERNELS = ("auto", "native", "float32")
+GAINING = "matrix products, convolutions, attention, recurrences"  # `tables.FP32_KERNELS` in words
+VARIABLE = "HMPX_KERNELS"  # what "auto" means, where a person knows better
+_to_float = METHODS[torch.float32]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes the ops that run in BF16 or FP16 on a CPU.
+
+    asked: "auto", "native" or "float32". widened: the dtypes that FP32 kernels compute.
+    """
+
+    asked: str = "native"
+    widened: frozenset[torch.dtype] = frozenset()
+
+    def __str__(self) -> str:
+        """As part of a sentence."""
+        names = " and ".join(rule.name for dtype, rule in LOW_RULES.items() if dtype in self.widened)
+        return f"FP32 kernels for {names} on CPU" if names else "native kernels"
+
+    def computed(self, op: str, rules: Iterable[Rule | None]) -> frozenset[torch.dtype]:
+        """The dtypes that an op may run in under some of these rules, and that FP32 kernels compute it in."""
+        if op not in op_facts.FP32_KERNELS:
+            return frozenset()
+        found: set[torch.dtype] = set()
+        for rule in rules:
+            if rule is not None:
+                found.update((TARGETS[rule],) if rule in TARGETS else LOW_RULES)
+        return self.widened & found
+
+    def wrap(self, op: str, rules: Iterable[Rule | None], function: Callable) -> Callable:
+        """`function`, which is torch's own for the op, with FP32 kernels where they compute it."""
+        dtypes = self.computed(op, rules)
+        return _computing(function, dtypes, op not in op_facts.FP32_KEPT) if dtypes else function
+
+
+NATIVE = Kernels()
+
+
+def choose(asked: str) -> Kernels:
+    """What `kernels=` means on this machine; "auto" is what the environment variable HMPX_KERNELS says, if it is set.
+
+    Raises:
+        HmpxError: another word.
+    """
+    meant, said = asked, f"kernels={asked!r}"
+    if asked == "auto" and os.environ.get(VARIABLE):
+        meant = os.environ[VARIABLE]
+        said = f"{VARIABLE}={meant}"
+    if meant not in KERNELS:
+        raise HmpxError(f"{said} does not exist{nearest(str(meant), KERNELS)} (legal: {', '.join(KERNELS)})")
+    if meant == "auto":
+        return Kernels(asked, frozenset(dtype for dtype in LOW_RULES if not has_instructions(dtype)))
+    return Kernels(asked, frozenset(LOW_RULES if meant == "float32" else ()))
+
+
+def has_instructions(dtype: torch.dtype) -> bool:
+    """Whether this CPU's kernels for BF16 or FP16 are made for it, as far as torch can tell: True where it cannot."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    return not torch.backends.mkldnn.is_available() or bool(getattr(torch.ops.mkldnn, name)())
+
+
+def capability() -> str:
+    """What this CPU has, for the head of a table of figures."""
+    has = " and ".join(rule.name for dtype, rule in LOW_RULES.items() if has_instructions(dtype))
+    return f"{torch.backends.cpu.get_cpu_capability()}, kernels for {has or 'neither BF16 nor FP16'}"
+
+
+def is_computing(frame: FrameType) -> bool:
+    """Whether an op is computed in FP32 in `frame`, in the place of BF16 or FP16."""
+    return frame.f_code is _COMPUTED
+
+
+def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) -> Callable:
+    """`op`; with its arguments in FP32, and its result rounded to what they are of, if that is one of `dtypes`."""
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        low = _dtype_of((*args, *kwargs.values()) if kwargs else args)
+        if low not in dtypes or (kwargs and is_stated(kwargs)):
+            return call(op, args, kwargs)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        args = tuple([_widened(value, low, pairs) for value in args])
+        if kwargs:
+            kwargs = {key: _widened(value, low, pairs) for key, value in kwargs.items()}
+        if not _is_kept(pairs):
+            return _narrowed(op(*args, **kwargs), low)
+        keeper = _Keeper()
+        with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
+            wide = op(*args, **kwargs)
+        result = _narrowed(wide, low)
+        keeper.narrow(low, [*pairs, *zip(_tensors(wide), _tensors(result), strict=True)], round_all)
+        return result
+
+    computed.hands_on = True
+    return computed
+
+
+def _dtype_of(values: Iterable[Any]) -> torch.dtype | None:
+    """The dtype of the floating tensors in `values`, in lists and tuples too; None where FP32 kernels do not fit."""
+    low = None
+    for value in values:
+        kind = type(value)
+        if kind in PLAIN:
+            dtype = value.dtype
+            if dtype not in ELIGIBLE:
+                continue
+            if not value.is_cpu or value.layout is not torch.strided or value.is_nested:
+                return None
+        elif kind is list or kind is tuple:
+            if not any(isinstance(item, Tensor) for item in value):
+                continue
+            dtype = _dtype_of(value)
+        elif isinstance(value, Tensor):
+            return None
+        else:
+            continue
+        if dtype is None or (low is not None and dtype is not low):
+            return None
+        low = dtype
+    return low
+
+
+def _widened(value: Any, low: torch.dtype, pairs: list) -> Any:
+    """`value` in FP32, in lists and tuples too. `pairs` get each new tensor and what it was made of."""
+    kind = type(value)
+    if kind in PLAIN:
+        if value.dtype is not low:
+            return value
+        if is_dynamo_compiling():
+            wide = torch.ops.hmpx.widen(value)
+        else:
+            wide = widen_weight(value, _to_float) if open_caches else _to_float(value)
+        pairs.append((wide, value))
+        return wide
+    if kind is list or kind is tuple:
+        return kind([_widened(item, low, pairs) for item in value])
+    return value
+
+
+def _narrowed(result: Any, low: torch.dtype) -> Any:
+    if isinstance(result, Tensor):
+        if result.dtype is not torch.float32:
+            return result
+        return torch.ops.hmpx.narrow(result, low) if is_dynamo_compiling() else METHODS[low](result)
+    return type(result)([_narrowed(item, low) for item in result]) if type(result) in (list, tuple) else result
+
+
+# The two casts as ops that a compiler cannot look into: of two casts in a row it would drop both, and with them the
+# rounding. Each is the gradient of the other.
+_ops = torch.library.Library("hmpx", "FRAGMENT")
+_ops.define("widen(Tensor x) -> Tensor")
+_ops.define("narrow(Tensor x, ScalarType dtype) -> Tensor")
+_ops.impl("widen", lambda x: x.to(torch.float32), "CompositeExplicitAutograd")
+_ops.impl("narrow", lambda x, dtype: x.to(dtype), "CompositeExplicitAutograd")
+torch.library.register_fake("hmpx::widen", lambda x: torch.empty_like(x, dtype=torch.float32), lib=_ops)
+torch.library.register_fake("hmpx::narrow", lambda x, dtype: torch.empty_like(x, dtype=dtype), lib=_ops)
+torch.library.register_autograd(
+    "hmpx::widen",
+    lambda ctx, gradient: torch.ops.hmpx.narrow(gradient, ctx.low),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "low", inputs[0].dtype),
+    lib=_ops,
+)
+torch.library.register_autograd("hmpx::narrow", lambda ctx, gradient: (torch.ops.hmpx.widen(gradient), None), lib=_ops)
+torch.library.register_vmap("hmpx::widen", lambda info, dims, x: (torch.ops.hmpx.widen(x), dims[0]), lib=_ops)
+torch.library.register_vmap(
+    "hmpx::narrow", lambda info, dims, x, dtype: (torch.ops.hmpx.narrow(x, dtype), dims[0]), lib=_ops
+)
+
+
+def _is_kept(pairs: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether the op keeps tensors for a backward, and hooks may say how: not inside torch.func, nor a compiler."""
+    if is_dynamo_compiling() or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return any([wide.requires_grad for wide, _ in pairs]) and torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
+class _Kept:
+    """A tensor that one op keeps. version: of a tensor of the caller's, not to be written to until the backward."""
+
+    __slots__ = ("held", "low", "version")
+
+    def __init__(self, held: Tensor) -> None:
+        self.held, self.low, self.version = held, False, None
+
+
+class _Keeper:
+    """What one op keeps for its backward, in BF16 or FP16 where it is FP32.
+
+    Hooks that somebody else has set (of checkpointing, of offloading) are given what a native op would keep.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+        self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        kept = _Kept(tensor)
+        self._kept.append(kept)
+        return kept
+
+    def narrow(self, low: torch.dtype, pairs: list[tuple[Tensor, Tensor]], round_all: bool) -> None:
+        """Exchange the FP32 tensors, as soon as the op has returned.
+
+        pairs: each FP32 tensor that the op was given or returned, with its low counterpart, which is kept in its place.
+        round_all: what else the op keeps is rounded; else only where that changes nothing.
+        """
+        kept_here, self._kept = self._kept, []  # the graph holds this object
+        counterparts = {storage_of(wide).data_ptr(): (wide, own) for wide, own in pairs if wide.numel()}
+        for kept in kept_here:
+            tensor = kept.held
+            if tensor.dtype is torch.float32:
+                pointer = storage_of(tensor).data_ptr()
+                own = _same_view(tensor, *counterparts.get(pointer, (None, None)))
+                if own is not None:
+                    kept.held, kept.low, kept.version = own, True, own._version
+                else:
+                    narrow = METHODS[low](tensor)
+                    if round_all or torch.equal(_to_float(narrow), tensor):
+                        kept.held, kept.low = narrow, True
+                        counterparts.setdefault(pointer, (tensor, narrow))  # it may be kept twice
+            if self._pack:
+                kept.held, kept.version = self._pack(kept.held), None
+
+    def unpack(self, kept: _Kept) -> Tensor:
+        tensor = self._unpack(kept.held) if self._unpack else kept.held
+        if kept.version is not None and tensor._version != kept.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+                f"expected version {kept.version} instead"
+            )
+        return _to_float(tensor) if kept.low else tensor
+
+
+def _same_view(tensor: Tensor, wide: Tensor | None, own: Tensor | None) -> Tensor | None:
+    """The view of `own` that `tensor` is of `wide`; None where they are laid out differently."""
+    if own is None:
+        return None
+    own, offset = own.detach(), tensor.storage_offset() - wide.storage_offset()
+    if wide.stride() == own.stride():
+        return own.as_strided(tensor.size(), tensor.stride(), own.storage_offset() + offset)
+    steps = dict(zip(wide.stride(), own.stride(), strict=True))
+    whole = offset == 0 and len(steps) == wide.dim()
+    if whole and sorted(zip(tensor.size(), tensor.stride(), strict=True)) == sorted(
+        zip(wide.size(), wide.stride(), strict=True)
+    ):
+        return own.as_strided(tensor.size(), [steps[step] for step in tensor.stride()], own.storage_offset())
+    return None
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result] if result.is_floating_point() else []
+    return [item for value in result for item in _tensors(value)] if isinstance(result, list | tuple) else []
+
+
+_any = _computing(torch.matmul, frozenset(), False)
+_COMPUTED = _any.__code__  # one for all of them
+dynamo.never_compile_alone(_any)

@@ -1,0 +1,168 @@
+"""`PatchTable`: what a policy changes in torch. Built without touching anything, then applied through `changes`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import wrapt
+
+from hmpx.casts import op_facts
+from hmpx.casts.codegen import Switch
+from hmpx.casts.fp32_kernels import NATIVE, Kernels
+from hmpx.casts.ops import Entry, Layout, catalog
+from hmpx.casts.policy import Case, Policy, Rule
+from hmpx.casts.wrappers import Observer, build_carrying, build_check, build_choice
+from hmpx.changes import Attribute, Changes
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute, before and after."""
+
+    op: str
+    rule: Rule
+    label: str
+    owner: Any
+    attribute: str
+    original: Any
+    wrapper: Any
+    inherited: bool
+
+    def __str__(self) -> str:
+        return f"{self.label:45} {self.rule}"
+
+    @property
+    def place(self) -> Attribute:
+        return Attribute(self.owner, self.attribute, self.label)
+
+
+class PatchTable:
+    """The patches of one conversion.
+
+    patches: every attribute that is changed, in order.
+    """
+
+    def __init__(self, patches: tuple[Patch, ...], switch: Switch) -> None:
+        self.patches = patches
+        self.switch = switch
+
+    @classmethod
+    def build(
+        cls,
+        policy: Policy,
+        observe: Callable[[str, Entry, Rule], Observer] | None = None,
+        around: Callable[[tuple[Patch, ...], Switch], Iterator[Patch]] | None = None,
+        kernels: Kernels = NATIVE,
+    ) -> PatchTable:
+        """Work out what `policy` changes.
+
+        observe: makes the observer of an entry point, for verbose logging.
+        around: puts wrappers of its own around those of the policy.
+        kernels: what computes the ops that run in BF16 or FP16 on a CPU.
+        """
+        switch = Switch()
+        patches = []
+        wrappers: dict[tuple[int, tuple[Case, ...], bool], Callable] = {}
+        for op, entry, cases in _wanted(policy):
+            original, inherited = _read(entry.owner, entry.attribute)
+            rule = next(case.rule for case in cases if case.rule is not None)
+            # One object under several names gets one wrapper, and so stays one object.
+            key = id(original), cases, entry.in_place
+            if key not in wrappers:
+                watch = functools.partial(observe, op, entry) if observe and rule is not Rule.UNCAST else None
+                run = kernels.wrap(op, [case.rule for case in cases], original)
+                wrappers[key] = build_choice(entry, cases, original, switch, watch, run)
+            patches.append(
+                Patch(op, rule, entry.label, entry.owner, entry.attribute, original, wrappers[key], inherited)
+            )
+        for path, weights in op_facts.INPUT_CHECKS.items():
+            patches.append(
+                _beside_ops(path, Rule.FIRST_INPUT, lambda f, weights=weights: build_check(f, weights, switch))
+            )
+        for path, position in op_facts.CALLED_LATER.items():
+            patches.append(
+                _beside_ops(path, Rule.UNCAST, lambda f, position=position: build_carrying(f, position, switch))
+            )
+        return cls(tuple(around(tuple(patches), switch) if around else patches), switch)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.patches))
+
+    def originals(self) -> dict[Callable, Callable]:
+        """What each wrapper stands for."""
+        return {patch.wrapper: patch.original for patch in self.patches}
+
+    def apply(self, changes: Changes) -> None:
+        """Put every wrapper in its place, until `changes` are undone, which makes the wrappers inert."""
+        for patch in self.patches:
+            changes.put(patch.place, patch.wrapper)
+        changes.callback(self.switch.retire)
+
+    def replacements(self) -> list[tuple[Any, Any]]:
+        """Originals and their wrappers, for names captured elsewhere."""
+        return [(patch.original, patch.wrapper) for patch in self.patches]
+
+
+def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, tuple[Case, ...]]]:
+    """Every entry point that some rule needs, with its cases."""
+    for op in catalog().values():
+        cases = policy.cases(op)
+        for entry in op.entries:
+            if entry.in_place:
+                # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
+                # something to do. Its own conversion rounds once where a cast before it would round twice.
+                if op.refuses_mixed:
+                    yield op.name, entry, (Case(Rule.FIRST_INPUT),)
+            elif any(case.rule is not None for case in cases):
+                yield op.name, entry, cases
+    for path in uncast_functions():
+        owner, attribute = _split(path)
+        if hasattr(owner, attribute):
+            yield attribute, Entry(owner, attribute, path, Layout(python=True)), (Case(Rule.UNCAST),)
+
+
+def patch_at(path: str, rule: Rule, build: Callable[[Any], Any]) -> Patch:
+    """The patch of one dotted name in torch. `build` makes what stands there out of what stood there."""
+    owner, attribute, original = wrapt.resolve_path(*_split(path))
+    return Patch(attribute, rule, path, owner, attribute, original, build(original), attribute not in vars(owner))
+
+
+def _beside_ops(path: str, rule: Rule, build: Callable[[Any], Callable]) -> Patch:
+    """The patch of a function that is no op, and yet has to know of the casts."""
+
+    def built(original: Any) -> Any:
+        static = isinstance(original, staticmethod)
+        function = original.__func__ if static else original
+        wrapper = build(function)
+        wrapper.__module__, wrapper.__qualname__ = function.__module__, function.__qualname__
+        wrapper.__name__, wrapper.__doc__ = function.__name__, function.__doc__
+        return staticmethod(wrapper) if static else wrapper
+
+    return patch_at(path, rule, built)
+
+
+def _split(path: str) -> tuple[Any, str]:
+    """Owner and attribute of a dotted name in torch."""
+    name, _, attribute = path.rpartition(".")
+    return pkgutil.resolve_name(name), attribute
+
+
+def uncast_functions() -> Iterator[str]:
+    """Dotted names in torch of what is not the model's forward."""
+    yield from op_facts.UNCAST_FUNCTIONS
+    for name in op_facts.UNCAST_MODULES:
+        for attribute, value in vars(importlib.import_module(name)).items():
+            if inspect.isfunction(value) and attribute.endswith("_") and not attribute.startswith("_"):
+                yield f"{name}.{attribute}"
+
+
+def _read(owner: Any, attribute: str) -> tuple[Any, bool]:
+    """The attribute as it stands in the namespace, or along a class's MRO; and whether it is inherited."""
+    _, _, original = wrapt.resolve_path(owner, attribute)
+    return original, attribute not in vars(owner)

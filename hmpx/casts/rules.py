@@ -1,0 +1,219 @@
+"""What a rule does to the arguments of a call: which tensors are cast, and to what.
+
+`cast_arguments` is the definition of every cast that hmpx makes, for any layout and any mixture of positional and
+keyword arguments, and `call_cast` calls an op by it. `specialised` writes faster functions that do the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.overrides
+
+from hmpx.casts import op_facts
+from hmpx.casts.ops import Layout
+from hmpx.casts.policy import LOW_RULES, Rule
+from hmpx.casts.weight_cache import cast_weight, open_caches
+
+Tensor = torch.Tensor
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
+# torch's own methods, taken before anything is patched. `x.bfloat16()` is cheaper than `x.to(torch.bfloat16)`.
+METHODS = {torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float, torch.float16: Tensor.half}
+TARGETS = {**{rule: dtype for dtype, rule in LOW_RULES.items()}, Rule.FP32: torch.float32}
+
+
+def is_eligible(value: Any) -> bool:
+    """Whether `value` is a dense floating tensor of FP32, BF16 or FP16."""
+    return (
+        isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.layout is torch.strided and not value.is_nested
+    )
+
+
+def is_sparse_or_nested(value: Any) -> bool:
+    """Whether `value` is a sparse or nested floating tensor: it stays what it is, and so do its companions."""
+    return (
+        isinstance(value, Tensor) and value.dtype in ELIGIBLE and (value.layout is not torch.strided or value.is_nested)
+    )
+
+
+def cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """An eligible tensor in `dtype`; of a weight, the cast that `cached_weights()` keeps."""
+    if open_caches and type(value) is torch.nn.Parameter:
+        return cast_weight(value, dtype, METHODS[dtype])
+    return METHODS[dtype](value)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """`value` in `dtype` where it is eligible, in lists, tuples and dicts too; itself where nothing changes."""
+    if isinstance(value, Tensor):
+        return cast_tensor(value, dtype) if value.dtype is not dtype and is_eligible(value) else value
+    kind = type(value)
+    if kind is list or kind is tuple:
+        items = [cast(item, dtype) for item in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else kind(items)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(cast(item, dtype) for item in value))
+    if kind is dict:
+        items = {key: cast(item, dtype) for key, item in value.items()}
+        return value if all(items[key] is value[key] for key in value) else items
+    return value
+
+
+def eligible_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
+    """The dtypes of the eligible tensors in `values`, in order, in lists, tuples and dicts too."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if is_eligible(value):
+                found.append(value.dtype)
+        elif isinstance(value, list | tuple):
+            found += eligible_dtypes(value)
+        elif type(value) is dict:
+            found += eligible_dtypes(value.values())
+    return found
+
+
+def is_explicit(args: tuple, kwargs: dict) -> bool:
+    """Whether the caller said himself what comes out: ``out=`` or ``dtype=``."""
+    return is_stated(kwargs) or has_dtype(args)
+
+
+def is_stated(kwargs: dict) -> bool:
+    get = kwargs.get
+    return get("dtype") is not None or get("out") is not None or get("out_dtype") is not None
+
+
+def has_dtype(args: tuple) -> bool:
+    for value in args:  # a loop, not any(): this runs in every call of softmax
+        if type(value) is torch.dtype:
+            return True
+    return False
+
+
+def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
+    """The dtype that `rule` brings the arguments to; None where it has nothing to say."""
+    if rule in TARGETS:
+        return TARGETS[rule]
+    dtypes = eligible_dtypes((*args, *kwargs.values()))
+    if not dtypes:
+        return None
+    return dtypes[0] if rule is Rule.FIRST_INPUT else functools.reduce(torch.promote_types, dtypes)
+
+
+def cast_arguments(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments as the op is to see them. Tensors that it may write to (``layout.statistics``) stay themselves."""
+    dtype = target_dtype(rule, args, kwargs)
+    if dtype is None or (rule is Rule.FIRST_INPUT and layout.mixed_on_cpu and _is_mixed_on_cpu(args, kwargs)):
+        return args, kwargs
+    if not layout.python and any(map(is_sparse_or_nested, (*args, *kwargs.values()))):
+        return args, kwargs  # torch has no mixture of layouts and dtypes
+    if not layout.statistics:
+        return tuple(cast(value, dtype) for value in args), {key: cast(value, dtype) for key, value in kwargs.items()}
+    names = [p.name for p in layout.lead or ()]
+    written = {*layout.statistics, *(names[i] for i in layout.statistics if i < len(names))}
+    follow = {*layout.beside, *(names[i] for i in layout.beside)}
+    places = {**dict(enumerate(args)), **kwargs}
+    beside = next((places[key].dtype for key in places if key in written and is_eligible(places[key])), dtype)
+
+    def fit(key: Any, value: Any) -> Any:
+        return value if key in written else cast(value, beside if key in follow else dtype)
+
+    return tuple(fit(i, value) for i, value in enumerate(args)), {key: fit(key, value) for key, value in kwargs.items()}
+
+
+def _is_mixed_on_cpu(args: tuple, kwargs: dict) -> bool:
+    """Whether the first tensor is BF16 or FP16, the others FP32, and all of them on a CPU."""
+    first, *others = (value for value in (*args, *kwargs.values()) if is_eligible(value))
+    narrow = first.is_cpu and first.dtype in LOW_RULES
+    return narrow and all(t.is_cpu and t.dtype is torch.float32 for t in others)
+
+
+def call(op: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call torch's own function `op`. A tensor subclass that overrides functions is handed `op`, as without hmpx.
+
+    torch itself looks the function up by its name to hand it to ``__torch_function__``, and would find the wrapper. A
+    stand-in for a function, which has the attribute `hands_on`, calls it in this way itself.
+    """
+    subclasses = []
+    for value in (*args, *kwargs.values()):
+        for item in value if type(value) in (list, tuple) else (value,):
+            if isinstance(item, Tensor) and type(item) not in PLAIN:
+                subclasses.append(item)
+    if subclasses and torch.overrides.has_torch_function(subclasses) and not hasattr(op, "hands_on"):
+        return torch.overrides.handle_torch_function(public(op), subclasses, *args, **kwargs)
+    return op(*args, **kwargs)
+
+
+class _Probe(Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func
+
+
+@functools.cache
+def public(op: Callable) -> Callable:
+    """What torch hands to ``__torch_function__`` for `op`: for the operator ``x @ y`` it is ``Tensor.matmul``."""
+    if not (op.__name__.startswith("__") and isinstance(op, types.MethodDescriptorType)):
+        return op
+    probe = torch.empty(0).as_subclass(_Probe)
+    try:
+        found = op(probe) if op.__name__ in op_facts.OPERANDS else op(probe, probe)
+    except TypeError:
+        return op
+    return getattr(found, "__hmpx_original__", found)
+
+
+def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> Any:
+    """Call `op` with its arguments cast. Of the tensors that it writes to, the caller's own are what is updated."""
+    if not layout.statistics:
+        return call(op, *cast_arguments(rule, layout, args, kwargs))
+    args, kwargs = cast_arguments(rule, layout, *_by_position(layout, args, kwargs))
+    args = _with_weight(layout, args)
+    args, widened = _widen(layout, args)
+    result = call(op, args, kwargs)
+    with torch.no_grad():
+        for own, wide in widened:
+            own.copy_(wide)
+    return result
+
+
+def _by_position(layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The call with its leading keyword arguments in their places."""
+    values, rest = list(args), dict(kwargs)
+    for argument in (layout.lead or ())[len(args) :]:
+        if argument.name not in rest:
+            break
+        values.append(rest.pop(argument.name))
+    return tuple(values), rest
+
+
+def _with_weight(layout: Layout, args: tuple) -> tuple:
+    """A bias that comes without a weight gets one of ones, which changes no bit.
+
+    On a CPU instance_norm takes a BF16 input beside FP32 weight and bias, and not beside an FP32 bias alone.
+    """
+    weight, bias = (args[i] if i < len(args) else None for i in layout.beside or (len(args), len(args)))
+    if weight is not None or not is_eligible(bias):
+        return args
+    with torch.no_grad():
+        ones = torch.ones_like(bias)
+    return (*args[: layout.beside[0]], ones, *args[layout.beside[0] + 1 :])
+
+
+def _widen(layout: Layout, args: tuple) -> tuple[tuple, list[tuple[Tensor, Tensor]]]:
+    """Widen statistics that are narrower than the input, which torch refuses; the pairs say what to write back."""
+    widened = []
+    values = list(args)
+    if layout.beside and values and is_eligible(values[0]) and values[0].dtype is torch.float32:
+        for i in (*layout.statistics, *layout.beside):
+            if i < len(values) and is_eligible(values[i]) and values[i].dtype is not torch.float32:
+                wide = cast(values[i], torch.float32)
+                if i in layout.statistics:
+                    widened.append((values[i], wide))
+                values[i] = wide
+    return tuple(values), widened

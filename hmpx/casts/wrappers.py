@@ -1,0 +1,198 @@
+"""One wrapper built for each (entry point, rule): look at the arguments, cast what the rule says, call torch.
+
+Plain functions beat wrapt proxies and `TorchFunctionMode` in Python's interpreter, and the unlisted op costs nothing.
+Where the layout is known, `specialised` writes one that does not even walk `*args`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hmpx import region_state
+from hmpx.casts.codegen import WRITTEN, Switch, called_by_torch, make_wrapper
+from hmpx.casts.ops import Entry
+from hmpx.casts.policy import Case, Rule
+from hmpx.casts.rules import PLAIN, call, call_cast, cast, is_explicit, public
+
+Observer = Callable[[tuple, tuple, Any], None]  # (arguments given, arguments the op saw, result)
+
+
+def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
+    """Any layout; also Python functions of torch, inside of which nothing is cast again."""
+    layout = entry.layout
+    stated = _stated_positions(original) if layout.python else ()
+    inner = run
+
+    if layout.python:
+
+        def inner(*args, **kwargs):
+            return region_state.run_uncast(call, (run, args, kwargs), {})
+
+        inner.hands_on = True
+
+    def wrapper(*args, **kwargs):
+        if switch.casts_off() or called_by_torch(args, kwargs, sys._getframe(1)):
+            return call(original, args, kwargs)
+        decided = is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args)
+        if rule is Rule.UNCAST or decided:
+            return call(inner, args, kwargs)
+        return call_cast(inner, rule, layout, args, kwargs)
+
+    return wrapper
+
+
+def _stated_positions(function: Callable) -> tuple[int, ...]:
+    """Where a Python function of torch takes `out`, `dtype` and `inplace`, by which a caller decides for himself."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code else ()
+    return tuple(names.index(name) for name in ("out", "dtype", "inplace") if name in names)
+
+
+def _is_stated_at(positions: tuple[int, ...], args: tuple) -> bool:
+    return any(i < len(args) and args[i] is not None and args[i] is not False for i in positions)
+
+
+def build_check(original: Callable, weights: str, switch: Switch) -> Callable:
+    """A layer's check of its input's dtype, (self, input, ...), that accepts what will be cast."""
+
+    def check(layer, value, *rest):
+        if not switch.casts_off():
+            value = cast(value, getattr(layer, weights)[0].dtype)
+        return original(layer, value, *rest)
+
+    return check
+
+
+def _observed(
+    entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch, observe: Observer
+) -> Callable:
+    """The same wrapper around a stand-in for the op that also hands back what it was called with."""
+
+    def stand_in(*args, **kwargs):
+        return call(run, args, kwargs), args, kwargs
+
+    stand_in.__wrapped__, stand_in.hands_on = original, True
+    inner = build_wrapper(entry, rule, stand_in, switch)
+
+    def wrapper(*args, **kwargs):
+        if switch.casts_off():
+            return call(original, args, kwargs)
+        result, seen_args, seen_kwargs = inner(*args, **kwargs)
+        observe((*args, *kwargs.values()), (*seen_args, *seen_kwargs.values()), result)
+        return result
+
+    return wrapper
+
+
+def build_carrying(original: Callable, position: int, switch: Switch) -> Callable:
+    """A function of torch that takes another one to call later: that runs in the region of now."""
+
+    def carrier(*args, **kwargs):
+        if len(args) > position and not switch.retired:
+            args = (*args[:position], region_state.carrying(args[position]), *args[position + 1 :])
+        return original(*args, **kwargs)
+
+    return carrier
+
+
+def _is_found_by_torch(entry: Entry, original: Callable) -> bool:
+    """Whether torch looks the op up under an attribute that is patched, to hand it to ``__torch_function__``."""
+    return entry.owner is torch.Tensor or vars(torch._C._nn).get(entry.attribute) is getattr(
+        original, "__wrapped__", original
+    )
+
+
+def build_wrapper(
+    entry: Entry,
+    rule: Rule,
+    original: Callable,
+    switch: Switch,
+    observe: Observer | None = None,
+    run: Callable | None = None,
+) -> Callable:
+    """The wrapper of one entry point under one rule. It takes the place of `original` by name, for pickling too.
+
+    run: what computes the op once the arguments are as the rule says; None for `original` itself.
+    """
+    if run is None or rule in (Rule.FP32, Rule.UNCAST):
+        run = original
+    if entry.in_place:  # the first is written to: the others come to it, whichever list names the op
+        rule, run = Rule.FIRST_INPUT, original
+    layout = entry.layout
+    public(original)  # looks it up once, while torch is as it was made
+    if observe is not None:
+        wrapper = _observed(entry, rule, original, run, switch, observe)
+    elif layout.python or layout.lead is None or rule is Rule.UNCAST:
+        wrapper = _general(entry, rule, original, run, switch)
+    else:
+        make = make_wrapper(layout, rule, entry.attribute, _is_found_by_torch(entry, original))
+        wrapper = make(original, run, switch)
+    return _named(wrapper, entry, rule, original)
+
+
+def build_choice(
+    entry: Entry,
+    cases: tuple[Case, ...],
+    original: Callable,
+    switch: Switch,
+    observe: Callable[[Rule], Observer] | None = None,
+    run: Callable | None = None,
+) -> Callable:
+    """The wrapper of one entry point whose rule depends on the arguments, where there is more than one case."""
+
+    def build(rule: Rule | None) -> Callable:
+        if rule is None:
+            return original
+        return build_wrapper(entry, rule, original, switch, observe and observe(rule), run)
+
+    if len(cases) == 1:
+        return build(cases[0].rule)
+    runs = {rule: build(rule) for rule in {case.rule for case in cases}}
+    choices = tuple((case.when, runs[case.rule]) for case in cases if case.when is not None)
+    otherwise = next(runs[case.rule] for case in cases if case.when is None)
+
+    def choice(*args, **kwargs):
+        # Dynamo, to which every tensor is a plain one, has no frames.
+        plain = all(type(a) in PLAIN for a in args if isinstance(a, torch.Tensor))
+        if switch.casts_off() or (not plain and called_by_torch(args, kwargs, sys._getframe(1))):
+            return call(original, args, kwargs)
+        for when, run in choices:
+            if _accepts(when, args, kwargs):
+                return run(*args, **kwargs)
+        return otherwise(*args, **kwargs)
+
+    return _named(choice, entry, cases[0].rule, original)
+
+
+def _accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:
+    try:
+        return when(*args, **{name: value for name, value in kwargs.items() if name not in ("out", "dtype")})
+    except (TypeError, ValueError, AttributeError):  # no legal call: torch says it better
+        return False
+
+
+def _named(wrapper: Callable, entry: Entry, rule: Rule | None, original: Callable) -> Callable:
+    """`wrapper` under the name of the function whose place it takes."""
+    module, _, qualified = entry.label.rpartition(".")
+    if module == "Tensor":
+        module, qualified = "torch", entry.label
+    wrapper.__module__, wrapper.__qualname__ = module, qualified
+    wrapper.__name__, wrapper.__doc__ = entry.attribute, original.__doc__
+    wrapper.__hmpx_original__ = original
+    if rule is Rule.UNCAST:
+        wrapper.__wrapped__ = original  # its signature, which torch_xla compares before it puts its own on top
+    return wrapper
+
+
+def rule_of(frame: types.FrameType) -> Rule | None:
+    """The rule of the wrapper that runs in `frame`; None where it is another function's."""
+    if frame.f_code.co_filename.startswith(WRITTEN):
+        return frame.f_globals["_rule"]
+    ours = frame.f_code.co_filename == __file__ and frame.f_code.co_name == "wrapper"
+    return frame.f_locals.get("rule") if ours else None

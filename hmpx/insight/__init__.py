@@ -1,0 +1,1 @@
+"""What ran in which precision, and why."""

@@ -1,0 +1,163 @@
+"""`activate`: a recipe for all that a program makes from here on, without its model and optimizer in hand."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hmpx import conversion
+from hmpx.changes import Changes
+from hmpx.errors import HmpxError
+from hmpx.installation import Installation
+from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
+from hmpx.recipes.prepare import cast_model, check_names, facts
+from hmpx.recipes.recipe import Recipe, with_and_without_zero
+from hmpx.updates.attach import attach, attached
+from hmpx.updates.names import parameters
+from hmpx.updates.ranks import zero
+from hmpx.updates.ranks.checks import compare
+
+logger = logging.getLogger("hmpx")
+VARIABLE = "HMPX_RECIPE"
+_TAKE_AN_ARGUMENT = "cmWX"  # of the interpreter's options of one letter
+
+
+class Activation(Installation):
+    """What one `activate` did: the handle that it returns.
+
+    As a context manager it ends on exit, and the one that it replaced is in force again. Optimizers that were made
+    meanwhile stay attached, and weights keep their dtype.
+
+    Attributes:
+        recipe: what is in force; ``print(handle.recipe)`` writes it as a file.
+    """
+
+    def __init__(self, recipe: Recipe, under_zero: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self._settings = {True: under_zero.settings(), False: recipe.settings()}
+        self._policy = recipe.policy()
+        self._changes = Changes()
+
+    def __enter__(self) -> Activation:
+        super().__enter__()
+        if self._conversion is not None and self._conversion.active:
+            self._conversion.__enter__()
+        return self
+
+    def __repr__(self) -> str:
+        return f"<hmpx.Activation, {'active' if self.active else 'restored'}: {self.recipe}>"
+
+    def _apply(self) -> None:
+        self._conversion = None
+        try:
+            if self._policy is not None:
+                self._conversion = conversion.install(
+                    self._policy, dtype_map=self.recipe.mapped(), kernels=self.recipe.kernels
+                )
+                self._changes.callback(self._conversion.restore)
+                if self._entered:
+                    self._conversion.__enter__()
+            watch_optimizers(self._made, self._changes)
+            watch_distribution(self._distributes, self._changes)
+        except BaseException:
+            self._changes.close()
+            raise
+
+    def _take_away(self) -> None:
+        self._changes.close()
+
+    def _cast(self, params: list[torch.nn.Parameter]) -> list[torch.nn.Module]:
+        """Cast every model that has some of these parameters; the models."""
+        models = models_of(params)
+        alone = set(params).difference(*(model.parameters() for model in models))
+        if alone:
+            logger.warning("hmpx: %d parameters are in no module that can be found, and keep their dtype", len(alone))
+        check_names(models, self.recipe)
+        if not self.recipe.dtype_map:  # what was made under a map is of the right dtype
+            with contextlib.ExitStack() as undo:
+                for model in models:
+                    cast_model(model, self.recipe, undo)
+                undo.pop_all()
+        return models
+
+    def _distributes(self, module: torch.nn.Module) -> None:
+        params = list(module.parameters())
+        if params:
+            self._cast(params)
+
+    def _made(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(isinstance(held, torch.optim.Optimizer) and attached(held) for held in vars(optimizer).values()):
+            return  # Lookahead and its like: the steps are those of the one inside
+        params = parameters(optimizer)
+        compare("hmpx.activate", facts(self.recipe))
+        models = self._cast(params)
+        if any(p.dtype is torch.bfloat16 for p in params):
+            whole = next((model for model in models if set(params) <= set(model.parameters())), None)
+            named = any("param_names" in group for group in optimizer.param_groups)
+            settings = self._settings[zero.inner(optimizer) is not None]
+            attach(optimizer, model=None if named else whole, **vars(settings))
+
+
+def activate(recipe: str | os.PathLike | Mapping | Recipe) -> Activation:
+    """From here on, run whatever this program makes as a recipe says; a second call replaces the first.
+
+    Ops are converted at once. Every optimizer is attached as soon as it is made, and the model that its parameters are
+    of is cast then, or before DistributedDataParallel or `fully_shard` take it. So call it before the model is
+    distributed and the optimizer made; under a recipe with a `dtype_map`, before the model is made.
+
+    Args:
+        recipe: as for `hmpx.prepare`. NxD's defaults are each optimizer's own.
+
+    Returns:
+        A handle: `recipe`, `restore()`, and ``with activate(...):``. `hmpx.restore()` ends it too.
+
+    Raises:
+        HmpxError: before anything is changed.
+    """
+    under_zero, recipe = with_and_without_zero(recipe)
+    return activate_both(recipe, under_zero)
+
+
+def activate_both(recipe: Recipe, under_zero: Recipe) -> Activation:
+    """`activate` a recipe that says something else of optimizers under ZeRO-1."""
+    activation = Activation(recipe, under_zero)
+    activation._install()
+    return activation
+
+
+def activate_from_environment() -> None:
+    """`activate` what HMPX_RECIPE names, if it names anything. The shell commands look at it themselves.
+
+    Raises:
+        SystemExit: it names nothing that does. A script must not go on without, nor is it to blame.
+    """
+    name = os.environ.get(VARIABLE)
+    if name and module_that_runs(sys.orig_argv[1:]) not in ("hmpx", "hmpx.__main__"):
+        try:
+            activate(name)
+        except HmpxError as error:
+            raise SystemExit(f"hmpx: {VARIABLE}={name}: {error}") from None
+
+
+def module_that_runs(arguments: Sequence[str]) -> str | None:
+    """What follows ``-m`` among the interpreter's arguments; None where it runs something else than a module."""
+    words = iter(arguments)
+    for word in words:
+        if word == "--check-hash-based-pycs":
+            next(words, None)
+        elif not word.startswith("-") or word == "-":
+            return None
+        elif not word.startswith("--"):
+            for i, letter in enumerate(word[1:], start=2):  # `-uBm hmpx`, `-mhmpx`
+                if letter in _TAKE_AN_ARGUMENT:
+                    value = word[i:] or next(words, None)
+                    if letter in "cm":
+                        return value if letter == "m" else None
+                    break
+    return None

@@ -1,0 +1,114 @@
+"""Watching for what a program makes: every optimizer as soon as it is made, every model before it is distributed."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import threading
+from collections.abc import Callable, Collection
+from types import ModuleType
+from typing import Any
+
+import torch
+import wrapt
+from torch.nn.parallel import DistributedDataParallel
+
+from hmpx.casts.captured_names.rebinding import Rebinding
+from hmpx.changes import MISSING, Attribute, Changes
+
+Module = torch.nn.Module
+Optimizer = torch.optim.Optimizer
+_making = threading.local()  # whether a constructor of an optimizer is running
+
+
+def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> None:
+    """Call `made` with each optimizer whose outermost constructor is done, until `changes` are undone.
+
+    One that another makes inside its own constructor (`ZeroRedundancyOptimizer`) is that other's affair.
+    """
+
+    def watched(init: Callable) -> Callable:
+        @functools.wraps(init)
+        def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            if ended or getattr(_making, "any", False):
+                init(optimizer, *args, **kwargs)
+                return
+            _making.any = True
+            try:
+                init(optimizer, *args, **kwargs)
+            finally:
+                _making.any = False
+            made(optimizer)
+
+        return __init__
+
+    ended: list[bool] = []
+
+    def watch(cls: type) -> None:
+        init = vars(cls).get("__init__")
+        if init is not None:
+            changes.put(Attribute(cls, "__init__", f"{cls.__name__}.__init__"), watched(init))
+
+    def defined(cls: type, **kwargs: Any) -> None:
+        if before is MISSING:
+            super(Optimizer, cls).__init_subclass__(**kwargs)
+        else:
+            before.__get__(None, cls)(**kwargs)
+        if not ended:
+            watch(cls)
+
+    subclassing = Attribute(Optimizer, "__init_subclass__", "torch.optim.Optimizer.__init_subclass__")
+    before = changes.put(subclassing, classmethod(defined))
+    changes.callback(ended.append, True)
+    classes = [Optimizer]
+    for cls in classes:
+        classes += [sub for sub in cls.__subclasses__() if sub not in classes]
+        watch(cls)
+
+
+def watch_distribution(distributes: Callable[[Module], None], changes: Changes) -> None:
+    """Call `distributes` with each module that DistributedDataParallel or `fully_shard` is about to take."""
+    init, ended = DistributedDataParallel.__init__, []
+
+    @functools.wraps(init)
+    def __init__(ddp: DistributedDataParallel, module: Module, *args: Any, **kwargs: Any) -> None:
+        if not ended:
+            distributes(module)
+        init(ddp, module, *args, **kwargs)
+
+    rebinding, imported_before = Rebinding(), "torch.distributed.fsdp" in sys.modules
+    changes.callback(rebinding.undo)
+    changes.put(Attribute(DistributedDataParallel, "__init__", "DistributedDataParallel.__init__"), __init__)
+
+    def imported(fsdp: ModuleType) -> None:
+        if not ended:
+            fully_shard, shard = fsdp.fully_shard, _watched_shard(fsdp.fully_shard, distributes, ended)
+            changes.put(Attribute(fsdp, "fully_shard", "torch.distributed.fsdp.fully_shard"), shard)
+            if imported_before:
+                rebinding.add([(fully_shard, shard)])
+            else:  # nobody can have taken the name yet
+                rebinding.add_imported([(fully_shard, shard)], [fsdp])
+
+    changes.callback(ended.append, True)
+    wrapt.register_post_import_hook(imported, "torch.distributed.fsdp")
+
+
+def _watched_shard(fully_shard: Callable, distributes: Callable[[Module], None], ended: list) -> Callable:
+    @functools.wraps(fully_shard)
+    def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        for each in module if isinstance(module, list | tuple) else (module,):
+            if not ended:
+                distributes(each)
+        return fully_shard(module, *args, **kwargs)
+
+    return shard
+
+
+def models_of(params: Collection[torch.nn.Parameter]) -> list[Module]:
+    """The modules that hold some of `params` and are part of no other module, the smallest first."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module) and "_modules" in vars(thing)]
+    parts = {id(child) for module in modules for child in module.children()}
+    wanted = set(params)
+    found = [m for m in modules if id(m) not in parts and not wanted.isdisjoint(m.parameters())]
+    return sorted(found, key=lambda module: sum(1 for _ in module.modules()))

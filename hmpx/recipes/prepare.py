@@ -1,0 +1,157 @@
+"""`prepare`: set a model and its optimizer up as a recipe says."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hmpx import conversion
+from hmpx.errors import HmpxError, nearest
+from hmpx.recipes.recipe import DTYPES, LISTS, Recipe, as_recipe
+from hmpx.updates.attach import attach, attached
+from hmpx.updates.gradients.accumulation import replicas
+from hmpx.updates.names import plain_names
+from hmpx.updates.ranks import zero
+from hmpx.updates.ranks.checks import compare
+from hmpx.updates.ranks.sharding import is_sharded
+
+logger = logging.getLogger("hmpx")
+
+
+def prepare(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, recipe: str | os.PathLike | Mapping | Recipe
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Set a model and its optimizer up as a recipe says: cast the parameters, `hmpx.convert`, `hmpx.attach`.
+
+    Parameters stay the same objects, so schedulers, tied weights and the optimizer go on as they are. A model that is
+    to be replicated or sharded is cast before it is wrapped (``model.bfloat16()``) and prepared after that. Taken back
+    by `hmpx.restore()` and `hmpx.detach(optimizer)`; the parameters keep their dtype.
+
+    Args:
+        recipe: a name (``"nxd-standard"``), the path of a YAML file, a dict of a recipe's keys, a `Recipe`, or NxD's
+            own configuration under its one key, ``{"mixed_precision_config": {...}}``, with NxD's defaults (see
+            `Recipe.from_nxd`): under ZeRO-1 means that the optimizer is a `ZeroRedundancyOptimizer`.
+
+    Returns:
+        The model and the optimizer, the same objects.
+
+    Raises:
+        HmpxError: something does not fit, or differs between ranks; model, torch and optimizer are as they were.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise HmpxError(f"prepare needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    recipe = as_recipe(recipe, with_zero=zero.inner(optimizer) is not None)
+    settings, policy = recipe.settings(), recipe.policy()
+    compare("hmpx.prepare", facts(recipe))
+    check_names([model], recipe)
+    with contextlib.ExitStack() as undo:
+        cast_model(model, recipe, undo)
+        if any(p.dtype is torch.bfloat16 for p in model.parameters()):
+            before, attachment = attached(optimizer), attach(optimizer, model=model, **vars(settings))
+            if attachment is not before:
+                undo.callback(attachment.detach)
+        if policy is not None:
+            conversion.install(policy, dtype_map=recipe.mapped(), kernels=recipe.kernels)
+        undo.pop_all()
+    logger.info("hmpx: prepared by this recipe:\n%s", recipe)
+    return model, optimizer
+
+
+def facts(recipe: Recipe) -> dict[str, Any]:
+    """What must be the same on every rank."""
+    return {**asdict(recipe), **{key: _content(getattr(recipe, key)) for key in LISTS}}
+
+
+def _content(path: str) -> str:
+    """Of a list: ranks on several machines may have it in different places."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # convert() says it better
+        return Path(path).read_text(encoding="utf-8") if path else ""
+    return path
+
+
+def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStack) -> None:
+    """Cast the floating parameters of a model in place, and its buffers where a recipe maps dtypes.
+
+    Raises:
+        HmpxError: one of another dtype than it is to be is replicated or sharded already.
+    """
+    _refuse_lazy(model)
+    dtypes = _dtypes(model, recipe)
+    others = {p: name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype is not dtypes[p]}
+    reduced = replicas()
+    for p, name in others.items():
+        if p in reduced or is_sharded(p):
+            raise HmpxError(
+                f"parameter {name!r} is {p.dtype} and replicated or sharded already: cast it to {dtypes[p]} before the "
+                "model is wrapped"
+            )
+        if p.is_cpu and p.is_shared():
+            raise HmpxError(
+                f"parameter {name!r} is {p.dtype} in memory that processes share: cast it to {dtypes[p]} before "
+                "share_memory(), or the others would not see its updates"
+            )
+    parts = [name for p, name in others.items() if p.untyped_storage().nbytes() > p.nbytes]
+    if parts:
+        logger.warning("hmpx: %r and %d more were parts of larger storages, and are no more", parts[0], len(parts) - 1)
+    for p in others:
+        undo.callback(_assign, p, p.data, p.grad)
+        _assign(p, p.data.to(dtypes[p]), None if p.grad is None else p.grad.to(dtypes[p]))
+    mapped = recipe.mapped()
+    for buffer in model.buffers():
+        if buffer.dtype in mapped:
+            undo.callback(_assign, buffer, buffer.data, None)
+            _assign(buffer, buffer.data.to(mapped[buffer.dtype]), None)
+
+
+def check_names(models: list[torch.nn.Module], recipe: Recipe) -> None:
+    """Whether each exception of a recipe is one for some module."""
+    names = [name for model in models for name in _module_names(model)]
+    for pattern in recipe.module_dtypes:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise HmpxError(
+                f"module_dtypes: {pattern!r} is the name of no module{nearest(pattern, filter(None, names))}"
+            )
+
+
+def _module_names(model: torch.nn.Module) -> list[str]:
+    """Those of ``model.modules()``, without what torch puts around modules."""
+    _, *inside = (f"{name}." for name, _ in model.named_modules())
+    return ["", *(name.removesuffix(".") for name in plain_names(inside))]
+
+
+def _refuse_lazy(model: torch.nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if isinstance(p, torch.nn.parameter.UninitializedParameter):
+            raise HmpxError(
+                f"parameter {name!r} of a lazy module has no shape yet: run a batch through the model before"
+            )
+
+
+def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, torch.dtype]:
+    """What each parameter is to be. A tied one is what the first module that has it says."""
+    found: dict[torch.nn.Parameter, torch.dtype] = {}
+    mapped = recipe.mapped()
+    for name, module in zip(_module_names(model), model.modules(), strict=True):
+        parts = name.split(".")
+        within = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        exceptions = [d for pattern, d in recipe.module_dtypes.items() if any(fnmatchcase(n, pattern) for n in within)]
+        for p in module.parameters(recurse=False):
+            dtype = mapped.get(p.dtype, p.dtype) if mapped else DTYPES[recipe.parameter_dtype]
+            found.setdefault(p, DTYPES[exceptions[-1]] if exceptions else dtype)
+    return found
+
+
+def _assign(p: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
+    p.grad = None
+    p.data = data
+    p.grad = grad

@@ -1,0 +1,87 @@
+"""``python -m hmpx run``: an unmodified script, or module, under a recipe.
+
+The script is run as ``python script.py`` runs it: as ``__main__``, with its own folder first on the path, with its own
+arguments. Processes that it spawns through `multiprocessing` go on under the recipe: they import the parent's main
+module by its name, and that name is `hmpx.recipes.spawned`.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import runpy
+import sys
+import types
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hmpx.errors import HmpxError, nearest
+from hmpx.recipes.activate import activate_both
+from hmpx.recipes.recipe import Recipe, as_recipe
+
+_RUN = "HMPX_RUN"  # for spawned processes: what runs, under what recipe
+
+
+def run(
+    recipe: Recipe,
+    script: str,
+    arguments: list[str],
+    *,
+    as_module: bool = False,
+    under_zero: Recipe | None = None,
+) -> None:
+    """Run a Python file, or a module by its name, in this process and under `recipe`; does not undo it.
+
+    `under_zero`: for optimizers under ZeRO-1, where the recipe says something else of them.
+
+    Raises:
+        HmpxError: there is no such script or module, or the recipe does not do. Whatever the script raises.
+    """
+    if not as_module and Path(script).is_dir():
+        script = str(Path(script) / "__main__.py")
+    spec = _spec_of_module(script) if as_module else _spec_of_file(script)
+    recipes = recipe, under_zero or recipe
+    activate_both(*recipes)
+    both = [asdict(each) for each in recipes]
+    os.environ[_RUN] = json.dumps({"recipes": both, "script": script, "as_module": as_module})
+    sys.argv = [spec.origin if as_module else script, *arguments]
+    sys.path[0] = os.getcwd() if as_module else str(Path(script).resolve().parent)
+    module = types.ModuleType("__main__")
+    module.__file__, module.__loader__ = spec.origin, spec.loader
+    module.__package__ = spec.parent if as_module else None
+    module.__spec__ = importlib.util.find_spec("hmpx.recipes.spawned")
+    sys.modules["__main__"] = module
+    exec(spec.loader.get_code(spec.name), vars(module))
+
+
+def spawned(name: str) -> dict[str, Any]:
+    """The main module's globals, under the name `name`, in a process that a script under `run` has spawned."""
+    running = json.loads(os.environ[_RUN])
+    activate_both(*map(as_recipe, running["recipes"]))
+    start = runpy.run_module if running["as_module"] else runpy.run_path
+    return start(running["script"], run_name=name)
+
+
+def _spec_of_file(script: str) -> importlib.machinery.ModuleSpec:
+    path = Path(script)
+    if not path.is_file():
+        beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise HmpxError(f"{script}: no such script{nearest(path.name, beside)}")
+    loader = importlib.machinery.SourceFileLoader("__main__", str(path))
+    return importlib.util.spec_from_file_location("__main__", path, loader=loader)
+
+
+def _spec_of_module(name: str) -> importlib.machinery.ModuleSpec:
+    sys.path[0] = os.getcwd()
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not hasattr(spec.loader, "get_code"):
+        raise HmpxError(f"-m {name}: no such module")
+    return spec

@@ -1,0 +1,64 @@
+"""An FP32 number as a BF16 one and an int16.
+
+``upper = (bits + 0x8000) >> 16``, ``lower = int16(bits)``, ``bits = (upper << 16) + lower``. The upper half is the
+number rounded to nearest, ties away from zero. Exact for every number and for inf. NaN stays NaN in the upper half and
+in the whole; payloads that rounding would carry out of the NaNs become the quiet NaN's.
+
+All functions want `torch.no_grad()`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hmpx.rounding import native
+from hmpx.rounding.xla import is_lazy, reinterpreted, shifted
+
+Tensor = torch.Tensor
+
+
+def split(x: Tensor, upper: Tensor, lower: Tensor) -> None:
+    """FP32 `x` into BF16 `upper` and int16 `lower`, which `join` puts together again."""
+    if native.can_read(x, upper, lower):
+        native.call("split_halves", x, upper, lower)
+        torch.autograd.graph.increment_version(upper)
+        return
+    bits = _kept_bits(x)
+    lower.copy_(bits)  # to the low 16 bits, as C casts
+    upper.copy_(_upper(bits))
+
+
+def join(upper: Tensor, lower: Tensor, out: Tensor) -> None:
+    """The inverse of `split`, into the FP32 tensor `out`."""
+    if native.can_read(upper, lower, out):
+        native.call("join_halves", upper, lower, out)
+        return
+    bits = reinterpreted(upper, torch.int16).to(torch.int32) * 0x10000 + lower
+    out.copy_(reinterpreted(bits, torch.float32))
+
+
+def follow(masters: Tensor, weights: Tensor, out: Tensor) -> None:
+    """FP32 `masters` into `out`; where a BF16 weight is no rounding of its master, the weight."""
+    if native.can_read(masters, weights, out):
+        native.call("follow_weights", masters, weights, out)
+        return
+    out.copy_(masters)
+    # Ties may go either way.
+    written = (masters.to(torch.bfloat16) != weights) & (_upper(_kept_bits(masters)) != weights)
+    if is_lazy(out) or written.any():
+        out.copy_(torch.where(written, weights.float(), masters))
+
+
+def _upper(bits: Tensor) -> Tensor:
+    """The BF16 number that an FP32 one with these bits rounds to, ties away from zero."""
+    return reinterpreted(shifted(bits + 0x8000, 16).to(torch.int16), torch.bfloat16)
+
+
+def _kept_bits(x: Tensor) -> Tensor:
+    """The bits of `x`, with the NaNs that rounding would make something else quiet."""
+    bits = reinterpreted(x, torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    lost = ((magnitude > 0x7F800000) & (magnitude < 0x7F808000)) | (magnitude >= 0x7FFF8000)
+    if is_lazy(bits) or lost.any():
+        bits = torch.where(lost, bits & -0x80000000 | 0x7FC00000, bits)
+    return bits

@@ -1,0 +1,177 @@
+"""The CPU kernels in C, compiled on first use where a C compiler is found.
+
+The compiled library is kept (`cache`) under a name that holds the source, the compiler and the CPU. Without a compiler,
+or with ``HMPX_NATIVE=0``, the eager kernel does the work; the log (level INFO) says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from hmpx.rounding.kernel_cache import Refused, open_cache, say
+
+logger = logging.getLogger("hmpx")
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its numbers elsewhere
+Held = tuple[torch.Tensor | None, int]  # FP32, or BF16 with the key that it is rounded by when it is written
+
+_SOURCE = Path(__file__).with_name("native.c")
+_FLAGS = ("-O3", "-march=native", "-std=c11", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-c")
+# OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one
+# pool of threads. Where that one does not offer them, the second variant runs on one thread.
+_VARIANTS = (("-fopenmp",), ("-Wno-unknown-pragmas",))
+_POINTER, _INT64, _UINT64, _INT, _FLOAT = (
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_uint64,
+    ctypes.c_int,
+    ctypes.c_float,
+)
+
+
+class _Numbers(ctypes.Structure):
+    _fields_ = (("at", _POINTER), ("bf16", ctypes.c_int32), ("key", _UINT64))
+
+
+_SIGNATURES = {
+    "round_stochastic": (_POINTER, _POINTER, _INT64, _UINT64, _UINT64, _INT64, _INT64, _INT),
+    "split_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
+    "join_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
+    "follow_weights": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
+    "block_checks": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
+    "adam": (*(_Numbers,) * 4, _INT64, *(_FLOAT,) * 9, _INT),
+    "sgd": (*(_Numbers,) * 3, _INT64, *(_FLOAT,) * 5, _INT, _FLOAT, _INT),
+}
+
+
+def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
+    """`out` bfloat16 and `x` float32: of one shape, contiguous, on the CPU, within one key. Needs `library()`.
+
+    The first of each `width` numbers, 0 for all of them, is `stride` elements on from that before.
+    """
+    n, threads = x.numel(), torch.get_num_threads()
+    library().round_stochastic(x.data_ptr(), out.data_ptr(), n, key, offset, width or n, stride, threads)
+
+
+def adam(weight: Held, grad: Held, mean: Held, square: Held, *numbers: float) -> None:
+    """A step of Adam or AdamW in place; `native.c` names the numbers. Needs `library()`."""
+    held = (_numbers(each) for each in (weight, grad, mean, square))
+    library().adam(*held, weight[0].numel(), *numbers, torch.get_num_threads())
+
+
+def sgd(weight: Held, grad: Held, buffer: Held, *numbers: float) -> None:
+    """A step of SGD in place; `native.c` names the numbers. Needs `library()`."""
+    held = (_numbers(each) for each in (weight, grad, buffer))
+    library().sgd(*held, weight[0].numel(), *numbers, torch.get_num_threads())
+
+
+def _numbers(held: Held) -> _Numbers:
+    tensor, key = held
+    return _Numbers() if tensor is None else _Numbers(tensor.data_ptr(), tensor.dtype is torch.bfloat16, key)
+
+
+def block_checks(weights: torch.Tensor, out: torch.Tensor, multipliers: torch.Tensor) -> None:
+    """`updates/checks.py` says what of. `weights`: BF16 that `can_read`; `multipliers`: one for each of a block."""
+    pointers = (tensor.data_ptr() for tensor in (weights, out, multipliers))
+    library().block_checks(*pointers, weights.numel(), multipliers.numel(), torch.get_num_threads())
+
+
+def call(name: str, *tensors: torch.Tensor) -> None:
+    """A kernel that goes through tensors of one size, all of which it `can_read`."""
+    pointers = (tensor.data_ptr() for tensor in tensors)
+    getattr(library(), name)(*pointers, tensors[0].numel(), torch.get_num_threads())
+
+
+def can_read(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels are there and can follow the pointers of these tensors, which must be of one shape."""
+    shape = tensors[0].shape
+    return library() is not None and all(is_plain(t) and t.is_cpu and t.shape == shape for t in tensors)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers lie one after the other at its pointer."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous()
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where there are none."""
+    if os.environ.get("HMPX_NATIVE", "1") == "0":
+        logger.info("hmpx: no C kernels: HMPX_NATIVE=0; rounding runs in eager torch")
+        return None
+    try:
+        return _build()
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.info("hmpx: no C kernels: %s; rounding runs in eager torch", error)
+        return None
+
+
+def _build() -> ctypes.CDLL:
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise RuntimeError("no C compiler found")
+    problem: Exception = RuntimeError("no variant was tried")
+    for variant in _VARIANTS:
+        try:
+            return _declare(_load(compiler, variant))
+        except (OSError, subprocess.SubprocessError) as error:
+            problem = error
+    raise problem
+
+
+def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
+    built = _SOURCE.read_bytes(), *(part.encode() for part in (compiler, _cpu(), *_FLAGS, *variant))
+    name = f"native-{hashlib.sha256(b'|'.join(built)).hexdigest()[:16]}.so"
+    with open_cache() or contextlib.nullcontext() as cache:
+        try:
+            kept = cache and cache.load(name)
+        except Refused as refused:
+            say(refused)
+            kept = cache = None
+        if kept is not None:
+            return kept
+        with tempfile.TemporaryDirectory() as folder:  # for its owner alone
+            unlinked, linked = f"{folder}/native.o", f"{folder}/{name}"
+            _run(compiler, *_FLAGS, *variant, str(_SOURCE), "-o", unlinked)
+            _run(compiler, "-shared", unlinked, "-lm", "-o", linked)
+            with contextlib.suppress(OSError):  # no room, say
+                if cache is not None:
+                    cache.keep(linked, name)
+                    return cache.load(name)
+            return ctypes.CDLL(linked)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise OSError(f"{command[0]} failed: {done.stderr.strip()[:300]}")
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        flags = [
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
+        ]
+    except OSError:
+        flags = []
+    return f"{platform.machine()} {platform.processor()} {flags[0] if flags else ''}"
+
+
+def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded

@@ -1,0 +1,162 @@
+"""Stochastic rounding of FP32 to BF16, by numbers that anybody can recompute.
+
+**The problem.** A BF16 weight has 8 bits of precision. An update smaller than half a unit in the last place rounds to
+nothing under round-to-nearest, every time, and training stalls. Rounding up with a probability equal to the part that
+is cut off keeps the expected value right.
+
+**The numbers.** Other libraries draw them from the global generator, so replicas drift apart and a resumed run differs.
+Here the number of an element depends on (seed, step, parameter name, index in the whole parameter) and nothing else.
+All of it is uint32 with logical shifts and wraparound, except the key, which is uint64::
+
+    key    = chain over seed, step, blake2b-64(name), e >> 32       each link splitmix64(previous ^ value)
+    k1, k2 = low and high 32 bits of key
+    i      = (e mod 2^32) >> 1                                      e: row-major index in the whole parameter
+    h      = i * 0x9E3779B9 + k1
+    h ^= h >> 16;  h *= 0x21F0AAAD;  h ^= h >> 15;  h ^= k2;  h *= 0x735A2D97;  h ^= h >> 15
+    r      = low 16 bits of h for even e, high 16 bits for odd e
+    out    = bf16 with the bits (bits(x) + r) >> 16
+
+A value that BF16 can hold stays itself. inf and finite values past BF16's maximum round to nearest. NaN stays NaN: its
+upper 16 bits with the quiet bit (0x40) set.
+
+Sources: the 32-bit mixer is of the family searched by Wellons, "Prospecting for hash functions" (2018); splitmix64 is
+Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014); stochastic rounding for training
+is Gupta et al., "Deep learning with limited numerical precision" (ICML 2015).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.rounding import eager, native, triton, xla
+
+Tensor = torch.Tensor
+
+_M64 = 2**64 - 1
+
+
+def _splitmix64(x: int) -> int:
+    z = (x + 0x9E3779B97F4A7C15) & _M64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _M64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _M64
+    return z ^ (z >> 31)
+
+
+@functools.lru_cache(maxsize=65536)
+def name_id(name: str) -> int:
+    """The 64 bits that stand for a parameter's name in the key."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def derive_key(seed: int, step: int, name: str, high: int = 0) -> int:
+    """The 64-bit key of the elements whose index has `high` above its low 32 bits."""
+    return _splitmix64(_splitmix64(_step_key(seed, step) ^ name_id(name)) ^ high)
+
+
+@functools.lru_cache(maxsize=64)
+def _step_key(seed: int, step: int) -> int:
+    """The links of the chain that a whole step shares."""
+    return _splitmix64(_splitmix64(seed) ^ (step & _M64))
+
+
+def check_seed(seed: int) -> int:
+    """`seed` itself, if it is an integer in [0, 2^64)."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _M64:
+        raise HmpxError(f"seed {seed!r} is out of range: an integer from 0 to 2**64 - 1")
+    return seed
+
+
+def stochastic_round(x: Tensor, *, seed: int, step: int, name: str, offset: int = 0) -> Tensor:
+    """Round an FP32 tensor to BF16 stochastically.
+
+    Args:
+        x: float32, any shape and device.
+        seed, step, name: what the numbers depend on; integers in [0, 2^64) and any string.
+        offset: index of the first element of `x` in the whole (unsharded, flattened) parameter.
+
+    Returns:
+        bfloat16, the shape of `x`, contiguous. Element `e` of the whole parameter gets the same bits however it is cut.
+
+    Raises:
+        HmpxError: `x` is not float32, or a number is out of range, that of an element included.
+    """
+    if not isinstance(x, Tensor):
+        raise HmpxError(f"stochastic rounding takes tensors, not {type(x).__name__}")
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    stochastic_round_(out, x, seed=seed, step=step, name=name, offset=offset)
+    return out
+
+
+def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str, offset: int = 0) -> Tensor:
+    """`stochastic_round` into an existing bfloat16 tensor of the same shape, contiguous or not. Returns `out`."""
+    if not isinstance(x, Tensor) or not isinstance(out, Tensor):
+        raise HmpxError(f"stochastic rounding takes tensors, not {type(x).__name__}")
+    if not isinstance(name, str):
+        raise HmpxError(f"the name is {name!r}, not a string")
+    if x.dtype is not torch.float32 or out.dtype is not torch.bfloat16:
+        raise HmpxError(f"stochastic rounding goes from float32 to bfloat16, not from {x.dtype} to {out.dtype}")
+    if x.shape != out.shape:
+        raise HmpxError(f"the shapes differ: {tuple(x.shape)} into {tuple(out.shape)}")
+    check_seed(seed)
+    for what, number in (("step", step), ("offset", offset)):
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= _M64:
+            raise HmpxError(f"{what} {number!r} is out of range: an integer from 0 to 2**64 - 1")
+    if offset + x.numel() > 2**64:
+        raise HmpxError(
+            f"offset {offset} and {x.numel()} elements reach past element 2**64 - 1, the last one that has a number"
+        )
+    with torch.no_grad():
+        round_into(out.detach(), x.detach(), seed, step, name, offset)
+    return out
+
+
+def round_into(
+    out: Tensor, x: Tensor, seed: int, step: int, name: str, offset: int = 0, width: int = 0, stride: int = 0
+) -> None:
+    """`stochastic_round_` without its checks, under `torch.no_grad()`.
+
+    The first of each `width` elements of `x`, 0 for all of them, is `stride` on from that before in the whole
+    parameter: a part of a parameter that is sharded along another dimension than its first.
+    """
+    if not x.numel():
+        return
+    source = x.contiguous()
+    target = out if out.is_contiguous() else torch.empty_like(source, dtype=out.dtype)
+    _round_flat(target.view(-1), source.view(-1), (seed, step, name), offset, width or x.numel(), stride)
+    if target is out:
+        torch.autograd.graph.increment_version(out)  # a kernel of ours writes behind autograd's back
+    else:
+        out.copy_(target)
+
+
+def _round_flat(out: Tensor, x: Tensor, numbers: tuple, offset: int, width: int, stride: int) -> None:
+    """Call the kernel, for every 2^32 elements of the parameter once: that is what a key serves."""
+    kernel, (high, low) = _kernel(x), divmod(offset, 2**32)
+    rows, room = x.numel() // width, 2**32 - low
+    if (rows - 1) * stride + width <= room:
+        kernel(out, x, derive_key(*numbers, high), low, width, stride)
+        return
+    if rows == 1:
+        first, on = room, room
+    else:  # the rows that have room, or if there is none, the one that has to be cut
+        fitting = max((room - width) // stride + 1, 1)
+        first, on = fitting * width, fitting * stride
+    _round_flat(out[:first], x[:first], numbers, offset, min(width, first), stride)
+    _round_flat(out[first:], x[first:], numbers, offset + on, min(width, x.numel() - first), stride)
+
+
+def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, int, int], None]:
+    """The fastest kernel that can read `x`; all of them give the same bits."""
+    if type(x) is Tensor:
+        if x.is_cpu and native.library() is not None:
+            return native.round_
+        if x.is_cuda and triton.available():
+            return triton.round_
+        if xla.is_lazy(x):
+            return xla.round_
+    return eager.round_

@@ -1,5 +1,0 @@
-"""The main module of a process that `multiprocessing` spawned from a script under ``python -m hmpx run``."""
-
-from hmpx.running import spawned
-
-globals().update(spawned(__name__))

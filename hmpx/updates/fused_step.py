@@ -1,0 +1,117 @@
+"""Adam, AdamW and SGD with the write-back in one kernel: one pass over weights, gradients and state.
+
+Opt-in, ``attach(optimizer, fused=True)``: the formulas are torch's, the order of operations is the kernel's own, so
+results agree with torch's to rounding and not to the bit. State has torch's keys and shapes; a run may change between
+this road and the other. Parameters that no kernel takes (no C compiler, a device that is neither CPU nor CUDA, sparse
+gradients, strides, amsgrad) go the other road.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import optim
+
+from hmpx.rounding import native, triton
+from hmpx.rounding.stochastic import derive_key
+from hmpx.updates.weights import Numbers, Run
+
+Tensor = torch.Tensor
+FUSED = (optim.Adam, optim.AdamW, optim.SGD)
+
+
+def takes(optimizer: optim.Optimizer, group: dict, run: Run) -> bool:
+    """Whether a kernel can step this parameter."""
+    p, grad = run.param, run.param.grad
+    if type(optimizer) not in FUSED or group.get("amsgrad") or group["differentiable"] or _kernels(p) is None:
+        return False
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return False  # a GradScaler leaves the unscaling to torch's own kernels
+    held = [v for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor) and v.dim()]
+    return (
+        p.numel() < 2**32
+        and grad.dtype in (torch.bfloat16, torch.float32)
+        and all(native.is_plain(t) and t.device == p.device and t.shape == p.shape for t in (p, grad, *held))
+    )
+
+
+def _kernels(p: Tensor) -> ModuleType | None:
+    if p.is_cpu and native.library() is not None:
+        return native
+    return triton if p.is_cuda and triton.available() else None
+
+
+def prepare(
+    optimizer: optim.Optimizer, group: dict, run: Run, state_dtype: torch.dtype, numbers: Numbers
+) -> Callable[[], None]:
+    """What steps one parameter that a kernel `takes`, and its state. Nothing has changed before it is called."""
+    state = optimizer.state.get(run.param)
+    make = _sgd if type(optimizer) is optim.SGD else _adam
+    launch = make(run, group, {} if state is None else state, state_dtype, numbers)
+
+    def kernel() -> None:
+        launch(optimizer.state[run.param])
+        torch.autograd.graph.increment_version(run.param)
+
+    return kernel
+
+
+def _key(run: Run, numbers: Numbers, key: str | None = None) -> int:
+    return derive_key(numbers.seed, numbers.step, run.name if key is None else f"{run.name}.{key}")
+
+
+def _held(state: dict, key: str, run: Run, dtype: torch.dtype, numbers: Numbers) -> native.Held:
+    """A state tensor, made if it is not there yet."""
+    if state.get(key) is None:
+        state[key] = torch.zeros_like(run.param, dtype=dtype, requires_grad=False)
+    return state[key], _key(run, numbers, key)
+
+
+def _adam(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbers) -> Callable[[dict], None]:
+    p, rate, decay = run.param, float(group["lr"]), group["weight_decay"]
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    step = state.get("step", torch.tensor(0.0, dtype=torch.float32, device="cpu")) + 1
+    count = step.item()
+    correction = math.sqrt(1.0 - beta2**count)
+    decoupled = group.get("decoupled_weight_decay", False)
+    scalars = (
+        -1.0 if group["maximize"] else 1.0,
+        1.0 - rate * decay if decoupled else 1.0,
+        0.0 if decoupled else decay,
+        beta1,
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        rate * correction / (1.0 - beta1**count),
+        group["eps"] * correction,
+    )
+
+    def launch(state: dict) -> None:
+        state["step"] = step
+        held = (_held(state, key, run, dtype, numbers) for key in ("exp_avg", "exp_avg_sq"))
+        _kernels(p).adam((p, _key(run, numbers)), (p.grad, 0), *held, *scalars)
+
+    return launch
+
+
+def _sgd(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbers) -> Callable[[dict], None]:
+    p, momentum = run.param, float(group["momentum"])
+    first = state.get("momentum_buffer") is None
+    scalars = (
+        -1.0 if group["maximize"] else 1.0,
+        group["weight_decay"],
+        momentum if momentum else -1.0,
+        0.0 if first else momentum,
+        1.0 if first else 1.0 - group["dampening"],
+        group["nesterov"],
+        float(group["lr"]),
+    )
+
+    def launch(state: dict) -> None:
+        buffer = _held(state, "momentum_buffer", run, dtype, numbers) if momentum else (None, 0)
+        _kernels(p).sgd((p, _key(run, numbers)), (p.grad, 0), buffer, *scalars)
+
+    return launch

@@ -1,0 +1,146 @@
+"""What attached optimizers want of the gradients of a parameter: of several, the one that was attached last decides.
+
+Each says it in a claim. When a claim ends, the one that was made before it holds again, in whatever order they end; the
+last one's end leaves the parameter as it was. An optimizer may end by the garbage collector, which comes at any time.
+
+Parameters are kept by `id`, and alive: `torch.utils.swap_tensors` refuses tensors that a weak reference points to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hmpx.updates.gradients.accumulation import accumulate_in_fp32, hook_when_complete, refuse_ddp, replicas
+from hmpx.updates.ranks.checks import in_job
+
+Parameter = torch.nn.Parameter
+
+_lock = threading.Lock()
+_claimed: dict[int, _Claimed] = {}
+_ended: deque[tuple[Claim, Parameter]] = deque()
+
+
+class Claim:
+    """What one attached optimizer wants.
+
+    fp32: gradients of BF16 parameters accumulate in FP32, now and once a parameter is BF16. release: what is called
+    with a parameter whose gradient is complete.
+    """
+
+    def __init__(self, *, fp32: bool, release: Callable[[Parameter], None] | None) -> None:
+        self.fp32, self.release = fp32, release
+        self.params: dict[int, Parameter] = {}
+
+    def take(self, params: list[Parameter]) -> None:
+        """Lay the claim to these parameters, above those that are there."""
+        with _lock:
+            reduced, refuse = replicas() if self.fp32 and params else {}, _refusals()
+            for p in params:
+                if id(p) in self.params:
+                    continue
+                self.params[id(p)] = p
+                entry = _claimed.setdefault(id(p), _Claimed(p))
+                entry.claims.append(self)
+                entry.settle(reduced, refuse)
+        _end_those_that_ended()
+
+    def settle(self, params: Iterable[Parameter]) -> None:
+        """These were cast."""
+        with _lock:
+            for p in params:
+                _claimed[id(p)].settle({}, _refusals())
+        _end_those_that_ended()
+
+    def drop(self, params: Iterable[Parameter]) -> None:
+        """Take the claim back."""
+        _ended.extend((self, p) for p in params)
+        _end_those_that_ended()
+
+    def end(self) -> None:
+        """Take it back from every parameter."""
+        self.drop(list(self.params.values()))
+
+
+class _Claimed:
+    """One parameter, the claims on it, the last in front, and what is in force."""
+
+    def __init__(self, param: Parameter) -> None:
+        self.param = param
+        self.claims: list[Claim] = []
+        self._fp32, self._release = contextlib.ExitStack(), contextlib.ExitStack()
+        self._widened_by: Any = None  # the module that reduces the gradients, or True; None: they are as they come
+        self._released = False
+
+    def settle(self, reduced: dict, refuse: tuple) -> None:
+        """Bring into force what the last claim says. What is in force already is not touched, nor is a gradient."""
+        last = self.claims[-1] if self.claims else None
+        wanted = None
+        if last is not None and last.fp32 and self.param.dtype is torch.bfloat16:
+            wanted = reduced.get(self.param) or self._widened_by or True
+        elif last is not None and last.fp32 and self.param.dtype is torch.float32 and not in_job():
+            wanted = True  # so that it is so from the moment that the parameter is cast
+        if wanted is not self._widened_by:
+            self._fp32.close()
+            self._widened_by = wanted
+            if wanted is not None:
+                accumulate_in_fp32(self.param, reduced, refuse[0], self._fp32)
+        released = last is not None and last.release is not None
+        if released is not self._released:
+            self._release.close()
+            self._released = released
+            if released:
+                self._hook(refuse[1])
+
+    def _hook(self, refuse: Callable) -> None:
+        for hook in (refuse, self._complete) if in_job() else (self._complete,):
+            self._release.callback(hook_when_complete(self.param, hook).remove)
+
+    def _complete(self, p: Parameter) -> None:
+        if self.claims and self.claims[-1].release is not None:
+            self.claims[-1].release(p)
+
+    def begin_anew(self) -> None:
+        """Its content was swapped for another tensor's: `grad_dtype` with it, and hooks are not called any more."""
+        self._fp32.close()
+        self._release.close()
+        self._widened_by, self._released = None, False
+        hooks = self.param._post_accumulate_grad_hooks  # which stay with the object
+        if hooks is not None:
+            self.param._post_accumulate_grad_hooks = hooks
+        self.settle(replicas(), _refusals())
+
+
+def swapped(*tensors: torch.Tensor) -> None:
+    """`torch.utils.swap_tensors` has exchanged the contents of these."""
+    with _lock:
+        for entry in [_claimed[id(t)] for t in tensors if id(t) in _claimed]:
+            entry.begin_anew()
+    _end_those_that_ended()
+
+
+def _refusals() -> tuple[Callable, Callable]:
+    return refuse_ddp("use_fp32_grad_acc"), refuse_ddp("release_gradients")
+
+
+def _end_those_that_ended() -> None:
+    """Whoever holds the lock does this when it is free again."""
+    while _ended and _lock.acquire(blocking=False):
+        try:
+            while _ended:
+                claim, p = _ended.popleft()
+                entry = _claimed.get(id(p))
+                claim.params.pop(id(p), None)
+                if entry is None or claim not in entry.claims:
+                    continue
+                entry.claims.remove(claim)
+                entry.settle({}, _refusals())
+                if not entry.claims:
+                    _claimed.pop(id(p))
+        finally:
+            _lock.release()

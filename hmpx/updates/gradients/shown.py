@@ -1,0 +1,81 @@
+"""Gradients that a step is shown in place of the parameters' own, and what the step does to them.
+
+A step owns the gradients that it is shown: what it sets to None, replaces or writes to is so afterwards in the
+parameter's own gradient, in that one's dtype. A gradient that it leaves alone is not touched.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hmpx.rounding.xla import is_lazy
+from hmpx.updates.layout import laid_as
+from hmpx.updates.ranks.sharding import is_sharded, local
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+
+class ShownGradients:
+    """The gradients of whole shadows; under `torch.no_grad()`."""
+
+    def __init__(self, one_layout: bool) -> None:
+        self._one_layout = one_layout
+        self._shown: dict[Parameter, tuple[Tensor | None, int]] = {}
+        self._before: dict[Parameter, tuple[Tensor | None, Tensor | None]] = {}
+
+    def show(self, p: Parameter, q: Parameter) -> None:
+        """Give the shadow `q` an FP32 copy of the gradient of `p`."""
+        if p.grad is None:
+            q.grad = None
+        elif self._one_layout and p.grad.layout is torch.strided and not is_sharded(p.grad):
+            q.grad = laid_as(p.grad.detach(), q, torch.float32)
+        else:
+            q.grad = p.grad.detach().to(torch.float32, copy=True)
+        self._shown[p] = q.grad, _version(q.grad)
+
+    def keep(self, p: Parameter) -> None:
+        """Somebody is about to write to the gradient of `p`: `undo` brings it back."""
+        if p not in self._before:
+            self._before[p] = p.grad, None if p.grad is None else p.grad.detach().clone()
+
+    def hand_back(self, p: Parameter, q: Parameter) -> None:
+        """Do to the gradient of `p` what was done to that of `q`."""
+        shown, version = self._shown[p]
+        left = q.grad
+        if left is shown and (left is None or _is_as_shown(p.grad, left, version)):
+            return
+        self.keep(p)
+        if left is shown and p.grad is not None and can_be_written(p.grad):
+            p.grad.copy_(left)
+        else:
+            p.grad = None if left is None else left.detach().to(_gradient_dtype(p), copy=True)
+
+    def undo(self) -> None:
+        """The step raised: every gradient is the object that it was, with its numbers."""
+        for p, (grad, numbers) in self._before.items():
+            p.grad = grad
+            if grad is not None and grad.layout is torch.strided and can_be_written(grad):
+                grad.copy_(numbers)
+
+
+def can_be_written(grad: Tensor) -> bool:
+    """Whether each element has a place of its own: not in an expanded gradient."""
+    return all(size < 2 or stride for size, stride in zip(grad.shape, local(grad).stride(), strict=True))
+
+
+def _version(grad: Tensor | None) -> int:
+    return 0 if grad is None else grad._version
+
+
+def _is_as_shown(real: Tensor | None, left: Tensor, version: int) -> bool:
+    """By value too: a write through `.data`, or of a fused kernel, has no version."""
+    if left._version != version or real is None:
+        return False
+    if is_lazy(left) or left.layout is not torch.strided:
+        return True
+    return torch.equal(local(left).to(real.dtype), local(real))
+
+
+def _gradient_dtype(p: Parameter) -> torch.dtype:
+    return p.grad.dtype if p.grad is not None else getattr(p, "grad_dtype", None) or p.dtype

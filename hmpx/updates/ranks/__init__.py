@@ -1,0 +1,1 @@
+"""Many ranks: what each holds of a parameter, and what all must agree on."""

@@ -1,0 +1,95 @@
+"""Checks of BF16 weights: what tells that somebody wrote to them, in a sixteenth of a byte a weight.
+
+A check is 16 bits over a block of `BLOCK` weights that follow one another in row-major order::
+
+    check = (u_0 * m_0 + u_1 * m_1 + ... mod 2^32) >> 16      u: the bits of a weight, m: odd constants
+
+It depends on values alone, not on where they lie in memory or how often they were written. Of 65536 blocks with other
+values than before, one has the check that it had. A parameter of at most `SMALL` weights has blocks of one weight,
+whose check, with m = 2^16, is the weight itself: there each weight is told apart, at 2 bytes each.
+
+Source: MULTILINEAR of Lemire and Kaser, "Strongly universal string hashing is fast" (The Computer Journal, 2014).
+
+All functions want `torch.no_grad()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+
+from hmpx.rounding import native
+from hmpx.rounding.eager import GOLDEN, MULTIPLY_1, MULTIPLY_2, signed
+from hmpx.rounding.xla import is_lazy, reinterpreted, shifted
+
+Tensor = torch.Tensor
+
+BLOCK = 32
+SMALL = 4096
+_CHUNK = 1 << 18  # elements that are looked at at a time, where that takes temporaries
+
+
+def checks(weights: Tensor) -> Tensor:
+    """The check of each block of BF16 `weights`, int16."""
+    block = block_of(weights)
+    out = torch.empty(-(-weights.numel() // block), dtype=torch.int16, device=weights.device)
+    multipliers = _multipliers(block, weights.device)
+    if weights.numel() and native.can_read(weights):
+        native.block_checks(weights, out, multipliers)
+        return out
+    at = 0
+    for part in _parts(weights, block):
+        rest = -part.numel() % block
+        bits = reinterpreted(part, torch.int16).to(torch.int32) & 0xFFFF
+        if rest:
+            bits = torch.cat([bits, bits.new_zeros(rest)])
+        sums = (bits.view(-1, block) * multipliers).sum(1, dtype=torch.int32)
+        out[at : at + sums.numel()] = shifted(sums, 16).to(torch.int16)
+        at += sums.numel()
+    return out
+
+
+def clear_written(weights: Tensor, before: Tensor, beside: Tensor) -> None:
+    """Zero `beside`, shaped like `weights` and contiguous, in every block whose check is not the one of `before`."""
+    same = checks(weights) == before
+    if not is_lazy(weights) and bool(same.all()):
+        return
+    block, flat = block_of(weights), beside.view(-1)
+    if is_lazy(weights):
+        flat.mul_(same.repeat_interleave(block)[: flat.numel()])
+        return
+    for index in (~same).nonzero().view(-1).split(max(_CHUNK // block, 1)):
+        elements = (index[:, None] * block + torch.arange(block, device=index.device)).view(-1)
+        flat[elements[elements < flat.numel()]] = 0
+
+
+def block_of(weights: Tensor) -> int:
+    """How many weights share a check."""
+    return 1 if weights.numel() <= SMALL else BLOCK
+
+
+def _parts(weights: Tensor, block: int) -> Iterator[Tensor]:
+    """The weights flat in row-major order, in parts that begin where a block begins."""
+    if weights.is_contiguous():
+        yield from weights.view(-1).split(_CHUNK)
+        return
+    row = weights.numel() // weights.shape[0]
+    together = block // math.gcd(row, block)  # rows that fill whole blocks
+    for rows in weights.split(max(_CHUNK // row // together, 1) * together):
+        yield rows.reshape(-1)
+
+
+@functools.lru_cache(maxsize=64)
+def _multipliers(block: int, device: torch.device) -> Tensor:
+    values = [1 << 16] if block == 1 else [_mixed(i) | 1 for i in range(block)]
+    return torch.tensor([signed(value) for value in values], dtype=torch.int32, device=device)
+
+
+def _mixed(i: int) -> int:
+    h = (i + 1) * GOLDEN & 0xFFFFFFFF
+    h = (h ^ h >> 16) * MULTIPLY_1 & 0xFFFFFFFF
+    h = (h ^ h >> 15) * MULTIPLY_2 & 0xFFFFFFFF
+    return h ^ h >> 15

@@ -1,0 +1,172 @@
+"""A step of an optimizer that may look across parameters: FP32 shadows of all of them, for the length of the step.
+
+The shadows are real Parameters put into `param_groups` in place, with the optimizer's state re-keyed to them, so that
+any optimizer computes in FP32 without knowing. The model's own parameters are never swapped: exchanging `p.data` resets
+AccumulateGrad, after which DDP stops synchronising in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.rounding.xla import is_lazy
+from hmpx.updates.gradients.shown import ShownGradients
+from hmpx.updates.interrupts import Deferral, tear
+from hmpx.updates.optimizer_scope import by_memory
+from hmpx.updates.optimizer_state import Handover
+from hmpx.updates.ranks.sharding import local
+from hmpx.updates.weights import Numbers, Run, Stochastic
+
+Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
+
+
+class WholeStep:
+    """One step on shadows. Optimizers that `optimizer` holds (Lookahead's base) see the same shadows."""
+
+    def __init__(self, optimizer: Optimizer, runs: list[Run], way: Stochastic, state_dtype: torch.dtype) -> None:
+        self._members = list(_nested(optimizer))
+        self._lists = list({id(g["params"]): g["params"] for o in self._members for g in o.param_groups}.values())
+        self._runs, self._way, self._state_dtype = {run.param: run for run in runs}, way, state_dtype
+        self._by_memory = by_memory(*self._members)
+        self._shadow: dict[Parameter, Parameter] = {}
+        self._states: list[Handover] = []
+        self._grads = ShownGradients(self._by_memory)
+        self._before: dict[Parameter, torch.Tensor] = {}  # weights that a closure's trial points overwrite
+        self._seen: dict[Parameter, tuple[int, torch.Tensor]] = {}  # weights that only a closure may change
+
+    def run(self, step: Callable, args: tuple, kwargs: dict, numbers: Numbers, signals: Deferral) -> Any:
+        """Step; if that raises, parameters, gradients, `param_groups` and `state` are as they were.
+
+        State that the step has written to in place cannot be: then the optimizer says so until it is given another.
+        """
+        try:
+            with torch.no_grad():
+                self._put_in()
+            args, kwargs = replace_closure(args, kwargs, self._on_real_parameters)
+            result = step(self._members[0], *args, **kwargs)
+            with torch.no_grad():
+                self._refuse_bypass()
+                for p, q in self._shadow.items():
+                    self._grads.hand_back(p, q)
+            signals.begin()
+        except BaseException as error:
+            signals.begin()
+            self._exchange({q: p for p, q in self._shadow.items()})
+            moved = [name for handover in self._states if (name := handover.undo()) is not None]
+            if moved:
+                tear(self._members[0], numbers.step, moved, error)
+            with torch.no_grad():
+                self._grads.undo()
+                for p, before in self._before.items():
+                    p.copy_(before)
+            raise
+        self._exchange({q: p for p, q in self._shadow.items()})
+        written: list[str] = []
+        try:
+            with torch.no_grad():
+                for p, q in self._shadow.items():
+                    written.append(self._runs[p].name)
+                    self._runs[p].written()
+                    self._way.write(self._runs[p], local(q.detach()), numbers)
+                for handover in self._states:
+                    handover.finish(numbers)
+        except BaseException as error:
+            tear(self._members[0], numbers.step, written, error)
+            raise
+        return result
+
+    def _put_in(self) -> None:
+        for p, run in self._runs.items():
+            weight = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
+            self._way.read_all([run], [local(weight)])
+            self._shadow[p] = q = Parameter(weight, requires_grad=p.requires_grad)
+            for mark, value in vars(p).items():  # that an optimizer may look for, such as a weight-decay flag
+                vars(q).setdefault(mark, value)  # what a DTensor holds is there too
+            self._grads.show(p, q)
+            self._seen[p] = p._version, p.detach().clone()
+        self._exchange(self._shadow)
+        for member in self._members:
+            for p, q in self._shadow.items():
+                self._states.append(Handover(member, self._runs[p], q, self._state_dtype, self._by_memory))
+
+    def _refuse_bypass(self) -> None:
+        """An optimizer that keeps a list of its own has stepped on the BF16 weights themselves, perhaps by `.data`."""
+        written = [p for p, seen in self._seen.items() if _is_written(p, *seen)]
+        for p in written:
+            self._before.setdefault(p, self._seen[p][1])
+        if written:
+            raise HmpxError(
+                f"{type(self._members[0]).__name__} wrote to parameter {self._runs[written[0]].name!r} itself: it does "
+                "not take its parameters from param_groups, so hmpx cannot step it in FP32"
+            )
+
+    def _exchange(self, new: dict[Parameter, Parameter]) -> None:
+        for params in self._lists:
+            params[:] = [new.get(p, p) for p in params]
+
+    def _is_moved(self, p: Parameter, q: Parameter) -> bool:
+        """Whether the step has left the point that it was shown."""
+        shown = torch.empty_like(q, requires_grad=False)
+        self._way.read_all([self._runs[p]], [local(shown)])
+        return is_lazy(q) or not torch.equal(local(shown), local(q.detach()))
+
+    def _on_real_parameters(self, closure: Callable) -> Callable:
+        """A closure evaluates the model, so it must see the real parameters, at the point the optimizer is trying."""
+
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                for p, q in self._shadow.items():
+                    self._grads.hand_back(p, q)
+                    self._grads.keep(p)
+                    if p in self._before or self._is_moved(p, q):
+                        self._before.setdefault(p, p.clone())
+                        p.copy_(q)  # to nearest: the shadow keeps the exact point
+            self._exchange({q: p for p, q in self._shadow.items()})
+            try:
+                with torch.enable_grad():
+                    return closure(*args, **kwargs)
+            finally:
+                self._exchange(self._shadow)
+                with torch.no_grad():
+                    for p, q in self._shadow.items():
+                        self._grads.show(p, q)
+                        if _is_written(p, *self._seen[p]):
+                            self._seen[p] = p._version, p.detach().clone()
+
+        return evaluate
+
+
+def _is_written(p: Parameter, version: int, seen: torch.Tensor) -> bool:
+    if p._version != version or is_lazy(p):
+        return p._version != version
+    return not torch.equal(local(p.detach()).view(torch.int16), local(seen).view(torch.int16))
+
+
+def replace_closure(args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable]) -> tuple[tuple, dict]:
+    """The arguments of a step with its closure, and any other function of the user, in the hands of `wrap`.
+
+    A module is no function: it is what some optimizers look for parameters in.
+    """
+
+    def wrapped(value: Any) -> Any:
+        is_function = callable(value) and not isinstance(value, (torch.nn.Module, type))
+        return wrap(value) if is_function else value
+
+    return tuple(map(wrapped, args)), {
+        key: wrap(value) if key == "closure" and callable(value) else wrapped(value) for key, value in kwargs.items()
+    }
+
+
+def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """`optimizer` and every optimizer that it holds in an attribute, directly or in a list."""
+    found = [optimizer]
+    for member in found:
+        yield member
+        for value in vars(member).values():
+            inner = value if isinstance(value, (list, tuple)) else (value,)
+            found += [o for o in inner if isinstance(o, Optimizer) and not any(o is seen for seen in found)]
