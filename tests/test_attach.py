@@ -352,14 +352,6 @@ def test_a_state_of_another_moment_without_masters_warns(options, caplog):
         assert caplog.text.count("the checkpoint has no masters") == 2
 
 
-@pytest.mark.downstream
-def test_a_fresh_run_under_accelerate_warns_of_nothing(caplog):
-    accelerate = pytest.importorskip("accelerate")
-    _, optimizer = _trained("master", 0)
-    accelerate.Accelerator(cpu=True).prepare(optimizer)
-    assert "masters" not in caplog.text
-
-
 @pytest.mark.parametrize("way", ["stochastic", "nearest", "master", "split"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("model_first", [True, False])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from torch.utils._pytree import tree_map
 from hmpx.casts import op_facts
 from hmpx.casts.composition import ARITHMETIC, COMPOSED, ONLY_FP32
 from hmpx.casts.ops import aten_only, canonical, catalog
+from tests.support.samples import database, samples
 
 DATA = Path(__file__).parent / "data"
 
@@ -81,22 +80,17 @@ LEFT_TO_TORCH = {
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_which_ops_refuse_mixed_dtypes_is_measured():
     """Every op with two floating inputs and BF16 and FP32 kernels, called with one input in BF16, the other in FP32."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
-
-        left = set().union(*LEFT_TO_TORCH.values())
-        refusing = set()
-        for op in op_db:
-            if not {torch.float32, torch.bfloat16} <= op.supported_dtypes("cpu"):
-                continue
+    left = set().union(*LEFT_TO_TORCH.values())
+    refusing = set()
+    for op in database():
+        if {torch.float32, torch.bfloat16} <= op.supported_dtypes("cpu"):
             name = canonical(op.name.removeprefix("nn.functional.").replace(".", "_"))
-            for sample in itertools.islice(op.sample_inputs("cpu", torch.float32), 6):
-                if _mixtures_raise(op, sample):
-                    refusing.add(name)
-        unexplained = refusing - op_facts.REFUSES_MIXED - left
+            if any(_mixtures_raise(op, sample) for sample in samples(op, torch.float32, 6)):
+                refusing.add(name)
+    unexplained = refusing - op_facts.REFUSES_MIXED - left
     assert len(refusing) > 40
     assert not unexplained
     assert sorted(left - refusing) == []  # an exception that is no longer one goes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 
 import pytest
@@ -18,6 +17,7 @@ from hmpx.casts.op_lists import read_lists
 from hmpx.casts.ops import canonical, catalog
 from hmpx.casts.policy import Rule, build_policy
 from hmpx.insight.explain import explain_op
+from tests.support.samples import database, samples
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -81,17 +81,6 @@ def _parts(called):
     return parts
 
 
-def _samples():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
-    for op in op_db:
-        try:
-            yield from ((op, sample) for sample in itertools.islice(op.sample_inputs("cpu", FP32), 4))
-        except Exception:
-            continue  # the database has no sample of this dtype
-
-
 def _attempt(op, sample):
     try:
         return op(sample.input, *sample.args, **sample.kwargs)
@@ -102,9 +91,9 @@ def _attempt(op, sample):
 @pytest.mark.slow
 def test_the_table_holds_what_torch_runs_within_its_ops():
     """Every op of the sample database, watched by the profiler: a part of a listed op that the table lacks fails."""
-    samples = list(_samples())
+    found = [(op, sample) for op in database() for sample in samples(op, FP32, 4)]
     missing, checked, ops = {}, set(), catalog()
-    for name, called in _calls(lambda: [_attempt(op, sample) for op, sample in samples]):
+    for name, called in _calls(lambda: [_attempt(op, sample) for op, sample in found]):
         op = ops.get(canonical(name.partition(".")[0]))
         composed = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd")
         if op is None or _is_writing(_schema(name)) or not composed or op.follows or op.name in {*BOOKKEEPING, *BESIDE}:

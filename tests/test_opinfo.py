@@ -7,9 +7,7 @@ With empty lists: the bits and errors of plain torch. With autocast's CPU lists:
 from __future__ import annotations
 
 import functools
-import itertools
 import random
-import warnings
 from pathlib import Path
 
 import pytest
@@ -18,14 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import hmpx
 from hmpx.casts.ops import canonical, catalog
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from torch.testing._internal.common_methods_invocations import op_db
+from tests.support.samples import database, error_samples, samples
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("opinfo"),  # the samples are made once
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("everything_is_looked_through"),  # the database holds torch's functions
 ]
@@ -65,24 +59,21 @@ def name_of(op):
 def cases():
     """(op, which form, sample), as generated before anything is converted."""
     found = []
-    for op in op_db:
+    for op in database():
         if op.name in UNDEFINED:
             continue
         for dtype in DTYPES:
             if dtype not in op.supported_dtypes("cpu") and dtype not in (torch.float32, torch.bfloat16):
                 continue
-            try:
-                samples = list(itertools.islice(op.sample_inputs("cpu", dtype), SAMPLES))
-            except Exception:
-                continue  # the database has no sample of this dtype
+            made = samples(op, dtype, SAMPLES)
             for form in ("op", "method_variant", "inplace_variant"):
                 if getattr(op, form) is not None:
-                    found += [(op, form, s) for s in samples if not (form[0] == "i" and s.broadcasts_input)]
+                    found += [(op, form, s) for s in made if not (form[0] == "i" and s.broadcasts_input)]
     return found
 
 
 def run(op, form, sample):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed keeps the stack, as text, each time
     random.seed(0)
     copy = functools.partial(tree_map, lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x)
     try:
@@ -178,17 +169,17 @@ def test_error_samples_give_torchs_own_errors(lists):
         except Exception as error:
             return error
 
-    samples = [(op, e.sample_input) for op in op_db if op.error_inputs_func for e in op.error_inputs("cpu")]
-    expected = [attempt(op, sample) for op, sample in samples]
+    found = [(op, e.sample_input) for op in database() for e in error_samples(op)]
+    expected = [attempt(op, sample) for op, sample in found]
     with hmpx.convert(**lists()):
-        got = [attempt(op, sample) for op, sample in samples]
+        got = [attempt(op, sample) for op, sample in found]
     wrong = [
         (op.name, difference(a, b))
-        for (op, _), a, b in zip(samples, expected, got, strict=True)
+        for (op, _), a, b in zip(found, expected, got, strict=True)
         if isinstance(a, Exception) and difference(a, b)
     ]
     # Their samples mix dtypes and sizes: the first-input rule cures the one, torch then complains of the other.
-    assert len(samples) > 500 and {name for name, _ in wrong} == {"dot", "vdot"}, report(wrong)
+    assert len(found) > 500 and {name for name, _ in wrong} == {"dot", "vdot"}, report(wrong)
 
 
 def list_name(op):

@@ -94,8 +94,8 @@ def command_of(name):
 
 def test_the_commands_are_marked():
     assert "examples/charlm.py" in command_of("main")
-    assert command_of("test").endswith("-m pytest -n 2 --dist loadgroup")
-    assert command_of("downstream test").endswith("-m pytest -n 2 --dist loadgroup tests/downstream")
+    assert command_of("test").endswith("-m pytest -n 2 --dist worksteal")
+    assert command_of("downstream test").endswith("-m pytest -n 2 --dist worksteal tests/downstream")
 
 
 @pytest.mark.parametrize(

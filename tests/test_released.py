@@ -209,39 +209,3 @@ def _sharded(rank):
 
 def test_sharded_parameters():
     assert all("clip_grad_norm_: the gradients of" in message for message in ranks.run(2, _sharded))
-
-
-@pytest.mark.downstream
-def test_accelerate_clips_through_torch():
-    accelerate = pytest.importorskip("accelerate")
-    model = _net()
-    optimizer = _attached(model)
-    _backward(model)
-    for clip in (accelerate.Accelerator(cpu=True).clip_grad_norm_, accelerate.Accelerator(cpu=True).clip_grad_value_):
-        with pytest.raises(hmpx.HmpxError, match="release_gradients=False"):
-            clip(model.parameters(), 1.0)
-    optimizer.step()
-
-
-@pytest.mark.downstream
-def test_lightning_clips_through_torch(tmp_path):
-    lightning = pytest.importorskip("lightning.pytorch")
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = _net()
-
-        def training_step(self, batch, index):
-            return self.net(batch).float().square().sum()
-
-        def configure_optimizers(self):
-            return _attached(self.net)
-
-    for algorithm in ("norm", "value"):
-        trainer = lightning.Trainer(
-            max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            default_root_dir=tmp_path, gradient_clip_val=1.0, gradient_clip_algorithm=algorithm,
-        )  # fmt: skip
-        with pytest.raises(hmpx.HmpxError, match="release_gradients=False"):
-            trainer.fit(Module(), torch.ones(4, 2, 4, dtype=BF16))
