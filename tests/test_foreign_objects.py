@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import subprocess
 import sys
 import threading
 import types
@@ -228,50 +226,3 @@ def test_a_model_does_not_live_longer_for_what_it_captured():
         alive = weakref.ref(models[0])
         models.clear()
         assert alive() is None
-
-
-IMPORTS = {
-    "transformers": "from transformers import AutoModel",
-    "transformers.Trainer": "from transformers import Trainer",
-    "diffusers": "import diffusers; from diffusers import UNet2DModel",
-    "timm": "import timm; timm.create_model('resnet18')",
-    "lightning": "import lightning",
-    "accelerate": "from accelerate import Accelerator",
-}
-CHECK = """
-import torch, torch.nn.functional as F
-gelu = F.gelu
-{}
-import hmpx
-with hmpx.convert() as handle:
-    assert torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype is torch.bfloat16
-    handle.escaped
-assert F.gelu is gelu and torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype is torch.float32
-"""
-
-
-def needs(library):
-    """Skip where the library is missing, or cannot be imported in this environment without hmpx either."""
-    if importlib.util.find_spec(library.partition(".")[0]) is None:
-        pytest.skip(f"{library} is not installed")
-    alone = subprocess.run([sys.executable, "-c", IMPORTS[library]], capture_output=True, text=True)
-    if alone.returncode:
-        pytest.skip(f"without hmpx: {alone.stderr.strip().splitlines()[-1]}")
-
-
-@pytest.mark.downstream
-@pytest.mark.parametrize("library", IMPORTS)
-def test_beside_real_libraries(library):
-    needs(library)
-    done = subprocess.run([sys.executable, "-c", CHECK.format(IMPORTS[library])], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.downstream
-def test_a_script_that_imports_trainer_runs(tmp_path):
-    needs("transformers.Trainer")
-    script = tmp_path / "train.py"
-    script.write_text("from transformers import Trainer\nprint('imported', Trainer.__name__)\n")
-    command = [sys.executable, "-m", "hmpx", "run", "--recipe", "neuron-bf16-sr", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "imported Trainer" in done.stdout, done.stderr[-2000:]
