@@ -60,13 +60,13 @@ class Sweep:
         self._rewriting.let_go()
 
     def everything(self) -> None:
-        things = gc.get_objects()
-        if gc.get_freeze_count():  # gc.freeze() takes them out of its lists
-            things += [module for _, module in raw.items(sys.modules)]
+        # gc.freeze() takes modules, too, out of the collector's lists.
+        things = gc.get_objects() + [module for _, module in raw.items(sys.modules)]
         kept = _grouped(things)
         self._bind(kept["methods"])
         to = self._rewriting
-        modules = [module for module in kept["modules"] if not self._is_off(raw.globals_of(module))]
+        once = {id(module): module for module in kept["modules"]}.values()
+        modules = [module for module in once if not self._is_off(raw.globals_of(module))]
         classes = [cls for cls in kept["classes"] if not _is_off_limits(raw.module_of(cls))]
         functions = [function for function in kept["functions"] if not self._is_off(function.__globals__)]
         for look, roots, held_by in (
