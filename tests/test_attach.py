@@ -396,11 +396,11 @@ def test_a_checkpoint_moves_between_master_and_split(one, other, model_last):
     hmpx.attach(optimizer, one, use_master_weights_in_ckpt=True)
     train(named, optimizer, 0, 3)
     with torch.no_grad():  # a master between two BF16 numbers, which the two ways round differently
-        way = optimizer._hmpx_attachment._updates.way
+        store = optimizer._hmpx_attachment._updates.store
         masters = masters_in(optimizer)
         masters[0][0, 0] = 1 + 2**-8
         named[0][1][0, 0] = 1 if one == "master" else 1 + 2**-7
-        way.set_masters(named[0][1], masters[0])
+        store.set_masters(named[0][1], masters[0])
     saved, before = copy.deepcopy(optimizer.state_dict()), weights(named)
     moved = parameters()
     loaded = optim.AdamW(moved, lr=1e-2)

@@ -81,13 +81,13 @@ def _held(mode, settings):
     attachment = hmpx.attach(optimizer, model=model, **settings)
     model(torch.ones(2, 6, dtype=BF16)).sum().backward()
     optimizer.step()
-    way, inner = attachment._updates.way, attachment.optimizer
+    store, inner = attachment._updates.store, attachment.optimizer
     kept = [
         *params,
         *(p.grad for p in params),
-        *getattr(way, "_masters", {}).values(),
-        *getattr(way, "_lower", {}).values(),
-        *getattr(way, "_checks", {}).values(),
+        *getattr(store, "_masters", {}).values(),
+        *getattr(store, "_lower", {}).values(),
+        *getattr(store, "_checksums", {}).values(),
     ]
     kept += [v for values in inner.state.values() for v in values.values() if v.dim()]
     hmpx.detach(optimizer)

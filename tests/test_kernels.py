@@ -192,7 +192,7 @@ def test_halves_are_exact_on_all_bit_patterns():
 
 
 @needs_compiler
-def test_following_the_weights_is_the_same_in_c_and_torch(monkeypatch):
+def test_reading_masters_is_the_same_in_c_and_torch(monkeypatch):
     masters = numbers(5000)
     weights = masters.to(torch.bfloat16)
     weights[::7] = 0.25
@@ -203,7 +203,7 @@ def test_following_the_weights_is_the_same_in_c_and_torch(monkeypatch):
         if not compiled:
             monkeypatch.setattr(native, "can_read", lambda *tensors: False)
         results.append(torch.empty_like(masters))
-        halves.follow(masters, weights, results[-1])
+        halves.read_masters(masters, weights, results[-1])
     assert torch.equal(results[0].nan_to_num(7.0), results[1].nan_to_num(7.0))
     kept = (weights == masters.to(torch.bfloat16)) & ~masters.isnan()
     assert torch.equal(results[0][kept], masters[kept]) and (results[0][105::7][:100] == 0.25).all()

@@ -8,11 +8,11 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.bench.measure import memory
-from hmpx.updates.optimizer_scope import REACH, reach_of
+from hmpx.updates.optimizer_scope import SCOPES, scope_of
 
 BF16 = torch.bfloat16
 COUNT = 8_000_000
-BY_ELEMENT = [cls for cls, reach in REACH.items() if reach == "element"]
+BY_ELEMENT = [cls for cls, reach in SCOPES.items() if reach == "element"]
 
 
 def prepared(cls, shapes, **options):
@@ -83,8 +83,8 @@ def test_unknown_classes_step_whole_and_subclasses_are_unknown():
         pass
 
     _, optimizer = prepared(Mine, [(10, 10)])
-    assert reach_of(optimizer) == "whole" and reach_of(prepared(optim.LBFGS, [(2,)])[1]) == "whole"
-    assert {cls.__name__ for cls in REACH} == {
+    assert scope_of(optimizer) == "whole" and scope_of(prepared(optim.LBFGS, [(2,)])[1]) == "whole"
+    assert {cls.__name__ for cls in SCOPES} == {
         *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
         *("Adafactor", "Muon"),
     }

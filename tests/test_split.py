@@ -12,7 +12,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.rounding import native
 from hmpx.updates import sliced_step
-from hmpx.updates.weight_checks import BLOCK, SMALL, checks
+from hmpx.updates.checksums import BLOCK, SMALL, checksums
 from tests.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
@@ -183,17 +183,17 @@ def test_what_is_written_by_hand_counts_in_its_block_alone(write, sliced):
         assert_copies(both)
 
 
-def test_lower_halves_and_checks_take_two_bytes_and_a_sixteenth():
+def test_lower_halves_and_checksums_take_two_bytes_and_a_sixteenth():
     p = nn.Parameter(torch.randn(512, 300).bfloat16())
     optimizer = optim.SGD([p], lr=0.1)
-    way = hmpx.attach(optimizer, "split")._updates.way
+    store = hmpx.attach(optimizer, "split")._updates.store
     p.grad = torch.ones_like(p)
     optimizer.step()
-    held = [*way._lower.values(), *way._checks.values()]
+    held = [*store._lower.values(), *store._checksums.values()]
     assert sum(t.nbytes for t in held) == p.numel() * (2 + 1 / 16)
 
 
-# The checks themselves
+# The checksums themselves
 
 
 def in_numpy(weights, multipliers):
@@ -212,15 +212,15 @@ def multipliers():
 
 @pytest.mark.parametrize("shape", [(5000,), (1, 4097), (41, 103), (64, 32, 3, 3)])
 @pytest.mark.parametrize("kernel", ["C", "eager"])
-def test_checks_are_what_their_definition_says_in_any_layout(shape, kernel, monkeypatch):
+def test_checksums_are_what_their_definition_says_in_any_layout(shape, kernel, monkeypatch):
     if kernel == "eager":
         monkeypatch.setattr(native, "library", lambda: None)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = in_numpy(x, multipliers())
-    assert np.array_equal(checks(x).numpy(), expected)
+    assert np.array_equal(checksums(x).numpy(), expected)
     for order in ((*range(1, x.dim()), 0), tuple(reversed(range(x.dim())))):
         back = tuple(np.argsort(order))
-        assert np.array_equal(checks(x.permute(order).contiguous().permute(back)).numpy(), expected)
+        assert np.array_equal(checksums(x.permute(order).contiguous().permute(back)).numpy(), expected)
 
 
 CHANGES = {
@@ -244,4 +244,4 @@ def test_changes_with_a_pattern_are_seen(change):
     changed = CHANGES[change](bits).to(torch.int16).view(BF16)
     differ = (changed.view(torch.int16) != weights.view(torch.int16)).view(-1, BLOCK).any(1)
     assert differ.sum() > 0.99 * len(differ)
-    assert int(((checks(changed) == checks(weights)) & differ).sum()) <= 16
+    assert int(((checksums(changed) == checksums(weights)) & differ).sum()) <= 16

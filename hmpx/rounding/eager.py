@@ -55,7 +55,7 @@ def _scratch(device: torch.device) -> _Scratch:
 def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
     """`out` bfloat16 and `x` float32: of one shape, contiguous, within one key.
 
-    The first of each `width` numbers, 0 for all of them, is `stride` elements on from that before.
+    The first of each `width` elements, 0 for all of them, is `stride` elements on from that before.
     """
     rows = zip(out.view(-1).split(width or x.numel()), x.view(-1).split(width or x.numel()), strict=True)
     for row, (out_row, x_row) in enumerate(rows):

@@ -37,10 +37,10 @@ def join(upper: Tensor, lower: Tensor, out: Tensor) -> None:
     out.copy_(reinterpreted(bits, torch.float32))
 
 
-def follow(masters: Tensor, weights: Tensor, out: Tensor) -> None:
+def read_masters(masters: Tensor, weights: Tensor, out: Tensor) -> None:
     """FP32 `masters` into `out`; where a BF16 weight is no rounding of its master, the weight."""
     if native.can_read(masters, weights, out):
-        native.call("follow_weights", masters, weights, out)
+        native.call("read_masters", masters, weights, out)
         return
     out.copy_(masters)
     # Ties may go either way.

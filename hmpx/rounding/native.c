@@ -1,5 +1,5 @@
 /* Stochastic rounding FP32 -> BF16 and optimizer steps that end in it, for CPUs. The specification of the numbers
-   stands at the head of rounding.py; this file is compiled on first use by native.py. No contraction into
+   stands at the head of stochastic.py; this file is compiled on first use by native.py. No contraction into
    fused multiply-adds (-ffp-contract=off), so that every CPU gives the same bits. */
 
 #include <math.h>
@@ -40,7 +40,7 @@ static inline uint32_t bits_of(float x) {
   return u.bits;
 }
 
-/* `out` of n numbers, the first being element `offset` of its parameter. One hash serves an even element and the odd
+/* `out` of n elements, the first being element `offset` of its parameter. One hash serves an even element and the odd
    one after it. */
 static inline void round_block(const float *restrict x, uint16_t *restrict out, int64_t n, uint64_t key,
                                uint64_t offset) {
@@ -66,7 +66,7 @@ static inline void round_block(const float *restrict x, uint16_t *restrict out, 
     BODY                                                                                                 \
   }
 
-/* Rows of `width` numbers; the first of row r is element `offset + r * stride` of the parameter. */
+/* Rows of `width` elements; the first of row r is element `offset + r * stride` of the parameter. */
 void round_stochastic(const float *x, uint16_t *out, int64_t n, uint64_t key, uint64_t offset, int64_t width,
                       int64_t stride, int threads) {
   FOR_EACH_BLOCK(for (int64_t end = at + count, row = at / width; at < end; row++) {
@@ -98,9 +98,9 @@ void join_halves(const uint16_t *restrict upper, const int16_t *restrict lower, 
       out[j] = ((uint32_t)upper[j] << 16) + (uint32_t)(int32_t)lower[j];)
 }
 
-/* checks.py: 16 bits for each `block` of weights. */
-void block_checks(const uint16_t *restrict weights, uint16_t *restrict checks, const uint32_t *restrict multipliers,
-                  int64_t n, int64_t block, int threads) {
+/* updates/checksums.py: 16 bits for each `block` of weights. */
+void block_checksums(const uint16_t *restrict weights, uint16_t *restrict sums, const uint32_t *restrict multipliers,
+                     int64_t n, int64_t block, int threads) {
   _Pragma("omp parallel for schedule(static) num_threads(threads) if (n > PARALLEL_FROM)")
   for (int64_t b = 0; b < (n + block - 1) / block; b++) {
     const uint16_t *restrict of = weights + b * block;
@@ -110,13 +110,13 @@ void block_checks(const uint16_t *restrict weights, uint16_t *restrict checks, c
       for (int64_t j = 0; j < 32; j++) sum += of[j] * multipliers[j];
     else
       for (int64_t j = 0; j < count; j++) sum += of[j] * multipliers[j];
-    checks[b] = (uint16_t)(sum >> 16);
+    sums[b] = (uint16_t)(sum >> 16);
   }
 }
 
 /* A master, or the weight where that is not what the master rounds to. */
-void follow_weights(const float *restrict masters, const uint16_t *restrict weights, float *restrict out, int64_t n,
-                    int threads) {
+void read_masters(const float *restrict masters, const uint16_t *restrict weights, float *restrict out, int64_t n,
+                  int threads) {
   FOR_EACH_BLOCK(for (int64_t j = at; j < at + count; j++) {
     uint32_t bits = bits_of(masters[j]);
     uint16_t even = nearest(bits);
@@ -125,10 +125,10 @@ void follow_weights(const float *restrict masters, const uint16_t *restrict weig
   })
 }
 
-/* Numbers that an optimizer reads and writes: FP32 as they are, BF16 through FP32 and back by stochastic rounding. */
-struct numbers { void *at; int32_t bf16; uint64_t key; };
+/* An array that an optimizer reads and writes: FP32 as it is, BF16 through FP32 and back by stochastic rounding. */
+typedef struct { void *at; int32_t bf16; uint64_t key; } KernelArray; /* native.py has the same */
 
-static inline void read_block(const struct numbers *from, int64_t at, int64_t count, float *restrict x) {
+static inline void read_block(const KernelArray *from, int64_t at, int64_t count, float *restrict x) {
   if (from->bf16) {
     const uint16_t *restrict source = (const uint16_t *)from->at + at;
     for (int64_t j = 0; j < count; j++) x[j] = from_bf16(source[j]);
@@ -138,7 +138,7 @@ static inline void read_block(const struct numbers *from, int64_t at, int64_t co
   }
 }
 
-static inline void write_block(const struct numbers *to, int64_t at, int64_t count, const float *restrict x) {
+static inline void write_block(const KernelArray *to, int64_t at, int64_t count, const float *restrict x) {
   if (to->bf16) {
     round_block(x, (uint16_t *)to->at + at, count, to->key, (uint64_t)at);
   } else {
@@ -149,7 +149,7 @@ static inline void write_block(const struct numbers *to, int64_t at, int64_t cou
 
 /* torch.optim.Adam and AdamW on whole parameters. decay: what a weight is multiplied with first; l2: of it, added to
    the gradient; sign: -1 to maximize; rest: 1 - beta; rate and eps: with the bias corrections multiplied in. */
-void adam(struct numbers weight, struct numbers grad, struct numbers mean, struct numbers square, int64_t n, float sign,
+void adam(KernelArray weight, KernelArray grad, KernelArray mean, KernelArray square, int64_t n, float sign,
           float decay, float l2, float beta1, float rest1, float beta2, float rest2, float rate, float eps,
           int threads) {
   FOR_EACH_BLOCK({
@@ -171,7 +171,7 @@ void adam(struct numbers weight, struct numbers grad, struct numbers mean, struc
 }
 
 /* torch.optim.SGD. `momentum` < 0 stands for none; `keep` and `add` weigh the old buffer and the gradient in it. */
-void sgd(struct numbers weight, struct numbers grad, struct numbers buffer, int64_t n, float sign, float l2,
+void sgd(KernelArray weight, KernelArray grad, KernelArray buffer, int64_t n, float sign, float l2,
          float momentum, float keep, float add, int nesterov, float rate, int threads) {
   FOR_EACH_BLOCK({
     float p[BLOCK]; float g[BLOCK]; float b[BLOCK];

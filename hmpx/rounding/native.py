@@ -24,8 +24,8 @@ from hmpx.rounding.kernel_cache import Refused, open_cache, say
 
 logger = logging.getLogger("hmpx")
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its numbers elsewhere
-Held = tuple[torch.Tensor | None, int]  # FP32, or BF16 with the key that it is rounded by when it is written
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
+KeyedTensor = tuple[torch.Tensor | None, int]  # FP32, or BF16 with the key that it is rounded by when it is written
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = ("-O3", "-march=native", "-std=c11", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-c")
@@ -41,7 +41,7 @@ _POINTER, _INT64, _UINT64, _INT, _FLOAT = (
 )
 
 
-class _Numbers(ctypes.Structure):
+class KernelArray(ctypes.Structure):
     _fields_ = (("at", _POINTER), ("bf16", ctypes.c_int32), ("key", _UINT64))
 
 
@@ -49,43 +49,46 @@ _SIGNATURES = {
     "round_stochastic": (_POINTER, _POINTER, _INT64, _UINT64, _UINT64, _INT64, _INT64, _INT),
     "split_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "join_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
-    "follow_weights": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
-    "block_checks": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
-    "adam": (*(_Numbers,) * 4, _INT64, *(_FLOAT,) * 9, _INT),
-    "sgd": (*(_Numbers,) * 3, _INT64, *(_FLOAT,) * 5, _INT, _FLOAT, _INT),
+    "read_masters": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
+    "block_checksums": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
+    "adam": (*(KernelArray,) * 4, _INT64, *(_FLOAT,) * 9, _INT),
+    "sgd": (*(KernelArray,) * 3, _INT64, *(_FLOAT,) * 5, _INT, _FLOAT, _INT),
 }
 
 
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
     """`out` bfloat16 and `x` float32: of one shape, contiguous, on the CPU, within one key. Needs `library()`.
 
-    The first of each `width` numbers, 0 for all of them, is `stride` elements on from that before.
+    The first of each `width` elements, 0 for all of them, is `stride` elements on from that before.
     """
     n, threads = x.numel(), torch.get_num_threads()
     library().round_stochastic(x.data_ptr(), out.data_ptr(), n, key, offset, width or n, stride, threads)
 
 
-def adam(weight: Held, grad: Held, mean: Held, square: Held, *numbers: float) -> None:
-    """A step of Adam or AdamW in place; `native.c` names the numbers. Needs `library()`."""
-    held = (_numbers(each) for each in (weight, grad, mean, square))
-    library().adam(*held, weight[0].numel(), *numbers, torch.get_num_threads())
+def adam(weight: KeyedTensor, grad: KeyedTensor, mean: KeyedTensor, square: KeyedTensor, *scalars: float) -> None:
+    """A step of Adam or AdamW in place; `native.c` names the scalars. Needs `library()`."""
+    held = (_kernel_array(each) for each in (weight, grad, mean, square))
+    library().adam(*held, weight[0].numel(), *scalars, torch.get_num_threads())
 
 
-def sgd(weight: Held, grad: Held, buffer: Held, *numbers: float) -> None:
-    """A step of SGD in place; `native.c` names the numbers. Needs `library()`."""
-    held = (_numbers(each) for each in (weight, grad, buffer))
-    library().sgd(*held, weight[0].numel(), *numbers, torch.get_num_threads())
+def sgd(weight: KeyedTensor, grad: KeyedTensor, buffer: KeyedTensor, *scalars: float) -> None:
+    """A step of SGD in place; `native.c` names the scalars. Needs `library()`."""
+    held = (_kernel_array(each) for each in (weight, grad, buffer))
+    library().sgd(*held, weight[0].numel(), *scalars, torch.get_num_threads())
 
 
-def _numbers(held: Held) -> _Numbers:
+def _kernel_array(held: KeyedTensor) -> KernelArray:
     tensor, key = held
-    return _Numbers() if tensor is None else _Numbers(tensor.data_ptr(), tensor.dtype is torch.bfloat16, key)
+    return KernelArray() if tensor is None else KernelArray(tensor.data_ptr(), tensor.dtype is torch.bfloat16, key)
 
 
-def block_checks(weights: torch.Tensor, out: torch.Tensor, multipliers: torch.Tensor) -> None:
-    """`updates/checks.py` says what of. `weights`: BF16 that `can_read`; `multipliers`: one for each of a block."""
+def block_checksums(weights: torch.Tensor, out: torch.Tensor, multipliers: torch.Tensor) -> None:
+    """The checksum of each block, as `updates/checksums.py` defines it.
+
+    weights: BF16 that `can_read`. multipliers: one for each weight of a block.
+    """
     pointers = (tensor.data_ptr() for tensor in (weights, out, multipliers))
-    library().block_checks(*pointers, weights.numel(), multipliers.numel(), torch.get_num_threads())
+    library().block_checksums(*pointers, weights.numel(), multipliers.numel(), torch.get_num_threads())
 
 
 def call(name: str, *tensors: torch.Tensor) -> None:
@@ -101,7 +104,7 @@ def can_read(*tensors: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers lie one after the other at its pointer."""
+    """Whether a tensor's values lie one after the other at its pointer."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous()
 
 

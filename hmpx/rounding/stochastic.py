@@ -134,20 +134,20 @@ def round_into(
         out.copy_(target)
 
 
-def _round_flat(out: Tensor, x: Tensor, numbers: tuple, offset: int, width: int, stride: int) -> None:
+def _round_flat(out: Tensor, x: Tensor, key_parts: tuple, offset: int, width: int, stride: int) -> None:
     """Call the kernel, for every 2^32 elements of the parameter once: that is what a key serves."""
     kernel, (high, low) = _kernel(x), divmod(offset, 2**32)
     rows, room = x.numel() // width, 2**32 - low
     if (rows - 1) * stride + width <= room:
-        kernel(out, x, derive_key(*numbers, high), low, width, stride)
+        kernel(out, x, derive_key(*key_parts, high), low, width, stride)
         return
     if rows == 1:
         first, on = room, room
     else:  # the rows that have room, or if there is none, the one that has to be cut
         fitting = max((room - width) // stride + 1, 1)
         first, on = fitting * width, fitting * stride
-    _round_flat(out[:first], x[:first], numbers, offset, min(width, first), stride)
-    _round_flat(out[first:], x[first:], numbers, offset + on, min(width, x.numel() - first), stride)
+    _round_flat(out[:first], x[:first], key_parts, offset, min(width, first), stride)
+    _round_flat(out[first:], x[first:], key_parts, offset + on, min(width, x.numel() - first), stride)
 
 
 def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, int, int], None]:

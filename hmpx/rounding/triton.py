@@ -25,27 +25,27 @@ def available() -> bool:
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
     """`out` bfloat16 and `x` float32: of one shape, contiguous, on one CUDA device, within one key.
 
-    The first of each `width` numbers, 0 for all of them, is `stride` elements on from that before.
+    The first of each `width` elements, 0 for all of them, is `stride` elements on from that before.
     """
     width = width or x.numel()
     programs = triton.cdiv(width // 2 + 1, _PAIRS)  # for a row, which may begin at an odd element
     _launch(_round, x.numel() // width * programs, x, out, programs, width, stride, offset, *_halves(key))
 
 
-def adam(weight, grad, mean, square, *numbers: float) -> None:
+def adam(weight, grad, mean, square, *scalars: float) -> None:
     """A step of Adam or AdamW in place; as `native.adam`."""
     p = weight[0]
     keys = (half for each in (weight, mean, square) for half in _halves(each[1]))
     _launch(
-        _adam, triton.cdiv((p.numel() + 1) // 2, _PAIRS), p, grad[0], mean[0], square[0], p.numel(), *keys, *numbers
+        _adam, triton.cdiv((p.numel() + 1) // 2, _PAIRS), p, grad[0], mean[0], square[0], p.numel(), *keys, *scalars
     )
 
 
-def sgd(weight, grad, buffer, *numbers: float) -> None:
+def sgd(weight, grad, buffer, *scalars: float) -> None:
     """A step of SGD in place; as `native.sgd`."""
     p = weight[0]
     keys = (half for each in (weight, buffer) for half in _halves(each[1]))
-    sign, l2, momentum, keep, add, nesterov, rate = numbers
+    sign, l2, momentum, keep, add, nesterov, rate = scalars
     held = p if buffer[0] is None else buffer[0]
     flags = (momentum >= 0.0, bool(nesterov))
     count = p.numel()

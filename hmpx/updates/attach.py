@@ -23,7 +23,7 @@ from hmpx.updates.gradients.accumulation import end_unused_exchanges, replicas
 from hmpx.updates.gradients.claims import Claim
 from hmpx.updates.names import given_names, named, parameters
 from hmpx.updates.optimizer_methods import writing_methods
-from hmpx.updates.optimizer_scope import REACH, reach_of
+from hmpx.updates.optimizer_scope import SCOPES, scope_of
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.settings import Settings
@@ -50,9 +50,11 @@ class Attachment:
         self._updates = WeightUpdates(settings, names)
         self._undo = contextlib.ExitStack()  # what puts parameters and hooks back
         # The attachment holds the optimizer while a step is open, and a parameter outlives it.
-        release = functools.partial(_call, weakref.WeakMethod(self._release)) if settings.release_gradients else None
+        release = (
+            functools.partial(_call_if_alive, weakref.WeakMethod(self._release)) if settings.release_gradients else None
+        )
         self._claim = Claim(fp32=settings.use_fp32_grad_acc, release=release)
-        self._adopted: dict[Parameter, torch.dtype] = {}
+        self._dtypes: dict[Parameter, torch.dtype] = {}
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -74,21 +76,27 @@ class Attachment:
         state = f"of {type(self.optimizer).__name__}" if self.active else "detached"
         return f"<hmpx.Attachment {state}: {', '.join(changed)}>"
 
-    def _facts(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _must_agree(self, optimizer: Optimizer) -> dict[str, Any]:
         """What must be the same on every rank; `optimizer` is the one that knows all parameters."""
-        numbers = self._updates.numbers(self.optimizer)
+        rounding_key = self._updates.rounding_key(self.optimizer)
         own = {key: str(value) for key, value in vars(self.settings).items()}
         params = {
             f"parameter {i}": {"name": name, "dtype": str(p.dtype), "shape": list(p.shape)}
             for i, (name, p) in enumerate(named(optimizer, self._updates.names))
         }
-        return {**own, "seed": numbers.seed, "step": numbers.step, "number of parameters": len(params), **params}
+        return {
+            **own,
+            "seed": rounding_key.seed,
+            "step": rounding_key.step,
+            "number of parameters": len(params),
+            **params,
+        }
 
     def _install(self, outer: Optimizer | None = None) -> None:
         """`outer`: the one that the user has, if this is the optimizer inside it."""
         self._outer = weakref.ref(outer or self.optimizer)
         step_hooks.install()
-        self._gone = weakref.finalize(self.optimizer, _forgotten, self._undo)
+        self._gone = weakref.finalize(self.optimizer, _optimizer_is_gone, self._undo)
         methods = {"__reduce_ex__": functools.partial(_reduce, self._optimizer)}
         for name in writing_methods(type(self.optimizer)):
             methods[name] = functools.partial(_other_step, self._optimizer, name)
@@ -99,9 +107,9 @@ class Attachment:
             self._checkpoints = Checkpoints(self._updates)
             self._checkpoints.register(self.optimizer, self._undo)
             if outer not in (None, self.optimizer):
-                zero.follow_loads(outer, self._checkpoints, self._undo)
-            self._undo.callback(_end, self._claim, self._adopted)
-            self.adopt()
+                zero.watch_loads(outer, self._checkpoints, self._undo)
+            self._undo.callback(_end_claim, self._claim, self._dtypes)
+            self.sync_parameters()
             if self.settings.seed is not None:
                 step_count.keep(self.optimizer, **{SEED_KEY: self.settings.seed})
         except BaseException:
@@ -116,22 +124,22 @@ class Attachment:
             take_back(Attribute(self.optimizer, name, f"{type(self.optimizer).__name__}.{name}"), ours, before)
         step_hooks.uninstall()
 
-    def adopt(self) -> None:
+    def sync_parameters(self) -> None:
         """Follow what the optimizer holds by now: parameters that came, went, or were cast."""
         now = dict.fromkeys(parameters(self._outer() or self.optimizer))
-        gone = [p for p in self._adopted if p not in now]
+        gone = [p for p in self._dtypes if p not in now]
         for p in gone:
-            del self._adopted[p]
+            del self._dtypes[p]
         self._claim.drop(gone)
         released.finish(gone)
-        new = [p for p in now if p not in self._adopted]
-        cast = [p for p, dtype in self._adopted.items() if p.dtype is not dtype]
+        new = [p for p in now if p not in self._dtypes]
+        cast = [p for p, dtype in self._dtypes.items() if p.dtype is not dtype]
         for p in cast:
-            if self._adopted[p] is BF16:
-                self._updates.leave(self.optimizer, p)
-        self._adopted.update((p, p.dtype) for p in new + cast)
-        self._claim.take(new)
-        self._claim.settle(cast)
+            if self._dtypes[p] is BF16:
+                self._updates.drop(self.optimizer, p)
+        self._dtypes.update((p, p.dtype) for p in new + cast)
+        self._claim.add(new)
+        self._claim.update(cast)
 
     def load_last(self, optimizer: Optimizer) -> None:
         """See `Checkpoints.load_last`."""
@@ -141,10 +149,10 @@ class Attachment:
     def step(self, optimizer: Optimizer, step: Any, args: tuple, kwargs: dict, seed: int | None) -> Any:
         """Run the optimizer's own `step` function as the settings say."""
         if optimizer is not self.optimizer:  # a copy that took every attribute along
-            return _attached_anew(optimizer, self).step(optimizer, step, args, kwargs, seed)
-        self.adopt()
+            return _attach_copy(optimizer, self).step(optimizer, step, args, kwargs, seed)
+        self.sync_parameters()
         result = self._updates.step(optimizer, step, args, kwargs, seed)
-        released.finish(self._adopted)
+        released.finish(self._dtypes)
         return result
 
     def _release(self, p: Parameter) -> None:
@@ -154,7 +162,7 @@ class Attachment:
                 "so gradients cannot accumulate over several; after a backward that failed, call optimizer.step() too"
             )
         if not self._updates.is_open:
-            self.adopt()
+            self.sync_parameters()
         step_hooks.step_alone(self.optimizer, self._updates, p)
         released.release(p, self.optimizer)
 
@@ -220,7 +228,7 @@ def attach(
     if not has_bf16(optimizer):
         logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
     attachment = Attachment(target, settings, given)
-    compare(f"hmpx.attach({type(target).__name__})", attachment._facts(optimizer), process_group)
+    compare(f"hmpx.attach({type(target).__name__})", attachment._must_agree(optimizer), process_group)
     attachment._install(optimizer)
     attachment._updates.take_masters(target)
     return attachment
@@ -246,7 +254,7 @@ def detach(optimizer: Optimizer) -> None:
         attachment._updates.release_state(optimizer)
         step_count.remove(optimizer)
     elif step_hooks.allow_plain_steps(optimizer):
-        optimizer_state.settle(optimizer, BF16)
+        optimizer_state.cast_state(optimizer, BF16)
 
 
 def _other_step(reference: weakref.ref, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -264,9 +272,9 @@ def _check(optimizer: Optimizer, settings: Settings) -> None:
             f"{type(optimizer).__name__} never ran Optimizer.__init__, so its step cannot be seen; "
             "attach the optimizer that it holds"
         )
-    WeightUpdates(settings).runs(optimizer)  # raises where a parameter cannot be taken
-    if settings.release_gradients and reach_of(optimizer) == "whole":
-        listed = ", ".join(cls.__name__ for cls in REACH)
+    WeightUpdates(settings).segments(optimizer)  # raises where a parameter cannot be taken
+    if settings.release_gradients and scope_of(optimizer) == "whole":
+        listed = ", ".join(cls.__name__ for cls in SCOPES)
         raise HmpxError(
             f"release_gradients needs an optimizer that updates each parameter by itself ({listed}), "
             f"and {type(optimizer).__name__} may look across them"
@@ -282,24 +290,24 @@ def _check(optimizer: Optimizer, settings: Settings) -> None:
         raise HmpxError(f"use_fp32_grad_acc needs torch 2.13 or newer (Tensor.grad_dtype), not {torch.__version__}")
 
 
-def _call(reference: weakref.WeakMethod, p: Parameter) -> None:
+def _call_if_alive(reference: weakref.WeakMethod, p: Parameter) -> None:
     method = reference()
     if method is not None:
         method(p)
 
 
-def _end(claim: Claim, adopted: dict[Parameter, torch.dtype]) -> None:
+def _end_claim(claim: Claim, dtypes: dict[Parameter, torch.dtype]) -> None:
     claim.end()
-    released.finish(adopted)
+    released.finish(dtypes)
 
 
-def _forgotten(undo: contextlib.ExitStack) -> None:
+def _optimizer_is_gone(undo: contextlib.ExitStack) -> None:
     """The optimizer is gone: its parameters are as they were."""
     undo.close()
     step_hooks.uninstall_later()
 
 
-def _attached_anew(optimizer: Optimizer, original: Attachment) -> Attachment:
+def _attach_copy(optimizer: Optimizer, original: Attachment) -> Attachment:
     for name in (step_hooks.ATTRIBUTE, *original._added):
         vars(optimizer).pop(name, None)
     attachment = Attachment(optimizer, original.settings, original._updates.names)
@@ -312,18 +320,18 @@ def _reduce(reference: weakref.ref, protocol: int) -> tuple:
     optimizer = reference()
     attached = vars(optimizer)[step_hooks.ATTRIBUTE]
     updates = attached._updates
-    if step_count.numbers(optimizer):
+    if step_count.stored(optimizer):
         step_count.keep(optimizer)
     added = {step_hooks.ATTRIBUTE, *attached._added}
     state = {key: value for key, value in optimizer.__getstate__().items() if key not in added}
-    return _rebuild, (type(optimizer), state, attached.settings, updates.names, updates.way)
+    return _rebuild, (type(optimizer), state, attached.settings, updates.names, updates.store)
 
 
-def _rebuild(cls: type, state: dict, settings: Settings, names: dict, way: Stochastic) -> Optimizer:
+def _rebuild(cls: type, state: dict, settings: Settings, names: dict, store: Stochastic) -> Optimizer:
     optimizer = cls.__new__(cls)
     optimizer.__setstate__(state)
     step_count.forget(optimizer)
     attachment = Attachment(optimizer, settings, names)
-    attachment._updates.way = way
+    attachment._updates.store = store
     attachment._install()
     return optimizer

@@ -19,7 +19,7 @@ from hmpx.updates.names import parameters
 from hmpx.updates.ranks.sharding import is_sharded, local
 from hmpx.updates.step import MASTER_KEY, WeightUpdates
 from hmpx.updates.step_count import SEED_KEY, STEP_KEY
-from hmpx.updates.weights import Run
+from hmpx.updates.weights import Segment
 
 logger = logging.getLogger("hmpx")
 Optimizer = torch.optim.Optimizer
@@ -69,7 +69,7 @@ class Checkpoints:
     def _saving(self, optimizer: Optimizer) -> None:
         """Hooks of the user see the masters, and may rename or move them."""
         optimizer._optimizer_state_dict_post_hooks.move_to_end(self._saved_handle.id, last=False)
-        known = step_count.numbers(optimizer)
+        known = step_count.stored(optimizer)
         if known:
             step_count.keep(optimizer)
 
@@ -80,11 +80,11 @@ class Checkpoints:
             return
         state_dict["param_groups"][0][HELD_KEY] = True  # also where no master says more than its weight
         index = {p: i for i, p in enumerate(parameters(optimizer))}
-        stateless = STEP_KEY in step_count.numbers(optimizer) and not state_dict["state"]
-        for run in self._updates.runs(optimizer):
-            masters, i = self._updates.way.masters(run), index[run.param]
+        stateless = STEP_KEY in step_count.stored(optimizer) and not state_dict["state"]
+        for segment in self._updates.segments(optimizer):
+            masters, i = self._updates.store.masters(segment), index[segment.param]
             # A parameter that has no state yet must not seem to have some: optimizers look for "no state" to make it.
-            if stateless or i in state_dict["state"] or _tell_more(run, masters):
+            if stateless or i in state_dict["state"] or _tell_more(segment, masters):
                 state_dict["state"][i] = {**state_dict["state"].get(i, {}), MASTER_KEY: masters}
 
     def _loading(self, optimizer: Optimizer, state_dict: dict) -> dict:
@@ -140,10 +140,10 @@ class Checkpoints:
             return
         if self._is_own and not incoming:
             return  # a wrapper loads what it has just asked for: the masters that are here belong to it
-        way = self._updates.way
-        way.forget()
+        store = self._updates.store
+        store.forget()
         for p, masters in incoming.items():
-            way.set_masters(p, masters)
+            store.set_masters(p, masters)
         if not incoming and not self._complete and self._stepped:
             logger.warning(
                 "hmpx: the checkpoint has no masters (it was saved without use_master_weights_in_ckpt, or with other "
@@ -151,9 +151,9 @@ class Checkpoints:
             )
 
 
-def _tell_more(run: Run, masters: torch.Tensor) -> bool:
+def _tell_more(segment: Segment, masters: torch.Tensor) -> bool:
     """Whether masters say more than the weights. Of a shard no rank may say so alone."""
-    return not is_sharded(run.param) and not torch.equal(masters, run.param.float())
+    return not is_sharded(segment.param) and not torch.equal(masters, segment.param.float())
 
 
 def _is_present_state(optimizer: Optimizer, state_dict: dict) -> bool:

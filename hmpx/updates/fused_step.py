@@ -17,15 +17,15 @@ from torch import optim
 
 from hmpx.rounding import native, triton
 from hmpx.rounding.stochastic import derive_key
-from hmpx.updates.weights import Numbers, Run
+from hmpx.updates.weights import RoundingKey, Segment
 
 Tensor = torch.Tensor
 FUSED = (optim.Adam, optim.AdamW, optim.SGD)
 
 
-def takes(optimizer: optim.Optimizer, group: dict, run: Run) -> bool:
+def takes(optimizer: optim.Optimizer, group: dict, segment: Segment) -> bool:
     """Whether a kernel can step this parameter."""
-    p, grad = run.param, run.param.grad
+    p, grad = segment.param, segment.param.grad
     if type(optimizer) not in FUSED or group.get("amsgrad") or group["differentiable"] or _kernels(p) is None:
         return False
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
@@ -45,33 +45,35 @@ def _kernels(p: Tensor) -> ModuleType | None:
 
 
 def prepare(
-    optimizer: optim.Optimizer, group: dict, run: Run, state_dtype: torch.dtype, numbers: Numbers
+    optimizer: optim.Optimizer, group: dict, segment: Segment, state_dtype: torch.dtype, rounding_key: RoundingKey
 ) -> Callable[[], None]:
     """What steps one parameter that a kernel `takes`, and its state. Nothing has changed before it is called."""
-    state = optimizer.state.get(run.param)
+    state = optimizer.state.get(segment.param)
     make = _sgd if type(optimizer) is optim.SGD else _adam
-    launch = make(run, group, {} if state is None else state, state_dtype, numbers)
+    launch = make(segment, group, {} if state is None else state, state_dtype, rounding_key)
 
     def kernel() -> None:
-        launch(optimizer.state[run.param])
-        torch.autograd.graph.increment_version(run.param)
+        launch(optimizer.state[segment.param])
+        torch.autograd.graph.increment_version(segment.param)
 
     return kernel
 
 
-def _key(run: Run, numbers: Numbers, key: str | None = None) -> int:
-    return derive_key(numbers.seed, numbers.step, run.name if key is None else f"{run.name}.{key}")
+def _key(segment: Segment, rounding_key: RoundingKey, key: str | None = None) -> int:
+    return derive_key(rounding_key.seed, rounding_key.step, segment.name if key is None else f"{segment.name}.{key}")
 
 
-def _held(state: dict, key: str, run: Run, dtype: torch.dtype, numbers: Numbers) -> native.Held:
+def _held(state: dict, key: str, segment: Segment, dtype: torch.dtype, rounding_key: RoundingKey) -> native.KeyedTensor:
     """A state tensor, made if it is not there yet."""
     if state.get(key) is None:
-        state[key] = torch.zeros_like(run.param, dtype=dtype, requires_grad=False)
-    return state[key], _key(run, numbers, key)
+        state[key] = torch.zeros_like(segment.param, dtype=dtype, requires_grad=False)
+    return state[key], _key(segment, rounding_key, key)
 
 
-def _adam(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbers) -> Callable[[dict], None]:
-    p, rate, decay = run.param, float(group["lr"]), group["weight_decay"]
+def _adam(
+    segment: Segment, group: dict, state: dict, dtype: torch.dtype, rounding_key: RoundingKey
+) -> Callable[[dict], None]:
+    p, rate, decay = segment.param, float(group["lr"]), group["weight_decay"]
     beta1, beta2 = (float(beta) for beta in group["betas"])
     step = state.get("step", torch.tensor(0.0, dtype=torch.float32, device="cpu")) + 1
     count = step.item()
@@ -91,14 +93,16 @@ def _adam(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbe
 
     def launch(state: dict) -> None:
         state["step"] = step
-        held = (_held(state, key, run, dtype, numbers) for key in ("exp_avg", "exp_avg_sq"))
-        _kernels(p).adam((p, _key(run, numbers)), (p.grad, 0), *held, *scalars)
+        held = (_held(state, key, segment, dtype, rounding_key) for key in ("exp_avg", "exp_avg_sq"))
+        _kernels(p).adam((p, _key(segment, rounding_key)), (p.grad, 0), *held, *scalars)
 
     return launch
 
 
-def _sgd(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Numbers) -> Callable[[dict], None]:
-    p, momentum = run.param, float(group["momentum"])
+def _sgd(
+    segment: Segment, group: dict, state: dict, dtype: torch.dtype, rounding_key: RoundingKey
+) -> Callable[[dict], None]:
+    p, momentum = segment.param, float(group["momentum"])
     first = state.get("momentum_buffer") is None
     scalars = (
         -1.0 if group["maximize"] else 1.0,
@@ -111,7 +115,7 @@ def _sgd(run: Run, group: dict, state: dict, dtype: torch.dtype, numbers: Number
     )
 
     def launch(state: dict) -> None:
-        buffer = _held(state, "momentum_buffer", run, dtype, numbers) if momentum else (None, 0)
-        _kernels(p).sgd((p, _key(run, numbers)), (p.grad, 0), buffer, *scalars)
+        buffer = _held(state, "momentum_buffer", segment, dtype, rounding_key) if momentum else (None, 0)
+        _kernels(p).sgd((p, _key(segment, rounding_key)), (p.grad, 0), buffer, *scalars)
 
     return launch

@@ -20,14 +20,14 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBR
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
-class Deferral:
+class DeferredSignals:
     """From `begin` to the end of the block, signals that have a Python handler wait."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
-        self._came: list[tuple[int, FrameType | None]] = []
+        self._pending: list[tuple[int, FrameType | None]] = []
 
-    def __enter__(self) -> Deferral:
+    def __enter__(self) -> DeferredSignals:
         return self
 
     def begin(self) -> None:
@@ -37,24 +37,24 @@ class Deferral:
             handler = signal.getsignal(number)
             if callable(handler):
                 self._handlers[number] = handler
-                signal.signal(number, self._note)
+                signal.signal(number, self._remember)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came.append((number, frame))
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self._pending.append((number, frame))
 
     def __exit__(self, *exception: object) -> None:
         handlers, self._handlers = self._handlers, {}
         for number, handler in handlers.items():
-            if signal.getsignal(number) == self._note:
+            if signal.getsignal(number) == self._remember:
                 signal.signal(number, handler)
-        came, self._came = self._came, []
-        for number, frame in came:
+        pending, self._pending = self._pending, []
+        for number, frame in pending:
             handlers[number](number, frame)
 
 
-def tear(optimizer: Optimizer, step: int, done: list[str], error: BaseException) -> None:
+def mark_incomplete(optimizer: Optimizer, step: int, stepped: list[str], error: BaseException) -> None:
     """Mark an optimizer, some of whose parameters have taken `step`, and let it say so whenever it is used."""
-    names = ", ".join(repr(name) for name in dict.fromkeys(done))
+    names = ", ".join(repr(name) for name in dict.fromkeys(stepped))
     message = (
         f"step {step} of {type(optimizer).__name__} was interrupted by {type(error).__name__} in the middle: "
         f"{names} have taken it, wholly or in part, the other parameters have not; "

@@ -15,7 +15,9 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 _told_of_positions = False
-_lent: WeakKeyDictionary[Optimizer, dict[Parameter, str]] = WeakKeyDictionary()  # names that another optimizer knows
+_shared_names: WeakKeyDictionary[Optimizer, dict[Parameter, str]] = (
+    WeakKeyDictionary()
+)  # names that another optimizer knows
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch puts around a module inside a model
 
 
@@ -30,7 +32,7 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
     A name that is taken gets a mark, so that no two parameters have the same random numbers.
     """
     index = 0
-    names = {**_lent.get(optimizer, {}), **names}
+    names = {**_shared_names.get(optimizer, {}), **names}
     taken = set(names.values())
     of_groups = iter(plain_names([name for group in optimizer.param_groups for name in group.get("param_names", ())]))
     for group in optimizer.param_groups:
@@ -46,11 +48,11 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
             index += 1
 
 
-def lend(outer: Optimizer, inner: Optimizer) -> None:
+def share_names(outer: Optimizer, inner: Optimizer) -> None:
     """Let `inner` know the names, or the positions, of its parameters in `outer`."""
-    lent = _lent.setdefault(inner, {})
-    if len(lent) != len(parameters(outer)):
-        lent.update((p, name) for name, p in named(outer, {}))
+    shared = _shared_names.setdefault(inner, {})
+    if len(shared) != len(parameters(outer)):
+        shared.update((p, name) for name, p in named(outer, {}))
 
 
 def plain_names(names: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import optim
 
-REACH = {
+SCOPES = {
     optim.Adadelta: "element",
     optim.Adagrad: "element",
     optim.Adam: "element",
@@ -32,9 +32,9 @@ REACH = {
 }
 
 
-def reach_of(optimizer: optim.Optimizer) -> str:
+def scope_of(optimizer: optim.Optimizer) -> str:
     """``element``, ``parameter`` or ``whole``."""
-    return REACH.get(type(optimizer), "whole")
+    return SCOPES.get(type(optimizer), "whole")
 
 
 def by_memory(*optimizers: optim.Optimizer) -> bool:
@@ -44,6 +44,6 @@ def by_memory(*optimizers: optim.Optimizer) -> bool:
     an element's neighbours come out as in a plain step.
     """
     return any(
-        reach_of(optimizer) == "element" or any(group.get("fused") for group in optimizer.param_groups)
+        scope_of(optimizer) == "element" or any(group.get("fused") for group in optimizer.param_groups)
         for optimizer in optimizers
     )

@@ -15,7 +15,7 @@ from torch import optim
 
 from hmpx.updates.layout import laid_as
 from hmpx.updates.ranks.sharding import box_of, held_part, is_sharded, local
-from hmpx.updates.weights import Numbers, Run
+from hmpx.updates.weights import RoundingKey, Segment
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -26,10 +26,10 @@ _FILLED_BY = ((optim.Adagrad, "sum", "initial_accumulator_value"),)
 
 _OF_TORCH = tuple(c for c in vars(optim).values() if isinstance(c, type) and c is not optim.Optimizer)
 
-_own_bf16: weakref.WeakSet = weakref.WeakSet()  # optimizers whose own choice it is to keep some state in BF16
+_keeping_bf16: weakref.WeakSet = weakref.WeakSet()  # optimizers whose own choice it is to keep some state in BF16
 
 
-def settle(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = True) -> bool:
+def cast_state(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = True) -> bool:
     """Bring the state of BF16 parameters into the dtype it is held in; whether FP32 was asked for and BF16 found.
 
     `lists`: the tensors in lists too, as LBFGS has them for its history. BF16 is found in state of earlier plain steps,
@@ -42,7 +42,7 @@ def settle(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = True
             state = optimizer.state.get(p) if p.dtype is BF16 else None
             if not isinstance(state, dict):
                 continue
-            keys = [key for key, v in state.items() if _has(v, wrong) and (lists or not isinstance(v, list))]
+            keys = [key for key, v in state.items() if _holds(v, wrong) and (lists or not isinstance(v, list))]
             if not keys or (dtype is torch.float32 and _is_own(optimizer, state)):
                 continue
             for key in keys:
@@ -57,20 +57,20 @@ def settle(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = True
                             before = torch.empty_like(p, dtype=wrong, requires_grad=False)
                             state[key] = before.fill_(group[option])
                 else:
-                    state[key] = _brought(state[key], wrong, dtype)
+                    state[key] = _cast(state[key], wrong, dtype)
     return found
 
 
-def is_wide(optimizer: optim.Optimizer) -> bool:
+def has_fp32_state(optimizer: optim.Optimizer) -> bool:
     """Whether BF16 parameters have FP32 state that torch's own step, which computes in one dtype, cannot go on with."""
     if not isinstance(optimizer, _OF_TORCH):  # another's may hold its state in FP32 whatever the parameters are
         return False
     params = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is BF16]
     states = [state for state in map(optimizer.state.get, params) if isinstance(state, dict)]
-    return any(_has(value, torch.float32) for state in states for value in state.values())
+    return any(_holds(value, torch.float32) for state in states for value in state.values())
 
 
-def widen(optimizer: optim.Optimizer, p: Parameter, held: torch.dtype) -> None:
+def cast_state_of(optimizer: optim.Optimizer, p: Parameter, held: torch.dtype) -> None:
     """Bring BF16 state of a parameter that is not BF16 any more into the parameter's dtype.
 
     BF16 is found if it was `held` in that, or after plain steps and `detach`.
@@ -79,20 +79,20 @@ def widen(optimizer: optim.Optimizer, p: Parameter, held: torch.dtype) -> None:
     if not isinstance(state, dict) or (held is torch.float32 and _is_own(optimizer, state)):
         return
     for key, value in state.items():
-        state[key] = _brought(value, BF16, p.dtype)
+        state[key] = _cast(value, BF16, p.dtype)
 
 
 def _filled_by(optimizer: optim.Optimizer, key: str) -> str | None:
     return next((option for cls, name, option in _FILLED_BY if name == key and isinstance(optimizer, cls)), None)
 
 
-def _has(value: Any, dtype: torch.dtype) -> bool:
+def _holds(value: Any, dtype: torch.dtype) -> bool:
     """Whether a state value, or an item of a list, is a tensor of `dtype`.
 
     A count of steps is FP32 without a dimension, and is not meant.
     """
     if isinstance(value, list):
-        return any(_has(item, dtype) for item in value)
+        return any(_holds(item, dtype) for item in value)
     return _is_dense(value) and value.dtype is dtype and (value.dim() > 0 or dtype is BF16)
 
 
@@ -101,19 +101,19 @@ def _is_dense(value: Any) -> bool:
     return type(value) is Tensor or is_sharded(value)
 
 
-def _brought(value: Any, wrong: torch.dtype, dtype: torch.dtype) -> Any:
+def _cast(value: Any, wrong: torch.dtype, dtype: torch.dtype) -> Any:
     if isinstance(value, list):
-        return [_brought(item, wrong, dtype) for item in value]
-    return value.to(dtype) if _has(value, wrong) else value
+        return [_cast(item, wrong, dtype) for item in value]
+    return value.to(dtype) if _holds(value, wrong) else value
 
 
 def _is_own(optimizer: optim.Optimizer, state: dict) -> bool:
     """Whether the optimizer keeps BF16 state of FP32 parameters by its own choice."""
     others = (v for v in state.values() if _is_dense(v) and v.dtype is torch.float32)
-    return optimizer in _own_bf16 or any(v.dim() for v in others)
+    return optimizer in _keeping_bf16 or any(v.dim() for v in others)
 
 
-def _is_held(value: Any) -> bool:
+def _is_moment(value: Any) -> bool:
     """A tensor of moments or the like."""
     floating = _is_dense(value) and value.dtype in (BF16, torch.float32)
     return floating and value.dim() > 0 and value.layout is torch.strided
@@ -123,50 +123,50 @@ def _is_bf16(value: Any) -> bool:
     return _is_dense(value) and value.dtype is BF16
 
 
-def _widened(value: Any) -> Any:
+def _as_fp32(value: Any) -> Any:
     if isinstance(value, list):
-        return [_widened(item) for item in value]
+        return [_as_fp32(item) for item in value]
     return value.float() if _is_bf16(value) else value
 
 
-def _rounded(value: Any, before: Any, run: Run, key: str, numbers: Numbers) -> Any:
+def _rounded(value: Any, before: Any, segment: Segment, key: str, rounding_key: RoundingKey) -> Any:
     """A state value after a step, held in BF16, in the tensor that held it before where there is one."""
-    if not _is_held(value):
+    if not _is_moment(value):
         return value
-    reuse = _is_held(before) and before.dtype is BF16 and before.shape == value.shape
+    reuse = _is_moment(before) and before.dtype is BF16 and before.shape == value.shape
     out = before if reuse else torch.empty_like(value, dtype=BF16)
-    name = f"{run.name}.{key}"
-    numbers.round_into(local(out), local(value), name, 0, box_of(value, name))
+    name = f"{segment.name}.{key}"
+    rounding_key.round_into(local(out), local(value), name, 0, box_of(value, name))
     return out
 
 
-class Handover:
+class ShadowState:
     """The state of one whole parameter, with its shadow for the length of a step."""
 
     def __init__(
-        self, optimizer: optim.Optimizer, run: Run, shadow: Tensor, dtype: torch.dtype, one_layout: bool
+        self, optimizer: optim.Optimizer, segment: Segment, shadow: Tensor, dtype: torch.dtype, one_layout: bool
     ) -> None:
-        self._optimizer, self._run, self._shadow, self._dtype = optimizer, run, shadow, dtype
+        self._optimizer, self._run, self._shadow, self._dtype = optimizer, segment, shadow, dtype
         self._states = states = optimizer.state
-        self._before = states.pop(run.param, None)
+        self._before = states.pop(segment.param, None)
         if self._before is None:
             return
         self._kept = {k: list(v) if isinstance(v, list) else v for k, v in _items(self._before)}
         self._versions = [(tensor, tensor._version) for _, value in _items(self._before) for tensor in _tensors(value)]
         states[shadow] = _shown(self._before, dtype is not torch.float32, shadow if one_layout else None)
 
-    def finish(self, numbers: Numbers) -> None:
+    def finish(self, rounding_key: RoundingKey) -> None:
         """The step is done: what it left belongs to the parameter."""
         made = self._states.pop(self._shadow, None)
         if made is None:
             return
         if self._dtype is BF16 and isinstance(made, dict):
             before = self._before or {}
-            kept = {k: _rounded(v, before.get(k), self._run, k, numbers) for k, v in made.items()}
+            kept = {k: _rounded(v, before.get(k), self._run, k, rounding_key) for k, v in made.items()}
             made.clear()
             made.update(kept)
         elif self._before is None and isinstance(made, dict) and any(map(_is_bf16, made.values())):
-            _own_bf16.add(self._optimizer)
+            _keeping_bf16.add(self._optimizer)
         self._states[self._run.param] = made
 
     def undo(self) -> str | None:
@@ -191,54 +191,58 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield item
 
 
-def _shown(before: Any, widen: bool, like: Tensor | None) -> Any:
+def _shown(before: Any, cast_state_of: bool, like: Tensor | None) -> Any:
     """State as a step on a shadow sees it, in the layout of that if it is given; what was held otherwise is a copy."""
     if not isinstance(before, dict):
         return before
-    shown = {k: _widened(v) if widen else v for k, v in before.items()}
+    shown = {k: _as_fp32(v) if cast_state_of else v for k, v in before.items()}
     for key, value in shown.items() if like is not None else ():
-        if _is_held(value) and value.shape == like.shape and local(value).stride() != local(like).stride():
+        if _is_moment(value) and value.shape == like.shape and local(value).stride() != local(like).stride():
             shown[key] = laid_as(value, like, value.dtype)
     return before if all(shown[k] is v for k, v in before.items()) else shown
 
 
-class GatheredHandover(Handover):
+class GatheredShadowState(ShadowState):
     """That of a sharded parameter, for a step that sees the whole of it: only the part that this rank holds is kept.
 
     What has another shape than the parameter, such as factored moments, is whole on every rank, and the same.
     """
 
     def __init__(
-        self, optimizer: optim.Optimizer, run: Run, shadow: Tensor, dtype: torch.dtype, one_layout: bool
+        self, optimizer: optim.Optimizer, segment: Segment, shadow: Tensor, dtype: torch.dtype, one_layout: bool
     ) -> None:
-        super().__init__(optimizer, run, shadow, dtype, one_layout=False)  # the whole of a shard is contiguous
+        super().__init__(optimizer, segment, shadow, dtype, one_layout=False)  # the whole of a shard is contiguous
         if self._before is not None:
-            self._states[shadow] = {key: _whole(value) for key, value in self._before.items()}
+            self._states[shadow] = {key: _gathered(value) for key, value in self._before.items()}
 
-    def finish(self, numbers: Numbers) -> None:
+    def finish(self, rounding_key: RoundingKey) -> None:
         made, param, before = self._states.pop(self._shadow, None), self._run.param, self._before or {}
         if made is None:
             return
         for key, value in made.items():
             if not (isinstance(value, Tensor) and value.dim() and value.shape == param.shape):
-                made[key] = _rounded(value, before.get(key), self._run, key, numbers) if self._dtype is BF16 else value
+                made[key] = (
+                    _rounded(value, before.get(key), self._run, key, rounding_key) if self._dtype is BF16 else value
+                )
                 continue
-            dtype = BF16 if self._dtype is BF16 and _is_held(value) else value.dtype
+            dtype = BF16 if self._dtype is BF16 and _is_moment(value) else value.dtype
             kept = torch.empty_like(param, dtype=dtype, requires_grad=False) if key not in before else before[key]
             if dtype is value.dtype:
                 local(kept).copy_(held_part(param, value))
             else:
-                numbers.round_into(local(kept), held_part(param, value), f"{self._run.name}.{key}", 0, self._run.box)
+                rounding_key.round_into(
+                    local(kept), held_part(param, value), f"{self._run.name}.{key}", 0, self._run.box
+                )
             made[key] = kept
         self._states[param] = made
 
 
-def _whole(value: Any) -> Any:
+def _gathered(value: Any) -> Any:
     """A state value as a step on a whole parameter sees it, of its own."""
     if not isinstance(value, Tensor):
         return value
     whole = value.full_tensor() if is_sharded(value) else value.clone()
-    return _widened(whole)
+    return _as_fp32(whole)
 
 
 class SlicedState:
@@ -260,47 +264,47 @@ class SlicedState:
     def _is_full(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape == self._param.shape
 
-    def show(self, run: Run, shadow: Tensor) -> None:
+    def show(self, segment: Segment, shadow: Tensor) -> None:
         if self._old is None:
             return
         shown = {}
         for key, value in self._old.items():
             if self._is_full(value):
-                value = self._part(run, value)
+                value = self._part(segment, value)
             elif isinstance(value, Tensor):
                 value = value.clone()
             shown[key] = value
         self._states[shadow] = shown
 
-    def take(self, run: Run, shadow: Tensor, numbers: Numbers) -> None:
+    def take(self, segment: Segment, shadow: Tensor, rounding_key: RoundingKey) -> None:
         for key, value in self._states.pop(shadow, {}).items():
             if isinstance(value, Tensor) and value.shape == shadow.shape:
                 if self._new.get(key) is None:
-                    dtype = BF16 if self._dtype is BF16 and _is_held(value) else value.dtype
+                    dtype = BF16 if self._dtype is BF16 and _is_moment(value) else value.dtype
                     self._new[key] = torch.empty_like(self._param, dtype=dtype, requires_grad=False)
-                self._put(run, key, value, numbers)
+                self._put(segment, key, value, rounding_key)
             else:
                 self._new[key] = value
 
-    def _part(self, run: Run, value: Tensor) -> Tensor:
+    def _part(self, segment: Segment, value: Tensor) -> Tensor:
         """A part of the parameter's state as the weights are shown: a view if that is flat."""
-        view = run.flat(value)
+        view = segment.flat(value)
         if view is None:
-            view = torch.empty(run.count, dtype=value.dtype, device=value.device)
-            for block, part in run.spread(view):
+            view = torch.empty(segment.count, dtype=value.dtype, device=value.device)
+            for block, part in segment.spread(view):
                 part.copy_(block.of(value))
-        return _widened(view)
+        return _as_fp32(view)
 
-    def _put(self, run: Run, key: str, value: Tensor, numbers: Numbers) -> None:
+    def _put(self, segment: Segment, key: str, value: Tensor, rounding_key: RoundingKey) -> None:
         full = self._new[key]
-        view = run.flat(full)
+        view = segment.flat(full)
         if view is not None and view.dtype is value.dtype and view.data_ptr() == value.data_ptr():
             return
-        for block, part in run.spread(value):
+        for block, part in segment.spread(value):
             if full.dtype is value.dtype:
                 block.of(full).copy_(part)
             else:
-                numbers.round_into(block.of(full), part, f"{run.name}.{key}", block.at, block.box)
+                rounding_key.round_into(block.of(full), part, f"{segment.name}.{key}", block.at, block.box)
 
     def finish(self) -> None:
         """All slices are done."""

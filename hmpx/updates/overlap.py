@@ -13,19 +13,19 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.rounding.xla import is_lazy
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.weights import Run
+from hmpx.updates.weights import Segment
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 
-def refuse_overlaps(runs: Sequence[Run]) -> None:
+def refuse_overlaps(segments: Sequence[Segment]) -> None:
     """Raise where parameters share elements, for a step that reads all weights before it writes one, or has masters."""
-    for run in runs:
-        if run.overlaps is not None:
-            other = next(each.name for each in runs if each.param is run.overlaps)
+    for segment in segments:
+        if segment.overlaps is not None:
+            other = next(each.name for each in segments if each.param is segment.overlaps)
             raise HmpxError(
-                f"parameters {run.name!r} and {other!r} share memory, and each update would undo the other: "
+                f"parameters {segment.name!r} and {other!r} share memory, and each update would undo the other: "
                 "give the optimizer one of them"
             )
 

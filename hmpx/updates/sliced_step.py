@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from hmpx.updates.gradients.shown import can_be_written
+from hmpx.updates.gradients.shadow import can_be_written
 from hmpx.updates.layout import memory_order, unfolded
 from hmpx.updates.optimizer_scope import by_memory
-from hmpx.updates.optimizer_state import GatheredHandover, Handover, SlicedState
+from hmpx.updates.optimizer_state import GatheredShadowState, ShadowState, SlicedState
 from hmpx.updates.ranks.sharding import held_part, like, local
-from hmpx.updates.weights import Numbers, Run, Stochastic
+from hmpx.updates.weights import RoundingKey, Segment, Stochastic
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -35,21 +35,23 @@ def slice_size(elements: int) -> int:
     return min(max(elements // _PARTS, _FLOOR), _CEILING) // _ALIGN * _ALIGN
 
 
-def cut(runs: Iterable[Run], size: int, parts: Callable[[Run], Iterable[Run]]) -> Iterator[list[Run]]:
+def cut(
+    segments: Iterable[Segment], size: int, parts: Callable[[Segment], Iterable[Segment]]
+) -> Iterator[list[Segment]]:
     """Batches of at most `size` elements: small parameters together, large ones in `parts`.
 
     A sharded parameter is always given to `parts`; what has to be gathered is a batch of its own, so that all ranks
     gather in the same order. Parameters that share memory come one after the other, as they would without slices.
     """
-    batch: list[Run] = []
+    batch: list[Segment] = []
     room = size
-    for run in runs:
-        count = run.count
-        if batch and (count > room or run.overlaps is not None):
+    for segment in segments:
+        count = segment.count
+        if batch and (count > room or segment.overlaps is not None):
             yield batch
             batch, room = [], size
-        pieces = [run] if count <= room and run.box is None else list(parts(run))
-        if count <= room and not pieces[0].is_gathered and run.overlaps is None:
+        pieces = [segment] if count <= room and segment.box is None else list(parts(segment))
+        if count <= room and not pieces[0].is_gathered and segment.overlaps is None:
             batch += pieces
             room -= count
         else:
@@ -62,9 +64,14 @@ class SlicedStep:
     """One step of an optimizer that treats each element, or each parameter, by itself."""
 
     def __init__(
-        self, optimizer: Optimizer, step: Callable, way: Stochastic, state_dtype: torch.dtype, numbers: Numbers
+        self,
+        optimizer: Optimizer,
+        step: Callable,
+        store: Stochastic,
+        state_dtype: torch.dtype,
+        rounding_key: RoundingKey,
     ) -> None:
-        self._optimizer, self._step, self._way, self._numbers = optimizer, step, way, numbers
+        self._optimizer, self._step, self._store, self._rounding_key = optimizer, step, store, rounding_key
         self._state_dtype, self._by_memory = state_dtype, by_memory(optimizer)
         self._group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         with torch.no_grad():
@@ -76,96 +83,105 @@ class SlicedStep:
         self._grads: dict[Parameter, Tensor] = {}
         self._others: list[Parameter] = []
 
-    def run(self, runs: list[Run], others: list[Parameter], by_element: bool) -> None:
-        """Step BF16 parameters, each given as a whole run, on FP32 shadows, and `others` as they are.
+    def run(self, segments: list[Segment], others: list[Parameter], by_element: bool) -> None:
+        """Step BF16 parameters, each given as one whole segment, on FP32 shadows, and `others` as they are.
 
         Under `torch.no_grad()`, and without a closure.
         """
         self._others = others
-        self._grads = {run.param: _held_gradient(run) for run in runs}
-        for device in {run.param.device: None for run in runs}:
-            here = [run for run in runs if run.param.device == device]
-            if sum(run.param.numel() for run in here) > _FLOOR:  # not what this rank holds: ranks must agree
+        self._grads = {segment.param: _held_gradient(segment) for segment in segments}
+        for device in {segment.param.device: None for segment in segments}:
+            here = [segment for segment in segments if segment.param.device == device]
+            if sum(segment.param.numel() for segment in here) > _FLOOR:  # not what this rank holds: ranks must agree
                 here = self._each_group_first(here)
-            for batch in cut(here, self._size, self._parts if by_element else lambda run: [run]):
+            for batch in cut(here, self._size, self._parts if by_element else lambda segment: [segment]):
                 self._batch(batch)
         if self._others:
             self._batch([])
 
-    def _each_group_first(self, runs: list[Run]) -> list[Run]:
+    def _each_group_first(self, segments: list[Segment]) -> list[Segment]:
         """The smallest parameter of each group in front: what is wrong with a group shows before a write-back."""
-        smallest = {self._group[run.param]: run for run in sorted(runs, key=lambda run: -run.param.numel())}
+        smallest = {
+            self._group[segment.param]: segment
+            for segment in sorted(segments, key=lambda segment: -segment.param.numel())
+        }
         first = list(smallest.values())
-        return first + [run for run in runs if run not in first]
+        return first + [segment for segment in segments if segment not in first]
 
-    def _parts(self, run: Run) -> Iterable[Run]:
-        p = run.param
+    def _parts(self, segment: Segment) -> Iterable[Segment]:
+        p = segment.param
         if not p.dim():
-            return [run]
+            return [segment]
         self._sliced[p] = state = SlicedState(self._optimizer.state, p, self._state_dtype)
-        together = [local(p), self._grads[p], *state.tensors(), *self._way.held(p)]
+        together = [local(p), self._grads[p], *state.tensors(), *self._store.held(p)]
         if all(tensor.is_contiguous() for tensor in together):
-            return run.parts(self._size, order=None)
-        return run.parts(self._size, memory_order(p) if run.box is None else tuple(range(p.dim())))
+            return segment.parts(self._size, order=None)
+        return segment.parts(self._size, memory_order(p) if segment.box is None else tuple(range(p.dim())))
 
-    def _batch(self, batch: list[Run]) -> None:
+    def _batch(self, batch: list[Segment]) -> None:
         states = self._optimizer.state
         shadows = self._shadows(batch) if batch else []
         others, self._others = self._others, []
-        whole: list[Handover] = []
+        whole: list[ShadowState] = []
         try:
-            for run, shadow in zip(batch, shadows, strict=True):
-                if run.start is None:
-                    kind = GatheredHandover if run.is_gathered else Handover
-                    whole.append(kind(self._optimizer, run, shadow, self._state_dtype, self._by_memory))
+            for segment, shadow in zip(batch, shadows, strict=True):
+                if segment.start is None:
+                    kind = GatheredShadowState if segment.is_gathered else ShadowState
+                    whole.append(kind(self._optimizer, segment, shadow, self._state_dtype, self._by_memory))
                 else:
-                    self._sliced[run.param].show(run, shadow)
-            shown = {run.param: shadow for run, shadow in zip(batch, shadows, strict=True)}
+                    self._sliced[segment.param].show(segment, shadow)
+            shown = {segment.param: shadow for segment, shadow in zip(batch, shadows, strict=True)}
             self._versions = {shadow: _versions(states.get(shadow)) for shadow in shadows}
             grads = [(shadow.grad, shadow.grad._version) for shadow in shadows]
             with self._only(shown | {p: p for p in others}):
                 self._step(self._optimizer)
         except BaseException:
-            self.written += [run.name for run, shadow in zip(batch, shadows, strict=True) if self._has_moved(shadow)]
-            for handover in whole:
-                handover.undo()
+            self.written += [
+                segment.name for segment, shadow in zip(batch, shadows, strict=True) if self._has_moved(shadow)
+            ]
+            for state in whole:
+                state.undo()
             for shadow in shadows:
                 states.pop(shadow, None)
             raise
-        self.written += [run.name for run in batch]
-        for handover in whole:
-            handover.finish(self._numbers)
-        for run, shadow, grad in zip(batch, shadows, grads, strict=True):
-            self._hand_back(run, shadow.grad, *grad)
-            if run.start is not None:
-                self._sliced[run.param].take(run, shadow, self._numbers)
-                if run.is_last:
-                    self._sliced.pop(run.param).finish()
-            run.written()
-            for block, x in run.spread(held_part(run.param, shadow) if run.is_gathered else shadow):
-                self._way.write(block, x, self._numbers)
+        self.written += [segment.name for segment in batch]
+        for state in whole:
+            state.finish(self._rounding_key)
+        for segment, shadow, grad in zip(batch, shadows, grads, strict=True):
+            self._hand_back(segment, shadow.grad, *grad)
+            if segment.start is not None:
+                self._sliced[segment.param].take(segment, shadow, self._rounding_key)
+                if segment.is_last:
+                    self._sliced.pop(segment.param).finish()
+            segment.written()
+            for block, x in segment.spread(held_part(segment.param, shadow) if segment.is_gathered else shadow):
+                self._store.write(block, x, self._rounding_key)
 
-    def _shadows(self, batch: list[Run]) -> list[Tensor]:
+    def _shadows(self, batch: list[Segment]) -> list[Tensor]:
         """FP32 weights with FP32 gradients; plain tensors, which the listed classes take for parameters."""
-        counts = [run.count for run in batch]
+        counts = [segment.count for segment in batch]
         weights, grads = self._room(sum(counts), batch[0].param.device)
-        shadows = [_laid_out(run, run.param, flat) for run, flat in zip(batch, weights.split(counts), strict=True)]
-        self._way.read_all(*_blocks(batch, shadows))
+        shadows = [
+            _laid_out(segment, segment.param, flat) for segment, flat in zip(batch, weights.split(counts), strict=True)
+        ]
+        self._store.read_all(*_blocks(batch, shadows))
         shadows = [_gathered(*each) if each[0].is_gathered else each[1] for each in zip(batch, shadows, strict=True)]
         copied, wide = [], []
-        for run, shadow, flat in zip(batch, shadows, grads.split(counts), strict=True):
-            grad = self._grads[run.param]
-            if run.is_gathered:
+        for segment, shadow, flat in zip(batch, shadows, grads.split(counts), strict=True):
+            grad = self._grads[segment.param]
+            if segment.is_gathered:
                 continue
             if grad.layout is not torch.strided:
                 shadow.grad = grad.float()
                 continue
-            copied.append(run)
-            wide.append(_laid_out(run, run.param if self._by_memory else grad, flat).data)  # a version of its own
+            copied.append(segment)
+            wide.append(
+                _laid_out(segment, segment.param if self._by_memory else grad, flat).data
+            )  # a version of its own
             shadow.grad = wide[-1]
         if wide:
-            runs, outs = _blocks(copied, wide)
-            torch._foreach_copy_(outs, [run.of(self._grads[run.param]) for run in runs])
+            segments, outs = _blocks(copied, wide)
+            torch._foreach_copy_(outs, [segment.of(self._grads[segment.param]) for segment in segments])
         return shadows
 
     def _has_moved(self, shadow: Tensor) -> bool:
@@ -173,22 +189,22 @@ class SlicedStep:
         before = self._versions.get(shadow)
         return before is not None and _versions(self._optimizer.state.get(shadow)) != before
 
-    def _hand_back(self, run: Run, left: Tensor | None, shown: Tensor, version: int) -> None:
+    def _hand_back(self, segment: Segment, left: Tensor | None, shown: Tensor, version: int) -> None:
         """Do to the parameter's gradient what the step did to the one that it was shown."""
         scaled = getattr(self._optimizer, "grad_scale", None) is not None  # fused kernels unscale, and tell nobody
         if left is shown and left._version == version and not scaled:
             return
-        p = run.param
+        p = segment.param
         if left is None:
-            p.grad = None if run.is_last else p.grad
+            p.grad = None if segment.is_last else p.grad
             return
         if left.layout is not torch.strided:
             p.grad = left.to(p.grad.dtype)
             return
         if not can_be_written(p.grad):
             p.grad = p.grad.clone(memory_format=torch.contiguous_format)
-            self._grads[p] = _held_gradient(run)
-        for block, part in run.spread(held_part(p, left) if run.is_gathered else left):
+            self._grads[p] = _held_gradient(segment)
+        for block, part in segment.spread(held_part(p, left) if segment.is_gathered else left):
             block.of(self._grads[p]).copy_(part)
 
     def _room(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -196,14 +212,14 @@ class SlicedStep:
             self._buffers = tuple(torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
         return self._buffers[0][:count], self._buffers[1][:count]
 
-    def _only(self, shown: dict[Parameter, Tensor]) -> Showing:
+    def _only(self, shown: dict[Parameter, Tensor]) -> OnlyParameters:
         lists = [[] for _ in self._optimizer.param_groups]
         for p, q in shown.items():
             lists[self._group[p]].append(q)
-        return Showing(self._optimizer.param_groups, lists)
+        return OnlyParameters(self._optimizer.param_groups, lists)
 
 
-class Showing:
+class OnlyParameters:
     """`param_groups` hold other parameters inside the block; the lists themselves stay the same objects."""
 
     def __init__(self, groups: list[dict], lists: list[list[Tensor]]) -> None:
@@ -219,30 +235,30 @@ class Showing:
             group["params"][:] = before
 
 
-def _held_gradient(run: Run) -> Tensor:
+def _held_gradient(segment: Segment) -> Tensor:
     """Of what this rank holds; a gradient that is sharded in another way is brought into this one, once a step."""
-    return run.param.grad if run.box is None else held_part(run.param, run.param.grad)
+    return segment.param.grad if segment.box is None else held_part(segment.param, segment.param.grad)
 
 
-def _gathered(run: Run, shadow: Tensor) -> Tensor:
+def _gathered(segment: Segment, shadow: Tensor) -> Tensor:
     """The whole of a sharded parameter, for an optimizer that looks at whole ones; every rank computes the same."""
-    whole = like(run.param, shadow).full_tensor()
-    whole.grad = run.param.grad.full_tensor().float()
+    whole = like(segment.param, shadow).full_tensor()
+    whole.grad = segment.param.grad.full_tensor().float()
     return whole
 
 
-def _laid_out(run: Run, like: Tensor, flat: Tensor) -> Tensor:
-    """`flat` as a run is shown: a part flat, a whole parameter in its shape and in the layout of `empty_like(like)`."""
-    if run.start is not None:
+def _laid_out(segment: Segment, like: Tensor, flat: Tensor) -> Tensor:
+    """`flat` as the optimizer sees it: a part stays flat, a whole parameter gets the layout of `empty_like(like)`."""
+    if segment.start is not None:
         return flat
     held = local(like)
     return unfolded(flat, held.shape, memory_order(held))
 
 
-def _blocks(runs: Iterable[Run], shown: Iterable[Tensor]) -> tuple[list[Run], list[Tensor]]:
-    """The runs that can be cut out of tensors, and the places of each in what is shown."""
-    spread = [each for run, tensor in zip(runs, shown, strict=True) for each in run.spread(tensor)]
-    return [run for run, _ in spread], [tensor for _, tensor in spread]
+def _blocks(segments: Iterable[Segment], shown: Iterable[Tensor]) -> tuple[list[Segment], list[Tensor]]:
+    """The segments that can be cut out of tensors, and the places of each in what is shown."""
+    spread = [each for segment, tensor in zip(segments, shown, strict=True) for each in segment.spread(tensor)]
+    return [segment for segment, _ in spread], [tensor for _, tensor in spread]
 
 
 def _versions(state: dict | None) -> dict[str, int] | None:

@@ -19,28 +19,28 @@ _KEYS = (STEP_KEY, SEED_KEY)
 class _Known(NamedTuple):
     groups: list[dict]  # `load_state_dict` makes another list; who takes groups out or puts some in does not
     first: dict | None  # the group that carries the numbers
-    numbers: dict[str, int]
+    stored: dict[str, int]
 
 
 _known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
 
 
-def numbers(optimizer: Optimizer) -> dict[str, int]:
+def stored(optimizer: Optimizer) -> dict[str, int]:
     """What is known of the two, by their keys."""
     groups, known = optimizer.param_groups, _known.get(optimizer)
     carrier = next((group for group in groups if any(key in group for key in _KEYS)), {})
     if known is not None and known.groups is groups:
         moved = not groups or groups[0] is not known.first
         if moved or any(group is known.first for group in groups[1:]):
-            return dict(known.numbers)
+            return dict(known.stored)
     elif known is not None and not carrier:
-        return dict(known.numbers)
+        return dict(known.stored)
     return {key: carrier[key] for key in _KEYS if key in carrier}
 
 
 def keep(optimizer: Optimizer, **new: Any) -> None:
     """Take these over, by their keys, and let the first group carry what is known."""
-    now = {**numbers(optimizer), **new}
+    now = {**stored(optimizer), **new}
     groups = optimizer.param_groups
     for group in groups[1:]:
         _drop(group)
@@ -52,7 +52,7 @@ def keep(optimizer: Optimizer, **new: Any) -> None:
 def forget(optimizer: Optimizer) -> None:
     """What the groups carry counts from here on: a checkpoint was loaded, or this is a copy."""
     _known.pop(optimizer, None)
-    if numbers(optimizer):
+    if stored(optimizer):
         keep(optimizer)  # whatever becomes of the group that carries them
 
 

@@ -165,7 +165,7 @@ def _watched(step: Callable) -> Callable:
                 if how is not None and has_bf16(optimizer):
                     _refuse_plain_steps(optimizer)
                     return _in_region.step(optimizer, step, args, kwargs, how.seed)
-                if how is not None and step_count.numbers(optimizer):  # from steps of parameters that are BF16 no more
+                if how is not None and step_count.stored(optimizer):  # from steps of parameters that are BF16 no more
                     step_count.keep(optimizer)
                 _warn_of_nearest(optimizer)
                 return step(optimizer, *args, **kwargs)
@@ -189,7 +189,11 @@ def _refuse_plain_steps(optimizer: Optimizer) -> None:
 
 
 def _refuse_plain(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    if region_state.rounding() is None and ATTRIBUTE not in vars(optimizer) and optimizer_state.is_wide(optimizer):
+    if (
+        region_state.rounding() is None
+        and ATTRIBUTE not in vars(optimizer)
+        and optimizer_state.has_fp32_state(optimizer)
+    ):
         raise HmpxError(
             f"{type(optimizer).__name__} has stepped in hmpx.disable_casts(), so its state is FP32, which a plain step "
             "on BF16 parameters cannot go on with. Write `with hmpx.disable_casts(): optimizer.step()` for every step, "
@@ -233,7 +237,7 @@ def _adding(add_param_group: Callable) -> Callable:
         add_param_group(optimizer, param_group)
         attached = vars(optimizer).get(ATTRIBUTE)
         if attached is not None:
-            attached.adopt()
+            attached.sync_parameters()
 
     return add
 

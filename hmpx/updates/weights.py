@@ -1,6 +1,6 @@
 """Ways to hold the weights of a BF16 model between two steps.
 
-Each knows two things about a run of elements: how to read it in FP32 and how to write it back, both of them under
+Each knows two things about a segment of a parameter: how to read it in FP32 and how to write it back, both under
 `torch.no_grad()`.
 
 ==========  ==========================================================  =======================
@@ -9,7 +9,7 @@ nearest     BF16 weights, round to nearest, which loses small updates   + 0
 master      BF16 weights beside FP32 masters that the optimizer works   + 4
             on (Neuron's FP32ParamsCopy, NxD's use_master_weights)
 split       the same masters, bit for bit: the BF16 weight is their     + 2
-            upper half, an int16 the rest (2.06 with `checks.py`)
+            upper half, an int16 the rest (2.06 with `checksums.py`)
 ==========  ==========================================================  =======================
 
 `halves.py` has the split. Its weight is the master rounded to nearest with ties away from zero; `master` has torch's
@@ -24,18 +24,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hmpx.rounding.halves import follow, join, split
+from hmpx.rounding.halves import join, read_masters, split
 from hmpx.rounding.stochastic import round_into
+from hmpx.updates.checksums import BLOCK, checksums, clear_written
 from hmpx.updates.layout import Order, boxes, lies_flat, unfolded
 from hmpx.updates.ranks.sharding import Box, held_part, is_sharded, like, local
-from hmpx.updates.weight_checks import BLOCK, checks, clear_written
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class Segment:
     """A parameter, or the elements `start` ... `stop - 1` of it, and how the optimizer is shown them.
 
     A whole parameter is shown in its shape, a part flat. Elements are counted in row-major order, or, where `order` is
@@ -54,7 +54,7 @@ class Run:
     overlaps: Parameter | None = None  # another one that shares elements of memory
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This run of a tensor shaped like the parameter, as a view; under `torch.no_grad()`.
+        """This segment of a tensor shaped like the parameter, as a view; under `torch.no_grad()`.
 
         Of a part that has an order, see `spread`.
         """
@@ -71,12 +71,12 @@ class Run:
         lies = lies_flat(tensor, self.order)
         return tensor.permute(self.order).reshape(-1)[self.start : self.stop] if lies else None
 
-    def parts(self, size: int, order: Order | None) -> Iterator[Run]:
-        """A whole run in parts of at most `size` elements."""
+    def parts(self, size: int, order: Order | None) -> Iterator[Segment]:
+        """A whole parameter in parts of at most `size` elements."""
         for start in range(0, self.count or 1, size):  # a rank may hold nothing, and has state all the same
             yield replace(self, start=start, stop=min(start + size, self.count), order=order, at=start)
 
-    def spread(self, shown: Tensor) -> list[tuple[Run, Tensor]]:
+    def spread(self, shown: Tensor) -> list[tuple[Segment, Tensor]]:
         """Runs that can be cut out of any tensor shaped like the parameter, each with its place in `shown`."""
         if self.order is None:
             return [(self, shown)]
@@ -84,12 +84,12 @@ class Run:
         for index in boxes(sizes, self.order, self.start, self.stop):
             block = tuple(i.stop - i.start for i in index)
             end = begin + math.prod(block)
-            run = replace(self, start=self.start + begin, stop=self.start + end, order=None, index=index)
+            segment = replace(self, start=self.start + begin, stop=self.start + end, order=None, index=index)
             if self.order == tuple(range(len(sizes))):
-                run = replace(run, at=run.start)
+                segment = replace(segment, at=segment.start)
             else:
-                run = replace(run, at=0, box=Box.cut(tuple(sizes), block, tuple(i.start for i in index)))
-            spread.append((run, unfolded(shown[begin:end], block, self.order)))
+                segment = replace(segment, at=0, box=Box.cut(tuple(sizes), block, tuple(i.start for i in index)))
+            spread.append((segment, unfolded(shown[begin:end], block, self.order)))
             begin = end
         return spread
 
@@ -117,7 +117,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class RoundingKey:
     """What, beside name and element, the random numbers of one step depend on."""
 
     seed: int
@@ -143,13 +143,13 @@ class Stochastic:
 
     bytes_beside = 0.0  # what is held for each weight
 
-    def read_all(self, runs: list[Run], outs: list[Tensor]) -> None:
-        """Copy the weights of each of `runs` into an FP32 tensor."""
-        torch._foreach_copy_(outs, [run.of(run.param) for run in runs])
+    def read_all(self, segments: list[Segment], outs: list[Tensor]) -> None:
+        """Copy the weights of each of `segments` into an FP32 tensor."""
+        torch._foreach_copy_(outs, [segment.of(segment.param) for segment in segments])
 
-    def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
-        """Make the FP32 tensor `x` the weights of `run`."""
-        numbers.round_into(run.of(run.param), x, run.name, run.at, run.box)
+    def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
+        """Make the FP32 tensor `x` the weights of `segment`."""
+        rounding_key.round_into(segment.of(segment.param), x, segment.name, segment.at, segment.box)
 
     def held(self, param: Parameter) -> list[Tensor]:
         """The tensors that are kept beside a weight."""
@@ -162,8 +162,8 @@ class Stochastic:
 class Nearest(Stochastic):
     """BF16 alone, as a plain torch step leaves it, but computed in FP32."""
 
-    def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
-        run.of(run.param).copy_(x)
+    def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
+        segment.of(segment.param).copy_(x)
 
 
 class Master(Stochastic):
@@ -177,27 +177,27 @@ class Master(Stochastic):
     def held(self, param: Parameter) -> list[Tensor]:
         return [self._masters[param]] if param in self._masters else []
 
-    def read_all(self, runs: list[Run], outs: list[Tensor]) -> None:
-        for run, out in zip(runs, outs, strict=True):
-            self._read(run, out)
+    def read_all(self, segments: list[Segment], outs: list[Tensor]) -> None:
+        for segment, out in zip(segments, outs, strict=True):
+            self._read(segment, out)
 
-    def _read(self, run: Run, out: Tensor) -> None:
-        masters, held = self._masters.get(run.param), local(run.param)
+    def _read(self, segment: Segment, out: Tensor) -> None:
+        masters, held = self._masters.get(segment.param), local(segment.param)
         if masters is None or masters.shape != held.shape:
-            self._masters[run.param] = held.float()
+            self._masters[segment.param] = held.float()
         elif masters.device != held.device:
-            self._masters[run.param] = masters.to(held.device)
-        follow(run.of(self._masters[run.param]), run.of(run.param), out)
+            self._masters[segment.param] = masters.to(held.device)
+        read_masters(segment.of(self._masters[segment.param]), segment.of(segment.param), out)
 
-    def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
-        run.of(self._masters[run.param]).copy_(x)
-        run.of(run.param).copy_(x)
+    def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
+        segment.of(self._masters[segment.param]).copy_(x)
+        segment.of(segment.param).copy_(x)
 
-    def masters(self, run: Run) -> Tensor:
+    def masters(self, segment: Segment) -> Tensor:
         """The FP32 masters of a whole parameter, sharded as the parameter is."""
-        out = torch.empty_like(local(run.param), dtype=torch.float32)
-        self.read_all([run], [out])
-        return like(run.param, out) if is_sharded(run.param) else out
+        out = torch.empty_like(local(segment.param), dtype=torch.float32)
+        self.read_all([segment], [out])
+        return like(segment.param, out) if is_sharded(segment.param) else out
 
     def set_masters(self, param: Parameter, masters: Tensor) -> None:
         """Take FP32 masters over, from a checkpoint. They hold where the weights are what they round to."""
@@ -214,9 +214,9 @@ class Master(Stochastic):
 class Split(Master):
     """FP32 masters in two halves, of which the upper one is the weight itself.
 
-    Two halves cannot tell a weight that somebody wrote to; `checks.py` can. A block of weights keeps its lower halves
-    if its values are what the last step left, whoever wrote them in between; else they are zero, which is to say that
-    the weights count. Masters from a checkpoint stay whole until the first step, because the weights may be loaded
+    Two halves cannot tell a weight that somebody wrote to; `checksums.py` can. A block of weights keeps its lower
+    halves if its values are those that the last step left; else its lower halves become zero, so that the weights
+    count. Masters from a checkpoint stay whole until the first step, because the weights may be loaded
     after them, and from a run that rounded ties to even.
     """
 
@@ -225,24 +225,24 @@ class Split(Master):
     def __init__(self) -> None:
         super().__init__()
         self._lower: dict[Parameter, Tensor] = {}  # in row-major order, whatever the weight's memory is like
-        self._checks: dict[Parameter, Tensor] = {}  # none of a parameter that a step has been writing to
+        self._checksums: dict[Parameter, Tensor] = {}  # none of a parameter that a step has been writing to
 
     def held(self, param: Parameter) -> list[Tensor]:
         return super().held(param) + ([self._lower[param]] if param in self._lower else [])
 
-    def _read(self, run: Run, out: Tensor) -> None:
-        if run.param in self._masters:
-            super()._read(run, out)
+    def _read(self, segment: Segment, out: Tensor) -> None:
+        if segment.param in self._masters:
+            super()._read(segment, out)
             return
-        if run.offset == 0:
-            self._follow(run.param)
-        if run.param in self._lower:
-            join(run.of(run.param), run.of(self._lower[run.param]), out)
+        if segment.offset == 0:
+            self._follow(segment.param)
+        if segment.param in self._lower:
+            join(segment.of(segment.param), segment.of(self._lower[segment.param]), out)
         else:
-            out.copy_(run.of(run.param))
+            out.copy_(segment.of(segment.param))
 
     def _follow(self, param: Parameter) -> None:
-        held, lower, before = local(param), self._lower.get(param), self._checks.get(param)
+        held, lower, before = local(param), self._lower.get(param), self._checksums.get(param)
         if lower is not None and lower.shape != held.shape:
             self._lower.pop(param)
             return
@@ -251,25 +251,25 @@ class Split(Master):
         if lower is not None and before is not None:
             clear_written(held, before.to(held.device), lower)
 
-    def write(self, run: Run, x: Tensor, numbers: Numbers) -> None:
-        held = local(run.param)
-        if run.param not in self._lower:
-            self._lower[run.param] = torch.zeros(held.shape, dtype=torch.int16, device=held.device)
-        self._checks.pop(run.param, None)
-        split(x, run.of(run.param), run.of(self._lower[run.param]))
-        if run.is_last:
-            self._masters.pop(run.param, None)
-            self._checks[run.param] = checks(held)
+    def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
+        held = local(segment.param)
+        if segment.param not in self._lower:
+            self._lower[segment.param] = torch.zeros(held.shape, dtype=torch.int16, device=held.device)
+        self._checksums.pop(segment.param, None)
+        split(x, segment.of(segment.param), segment.of(self._lower[segment.param]))
+        if segment.is_last:
+            self._masters.pop(segment.param, None)
+            self._checksums[segment.param] = checksums(held)
 
     def drop(self, param: Parameter) -> None:
         super().drop(param)
         self._lower.pop(param, None)
-        self._checks.pop(param, None)
+        self._checksums.pop(param, None)
 
     def forget(self) -> None:
         super().forget()
         self._lower.clear()
-        self._checks.clear()
+        self._checksums.clear()
 
 
 WAYS = {"stochastic": Stochastic, "nearest": Nearest, "master": Master, "split": Split}

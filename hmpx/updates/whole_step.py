@@ -14,12 +14,12 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding.xla import is_lazy
-from hmpx.updates.gradients.shown import ShownGradients
-from hmpx.updates.interrupts import Deferral, tear
+from hmpx.updates.gradients.shadow import ShadowGradients
+from hmpx.updates.interrupts import DeferredSignals, mark_incomplete
 from hmpx.updates.optimizer_scope import by_memory
-from hmpx.updates.optimizer_state import Handover
+from hmpx.updates.optimizer_state import ShadowState
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.weights import Numbers, Run, Stochastic
+from hmpx.updates.weights import RoundingKey, Segment, Stochastic
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
@@ -28,25 +28,33 @@ Optimizer = torch.optim.Optimizer
 class WholeStep:
     """One step on shadows. Optimizers that `optimizer` holds (Lookahead's base) see the same shadows."""
 
-    def __init__(self, optimizer: Optimizer, runs: list[Run], way: Stochastic, state_dtype: torch.dtype) -> None:
+    def __init__(
+        self, optimizer: Optimizer, segments: list[Segment], store: Stochastic, state_dtype: torch.dtype
+    ) -> None:
         self._members = list(_nested(optimizer))
         self._lists = list({id(g["params"]): g["params"] for o in self._members for g in o.param_groups}.values())
-        self._runs, self._way, self._state_dtype = {run.param: run for run in runs}, way, state_dtype
+        self._segments, self._store, self._state_dtype = (
+            {segment.param: segment for segment in segments},
+            store,
+            state_dtype,
+        )
         self._by_memory = by_memory(*self._members)
         self._shadow: dict[Parameter, Parameter] = {}
-        self._states: list[Handover] = []
-        self._grads = ShownGradients(self._by_memory)
+        self._states: list[ShadowState] = []
+        self._grads = ShadowGradients(self._by_memory)
         self._before: dict[Parameter, torch.Tensor] = {}  # weights that a closure's trial points overwrite
         self._seen: dict[Parameter, tuple[int, torch.Tensor]] = {}  # weights that only a closure may change
 
-    def run(self, step: Callable, args: tuple, kwargs: dict, numbers: Numbers, signals: Deferral) -> Any:
+    def run(
+        self, step: Callable, args: tuple, kwargs: dict, rounding_key: RoundingKey, signals: DeferredSignals
+    ) -> Any:
         """Step; if that raises, parameters, gradients, `param_groups` and `state` are as they were.
 
         State that the step has written to in place cannot be: then the optimizer says so until it is given another.
         """
         try:
             with torch.no_grad():
-                self._put_in()
+                self._show_shadows()
             args, kwargs = replace_closure(args, kwargs, self._on_real_parameters)
             result = step(self._members[0], *args, **kwargs)
             with torch.no_grad():
@@ -56,43 +64,43 @@ class WholeStep:
             signals.begin()
         except BaseException as error:
             signals.begin()
-            self._exchange({q: p for p, q in self._shadow.items()})
-            moved = [name for handover in self._states if (name := handover.undo()) is not None]
+            self._replace({q: p for p, q in self._shadow.items()})
+            moved = [name for state in self._states if (name := state.undo()) is not None]
             if moved:
-                tear(self._members[0], numbers.step, moved, error)
+                mark_incomplete(self._members[0], rounding_key.step, moved, error)
             with torch.no_grad():
                 self._grads.undo()
                 for p, before in self._before.items():
                     p.copy_(before)
             raise
-        self._exchange({q: p for p, q in self._shadow.items()})
+        self._replace({q: p for p, q in self._shadow.items()})
         written: list[str] = []
         try:
             with torch.no_grad():
                 for p, q in self._shadow.items():
-                    written.append(self._runs[p].name)
-                    self._runs[p].written()
-                    self._way.write(self._runs[p], local(q.detach()), numbers)
-                for handover in self._states:
-                    handover.finish(numbers)
+                    written.append(self._segments[p].name)
+                    self._segments[p].written()
+                    self._store.write(self._segments[p], local(q.detach()), rounding_key)
+                for state in self._states:
+                    state.finish(rounding_key)
         except BaseException as error:
-            tear(self._members[0], numbers.step, written, error)
+            mark_incomplete(self._members[0], rounding_key.step, written, error)
             raise
         return result
 
-    def _put_in(self) -> None:
-        for p, run in self._runs.items():
+    def _show_shadows(self) -> None:
+        for p, segment in self._segments.items():
             weight = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
-            self._way.read_all([run], [local(weight)])
+            self._store.read_all([segment], [local(weight)])
             self._shadow[p] = q = Parameter(weight, requires_grad=p.requires_grad)
             for mark, value in vars(p).items():  # that an optimizer may look for, such as a weight-decay flag
                 vars(q).setdefault(mark, value)  # what a DTensor holds is there too
             self._grads.show(p, q)
             self._seen[p] = p._version, p.detach().clone()
-        self._exchange(self._shadow)
+        self._replace(self._shadow)
         for member in self._members:
             for p, q in self._shadow.items():
-                self._states.append(Handover(member, self._runs[p], q, self._state_dtype, self._by_memory))
+                self._states.append(ShadowState(member, self._segments[p], q, self._state_dtype, self._by_memory))
 
     def _refuse_bypass(self) -> None:
         """An optimizer that keeps a list of its own has stepped on the BF16 weights themselves, perhaps by `.data`."""
@@ -101,18 +109,18 @@ class WholeStep:
             self._before.setdefault(p, self._seen[p][1])
         if written:
             raise HmpxError(
-                f"{type(self._members[0]).__name__} wrote to parameter {self._runs[written[0]].name!r} itself: it does "
-                "not take its parameters from param_groups, so hmpx cannot step it in FP32"
+                f"{type(self._members[0]).__name__} wrote to parameter {self._segments[written[0]].name!r} itself: it "
+                "does not take its parameters from param_groups, so hmpx cannot step it in FP32"
             )
 
-    def _exchange(self, new: dict[Parameter, Parameter]) -> None:
+    def _replace(self, new: dict[Parameter, Parameter]) -> None:
         for params in self._lists:
             params[:] = [new.get(p, p) for p in params]
 
     def _is_moved(self, p: Parameter, q: Parameter) -> bool:
         """Whether the step has left the point that it was shown."""
         shown = torch.empty_like(q, requires_grad=False)
-        self._way.read_all([self._runs[p]], [local(shown)])
+        self._store.read_all([self._segments[p]], [local(shown)])
         return is_lazy(q) or not torch.equal(local(shown), local(q.detach()))
 
     def _on_real_parameters(self, closure: Callable) -> Callable:
@@ -126,12 +134,12 @@ class WholeStep:
                     if p in self._before or self._is_moved(p, q):
                         self._before.setdefault(p, p.clone())
                         p.copy_(q)  # to nearest: the shadow keeps the exact point
-            self._exchange({q: p for p, q in self._shadow.items()})
+            self._replace({q: p for p, q in self._shadow.items()})
             try:
                 with torch.enable_grad():
                     return closure(*args, **kwargs)
             finally:
-                self._exchange(self._shadow)
+                self._replace(self._shadow)
                 with torch.no_grad():
                     for p, q in self._shadow.items():
                         self._grads.show(p, q)

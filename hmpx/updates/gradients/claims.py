@@ -22,7 +22,7 @@ from hmpx.updates.ranks.checks import in_job
 Parameter = torch.nn.Parameter
 
 _lock = threading.Lock()
-_claimed: dict[int, _Claimed] = {}
+_claimed: dict[int, _ClaimedParameter] = {}
 _ended: deque[tuple[Claim, Parameter]] = deque()
 
 
@@ -37,7 +37,7 @@ class Claim:
         self.fp32, self.release = fp32, release
         self.params: dict[int, Parameter] = {}
 
-    def take(self, params: list[Parameter]) -> None:
+    def add(self, params: list[Parameter]) -> None:
         """Lay the claim to these parameters, above those that are there."""
         with _lock:
             reduced, refuse = replicas() if self.fp32 and params else {}, _refusals()
@@ -45,29 +45,29 @@ class Claim:
                 if id(p) in self.params:
                     continue
                 self.params[id(p)] = p
-                entry = _claimed.setdefault(id(p), _Claimed(p))
+                entry = _claimed.setdefault(id(p), _ClaimedParameter(p))
                 entry.claims.append(self)
-                entry.settle(reduced, refuse)
-        _end_those_that_ended()
+                entry.update(reduced, refuse)
+        _remove_ended()
 
-    def settle(self, params: Iterable[Parameter]) -> None:
+    def update(self, params: Iterable[Parameter]) -> None:
         """These were cast."""
         with _lock:
             for p in params:
-                _claimed[id(p)].settle({}, _refusals())
-        _end_those_that_ended()
+                _claimed[id(p)].update({}, _refusals())
+        _remove_ended()
 
     def drop(self, params: Iterable[Parameter]) -> None:
         """Take the claim back."""
         _ended.extend((self, p) for p in params)
-        _end_those_that_ended()
+        _remove_ended()
 
     def end(self) -> None:
         """Take it back from every parameter."""
         self.drop(list(self.params.values()))
 
 
-class _Claimed:
+class _ClaimedParameter:
     """One parameter, the claims on it, the last in front, and what is in force."""
 
     def __init__(self, param: Parameter) -> None:
@@ -77,7 +77,7 @@ class _Claimed:
         self._widened_by: Any = None  # the module that reduces the gradients, or True; None: they are as they come
         self._released = False
 
-    def settle(self, reduced: dict, refuse: tuple) -> None:
+    def update(self, reduced: dict, refuse: tuple) -> None:
         """Bring into force what the last claim says. What is in force already is not touched, nor is a gradient."""
         last = self.claims[-1] if self.claims else None
         wanted = None
@@ -105,7 +105,7 @@ class _Claimed:
         if self.claims and self.claims[-1].release is not None:
             self.claims[-1].release(p)
 
-    def begin_anew(self) -> None:
+    def install_again(self) -> None:
         """Its content was swapped for another tensor's: `grad_dtype` with it, and hooks are not called any more."""
         self._fp32.close()
         self._release.close()
@@ -113,22 +113,22 @@ class _Claimed:
         hooks = self.param._post_accumulate_grad_hooks  # which stay with the object
         if hooks is not None:
             self.param._post_accumulate_grad_hooks = hooks
-        self.settle(replicas(), _refusals())
+        self.update(replicas(), _refusals())
 
 
 def swapped(*tensors: torch.Tensor) -> None:
     """`torch.utils.swap_tensors` has exchanged the contents of these."""
     with _lock:
         for entry in [_claimed[id(t)] for t in tensors if id(t) in _claimed]:
-            entry.begin_anew()
-    _end_those_that_ended()
+            entry.install_again()
+    _remove_ended()
 
 
 def _refusals() -> tuple[Callable, Callable]:
     return refuse_ddp("use_fp32_grad_acc"), refuse_ddp("release_gradients")
 
 
-def _end_those_that_ended() -> None:
+def _remove_ended() -> None:
     """Whoever holds the lock does this when it is free again."""
     while _ended and _lock.acquire(blocking=False):
         try:
@@ -139,7 +139,7 @@ def _end_those_that_ended() -> None:
                 if entry is None or claim not in entry.claims:
                     continue
                 entry.claims.remove(claim)
-                entry.settle({}, _refusals())
+                entry.update({}, _refusals())
                 if not entry.claims:
                     _claimed.pop(id(p))
         finally:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hmpx.errors import HmpxError
 from hmpx.updates.checkpoints import Checkpoints
-from hmpx.updates.names import lend
+from hmpx.updates.names import share_names
 
 
 def inner(optimizer: Optimizer) -> Optimizer | None:
@@ -28,11 +28,11 @@ def inner(optimizer: Optimizer) -> Optimizer | None:
             "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps in functions of its own, which hmpx does not see; "
             "leave overlap_with_ddp out"
         )
-    lend(optimizer, optimizer.optim)
+    share_names(optimizer, optimizer.optim)
     return optimizer.optim
 
 
-def follow_loads(outer: Optimizer, checkpoints: Checkpoints, undo: contextlib.ExitStack) -> None:
+def watch_loads(outer: Optimizer, checkpoints: Checkpoints, undo: contextlib.ExitStack) -> None:
     """A load puts state into the inner optimizer past its hooks, masters included; `undo` removes the hook."""
 
     def loaded(outer: Optimizer) -> None:

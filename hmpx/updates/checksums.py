@@ -1,12 +1,12 @@
-"""Checks of BF16 weights: what tells that somebody wrote to them, in a sixteenth of a byte a weight.
+"""Checksums of BF16 weights: what tells that somebody wrote to them, in a sixteenth of a byte a weight.
 
-A check is 16 bits over a block of `BLOCK` weights that follow one another in row-major order::
+A checksum is 16 bits over a block of `BLOCK` weights that follow one another in row-major order::
 
-    check = (u_0 * m_0 + u_1 * m_1 + ... mod 2^32) >> 16      u: the bits of a weight, m: odd constants
+    checksum = (u_0 * m_0 + u_1 * m_1 + ... mod 2^32) >> 16      u: the bits of a weight, m: odd constants
 
 It depends on values alone, not on where they lie in memory or how often they were written. Of 65536 blocks with other
-values than before, one has the check that it had. A parameter of at most `SMALL` weights has blocks of one weight,
-whose check, with m = 2^16, is the weight itself: there each weight is told apart, at 2 bytes each.
+values than before, one has the checksum that it had. A parameter of at most `SMALL` weights has blocks of one weight,
+whose checksum, with m = 2^16, is the weight itself: there each weight is told apart, at 2 bytes each.
 
 Source: MULTILINEAR of Lemire and Kaser, "Strongly universal string hashing is fast" (The Computer Journal, 2014).
 
@@ -32,13 +32,13 @@ SMALL = 4096
 _CHUNK = 1 << 18  # elements that are looked at at a time, where that takes temporaries
 
 
-def checks(weights: Tensor) -> Tensor:
-    """The check of each block of BF16 `weights`, int16."""
+def checksums(weights: Tensor) -> Tensor:
+    """The checksum of each block of BF16 `weights`, int16."""
     block = block_of(weights)
     out = torch.empty(-(-weights.numel() // block), dtype=torch.int16, device=weights.device)
     multipliers = _multipliers(block, weights.device)
     if weights.numel() and native.can_read(weights):
-        native.block_checks(weights, out, multipliers)
+        native.block_checksums(weights, out, multipliers)
         return out
     at = 0
     for part in _parts(weights, block):
@@ -53,8 +53,8 @@ def checks(weights: Tensor) -> Tensor:
 
 
 def clear_written(weights: Tensor, before: Tensor, beside: Tensor) -> None:
-    """Zero `beside`, shaped like `weights` and contiguous, in every block whose check is not the one of `before`."""
-    same = checks(weights) == before
+    """Zero `beside`, shaped like `weights` and contiguous, in every block whose checksum is not the one of `before`."""
+    same = checksums(weights) == before
     if not is_lazy(weights) and bool(same.all()):
         return
     block, flat = block_of(weights), beside.view(-1)
@@ -67,7 +67,7 @@ def clear_written(weights: Tensor, before: Tensor, beside: Tensor) -> None:
 
 
 def block_of(weights: Tensor) -> int:
-    """How many weights share a check."""
+    """How many weights share a checksum."""
     return 1 if weights.numel() <= SMALL else BLOCK
 
 

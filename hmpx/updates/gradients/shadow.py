@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 
-class ShownGradients:
+class ShadowGradients:
     """The gradients of whole shadows; under `torch.no_grad()`."""
 
     def __init__(self, one_layout: bool) -> None:
@@ -53,10 +53,10 @@ class ShownGradients:
 
     def undo(self) -> None:
         """The step raised: every gradient is the object that it was, with its numbers."""
-        for p, (grad, numbers) in self._before.items():
+        for p, (grad, values) in self._before.items():
             p.grad = grad
             if grad is not None and grad.layout is torch.strided and can_be_written(grad):
-                grad.copy_(numbers)
+                grad.copy_(values)
 
 
 def can_be_written(grad: Tensor) -> bool:
