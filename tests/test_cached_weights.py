@@ -14,6 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import hmpx
+from hmpx.casts import weight_cache
 
 BF16 = torch.bfloat16
 DATA = torch._C.TensorBase.__dict__["data"]
@@ -33,7 +34,7 @@ def x():
 def converted(torch_is_untouched):
     hmpx.convert()
     yield
-    assert not hmpx.weight_cache.open_caches and "data" not in vars(torch.Tensor) and torch.Tensor.data is DATA
+    assert not weight_cache.open_caches and "data" not in vars(torch.Tensor) and torch.Tensor.data is DATA
 
 
 def casts(work):
@@ -153,7 +154,7 @@ def test_a_weight_whose_storage_something_else_holds_is_not_kept(model, x, alias
     held = alias(model[0].weight)
     with hmpx.cached_weights() as cache, caplog.at_level(logging.WARNING, "hmpx"):
         model(x)
-        assert len(hmpx.weight_cache.current().casts) == 3 or isinstance(held, torch.UntypedStorage)
+        assert len(weight_cache.current().casts) == 3 or isinstance(held, torch.UntypedStorage)
         if not isinstance(held, torch.UntypedStorage):
             held *= 2
             assert "1 casts made anew: something else holds its storage" in repr(cache)
@@ -303,7 +304,7 @@ def test_transforms_modes_and_compiled_code_make_their_own_casts(model, x):
 
         with FakeTensorMode(allow_non_fake_inputs=True):
             model(x)
-        assert not hmpx.weight_cache.current().casts
+        assert not weight_cache.current().casts
         assert torch.equal(model(x), expected) and casts(lambda: model(x)) == 0
         assert torch.equal(compiled(x), expected)
     torch._dynamo.reset()

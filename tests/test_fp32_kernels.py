@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.casts import fp32_kernels
+from hmpx.casts import fp32_kernels, weight_cache
 from hmpx.errors import HmpxError
 
 LOW = (torch.bfloat16, torch.float16)
@@ -343,13 +343,13 @@ def test_cached_weights_keep_the_rounded_weight_in_fp32_and_count_it():
         with hmpx.cached_weights() as cache:
             assert torch.equal(model(x), expected)
             assert torch.equal(model(x), expected)
-            (kept,) = hmpx.weight_cache.current().casts
+            (kept,) = weight_cache.current().casts
             assert torch.equal(kept, model.weight.bfloat16())
-            assert hmpx.weight_cache.current().nbytes == 4 * 16 * 32
+            assert weight_cache.current().nbytes == 4 * 16 * 32
             assert "1 casts, 0.0 MiB" in repr(cache)
             model.weight.data.mul_(2)
             assert torch.equal(model(x), expected * 2)
-            assert hmpx.weight_cache.current().nbytes == 4 * 16 * 32
+            assert weight_cache.current().nbytes == 4 * 16 * 32
         half = nn.Linear(16, 32, bias=False).requires_grad_(False).bfloat16()
         expected = half(x)
         with hmpx.cached_weights():
