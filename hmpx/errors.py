@@ -27,8 +27,16 @@ for _error in (HmpxError, OpListError, UnknownOpError, OptLevelError):
     _error.__module__ = "hmpx"
 
 
-def nearest(name: str, legal: Iterable[str], cutoff: float = 0.6) -> str:
-    """``"; did you mean 'conv2d'?"`` for the closest legal name, or an empty string."""
-    by_lowercase = {candidate.lower(): candidate for candidate in legal}
-    close = difflib.get_close_matches(name.lower(), by_lowercase, n=1, cutoff=cutoff)
-    return f"; did you mean {by_lowercase[close[0]]!r}?" if close else ""
+def did_you_mean(name: str, legal: Iterable[str], cutoff: float = 0.6, meant: str | None = None) -> str:
+    """``"; did you mean 'conv2d'?"``, or an empty string: the one wording of every suggestion.
+
+    Args:
+        legal: names of the kind that was asked for; the one spelt most like `name` is suggested.
+        cutoff: how alike they must be, from 0 to 1.
+        meant: what the name stands for, where that is known. It goes before what is only spelt alike.
+    """
+    if meant is None:
+        by_lowercase = {candidate.lower(): candidate for candidate in legal}
+        close = difflib.get_close_matches(name.lower(), by_lowercase, n=1, cutoff=cutoff)
+        meant = by_lowercase[close[0]] if close else None
+    return f"; did you mean {meant!r}?" if meant else ""

@@ -106,7 +106,17 @@ BAD = {
     "a dash": (b"conv2d\n- relu\n", "ops.txt:2: '- relu' is no op name; did you mean 'relu'?"),
     "two names": (b"conv2d relu\n", "ops.txt:1: 'conv2d relu' is no op name; write one name a line"),
     "a typo": (b"\nconv2dd\n", "ops.txt:2: unknown op 'conv2dd'; did you mean 'conv2d'?"),
-    "case": (b"Conv2d\n", "ops.txt:1: unknown op 'Conv2d'; did you mean 'conv2d'?"),
+    "case": (b"conv2D\n", "ops.txt:1: unknown op 'conv2D'; did you mean 'conv2d'?"),
+    "a class": (b"BCELoss\n", "ops.txt:1: 'BCELoss' is a class, and a list names functions; did you mean 'binary_cro"),
+    "a class by its path": (b"nn.Linear\n", ":1: 'nn.Linear' is a class, and a list names functions; did you mean 'li"),
+    "a class of many parts": (b"torch.nn.Transformer\n", "functions: list the functions that its forward calls"),
+    "another name": (b"bce_loss\n", "ops.txt:1: unknown op 'bce_loss'; did you mean 'binary_cross_entropy'?"),
+    "the name of a module": (
+        b"conv_transpose_2d\n",
+        "unknown op 'conv_transpose_2d'; did you mean 'conv_transpose2d'?",
+    ),
+    "elsewhere's name": (b"attention\n", "unknown op 'attention'; did you mean 'scaled_dot_product_attention'?"),
+    "a module that is torch's": (b"nn.functional.gelu\n", "op 'nn.functional.gelu'; did you mean 'gelu'?"),
     "a conversion": (b"to\n", "ops.txt:1: unknown op 'to'"),
     "torch's, but wrong": (b"torch.nn.functional.sofmax\n", "ops.txt:1: unknown op"),
 }
@@ -145,6 +155,32 @@ def test_bad_trees_name_file_and_line(tmp_path, case):
     with pytest.raises(hmpx.OpListError) as error:
         hmpx.convert(bf16_file_path=path)
     assert message in str(error.value) and str(path) in str(error.value)
+
+
+def test_all_problems_of_lists_are_said_at_once(tmp_path, lists):
+    """Seven in two files, each with its line, of whatever kind."""
+    given = lists(bf16="mm sofmax linaer nn.Linear", fp32="log mm")
+    (tmp_path / "bf16.txt").write_text("mm\nsofmax\n- relu\nlinaer\nnn.Linear\ngelu relu\n")
+    (tmp_path / "fp32.txt").write_text("log\nmm\nlgo\n")
+    with pytest.raises(hmpx.OpListError) as error:
+        hmpx.convert(**given)
+    places = [line.partition(": ")[0].rpartition("/")[2] for line in str(error.value).splitlines()]
+    assert sorted(places) == [*(f"bf16.txt:{line}" for line in (2, 3, 4, 5, 6)), "fp32.txt:2", "fp32.txt:3"]
+    tree = tmp_path / "ops.yaml"
+    tree.write_text("bf16: [mm, sofmax]\nfp23: [log]\nfp32:\n  - [log]\n  - lgo\n? [a]\n: b\n")
+    with pytest.raises(hmpx.OpListError) as error:
+        hmpx.convert(bf16_file_path=tree)
+    assert [line.partition(": ")[0].rpartition(":")[2] for line in str(error.value).splitlines()] == list("24615")
+    with pytest.raises(hmpx.UnknownOpError) as error:  # all of one kind: an error of that kind
+        hmpx.convert(**lists(bf16="sofmax linaer"))
+    assert len(str(error.value).splitlines()) == 2
+    with pytest.raises(hmpx.OpListError, match="fp23"):
+        hmpx.convert("O2", bf16_file_path=_written(tree, "fp23: [log]\n"))
+
+
+def _written(path, text):
+    path.write_text(text)
+    return path
 
 
 @pytest.mark.parametrize("value", [["linear"], True, b"ops.txt", {"linear"}])

@@ -89,6 +89,13 @@ def test_another_opt_level_is_an_error_that_names_the_legal_ones(level):
         hmpx.convert(opt_level=level)
 
 
+def test_what_is_no_opt_level_but_something_else_is_told_where_it_goes():
+    with pytest.raises(hmpx.OptLevelError, match=r"'lean' is a recipe: hmpx.prepare\(model, optimizer, 'lean'\)"):
+        hmpx.convert("lean")
+    with pytest.raises(hmpx.OptLevelError, match="a list file goes to bf16_file_path="):
+        hmpx.convert("mine.txt")
+
+
 def test_o2_takes_no_lists(lists):
     with pytest.raises(hmpx.OptLevelError, match="O2 decides by itself"):
         hmpx.convert("O2", **lists(bf16="mm"))

@@ -30,7 +30,7 @@ from hmpx.casts import dynamo, op_facts
 from hmpx.casts.policy import LOW_RULES, Rule
 from hmpx.casts.rules import ELIGIBLE, METHODS, PLAIN, TARGETS, call, is_stated
 from hmpx.casts.weight_cache import open_caches, storage_of, widen_weight
-from hmpx.errors import HmpxError, nearest
+from hmpx.errors import HmpxError, did_you_mean
 
 Tensor = torch.Tensor
 KERNELS = ("auto", "native", "float32")
@@ -84,7 +84,7 @@ def choose(asked: str) -> Kernels:
         meant = os.environ[VARIABLE]
         said = f"{VARIABLE}={meant}"
     if meant not in KERNELS:
-        raise HmpxError(f"{said} does not exist{nearest(str(meant), KERNELS)} (legal: {', '.join(KERNELS)})")
+        raise HmpxError(f"{said} does not exist{did_you_mean(str(meant), KERNELS)} (legal: {', '.join(KERNELS)})")
     if meant == "auto":
         return Kernels(asked, frozenset(dtype for dtype in LOW_RULES if not has_instructions(dtype)))
     return Kernels(asked, frozenset(LOW_RULES if meant == "float32" else ()))

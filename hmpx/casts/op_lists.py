@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import yaml
 
-from hmpx.errors import OpListError, nearest
+from hmpx.errors import OpListError, did_you_mean
 
 SIDES = ("bf16", "fp32", "promote")
 LOW_PRECISION = "low_precision"  # a key of YAML files, and what may stand there
@@ -36,11 +36,12 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 @dataclass(frozen=True)
 class Listed:
-    """One name in an op list file, and where it stands."""
+    """One name in an op list file, and where it stands. `problem`: why it cannot be the name of an op."""
 
     name: str
     path: str
     line: int
+    problem: str = ""
 
     @property
     def where(self) -> str:
@@ -49,12 +50,16 @@ class Listed:
 
 @dataclass(frozen=True)
 class OpLists:
-    """The names on each side, and what the bf16 list stands for; None where nothing was said."""
+    """The names on each side, and what the bf16 list stands for; None where nothing was said.
+
+    `problems`: what is wrong with the file beside its names, which is kept so that all of it can be said at once.
+    """
 
     bf16: tuple[Listed, ...] | None = None
     fp32: tuple[Listed, ...] | None = None
     promote: tuple[Listed, ...] | None = None
     low_precision: torch.dtype | None = None
+    problems: tuple[str, ...] = ()
 
     def side(self, name: str) -> tuple[Listed, ...] | None:
         return getattr(self, name)
@@ -96,6 +101,7 @@ def read_lists(
     if len(low) > 1:
         raise OpListError(f"{' and '.join(low.values())} disagree: low_precision is {' and '.join(map(str, low))}")
     filled: dict[str, Any] = {"low_precision": next(iter(low), None)}
+    filled["problems"] = tuple(problem for lists in read.values() for problem in lists.problems)
     for side in SIDES:
         if side in read:
             filled[side] = read[side].side(side)
@@ -108,7 +114,11 @@ def read_lists(
 
 
 def read_file(path: str | os.PathLike, side: str) -> OpLists:
-    """Read one op list file; a text file's names go to `side`."""
+    """Read one op list file; a text file's names go to `side`.
+
+    Raises:
+        OpListError: no list can be made of it. Wrong names and keys are kept beside the right ones (`problems`).
+    """
     path = os.fspath(path)
     text = _text(path)
     suffix = Path(path).suffix.lower()
@@ -124,7 +134,7 @@ def _text(path: str) -> str:
         folder = Path(path).parent
         siblings = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
         own = shipped().joinpath(*Path(path).parts[-2:])
-        hint = f"; hmpx ships one: {own}" if own.is_file() else nearest(Path(path).name, siblings, cutoff=0.8)
+        hint = f"; hmpx ships one: {own}" if own.is_file() else did_you_mean(Path(path).name, siblings, cutoff=0.8)
         raise OpListError(f"{path}: no such op list file{hint}") from None
     except IsADirectoryError:
         raise OpListError(f"{path}: is a directory; an op list is a .txt, .yaml or .json file") from None
@@ -153,7 +163,7 @@ def _listed(name: str, path: str, line: int) -> Listed:
             hint = "; write one name a line"
         else:
             hint = f"; did you mean {words[-1]!r}?" if words else ""
-        raise OpListError(f"{path}:{line}: {name!r} is no op name{hint}")
+        return Listed(name, path, line, f"{name!r} is no op name{hint}")
     return Listed(name, path, line)
 
 
@@ -178,50 +188,50 @@ def _read_tree(path: str, text: str, suffix: str) -> OpLists:
         kind = "nothing" if root is None else f"a {_kind(root)}"
         line = 1 if root is None else root.start_mark.line + 1
         raise OpListError(f"{path}:{line}: expected the keys {legal}, found {kind}")
-    for key, _ in root.value:
-        if not isinstance(key, yaml.ScalarNode):
-            raise OpListError(f"{path}:{key.start_mark.line + 1}: a {_kind(key)} is no key (legal: {legal})")
     found: dict[str, Any] = {}
+    problems: list[str] = []
     for key, value in root.value:
-        line = key.start_mark.line + 1
-        if key.value in keys:
-            if keys[key.value] in found:
-                raise OpListError(f"{path}:{line}: the key {key.value!r} stands here for the second time")
-            meant = (_low_precision if key.value == LOW_PRECISION else _names)(path, key.value, value)
-            if meant is not None:
-                found[keys[key.value]] = meant
-        elif suffix != ".json" and (isinstance(value, yaml.SequenceNode) or nearest(str(key.value), keys)):
-            raise OpListError(
-                f"{path}:{line}: {key.value!r} is no list that hmpx knows{nearest(str(key.value), keys)}"
-                f" (legal: {legal})"
-            )
-    if not any(key.value in keys for key, _ in root.value):
-        close = next((hint for key, _ in root.value if (hint := nearest(str(key.value), keys))), "")
+        where, hint = f"{path}:{key.start_mark.line + 1}: ", did_you_mean(str(key.value), keys)
+        if not isinstance(key, yaml.ScalarNode):
+            problems.append(f"{where}a {_kind(key)} is no key (legal: {legal})")
+        elif key.value not in keys:
+            if suffix != ".json" and (isinstance(value, yaml.SequenceNode) or hint):
+                problems.append(f"{where}{key.value!r} is no list that hmpx knows{hint} (legal: {legal})")
+        elif keys[key.value] in found:
+            problems.append(f"{where}the key {key.value!r} stands here for the second time")
+        else:
+            read = _low_precision if key.value == LOW_PRECISION else _names
+            found[keys[key.value]] = read(path, key.value, value, problems)
+    if not found and not problems:
+        close = next((hint for key, _ in root.value if (hint := did_you_mean(str(key.value), keys))), "")
         raise OpListError(f"{path}:1: holds none of the keys {legal}{close}")
-    return OpLists(**found)
+    return OpLists(**found, problems=tuple(problems))
 
 
-def _low_precision(path: str, key: str, value: yaml.Node) -> torch.dtype | None:
+def _low_precision(path: str, key: str, value: yaml.Node, problems: list[str]) -> torch.dtype | None:
     if _is_null(value):
         return None
-    if not isinstance(value, yaml.ScalarNode) or value.value not in LOW_DTYPES:
-        given = repr(value.value) if isinstance(value, yaml.ScalarNode) else f"a {_kind(value)}"
-        raise OpListError(f"{path}:{value.start_mark.line + 1}: {key} is {given}, none of {', '.join(LOW_DTYPES)}")
-    return LOW_DTYPES[value.value]
+    if isinstance(value, yaml.ScalarNode) and value.value in LOW_DTYPES:
+        return LOW_DTYPES[value.value]
+    given = repr(value.value) if isinstance(value, yaml.ScalarNode) else f"a {_kind(value)}"
+    problems.append(f"{path}:{value.start_mark.line + 1}: {key} is {given}, none of {', '.join(LOW_DTYPES)}")
+    return None
 
 
-def _names(path: str, key: str, value: yaml.Node) -> tuple[Listed, ...] | None:
-    line = value.start_mark.line + 1
+def _names(path: str, key: str, value: yaml.Node, problems: list[str]) -> tuple[Listed, ...] | None:
     if _is_null(value):
         return None
     if not isinstance(value, yaml.SequenceNode):
-        raise OpListError(f"{path}:{line}: {key!r} must be a list of names, found a {_kind(value)}")
+        where = f"{path}:{value.start_mark.line + 1}"
+        problems.append(f"{where}: {key!r} must be a list of names, found a {_kind(value)}")
+        return None
     names = []
     for item in value.value:
         line = item.start_mark.line + 1
-        if not isinstance(item, yaml.ScalarNode):
-            raise OpListError(f"{path}:{line}: {key!r} must hold names, found a {_kind(item)}")
-        names.append(_listed(item.value, path, line))
+        if isinstance(item, yaml.ScalarNode):
+            names.append(_listed(item.value, path, line))
+        else:
+            problems.append(f"{path}:{line}: {key!r} must hold names, found a {_kind(item)}")
     return tuple(names)
 
 

@@ -13,9 +13,10 @@ import torch
 
 from hmpx.casts import op_facts
 from hmpx.casts.composition import ONLY_FP32, Row
-from hmpx.casts.op_lists import SIDES, Listed, OpLists, default_lists
+from hmpx.casts.op_lists import SIDES, Listed, OpLists, default_lists, shipped
 from hmpx.casts.ops import Op, aten_only, canonical, catalog, legal_names
-from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError, nearest
+from hmpx.casts.other_names import module_class, op_meant, within_torch
+from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError, did_you_mean
 
 logger = logging.getLogger("hmpx")
 
@@ -185,38 +186,59 @@ def build_policy(
     Raises:
         HmpxError: another dtype for `low_precision`.
         OptLevelError: another level, or O2 with lists.
-        UnknownOpError: a name that stands for no op, with its file and line.
-        OpListError: a name on both sides.
+        UnknownOpError: names that stand for no op, each with its file and line.
+        OpListError: other problems of the lists, a name on both sides say. Every problem is a line of the message.
     """
     if opt_level not in OPT_LEVELS:
-        raise OptLevelError(
-            f"opt_level {opt_level!r} does not exist{nearest(str(opt_level), OPT_LEVELS)}"
-            f" (legal: {', '.join(OPT_LEVELS)}; a list file goes to bf16_file_path= or fp32_file_path=)"
-        )
+        raise OptLevelError(_no_opt_level(opt_level))
     if unknown not in ("error", "warn"):
         raise HmpxError(f"unknown={unknown!r} does not exist (legal: 'error', 'warn')")
     given = {side: lists.side(side) for side in SIDES} if lists else dict.fromkeys(SIDES)
     if opt_level == "O2":
         for side, names in given.items():
             if names is not None:
-                path = names[0].path if names else f"{side}_file_path"
-                raise OptLevelError(f"{path}: O2 decides by itself and takes no op lists; lists go with opt_level='O1'")
+                where = names[0].where if names else f"{side}_file_path"
+                raise OptLevelError(
+                    f"{where}: O2 decides by itself and takes no op lists; lists go with opt_level='O1'"
+                )
+        if lists and lists.problems:
+            raise OpListError("\n".join(lists.problems))
         policy = _o2()
     else:
-        policy = _o1(given, unknown)
+        policy = _o1(given, unknown, lists.problems if lists else ())
     low = lists.low_precision if low_precision is None and lists else low_precision
     return policy if low is None else replace(policy, low_precision=low)
 
 
-def _o1(given: dict[str, tuple[Listed, ...] | None], unknown: str) -> Policy:
+def _no_opt_level(given: object) -> str:
+    """The message for an opt_level that does not exist, which may be the name of something else."""
+    name, legal = str(given), f"(legal: {', '.join(OPT_LEVELS)})"
+    if (shipped() / "recipes" / f"{name}.yaml").is_file():
+        return (
+            f"opt_level {given!r} does not exist {legal}; {given!r} is a recipe: hmpx.prepare(model, optimizer, "
+            f"{given!r}), or hmpx.activate({given!r}) before the model is made"
+        )
+    if name.endswith((".txt", ".yaml", ".yml", ".json")):
+        return f"opt_level {given!r} does not exist {legal}; a list file goes to bf16_file_path= or fp32_file_path="
+    return f"opt_level {given!r} does not exist{did_you_mean(name, OPT_LEVELS)} {legal}"
+
+
+def _o1(given: dict[str, tuple[Listed, ...] | None], unknown: str, problems: tuple[str, ...]) -> Policy:
     defaults = default_lists()
-    chosen = {side: _resolve(names, unknown) for side, names in given.items() if names is not None}
-    _refuse_both_sides(chosen.get("bf16", {}), chosen.get("fp32", {}))
+    wrong = dict.fromkeys(problems, OpListError)  # what is wrong with the lists -> what is raised for it
+    chosen = {side: _resolve(names, unknown, wrong) for side, names in given.items() if names is not None}
+    bf16, fp32 = chosen.get("bf16", {}), chosen.get("fp32", {})
+    for name in filter(fp32.__contains__, bf16):
+        place = f"in the bf16 list at {bf16[name].where}"
+        wrong[f"{fp32[name].where}: {name!r} is on both sides; {place}"] = OpListError
+    if wrong:
+        kinds = set(wrong.values())
+        raise (kinds.pop() if len(kinds) == 1 else OpListError)("\n".join(wrong))
     own_names = {name for side in ("bf16", "fp32") for name in chosen.get(side, {})}
     for side in SIDES:
         if side not in chosen:
             # What the user lists himself outranks a default that says otherwise.
-            resolved = _resolve(defaults.side(side), "error")
+            resolved = _resolve(defaults.side(side), "error", {})
             chosen[side] = {
                 name: listed
                 for name, listed in resolved.items()
@@ -234,18 +256,22 @@ def _o2() -> Policy:
     return Policy(tuple(sorted(op_facts.O2_BF16)), tuple(fp32), (), "O2")
 
 
-def _resolve(names: tuple[Listed, ...], unknown: str) -> dict[str, Listed]:
-    """Listed names by the op they stand for; the first mention is the one remembered."""
+def _resolve(names: tuple[Listed, ...], unknown: str, wrong: dict[str, type[OpListError]]) -> dict[str, Listed]:
+    """Listed names by the op they stand for; the first mention is the one remembered. Adds to what is `wrong`."""
     ops = catalog()
     resolved: dict[str, Listed] = {}
     for listed in names:
         op = canonical(listed.name)
+        if listed.problem:
+            wrong[f"{listed.where}: {listed.problem}"] = OpListError
+            continue
         if op not in ops and not aten_only(op):
             if not may_be_user_function(listed.name):
                 message = f"{listed.where}: {unknown_op(listed.name)}"
                 if unknown == "error":
-                    raise UnknownOpError(message)
-                logger.warning("%s (skipped)", message)
+                    wrong[message] = UnknownOpError
+                else:
+                    logger.warning("%s (skipped)", message)
                 continue
             op = listed.name
         resolved.setdefault(op, listed)
@@ -255,7 +281,7 @@ def _resolve(names: tuple[Listed, ...], unknown: str) -> dict[str, Listed]:
 def may_be_user_function(name: str) -> bool:
     """Whether a dotted name may stand for a function outside torch; `linear.x` only if a module `linear` exists."""
     top, _, rest = name.partition(".")
-    if not rest or top == "torch":
+    if not rest or top == "torch" or within_torch(name):
         return False
     return top not in legal_names() or top in sys.modules or importlib.util.find_spec(top) is not None
 
@@ -265,10 +291,9 @@ def unknown_op(name: str) -> str:
     in_place = name.removesuffix("_")
     if in_place != name and in_place in legal_names():
         return f"{name!r} writes to its input and keeps its dtype; list {in_place!r} for the op"
-    return f"unknown op {name!r}{nearest(name.rpartition('.')[2] or name, legal_names())}"
-
-
-def _refuse_both_sides(bf16: dict[str, Listed], fp32: dict[str, Listed]) -> None:
-    for name in bf16:
-        if name in fp32:
-            raise OpListError(f"{fp32[name].where}: {name!r} is on both sides; in the bf16 list at {bf16[name].where}")
+    spelling, meant = name.rpartition(".")[2] or name, op_meant(name)
+    if module_class(name):
+        listed = did_you_mean(spelling, (), meant=meant) or ": list the functions that its forward calls"
+        return f"{name!r} is a class, and a list names functions{listed}"
+    meant = meant or (spelling if within_torch(name) and spelling in legal_names() else None)
+    return f"unknown op {name!r}{did_you_mean(spelling, legal_names(), meant=meant)}"

@@ -28,7 +28,7 @@ from hmpx.casts.patch_table import Patch
 from hmpx.casts.policy import Rule
 from hmpx.casts.rules import cast_arguments
 from hmpx.changes import Changes
-from hmpx.errors import HmpxError, UnknownOpError, nearest
+from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
 
 logger = logging.getLogger("hmpx")
 _LAYOUT = Layout(python=True)
@@ -172,7 +172,7 @@ class UserFunctions:
         except AttributeError:
             if hasattr(module, "__path__") or self._ships(name):
                 return None
-            message = f"{self._where(name)}: {prefix} has no {path!r}{nearest(path, dir(module))}"
+            message = f"{self._where(name)}: {prefix} has no {path!r}{did_you_mean(path, dir(module))}"
             raise UnknownOpError(message) from None
 
     def _patch(self, name: str, prefix: str, module: Any) -> bool:

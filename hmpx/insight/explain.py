@@ -112,6 +112,7 @@ def check_files(paths: Sequence[str]) -> Iterator[str]:
         except OpListError as error:
             yield str(error)
             continue
+        yield from lists.problems
         folder = "" if one_set else str(Path(path).parent)
         seen = folders.setdefault(folder, {}) if path in sides else {}
         in_this_file: set[str] = set()
@@ -124,6 +125,9 @@ def _check_name(
     listed: Listed, side: str, seen: dict[str, tuple[str, Listed]], in_this_file: set[str]
 ) -> Iterator[str]:
     name = canonical(listed.name)
+    if listed.problem:
+        yield f"{listed.where}: {listed.problem}"
+        return
     if name not in catalog():
         if aten_only(name):
             yield f"{listed.where}: {listed.name!r} has no Python entry point; it will not be reached"

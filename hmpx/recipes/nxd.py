@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hmpx.errors import HmpxError, nearest
+from hmpx.errors import HmpxError, did_you_mean
 
 KEY = "mixed_precision_config"
 MASTERS = "use_master_weights"
@@ -28,7 +28,7 @@ def recipe_keys(config: Mapping[str, Any] | None, with_zero: bool, where: str = 
     given = dict(config or {})
     for key, value in given.items():
         if key not in _KEYS:
-            raise HmpxError(f"{where}{key!r} is no key of NxD's {KEY}{nearest(str(key), _KEYS)}")
+            raise HmpxError(f"{where}{key!r} is no key of NxD's {KEY}{did_you_mean(str(key), _KEYS)}")
         if not isinstance(value, bool):
             raise HmpxError(f"{where}{KEY}, {key} is {value!r}, neither true nor false")
     keys = {MASTERS: with_zero, "use_fp32_grad_acc": with_zero, "use_master_weights_in_ckpt": False, **given}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hmpx import conversion
-from hmpx.errors import HmpxError, nearest
+from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes.recipe import DTYPES, LISTS, Recipe, as_recipe
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.gradients.accumulation import replicas
@@ -119,7 +119,7 @@ def check_names(models: list[torch.nn.Module], recipe: Recipe) -> None:
     for pattern in recipe.module_dtypes:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise HmpxError(
-                f"module_dtypes: {pattern!r} is the name of no module{nearest(pattern, filter(None, names))}"
+                f"module_dtypes: {pattern!r} is the name of no module{did_you_mean(pattern, filter(None, names))}"
             )
 
 

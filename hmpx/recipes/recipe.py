@@ -17,7 +17,7 @@ import yaml
 from hmpx.casts.fp32_kernels import KERNELS
 from hmpx.casts.op_lists import LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists, read_lists, shipped
 from hmpx.casts.policy import OPT_LEVELS, Policy, build_policy
-from hmpx.errors import HmpxError, nearest
+from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes import nxd
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.footprint import Footprint, footprint
@@ -160,7 +160,7 @@ def read_recipe(name: str | os.PathLike, *, with_zero: bool = False) -> Recipe:
         path = shipped() / "recipes" / f"{name}.yaml"
         if not path.is_file():
             legal = recipe_names()
-            hint = nearest(str(name), legal) or f" (there are {', '.join(legal)}, and files that end in .yaml)"
+            hint = did_you_mean(str(name), legal) or f" (there are {', '.join(legal)}, and files that end in .yaml)"
             raise HmpxError(f"there is no recipe {str(name)!r}{hint}")
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -216,7 +216,7 @@ def _check(key: Any, value: Any, keys: Sequence[str], where: str = "") -> None:
             f"({{{nxd.KEY!r}: {{{nxd.MASTERS!r}: True}}}}); in a recipe's own terms it is weights: master"
         )
     if key not in keys:
-        raise HmpxError(f"{where}{key!r} is no key of a recipe{nearest(str(key), keys)}")
+        raise HmpxError(f"{where}{key!r} is no key of a recipe{did_you_mean(str(key), keys)}")
     legal = {
         "opt_level": (*OPT_LEVELS, None),
         "parameter_dtype": tuple(DTYPES),
@@ -251,7 +251,7 @@ def _check(key: Any, value: Any, keys: Sequence[str], where: str = "") -> None:
 def _check_value(what: str, value: Any, legal: tuple, where: str) -> None:
     if not any(type(value) is type(each) and value == each for each in legal):
         words = ["null" if each is None else str(each).lower() if isinstance(each, bool) else each for each in legal]
-        raise HmpxError(f"{where}{what} is {value!r}, none of {', '.join(words)}{nearest(str(value), words)}")
+        raise HmpxError(f"{where}{what} is {value!r}, none of {', '.join(words)}{did_you_mean(str(value), words)}")
 
 
 def _made(values: Mapping[str, Any], where: str = "") -> Recipe:

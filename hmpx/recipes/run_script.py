@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hmpx.errors import HmpxError, nearest
+from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes.activate import activate_both
 from hmpx.recipes.recipe import Recipe, as_recipe
 
@@ -69,7 +69,7 @@ def _spec_of_file(script: str) -> importlib.machinery.ModuleSpec:
     path = Path(script)
     if not path.is_file():
         beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise HmpxError(f"{script}: no such script{nearest(path.name, beside)}")
+        raise HmpxError(f"{script}: no such script{did_you_mean(path.name, beside)}")
     loader = importlib.machinery.SourceFileLoader("__main__", str(path))
     return importlib.util.spec_from_file_location("__main__", path, loader=loader)
 

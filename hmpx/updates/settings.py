@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hmpx.errors import HmpxError, nearest
+from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.weights import WAYS
 
@@ -38,7 +38,7 @@ class Settings:
             legal = ", ".join(repr(way) for way in WAYS)
             if isinstance(self.weights, torch.nn.Module):
                 raise HmpxError(f"weights is a {type(self.weights).__name__}, not one of {legal}; did you mean model=?")
-            raise HmpxError(f"weights={self.weights!r} is none of {legal}{nearest(str(self.weights), WAYS)}")
+            raise HmpxError(f"weights={self.weights!r} is none of {legal}{did_you_mean(str(self.weights), WAYS)}")
         if self.seed is not None:
             check_seed(self.seed)
         if self.state_dtype not in (torch.float32, torch.bfloat16):
