@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,6 +101,35 @@ class Flag:
     verb: str = "set"
 
 
+class Part(Protocol):
+    """Something that is done to torch as a whole, and undone with the changes that it was applied to."""
+
+    def apply(self, changes: Changes) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Put:
+    """A part: one value in one place."""
+
+    place: Place
+    value: Any
+
+    def apply(self, changes: Changes) -> None:
+        changes.put(self.place, self.value)
+
+
+@dataclass(frozen=True, eq=False)
+class Paired:
+    """A part: a call, and the call that takes it back."""
+
+    do: Callable[[], object]
+    undo: Callable[[], object]
+
+    def apply(self, changes: Changes) -> None:
+        self.do()
+        changes.callback(self.undo)
+
+
 class Changes:
     """Changes that belong together, undone in reverse by `close()`, also where one of them cannot be.
 
@@ -130,6 +159,15 @@ class Changes:
     def callback(self, function: Callable[..., object], *args: Any) -> None:
         """Call this when everything younger is undone: the `remove` of a hook, for instance."""
         self._undo.append(_Undo(function, args))
+
+    def apply(self, parts: Iterable[Part]) -> None:
+        """Apply parts in their order. If one of them fails, everything is undone, and the failure is raised."""
+        try:
+            for part in parts:
+                part.apply(self)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Undo everything. What fails does not keep the rest from being undone; the first failure is raised then."""

@@ -5,16 +5,15 @@ Everything that can go wrong (a list that does not read, a name that does not ex
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from hmpx import installation, region_state
 from hmpx.casts import dynamo, torchscript
-from hmpx.casts.captured_names.rebinding import Rebinding
-from hmpx.casts.decision_log import VerboseLog
+from hmpx.casts.captured_names.rebinding import Rebinding, WithCaptures
+from hmpx.casts.decision_log import Announcement, VerboseLog
 from hmpx.casts.dtype_map import DtypeMap
 from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, choose
 from hmpx.casts.op_lists import read_lists
@@ -22,11 +21,10 @@ from hmpx.casts.ops import catalog
 from hmpx.casts.patch_table import Patch, PatchTable
 from hmpx.casts.policy import Policy, build_policy
 from hmpx.casts.user_functions import UserFunctions
-from hmpx.changes import Changes, Flag
+from hmpx.changes import Changes, Flag, Paired, Part, Put
 from hmpx.installation import Installation
 from hmpx.updates import step_hooks
 
-logger = logging.getLogger("hmpx")
 _FAST_PATH = Flag(
     "the fast path of torch.nn.MultiheadAttention",
     torch.backends.mha.get_fastpath_enabled,
@@ -57,15 +55,32 @@ class Conversion(Installation):
         self.policy, self.kernels = policy, kernels
         self._verbose, self._enabled, self._dtype_map = verbose, enabled, dtype_map
 
-    def _build(self) -> None:
-        """Make what is put in force, of torch as it stands now. Wrappers that have been taken away stay inert."""
+    def _parts(self) -> Iterator[Part]:
+        """What is put in force, in order, made of torch as it stands now."""
         policy, mapping = self.policy, self._dtype_map
-        self._changes = Changes()
-        self._log = VerboseLog() if self._verbose else None
-        observe = self._log and self._log.observer
-        self._table = PatchTable.build(policy, observe, mapping and mapping.patches, self.kernels)
+        log = VerboseLog() if self._verbose else None
+        self._table = PatchTable.build(policy, log and log.observer, mapping and mapping.patches, self.kernels)
         self._rebinding = Rebinding()
         self._functions = UserFunctions(policy.user_functions(), policy.origins, self._rebinding)
+        if log:
+            yield log
+        yield Announcement(*self._announced())
+        yield Paired(step_hooks.install, step_hooks.uninstall)
+        yield WithCaptures(self._rebinding, self._table, self._functions)
+        yield dynamo.Tracing(self._table.originals, f"{policy}{mapping or ''}{self.kernels}")
+        yield torchscript.Scripting(self._table.originals)
+        if policy.bf16 or policy.fp32:
+            yield Put(_FAST_PATH, False)  # TransformerEncoder in eval would run in one C++ call that no patch sees
+        if mapping:
+            yield mapping
+        yield region_state.Casting(self._enabled)
+
+    def _announced(self) -> Iterator[str]:
+        """The two lines that HMP logs, and why ops run in other kernels than the user's."""
+        yield f"hmp:verbose_mode  {self._verbose}"
+        yield f"hmp:opt_level  {self.policy.opt_level}"
+        if self.policy.low_precision in self.kernels.widened:
+            yield f"hmpx: {self.kernels}: {GAINING}"
 
     @property
     def patched(self) -> tuple[Patch, ...]:
@@ -99,34 +114,8 @@ class Conversion(Installation):
         )
 
     def _apply(self) -> None:
-        self._build()
-        changes, policy = self._changes, self.policy
-        try:
-            if self._log:
-                self._log.open(changes)
-            logger.info("hmp:verbose_mode  %s", self._verbose)
-            logger.info("hmp:opt_level  %s", policy.opt_level)
-            if policy.low_precision in self.kernels.widened:
-                logger.info("hmpx: %s: %s", self.kernels, GAINING)
-            step_hooks.install()
-            changes.callback(step_hooks.uninstall)
-            changes.callback(self._rebinding.undo)
-            self._rebinding.expect(self._table.replacements)
-            self._table.apply(changes)
-            self._functions.apply(changes)
-            self._rebinding.add([*self._table.replacements(), *self._functions.replacements()])
-            dynamo.install(self._table.originals(), f"{policy}{self._dtype_map or ''}{self.kernels}", changes)
-            torchscript.install(self._table.originals(), changes)
-            if policy.bf16 or policy.fp32:
-                # TransformerEncoder in eval would run in one C++ call that no patch sees.
-                changes.put(_FAST_PATH, False)
-            if self._dtype_map:
-                self._dtype_map.apply(changes)
-            region_state.set_converted(True, enabled=self._enabled)
-            changes.callback(region_state.set_converted, False)
-        except BaseException:
-            changes.close()
-            raise
+        self._changes = Changes()
+        self._changes.apply(list(self._parts()))
 
     def _take_away(self) -> None:
         step_hooks.uninstall_for_graphs()

@@ -22,6 +22,8 @@ from typing import NamedTuple
 from torch import is_autocast_enabled, set_autocast_enabled
 from torch.compiler import is_dynamo_compiling
 
+from hmpx.changes import Changes
+
 
 @dataclass(frozen=True)
 class Rounding:
@@ -121,6 +123,17 @@ def set_converted(converted: bool, *, enabled: bool = True) -> None:
         off_somewhere[_DEFAULT] = True
     else:
         off_somewhere.pop(_DEFAULT, None)
+
+
+class Casting:
+    """A part: torch is converted. enabled: casts are on outside of any region."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+
+    def apply(self, changes: Changes) -> None:
+        set_converted(True, enabled=self._enabled)
+        changes.callback(set_converted, False)
 
 
 def retire() -> None:

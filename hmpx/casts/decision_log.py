@@ -52,7 +52,7 @@ class VerboseLog:
 
         return observe
 
-    def open(self, changes: Changes) -> None:
+    def apply(self, changes: Changes) -> None:
         """Record from here on, calls of users' own functions as well. Undone, it logs how often each was taken."""
         global log
         if not logger.isEnabledFor(logging.INFO):
@@ -70,6 +70,17 @@ class VerboseLog:
         log = None
         for line, count in self._seen.most_common():
             logger.info("hmpx: %6d times %s", count, line)
+
+
+class Announcement:
+    """What `convert` says when it begins, for those who look at INFO records. A part, which nothing takes back."""
+
+    def __init__(self, *lines: str) -> None:
+        self._lines = lines
+
+    def apply(self, changes: Changes) -> None:
+        for line in self._lines:
+            logger.info(line)
 
 
 def _dtypes(values: Any) -> str:

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -23,9 +23,7 @@ from hmpx.changes import Attribute, Changes
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
 _RULES = "torch._dynamo.trace_rules"
-_originals: dict[int, Callable] = {}  # by identity of the wrapper, of the conversion that is installed
-_codes: set[types.CodeType] = set()  # of these wrappers
-_changes: Changes | None = None  # of that conversion
+_tracing: Tracing | None = None  # of the conversion that is in force
 
 
 def never_compile_alone(*functions: Callable) -> None:
@@ -52,27 +50,66 @@ def never_compile(function: Callable) -> None:
     wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
 
 
-def install(originals: dict[Callable, Callable], what: str, changes: Changes) -> None:
-    """Let Dynamo see through the wrappers, which are the keys, as soon as it is imported.
+class Tracing:
+    """A part that lets Dynamo see through wrappers, as soon as it is imported. Undone, compiled code is compiled anew.
 
-    what: says in full what they do, for torch's cache on disk: there a graph stands under its ops' names, and the casts
-        in it would come from, and go to, programs with other ones.
-
-    Undone, what was compiled is compiled anew when it is called.
+    find: gives the originals by wrapper; wrappers themselves are not held here, as in `Scripting`. what: says in full
+    what they do, for torch's cache on disk: there a graph stands under its ops' names, and the casts in it would come
+    from, and go to, programs with other ones.
     """
-    global _changes
-    _changes = changes
-    changes.callback(_uninstall)
-    tag = f"hmpx {hashlib.blake2b(what.encode(), digest_size=8).hexdigest()}"
-    changes.callback(_untag, tag)
-    config.cache_key_tag += tag
-    _originals.update({id(wrapper): original for wrapper, original in originals.items()})
-    _codes.update(wrapper.__code__ for wrapper in originals if isinstance(wrapper, types.FunctionType))
-    if _RULES in sys.modules:
-        _exchange(sys.modules[_RULES])
-        _forget_compiled()
-    else:
-        _await_rules()
+
+    def __init__(self, find: Callable[[], Mapping[Callable, Callable]], what: str) -> None:
+        self._find = find
+        self._originals: dict[int, Callable] = {}  # by identity of the wrapper, while it is applied
+        self._codes: set[types.CodeType] = set()  # of the wrappers
+        self._tag = f"hmpx {hashlib.blake2b(what.encode(), digest_size=8).hexdigest()}"
+
+    def apply(self, changes: Changes) -> None:
+        global _tracing
+        _tracing, self._changes = self, changes
+        changes.callback(self._end)
+        config.cache_key_tag += self._tag
+        originals = self._find()
+        self._originals.update({id(wrapper): original for wrapper, original in originals.items()})
+        self._codes.update(wrapper.__code__ for wrapper in originals if isinstance(wrapper, types.FunctionType))
+        if _RULES in sys.modules:
+            self._exchange(sys.modules[_RULES])
+            _forget_compiled()
+        else:
+            _await_rules()
+
+    def _end(self) -> None:
+        global _tracing
+        _tracing = None
+        config.cache_key_tag = config.cache_key_tag.replace(self._tag, "")  # a user may have added to it
+        self._originals.clear()
+
+    def _exchange(self, rules: ModuleType) -> None:
+        load_object, get_tensor_method, originals = rules.load_object, rules.get_tensor_method, self._originals
+
+        def load_original(name: str) -> Any:
+            value = load_object(name)
+            return originals.get(id(value), value)
+
+        @functools.cache
+        def get_original_methods() -> frozenset:
+            return get_tensor_method() | frozenset(v for v in originals.values() if isinstance(v, _METHODS))
+
+        def clear_tables() -> None:
+            for table in (rules.get_torch_obj_rule_map, rules.get_tensor_method, get_tensor_method):
+                table.cache_clear()
+
+        self._changes.callback(_forget_compiled)
+        self._changes.callback(clear_tables)
+        self._changes.put(Attribute(rules, "load_object", f"{_RULES}.load_object"), load_original)
+        self._changes.put(Attribute(rules, "get_tensor_method", f"{_RULES}.get_tensor_method"), get_original_methods)
+        wrapt.register_post_import_hook(self._skip_wrappers, "torch._dynamo.eval_frame")
+        clear_tables()
+
+    def _skip_wrappers(self, eval_frame: ModuleType) -> None:
+        """Behind a graph break a wrapper is no graph of its own, as the C function that it stands for is none."""
+        for code in self._codes:
+            eval_frame.skip_code(code)
 
 
 @functools.cache  # once in a process
@@ -80,49 +117,9 @@ def _await_rules() -> None:
     wrapt.register_post_import_hook(_imported, _RULES)
 
 
-def _untag(tag: str) -> None:
-    config.cache_key_tag = config.cache_key_tag.replace(tag, "")  # a user may have added to it
-
-
-def _uninstall() -> None:
-    global _changes
-    _changes = None
-    _originals.clear()
-    _codes.clear()
-
-
 def _imported(rules: ModuleType) -> None:
-    if _changes is not None:
-        _exchange(rules)
-
-
-def _exchange(rules: ModuleType) -> None:
-    load_object, get_tensor_method = rules.load_object, rules.get_tensor_method
-
-    def load_original(name: str) -> Any:
-        value = load_object(name)
-        return _originals.get(id(value), value)
-
-    @functools.cache
-    def get_original_methods() -> frozenset:
-        return get_tensor_method() | frozenset(v for v in _originals.values() if isinstance(v, _METHODS))
-
-    def clear_tables() -> None:
-        for table in (rules.get_torch_obj_rule_map, rules.get_tensor_method, get_tensor_method):
-            table.cache_clear()
-
-    _changes.callback(_forget_compiled)
-    _changes.callback(clear_tables)
-    _changes.put(Attribute(rules, "load_object", f"{_RULES}.load_object"), load_original)
-    _changes.put(Attribute(rules, "get_tensor_method", f"{_RULES}.get_tensor_method"), get_original_methods)
-    wrapt.register_post_import_hook(_skip_wrappers, "torch._dynamo.eval_frame")
-    clear_tables()
-
-
-def _skip_wrappers(eval_frame: ModuleType) -> None:
-    """Behind a graph break a wrapper is no graph of its own, as the C function that it stands for is none."""
-    for code in _codes:
-        eval_frame.skip_code(code)
+    if _tracing is not None:
+        _tracing._exchange(rules)
 
 
 def _forget_compiled() -> None:

@@ -7,7 +7,7 @@ scripts for itself too, when `torch.func.jvp` is used for the first time.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.jit._builtins
@@ -17,28 +17,36 @@ from torch.jit import _recursive
 from hmpx.changes import Attribute, Changes, Item
 
 _table = torch.jit._builtins._get_builtin_table()  # of torch's own functions, while they are in their places
-_originals: dict[int, Callable] = {}
 
 
-def install(originals: dict[Callable, Callable], changes: Changes) -> None:
-    """Let TorchScript see the originals in place of the wrappers, which are the keys."""
-    changes.callback(_originals.clear)
-    for wrapper, original in originals.items():
-        _originals[id(wrapper)] = original
-        if id(original) in _table:
-            changes.put(Item(_table, id(wrapper), "TorchScript's table of builtins"), _table[id(original)])
-    for name in ("try_compile_fn", "make_stub"):
-        changes.put(Attribute(_recursive, name, f"torch.jit._recursive.{name}"), _seeing(getattr(_recursive, name)))
+class Scripting:
+    """A part that lets TorchScript see the originals in place of the wrappers.
 
+    find: gives the originals by wrapper. It is called where they are needed: a wrapper that is held here would look as
+    if somebody had taken it (`Rebinding.expect`).
+    """
 
-def _seeing(compile_function: Callable) -> Callable:
-    """A function of TorchScript's that takes another one first, so that it is given the original of a wrapper."""
-    return lambda function, *rest: compile_function(_own(function), *rest)
+    def __init__(self, find: Callable[[], Mapping[Callable, Callable]]) -> None:
+        self._find = find
+        self._originals: dict[int, Callable] = {}  # by identity of the wrapper, while it is applied
 
+    def apply(self, changes: Changes) -> None:
+        changes.callback(self._originals.clear)
+        for wrapper, original in self._find().items():
+            self._originals[id(wrapper)] = original
+            if id(original) in _table:
+                changes.put(Item(_table, id(wrapper), "TorchScript's table of builtins"), _table[id(original)])
+        for name in ("try_compile_fn", "make_stub"):
+            seeing = self._seeing(getattr(_recursive, name))
+            changes.put(Attribute(_recursive, name, f"torch.jit._recursive.{name}"), seeing)
 
-def _own(function: Any) -> Any:
-    """The function that torch or the user wrote; of a bound method, bound again."""
-    original = _originals.get(id(getattr(function, "__func__", function)))
-    if original is None:
-        return function
-    return types.MethodType(original, function.__self__) if isinstance(function, types.MethodType) else original
+    def _seeing(self, compile_function: Callable) -> Callable:
+        """A function of TorchScript's that takes another one first, so that it is given the original of a wrapper."""
+        return lambda function, *rest: compile_function(self._own(function), *rest)
+
+    def _own(self, function: Any) -> Any:
+        """The function that torch or the user wrote; of a bound method, bound again."""
+        original = self._originals.get(id(getattr(function, "__func__", function)))
+        if original is None:
+            return function
+        return types.MethodType(original, function.__self__) if isinstance(function, types.MethodType) else original

@@ -15,10 +15,18 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from hmpx.casts.captured_names.places import Capture, Places
 from hmpx.casts.captured_names.sweep import Sweep
+from hmpx.changes import Changes, Part
+
+
+class Replacing(Part, Protocol):
+    """A part that replaces functions."""
+
+    def replacements(self) -> list[tuple[Any, Any]]:
+        """Originals and what stands in their places."""
 
 
 class Rebinding:
@@ -103,3 +111,23 @@ class Rebinding:
             raise
         finally:
             sweep.let_go()
+
+
+class WithCaptures:
+    """Parts that replace functions, and the names under which these had been captured before.
+
+    The names are taken back after the parts are: those that were taken meanwhile are looked for then.
+    """
+
+    def __init__(self, rebinding: Rebinding, *parts: Replacing) -> None:
+        self._rebinding, self._parts = rebinding, parts
+
+    def apply(self, changes: Changes) -> None:
+        changes.callback(self._rebinding.undo)
+        self._rebinding.expect(self._replacements)
+        for part in self._parts:
+            part.apply(changes)
+        self._rebinding.add(self._replacements())
+
+    def _replacements(self) -> list[tuple[Any, Any]]:
+        return [pair for part in self._parts for pair in part.replacements()]
