@@ -246,11 +246,53 @@ def test_modules_may_be_excepted_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (shipped() / "recipes").glob("*.yaml")))
-def test_a_recipe_prints_as_a_file_that_reads_back(name, tmp_path):
+def test_a_recipe_prints_as_a_file_that_is_complete_in_itself(name, tmp_path):
+    """It says the same wherever it is saved: no path is left, and each key and op that decides something is in it."""
     recipe = dataclasses.replace(read_recipe(name), module_dtypes={"lm_head": "float32"}, seed=3)
     path = tmp_path / "printed.yaml"
     path.write_text(str(recipe))
-    assert read_recipe(path) == recipe
+    read = read_recipe(path)
+    assert (read.policy(), read.settings()) == (recipe.policy(), recipe.settings()) and str(read) == str(recipe)
+    rest = ("opt_level", "kernels", "dtype_map", "parameter_dtype", "module_dtypes")
+    assert all(getattr(read, key) == getattr(recipe, key) for key in rest)
+    first, _, keys = path.read_text().partition("\n")
+    assert first == f"# Written by hmpx {hmpx.__version__} with torch {torch.__version__}."
+    written = yaml.safe_load(keys)
+    assert not any(key.endswith("_path") for key in written) and {"opt_level", "weights", "kernels"} <= set(written)
+    assert ("bf16" in written) == (recipe.opt_level == "O1")
+
+
+def test_a_printed_recipe_trains_to_the_same_bits_wherever_it_is_saved(tmp_path, monkeypatch):
+    """Its lists are gone by then."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    (here / "mine.txt").write_text("linear\ncross_entropy\n")
+    (here / "mine.yaml").write_text("bf16_file_path: mine.txt\nmodule_dtypes: {'1': fp32}\nweights: split\nseed: 5\n")
+
+    def trained(recipe):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        hmpx.prepare(model, optimizer, recipe)
+        losses = []
+        for _ in range(3):
+            losses.append(F.cross_entropy(model(torch.randn(4, 8)), torch.arange(4)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hmpx.detach(optimizer)
+        hmpx.restore()
+        return [*losses, *model.parameters()]
+
+    expected = trained(here / "mine.yaml")
+    (there / "printed.yaml").write_text(str(read_recipe(here / "mine.yaml")))
+    with hmpx.activate(here / "mine.yaml") as handle:
+        (here / "mine.txt").unlink()
+        assert str(handle.recipe) == (there / "printed.yaml").read_text()
+    monkeypatch.chdir(there)
+    assert all(t.dtype is e.dtype and torch.equal(t, e) for t, e in zip(trained("printed.yaml"), expected, strict=True))
+    other = dataclasses.replace(read_recipe("printed.yaml"), fp32=("linear", "cross_entropy"), bf16=())
+    assert not all(torch.equal(t.float(), e.float()) for t, e in zip(trained(other), expected, strict=True))
 
 
 def test_fp32_parameters_are_not_attached(caplog):
@@ -309,6 +351,11 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(recipe, message):
         ("- weights\n", ":1: a recipe is a mapping"),
         ("weights: [\n", "not YAML"),
         ("? [a]\n: 1\n", ":1: a recipe's keys are"),
+        ("seed: 1\nmixed_precision_config:\n  weights: 1\n", ":2: 'mixed_precision_config' is NxD's, and no key"),
+        ("mixed_precision_config:\n  use_master_weights: true\n  weights: 1\n", ":3: 'weights' is no key of NxD's"),
+        ("module_dtypes:\n  a: bf16\n  b: fp8\n", ":3: module_dtypes, 'b' is 'fp8', none of"),
+        ("seed: 1\nbf16: [linear]\nbf16_file_path: a.txt\n", ":2: bf16 and bf16_file_path: which of the two?"),
+        ("seed: 1\nbf16:\n- linear\n- sofmax\n", ":4: unknown op 'sofmax'; did you mean 'softmax'?"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_with_its_line(text, message, tmp_path):
@@ -317,3 +364,44 @@ def test_a_file_that_is_wrong_is_refused_with_its_line(text, message, tmp_path):
     with pytest.raises(hmpx.HmpxError) as error:
         read_recipe(path)
     assert f"{path}" in str(error.value) and message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("seed: 1\nbf16_file_path: nowhere.txt\n", ":2: bf16_file_path: {folder}/nowhere.txt: no such op list file"),
+        ("fp32_file_path: bad.txt\n", ":1: fp32_file_path: {folder}/bad.txt:2: unknown op 'sofmax'; did you mean"),
+        ("weights: nearest\nuse_master_weights_in_ckpt: true\n", ":2: weights='nearest' has no masters; use_master_"),
+        ("mixed_precision_config:\n  use_master_weights: false\n  use_master_weights_in_ckpt: true\n", ":3: weights="),
+        ("opt_level: O2\nfp32:\n- log\n", ":3: O2 decides by itself"),
+        ("opt_level: null\nlow_precision: fp16\n", ":2: low_precision float16: opt_level null"),
+        ("kernels: float32\nopt_level: null\n", ":2: kernels float32: opt_level null"),
+        ("module_dtypes:\n  '0': fp32\n  '9': fp32\n", ":3: module_dtypes: '9' is the name of no module"),
+        ("module_dtypes:\n  LayerNorm: fp32\n", ":2: module_dtypes: 'LayerNorm' is a class and not the name of a mod"
+         "ule; did you mean '1'?"),
+        ("weights: stochastic\nseed: 1\nfused: true\n", ":3: fused has kernels for"),
+        ("weights: stochastic\nrelease_gradients: true\n", ":2: release_gradients needs an optimizer that"),
+        ("bf16: [nosuchmodule.f, math.sinn]\n", ":1: math has no 'sinn'; did you mean 'sin'?"),
+    ],
+)  # fmt: skip
+def test_an_error_that_is_found_later_names_the_recipes_line_too(text, message, tmp_path):
+    (tmp_path / "bad.txt").write_text("log\nsofmax\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    for how in (lambda o: hmpx.prepare(model, o, path), lambda o: hmpx.prepare(model, o, read_recipe(path))):
+        with pytest.raises(hmpx.HmpxError) as error:
+            how(optim.LBFGS(model.parameters()))
+        assert str(error.value).startswith(f"{path}{message.format(folder=tmp_path)}")
+    assert model[0].weight.dtype is torch.float32
+
+
+def test_all_problems_of_a_recipe_are_said_at_once(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("weigths: split\nkernels: fast\nseed: -1\nmodule_dtypes: {a: fp8}\nbf16: 1\nfused: 1\n")
+    with pytest.raises(hmpx.HmpxError) as error:
+        read_recipe(path)
+    assert [line.partition(": ")[0] for line in str(error.value).splitlines()] == [f"{path}:{i}" for i in range(1, 7)]
+    with pytest.raises(hmpx.HmpxError) as error:
+        as_recipe(yaml.safe_load(path.read_text()))
+    assert len(str(error.value).splitlines()) == 6

@@ -13,7 +13,8 @@ from hmpx.casts.op_lists import SIDES, Listed, read_file, shipped
 from hmpx.casts.ops import Op, aten_only, canonical, catalog
 from hmpx.casts.policy import LOW_RULES, Policy, Rule, may_be_user_function, unknown_op
 from hmpx.errors import OpListError, UnknownOpError
-from hmpx.recipes.recipe import DTYPES, LISTS, Recipe, as_recipe
+from hmpx.recipes.keys import DTYPES, LISTS
+from hmpx.recipes.recipe import Recipe, as_recipe
 
 
 def entry_points(op: Op) -> list[str]:

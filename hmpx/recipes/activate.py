@@ -39,9 +39,9 @@ class Activation(Installation):
 
     def __init__(self, recipe: Recipe, under_zero: Recipe) -> None:
         super().__init__()
-        self.recipe = recipe
-        self._settings = {True: under_zero.settings(), False: recipe.settings()}
         self._policy = recipe.policy()
+        self.recipe = recipe.inlined()
+        self._settings = {True: under_zero.settings(), False: recipe.settings()}
         self._changes = Changes()
 
     def __enter__(self) -> Activation:
@@ -51,7 +51,9 @@ class Activation(Installation):
         return self
 
     def __repr__(self) -> str:
-        return f"<hmpx.Activation, {'active' if self.active else 'restored'}: {self.recipe}>"
+        recipe, state = self.recipe, "active" if self.active else "restored"
+        ops = f"ops {recipe.opt_level}" if recipe.opt_level else "ops as they are"
+        return f"<hmpx.Activation, {state}: {recipe.parameter_dtype} weights, {ops}, weights={recipe.weights!r}>"
 
     def _apply(self) -> None:
         self._conversion = None
@@ -78,7 +80,8 @@ class Activation(Installation):
         alone = set(params).difference(*(model.parameters() for model in models))
         if alone:
             logger.warning("hmpx: %d parameters are in no module that can be found, and keep their dtype", len(alone))
-        check_names(models, self.recipe)
+        with self.recipe.naming_lines():
+            check_names(models, self.recipe)
         if not self.recipe.dtype_map:  # what was made under a map is of the right dtype
             with contextlib.ExitStack() as undo:
                 for model in models:
@@ -101,7 +104,8 @@ class Activation(Installation):
             whole = next((model for model in models if set(params) <= set(model.parameters())), None)
             named = any("param_names" in group for group in optimizer.param_groups)
             settings = self._settings[zero.inner(optimizer) is not None]
-            attach(optimizer, model=None if named else whole, **vars(settings))
+            with self.recipe.naming_lines():
+                attach(optimizer, model=None if named else whole, **vars(settings))
 
 
 def activate(recipe: str | os.PathLike | Mapping | Recipe) -> Activation:

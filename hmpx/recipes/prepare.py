@@ -15,7 +15,8 @@ import torch
 
 from hmpx import conversion
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.recipes.recipe import DTYPES, LISTS, Recipe, as_recipe
+from hmpx.recipes.keys import DTYPES, LISTS
+from hmpx.recipes.recipe import Recipe, as_recipe
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.gradients.accumulation import replicas
 from hmpx.updates.names import plain_names
@@ -53,8 +54,8 @@ def prepare(
     recipe = as_recipe(recipe, with_zero=zero.inner(optimizer) is not None)
     settings, policy = recipe.settings(), recipe.policy()
     compare("hmpx.prepare", facts(recipe))
-    check_names([model], recipe)
-    with contextlib.ExitStack() as undo:
+    with recipe.naming_lines(), contextlib.ExitStack() as undo:
+        check_names([model], recipe)
         cast_model(model, recipe, undo)
         if any(p.dtype is torch.bfloat16 for p in model.parameters()):
             before, attachment = attached(optimizer), attach(optimizer, model=model, **vars(settings))
@@ -114,13 +115,23 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
 
 
 def check_names(models: list[torch.nn.Module], recipe: Recipe) -> None:
-    """Whether each exception of a recipe is one for some module."""
-    names = [name for model in models for name in _module_names(model)]
+    """Check that each pattern in `module_dtypes` fits some module.
+
+    Raises:
+        HmpxError: one does not; with the name of a module that was probably meant.
+    """
+    modules = {
+        name: module for model in models for name, module in zip(_module_names(model), model.modules(), strict=True)
+    }
+    wrong = []
     for pattern in recipe.module_dtypes:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise HmpxError(
-                f"module_dtypes: {pattern!r} is the name of no module{did_you_mean(pattern, filter(None, names))}"
-            )
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            meant = next((name for name, module in modules.items() if name and type(module).__name__ == pattern), None)
+            hint = did_you_mean(pattern, filter(None, modules), meant=meant)
+            what = "a class and not the name of a module" if meant else "the name of no module"
+            wrong.append(f"module_dtypes: {pattern!r} is {what}{hint}")
+    if wrong:
+        raise HmpxError("\n".join(wrong))
 
 
 def _module_names(model: torch.nn.Module) -> list[str]:

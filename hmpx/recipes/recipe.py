@@ -5,35 +5,29 @@ A recipe's keys are the arguments of `hmpx.convert` and `hmpx.attach`, and what 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import yaml
 
-from hmpx.casts.fp32_kernels import KERNELS
-from hmpx.casts.op_lists import LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists, read_lists, shipped
-from hmpx.casts.policy import OPT_LEVELS, Policy, build_policy
+from hmpx.casts.op_lists import LOW_DTYPES, SIDES, Listed, read_lists, shipped
+from hmpx.casts.policy import Policy, build_policy
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes import nxd
-from hmpx.rounding.stochastic import check_seed
+from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, SWITCHES, problems, spelled_out
+from hmpx.recipes.origins import Origins
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.settings import Settings
-from hmpx.updates.weights import WAYS
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_MAPPED = {"float32": torch.float32, "float64": torch.float64}
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-LISTS = tuple(f"{side}_file_path" for side in SIDES)
-_SWITCHES = ("use_fp32_grad_acc", "use_master_weights_in_ckpt", "release_gradients", "fused")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
-    """What a run does with precision.
+    """What a run does with precision. ``print(recipe)`` writes it as a file that needs no other one.
 
     Attributes:
         opt_level: "O1" or "O2" for `hmpx.convert`; None leaves torch's ops alone.
@@ -69,6 +63,7 @@ class Recipe:
     release_gradients: bool = False
     fused: bool = False
     seed: int | None = None
+    _origins: ClassVar[Origins] = Origins()  # of the file that it was read from, which sets its own
 
     @classmethod
     def from_nxd(cls, config: Mapping[str, bool] | None = None, *, with_zero: bool = False) -> Recipe:
@@ -90,30 +85,63 @@ class Recipe:
         return replace(read_recipe("nxd-standard"), **nxd.recipe_keys(config, with_zero))
 
     def __str__(self) -> str:
-        """As a file, which reads back as this recipe."""
-        changed = {key: value for key, value in asdict(self).items() if value != getattr(_DEFAULT, key)}
-        return yaml.safe_dump(changed, sort_keys=False) if changed else "{}\n"
+        """As a file that is complete in itself: every list name by name, and the versions that it was written with."""
+        from hmpx import __version__
+
+        keys = {key: value for key, value in asdict(self.inlined()).items() if value not in ("", {}, None)}
+        keys |= {"opt_level": self.opt_level, **{side: list(keys[side]) for side in SIDES if side in keys}}
+        text = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=116)
+        return f"# Written by hmpx {__version__} with torch {torch.__version__}.\n{text}"
+
+    def __repr__(self) -> str:
+        said = [f"{key}={value!r}" for key, value in asdict(self).items() if value != getattr(_DEFAULT, key)]
+        return f"hmpx.Recipe({', '.join(said)})"
+
+    def inlined(self) -> Recipe:
+        """The same recipe with the names of its list files in the place of their paths; files are read now.
+
+        Raises:
+            HmpxError: as `policy`.
+        """
+        policy = self.policy()
+        if policy is None:
+            return changed(self, **dict.fromkeys(LISTS, ""))
+        names = {side: getattr(policy, side) for side in SIDES} if self.opt_level == "O1" else {}
+        low = str(policy.low_precision).removeprefix("torch.")
+        return changed(self, **dict.fromkeys(LISTS, ""), **names, low_precision=low)
+
+    def naming_lines(self) -> contextlib.AbstractContextManager[None]:
+        """A context whose errors begin with the file and line of the key that they are about."""
+        return self._origins.named()
 
     def policy(self) -> Policy | None:
         """Which op runs under which rule; None where torch's ops are left alone.
 
         Raises:
-            HmpxError: a list that does not do; a `low_precision`, or FP32 `kernels`, for ops that are left alone.
+            HmpxError: a list that does not do; a `low_precision`, or FP32 `kernels`, for ops that are left alone. With
+                the recipe's file and line, if it has one.
         """
-        if self.opt_level is None:
+        with self.naming_lines():
+            if self.opt_level is not None:
+                files = read_lists(**{key: getattr(self, key) for key in LISTS})
+                own = {side: self._listed(side) for side in SIDES if getattr(self, side) is not None}
+                low = self.low_precision and LOW_DTYPES[self.low_precision]
+                return build_policy(self.opt_level, replace(files, **own), low_precision=low)
             if self.low_precision is not None:
                 raise HmpxError(f"low_precision {self.low_precision}: opt_level null leaves torch's ops as they are")
             if self.kernels == "float32":
                 raise HmpxError("kernels float32: opt_level null leaves torch's ops as they are")
             return None
-        files = read_lists(**{key: getattr(self, key) for key in LISTS})
-        own = {side: _listed(side, getattr(self, side)) for side in SIDES}
-        lists = replace(files, **{side: names for side, names in own.items() if names is not None})
-        return build_policy(self.opt_level, lists, low_precision=self.low_precision and LOW_DTYPES[self.low_precision])
+
+    def _listed(self, side: str) -> tuple[Listed, ...]:
+        """The recipe's own names on a side, each with its line in the recipe's file."""
+        path, lines = self._origins.path or f"recipe, {side}", self._origins.lines
+        names = getattr(self, side)
+        return tuple(Listed(name, path, lines.get((side, i), i + 1)) for i, name in enumerate(names))
 
     def mapped(self) -> dict[torch.dtype, torch.dtype]:
         """`dtype_map` in torch's terms."""
-        return {_MAPPED[old]: DTYPES[new] for old, new in self.dtype_map.items()}
+        return {MAPPED[old]: DTYPES[new] for old, new in self.dtype_map.items()}
 
     def footprint(self, states: int = 2) -> Footprint:
         """What a parameter takes, with so many tensors of its size that the optimizer keeps: 2 for Adam."""
@@ -129,22 +157,50 @@ class Recipe:
         return {part: getattr(each, part) for part in ("weights", "gradients", "masters", "state")}
 
     def settings(self) -> Settings:
-        """What `attach` is told."""
-        own = {key: getattr(self, key) for key in ("weights", "seed", *_SWITCHES)}
-        return Settings(state_dtype=DTYPES[self.state_dtype], **own)
+        """What `attach` is told.
+
+        Raises:
+            HmpxError: settings that exclude each other, with the recipe's file and line, if it has one.
+        """
+        own = {key: getattr(self, key) for key in ("weights", "seed", *SWITCHES)}
+        with self.naming_lines():
+            return Settings(state_dtype=DTYPES[self.state_dtype], **own)
 
 
 _DEFAULT = Recipe()
 _KEYS = [each.name for each in fields(Recipe)]
 
 
-def _listed(side: str, names: Sequence[str] | None) -> tuple[Listed, ...] | None:
-    return None if names is None else tuple(Listed(name, f"recipe, {side}", i) for i, name in enumerate(names, 1))
+def changed(recipe: Recipe, **keys: Any) -> Recipe:
+    """The recipe with other values for some keys; the others go on to know where they stand."""
+    return _from(replace(recipe, **keys), recipe._origins.without(keys))
+
+
+def _from(recipe: Recipe, origins: Origins) -> Recipe:
+    object.__setattr__(recipe, "_origins", origins)
+    return recipe
 
 
 def recipe_names() -> list[str]:
     """The recipes that hmpx ships."""
     return sorted(each.stem for each in (shipped() / "recipes").glob("*.yaml"))
+
+
+def recipe_path(name: str | os.PathLike) -> Path:
+    """The file of a recipe that hmpx ships, by name; a path that ends in .yaml is that file.
+
+    Raises:
+        HmpxError: no such recipe, with the nearest one.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        return path
+    path = shipped() / "recipes" / f"{name}.yaml"
+    if not path.is_file():
+        legal = recipe_names()
+        hint = did_you_mean(str(name), legal) or f" (there are {', '.join(legal)}, and files that end in .yaml)"
+        raise HmpxError(f"there is no recipe {str(name)!r}{hint}")
+    return path
 
 
 def read_recipe(name: str | os.PathLike, *, with_zero: bool = False) -> Recipe:
@@ -153,15 +209,47 @@ def read_recipe(name: str | os.PathLike, *, with_zero: bool = False) -> Recipe:
     `with_zero` is for a file that holds NxD's `mixed_precision_config`, see `Recipe.from_nxd`.
 
     Raises:
-        HmpxError: with file and line, the key or value, and the nearest legal one.
+        HmpxError: each problem with file and line, the key or value, and the nearest legal one.
     """
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        path = shipped() / "recipes" / f"{name}.yaml"
-        if not path.is_file():
-            legal = recipe_names()
-            hint = did_you_mean(str(name), legal) or f" (there are {', '.join(legal)}, and files that end in .yaml)"
-            raise HmpxError(f"there is no recipe {str(name)!r}{hint}")
+    path = recipe_path(name)
+    root = _composed(path)
+    if [key.value for key, _ in root.value] == [nxd.KEY]:
+        return _nxds(path, *root.value[0], with_zero)
+    values: dict[str, Any] = {}
+    lines: dict[tuple, int] = {}
+    wrong: dict[str, None] = {}
+    for key, value in root.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            wrong[f"{path}:{line}: a recipe's keys are {', '.join(_KEYS)}"] = None
+            continue
+        if key.value in values:
+            wrong[f"{path}:{line}: {key.value!r} stands here for the second time"] = None
+        values[key.value] = spelled_out(key.value, _constructed(value))
+        lines |= {(key.value,): line, **_lines_inside(key.value, value)}
+        for inside, problem in problems(key.value, values[key.value], _KEYS):
+            wrong[f"{path}:{lines.get((key.value, inside), line)}: {problem}"] = None
+        if key.value in LISTS and isinstance(values[key.value], str) and values[key.value]:
+            values[key.value] = os.path.normpath(path.parent / values[key.value])
+    wrong |= dict.fromkeys(f"{path}:{lines[side,]}: {both}" for side, both in _named_twice(values))
+    if wrong:
+        raise HmpxError("\n".join(wrong))
+    recipe = _from(_made(values), Origins(str(path), lines, {key: values[key] for key in LISTS if values.get(key)}))
+    if any(values.get(side) for side in SIDES) and recipe.opt_level == "O1":
+        changed(recipe, **dict.fromkeys(LISTS, "")).policy()  # for the errors in its own lists
+    return recipe
+
+
+def _nxds(path: Path, key: yaml.Node, value: yaml.Node, with_zero: bool) -> Recipe:
+    """Of a file with NxD's configuration."""
+    line = key.start_mark.line + 1
+    lines = {inner: at for (_, inner), at in _lines_inside(nxd.KEY, value).items()}
+    keys = nxd.recipe_keys(_constructed(value), with_zero, lambda inner: f"{path}:{lines.get(inner, line)}: ")
+    where = {(own,): lines.get(nxd.MASTERS if own == "weights" else own, line) for own in keys}
+    return _from(replace(read_recipe("nxd-standard"), **keys), Origins(str(path), where))
+
+
+def _composed(path: Path) -> yaml.MappingNode:
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
@@ -170,94 +258,29 @@ def read_recipe(name: str | os.PathLike, *, with_zero: bool = False) -> Recipe:
         raise HmpxError(f"{path}:{error.problem_mark.line + 1}: not YAML: {error.problem}") from None
     if not isinstance(root, yaml.MappingNode):
         raise HmpxError(f"{path}:1: a recipe is a mapping of {', '.join(_KEYS)}")
-    if [key.value for key, _ in root.value] == [nxd.KEY]:
-        ((key, value),) = root.value
-        config, where = _constructed(value), f"{path}:{key.start_mark.line + 1}: "
-        return replace(read_recipe("nxd-standard"), **nxd.recipe_keys(config, with_zero, where))
-    values: dict[str, Any] = {}
-    lists: dict[str, tuple[Listed, ...]] = {}
-    for key, value in root.value:
-        where = f"{path}:{key.start_mark.line + 1}: "
-        if not isinstance(key, yaml.ScalarNode):
-            raise HmpxError(f"{where}a recipe's keys are {', '.join(_KEYS)}")
-        if key.value in values:
-            raise HmpxError(f"{where}{key.value!r} stands here for the second time")
-        values[key.value] = _spelled_out(key.value, _constructed(value))
-        _check(key.value, values[key.value], _KEYS, where)
-        if key.value in LISTS and values[key.value]:
-            values[key.value] = os.path.normpath(path.parent / values[key.value])
-        if key.value in SIDES and values[key.value]:
-            lists[key.value] = tuple(Listed(v.value, str(path), v.start_mark.line + 1) for v in value.value)
-    if lists and values.get("opt_level", "O1") == "O1":
-        build_policy("O1", OpLists(**lists))  # for its errors, which have a line here
-    return _made(values, f"{path}: ")
+    return root
 
 
 def _constructed(value: yaml.Node) -> Any:
     return yaml.SafeLoader("").construct_object(value, deep=True)
 
 
-def _spelled_out(key: Any, value: Any) -> Any:
-    """The value of a key with dtypes by their names in torch, for ``bf16``, ``fp32`` and torch's own dtypes."""
-    if isinstance(value, Mapping):
-        return {_dtype_name(k) if key == "dtype_map" else k: _dtype_name(v) for k, v in value.items()}
-    return _dtype_name(value) if key in ("parameter_dtype", "state_dtype", LOW_PRECISION) else value
+def _lines_inside(key: str, value: yaml.Node) -> dict[tuple, int]:
+    """Where the keys of a mapping, and the names of a list, stand."""
+    if isinstance(value, yaml.MappingNode):
+        return {(key, inner.value): inner.start_mark.line + 1 for inner, _ in value.value}
+    if isinstance(value, yaml.SequenceNode):
+        return {(key, i): inner.start_mark.line + 1 for i, inner in enumerate(value.value)}
+    return {}
 
 
-def _dtype_name(value: Any) -> Any:
-    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-    return _SHORT.get(name, name) if isinstance(name, str) else name
+def _named_twice(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The lists that are given name by name and as a file too, each with that in words."""
+    both = [side for side in SIDES if values.get(side) is not None and values.get(f"{side}_file_path")]
+    return [(side, f"{side} and {side}_file_path: which of the two?") for side in both]
 
 
-def _check(key: Any, value: Any, keys: Sequence[str], where: str = "") -> None:
-    if key in (nxd.KEY, nxd.MASTERS):
-        raise HmpxError(
-            f"{where}{key!r} is NxD's, and no key beside a recipe's own: NxD's keys stand in {nxd.KEY} alone "
-            f"({{{nxd.KEY!r}: {{{nxd.MASTERS!r}: True}}}}); in a recipe's own terms it is weights: master"
-        )
-    if key not in keys:
-        raise HmpxError(f"{where}{key!r} is no key of a recipe{did_you_mean(str(key), keys)}")
-    legal = {
-        "opt_level": (*OPT_LEVELS, None),
-        "parameter_dtype": tuple(DTYPES),
-        "state_dtype": tuple(DTYPES),
-        LOW_PRECISION: ("bfloat16", "float16", None),
-        "kernels": KERNELS,
-        "weights": tuple(WAYS),
-        **dict.fromkeys(_SWITCHES, (True, False)),
-    }
-    if key in legal:
-        _check_value(key, value, legal[key], where)
-    elif key == "seed" and value is not None:
-        try:
-            check_seed(value)
-        except HmpxError as error:
-            raise HmpxError(f"{where}{error}") from None
-    elif key in LISTS and not isinstance(value, str):
-        raise HmpxError(f"{where}{key} is {value!r}, not the path of a list")
-    elif key in SIDES and value is not None:
-        if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
-            raise HmpxError(f"{where}{key} is {value!r}, not a list of names; a file goes to {key}_file_path")
-    elif key in ("module_dtypes", "dtype_map"):
-        what = "modules' names" if key == "module_dtypes" else "dtypes"
-        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
-            raise HmpxError(f"{where}{key} is {value!r}, not a mapping of {what} to dtypes")
-        for old, new in value.items():
-            if key == "dtype_map":
-                _check_value(key, old, tuple(_MAPPED), where)
-            _check_value(f"{key}, {old!r}", new, tuple(DTYPES), where)
-
-
-def _check_value(what: str, value: Any, legal: tuple, where: str) -> None:
-    if not any(type(value) is type(each) and value == each for each in legal):
-        words = ["null" if each is None else str(each).lower() if isinstance(each, bool) else each for each in legal]
-        raise HmpxError(f"{where}{what} is {value!r}, none of {', '.join(words)}{did_you_mean(str(value), words)}")
-
-
-def _made(values: Mapping[str, Any], where: str = "") -> Recipe:
-    for side in SIDES:
-        if values.get(side) is not None and values.get(f"{side}_file_path"):
-            raise HmpxError(f"{where}{side} and {side}_file_path: which of the two?")
+def _made(values: Mapping[str, Any]) -> Recipe:
     lists = {side: tuple(values[side]) for side in SIDES if values.get(side) is not None}
     return Recipe(**{**values, **lists})
 
@@ -273,10 +296,12 @@ def as_recipe(recipe: str | os.PathLike | Mapping | Recipe, *, with_zero: bool =
         raise HmpxError(f"a recipe is a name, a path or a dict, not a {type(recipe).__name__}")
     if list(recipe) == [nxd.KEY]:
         return Recipe.from_nxd(recipe[nxd.KEY], with_zero=with_zero)
-    recipe = {key: _spelled_out(key, value) for key, value in recipe.items()}
-    for key, value in recipe.items():
-        _check(key, value, _KEYS)
-    return _made(recipe)
+    values = {key: spelled_out(key, value) for key, value in recipe.items()}
+    wrong = [problem for key, value in values.items() for _, problem in problems(key, value, _KEYS)]
+    wrong += [both for _, both in _named_twice(values)]
+    if wrong:
+        raise HmpxError("\n".join(wrong))
+    return _made(values)
 
 
 def with_and_without_zero(recipe: str | os.PathLike | Mapping | Recipe) -> tuple[Recipe, Recipe]:

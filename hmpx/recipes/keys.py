@@ -1,0 +1,85 @@
+"""The keys of a recipe: what may stand under each, and what is wrong with what does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hmpx.casts.fp32_kernels import KERNELS
+from hmpx.casts.op_lists import LOW_PRECISION, SIDES
+from hmpx.casts.policy import OPT_LEVELS
+from hmpx.errors import HmpxError, did_you_mean
+from hmpx.recipes import nxd
+from hmpx.rounding.stochastic import check_seed
+from hmpx.updates.weights import WAYS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map
+LISTS = tuple(f"{side}_file_path" for side in SIDES)
+SWITCHES = ("use_fp32_grad_acc", "use_master_weights_in_ckpt", "release_gradients", "fused")
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_LEGAL = {
+    "opt_level": (*OPT_LEVELS, None),
+    "parameter_dtype": tuple(DTYPES),
+    "state_dtype": tuple(DTYPES),
+    LOW_PRECISION: ("bfloat16", "float16", None),
+    "kernels": KERNELS,
+    "weights": tuple(WAYS),
+    **dict.fromkeys(SWITCHES, (True, False)),
+}
+
+
+def spelled_out(key: Any, value: Any) -> Any:
+    """The value of a key with dtypes by their names in torch, for ``bf16``, ``fp32`` and torch's own dtypes."""
+    if isinstance(value, Mapping):
+        return {_dtype_name(k) if key == "dtype_map" else k: _dtype_name(v) for k, v in value.items()}
+    return _dtype_name(value) if key in ("parameter_dtype", "state_dtype", LOW_PRECISION) else value
+
+
+def _dtype_name(value: Any) -> Any:
+    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return _SHORT.get(name, name) if isinstance(name, str) else name
+
+
+def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    """Each problem of one key and its value, with what it is about: the key, or a key of the mapping in `value`.
+
+    Args:
+        keys: the names of every key that a recipe has.
+    """
+    if key in (nxd.KEY, nxd.MASTERS):
+        yield (
+            None,
+            f"{key!r} is NxD's, and no key beside a recipe's own: NxD's keys stand in {nxd.KEY} alone "
+            f"({{{nxd.KEY!r}: {{{nxd.MASTERS!r}: True}}}}); in a recipe's own terms it is weights: master",
+        )
+    elif key not in keys:
+        yield None, f"{key!r} is no key of a recipe{did_you_mean(str(key), keys)}"
+    elif key in _LEGAL:
+        yield from ((None, problem) for problem in _wrong(key, value, _LEGAL[key]))
+    elif key == "seed" and value is not None:
+        try:
+            check_seed(value)
+        except HmpxError as error:
+            yield None, str(error)
+    elif key in LISTS and not isinstance(value, str):
+        yield None, f"{key} is {value!r}, not the path of a list"
+    elif key in SIDES and value is not None:
+        if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
+            yield None, f"{key} is {value!r}, not a list of names; a file goes to {key}_file_path"
+    elif key in ("module_dtypes", "dtype_map"):
+        what = "modules' names" if key == "module_dtypes" else "dtypes"
+        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
+            yield None, f"{key} is {value!r}, not a mapping of {what} to dtypes"
+            return
+        for old, new in value.items():
+            wrong = [*_wrong(key, old, tuple(MAPPED))] if key == "dtype_map" else []
+            yield from ((old, problem) for problem in (*wrong, *_wrong(f"{key}, {old!r}", new, tuple(DTYPES))))
+
+
+def _wrong(what: str, value: Any, legal: tuple) -> Iterator[str]:
+    if not any(type(value) is type(each) and value == each for each in legal):
+        words = ["null" if each is None else str(each).lower() if isinstance(each, bool) else each for each in legal]
+        yield f"{what} is {value!r}, none of {', '.join(words)}{did_you_mean(str(value), words)}"
