@@ -38,7 +38,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
-    """Keep what was imported so far out of the garbage collector's lists.
+    keep_what_is_there_out_of_sight()
+
+
+def keep_what_is_there_out_of_sight():
+    """Take all objects out of the garbage collector's lists.
 
     `convert()` looks through them for captured names, and a million objects of test libraries cost each test a second.
     """
@@ -53,6 +57,8 @@ def torch_is_untouched():
     hmpx.restore()
     changed = [label for label, value in attributes_of_torch().items() if PRISTINE[label] != value]
     assert not changed
+    if len(gc.get_objects()) > 50_000:  # a library was imported
+        keep_what_is_there_out_of_sight()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import itertools
 import warnings
@@ -20,8 +19,6 @@ def database() -> list:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
-    if gc.get_freeze_count():  # as the conftest does with what was imported before
-        gc.freeze()
     return op_db
 
 
