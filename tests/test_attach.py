@@ -13,7 +13,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import names, sliced_step, step_hooks
+from hmpx.updates import names, plain_steps, sliced_step, step_hooks
 from tests.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
@@ -101,7 +101,7 @@ def test_split_holds_the_same_masters_in_two_bytes(sliced):
 
 
 def test_nearest_computes_in_fp32_and_warns_nobody(sliced, monkeypatch, caplog):
-    monkeypatch.setattr(step_hooks, "_warned", False)
+    monkeypatch.setattr(plain_steps, "_warned", False)
     named, twin = parameters(), parameters(torch.float32)
     optimizer, reference = optim.AdamW(named, lr=1e-2), optim.AdamW(twin, lr=1e-2)
     hmpx.attach(optimizer, "nearest")

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import sliced_step, step_hooks
+from hmpx.updates import plain_steps, sliced_step, step_hooks
 from tests.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
@@ -415,7 +415,7 @@ def test_nothing_of_the_watch_stays_behind():
 
 
 def test_nearest_rounding_that_nobody_asked_for_is_warned_of_once(monkeypatch, caplog):
-    monkeypatch.setattr(step_hooks, "_warned", False)
+    monkeypatch.setattr(plain_steps, "_warned", False)
     named = parameters(BF16)
     optimizer = optim.SGD(named, lr=0.1)
     with hmpx.convert():

@@ -17,9 +17,9 @@ from hmpx.errors import HmpxError
 from hmpx.updates import step_count
 from hmpx.updates.names import parameters
 from hmpx.updates.ranks.sharding import is_sharded, local
+from hmpx.updates.segment import Segment
 from hmpx.updates.step import MASTER_KEY, WeightUpdates
 from hmpx.updates.step_count import SEED_KEY, STEP_KEY
-from hmpx.updates.weights import Segment
 
 logger = logging.getLogger("hmpx")
 Optimizer = torch.optim.Optimizer
@@ -61,8 +61,8 @@ class Checkpoints:
             if not self._saw_state_dict:
                 raise HmpxError(f"{type(optimizer).__name__}.state_dict runs no hooks, so it would hold no masters")
 
-    def load_last(self, optimizer: Optimizer) -> None:
-        """A load begins: what hooks of the user make of the checkpoint, whenever they came, is what is taken over."""
+    def hook_last(self, optimizer: Optimizer) -> None:
+        """Before a load: let our hook run last, so that it takes over what hooks of the user make of the checkpoint."""
         if self._loading_handle is not None:
             optimizer._optimizer_load_state_dict_pre_hooks.move_to_end(self._loading_handle.id)
 

@@ -1,9 +1,9 @@
 """Adam, AdamW and SGD with the write-back in one kernel: one pass over weights, gradients and state.
 
-Opt-in, ``attach(optimizer, fused=True)``: the formulas are torch's, the order of operations is the kernel's own, so
-results agree with torch's to rounding and not to the bit. State has torch's keys and shapes; a run may change between
-this road and the other. Parameters that no kernel takes (no C compiler, a device that is neither CPU nor CUDA, sparse
-gradients, strides, amsgrad) go the other road.
+Opt-in, ``attach(optimizer, fused=True)``. The formulas are torch's and the order of operations is the kernel's own, so
+results agree with torch's to rounding and not to the bit. State has torch's keys and shapes, so a training run may
+change between fused and sliced steps. Parameters that no kernel takes (no C compiler, a device that is neither CPU nor
+CUDA, sparse gradients, strides, amsgrad) are stepped in slices.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import optim
 
 from hmpx.rounding import native, triton
-from hmpx.rounding.stochastic import derive_key
-from hmpx.updates.weights import RoundingKey, Segment
+from hmpx.updates.segment import Segment
+from hmpx.updates.step_call import WriteBack
 
 Tensor = torch.Tensor
 FUSED = (optim.Adam, optim.AdamW, optim.SGD)
@@ -44,13 +44,11 @@ def _kernels(p: Tensor) -> ModuleType | None:
     return triton if p.is_cuda and triton.available() else None
 
 
-def prepare(
-    optimizer: optim.Optimizer, group: dict, segment: Segment, state_dtype: torch.dtype, rounding_key: RoundingKey
-) -> Callable[[], None]:
-    """What steps one parameter that a kernel `takes`, and its state. Nothing has changed before it is called."""
+def prepare(optimizer: optim.Optimizer, group: dict, segment: Segment, write_back: WriteBack) -> Callable[[], None]:
+    """A function that steps one parameter that a kernel `takes`. Nothing changes before it is called."""
     state = optimizer.state.get(segment.param)
     make = _sgd if type(optimizer) is optim.SGD else _adam
-    launch = make(segment, group, {} if state is None else state, state_dtype, rounding_key)
+    launch = make(segment, group, {} if state is None else state, write_back)
 
     def kernel() -> None:
         launch(optimizer.state[segment.param])
@@ -59,20 +57,14 @@ def prepare(
     return kernel
 
 
-def _key(segment: Segment, rounding_key: RoundingKey, key: str | None = None) -> int:
-    return derive_key(rounding_key.seed, rounding_key.step, segment.name if key is None else f"{segment.name}.{key}")
-
-
-def _held(state: dict, key: str, segment: Segment, dtype: torch.dtype, rounding_key: RoundingKey) -> native.KeyedTensor:
+def _keyed_state(state: dict, key: str, segment: Segment, write_back: WriteBack) -> native.KeyedTensor:
     """A state tensor, made if it is not there yet."""
     if state.get(key) is None:
-        state[key] = torch.zeros_like(segment.param, dtype=dtype, requires_grad=False)
-    return state[key], _key(segment, rounding_key, key)
+        state[key] = torch.zeros_like(segment.param, dtype=write_back.state_dtype, requires_grad=False)
+    return state[key], write_back.rounding_key.derive(f"{segment.name}.{key}")
 
 
-def _adam(
-    segment: Segment, group: dict, state: dict, dtype: torch.dtype, rounding_key: RoundingKey
-) -> Callable[[dict], None]:
+def _adam(segment: Segment, group: dict, state: dict, write_back: WriteBack) -> Callable[[dict], None]:
     p, rate, decay = segment.param, float(group["lr"]), group["weight_decay"]
     beta1, beta2 = (float(beta) for beta in group["betas"])
     step = state.get("step", torch.tensor(0.0, dtype=torch.float32, device="cpu")) + 1
@@ -93,15 +85,13 @@ def _adam(
 
     def launch(state: dict) -> None:
         state["step"] = step
-        held = (_held(state, key, segment, dtype, rounding_key) for key in ("exp_avg", "exp_avg_sq"))
-        _kernels(p).adam((p, _key(segment, rounding_key)), (p.grad, 0), *held, *scalars)
+        moments = (_keyed_state(state, key, segment, write_back) for key in ("exp_avg", "exp_avg_sq"))
+        _kernels(p).adam((p, write_back.rounding_key.derive(segment.name)), (p.grad, 0), *moments, *scalars)
 
     return launch
 
 
-def _sgd(
-    segment: Segment, group: dict, state: dict, dtype: torch.dtype, rounding_key: RoundingKey
-) -> Callable[[dict], None]:
+def _sgd(segment: Segment, group: dict, state: dict, write_back: WriteBack) -> Callable[[dict], None]:
     p, momentum = segment.param, float(group["momentum"])
     first = state.get("momentum_buffer") is None
     scalars = (
@@ -115,7 +105,7 @@ def _sgd(
     )
 
     def launch(state: dict) -> None:
-        buffer = _held(state, "momentum_buffer", segment, dtype, rounding_key) if momentum else (None, 0)
-        _kernels(p).sgd((p, _key(segment, rounding_key)), (p.grad, 0), buffer, *scalars)
+        buffer = _keyed_state(state, "momentum_buffer", segment, write_back) if momentum else (None, 0)
+        _kernels(p).sgd((p, write_back.rounding_key.derive(segment.name)), (p.grad, 0), buffer, *scalars)
 
     return launch

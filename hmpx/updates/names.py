@@ -1,4 +1,4 @@
-"""Names of parameters, which the rounding numbers are keyed by."""
+"""The parameters of an optimizer, and their names: the rounding key depends on these."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def parameters(optimizer: Optimizer) -> list[Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def has_bf16(optimizer: Optimizer) -> bool:
+    """Whether some parameter of `optimizer` is BF16."""
+    return any(p.dtype is torch.bfloat16 for p in parameters(optimizer))
+
+
 def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[str, Parameter]]:
     """Every parameter of `optimizer` with its name: of `names`, of `named_parameters()`, or else its position.
 
@@ -48,7 +53,7 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
             index += 1
 
 
-def share_names(outer: Optimizer, inner: Optimizer) -> None:
+def share(outer: Optimizer, inner: Optimizer) -> None:
     """Let `inner` know the names, or the positions, of its parameters in `outer`."""
     shared = _shared_names.setdefault(inner, {})
     if len(shared) != len(parameters(outer)):

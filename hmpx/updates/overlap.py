@@ -13,7 +13,7 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.rounding.xla import is_lazy
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.weights import Segment
+from hmpx.updates.segment import Segment
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

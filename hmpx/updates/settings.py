@@ -53,4 +53,4 @@ class Settings:
 
     @property
     def has_masters(self) -> bool:
-        return self.weights in ("master", "split")
+        return WAYS[self.weights].has_masters

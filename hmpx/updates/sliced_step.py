@@ -12,9 +12,11 @@ import torch
 from hmpx.updates.gradients.shadow import can_be_written
 from hmpx.updates.layout import memory_order, unfolded
 from hmpx.updates.optimizer_scope import by_memory
-from hmpx.updates.optimizer_state import GatheredShadowState, ShadowState, SlicedState
 from hmpx.updates.ranks.sharding import held_part, like, local
-from hmpx.updates.weights import RoundingKey, Segment, Stochastic
+from hmpx.updates.segment import Segment
+from hmpx.updates.shadow_state import GatheredShadowState, ShadowState
+from hmpx.updates.sliced_state import SlicedState
+from hmpx.updates.step_call import StepCall, WriteBack
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -63,16 +65,10 @@ def cut(
 class SlicedStep:
     """One step of an optimizer that treats each element, or each parameter, by itself."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        step: Callable,
-        store: Stochastic,
-        state_dtype: torch.dtype,
-        rounding_key: RoundingKey,
-    ) -> None:
-        self._optimizer, self._step, self._store, self._rounding_key = optimizer, step, store, rounding_key
-        self._state_dtype, self._by_memory = state_dtype, by_memory(optimizer)
+    def __init__(self, call: StepCall, write_back: WriteBack) -> None:
+        self._call, self._write_back, self._store = call, write_back, write_back.store
+        self._optimizer = optimizer = call.optimizer
+        self._by_memory = by_memory(optimizer)
         self._group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         with torch.no_grad():
             self._size = slice_size(sum(local(p).numel() for p in self._group))
@@ -112,7 +108,7 @@ class SlicedStep:
         p = segment.param
         if not p.dim():
             return [segment]
-        self._sliced[p] = state = SlicedState(self._optimizer.state, p, self._state_dtype)
+        self._sliced[p] = state = SlicedState(self._optimizer.state, p, self._write_back)
         together = [local(p), self._grads[p], *state.tensors(), *self._store.held(p)]
         if all(tensor.is_contiguous() for tensor in together):
             return segment.parts(self._size, order=None)
@@ -127,14 +123,14 @@ class SlicedStep:
             for segment, shadow in zip(batch, shadows, strict=True):
                 if segment.start is None:
                     kind = GatheredShadowState if segment.is_gathered else ShadowState
-                    whole.append(kind(self._optimizer, segment, shadow, self._state_dtype, self._by_memory))
+                    whole.append(kind(self._optimizer, segment, shadow, self._write_back, self._by_memory))
                 else:
                     self._sliced[segment.param].show(segment, shadow)
             shown = {segment.param: shadow for segment, shadow in zip(batch, shadows, strict=True)}
             self._versions = {shadow: _versions(states.get(shadow)) for shadow in shadows}
             grads = [(shadow.grad, shadow.grad._version) for shadow in shadows]
             with self._only(shown | {p: p for p in others}):
-                self._step(self._optimizer)
+                self._call.run()
         except BaseException:
             self.written += [
                 segment.name for segment, shadow in zip(batch, shadows, strict=True) if self._has_moved(shadow)
@@ -146,16 +142,16 @@ class SlicedStep:
             raise
         self.written += [segment.name for segment in batch]
         for state in whole:
-            state.finish(self._rounding_key)
+            state.finish()
         for segment, shadow, grad in zip(batch, shadows, grads, strict=True):
             self._hand_back(segment, shadow.grad, *grad)
             if segment.start is not None:
-                self._sliced[segment.param].take(segment, shadow, self._rounding_key)
+                self._sliced[segment.param].take_back(segment, shadow)
                 if segment.is_last:
                     self._sliced.pop(segment.param).finish()
-            segment.written()
-            for block, x in segment.spread(held_part(segment.param, shadow) if segment.is_gathered else shadow):
-                self._store.write(block, x, self._rounding_key)
+            segment.mark_written()
+            for block, x in segment.blocks(held_part(segment.param, shadow) if segment.is_gathered else shadow):
+                self._store.write(block, x, self._write_back.rounding_key)
 
     def _shadows(self, batch: list[Segment]) -> list[Tensor]:
         """FP32 weights with FP32 gradients; plain tensors, which the listed classes take for parameters."""
@@ -204,7 +200,7 @@ class SlicedStep:
         if not can_be_written(p.grad):
             p.grad = p.grad.clone(memory_format=torch.contiguous_format)
             self._grads[p] = _held_gradient(segment)
-        for block, part in segment.spread(held_part(p, left) if segment.is_gathered else left):
+        for block, part in segment.blocks(held_part(p, left) if segment.is_gathered else left):
             block.of(self._grads[p]).copy_(part)
 
     def _room(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -257,7 +253,7 @@ def _laid_out(segment: Segment, like: Tensor, flat: Tensor) -> Tensor:
 
 def _blocks(segments: Iterable[Segment], shown: Iterable[Tensor]) -> tuple[list[Segment], list[Tensor]]:
     """The segments that can be cut out of tensors, and the places of each in what is shown."""
-    spread = [each for segment, tensor in zip(segments, shown, strict=True) for each in segment.spread(tensor)]
+    spread = [each for segment, tensor in zip(segments, shown, strict=True) for each in segment.blocks(tensor)]
     return [segment for segment, _ in spread], [tensor for _, tensor in spread]
 
 

@@ -1,9 +1,8 @@
-"""One optimizer step: names and numbers, and which road it takes, sliced or whole."""
+"""One optimizer step: parameter names and rounding key, and whether it is taken in slices or whole."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,17 +10,20 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.rounding.stochastic import check_seed
 from hmpx.rounding.xla import is_lazy
-from hmpx.updates import fused_step, optimizer_state, step_count
-from hmpx.updates.interrupts import DeferredSignals, mark_incomplete
+from hmpx.updates import optimizer_state, step_count
+from hmpx.updates.interrupts import DeferredSignals
 from hmpx.updates.names import named, parameters
 from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.overlap import Overlaps, refuse_overlaps
+from hmpx.updates.partial_step import PartialStep
 from hmpx.updates.ranks import checks
 from hmpx.updates.ranks.sharding import box_of
+from hmpx.updates.rounding_key import RoundingKey
+from hmpx.updates.segment import Segment
 from hmpx.updates.settings import Settings
-from hmpx.updates.sliced_step import SlicedStep
+from hmpx.updates.step_call import StepCall, WriteBack
 from hmpx.updates.step_count import SEED_KEY, STEP_KEY
-from hmpx.updates.weights import WAYS, RoundingKey, Segment, Stochastic
+from hmpx.updates.weights import WAYS
 from hmpx.updates.whole_step import WholeStep
 
 logger = logging.getLogger("hmpx")
@@ -29,11 +31,6 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 MASTER_KEY = "hmpx_master"  # in the state of a parameter, in a checkpoint
-
-
-def has_bf16(optimizer: Optimizer) -> bool:
-    """Whether some parameter of `optimizer` is BF16."""
-    return any(p.dtype is torch.bfloat16 for p in parameters(optimizer))
 
 
 class WeightUpdates:
@@ -44,64 +41,64 @@ class WeightUpdates:
         self.names = names or {}
         self.store = WAYS[settings.weights]()
         self._overlaps = Overlaps()
-        self._open: _OpenStep | None = None
+        self._open: PartialStep | None = None
 
-    def step(self, optimizer: Optimizer, step: Callable, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
-        """Run `step`, the optimizer's own function. If it raises, weights and gradients are as they were."""
-        rounding_key = self.rounding_key(optimizer, seed)
-        checks.check_failures(optimizer, rounding_key.step)
+    def step(self, call: StepCall) -> Any:
+        """Run a step of an optimizer. If it raises, weights and gradients are as they were."""
+        optimizer, write_back = call.optimizer, self._write_back(call)
+        number = write_back.rounding_key.step
+        checks.check_failures(optimizer, number)
         with DeferredSignals() as signals:
             try:
-                result = self._step(optimizer, step, args, kwargs, rounding_key, signals)
+                result = self._step(call, write_back, signals)
             except Exception as error:
-                checks.report_failure(optimizer, rounding_key.step, error)
+                checks.report_failure(optimizer, number, error)
                 raise
             if not _skipped(optimizer):
-                step_number = rounding_key.step + (not step_count.is_trial())
-                step_count.keep(optimizer, **{STEP_KEY: step_number, SEED_KEY: rounding_key.seed})
+                number += not step_count.is_trial()
+                step_count.keep(optimizer, **{STEP_KEY: number, SEED_KEY: write_back.rounding_key.seed})
             self._open = None
         return result
 
-    def _step(
-        self,
-        optimizer: Optimizer,
-        step: Callable,
-        args: tuple,
-        kwargs: dict,
-        rounding_key: RoundingKey,
-        signals: DeferredSignals,
-    ) -> Any:
-        by_parts = scope_of(optimizer) != "whole"
-        result = _evaluate(args, kwargs) if by_parts else None
-        self._cast_state(optimizer, rounding_key)
+    def _step(self, call: StepCall, write_back: WriteBack, signals: DeferredSignals) -> Any:
+        optimizer, by_parts, result = call.optimizer, scope_of(call.optimizer) != "whole", None
+        if by_parts:
+            if call.closure is not None:  # the listed classes call it before anything else
+                with torch.enable_grad():
+                    result = call.closure()
+            call = call.without_arguments()
+        self._cast_state(optimizer, write_back)
         segments = self.segments(optimizer)
-        one_by_one = by_parts and _is_uniform(optimizer, segments)
-        if not one_by_one or self.settings.has_masters:
+        sliced = by_parts and _is_uniform(optimizer, segments)
+        if not sliced or self.settings.has_masters:
             refuse_overlaps(segments)
-        if one_by_one:
+        if sliced:
             signals.begin()
-            self._sliced(optimizer, segments, step, rounding_key)
-        elif by_parts:
-            self._whole(optimizer, segments, step, (), {}, rounding_key, signals)
-        else:
-            result = self._whole(optimizer, segments, step, args, kwargs, rounding_key, signals)
-        return result
+            params = [p for p in parameters(optimizer) if p.grad is not None]
+            with torch.no_grad():
+                PartialStep(call, segments, write_back, fused=self.settings.fused).run(params)
+            return result
+        of_whole = WholeStep(call, segments, write_back).run(signals)
+        return result if by_parts else of_whole
 
     def rounding_key(self, optimizer: Optimizer, seed: int | None = None) -> RoundingKey:
-        """Of the step that is next. A seed given to the region outranks the settings', and that the stored one."""
+        """That of the next step. A seed given to the region outranks the settings', and that one the stored one."""
         known = step_count.stored(optimizer)
         given = (seed, self.settings.seed, known.get(SEED_KEY), 0)
         return RoundingKey(check_seed(next(s for s in given if s is not None)), known.get(STEP_KEY, 0))
 
-    def step_alone(self, optimizer: Optimizer, step: Callable, p: Parameter) -> None:
-        """Step one parameter, as a part of the step that is next; under `torch.no_grad()`."""
+    def _write_back(self, call: StepCall) -> WriteBack:
+        return WriteBack(self.store, self.settings.state_dtype, self.rounding_key(call.optimizer, call.seed))
+
+    def step_alone(self, call: StepCall, p: Parameter) -> None:
+        """Step one parameter, as a part of the next step; under `torch.no_grad()`."""
         if self._open is None:
-            rounding_key = self.rounding_key(optimizer)
-            self._cast_state(optimizer, rounding_key)
-            segments = self.segments(optimizer)
+            write_back = self._write_back(call)
+            self._cast_state(call.optimizer, write_back)
+            segments = self.segments(call.optimizer)
             if self.settings.has_masters:
                 refuse_overlaps(segments)
-            self._open = _OpenStep(optimizer, segments, step, self.store, self.settings, rounding_key)
+            self._open = PartialStep(call, segments, write_back, fused=self.settings.fused)
         with DeferredSignals() as signals:
             signals.begin()
             self._open.run([p])
@@ -136,28 +133,9 @@ class WeightUpdates:
         """Bring the state into the dtype of its parameter, where a plain step wants it."""
         optimizer_state.cast_state(optimizer, torch.bfloat16)
 
-    def _whole(
-        self,
-        optimizer: Optimizer,
-        segments: list[Segment],
-        step: Callable,
-        args: tuple,
-        kwargs: dict,
-        rounding_key: RoundingKey,
-        signals: DeferredSignals,
-    ) -> Any:
-        return WholeStep(optimizer, segments, self.store, self.settings.state_dtype).run(
-            step, args, kwargs, rounding_key, signals
-        )
-
-    def _sliced(self, optimizer: Optimizer, segments: list[Segment], step: Callable, rounding_key: RoundingKey) -> None:
-        params = [p for p in parameters(optimizer) if p.grad is not None]
-        with torch.no_grad():
-            _OpenStep(optimizer, segments, step, self.store, self.settings, rounding_key).run(params)
-
-    def _cast_state(self, optimizer: Optimizer, rounding_key: RoundingKey) -> None:
+    def _cast_state(self, optimizer: Optimizer, write_back: WriteBack) -> None:
         held = self.settings.state_dtype
-        if optimizer_state.cast_state(optimizer, held, lists=held is torch.float32) and rounding_key.step:
+        if optimizer_state.cast_state(optimizer, held, lists=held is torch.float32) and write_back.rounding_key.step:
             logger.warning(
                 "hmpx: %s: load_state_dict cast the FP32 optimizer state down to BF16, so this run is not the resumed "
                 "one; call it inside `with hmpx.disable_casts():` or after `hmpx.attach()` or `hmpx.convert()`",
@@ -174,54 +152,6 @@ class WeightUpdates:
                 for name, p in ours
                 if _is_supported(name, p)
             ]
-
-
-class _OpenStep:
-    """A step that is taken in parts: by slices, and by fused kernels where they were asked for."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        segments: list[Segment],
-        step: Callable,
-        store: Stochastic,
-        settings: Settings,
-        rounding_key: RoundingKey,
-    ) -> None:
-        self._optimizer, self._settings, self._rounding_key = optimizer, settings, rounding_key
-        self._segments = {segment.param: segment for segment in segments}
-        self._slices = SlicedStep(optimizer, step, store, settings.state_dtype, rounding_key)
-        self._by_element = scope_of(optimizer) == "element"
-        self._group = {p: group for group in optimizer.param_groups for p in group["params"]}
-
-    def run(self, params: list[Parameter]) -> None:
-        """Step `params`, which have gradients."""
-        sliced, kernels = [], []
-        for segment in (self._segments[p] for p in params if p in self._segments):
-            group = self._group[segment.param]
-            if self._settings.fused and fused_step.takes(self._optimizer, group, segment):
-                kernel = fused_step.prepare(
-                    self._optimizer, group, segment, self._settings.state_dtype, self._rounding_key
-                )
-                kernels.append((segment.name, kernel))
-            else:
-                sliced.append(segment)
-        try:
-            self._slices.run(sliced, [p for p in params if p not in self._segments], self._by_element)
-            for name, kernel in kernels:
-                self._slices.written.append(name)
-                kernel()
-        except BaseException as error:
-            if self._slices.written:
-                mark_incomplete(self._optimizer, self._rounding_key.step, self._slices.written, error)
-            raise
-
-
-def _evaluate(args: tuple, kwargs: dict) -> Any:
-    """Call the closure, as the steps of the listed classes would before anything else."""
-    closure = args[0] if args else kwargs.get("closure")
-    with torch.enable_grad():
-        return None if closure is None else closure()
 
 
 def _is_uniform(optimizer: Optimizer, segments: list[Segment]) -> bool:

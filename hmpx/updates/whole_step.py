@@ -17,27 +17,23 @@ from hmpx.rounding.xla import is_lazy
 from hmpx.updates.gradients.shadow import ShadowGradients
 from hmpx.updates.interrupts import DeferredSignals, mark_incomplete
 from hmpx.updates.optimizer_scope import by_memory
-from hmpx.updates.optimizer_state import ShadowState
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.weights import RoundingKey, Segment, Stochastic
+from hmpx.updates.segment import Segment
+from hmpx.updates.shadow_state import ShadowState
+from hmpx.updates.step_call import StepCall, WriteBack
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 
 class WholeStep:
-    """One step on shadows. Optimizers that `optimizer` holds (Lookahead's base) see the same shadows."""
+    """One step on shadows. Optimizers that this one holds (Lookahead's base) see the same shadows."""
 
-    def __init__(
-        self, optimizer: Optimizer, segments: list[Segment], store: Stochastic, state_dtype: torch.dtype
-    ) -> None:
-        self._members = list(_nested(optimizer))
+    def __init__(self, call: StepCall, segments: list[Segment], write_back: WriteBack) -> None:
+        self._call, self._write_back, self._store = call, write_back, write_back.store
+        self._members = list(_nested(call.optimizer))
         self._lists = list({id(g["params"]): g["params"] for o in self._members for g in o.param_groups}.values())
-        self._segments, self._store, self._state_dtype = (
-            {segment.param: segment for segment in segments},
-            store,
-            state_dtype,
-        )
+        self._segments = {segment.param: segment for segment in segments}
         self._by_memory = by_memory(*self._members)
         self._shadow: dict[Parameter, Parameter] = {}
         self._states: list[ShadowState] = []
@@ -45,18 +41,16 @@ class WholeStep:
         self._before: dict[Parameter, torch.Tensor] = {}  # weights that a closure's trial points overwrite
         self._seen: dict[Parameter, tuple[int, torch.Tensor]] = {}  # weights that only a closure may change
 
-    def run(
-        self, step: Callable, args: tuple, kwargs: dict, rounding_key: RoundingKey, signals: DeferredSignals
-    ) -> Any:
+    def run(self, signals: DeferredSignals) -> Any:
         """Step; if that raises, parameters, gradients, `param_groups` and `state` are as they were.
 
-        State that the step has written to in place cannot be: then the optimizer says so until it is given another.
+        State that the step has written to in place cannot be restored: then the optimizer is marked incomplete.
         """
+        rounding_key = self._write_back.rounding_key
         try:
             with torch.no_grad():
                 self._show_shadows()
-            args, kwargs = replace_closure(args, kwargs, self._on_real_parameters)
-            result = step(self._members[0], *args, **kwargs)
+            result = self._call.with_functions(self._on_real_parameters).run()
             with torch.no_grad():
                 self._refuse_bypass()
                 for p, q in self._shadow.items():
@@ -79,10 +73,10 @@ class WholeStep:
             with torch.no_grad():
                 for p, q in self._shadow.items():
                     written.append(self._segments[p].name)
-                    self._segments[p].written()
+                    self._segments[p].mark_written()
                     self._store.write(self._segments[p], local(q.detach()), rounding_key)
                 for state in self._states:
-                    state.finish(rounding_key)
+                    state.finish()
         except BaseException as error:
             mark_incomplete(self._members[0], rounding_key.step, written, error)
             raise
@@ -100,7 +94,7 @@ class WholeStep:
         self._replace(self._shadow)
         for member in self._members:
             for p, q in self._shadow.items():
-                self._states.append(ShadowState(member, self._segments[p], q, self._state_dtype, self._by_memory))
+                self._states.append(ShadowState(member, self._segments[p], q, self._write_back, self._by_memory))
 
     def _refuse_bypass(self) -> None:
         """An optimizer that keeps a list of its own has stepped on the BF16 weights themselves, perhaps by `.data`."""
@@ -153,21 +147,6 @@ def _is_written(p: Parameter, version: int, seen: torch.Tensor) -> bool:
     if p._version != version or is_lazy(p):
         return p._version != version
     return not torch.equal(local(p.detach()).view(torch.int16), local(seen).view(torch.int16))
-
-
-def replace_closure(args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable]) -> tuple[tuple, dict]:
-    """The arguments of a step with its closure, and any other function of the user, in the hands of `wrap`.
-
-    A module is no function: it is what some optimizers look for parameters in.
-    """
-
-    def wrapped(value: Any) -> Any:
-        is_function = callable(value) and not isinstance(value, (torch.nn.Module, type))
-        return wrap(value) if is_function else value
-
-    return tuple(map(wrapped, args)), {
-        key: wrap(value) if key == "closure" and callable(value) else wrapped(value) for key, value in kwargs.items()
-    }
 
 
 def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:

@@ -14,8 +14,8 @@ import sys
 from torch.optim import Optimizer
 
 from hmpx.errors import HmpxError
+from hmpx.updates import names
 from hmpx.updates.checkpoints import Checkpoints
-from hmpx.updates.names import share_names
 
 
 def inner(optimizer: Optimizer) -> Optimizer | None:
@@ -28,8 +28,12 @@ def inner(optimizer: Optimizer) -> Optimizer | None:
             "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps in functions of its own, which hmpx does not see; "
             "leave overlap_with_ddp out"
         )
-    share_names(optimizer, optimizer.optim)
     return optimizer.optim
+
+
+def share_names(outer: Optimizer) -> None:
+    """Let the optimizer inside know the names of its parameters, or their positions, in `outer`."""
+    names.share(outer, outer.optim)
 
 
 def watch_loads(outer: Optimizer, checkpoints: Checkpoints, undo: contextlib.ExitStack) -> None:

@@ -1,0 +1,231 @@
+"""An attached optimizer: what stays installed on it, and copies and pickles of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+from hmpx import region_state
+from hmpx.changes import MISSING, Attribute, take_back
+from hmpx.errors import HmpxError
+from hmpx.updates import step_count, step_hooks
+from hmpx.updates.checkpoints import Checkpoints
+from hmpx.updates.gradients import released
+from hmpx.updates.gradients.accumulation import end_unused_exchanges
+from hmpx.updates.gradients.claims import Claim
+from hmpx.updates.names import has_bf16, named, parameters
+from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
+from hmpx.updates.optimizer_methods import writing_methods
+from hmpx.updates.ranks import zero
+from hmpx.updates.settings import Settings
+from hmpx.updates.step import WeightUpdates
+from hmpx.updates.step_call import StepCall
+from hmpx.updates.step_count import SEED_KEY
+from hmpx.updates.weights import WeightStore
+
+Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
+
+
+class Attachment:
+    """What `attach` did to one optimizer: the handle that it returns.
+
+    Attributes:
+        settings: what `attach` was asked for.
+    """
+
+    def __init__(self, optimizer: Optimizer, settings: Settings, names: dict[Parameter, str]) -> None:
+        self.settings = settings
+        self._optimizer = weakref.ref(optimizer)  # which holds this: no cycle, so it dies when its user lets it go
+        self._updates = WeightUpdates(settings, names)
+        self._undo = contextlib.ExitStack()  # what puts parameters and hooks back
+        # The attachment holds the optimizer while a step is open, and a parameter outlives it.
+        release = functools.partial(_call_if_alive, weakref.WeakMethod(self._release))
+        self._claim = Claim(fp32=settings.use_fp32_grad_acc, release=release if settings.release_gradients else None)
+        self._dtypes: dict[Parameter, torch.dtype] = {}  # of its parameters, when they were last looked at
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer; None if it is gone."""
+        return self._optimizer()
+
+    @property
+    def active(self) -> bool:
+        """Whether this is what the optimizer is attached by now."""
+        return self.optimizer is not None and attachment_of(self.optimizer) is self
+
+    def detach(self) -> None:
+        """See `hmpx.detach`."""
+        if self.active:
+            self.detach_from(self.optimizer)
+
+    def detach_from(self, optimizer: Optimizer) -> None:
+        """Detach, and make `optimizer` a plain one: this one's, or a copy that took every attribute along."""
+        self._remove()
+        end_unused_exchanges()
+        self._updates.release_state(optimizer)
+        step_count.remove(optimizer)
+
+    def __repr__(self) -> str:
+        changed = [f"{k}={v!r}" for k, v in vars(self.settings).items() if v != getattr(Settings, k) or k == "weights"]
+        state = f"of {type(self.optimizer).__name__}" if self.active else "detached"
+        return f"<hmpx.Attachment {state}: {', '.join(changed)}>"
+
+    def take_masters(self) -> None:
+        """See `WeightUpdates.take_masters`."""
+        self._updates.take_masters(self.optimizer)
+
+    @property
+    def names(self) -> dict[Parameter, str]:
+        """The names of parameters, as far as `attach` was given them."""
+        return self._updates.names
+
+    def facts(self, outer: Optimizer) -> dict[str, Any]:
+        """What must be the same on every rank. `outer` is the optimizer that knows all parameters."""
+        rounding_key = self._updates.rounding_key(self.optimizer)
+        own = {key: str(value) for key, value in vars(self.settings).items()}
+        params = {
+            f"parameter {i}": {"name": name, "dtype": str(p.dtype), "shape": list(p.shape)}
+            for i, (name, p) in enumerate(named(outer, self.names))
+        }
+        return {
+            **own,
+            "seed": rounding_key.seed,
+            "step": rounding_key.step,
+            "number of parameters": len(params),
+            **params,
+        }
+
+    def install(self, outer: Optimizer | None = None) -> None:
+        """Attach. `outer`: the optimizer that the user has, if this one is inside it."""
+        self._outer = weakref.ref(outer or self.optimizer)
+        step_hooks.install()
+        self._gone = weakref.finalize(self.optimizer, _optimizer_is_gone, self._undo)
+        methods = {"__reduce_ex__": functools.partial(_reduce, self._optimizer)}
+        for name in writing_methods(type(self.optimizer)):
+            methods[name] = functools.partial(_other_step, self._optimizer, name)
+        own = vars(self.optimizer)
+        self._added = {name: (method, own.get(name, MISSING)) for name, method in methods.items()}
+        own.update({ATTRIBUTE: self, **methods})
+        try:
+            self._checkpoints = Checkpoints(self._updates)
+            self._checkpoints.register(self.optimizer, self._undo)
+            if outer not in (None, self.optimizer):
+                zero.watch_loads(outer, self._checkpoints, self._undo)
+            self._undo.callback(_end_claim, self._claim, self._dtypes)
+            self.sync_parameters()
+            if self.settings.seed is not None:
+                step_count.keep(self.optimizer, **{SEED_KEY: self.settings.seed})
+        except BaseException:
+            self._remove()
+            raise
+
+    def _remove(self) -> None:
+        self._gone.detach()
+        self._undo.close()
+        vars(self.optimizer).pop(ATTRIBUTE, None)
+        for name, (ours, before) in self._added.items():  # not in a `Changes`, which would keep the optimizer alive
+            take_back(Attribute(self.optimizer, name, f"{type(self.optimizer).__name__}.{name}"), ours, before)
+        step_hooks.uninstall()
+
+    def sync_parameters(self) -> None:
+        """Look at the optimizer's parameters again: some may be new, gone, or cast since the last time."""
+        now = dict.fromkeys(parameters(self._outer() or self.optimizer))
+        gone = [p for p in self._dtypes if p not in now]
+        for p in gone:
+            del self._dtypes[p]
+        self._claim.drop(gone)
+        released.finish(gone)
+        new = [p for p in now if p not in self._dtypes]
+        cast = [p for p, dtype in self._dtypes.items() if p.dtype is not dtype]
+        for p in cast:
+            if self._dtypes[p] is torch.bfloat16:
+                self._updates.drop(self.optimizer, p)
+        self._dtypes.update((p, p.dtype) for p in new + cast)
+        self._claim.add(new)
+        self._claim.update(cast)
+
+    def before_load(self, optimizer: Optimizer) -> None:
+        """`optimizer.load_state_dict` is about to run."""
+        if optimizer is self.optimizer:  # and no copy that took every attribute along
+            self._checkpoints.hook_last(optimizer)
+
+    def step(self, call: StepCall) -> Any:
+        """Run a step of the optimizer as the settings say."""
+        if call.optimizer is not self.optimizer:  # a copy that took every attribute along
+            return _attach_copy(call.optimizer, self).step(call)
+        self.sync_parameters()
+        result = self._updates.step(call)
+        released.finish(self._dtypes)
+        return result
+
+    def _release(self, p: Parameter) -> None:
+        if released.is_released(p):
+            raise HmpxError(
+                "release_gradients: a second gradient before optimizer.step(). Each parameter has stepped in backward, "
+                "so gradients cannot accumulate over several; after a backward that failed, call optimizer.step() too"
+            )
+        if not self._updates.is_open:
+            self.sync_parameters()
+        step_hooks.step_alone(self.optimizer, self._updates, p)
+        released.release(p, self.optimizer)
+
+
+def _other_step(reference: weakref.ref, name: str, *args: Any, **kwargs: Any) -> Any:
+    """What an attached optimizer has in place of a method that rewrites weights."""
+    optimizer = reference()
+    method = getattr(type(optimizer), name)
+    if not has_bf16(optimizer):  # inside a step of its own, which sees FP32 shadows
+        return method(optimizer, *args, **kwargs)
+    with region_state.region(casting=False):
+        return attachment_of(optimizer).step(StepCall(optimizer, method, args, kwargs))
+
+
+def _call_if_alive(reference: weakref.WeakMethod, p: Parameter) -> None:
+    method = reference()
+    if method is not None:
+        method(p)
+
+
+def _end_claim(claim: Claim, dtypes: dict[Parameter, torch.dtype]) -> None:
+    claim.end()
+    released.finish(dtypes)
+
+
+def _optimizer_is_gone(undo: contextlib.ExitStack) -> None:
+    """The optimizer was collected as garbage: make its parameters what they were."""
+    undo.close()
+    step_hooks.uninstall_later()
+
+
+def _attach_copy(optimizer: Optimizer, original: Attachment) -> Attachment:
+    for name in (ATTRIBUTE, *original._added):
+        vars(optimizer).pop(name, None)
+    attachment = Attachment(optimizer, original.settings, original.names)
+    attachment.install()
+    return attachment
+
+
+def _reduce(reference: weakref.ref, protocol: int) -> tuple:
+    """Copies and pickles of an attached optimizer are attached; torch's own hold state, groups and defaults alone."""
+    optimizer = reference()
+    attachment = attachment_of(optimizer)
+    if step_count.stored(optimizer):
+        step_count.keep(optimizer)
+    added = {ATTRIBUTE, *attachment._added}
+    state = {key: value for key, value in optimizer.__getstate__().items() if key not in added}
+    return _rebuild, (type(optimizer), state, attachment.settings, attachment.names, attachment._updates.store)
+
+
+def _rebuild(cls: type, state: dict, settings: Settings, names: dict, store: WeightStore) -> Optimizer:
+    optimizer = cls.__new__(cls)
+    optimizer.__setstate__(state)
+    step_count.forget(optimizer)
+    attachment = Attachment(optimizer, settings, names)
+    attachment._updates.store = store
+    attachment.install()
+    return optimizer

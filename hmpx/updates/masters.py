@@ -1,0 +1,129 @@
+"""Stores with FP32 masters: beside the weights, or in two halves of which the weight is one.
+
+In both, a weight that is not what its master rounds to was written by somebody else, and counts. `halves.py` has the
+arithmetic of the split: its weight is the master rounded to nearest with ties away from zero. `Master` has torch's ties
+to even.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hmpx.rounding.halves import join, read_masters, split
+from hmpx.updates.checksums import BLOCK, checksums, clear_written
+from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
+from hmpx.updates.rounding_key import RoundingKey
+from hmpx.updates.segment import Segment
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+
+class _Copies:
+    """What stores of masters have in common: FP32 copies of parameters, and reading masters from them."""
+
+    has_masters = True
+
+    def __init__(self) -> None:
+        self._masters: dict[Parameter, Tensor] = {}
+
+    def read_all(self, segments: list[Segment], outs: list[Tensor]) -> None:
+        for segment, out in zip(segments, outs, strict=True):
+            self._read(segment, out)
+
+    def _read(self, segment: Segment, out: Tensor) -> None:
+        """From the copy, which is made first where there is none that fits."""
+        masters, held = self._masters.get(segment.param), local(segment.param)
+        if masters is None or masters.shape != held.shape:
+            self._masters[segment.param] = held.float()
+        elif masters.device != held.device:
+            self._masters[segment.param] = masters.to(held.device)
+        read_masters(segment.of(self._masters[segment.param]), segment.of(segment.param), out)
+
+    def masters(self, segment: Segment) -> Tensor:
+        out = torch.empty_like(local(segment.param), dtype=torch.float32)
+        self.read_all([segment], [out])
+        return like(segment.param, out) if is_sharded(segment.param) else out
+
+    def set_masters(self, param: Parameter, masters: Tensor) -> None:
+        self._masters[param] = torch.empty_like(local(param), dtype=torch.float32).copy_(held_part(param, masters))
+
+
+class Master(_Copies):
+    """BF16 weights beside FP32 masters."""
+
+    bytes_beside = 4.0
+
+    def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
+        segment.of(self._masters[segment.param]).copy_(x)
+        segment.of(segment.param).copy_(x)
+
+    def held(self, param: Parameter) -> list[Tensor]:
+        return [self._masters[param]] if param in self._masters else []
+
+    def drop(self, param: Parameter) -> None:
+        self._masters.pop(param, None)
+
+    def forget(self) -> None:
+        self._masters.clear()
+
+
+class Split(_Copies):
+    """FP32 masters in two halves: the upper one is the weight itself, the lower one an int16 beside it.
+
+    Two halves cannot tell whether somebody wrote to a weight; checksums can. A block of weights keeps its lower halves
+    if its values are those that the last step left. Else its lower halves become zero, so that the weights count.
+
+    Masters from a checkpoint stay FP32 copies until the first step: the weights may be loaded after them, and the
+    checkpoint may be of a run with "master", which rounds ties to even.
+    """
+
+    bytes_beside = 2 + 2 / BLOCK
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lower: dict[Parameter, Tensor] = {}  # in row-major order, whatever the weight's memory is like
+        self._checksums: dict[Parameter, Tensor] = {}  # of complete parameters: none while a step is writing to one
+
+    def _read(self, segment: Segment, out: Tensor) -> None:
+        if segment.param in self._masters:
+            super()._read(segment, out)
+            return
+        if segment.offset == 0:
+            self._update_lower(segment.param)
+        if segment.param in self._lower:
+            join(segment.of(segment.param), segment.of(self._lower[segment.param]), out)
+        else:
+            out.copy_(segment.of(segment.param))
+
+    def _update_lower(self, param: Parameter) -> None:
+        """Drop or clear lower halves that do not belong to the weights any more."""
+        held, lower, before = local(param), self._lower.get(param), self._checksums.get(param)
+        if lower is not None and lower.shape != held.shape:
+            self._lower.pop(param)
+            return
+        if lower is not None and lower.device != held.device:
+            self._lower[param] = lower = lower.to(held.device)
+        if lower is not None and before is not None:
+            clear_written(held, before.to(held.device), lower)
+
+    def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
+        held = local(segment.param)
+        if segment.param not in self._lower:
+            self._lower[segment.param] = torch.zeros(held.shape, dtype=torch.int16, device=held.device)
+        self._checksums.pop(segment.param, None)
+        split(x, segment.of(segment.param), segment.of(self._lower[segment.param]))
+        if segment.is_last:
+            self._masters.pop(segment.param, None)
+            self._checksums[segment.param] = checksums(held)
+
+    def held(self, param: Parameter) -> list[Tensor]:
+        return [held[param] for held in (self._masters, self._lower) if param in held]
+
+    def drop(self, param: Parameter) -> None:
+        for held in (self._masters, self._lower, self._checksums):
+            held.pop(param, None)
+
+    def forget(self) -> None:
+        for held in (self._masters, self._lower, self._checksums):
+            held.clear()

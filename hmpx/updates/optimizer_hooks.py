@@ -1,0 +1,99 @@
+"""What `torch.optim.Optimizer` does beside stepping, and hmpx must know of or change.
+
+A load keeps the FP32 state of BF16 parameters, which torch would cast down. An attachment hears of loads, of new
+parameter groups, and of parameters whose contents `torch.utils.swap_tensors` exchanges.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hmpx import region_state
+from hmpx.changes import Attribute, Changes
+from hmpx.updates import step_count
+from hmpx.updates.gradients import claims
+from hmpx.updates.step_count import STEP_KEY
+
+Optimizer = torch.optim.Optimizer
+
+ATTRIBUTE = "_hmpx_attachment"  # where an attached optimizer holds its attachment
+_loading = threading.local()  # attached: whether the optimizer that loads in this thread is attached
+
+
+def attachment_of(optimizer: Optimizer) -> Any:
+    """The attachment that an optimizer holds itself, or None; see `attach.attached`."""
+    return vars(optimizer).get(ATTRIBUTE)
+
+
+def install(changes: Changes, is_installed: Callable[[], object]) -> None:
+    """Wrap these functions until `changes` are undone. `is_installed`: whether they are still wrapped."""
+    wrap(changes, "_process_value_according_to_param_policy", functools.partial(_keeping_fp32, is_installed))
+    wrap(changes, "add_param_group", _telling_of_groups)
+    wrap(changes, "load_state_dict", _telling_of_loads)
+    swap = Attribute(torch.utils, "swap_tensors", "torch.utils.swap_tensors")
+    changes.put(swap, _telling_of_swaps(torch.utils.swap_tensors))
+
+
+def wrap(changes: Changes, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+    """Replace a method of `torch.optim.Optimizer` by what `wrapper` makes of it, until `changes` are undone."""
+    ours = wrapper(getattr(Optimizer, name))
+    is_static = isinstance(vars(Optimizer)[name], staticmethod)
+    place = Attribute(Optimizer, name, f"torch.optim.Optimizer.{name}")
+    changes.put(place, staticmethod(ours) if is_static else ours)
+
+
+def _keeping_fp32(is_installed: Callable[[], object], process_value: Callable) -> Callable:
+    """Of what `load_state_dict` makes a state tensor: torch casts it to the parameter's dtype, a resume needs FP32."""
+
+    def process(
+        param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list, key: Any = None
+    ) -> torch.Tensor:
+        is_fp32_state = param.dtype is torch.bfloat16 and value.dtype is torch.float32 and key != "step"
+        if is_fp32_state and is_installed():
+            is_ours = getattr(_loading, "attached", False) or region_state.rounding() is not None
+            if is_ours or any(STEP_KEY in group for group in param_groups):
+                return value.to(device=param.device)
+        return process_value(param, value, param_id, param_groups, key)
+
+    return process
+
+
+def _telling_of_groups(add_param_group: Callable) -> Callable:
+    @functools.wraps(add_param_group)
+    def add(optimizer: Optimizer, param_group: dict) -> None:
+        add_param_group(optimizer, param_group)
+        attachment = attachment_of(optimizer)
+        if attachment is not None:
+            attachment.sync_parameters()
+
+    return add
+
+
+def _telling_of_loads(load_state_dict: Callable) -> Callable:
+    @functools.wraps(load_state_dict)
+    def load(self: Optimizer, state_dict: dict) -> None:  # torch.distributed.checkpoint gives `self` by its name
+        attachment, before = attachment_of(self), getattr(_loading, "attached", False)
+        _loading.attached = attachment is not None
+        try:
+            if attachment is not None:
+                attachment.before_load(self)
+            load_state_dict(self, state_dict)
+        finally:
+            _loading.attached = before
+        step_count.forget(self)
+
+    return load
+
+
+def _telling_of_swaps(swap_tensors: Callable) -> Callable:
+    @functools.wraps(swap_tensors)
+    def swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        swap_tensors(t1, t2)
+        claims.swapped(t1, t2)
+
+    return swap

@@ -1,0 +1,57 @@
+"""Steps of BF16 parameters that hmpx does not compute in FP32: refused where they cannot go on, else warned of once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hmpx import region_state
+from hmpx.errors import HmpxError
+from hmpx.updates import optimizer_state
+from hmpx.updates.names import has_bf16
+from hmpx.updates.optimizer_hooks import attachment_of
+
+Optimizer = torch.optim.Optimizer
+logger = logging.getLogger("hmpx")
+
+_hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # of optimizers that have stepped in a region
+_warned = False
+
+
+def refuse_plain_steps(optimizer: Optimizer) -> None:
+    """After a step in a region, refuse plain ones, by a hook on the optimizer: hmpx may not be installed by then."""
+    if optimizer not in _hooks and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        _hooks[optimizer] = optimizer.register_step_pre_hook(_refuse)
+
+
+def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    is_plain = region_state.rounding() is None and attachment_of(optimizer) is None
+    if is_plain and optimizer_state.has_fp32_state(optimizer):
+        raise HmpxError(
+            f"{type(optimizer).__name__} has stepped in hmpx.disable_casts(), so its state is FP32, which a plain step "
+            "on BF16 parameters cannot go on with. Write `with hmpx.disable_casts(): optimizer.step()` for every step, "
+            "or hmpx.attach(optimizer) once; hmpx.detach(optimizer) brings the state to BF16 for plain steps"
+        )
+
+
+def allow_plain_steps(optimizer: Optimizer) -> bool:
+    """Take `refuse_plain_steps` back; whether there was something to take back."""
+    handle = _hooks.pop(optimizer, None)
+    if handle is not None:
+        handle.remove()
+    return handle is not None
+
+
+def warn_of_nearest(optimizer: Optimizer) -> None:
+    """Warn of a plain step of BF16 parameters, once in a process."""
+    global _warned
+    if not _warned and has_bf16(optimizer):
+        _warned = True
+        logger.warning(
+            "hmpx: %s updates BF16 parameters with round-to-nearest, which drops small updates; "
+            "write `with hmpx.disable_casts(): optimizer.step()` for stochastic rounding",
+            type(optimizer).__name__,
+        )

@@ -1,0 +1,44 @@
+"""The key of one step's stochastic rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hmpx.rounding.stochastic import derive_key, round_into
+from hmpx.updates.ranks.sharding import Box
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class RoundingKey:
+    """What the random numbers of one step depend on, beside the parameter's name and the index of the element."""
+
+    seed: int
+    step: int
+
+    def derive(self, name: str) -> int:
+        """The 64-bit key of the first 2^32 elements of a parameter or a state tensor."""
+        return derive_key(self.seed, self.step, name)
+
+    def round_into(self, out: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
+        """Round FP32 `x` into BF16 `out`, of the same shape.
+
+        Args:
+            name: of the parameter, or of a state tensor.
+            start: index of the first element, in `box` or in the whole parameter.
+            box: where the elements that this rank holds stand; None if it holds the whole parameter.
+        """
+        if box is None:
+            round_into(out, x, self.seed, self.step, name, start)
+            return
+        source, target = x.contiguous().view(-1), out.view(-1) if out.is_contiguous() else None
+        rounded = torch.empty_like(source, dtype=out.dtype) if target is None else target
+        for span in box.spans(start, start + x.numel()):
+            here = slice(span.start - start, span.stop - start)
+            place = span.offset, span.width, span.stride
+            round_into(rounded[here], source[here], self.seed, self.step, name, *place)
+        if target is None:
+            out.copy_(rounded.view(out.shape))

@@ -1,0 +1,69 @@
+"""What is handed on through one step of an optimizer: the call itself, and how its results are written back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hmpx.updates.rounding_key import RoundingKey
+from hmpx.updates.weights import WeightStore
+
+
+@dataclass(frozen=True, eq=False)
+class StepCall:
+    """A call of an optimizer's own `step`, or of another method that rewrites weights.
+
+    Attributes:
+        method: the function of the optimizer's class.
+        seed: the one that the `disable_casts` region was given, if any.
+    """
+
+    optimizer: torch.optim.Optimizer
+    method: Callable
+    args: tuple = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+    def run(self) -> Any:
+        """Call the method."""
+        return self.method(self.optimizer, *self.args, **self.kwargs)
+
+    @property
+    def closure(self) -> Callable | None:
+        """The closure, where the method is `step` with torch's signature."""
+        return self.args[0] if self.args else self.kwargs.get("closure")
+
+    def without_arguments(self) -> StepCall:
+        """The same step for one part of the parameters, after the closure was called."""
+        return replace(self, args=(), kwargs={})
+
+    def with_functions(self, wrap: Callable[[Callable], Callable]) -> StepCall:
+        """The same call, its closure and any other function of the user replaced by what `wrap` makes of it.
+
+        A module is callable, and is left alone: some optimizers look for parameters in it.
+        """
+
+        def wrapped(key: str | None, value: Any) -> Any:
+            is_function = callable(value) and (key == "closure" or not isinstance(value, (torch.nn.Module, type)))
+            return wrap(value) if is_function else value
+
+        if not self.args and not self.kwargs:
+            return self
+        args = tuple(wrapped(None, value) for value in self.args)
+        return replace(self, args=args, kwargs={key: wrapped(key, value) for key, value in self.kwargs.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class WriteBack:
+    """How one step writes weights and state.
+
+    Attributes:
+        state_dtype: what state is held in between steps, torch.float32 or torch.bfloat16.
+    """
+
+    store: WeightStore
+    state_dtype: torch.dtype
+    rounding_key: RoundingKey
