@@ -12,6 +12,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.casts.dtype_map import DtypeMap
+from hmpx.casts.patch_table import Patching
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 USE, DOWNCAST = {FP32: BF16, FP64: BF16}, {FP32: BF16, FP64: FP32}
@@ -226,7 +227,7 @@ def test_compiled_functions_follow_it(backend, mapped):
 
 def test_every_attribute_is_the_identical_one_again(mapped):
     with mapped(USE) as handle:
-        patches = [patch for patch in handle.patched if patch.rule is hmpx.Rule.DTYPE_MAP]
+        patches = [patch for patch in handle.patched if patch.how is Patching.DTYPE_MAP]
         assert len(patches) > 150 and {"torch.zeros", "torch.Tensor.to", "torch.load"} <= {p.label for p in patches}
         assert pickle.loads(pickle.dumps(torch.zeros)) is torch.zeros
     for patch in patches:

@@ -1,7 +1,44 @@
 """The fast wrapper of an op whose layout is known: a plain Python function with the op's own leading parameters.
 
 It is written out as source. Ordinary tensors get one `type` and one `dtype` look each; everything else (a subclass, a
-missing argument, a list, a sparse tensor) goes back to the definition, `casting.cast_arguments`.
+missing argument, a list, a sparse tensor) goes back to the definition, `rules.cast_arguments`.
+
+The wrapper of `torch.matmul` in the bf16 list, in full (`_run` computes the op, `_original` is what stood in its place
+before, `_off` is empty while every thread casts, `_target` is torch.bfloat16):
+
+    def make(_original, _run, _switch):
+        _off, _casts_off = _switch.off, _switch.casts_off
+
+        def matmul(input=_missing, other=_missing, *args, **kwargs):
+            if not (_off or kwargs):
+                try:
+                    _dtype = input.dtype
+                    _right = _dtype is _target and other.dtype is _target
+                except AttributeError:
+                    _right = False
+                if _right:
+                    return _run(input, other, *args) if args else _run(input, other)
+            if type(input) in _plain and type(other) in _plain:
+                if _off and _casts_off() or kwargs and _is_stated(kwargs):
+                    return _original(input, other, *args, **kwargs)
+                if input.dtype is _target or input.dtype not in _eligible:
+                    input_cast = input
+                elif input.layout is _strided and not input.is_nested:
+                    input_cast = _cast_tensor(input, _target) if _caches else _to_target(input)
+                else:
+                    return _unusual(_original, _run, _switch, _rule, _layout, (input, other,), args, kwargs)
+                if other.dtype is _target or other.dtype not in _eligible:
+                    other_cast = other
+                elif other.layout is _strided and not other.is_nested:
+                    other_cast = _cast_tensor(other, _target) if _caches else _to_target(other)
+                else:
+                    return _unusual(_original, _run, _switch, _rule, _layout, (input, other,), args, kwargs)
+                if args or kwargs:
+                    kwargs = {key: _cast(value, _target) for key, value in kwargs.items()}
+                    return _run(input_cast, other_cast, *args, **kwargs)
+                return _run(input_cast, other_cast)
+            return _unusual(_original, _run, _switch, _rule, _layout, (input, other,), args, kwargs)
+        return matmul
 """
 
 from __future__ import annotations
@@ -17,7 +54,7 @@ from typing import Any
 import torch
 
 from hmpx import region_state
-from hmpx.casts.callers import WRITTEN
+from hmpx.casts.callers import WRITTEN, register
 from hmpx.casts.ops import Argument, Layout
 from hmpx.casts.policy import Rule
 from hmpx.casts.rules import (
@@ -147,7 +184,8 @@ _CAST_OPTIONAL = """\
 """ + _CAST.partition("\n")[2]
 _CAST_CALL = """\
             if args or kwargs:
-                return _run({casts}, *args, **{{key: _cast(value, _target) for key, value in kwargs.items()}})
+                kwargs = {{key: _cast(value, _target) for key, value in kwargs.items()}}
+                return _run({casts}, *args, **kwargs)
             return _run({casts})
 """
 _TAIL = """\
@@ -231,4 +269,6 @@ def make_wrapper(
     file = f"{WRITTEN} {function}: {rule}, {next(_written)}>"
     linecache.cache[file] = len(source), None, source.splitlines(True), file  # for tracebacks, and for `inspect`
     exec(compile(source, file, "exec"), namespace)
-    return namespace["make"]
+    make = namespace["make"]
+    register(next(constant for constant in make.__code__.co_consts if isinstance(constant, types.CodeType)), rule)
+    return make

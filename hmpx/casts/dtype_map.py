@@ -25,8 +25,7 @@ from hmpx.casts import op_facts
 from hmpx.casts.callers import frames
 from hmpx.casts.codegen import COMPILER, Switch
 from hmpx.casts.ops import catalog, schemas
-from hmpx.casts.patch_table import Patch, patch_at, uncast_functions
-from hmpx.casts.policy import Rule
+from hmpx.casts.patch_table import Patch, Patching, patch_at, uncast_functions
 from hmpx.casts.rules import METHODS, call
 from hmpx.changes import Attribute, Changes, Flag
 from hmpx.errors import HmpxError
@@ -81,7 +80,7 @@ class DtypeMap:
         places = {(id(patch.owner), patch.attribute): patch for patch in patches}
         made: dict[tuple[int, Callable], Callable] = {}
         for path, build in self._wanted():
-            patch = patch_at(path, Rule.DTYPE_MAP, lambda function: function)
+            patch = patch_at(path, Patching.DTYPE_MAP, lambda function: function)
             before = places.get((id(patch.owner), patch.attribute), patch)
             key = id(before.wrapper), build
             if key not in made:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import inspect
@@ -17,16 +18,34 @@ from hmpx.casts.codegen import Switch
 from hmpx.casts.fp32_kernels import NATIVE, Kernels
 from hmpx.casts.ops import Entry, Layout, catalog
 from hmpx.casts.policy import Case, Policy, Rule
-from hmpx.casts.wrappers import Observer, build_carrying, build_check, build_choice
+from hmpx.casts.wrappers import Observer, build_carrying, build_check, build_choice, build_uncast
 from hmpx.changes import Attribute, Changes
+
+
+class Patching(enum.Enum):
+    """What a patch does to the calls of an entry point."""
+
+    CAST = "cast"  # the arguments are cast as its rule says
+    UNCAST = "uncast"  # no casts inside: not the model's forward
+    CHECK = "check"  # a layer's check of its input's dtype accepts what will be cast
+    CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
+    DTYPE_MAP = "dtype map"  # a dtype that is asked for becomes another
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One attribute, before and after."""
+    """One attribute, before and after.
+
+    how: what the patch does. rule: of one that casts, what the policy says (where that depends on the arguments of a
+    call, the first of its cases); else None.
+    """
 
     op: str
-    rule: Rule
+    how: Patching
+    rule: Rule | None
     label: str
     owner: Any
     attribute: str
@@ -35,7 +54,7 @@ class Patch:
     inherited: bool
 
     def __str__(self) -> str:
-        return f"{self.label:45} {self.rule}"
+        return f"{self.label:45} {self.rule or self.how}"
 
     @property
     def place(self) -> Attribute:
@@ -75,20 +94,22 @@ class PatchTable:
             # One object under several names gets one wrapper, and so stays one object.
             key = id(original), cases, entry.in_place
             if key not in wrappers:
-                watch = functools.partial(observe, op, entry) if observe and rule is not Rule.UNCAST else None
+                watch = functools.partial(observe, op, entry) if observe else None
                 run = kernels.wrap(op, [case.rule for case in cases], original)
                 wrappers[key] = build_choice(entry, cases, original, switch, watch, run)
-            patches.append(
-                Patch(op, rule, entry.label, entry.owner, entry.attribute, original, wrappers[key], inherited)
-            )
+            patches.append(_patch(op, Patching.CAST, rule, entry, original, wrappers[key], inherited))
+        uncast: dict[int, Callable] = {}
+        for path in uncast_functions():
+            owner, attribute = _split(path)
+            if hasattr(owner, attribute):
+                entry = Entry(owner, attribute, path, Layout(python=True))
+                original, inherited = _read(owner, attribute)
+                wrapper = uncast.setdefault(id(original), build_uncast(entry, original, switch))
+                patches.append(_patch(attribute, Patching.UNCAST, None, entry, original, wrapper, inherited))
         for path, weights in op_facts.INPUT_CHECKS.items():
-            patches.append(
-                _beside_ops(path, Rule.FIRST_INPUT, lambda f, weights=weights: build_check(f, weights, switch))
-            )
+            patches.append(_beside_ops(path, Patching.CHECK, functools.partial(build_check, weights, switch)))
         for path, position in op_facts.CALLED_LATER.items():
-            patches.append(
-                _beside_ops(path, Rule.UNCAST, lambda f, position=position: build_carrying(f, position, switch))
-            )
+            patches.append(_beside_ops(path, Patching.CARRYING, functools.partial(build_carrying, position, switch)))
         return cls(tuple(around(tuple(patches), switch) if around else patches), switch)
 
     def __str__(self) -> str:
@@ -121,19 +142,22 @@ def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, tuple[Case, ...]]]:
                     yield op.name, entry, (Case(Rule.FIRST_INPUT),)
             elif any(case.rule is not None for case in cases):
                 yield op.name, entry, cases
-    for path in uncast_functions():
-        owner, attribute = _split(path)
-        if hasattr(owner, attribute):
-            yield attribute, Entry(owner, attribute, path, Layout(python=True)), (Case(Rule.UNCAST),)
 
 
-def patch_at(path: str, rule: Rule, build: Callable[[Any], Any]) -> Patch:
-    """The patch of one dotted name in torch. `build` makes what stands there out of what stood there."""
+def _patch(
+    op: str, how: Patching, rule: Rule | None, entry: Entry, original: Any, wrapper: Any, inherited: bool
+) -> Patch:
+    return Patch(op, how, rule, entry.label, entry.owner, entry.attribute, original, wrapper, inherited)
+
+
+def patch_at(path: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
+    """The patch of one dotted name in torch that casts nothing. `build` makes what stands there of what stood there."""
     owner, attribute, original = wrapt.resolve_path(*_split(path))
-    return Patch(attribute, rule, path, owner, attribute, original, build(original), attribute not in vars(owner))
+    inherited = attribute not in vars(owner)
+    return Patch(attribute, how, None, path, owner, attribute, original, build(original), inherited)
 
 
-def _beside_ops(path: str, rule: Rule, build: Callable[[Any], Callable]) -> Patch:
+def _beside_ops(path: str, how: Patching, build: Callable[[Any], Callable]) -> Patch:
     """The patch of a function that is no op, and yet has to know of the casts."""
 
     def built(original: Any) -> Any:
@@ -144,7 +168,7 @@ def _beside_ops(path: str, rule: Rule, build: Callable[[Any], Callable]) -> Patc
         wrapper.__name__, wrapper.__doc__ = function.__name__, function.__doc__
         return staticmethod(wrapper) if static else wrapper
 
-    return patch_at(path, rule, built)
+    return patch_at(path, how, built)
 
 
 def _split(path: str) -> tuple[Any, str]:

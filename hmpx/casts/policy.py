@@ -31,8 +31,6 @@ class Rule(enum.Enum):
     FP32 = "fp32"  # all to float32
     PROMOTE = "promote"  # all to the widest dtype among them
     FIRST_INPUT = "first input"  # the others to the dtype of the first
-    UNCAST = "uncast"  # no casts inside: not the model's forward
-    DTYPE_MAP = "dtype map"  # a dtype that is asked for becomes another
 
     def __str__(self) -> str:
         return self.value

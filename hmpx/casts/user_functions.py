@@ -24,7 +24,7 @@ from hmpx.casts import decision_log
 from hmpx.casts.captured_names.rebinding import Rebinding
 from hmpx.casts.op_lists import shipped
 from hmpx.casts.ops import Layout
-from hmpx.casts.patch_table import Patch
+from hmpx.casts.patch_table import Patch, Patching
 from hmpx.casts.policy import Rule
 from hmpx.casts.rules import cast_arguments
 from hmpx.changes import Changes
@@ -181,9 +181,8 @@ class UserFunctions:
             return False
         owner, attribute, original = found
         rule, inherited = self.rules[name], attribute not in vars(owner)
-        patch = Patch(
-            name, rule, name, owner, attribute, original, _wrap(original, rule, name, self._active), inherited
-        )
+        wrapper = _wrap(original, rule, name, self._active)
+        patch = Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper, inherited)
         if self._rebinding is not None:
             self._rebinding.expect(lambda: _replacements([patch]))
         self._changes.put(patch.place, patch.wrapper)

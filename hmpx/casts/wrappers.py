@@ -6,6 +6,7 @@ Where the layout is known, `specialised` writes one that does not even walk `*ar
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 
 from hmpx import region_state
-from hmpx.casts.codegen import WRITTEN, Switch, called_by_torch, make_wrapper
+from hmpx.casts.callers import register
+from hmpx.casts.codegen import Switch, called_by_torch, make_wrapper
 from hmpx.casts.ops import Entry
 from hmpx.casts.policy import Case, Rule
 from hmpx.casts.rules import PLAIN, call, call_cast, cast, is_explicit, public
@@ -27,24 +29,35 @@ def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch
     """Any layout; also Python functions of torch, inside of which nothing is cast again."""
     layout = entry.layout
     stated = _stated_positions(original) if layout.python else ()
-    inner = run
-
-    if layout.python:
-
-        def inner(*args, **kwargs):
-            return region_state.run_uncast(call, (run, args, kwargs), {})
-
-        inner.hands_on = True
+    inner = _deciding(run) if layout.python else run
 
     def wrapper(*args, **kwargs):
         if switch.casts_off() or called_by_torch(args, kwargs, sys._getframe(1)):
             return call(original, args, kwargs)
-        decided = is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args)
-        if rule is Rule.UNCAST or decided:
+        if is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args):
             return call(inner, args, kwargs)
         return call_cast(inner, rule, layout, args, kwargs)
 
+    wrapper.__code__ = _code_under(rule, wrapper.__code__)
     return wrapper
+
+
+@functools.cache
+def _code_under(rule: Rule, code: types.CodeType) -> types.CodeType:
+    """A code of its own for the wrappers of one rule, so that the code that runs tells the rule."""
+    own = code.replace(co_name=f"{code.co_name}_{rule.name.lower()}")
+    register(own, rule)
+    return own
+
+
+def _deciding(function: Callable) -> Callable:
+    """`function`, a listed one, with casts off inside."""
+
+    def inner(*args, **kwargs):
+        return region_state.run_uncast(call, (function, args, kwargs), {})
+
+    inner.hands_on = True
+    return inner
 
 
 def _stated_positions(function: Callable) -> tuple[int, ...]:
@@ -58,7 +71,21 @@ def _is_stated_at(positions: tuple[int, ...], args: tuple) -> bool:
     return any(i < len(args) and args[i] is not None and args[i] is not False for i in positions)
 
 
-def build_check(original: Callable, weights: str, switch: Switch) -> Callable:
+def build_uncast(entry: Entry, original: Callable, switch: Switch) -> Callable:
+    """A Python function of torch that is not the model's forward: casts are off inside."""
+    public(original)
+    inner = _deciding(original)
+
+    def uncast(*args, **kwargs):
+        if switch.casts_off() or called_by_torch(args, kwargs, sys._getframe(1)):
+            return call(original, args, kwargs)
+        return call(inner, args, kwargs)
+
+    uncast.__wrapped__ = original  # its signature, which torch_xla compares before it puts its own on top
+    return _named(uncast, entry, original)
+
+
+def build_check(weights: str, switch: Switch, original: Callable) -> Callable:
     """A layer's check of its input's dtype, (self, input, ...), that accepts what will be cast."""
 
     def check(layer, value, *rest):
@@ -90,7 +117,7 @@ def _observed(
     return wrapper
 
 
-def build_carrying(original: Callable, position: int, switch: Switch) -> Callable:
+def build_carrying(position: int, switch: Switch, original: Callable) -> Callable:
     """A function of torch that takes another one to call later: that runs in the region of now."""
 
     def carrier(*args, **kwargs):
@@ -120,7 +147,7 @@ def build_wrapper(
 
     run: what computes the op once the arguments are as the rule says; None for `original` itself.
     """
-    if run is None or rule in (Rule.FP32, Rule.UNCAST):
+    if run is None or rule is Rule.FP32:
         run = original
     if entry.in_place:  # the first is written to: the others come to it, whichever list names the op
         rule, run = Rule.FIRST_INPUT, original
@@ -128,12 +155,12 @@ def build_wrapper(
     public(original)  # looks it up once, while torch is as it was made
     if observe is not None:
         wrapper = _observed(entry, rule, original, run, switch, observe)
-    elif layout.python or layout.lead is None or rule is Rule.UNCAST:
+    elif layout.python or layout.lead is None:
         wrapper = _general(entry, rule, original, run, switch)
     else:
         make = make_wrapper(layout, rule, entry.attribute, _is_found_by_torch(entry, original))
         wrapper = make(original, run, switch)
-    return _named(wrapper, entry, rule, original)
+    return _named(wrapper, entry, original)
 
 
 def build_choice(
@@ -167,7 +194,7 @@ def build_choice(
                 return run(*args, **kwargs)
         return otherwise(*args, **kwargs)
 
-    return _named(choice, entry, cases[0].rule, original)
+    return _named(choice, entry, original)
 
 
 def _accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:
@@ -177,7 +204,7 @@ def _accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:
         return False
 
 
-def _named(wrapper: Callable, entry: Entry, rule: Rule | None, original: Callable) -> Callable:
+def _named(wrapper: Callable, entry: Entry, original: Callable) -> Callable:
     """`wrapper` under the name of the function whose place it takes."""
     module, _, qualified = entry.label.rpartition(".")
     if module == "Tensor":
@@ -185,14 +212,4 @@ def _named(wrapper: Callable, entry: Entry, rule: Rule | None, original: Callabl
     wrapper.__module__, wrapper.__qualname__ = module, qualified
     wrapper.__name__, wrapper.__doc__ = entry.attribute, original.__doc__
     wrapper.__hmpx_original__ = original
-    if rule is Rule.UNCAST:
-        wrapper.__wrapped__ = original  # its signature, which torch_xla compares before it puts its own on top
     return wrapper
-
-
-def rule_of(frame: types.FrameType) -> Rule | None:
-    """The rule of the wrapper that runs in `frame`; None where it is another function's."""
-    if frame.f_code.co_filename.startswith(WRITTEN):
-        return frame.f_globals["_rule"]
-    ours = frame.f_code.co_filename == __file__ and frame.f_code.co_name == "wrapper"
-    return frame.f_locals.get("rule") if ours else None

@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hmpx import region_state
-from hmpx.casts.callers import frames, users_line
+from hmpx.casts.callers import frames, rule_of, users_line
 from hmpx.casts.composition import callers
 from hmpx.casts.fp32_kernels import is_computing
 from hmpx.casts.ops import Op, canonical, catalog
 from hmpx.casts.policy import Policy, Rule
 from hmpx.casts.rules import TARGETS, eligible_dtypes
-from hmpx.casts.wrappers import rule_of
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError
 
