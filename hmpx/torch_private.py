@@ -1,0 +1,152 @@
+"""Every private name of torch that hmpx leans on: the versions it was seen in, and why it is needed.
+
+Torch promises nothing about these names. Code uses them where it needs them; this is the list to go through when a new
+version of torch is out. `lost()` says which of them the installed one does not have any more, and the tests hold the
+list complete.
+
+`Optimizer()._optimizer_step_pre_hooks` stands for an attribute of the objects of a class; ``module:word`` for a word
+that the source of a module knows, such as a mark on somebody else's object. Names without an underscore are listed
+where they stand in a private module or are not documented.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Private(NamedTuple):
+    """name: dotted. why: what hmpx does with it. seen: the versions that have it, of those that were looked through."""
+
+    name: str
+    why: str
+    seen: str = "2.9.1, 2.13.0, 2.15.0"
+
+
+NAMES: tuple[Private, ...] = (
+    # The catalogue of ops (casts.ops), and how arguments are told apart
+    Private("torch._C._nn", "C functions of torch.nn.functional are entry points of their own"),
+    Private("torch._C._VariableFunctions", "names every C function of torch"),
+    Private("torch._VF", "RNN layers call torch's C functions by it"),
+    Private("torch._C.TensorBase", "names every C method of a tensor; its `data` is watched by kept casts"),
+    Private("torch._C._jit_get_schemas_for_operator", "which arguments of an op are tensors, views or defaults"),
+    Private("torch.nn.RNNBase()._flat_weights", "the weights that RNNs compare their input's dtype with"),
+    # Functions that are patched beside the ops
+    Private(
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        "keeps a function for backward, which has to run in the region of the forward pass",
+    ),
+    Private("torch.nn.utils.clip_grad._get_total_norm", "no model's forward: casts are off inside"),
+    Private("torch.nn.utils.clip_grad._clip_grads_with_norm_", "asks for gradients that have been released"),
+    Private("torch.amp.GradScaler._unscale_grads_", "the same; `unscale_` and `step` both end in it"),
+    Private("torch.nn.Module._apply", "maps the dtypes of a module that torch.load has read"),
+    # What else torch's own code calls ops for: such calls are no calls of the user's
+    *(
+        Private(f"torch.{name}", "spells ops out in other ops, or counts on their dtypes: not cast, not mapped")
+        for name in (
+            *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
+            *("_prims_common", "_refs", "_subclasses", "_tensor_str", "_utils"),
+        )
+    ),
+    Private("torch._subclasses.functional_tensor", "hands on the dtype that a compiled function asks for"),
+    # torch.compile
+    Private("torch._dynamo.reset", "what was compiled under other casts is compiled anew"),
+    Private("torch._dynamo.trace_rules.load_object", "Dynamo's tables keep torch's functions, not the wrappers"),
+    Private("torch._dynamo.trace_rules.get_tensor_method", "the same, of tensor methods"),
+    Private("torch._dynamo.trace_rules.get_torch_obj_rule_map", "the table itself, which is built anew"),
+    Private("torch._dynamo.eval_frame.skip_code", "a wrapper behind a graph break is no graph of its own"),
+    Private("torch._dynamo.eval_frame.set_code_exec_strategy", "optimizer steps are not compiled, nor their calls"),
+    Private("torch._dynamo.eval_frame.FrameAction", "the same"),
+    Private("torch._dynamo.eval_frame.FrameExecStrategy", "the same"),
+    Private("torch._dynamo.decorators:_torchdynamo_disable", "marks a function that Dynamo does not trace into"),
+    Private("torch._dynamo.comptime.comptime", "calls hmpx while a function with a region in it is compiled"),
+    Private("torch._dynamo.eval_frame.OptimizedModule()._orig_mod", "no part of a parameter's name"),
+    # TorchScript
+    Private("torch.jit._builtins._get_builtin_table", "takes a wrapper for the builtin that it stands for"),
+    Private("torch.jit._recursive.try_compile_fn", "is given the original of a wrapper to compile"),
+    Private("torch.jit._recursive.make_stub", "the same, of a method"),
+    # Casts of weights that are kept, and FP32 kernels
+    Private("torch.Tensor._version", "counts the writes to a tensor, so that a kept cast is not an old one"),
+    Private("torch._C._storage_Use_Count", "a weight whose storage something else holds is not kept"),
+    Private("torch.UntypedStorage._cdata", "what that takes"),
+    Private("torch._C._len_torch_dispatch_stack", "a cast that a dispatch mode looks at is not kept"),
+    Private("torch._C._functorch.peek_interpreter_stack", "nor is one inside torch.func"),
+    Private("torch._subclasses.FakeTensor", "a compiler's tensor has no memory to be written to"),
+    Private("torch._C._autograd._saved_tensors_hooks_is_enabled", "whether hooks may say how tensors are kept"),
+    Private("torch._C._autograd._top_saved_tensors_default_hooks", "hooks of the user's go on outside of ours"),
+    Private("torch.ops.mkldnn._is_mkldnn_bf16_supported", "whether the CPU has instructions for BF16"),
+    Private("torch.ops.mkldnn._is_mkldnn_fp16_supported", "the same for FP16"),
+    # audit
+    Private("torch.utils._python_dispatch.TorchDispatchMode", "sees the ops below Python"),
+    Private("torch.utils._pytree.tree_leaves", "finds the tensors in an op's arguments"),
+    Private("torch._ops.OpOverload", "tells ops of the dispatcher from higher-order ones"),
+    Private("torch._ops.OpOverload()._schema", "an op's name, and whether it writes"),
+    Private("torch._C._current_autograd_node", "tells backward from forward"),
+    # Optimizers
+    Private("torch.optim.Optimizer.profile_hook_step", "torch's wrapper around every step, in which ours stands"),
+    Private("torch.optim.Optimizer._process_value_according_to_param_policy", "a load keeps FP32 state FP32"),
+    Private("torch.optim.Optimizer()._optimizer_step_pre_hooks", "whether Optimizer.__init__ has run"),
+    Private("torch.optim.Optimizer()._optimizer_state_dict_post_hooks", "the user's hooks see the masters"),
+    Private("torch.optim.Optimizer()._optimizer_load_state_dict_pre_hooks", "the user's hooks run before ours"),
+    Private("torch._foreach_copy_", "copies many small tensors in one call"),
+    # Gradients
+    Private("torch.Tensor._post_accumulate_grad_hooks", "hooks on a parameter whose content was swapped"),
+    Private("torch._C._current_graph_task_id", "tells one backward pass from the next"),
+    Private("torch.autograd.Variable._execution_engine.queue_callback", "runs when a backward pass is done"),
+    # Several ranks
+    Private("torch.nn.Module()._modules", "whether a module's constructor has run"),
+    Private("torch.nn.parallel.DistributedDataParallel()._comm_hooks", "takes our communication hook back"),
+    Private("torch.nn.parallel.DistributedDataParallel._remove_autograd_hooks", "the same: a reducer without it"),
+    Private("torch.nn.parallel.DistributedDataParallel._build_params_for_reducer", "the same"),
+    Private("torch.nn.parallel.DistributedDataParallel._build_debug_param_to_name_mapping", "the same"),
+    Private("torch.nn.parallel.DistributedDataParallel._ddp_init_helper", "the same"),
+    Private(
+        "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer()._overlap_with_ddp",
+        "is refused: its steps cannot be seen",
+    ),
+    Private("torch.distributed.distributed_c10d._get_default_store", "what ranks compare their settings by"),
+    Private("torch.distributed.tensor.placement_types._StridedShard", "a shard of FSDP and tensor parallelism"),
+    Private(
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "where the elements of a shard stand in the whole parameter, which their random numbers go by",
+    ),
+    Private("torch.distributed.fsdp._common_utils:_fsdp_flattened", "a parameter of FSDP1, which is refused"),
+    Private(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:_checkpoint_wrapped_module",
+        "no part of a parameter's name",
+    ),
+    Private(
+        "torch.distributed.checkpoint.state_dict._init_optim_state",
+        "takes a step that is no step of the training: its random numbers are not counted",
+    ),
+)
+
+
+def lost() -> tuple[Private, ...]:
+    """The names that the installed torch does not have."""
+    return tuple(private for private in NAMES if not _exists(private.name))
+
+
+def _exists(name: str) -> bool:
+    module, mentioned, word = name.partition(":")
+    owner, of_object, attribute = name.partition("().")
+    try:
+        if mentioned:
+            return re.search(rf"\b{word}\b", inspect.getsource(pkgutil.resolve_name(module))) is not None
+        if of_object:
+            return attribute in set(_words(pkgutil.resolve_name(owner)))
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _words(cls: type) -> Iterator[Any]:
+    """The names and the strings in the methods of a class: what its objects have is set there."""
+    for function in vars(cls).values():
+        if isinstance(function, types.FunctionType):
+            yield from (*function.__code__.co_names, *function.__code__.co_consts)
