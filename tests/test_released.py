@@ -18,7 +18,7 @@ from tests.test_sharding import Small, _shard
 
 BF16 = torch.bfloat16
 CELLS = {function: released._cell(function).cell_contents for function in released._CLIPPING}
-UNSCALE = {cls: vars(cls)["_unscale_grads_"] for cls in released._scalers()}
+UNSCALE = {cls: vars(cls)["_unscale_grads_"] for cls in released._scalers("_unscale_grads_")}
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,8 @@ def test_gradscaler_raises_too(cls, ask):
     optimizer = cls(model.parameters(), lr=1e-2, fused=True)  # which GradScaler asks in another place
     hmpx.attach(optimizer, release_gradients=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(model(torch.ones(2, 4, dtype=BF16)).float().sum()).backward()
+    scaler.scale(torch.ones(()))  # and the loss goes backward without it
+    model(torch.ones(2, 4, dtype=BF16)).float().sum().backward()
     with pytest.raises(hmpx.HmpxError, match=r"GradScaler: the gradients of 4 parameters are gone"):
         getattr(scaler, ask)(optimizer)
     other = _net(torch.float32)
@@ -148,6 +149,25 @@ def test_gradscaler_raises_too(cls, ask):
     off = torch.amp.GradScaler("cpu", enabled=False)
     off.step(optimizer)
     assert optimizer.param_groups[0]["hmpx_step"] == 1
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_scaled_loss_is_refused_before_a_weight_changes(several):
+    model = _net()
+    optimizer = _attached(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    loss = model(torch.ones(2, 4, dtype=BF16)).float().sum()
+    with pytest.raises(hmpx.HmpxError, match=r"GradScaler: this loss is scaled.*no weight has been changed"):
+        (scaler.scale([loss])[0] if several else scaler.scale(loss)).backward()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    model.zero_grad()
+    model(torch.ones(2, 4, dtype=BF16)).float().sum().backward()  # a loss that is not scaled goes on as ever
+    optimizer.step()
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(model(torch.ones(2, 4, dtype=BF16)).float().sum()).backward()
+    off.step(optimizer)
 
 
 class OwnScaler(torch.amp.GradScaler):

@@ -16,6 +16,7 @@ from hmpx.casts.composition import ONLY_FP32, Row
 from hmpx.casts.op_lists import SIDES, Listed, OpLists, default_lists, shipped
 from hmpx.casts.ops import Op, aten_only, canonical, catalog, legal_names
 from hmpx.casts.other_names import module_class, op_meant, within_torch
+from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError, did_you_mean
 
 logger = logging.getLogger("hmpx")
@@ -178,8 +179,8 @@ def build_policy(
         opt_level: "O1" (the lists decide) or "O2" (convolutions, linear and matrix products in BF16, every other op
             that computes in FP32; no list may be given).
         unknown: "error", or "warn" to skip names that stand for nothing.
-        low_precision: torch.bfloat16 or torch.float16, what the names in the bf16 list run in. None: what the lists'
-            file says, else torch.bfloat16.
+        low_precision: torch.bfloat16 or torch.float16, or its name ("fp16"), what the names in the bf16 list run in.
+            None: what the lists' file says, else torch.bfloat16.
 
     Raises:
         HmpxError: another dtype for `low_precision`.
@@ -204,7 +205,7 @@ def build_policy(
         policy = _o2()
     else:
         policy = _o1(given, unknown, lists.problems if lists else ())
-    low = lists.low_precision if low_precision is None and lists else low_precision
+    low = lists.low_precision if low_precision is None and lists else dtype_named(low_precision)
     return policy if low is None else replace(policy, low_precision=low)
 
 

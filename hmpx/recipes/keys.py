@@ -10,6 +10,7 @@ import torch
 from hmpx.casts.fp32_kernels import KERNELS
 from hmpx.casts.op_lists import LOW_PRECISION, SIDES
 from hmpx.casts.policy import OPT_LEVELS
+from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes import nxd
 from hmpx.rounding.stochastic import check_seed
@@ -19,7 +20,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map
 LISTS = tuple(f"{side}_file_path" for side in SIDES)
 SWITCHES = ("use_fp32_grad_acc", "use_master_weights_in_ckpt", "release_gradients", "fused")
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _LEGAL = {
     "opt_level": (*OPT_LEVELS, None),
     "parameter_dtype": tuple(DTYPES),
@@ -39,8 +39,8 @@ def spelled_out(key: Any, value: Any) -> Any:
 
 
 def _dtype_name(value: Any) -> Any:
-    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-    return _SHORT.get(name, name) if isinstance(name, str) else name
+    dtype = dtype_named(value)
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else value
 
 
 def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, str]]:

@@ -169,6 +169,7 @@ class Attachment:
                 "release_gradients: a second gradient before optimizer.step(). Each parameter has stepped in backward, "
                 "so gradients cannot accumulate over several; after a backward that failed, call optimizer.step() too"
             )
+        released.refuse_scaled(self.optimizer)
         if not self._updates.is_open:
             self.sync_parameters()
         step_hooks.step_alone(self.optimizer, self._updates, p)

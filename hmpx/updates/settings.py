@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.weights import WAYS
@@ -18,7 +19,8 @@ class Settings:
     Attributes:
         weights: "stochastic", "nearest", "master" or "split".
         seed: of the rounding numbers; None: the one in the optimizer's `state_dict`, else 0.
-        state_dtype: torch.float32 or torch.bfloat16, how the optimizer's state is held between steps.
+        state_dtype: torch.float32 or torch.bfloat16, how the optimizer's state is held between steps. `attach` takes a
+            name (``"bf16"``) too.
         use_fp32_grad_acc: gradients of BF16 parameters accumulate in FP32.
         use_master_weights_in_ckpt: `state_dict()` holds FP32 masters.
         release_gradients: each parameter steps, and frees its gradient, as soon as its gradient is complete.
@@ -41,8 +43,9 @@ class Settings:
             raise HmpxError(f"weights={self.weights!r} is none of {legal}{did_you_mean(str(self.weights), WAYS)}")
         if self.seed is not None:
             check_seed(self.seed)
+        object.__setattr__(self, "state_dtype", dtype_named(self.state_dtype))
         if self.state_dtype not in (torch.float32, torch.bfloat16):
-            raise HmpxError(f"state_dtype={self.state_dtype} is neither torch.float32 nor torch.bfloat16")
+            raise HmpxError(f"state_dtype={self.state_dtype!r} is neither torch.float32 nor torch.bfloat16")
         for name in ("use_fp32_grad_acc", "use_master_weights_in_ckpt", "release_gradients", "fused"):
             if not isinstance(getattr(self, name), bool):
                 raise HmpxError(f"{name}={getattr(self, name)!r} is neither True nor False")

@@ -1,7 +1,8 @@
 """Gradients that are gone: `release_gradients` has stepped and freed them in backward, before `optimizer.step()`.
 
 Who asks torch for them in this time would get nothing, and take it for zero: a clipped run would train unclipped. So
-gradient clipping, norms of gradients and GradScaler look here first. `torch.nn.utils` holds each of its functions in
+gradient clipping, norms of gradients and GradScaler look here first. A loss that a GradScaler has scaled is refused in
+backward, before any parameter steps. `torch.nn.utils` holds each of its functions in
 the closure of a wrapper, and it is the content of that cell which is exchanged, as `steps` does: it reaches every name
 that somebody has imported the wrapper by.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
+from torch.utils._pytree import tree_leaves
 
 from hmpx.changes import Attribute, Cell, Changes
 from hmpx.errors import HmpxError
@@ -33,6 +35,8 @@ _CLIPPING = {
     clip_grad._get_total_norm: "tensors",
 }
 _UNSCALE = "_unscale_grads_"  # of GradScaler: `unscale_` and `step` both end in it
+_SCALE = "scale"  # of GradScaler
+_scaled_backward = -1  # the last backward of a loss that a GradScaler has scaled, as autograd counts them
 
 
 def release(p: Parameter, optimizer: torch.optim.Optimizer) -> None:
@@ -46,6 +50,22 @@ def is_released(p: Parameter) -> bool:
     return p in _gone
 
 
+def refuse_scaled(optimizer: torch.optim.Optimizer) -> None:
+    """Raise in the backward of a scaled loss, before a parameter steps with a gradient 65536 times too large.
+
+    Raises:
+        HmpxError: this backward began at what `GradScaler.scale` returned.
+    """
+    now = torch._C._current_graph_task_id()
+    if now != -1 and now == _scaled_backward:
+        raise HmpxError(
+            f"GradScaler: this loss is scaled, and {type(optimizer).__name__} is attached with release_gradients=True, "
+            "so each parameter would step in backward with its scaled gradient, before anything unscales it; no weight "
+            "has been changed. Call loss.backward() without the scaler (BF16 needs none), or attach with "
+            "release_gradients=False"
+        )
+
+
 def finish(params: Iterable[Parameter]) -> None:
     """The step that these parameters were released in is done, or will never be."""
     for p in params:
@@ -57,20 +77,21 @@ def watch(changes: Changes) -> None:
     for function, argument in _CLIPPING.items():
         cell = _cell(function)
         changes.put(Cell(cell, f"torch.nn.utils.{function.__name__}"), _watched(cell.cell_contents, argument))
-    for cls in _scalers():
-        changes.put(Attribute(cls, _UNSCALE, f"{cls.__name__}.{_UNSCALE}"), _watched_unscale(vars(cls)[_UNSCALE]))
+    for name, around in ((_UNSCALE, _watched_unscale), (_SCALE, _watched_scale)):
+        for cls in _scalers(name):
+            changes.put(Attribute(cls, name, f"{cls.__name__}.{name}"), around(vars(cls)[name]))
 
 
 def _cell(function: types.FunctionType) -> types.CellType:
     return function.__closure__[function.__code__.co_freevars.index("func")]
 
 
-def _scalers() -> Iterator[type]:
-    """GradScaler, and those that are derived from it and unscale in their own way, as FSDP's does."""
+def _scalers(method: str) -> Iterator[type]:
+    """GradScaler, and those that are derived from it and have their own `method`, as FSDP's does."""
     classes = [torch.amp.GradScaler]
     for cls in classes:
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]
-        if _UNSCALE in vars(cls):
+        if method in vars(cls):
             yield cls
 
 
@@ -113,6 +134,24 @@ def _watched_unscale(unscale: Callable) -> Callable:
         return unscale(scaler, optimizer, *args, **kwargs)
 
     return watched
+
+
+def _watched_scale(scale: Callable) -> Callable:
+    @functools.wraps(scale)
+    def watched(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        scaled = scale(scaler, *args, **kwargs)
+        if scaler.is_enabled() and not torch.compiler.is_compiling():
+            for loss in tree_leaves(scaled):
+                if isinstance(loss, torch.Tensor) and loss.requires_grad:
+                    loss.register_hook(_remember_backward)
+        return scaled
+
+    return watched
+
+
+def _remember_backward(gradient: torch.Tensor) -> None:
+    global _scaled_backward
+    _scaled_backward = torch._C._current_graph_task_id()
 
 
 def _refuse(what: str, params: list[Any]) -> None:

@@ -1,0 +1,18 @@
+"""Names that a dtype may be given by, wherever one is asked for: ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def dtype_named(value: Any) -> Any:
+    """The dtype that a string names; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    name = value.removeprefix("torch.")
+    found = getattr(torch, SHORT.get(name, name), None)
+    return found if isinstance(found, torch.dtype) else value
