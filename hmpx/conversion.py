@@ -58,6 +58,7 @@ class Conversion(Installation):
     def _parts(self) -> Iterator[Part]:
         """What is put in force, in order, made of torch as it stands now."""
         policy, mapping = self.policy, self._dtype_map
+        yield Paired(step_hooks.install, step_hooks.uninstall)  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None
         self._table = PatchTable.build(policy, log and log.observer, mapping and mapping.patches, self.kernels)
         self._rebinding = Rebinding()
@@ -65,7 +66,6 @@ class Conversion(Installation):
         if log:
             yield log
         yield Announcement(*self._announced())
-        yield Paired(step_hooks.install, step_hooks.uninstall)
         yield WithCaptures(self._rebinding, self._table, self._functions)
         yield dynamo.Tracing(self._table.originals, f"{policy}{mapping or ''}{self.kernels}")
         yield torchscript.Scripting(self._table.originals)
@@ -115,7 +115,7 @@ class Conversion(Installation):
 
     def _apply(self) -> None:
         self._changes = Changes()
-        self._changes.apply(list(self._parts()))
+        self._changes.apply(self._parts())
 
     def _take_away(self) -> None:
         step_hooks.uninstall_for_graphs()

@@ -684,6 +684,8 @@ def test_attaching_again():
         ({"seed": -1}, "seed -1 is out of range"),
         ({"seed": 2**64}, "out of range"),
         ({"state_dtype": torch.float16}, "state_dtype=torch.float16 is neither"),
+        ({"state_dtype": "fp16"}, "state_dtype=torch.float16 is neither"),
+        ({"state_dtype": "8bits"}, "state_dtype='8bits' is neither"),
         ({"use_master_weights_in_ckpt": True}, "'stochastic' has no masters"),
         ({"names": ["a", "b"]}, "2 names for 3 parameters"),
         ({"names": ["a", "b", "a"]}, "the name 'a' is given to parameters 0 and 2"),

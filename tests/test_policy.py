@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import hmpx
 from hmpx.casts.op_lists import read_lists
@@ -104,3 +105,14 @@ def test_o2_takes_no_lists(lists):
 def test_unknown_warn_skips_the_name_and_says_so(lists, caplog):
     hmpx.convert(**lists(bf16="mm nosuch"), unknown="warn")
     assert "bf16.txt:2: unknown op 'nosuch'" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["fp16", "float16", "torch.float16"])
+def test_a_dtype_may_be_given_by_name(name):
+    """To attach as well, where recipes take names."""
+    with hmpx.convert(low_precision=name) as handle:
+        assert handle.policy.low_precision is torch.float16
+    with pytest.raises(hmpx.HmpxError, match="low_precision=torch.float32 is neither"):
+        hmpx.convert(low_precision="fp32")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
+    assert hmpx.attach(optimizer, state_dtype="bf16").settings.state_dtype is torch.bfloat16

@@ -152,8 +152,11 @@ def test_gradscaler_raises_too(cls, ask):
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_scaled_loss_is_refused_before_a_weight_changes(several):
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_scaled_loss_is_refused_before_a_weight_changes(several, converted):
     model = _net()
+    if converted:  # `GradScaler.scale` is one of the functions that run uncast then
+        hmpx.convert()
     optimizer = _attached(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = [p.detach().clone() for p in model.parameters()]
