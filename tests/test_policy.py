@@ -112,7 +112,7 @@ def test_a_dtype_may_be_given_by_name(name):
     """To attach as well, where recipes take names."""
     with hmpx.convert(low_precision=name) as handle:
         assert handle.policy.low_precision is torch.float16
-    with pytest.raises(hmpx.HmpxError, match="low_precision=torch.float32 is neither"):
+    with pytest.raises(hmpx.HmpxError, match=r"low_precision=torch\.float32 is neither"):
         hmpx.convert(low_precision="fp32")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
     assert hmpx.attach(optimizer, state_dtype="bf16").settings.state_dtype is torch.bfloat16
