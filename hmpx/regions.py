@@ -8,18 +8,53 @@ Plain enough for torch.compile to trace through.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from hmpx import region_state
 from hmpx.casts import dynamo, weight_cache
+from hmpx.errors import HmpxError
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates import step_hooks
 
 _UNSEEDED = region_state.Rounding()
 
 
-class disable_casts(contextlib.ContextDecorator):
+class _Bare(type):
+    """Lets a class stand where an object of it is meant: ``with hmpx.disable_casts:``, without parentheses.
+
+    An object holds nothing that it was not made with, so one enters and another one leaves. torch.compile leaves a
+    function that says so to Python.
+    """
+
+    def __enter__(cls) -> Any:
+        return cls().__enter__()
+
+    def __exit__(cls, *exception: object) -> None:
+        cls().__exit__(*exception)
+
+
+class _Region(contextlib.ContextDecorator, metaclass=_Bare):
+    """A context manager and a decorator, both with and without parentheses."""
+
+    def __new__(cls, function: Callable | None = None, /, **how: Any) -> Any:
+        if function is None:
+            return super().__new__(cls)
+        if not callable(function):
+            seed = f"; a seed is given by its name: seed={function!r}" if cls is disable_casts else ""
+            raise HmpxError(f"{cls.__name__}({function!r}) is over no function{seed}")
+        return cls(**how)(function)
+
+    def __init__(self) -> None:  # so that an argument too many is an error
+        pass
+
+    def _recreate_cm(self) -> Any:  # of ContextDecorator: torch.compile wants one made inside the function
+        return type(self)()
+
+
+class disable_casts(_Region):
     """No casts inside; and an optimizer step inside writes BF16 parameters by stochastic rounding.
 
     ``with hmpx.disable_casts(): optimizer.step()`` computes the step of any `torch.optim.Optimizer` in FP32, on FP32
@@ -34,7 +69,7 @@ class disable_casts(contextlib.ContextDecorator):
     def __init__(self, *, seed: int | None = None) -> None:
         self._how = _UNSEEDED if seed is None else region_state.Rounding(check_seed(seed))
 
-    def _recreate_cm(self) -> disable_casts:  # of ContextDecorator: torch.compile wants one made inside the function
+    def _recreate_cm(self) -> disable_casts:
         return disable_casts(seed=self._how.seed)
 
     def __enter__(self) -> disable_casts:
@@ -53,11 +88,8 @@ class disable_casts(contextlib.ContextDecorator):
             step_hooks.uninstall()
 
 
-class enable_casts(contextlib.ContextDecorator):
+class enable_casts(_Region):
     """Casts on inside a `disable_casts` region, or under ``convert(enabled=False)``; optimizer steps are plain ones."""
-
-    def _recreate_cm(self) -> enable_casts:
-        return enable_casts()
 
     def __enter__(self) -> enable_casts:
         region_state.enter(True)
@@ -67,7 +99,7 @@ class enable_casts(contextlib.ContextDecorator):
         region_state.leave(True)
 
 
-class cached_weights(contextlib.ContextDecorator):
+class cached_weights(_Region):
     """Cast each weight once, for inference: ops get the cast that was kept, until the region ends.
 
     The results are the same bits. Kept are casts of `torch.nn.Parameter`s, one for each dtype that the lists ask for;

@@ -59,6 +59,53 @@ def test_regions_are_decorators_and_reusable():
         assert product() is CAST
 
 
+def test_parentheses_may_be_left_out():
+    @hmpx.disable_casts
+    def uncast():
+        return product()
+
+    @hmpx.enable_casts
+    def cast(x, *, y):
+        """Doc."""
+        return (x @ y).dtype
+
+    with hmpx.convert():
+        with hmpx.disable_casts:
+            assert product() is UNCAST and cast(X, y=X) is CAST
+            with hmpx.enable_casts as entered:
+                assert product() is CAST and isinstance(entered, hmpx.enable_casts)
+            assert product() is UNCAST
+        with pytest.raises(KeyError), hmpx.disable_casts:
+            raise KeyError
+        assert product() is CAST and uncast() is UNCAST and uncast.__name__ == "uncast"
+    assert cast.__doc__ == "Doc." and not region_state.off_somewhere
+
+
+def test_torch_compile_sees_a_region_without_its_parentheses():
+    @hmpx.disable_casts
+    def whole(x):
+        return (x @ x).relu()
+
+    def part(x):
+        with hmpx.disable_casts:
+            uncast = x @ x
+        return uncast, x @ x
+
+    with hmpx.convert():
+        assert torch.compile(whole, backend="aot_eager", fullgraph=True)(X).dtype is UNCAST
+        assert [y.dtype for y in torch.compile(part, backend="aot_eager")(X)] == [UNCAST, CAST]
+
+
+def test_what_a_region_is_not_made_of():
+    with pytest.raises(hmpx.HmpxError, match=r"disable_casts\(3\) is over no function; .* seed=3"):
+        hmpx.disable_casts(3)
+    with pytest.raises(hmpx.HmpxError, match=r"cached_weights\(True\) is over no function$"):
+        hmpx.cached_weights(True)
+    for region in (hmpx.enable_casts, hmpx.cached_weights):
+        with pytest.raises(TypeError, match="seed"):
+            region(seed=3)
+
+
 def test_inside_a_listed_python_function_the_callers_region_is_back_afterwards(lists):
     with hmpx.convert(**lists(bf16="interpolate matmul")), hmpx.enable_casts():
         nn.functional.interpolate(torch.randn(1, 1, 2, 2), scale_factor=2)
