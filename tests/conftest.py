@@ -10,14 +10,12 @@ import threading
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has a core, and so have the processes that it starts
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Many tests compare bits with torch's own; those of FP32 kernels ask for them by name.
-os.environ.setdefault("HMPX_KERNELS", "native")
-
 import pytest
 import torch
 
 import hmpx
 from hmpx.casts.ops import catalog
+from tests.support import kernels  # noqa: F401
 
 
 def attributes_of_torch() -> dict:
