@@ -110,7 +110,7 @@ def test_a_list_file_that_is_wrong_is_refused_with_its_line(text, message, tmp_p
     assert main(["check", str(path)]) == 1 and message in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", [FP32, torch.float64, torch.float8_e5m2, torch.int16, "float16", False])
+@pytest.mark.parametrize("dtype", [FP32, torch.float64, torch.float8_e5m2, torch.int16, "float8", False])
 def test_any_other_dtype_is_refused_with_the_legal_ones_and_nothing_is_changed(dtype):
     x = torch.randn(3, 3)
     installed = hmpx.convert()
@@ -123,11 +123,10 @@ def test_any_other_dtype_is_refused_with_the_legal_ones_and_nothing_is_changed(d
 def test_a_recipe_says_it_in_every_way_that_a_dtype_is_said(tmp_path):
     (tmp_path / "mine.yaml").write_text("low_precision: fp16\nparameter_dtype: fp32\n")
     said = [{"low_precision": name, "parameter_dtype": "float32"} for name in ("fp16", "float16", FP16)]
-    assert {str(as_recipe(each)) for each in (*said, tmp_path / "mine.yaml")} == {
-        "low_precision: float16\nparameter_dtype: float32\n"
-    }
+    (printed,) = {str(as_recipe(each)) for each in (*said, tmp_path / "mine.yaml")}
+    assert "\nlow_precision: float16\n" in printed and "\nparameter_dtype: float32\n" in printed
     assert as_recipe(said[0]).policy() == build_policy(low_precision=FP16)
-    for wrong in ("fp32", FP32, "half", 16, ["fp16"]):
+    for wrong in ("fp32", FP32, "float8", 16, ["fp16"]):
         with pytest.raises(hmpx.HmpxError, match=r"low_precision is .*, none of bfloat16, float16"):
             hmpx.activate({"low_precision": wrong})
     with pytest.raises(hmpx.HmpxError, match=r"low_precision float16: opt_level null leaves torch's ops as they are"):
