@@ -1,8 +1,8 @@
-"""Steps that are interrupted while weights are being written: all of a step, or a loud mark that it is torn.
+"""Steps that are interrupted while weights are being written: each is completed, or marked incomplete.
 
-A signal (Ctrl-C) waits until the step is complete. An error in the middle of a step that has written some weights, such
-as lack of memory, cannot be waited for, nor taken back without a copy of the model: the optimizer then refuses to step
-and to be saved, and says which parameters have taken the step, until it is given a state by `load_state_dict`.
+A signal (Ctrl-C) waits until the step is complete. An error in the middle of a step, such as lack of memory, cannot
+wait, and to undo the weights written so far would take a copy of the model. The optimizer then refuses to step and to
+be saved, and says which parameters have taken the step, until `load_state_dict` gives it a state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 class DeferredSignals:
-    """From `begin` to the end of the block, signals that have a Python handler wait."""
+    """Signals that have a Python handler wait from `begin` to the end of the block."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
@@ -53,7 +53,10 @@ class DeferredSignals:
 
 
 def mark_incomplete(optimizer: Optimizer, step: int, stepped: list[str], error: BaseException) -> None:
-    """Mark an optimizer, some of whose parameters have taken `step`, and let it say so whenever it is used."""
+    """Make an optimizer refuse to step and to be saved, because only some of its parameters have taken `step`.
+
+    stepped: the names of those.
+    """
     names = ", ".join(repr(name) for name in dict.fromkeys(stepped))
     message = (
         f"step {step} of {type(optimizer).__name__} was interrupted by {type(error).__name__} in the middle: "

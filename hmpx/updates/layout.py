@@ -1,7 +1,7 @@
-"""How tensors lie in memory, and how a part of one that does not lie flat is cut out.
+"""How tensors lie in memory, and how a part is cut out of one whose elements do not follow one another there.
 
-torch's fused kernels walk weight, gradient and state as flat arrays of numbers, so what is stepped together is shown in
-one layout: that of ``torch.empty_like(parameter)``, which is dense, and is that of the parameter where it is dense.
+torch's fused kernels read weight, gradient and state as flat arrays. So tensors that are stepped together get one
+layout, that of ``torch.empty_like(parameter)``. It is dense, and the parameter's own where that is dense.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def memory_order(tensor: Tensor) -> Order:
 
 
 def lies_flat(tensor: Tensor, order: Order) -> bool:
-    """Whether the elements of `tensor`, dimensions in this order, lie one after the other."""
+    """Whether the elements of `tensor`, with its dimensions in this order, follow one another in memory."""
     return tensor.permute(order).is_contiguous()
 
 
 def unfolded(flat: Tensor, sizes: tuple[int, ...], order: Order) -> Tensor:
-    """`flat`, which holds a tensor of `sizes` with its dimensions in this order, as that tensor."""
+    """A flat tensor as a view of shape `sizes`; it holds the dimensions in this order."""
     permuted = flat.view([sizes[d] for d in order])
     return permuted.permute([order.index(d) for d in range(len(order))])
 
@@ -45,7 +45,7 @@ def laid_as(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def boxes(sizes: tuple[int, ...], order: Order, start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Elements `start` ... `stop - 1`, counted with the dimensions in this order, as few boxes."""
+    """Elements `start` ... `stop - 1`, counted with the dimensions in this order, as a few rectangular boxes."""
     for begins, ends in _boxes([sizes[d] for d in order], start, stop):
         box = [slice(0)] * len(order)
         for d, begin, end in zip(order, begins, ends, strict=True):

@@ -15,9 +15,8 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 _told_of_positions = False
-_shared_names: WeakKeyDictionary[Optimizer, dict[Parameter, str]] = (
-    WeakKeyDictionary()
-)  # names that another optimizer knows
+# Of an optimizer inside another one: the names that the outer one knows.
+_shared_names: WeakKeyDictionary[Optimizer, dict[Parameter, str]] = WeakKeyDictionary()
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch puts around a module inside a model
 
 
@@ -32,9 +31,9 @@ def has_bf16(optimizer: Optimizer) -> bool:
 
 
 def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[str, Parameter]]:
-    """Every parameter of `optimizer` with its name: of `names`, of `named_parameters()`, or else its position.
+    """Every parameter of `optimizer` with its name: from `names`, from `named_parameters()`, or else its position.
 
-    A name that is taken gets a mark, so that no two parameters have the same random numbers.
+    A name that another parameter has already gets a ``#``, so that no two parameters have the same random numbers.
     """
     index = 0
     names = {**_shared_names.get(optimizer, {}), **names}
@@ -54,14 +53,14 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
 
 
 def share(outer: Optimizer, inner: Optimizer) -> None:
-    """Let `inner` know the names, or the positions, of its parameters in `outer`."""
+    """Give the parameters of `inner` the names, or the positions, that they have in `outer`."""
     shared = _shared_names.setdefault(inner, {})
     if len(shared) != len(parameters(outer)):
         shared.update((p, name) for name, p in named(outer, {}))
 
 
 def plain_names(names: list[str]) -> list[str]:
-    """Names of one model without what torch.compile, checkpointing and DistributedDataParallel put around modules."""
+    """Names of one model without the prefixes that torch.compile, checkpointing and DistributedDataParallel add."""
     for wrapper in _WRAPPERS:
         names = [name.replace(wrapper, "") for name in names]
     while names and all(name.startswith("module.") for name in names):
@@ -82,7 +81,11 @@ def _position(index: int, p: Parameter) -> str:
 def given_names(
     optimizer: Optimizer, model: torch.nn.Module | None, names: Iterable[str] | None
 ) -> dict[Parameter, str]:
-    """Names by parameter, as far as they were given here; those of `named_parameters()` are with the optimizer."""
+    """The names that `attach` was given, by parameter; none if they come from `named_parameters()`.
+
+    Raises:
+        HmpxError: a name is no printable string, or is there twice; or names and parameters do not match.
+    """
     params = parameters(optimizer)
     if model is not None and names is not None:
         raise HmpxError("names come from the model or from the list, not from both")

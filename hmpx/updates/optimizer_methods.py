@@ -1,9 +1,9 @@
 """Which methods of an optimizer class, beside `step`, rewrite weights or gradients.
 
 `first_step` and `second_step` of sharpness-aware minimisation are called by the training loop; schedule-free optimizers
-move between two points in `train` and `eval`. Nobody declares such a method, so its code is read: it changes tensors in
-place, or assigns `.data`, itself or in what it calls of its own class. One that differentiates needs the parameters
-that the graph was built from, and is left alone.
+move between two points in `train` and `eval`. Nothing declares such a method, so hmpx reads its code: it changes
+tensors in place or assigns `.data`, itself or in methods of its class that it calls. A method that differentiates needs
+the parameters that the graph was built from, and is left alone.
 """
 
 from __future__ import annotations

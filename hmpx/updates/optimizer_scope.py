@@ -1,4 +1,4 @@
-"""How far an optimizer looks when it updates one weight, which decides how much of the model a step must copy.
+"""What an optimizer reads to update one weight, which decides how much of the model a step must copy.
 
 ``element``
     Each element by itself. The step runs on slices of a bounded number of elements.
@@ -40,7 +40,7 @@ def scope_of(optimizer: optim.Optimizer) -> str:
 def by_memory(*optimizers: optim.Optimizer) -> bool:
     """Whether a step may go through tensors in the order of memory, whatever their strides, as fused kernels do.
 
-    It is then shown weight, gradient and state in one layout. Any other sees each in the layout that it has: sums over
+    It then gets weight, gradient and state in one layout. Any other step gets each in its own layout, so that sums over
     an element's neighbours come out as in a plain step.
     """
     return any(

@@ -1,7 +1,7 @@
 """Parameters that share elements in memory: one weight under two names, or views of one buffer that overlap.
 
-Their updates must come one after the other, or the second would undo the first. Views of one buffer that lie beside one
-another (a fused projection that is cut in three) share no element and are not meant.
+They must be updated one after the other, or the second update would undo the first. Views of one buffer that do not
+overlap (a fused projection that is cut in three) share no element and are updated like any others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Parameter = torch.nn.Parameter
 
 
 def refuse_overlaps(segments: Sequence[Segment]) -> None:
-    """Raise where parameters share elements, for a step that reads all weights before it writes one, or has masters."""
+    """Raise if parameters share elements: for steps that read all weights before writing one, or that have masters."""
     for segment in segments:
         if segment.overlaps is not None:
             other = next(each.name for each in segments if each.param is segment.overlaps)
@@ -31,14 +31,14 @@ def refuse_overlaps(segments: Sequence[Segment]) -> None:
 
 
 class Overlaps:
-    """Which parameters of one optimizer share elements; found anew only where one of them has moved in memory."""
+    """Which parameters of one optimizer share elements; looked for again only after one has moved in memory."""
 
     def __init__(self) -> None:
         self._places: tuple[int, ...] = ()
         self._found: dict[Parameter, Parameter] = {}
 
     def among(self, params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
-        """Each parameter that shares an element with another one, and that other one; under `torch.no_grad()`."""
+        """Each parameter that shares an element with another one, with that other one; under `torch.no_grad()`."""
         held = {p: local(p) for p in params if not is_lazy(p)}
         places = tuple(part for p, tensor in held.items() for part in (id(p), tensor.data_ptr()))
         if places != self._places:
@@ -55,7 +55,7 @@ class Overlaps:
 
 
 def _sharing(views: dict[Parameter, Tensor]) -> dict[Parameter, Parameter]:
-    """Put the number of one view after the other on a map of their storage, and see whose was there."""
+    """Paint the views into a map of their storage, one after the other, and see whose elements are painted already."""
     found: dict[Parameter, Parameter] = {}
     first, *_ = views.values()
     owner = torch.zeros(first.untyped_storage().nbytes() // first.element_size(), dtype=torch.int32)

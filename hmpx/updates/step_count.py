@@ -1,7 +1,7 @@
-"""The step number and the seed of an optimizer: what the rounding numbers depend on beside name and element.
+"""The step number and the seed of an optimizer, from which the rounding key is made.
 
-They belong to the optimizer, whatever becomes of its groups: groups may be taken out, put in front, exchanged. They
-travel in ``param_groups[0]``, where `state_dict`, pickle and copies carry them and plain torch keeps them.
+They are stored in ``param_groups[0]``, where `state_dict`, pickle and copies carry them and plain torch keeps them.
+They belong to the optimizer, though: a user may remove groups, insert one in front, or replace one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _KEYS = (STEP_KEY, SEED_KEY)
 
 
 class _Known(NamedTuple):
-    groups: list[dict]  # `load_state_dict` makes another list; who takes groups out or puts some in does not
-    first: dict | None  # the group that carries the numbers
+    groups: list[dict]  # `load_state_dict` makes a new list; whoever removes or inserts groups does not
+    first: dict | None  # the group that carries the two
     stored: dict[str, int]
 
 
@@ -26,7 +26,7 @@ _known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
 
 
 def stored(optimizer: Optimizer) -> dict[str, int]:
-    """What is known of the two, by their keys."""
+    """The step number and the seed, by their keys, as far as they are known."""
     groups, known = optimizer.param_groups, _known.get(optimizer)
     carrier = next((group for group in groups if any(key in group for key in _KEYS)), {})
     if known is not None and known.groups is groups:
@@ -39,7 +39,7 @@ def stored(optimizer: Optimizer) -> dict[str, int]:
 
 
 def keep(optimizer: Optimizer, **new: Any) -> None:
-    """Take these over, by their keys, and let the first group carry what is known."""
+    """Store new values, by their keys, in the first group, with those that are known."""
     now = {**stored(optimizer), **new}
     groups = optimizer.param_groups
     for group in groups[1:]:
@@ -50,22 +50,24 @@ def keep(optimizer: Optimizer, **new: Any) -> None:
 
 
 def forget(optimizer: Optimizer) -> None:
-    """What the groups carry counts from here on: a checkpoint was loaded, or this is a copy."""
+    """Use what the groups carry from here on: a checkpoint was loaded, or this is a copy."""
     _known.pop(optimizer, None)
     if stored(optimizer):
-        keep(optimizer)  # whatever becomes of the group that carries them
+        keep(optimizer)  # so that the group that carries them may go
 
 
 def remove(optimizer: Optimizer) -> None:
-    """Take the numbers out of the optimizer."""
+    """Remove the two from the optimizer."""
     _known.pop(optimizer, None)
     for group in optimizer.param_groups:
         _drop(group)
 
 
 def is_trial() -> bool:
-    """Whether the step that is running is the one that torch.distributed.checkpoint takes, to see what the state will
-    be: with zeros for gradients and for learning rates, so that it changes nothing."""
+    """Whether torch.distributed.checkpoint runs this step, to make the optimizer create its state.
+
+    Its gradients and learning rates are zero, so it changes nothing and does not count.
+    """
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
     code = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
     frame = sys._getframe() if code is not None else None
