@@ -144,8 +144,8 @@ def retire() -> None:
     old[_RETIRED] = True
 
 
-def enter(casting: bool | None, how: Rounding | None = None, maps: bool | None = None) -> None:
-    """Turn casts on or off in this thread, or in the asyncio task that runs in it, until `leave`.
+def enter(casting: bool | None, how: Rounding | None = None, maps: bool | None = None) -> Region:
+    """Turn casts on or off in this thread, or in the asyncio task that runs in it, until `leave` is given the result.
 
     maps: None maps dtypes exactly where casts are not turned off.
     """
@@ -155,22 +155,36 @@ def enter(casting: bool | None, how: Rounding | None = None, maps: bool | None =
     if not is_dynamo_compiling() and _get_running_loop() is not None:
         task = object()
         _tasks.set((*_tasks.get(), task))
-    opened.append(Region(casting, how, casting is not False if maps is None else maps, task))
+    token = Region(casting, how, casting is not False if maps is None else maps, task)
+    opened.append(token)
     if before is not casting:
         _announce(casting)
+    return token
 
 
-def leave(casting: bool | None, how: Rounding | None = None) -> None:
-    """Take back the last `enter` of this kind: a generator or a task may end while a younger region is open."""
+def last_entered(casting: bool | None, how: Rounding | None = None) -> Region:
+    """What the last `enter` of this kind that is open here has returned, for whoever cannot keep it.
+
+    An object that a user enters as a region may be open several times, in several threads and tasks.
+    """
     opened = _thread.open
-    index = len(opened) - 1
     if not is_dynamo_compiling():
         carried = _tasks.get()
-        for i in reversed(range(len(opened))):
-            region = opened[i]
+        for region in reversed(opened):
             if region.casting is casting and region.rounding is how and (region.task is None or region.task in carried):
-                index = i
-                break
+                return region
+    return opened[-1]
+
+
+def leave(token: Region) -> None:
+    """Take back the `enter` that returned `token`.
+
+    It need not be the last one: a generator or a task may end while a younger region is open.
+    """
+    opened = _thread.open
+    index = len(opened) - 1
+    if not is_dynamo_compiling() and opened[index] is not token:
+        index = next((i for i in reversed(range(index)) if opened[i] is token), index)
     task = opened.pop(index).task
     if task is not None:
         _tasks.set(tuple(other for other in _tasks.get() if other is not task))
@@ -196,21 +210,20 @@ def _off_for_some_task() -> bool:
 @contextlib.contextmanager
 def region(casting: bool | None, how: Rounding | None = None, maps: bool | None = None) -> Iterator[None]:
     """`enter` and `leave` around a block."""
-    enter(casting, how, maps)
+    token = enter(casting, how, maps)
     try:
         yield
     finally:
-        leave(casting, how)
+        leave(token)
 
 
 def run_uncast(function, args, kwargs):
     """Call `function` with casts off inside: the op that was listed has decided for everything it calls."""
-    how = rounding()
-    enter(False, how, maps())
+    token = enter(False, rounding(), maps())
     try:
         return function(*args, **kwargs)
     finally:
-        leave(False, how)
+        leave(token)
 
 
 def carrying(function: Callable) -> Callable:

@@ -83,7 +83,7 @@ class disable_casts(_Region):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        region_state.leave(False, self._how)
+        region_state.leave(region_state.last_entered(False, self._how))
         if not torch.compiler.is_dynamo_compiling():
             step_hooks.uninstall()
 
@@ -96,7 +96,7 @@ class enable_casts(_Region):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        region_state.leave(True)
+        region_state.leave(region_state.last_entered(True))
 
 
 class cached_weights(_Region):
@@ -142,6 +142,6 @@ class cached_weights(_Region):
 
 
 dynamo.never_compile_alone(
-    *(region_state.enter, region_state.leave, region_state.run_uncast),
+    *(region_state.enter, region_state.last_entered, region_state.leave, region_state.run_uncast),
     *(disable_casts.__enter__, disable_casts.__exit__, enable_casts.__enter__, enable_casts.__exit__),
 )
