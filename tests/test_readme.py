@@ -1,8 +1,9 @@
-"""The README's Python runs as it stands, and its examples' figures are printed by the commands it names."""
+"""Every block of code in every README runs, and prints what stands there."""
 
 from __future__ import annotations
 
 import contextlib
+import doctest
 import io
 import os
 import re
@@ -19,32 +20,105 @@ import hmpx
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+FOLDERS = ("oplists", "hmpx", "examples", "tests")
+READMES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (ROOT / "README.md", *(Path(at) / "README.md" for each in FOLDERS for at, _, _ in os.walk(ROOT / each)))
+    if path.is_file()
+}
+BLOCK = re.compile(r"^(?:<!-- (.*) command -->\n)?```(.*)\n((?s:.*?))^```$", re.MULTILINE)
+BLOCKS = [(name, *found) for name, text in READMES.items() for found in BLOCK.findall(text)]
+# Commands that this file runs below, in smaller form, or that CI runs; a README may show no other than these unrun.
+COMMANDS = {"install", "main", "test", "downstream test", "xla test", "picture", "ranks"}
 
 
-def test_every_python_snippet_runs_and_prints_what_it_says(monkeypatch):
+def test_every_block_is_run_by_a_test():
+    legal = {"python", "text", "console", "bash"}
+    legal |= {f"{kind} {when}" for kind in ("python", "bash") for when in ("before", "after")}
+    assert {kind for _, _, kind, _ in BLOCKS} <= legal
+    assert {command for _, command, _, _ in BLOCKS if command} == COMMANDS
+    assert sum(text.count("```") for text in READMES.values()) == 2 * len(BLOCKS)
+
+
+def test_the_front_page_fits():
+    assert len(README.splitlines()) <= 220
+    assert {*hmpx.recipes.recipe.recipe_names()} == {*re.findall(r"`([^`]*)`", _rows("recipe", 0))}
+
+
+def _rows(head, column):
+    """A column of the table whose first cell is `head`."""
+    table = re.search(rf"^\| {head} \|.*\n\|[-|]*\n((?:\|.*\n)*)", README, re.MULTILINE).group(1)
+    return "\n".join(line.split("|")[1 + column] for line in table.splitlines())
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_links_lead_somewhere(name):
+    for link in re.findall(r"(?:\]\(|src(?:set)?=\")([^)\"]*)", READMES[name]):
+        file, _, heading = link.partition("#")
+        target = (ROOT / name).parent / file if file else ROOT / name
+        assert target.exists(), link
+        if heading:
+            headings = re.findall(
+                r"^#+ (.*)$", re.sub(r"```.*?```", "", target.read_text(), flags=re.DOTALL), re.MULTILINE
+            )
+            assert heading in {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}, link
+
+
+@pytest.mark.parametrize("name", [name for name, text in READMES.items() if "```python\n" in text])
+def test_every_python_snippet_runs_and_prints_what_it_says(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     namespace: dict = {}
-    blocks = re.findall(r"```(python|text)\n(.*?)```", README, re.DOTALL)
     printed = ""
-    ran = compared = 0
-    for kind, block in blocks:
+    for kind, block in re.findall(r"```(python|text)\n(.*?)```", READMES[name], re.DOTALL):
         if kind == "python":
+            assert not printed or name == "hmpx/casts/README.md", "a snippet prints what the README does not show"
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 exec(compile(block, "model.py", "exec"), namespace)
-            printed, ran = out.getvalue(), ran + 1
+            printed = out.getvalue()
         elif printed:  # by the snippet above
             assert printed == block
-            printed, compared = "", compared + 1
+            printed = ""
     hmpx.restore()
-    assert (ran, compared) == (11, 6)
+    assert not printed
 
 
-PAIRS = re.findall(
-    r"\*\*([^*\n]*?)\.?\*\*[^\n]*\n\n```(\w+) before\n(.*?)```\n\n```\w+ after\n(.*?)```",
-    README.partition("## Coming from")[2],
-    re.DOTALL,
-)
+def _environment():
+    """In which `python` and `torchrun` are those of the tests, and hmpx is this checkout."""
+    paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT}
+    return {**os.environ, **{key: f"{path}{os.pathsep}{os.environ.get(key, '')}" for key, path in paths.items()}}
+
+
+CONSOLES = [block for _, _, kind, block in BLOCKS if kind == "console"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", CONSOLES, ids=[block.split("\n")[0] for block in CONSOLES])
+def test_every_console_block_says_what_its_commands_say(block, tmp_path):
+    for part in block.removeprefix("$ ").split("\n$ "):
+        command, _, shown = part.partition("\n")
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=_environment(), capture_output=True, text=True)
+        shown = shown + "\n" * (bool(shown) and not shown.endswith("\n"))
+        assert doctest.OutputChecker().check_output(shown, done.stdout, doctest.ELLIPSIS), done.stdout + done.stderr
+
+
+SCRIPT = "import torch\nl = torch.nn.Linear(4, 4)\no = torch.optim.SGD(l.parameters())\nprint(l.weight.dtype)\n"
+UNMARKED = [line for _, command, kind, block in BLOCKS if kind == "bash" and not command for line in block.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", UNMARKED)
+def test_every_other_command_runs(command, tmp_path):
+    """In a folder with a training script, and a list that it may be told of."""
+    (tmp_path / "train.py").write_text(f"import hmpx\n{SCRIPT}")
+    (tmp_path / "mine.txt").write_text("linear\n")
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=_environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "torch.bfloat16" in done.stdout, done.stderr
+
+
+PAIR = r"\n```(\w+) before\n(.*?)```\n\n```\w+ after\n(.*?)```"
+PAIRS = re.findall(r"### ([^\n]*)\n\n[^\n]*\n" + PAIR, READMES["examples/README.md"], re.DOTALL)
+PAIRS += [("a training loop", *pair) for pair in re.findall(PAIR, README, re.DOTALL)]
 
 
 def _world():
@@ -60,6 +134,7 @@ def _world():
     return {
         **{"torch": torch, "F": torch.nn.functional, "hmpx": hmpx, "nxd": nxd, "amp": amp},
         **{"model": model, "optimizer": optimizer, "inputs": inputs, "targets": targets},
+        **{"batches": [(inputs, targets)]},
         **{"AdamW_FP32ParamsCopy": torch.optim.AdamW, "_AdamW": pytest.importorskip("torchao.optim")._AdamW},
     }
 
@@ -67,10 +142,9 @@ def _world():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("system, language, before, after", PAIRS, ids=[pair[0] for pair in PAIRS])
 def test_coming_from(system, language, before, after, monkeypatch, tmp_path):
-    assert len(PAIRS) == 7 and all(len([*filter(None, block.splitlines())]) <= 4 for block in (before, after))
+    assert len(PAIRS) == 8 and all(len([*filter(None, block.splitlines())]) <= 6 for block in (before, after))
     if language == "bash":
-        script = "import torch\nl = torch.nn.Linear(4, 4)\no = torch.optim.SGD(l.parameters())\nprint(l.weight.dtype)\n"
-        (tmp_path / "train.py").write_text(script)
+        (tmp_path / "train.py").write_text(SCRIPT)
         for command, dtype in ((before, "torch.float32"), (after, "torch.bfloat16")):
             command = command.replace("python ", f"{sys.executable} ")
             done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -90,7 +164,8 @@ def test_coming_from(system, language, before, after, monkeypatch, tmp_path):
 
 
 def command_of(name):
-    return re.search(rf"<!-- {name} command -->\n```bash\n(.*)\n```", README).group(1)
+    (block,) = (block for _, command, _, block in BLOCKS if command == name)
+    return block.rstrip()
 
 
 def test_the_commands_are_marked():
