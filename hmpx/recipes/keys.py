@@ -14,12 +14,12 @@ from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes import nxd
 from hmpx.rounding.stochastic import check_seed
+from hmpx.updates.settings import SWITCHES
 from hmpx.updates.weights import WAYS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map
 LISTS = tuple(f"{side}_file_path" for side in SIDES)
-SWITCHES = ("use_fp32_grad_acc", "use_master_weights_in_ckpt", "release_gradients", "fused")
 _LEGAL = {
     "opt_level": (*OPT_LEVELS, None),
     "parameter_dtype": tuple(DTYPES),

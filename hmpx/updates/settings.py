@@ -1,8 +1,12 @@
-"""How the weights, the state and the gradients of one optimizer are kept and updated."""
+"""What can be said about how the weights, the state and the gradients of one optimizer are held and updated.
+
+A setting is a field here, an argument of `hmpx.attach`, which documents it, and a key of a recipe. A test holds the
+three against one another.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -14,17 +18,12 @@ from hmpx.updates.weights import WAYS
 
 @dataclass(frozen=True)
 class Settings:
-    """What `hmpx.attach` was asked for; the defaults are what a `disable_casts()` region does.
+    """The arguments of `hmpx.attach` that say how an optimizer updates weights; see there.
 
-    Attributes:
-        weights: "stochastic", "nearest", "master" or "split".
-        seed: of the rounding numbers; None: the one in the optimizer's `state_dict`, else 0.
-        state_dtype: torch.float32 or torch.bfloat16, how the optimizer's state is held between steps. `attach` takes a
-            name (``"bf16"``) too.
-        use_fp32_grad_acc: gradients of BF16 parameters accumulate in FP32.
-        use_master_weights_in_ckpt: `state_dict()` holds FP32 masters.
-        release_gradients: each parameter steps, and frees its gradient, as soon as its gradient is complete.
-        fused: Adam, AdamW and SGD run in one kernel of hmpx's own, rounding included.
+    The defaults are what a `disable_casts()` region does. A dtype may be given by its name (``"bf16"``).
+
+    Raises:
+        HmpxError: a value that is not legal, or masters in a checkpoint without a store that has them.
     """
 
     weights: str = "stochastic"
@@ -46,7 +45,7 @@ class Settings:
         object.__setattr__(self, "state_dtype", dtype_named(self.state_dtype))
         if self.state_dtype not in (torch.float32, torch.bfloat16):
             raise HmpxError(f"state_dtype={self.state_dtype!r} is neither torch.float32 nor torch.bfloat16")
-        for name in ("use_fp32_grad_acc", "use_master_weights_in_ckpt", "release_gradients", "fused"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise HmpxError(f"{name}={getattr(self, name)!r} is neither True nor False")
         if self.use_master_weights_in_ckpt and not self.has_masters:
@@ -56,4 +55,8 @@ class Settings:
 
     @property
     def has_masters(self) -> bool:
+        """Whether the store holds FP32 masters."""
         return WAYS[self.weights].has_masters
+
+
+SWITCHES = tuple(each.name for each in fields(Settings) if each.type == "bool")
