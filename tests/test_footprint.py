@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
-from hmpx.__main__ import main
 from hmpx.bench.measure import memory
+from hmpx.shell.main import main
 from hmpx.updates.footprint import footprint
 from hmpx.updates.settings import Settings
 from tests import ranks

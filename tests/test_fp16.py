@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.__main__ import main
+from hmpx.shell.main import main
 from hmpx.casts import weight_cache
 from hmpx.casts.op_lists import read_lists, shipped
 from hmpx.casts.ops import catalog

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from hmpx.__main__ import main
 from hmpx.errors import HmpxError
 from hmpx.recipes.activate import module_that_runs
 from hmpx.recipes.environment import recipe_of
 from hmpx.recipes.recipe import recipe_names
+from hmpx.shell.main import main
 from tests import ranks
 
 SCRIPT = '''

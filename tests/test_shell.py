@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import hmpx
-from hmpx.__main__ import main
+from hmpx.casts.op_lists import shipped
+from hmpx.recipes.recipe import read_recipe, recipe_names
+from hmpx.shell.main import main
 
 
 def run(capsys, *arguments):
@@ -47,8 +53,6 @@ def test_check_finds_typos_duplicates_and_both_sides(capsys, tmp_path):
 
 
 def test_check_passes_the_shipped_lists(capsys):
-    from hmpx.casts.op_lists import shipped
-
     files = [str(path) for path in sorted(shipped().glob("*/*.txt"))]
     assert len(files) == 22 and run(capsys, "check", *files)[:2] == (0, "22 checked, 0 problems\n")
 
@@ -114,6 +118,13 @@ def test_bench_sets_casts_and_models_beside_autocast(capsys, tmp_path):
     )
 
 
+def test_bench_memory_says_why_rows_are_missing(capsys):
+    status, out, _ = run(capsys, "bench", "memory", "--recipe", "lean", "neuron-bf16-sr")
+    assert status == 0 and "lean, fsdp2" in out and "lean, ddp" not in out and "neuron-bf16-sr, ddp" in out
+    assert out.splitlines()[-1].startswith("lean has no rows for ddp and zero1: release_gradients steps before Distri")
+    assert "has no rows" not in run(capsys, "bench", "memory", "--recipe", "neuron-bf16-sr")[1]
+
+
 def test_version_and_help(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
@@ -121,4 +132,262 @@ def test_version_and_help(capsys):
     assert capsys.readouterr().out == f"hmpx {hmpx.__version__}, torch {torch.__version__}\n"
     assert re.fullmatch(r"\d+\.\d+\.\d+", hmpx.__version__)
     status, out, err = run(capsys)
-    assert status == 0 and not err and all(command in out for command in ("run", "ops", "check", "explain", "bench"))
+    assert status == 0 and not err and "examples:" in out
+    assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == [*COMMANDS, "bench"]
+
+
+COMMANDS = ["run", "recipes", "explain", "ops", "check", "audit"]
+
+
+@pytest.mark.parametrize("command", [*([each] for each in COMMANDS), ["bench"], *(["bench", t] for t in (
+    "rounding", "step", "casts", "train", "memory"))], ids=" ".join)  # fmt: skip
+def test_every_command_has_a_description_an_example_and_its_arguments_explained(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    out = capsys.readouterr().out
+    usage, description, *_ = out.split("\n\n")
+    assert (
+        usage.startswith("usage: ") and len(description) > 30 and f" {' '.join(command)}" in out.partition("example")[2]
+    )
+    assert not re.findall(r"^  (\S+)$(?!\n {10})", out.partition("options:")[0], re.MULTILINE)  # a bare positional
+    assert not re.findall(r"^  (-\S+(?: [A-Z]+)?)$(?!\n {10})", out, re.MULTILINE)  # a bare option
+
+
+def test_a_mistyped_command_is_told_what_it_may_be(capsys):
+    for word, hint in (("explian", "did you mean 'explain'?"), ("lean", "'lean' is a recipe: explain lean")):
+        with pytest.raises(SystemExit) as end:
+            main([word])
+        assert end.value.code == 2 and hint in capsys.readouterr().err
+
+
+def test_hmpx_is_a_console_script_too(tmp_path):
+    """Its entry point, run as pip's script does, under a name in HMPX_RECIPE that is no recipe."""
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    module, function = re.search(r'^\[project.scripts\]\nhmpx = "([\w.]+):(\w+)"$', project, re.MULTILINE).groups()
+    script = tmp_path / "hmpx"
+    script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    environment = {**os.environ, "HMPX_RECIPE": "nowhere"}
+    command = [sys.executable, script]
+    done = subprocess.run([*command, "explain", "softmax"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and done.stdout.startswith("softmax\n"), done.stderr
+    done = subprocess.run([*command, "run", "x.py"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stderr.startswith("hmpx: there is no recipe 'nowhere'")
+    usage = subprocess.run(command, capture_output=True, text=True).stdout
+    assert usage.startswith("usage: hmpx ") and "  hmpx recipes" in usage
+
+
+def test_recipes_are_a_table_and_one_of_them_a_file(capsys, tmp_path):
+    status, out, _ = run(capsys, "recipes")
+    rows = {line.split()[0]: line for line in out.split("\n\n")[0].splitlines()[1:]}
+    assert status == 0 and list(rows) == recipe_names()
+    for name, line in rows.items():
+        assert float(line.split()[1]) == sum(read_recipe(name).bytes_per_parameter().values())
+    assert rows["lean"].endswith("The least memory")
+    status, out, _ = run(capsys, "recipes", "nxd-standard")
+    (tmp_path / "mine.yaml").write_text(out)
+    assert status == 0 and read_recipe(tmp_path / "mine.yaml") == read_recipe("nxd-standard").inlined()
+    assert "did you mean 'lean'?" in run(capsys, "recipes", "leen")[2]
+
+
+def test_explain_and_ops_take_a_recipe(capsys, tmp_path):
+    assert "fp32: decided by opt_level O2" in run(capsys, "explain", "gelu", "--recipe", "hmp-o2")[1]
+    (tmp_path / "mine.yaml").write_text("bf16: [gelu]\n")
+    mine = str(tmp_path / "mine.yaml")
+    assert f"bf16: listed at {mine}:1" in run(capsys, "explain", "gelu", "--recipe", mine)[1]
+    line = next(line for line in run(capsys, "ops", "gelu", "--recipe", mine)[1].splitlines() if line[:5] == "gelu ")
+    assert line.split()[1] == "bf16"
+    (tmp_path / "null.yaml").write_text("opt_level: null\n")
+    assert (
+        "leaves torch's ops as they are" in run(capsys, "explain", "gelu", "--recipe", str(tmp_path / "null.yaml"))[2]
+    )
+    assert (
+        "'nxd-standart' is neither an op nor a recipe; did you mean 'nxd-standard'?"
+        in run(capsys, "explain", "nxd-standart")[2]
+    )
+
+
+SOURCE = """\
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import gelu as g
+
+
+class Net(nn.Module):
+    def __init__(self):
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        y = self.norm(x) + x @ x.t()
+        z = self.blocks(g(y))
+        z *= 2
+        return F.cross_entropy(
+            z.softmax(-1),
+            self.targets,
+        )
+"""
+
+
+@pytest.mark.parametrize(
+    "line, ops",
+    [
+        (11, {"layer_norm", "add", "matmul", "t"}),
+        (12, {"gelu", "self.blocks(...): the source does not say what this calls; `audit` and isVerbose=True show"}),
+        (13, {"imul"}),
+        (14, {"cross_entropy"}),
+        (15, {"softmax"}),
+    ],
+)
+def test_explain_a_call_site(line, ops, tmp_path, capsys):
+    path = tmp_path / "model.py"
+    path.write_text(SOURCE)
+    status, out, _ = run(capsys, "explain", f"{path}:{line}")
+    first, *blocks = out.split("\n\n")
+    assert status == 0 and first == f"{path}:{line}: {SOURCE.splitlines()[line - 1].strip()}"
+    assert len(blocks) == len(ops) and all(any(block.startswith(op) for block in blocks) for op in ops)
+    _, listed, _ = run(capsys, "explain", f"{path}:15", "--recipe", "hmp-o2")
+    assert "decided by opt_level O2" in listed
+
+
+def test_explain_a_call_site_follows_what_torch_does(tmp_path, capsys):
+    """The ops that the source names are those that a verbose run logs, with the same lines."""
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\nfc = nn.Linear(4, 4)\nout = fc(torch.ones(2, 4)).softmax(-1)\n"
+    )
+    _, out, _ = run(capsys, "explain", f"{path}:4")
+    code = f"import hmpx, runpy; hmpx.convert(isVerbose=True); runpy.run_path({str(path)!r})"
+    logged = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+    called = {line.split()[1] for line in logged.splitlines() if line.endswith(f"{path}:4") and " times " not in line}
+    assert called == {"linear", "softmax"} == {block.split()[0] for block in out.split("\n\n")[1:]} - {"ones"}
+
+
+@pytest.mark.parametrize(
+    "name, line, words",
+    [
+        ("fp32.txt", 1, "fp32: listed at {path}:1"),
+        ("mine.txt", 1, "bf16: listed at {path}:1"),
+        ("mine.yaml", 4, "bf16: listed at {path}:4"),
+        ("mine.yaml", 2, "made to FP32 masters, whose lower halves"),
+        ("mine.yaml", 5, "state        bfloat16, rounded stochastically"),
+    ],
+)
+def test_explain_a_line_of_a_list_or_of_a_recipe(name, line, words, tmp_path, capsys):
+    path = tmp_path / name
+    text = "# mine\nweights: split\nbf16:\n  - gelu\nstate_dtype: bf16\n" if name == "mine.yaml" else "gelu\n\n"
+    path.write_text(text)
+    status, out, _ = run(capsys, "explain", f"{path}:{line}")
+    assert status == 0 and words.format(path=path) in out
+
+
+@pytest.mark.parametrize(
+    "site, message",
+    [
+        ("model.py:5", "no op is called on this line; the nearest that calls one is line 11"),
+        ("model.py:99", "the file has 17 lines"),
+        ("list.txt:3", "nothing is listed on this line; the nearest is line 4, 'softmax'"),
+        ("nowhere.py:1", "cannot be read: No such file"),
+        ("broken.py:1", "broken.py:1: not Python"),
+        ("note.md:1", "a call site is a line of a .py file"),
+        ("list.txt", "is an op list. What is wrong with it: check"),
+    ],
+)
+def test_explain_says_which_line_there_is(site, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "model.py": SOURCE,
+        "list.txt": "mm\n\n\nsoftmax\n",
+        "broken.py": "def\n",
+        "note.md": "a\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    status, out, err = run(capsys, "explain", site)
+    assert (status, out) == (2, "") and message in err
+
+
+def test_check_reads_recipes(capsys, tmp_path, monkeypatch):
+    """All that is wrong, at once: keys, values, lists that are not there or wrong themselves, classes, duplicates."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(
+        "weigths: split\nkernels: fast\nfp32_file_path: nowhere.txt\npromote_file_path: typo.txt\nbf16:\n- nn.Linear\n"
+        "- mm\n- mm\n- math.sinn\n- fractions.Fraction\n"
+    )
+    (tmp_path / "typo.txt").write_text("add\nstak\n")
+    status, out, _ = run(capsys, "check", "mine.yaml")
+    expected = [
+        ":1: 'weigths' is no key of a recipe; did you mean 'weights'?",
+        ":2: kernels is 'fast', none of auto, native, float32",
+        ":3: fp32_file_path: nowhere.txt: no such op list file",
+        ":4: promote_file_path: typo.txt:2: unknown op 'stak'; did you mean 'stack'?",
+        ":6: 'nn.Linear' is a class, and a list names functions; did you mean 'linear'?",
+        ":8: 'mm' is a duplicate of 'mm' at mine.yaml:7",
+        ":9: math has no 'sinn'; did you mean 'sin'?",
+        ":10: 'fractions.Fraction' is a class, and a list names functions",
+    ]
+    lines = out.splitlines()
+    assert status == 1 and lines[-1] == "1 checked, 8 problems"
+    for line, message in zip(lines[:-1], expected, strict=True):
+        assert line.startswith(f"mine.yaml{message}")
+    (tmp_path / "mine.yaml").write_text("weights: nearest\nuse_master_weights_in_ckpt: true\nbf16: [mm]\n")
+    assert run(capsys, "check", "mine.yaml")[1].startswith("mine.yaml:2: weights='nearest' has no masters")
+    assert run(capsys, "check", "leen")[1].startswith("leen: neither a file nor a recipe; did you mean 'lean'?")
+
+
+def test_check_passes_the_shipped_recipes(capsys):
+    names = recipe_names()
+    files = [str(path) for path in sorted(shipped().glob("recipes/*.yaml"))]
+    assert run(capsys, "check", *names, *files)[:2] == (0, f"{2 * len(names)} checked, 0 problems\n")
+
+
+AUDITED = """\
+import torch
+from torch import nn
+
+def step():
+    x = torch.ones(4, 4)
+    return torch.ops.aten.mm(x, x)
+
+def clean():
+    nn.Linear(4, 4)(torch.ones(2, 4))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.ops.aten.mm(self.first(x.bfloat16()).float(), torch.ones(4, 4))
+
+def pair():
+    return Model(), torch.ones(2, 4)
+
+def alone():
+    return Model()
+"""
+
+
+@pytest.mark.parametrize(
+    "what, more, status, message",
+    [
+        ("mine.py:step", (), 1, "mine.py:6: mm is in the bf16 list and ran in float32 (aten.mm.default)"),
+        ("mine:step", ("--recipe", "hmp-o1"), 1, "mine.py:6: mm is in the bf16 list"),
+        ("mine.py:clean", (), 0, "every listed op ran in the dtype that its list says"),
+        ("mine.py:pair", ("--recipe", "neuron-bf16-sr"), 1, "mine.py:17: mm is in the bf16 list and ran in float32"),
+        ("mine.py:step", ("--fp32", "fp32.txt", "--bf16", "bf16.txt"), 0, "every listed op ran in the dtype"),
+        ("mine.py:alone", (), 2, "the function returned a Model alone: return (model, inputs)"),
+        ("mine.py:stepp", (), 2, "mine.py has no 'stepp'; did you mean 'step'?"),
+        ("mime.py:step", (), 2, "mime.py: no such file; did you mean 'mine.py'?"),
+        ("no.such:step", (), 2, "there is no module 'no.such' to import"),
+        ("mine.py", (), 2, "audit takes MODULE:FUNCTION"),
+    ],
+)
+def test_audit_runs_a_function_or_the_model_that_it_returns(what, more, status, message, tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine.py").write_text(AUDITED)
+    (tmp_path / "fp32.txt").write_text("mm\n")
+    (tmp_path / "bf16.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    found, out, err = run(capsys, "audit", what, *more)
+    sys.modules.pop("mine", None)
+    assert found == status and message in (err if status == 2 else out)
+    assert hmpx.conversion.installed() is None

@@ -17,6 +17,18 @@ _WAYS = {
     "master, FP32 gradients": Recipe(weights="master", use_fp32_grad_acc=True),
 }
 
+_WITHOUT = " and ".join(mode for mode in MODES if mode != "fsdp2")
+
+
+def notes(recipes: Sequence[str]) -> list[str]:
+    """Why some rows are missing, one sentence for each recipe that has not all of them."""
+    released = [name for name in recipes if read_recipe(name).release_gradients]
+    return [
+        f"{name} has no rows for {_WITHOUT}: release_gradients steps before DistributedDataParallel has reduced the "
+        "gradients, so hmpx refuses the two together"
+        for name in released
+    ]
+
 
 def run(params: float, ranks: Sequence[int], recipes: Sequence[str], states: int) -> list[Bench]:
     """Bytes per parameter by what they are for, and GiB on each rank by how the model is distributed."""
@@ -33,7 +45,7 @@ def run(params: float, ranks: Sequence[int], recipes: Sequence[str], states: int
                 Row(f"{name}, {mode}", {f"{n}": each.on_rank(params, n, mode) / 2**30 for n in ranks})
                 for name, each in prints.items()
                 for mode in MODES
-                if mode == "fsdp2" or not ways[name].release_gradients  # which DDP refuses
+                if mode == "fsdp2" or not ways[name].release_gradients  # see `notes`
             ],
         ),
     ]

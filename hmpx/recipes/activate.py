@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -142,11 +143,20 @@ def activate_from_environment() -> None:
         SystemExit: it names nothing that does. A script must not go on without, nor is it to blame.
     """
     name = os.environ.get(VARIABLE)
-    if name and module_that_runs(sys.orig_argv[1:]) not in ("hmpx", "hmpx.__main__"):
+    if name and not runs_a_shell_command(sys.orig_argv[1:]):
         try:
             activate(name)
         except HmpxError as error:
             raise SystemExit(f"hmpx: {VARIABLE}={name}: {error}") from None
+
+
+def runs_a_shell_command(arguments: Sequence[str]) -> bool:
+    """Whether the interpreter runs ``-m hmpx``, or the console script ``hmpx``."""
+    module = module_that_runs(arguments)
+    if module is not None:
+        return module in ("hmpx", "hmpx.__main__")
+    script = Path(sys.argv[0]) if sys.argv else Path()
+    return script.name in ("hmpx", "hmpx.exe", "hmpx-script.py")
 
 
 def module_that_runs(arguments: Sequence[str]) -> str | None:

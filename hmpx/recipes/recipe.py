@@ -124,16 +124,18 @@ class Recipe:
         with self.naming_lines():
             if self.opt_level is not None:
                 files = read_lists(**{key: getattr(self, key) for key in LISTS})
-                own = {side: self._listed(side) for side in SIDES if getattr(self, side) is not None}
+                own = {side: self.listed(side) for side in SIDES if getattr(self, side) is not None}
                 low = self.low_precision and LOW_DTYPES[self.low_precision]
                 return build_policy(self.opt_level, replace(files, **own), low_precision=low)
             if self.low_precision is not None:
                 raise HmpxError(f"low_precision {self.low_precision}: opt_level null leaves torch's ops as they are")
             if self.kernels == "float32":
                 raise HmpxError("kernels float32: opt_level null leaves torch's ops as they are")
+            if listed := [key for key in (*SIDES, *LISTS) if getattr(self, key)]:
+                raise HmpxError(f"{listed[0]}: opt_level null leaves torch's ops as they are, so it takes no list")
             return None
 
-    def _listed(self, side: str) -> tuple[Listed, ...]:
+    def listed(self, side: str) -> tuple[Listed, ...]:
         """The recipe's own names on a side, each with its line in the recipe's file."""
         path, lines = self._origins.path or f"recipe, {side}", self._origins.lines
         names = getattr(self, side)

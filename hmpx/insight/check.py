@@ -1,0 +1,150 @@
+"""What is wrong in op lists and recipes: the shell command `check`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from hmpx.casts.op_lists import LOW_PRECISION, SIDES, Listed, read_file
+from hmpx.casts.ops import aten_only, canonical, catalog
+from hmpx.casts.policy import may_be_user_function, unknown_op
+from hmpx.errors import HmpxError, OpListError, did_you_mean
+from hmpx.recipes import nxd
+from hmpx.recipes.keys import LISTS
+from hmpx.recipes.recipe import Recipe, read_recipe, recipe_names, recipe_path
+
+
+def check_files(paths: Sequence[str]) -> Iterator[str]:
+    """Every problem in some op list files and recipes, as `file:line: problem`.
+
+    A YAML or JSON file says which side a name is on; of a text file, its name does ("bf16", "fp32", "promote"). Text
+    files are held against one another: all of them if no two are on the same side, else those of one folder. A recipe
+    is a YAML file with a key that only a recipe has, or the name of one that comes with hmpx.
+    """
+    text_files = [path for path in paths if Path(path).suffix.lower() not in (".yaml", ".yml", ".json")]
+    text_files = [path for path in text_files if path not in recipe_names()]
+    sides = {path: next((side for side in SIDES if side in Path(path).name), path) for path in text_files}
+    one_set = len(set(sides.values())) == len(text_files)
+    folders: dict[str, dict[str, tuple[str, Listed]]] = {}
+    for path in paths:
+        if path in recipe_names() or is_recipe(path):
+            yield from _check_recipe(path)
+            continue
+        if not Path(path).suffix and not Path(path).exists():
+            yield f"{path}: neither a file nor a recipe{did_you_mean(path, recipe_names())}"
+            continue
+        try:
+            lists = read_file(path, "bf16")
+        except OpListError as error:
+            yield from str(error).splitlines()
+            continue
+        yield from lists.problems
+        folder = "" if one_set else str(Path(path).parent)
+        seen = folders.setdefault(folder, {}) if path in sides else {}
+        in_this_file: set[str] = set()
+        for side in SIDES:
+            for listed in lists.side(side) or ():
+                yield from _check_name(listed, sides.get(path, side), seen, in_this_file)
+
+
+def is_recipe(path: str) -> bool:
+    """Whether a YAML file has a key that only a recipe has, or one that is spelt like it and like no list."""
+    if Path(path).suffix.lower() not in (".yaml", ".yml"):
+        return False
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    keys = [str(key.value) for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+    of_lists = (*SIDES, LOW_PRECISION)
+    of_recipes = {nxd.KEY, nxd.MASTERS, *vars(Recipe())} - set(of_lists)
+    return any(key in of_recipes for key in keys) or any(
+        did_you_mean(key, of_recipes) and not did_you_mean(key, of_lists) for key in keys
+    )
+
+
+def _check_recipe(name: str) -> Iterator[str]:
+    """What reading a recipe says, and what is wrong in its lists; its settings once that is right."""
+    path = recipe_path(name)
+    said: dict[str, None] = {}  # what is found in two ways is said once
+    recipe = None
+    try:
+        recipe = read_recipe(name)
+    except HmpxError as error:
+        said |= dict.fromkeys(str(error).splitlines())
+    said |= dict.fromkeys(_check_lists(path))
+    for look in (recipe.settings, *([recipe.policy] if not said else [])) if recipe else ():
+        try:
+            look()
+        except HmpxError as error:
+            said |= dict.fromkeys(str(error).splitlines())
+    yield from said
+
+
+def _check_lists(path: Path) -> Iterator[str]:
+    """The lists of a recipe, read from its YAML, whatever else is wrong in it."""
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return
+    seen: dict[str, tuple[str, Listed]] = {}
+    in_this_file: set[str] = set()
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if key.value in LISTS and isinstance(value, yaml.ScalarNode) and value.value:
+            where = f"{path}:{key.start_mark.line + 1}: {key.value}: "
+            named = os.path.normpath(path.parent / value.value)
+            yield from (f"{where}{problem}" for problem in check_files([named]))
+        elif key.value in SIDES and isinstance(value, yaml.SequenceNode):
+            names = [each for each in value.value if isinstance(each, yaml.ScalarNode)]
+            for listed in (Listed(each.value, str(path), each.start_mark.line + 1) for each in names):
+                yield from _check_name(listed, key.value, seen, in_this_file)
+
+
+def _check_name(
+    listed: Listed, side: str, seen: dict[str, tuple[str, Listed]], in_this_file: set[str]
+) -> Iterator[str]:
+    name = canonical(listed.name)
+    if listed.problem:
+        yield f"{listed.where}: {listed.problem}"
+        return
+    if name not in catalog():
+        if aten_only(name):
+            yield f"{listed.where}: {listed.name!r} has no Python entry point; it will not be reached"
+        elif not may_be_user_function(name):
+            yield f"{listed.where}: {unknown_op(listed.name)}"
+            return
+        elif problem := _of_user_function(name):
+            yield f"{listed.where}: {problem}"
+            return
+    first_side, first = seen.setdefault(name, (side, listed))
+    if first_side != side and "promote" not in (first_side, side):
+        yield f"{listed.where}: {listed.name!r} is on both sides; the other has it at {first.where}"
+    elif first_side == side and f"{side} {name}" in in_this_file:
+        yield f"{listed.where}: {listed.name!r} is a duplicate of {first.name!r} at {first.where}"
+    in_this_file.add(f"{side} {name}")
+
+
+def _of_user_function(name: str) -> str:
+    """What is wrong with a dotted name, which is looked up in its module; nothing where that cannot be imported."""
+    module, parts = None, name.split(".")
+    for i in range(1, len(parts)):
+        try:
+            module = importlib.import_module(".".join(parts[:i]))
+        except ImportError:
+            break
+        except Exception:  # a package that is broken here says nothing about the list
+            return ""
+        prefix, found = ".".join(parts[:i]), module
+    if module is None:
+        return ""
+    for part in name.removeprefix(f"{prefix}.").split("."):
+        if not hasattr(found, part):
+            return f"{prefix} has no {part!r}{did_you_mean(part, dir(found))}"
+        found = getattr(found, part)
+    if isinstance(found, type):
+        return f"{name!r} is a class, and a list names functions; {name}.forward may be what is meant"
+    return "" if callable(found) else f"{name!r} is no function but {type(found).__name__}"

@@ -1,0 +1,118 @@
+"""Recipes in words, and the table of those that come with hmpx."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from hmpx.casts.fp32_kernels import GAINING, choose
+from hmpx.casts.op_lists import SIDES, shipped
+from hmpx.casts.policy import LOW_RULES, Policy
+from hmpx.recipes.keys import DTYPES, LISTS
+from hmpx.recipes.recipe import Recipe, read_recipe, recipe_names, recipe_path
+
+_UPDATES = {
+    "stochastic": "computed in FP32 and written back by stochastic rounding",
+    "nearest": "computed in FP32 and written back by rounding to nearest, which loses small ones",
+    "master": "made to FP32 masters, of which the weights are the rounding to nearest",
+    "split": "made to FP32 masters, whose lower halves are kept beside the weights",
+}
+
+
+def recipe_in_words(recipe: Recipe) -> str:
+    """What `explain` prints."""
+    return "\n".join(recipe_lines(recipe))
+
+
+def recipe_lines(recipe: Recipe) -> list[str]:
+    """The same, line by line: what it is about, and the words."""
+    narrow = recipe.parameter_dtype == "bfloat16"
+    exceptions = "".join(f"; {pattern} in {dtype}" for pattern, dtype in recipe.module_dtypes.items())
+    released = ", each released as soon as its parameter has stepped" if recipe.release_gradients else ""
+    masters = recipe.weights in ("master", "split")
+    policy = recipe.policy()
+    scaled = policy is not None and policy.bf16 and policy.low_precision is torch.float16
+    lines = {
+        "weights": f"{recipe.parameter_dtype}{exceptions}",
+        "ops": _ops_in_words(recipe, policy),
+        "kernels": _kernels_in_words(recipe, policy),
+        "loss": "to be scaled (torch.amp.GradScaler), for FP16 loses gradients below 6e-8" if scaled else "",
+        "dtypes": ", ".join(f"{old} becomes {new}" for old, new in recipe.dtype_map.items()),
+        "updates": f"of bfloat16 weights: {_UPDATES[recipe.weights]}{_seed(recipe)}",
+        "gradients": f"{recipe.parameter_dtype}{released}",
+        "state": f"{recipe.state_dtype}" + (", rounded stochastically" if recipe.state_dtype == "bfloat16" else ""),
+        "checkpoints": "weights and state as they are held, step number and seed",
+    }
+    if recipe.use_fp32_grad_acc:
+        lines["gradients"] = "bfloat16, added up over micro-batches and ranks in float32"
+    if masters:
+        kept = "with the masters" if recipe.use_master_weights_in_ckpt else "without the masters, so not to the bit"
+        lines["checkpoints"] += f"; {kept}"
+    if not narrow:
+        plain = "plain steps in float32"
+        lines |= {"updates": f"{plain}; {lines['updates']}" if exceptions else plain, "state": "float32"}
+        lines["checkpoints"] = "as without hmpx"
+    parts = recipe.bytes_per_parameter()
+    held = " + ".join(f"{number:g} {part}" for part, number in parts.items() if number)
+    lines["bytes"] = f"{held} = {sum(parts.values()):g} a parameter, with two state tensors as of Adam"
+    return [f"{name:12} {line}" for name, line in lines.items() if line]
+
+
+def _ops_in_words(recipe: Recipe, policy: Policy | None) -> str:
+    if policy is None:
+        return "as torch runs them, in the dtypes that they are given"
+    low = LOW_RULES[policy.low_precision].name
+    counts = [(len(policy.bf16), f"in {low}"), (len(policy.fp32), "in FP32"), (len(policy.promote), "promoted")]
+    rules = ", ".join(f"{count} {how}" for count, how in counts if count) or "no op in a list"
+    where = [_short(getattr(recipe, key)) for key in LISTS if getattr(recipe, key)]
+    if any(getattr(recipe, side) is not None for side in SIDES):
+        where.append("the recipe's own lists")
+    if recipe.opt_level == "O1" and not where:
+        where.append("the default lists")
+    return f"{recipe.opt_level}: {rules}" + (f" ({', '.join(where)})" if where else "")
+
+
+def _kernels_in_words(recipe: Recipe, policy: Policy | None) -> str:
+    """Where FP32 kernels compute a dtype that the recipe has."""
+    chosen = choose(recipe.kernels)
+    has = policy is not None and (policy.low_precision, DTYPES[recipe.parameter_dtype])
+    return f"{chosen}: {GAINING}" if has and chosen.widened.intersection(has) else ""
+
+
+def _short(path: str) -> str:
+    """The path of a list; of one that hmpx ships, from `oplists` on."""
+    own = str(shipped())
+    return f"oplists{path.removeprefix(own)}" if path.startswith(own) else path
+
+
+def _seed(recipe: Recipe) -> str:
+    if recipe.weights != "stochastic" and recipe.state_dtype != "bfloat16":
+        return ""
+    return f"; seed {recipe.seed}" if recipe.seed is not None else "; seed of the checkpoint, else 0"
+
+
+def recipes_table() -> str:
+    """The recipes that come with hmpx: bytes per parameter, what holds the weights, and what each one is."""
+    rows = [("recipe", "bytes", "weights", "updates", "what it is")]
+    for name in recipe_names():
+        recipe = read_recipe(name)
+        narrow = recipe.parameter_dtype == "bfloat16"
+        size = f"{sum(recipe.bytes_per_parameter().values()):g}"
+        rows.append((name, size, recipe.parameter_dtype, recipe.weights if narrow else "plain", _what_it_is(name)))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows]
+    return "\n".join([*lines, "", _FOOTNOTE])
+
+
+_FOOTNOTE = """\
+bytes: of a parameter, with weights, gradients, masters and two state tensors as of Adam.
+recipes NAME prints one as a file, explain NAME says what it does, run --recipe NAME SCRIPT runs a script under it."""
+
+
+def _what_it_is(name: str) -> str:
+    """The first clause of the comment that a recipe's file begins with."""
+    lines = Path(recipe_path(name)).read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    return re.split(r"[.:;](?= )|\.$", comment)[0]

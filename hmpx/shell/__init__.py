@@ -1,0 +1,1 @@
+"""The shell commands: ``hmpx``, which is ``python -m hmpx`` too."""

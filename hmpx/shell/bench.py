@@ -1,0 +1,124 @@
+"""`bench`: tables of time and memory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from hmpx.errors import HmpxError
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise HmpxError(f"device {name!r}: {str(error).splitlines()[0]}") from None
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is no count")
+    return number
+
+
+def _bench(options: argparse.Namespace) -> int:
+    # Here, so that the other commands do not pay for torch's profiler.
+    from hmpx.bench import casts, measure, rounding, step, train
+
+    device = _device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    benches = {
+        "rounding": lambda: rounding.run(options.elements, options.repeat, device),
+        "step": lambda: step.run(options.elements, options.repeat, device),
+        "casts": lambda: casts.run(options.repeat, device),
+        "train": lambda: train.run(options.repeat, device, options.models, not options.eager),
+    }
+    _check_json(options.json)
+    bench = benches[options.what]()
+    print(bench)
+    if options.json:
+        measure.save([bench], options.json)
+    return 0
+
+
+def _memory(options: argparse.Namespace) -> int:
+    from hmpx.bench import measure, memory
+
+    _check_json(options.json)
+    tables = memory.run(options.params, options.ranks, options.recipe, options.states)
+    said = memory.notes(options.recipe)
+    print(*tables, *(["\n".join(said)] if said else []), sep="\n\n")
+    if options.json:
+        measure.save(tables, options.json)
+    return 0
+
+
+def _check_json(path: Path | None) -> None:
+    if path and not path.parent.is_dir():
+        raise HmpxError(f"--json {path}: there is no folder {path.parent}")
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _size(text: str) -> float:
+    number = float(text)
+    if not 1 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of parameters")
+    return number
+
+
+def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
+    """The command `bench`, with one of its own for each table."""
+    bench = subparsers.add_parser(
+        "bench",
+        help="time and memory, side by side with the peers that are installed",
+        description="Measure on this machine, beside torch and the libraries that are installed. Every table\n"
+        "names the device and the number of threads. `memory` computes, and measures nothing.",
+        epilog=f"examples:\n  {prog} bench rounding --threads 1\n  {prog} bench memory --params 7e9 --recipe lean",
+    )
+    what = bench.add_subparsers(required=True, metavar="TABLE", dest="what", title="tables")
+
+    def add_one(name: str, words: str) -> argparse.ArgumentParser:
+        sentence = f"{words[0].upper()}{words[1:]}."
+        example = f"example:\n  {prog} bench {name} --json figures.json"
+        command = what.add_parser(name, help=words, description=sentence, epilog=example)
+        command.add_argument("--repeat", type=_count, default=15, metavar="N", help="timed rounds, default 15")
+        command.add_argument("--threads", type=_count, metavar="N", help="of torch, default as it comes")
+        command.add_argument("--device", default="cpu", help="of torch, default cpu")
+        command.add_argument("--json", type=Path, metavar="FILE", help="the table as JSON too")
+        command.set_defaults(run=_bench)
+        return command
+
+    for name, elements, words in (
+        ("rounding", 8_400_000, "FP32 to BF16 by stochastic rounding"),
+        ("step", 25_000_000, "an AdamW step in every way of holding weights"),
+    ):
+        command = add_one(name, words)
+        command.add_argument("--elements", type=_count, default=elements, metavar="N", help=f"default {elements}")
+    add_one("casts", "single ops, beside torch.autocast with the same lists")
+    command = add_one("train", "whole models, beside torch.autocast with the same lists")
+    models = ("mlp", "convnet", "transformer")
+    command.add_argument("--models", nargs="+", choices=models, default=models, help="default all")
+    command.add_argument("--eager", action="store_true", help="without compiled models, which take minutes")
+
+    command = what.add_parser(
+        "memory",
+        help="what a model takes on each rank, computed for every way to hold weights",
+        description="What a model that need not exist takes on each rank: bytes per parameter by what they are for,\n"
+        "and GiB by how it is distributed. A way to distribute that a recipe refuses has no row; a note says why.",
+        epilog=f"example:\n  {prog} bench memory --params 7e9 --ranks 1,8,64 --recipe nxd-standard lean",
+    )
+    command.add_argument("--params", type=_size, default=7e9, metavar="N", help="of the model, default 7e9")
+    command.add_argument("--ranks", type=_counts, default=[1, 8, 64, 512], metavar="N,...", help="default 1,8,64,512")
+    command.add_argument("--recipe", nargs="+", default=[], metavar="NAME", help="default: every way to hold weights")
+    command.add_argument(
+        "--states", type=int, choices=range(9), default=2, help="tensors the optimizer keeps, default 2"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="the tables as JSON too")
+    command.set_defaults(run=_memory)

@@ -1,0 +1,166 @@
+"""The commands that read lists and recipes, and those that run code under them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from hmpx.casts.fp32_kernels import choose
+from hmpx.errors import HmpxError
+from hmpx.insight.check import check_files
+from hmpx.insight.explain import explain_op, ops_table
+from hmpx.insight.recipe_words import recipe_in_words, recipes_table
+from hmpx.insight.sites import explain_site
+from hmpx.recipes import environment, run_script
+from hmpx.recipes.recipe import Recipe, as_recipe, read_recipe, recipe_names, with_and_without_zero
+from hmpx.shell import audit
+from hmpx.shell.options import add_recipe_options, lists_asked, name_from_environment, recipe_asked, with_options
+
+_SITE = re.compile(r"(.+\.\w+):(\d+)")
+
+
+def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
+    """Every command but `bench`."""
+
+    def add(name: str, words: str, description: str, examples: str) -> argparse.ArgumentParser:
+        lines = "\n".join(f"  {prog} {name} {line}".rstrip() for line in examples.splitlines())
+        return subparsers.add_parser(name, help=words, description=description, epilog=f"examples:\n{lines}")
+
+    run = add(
+        "run",
+        "run an unmodified training script under a recipe",
+        "Run a script as `python SCRIPT ARGUMENTS` does, with its ops, its models and its optimizers under a recipe.\n"
+        "Without --recipe, HMPX_RECIPE names it, or else the variables of Neuron and PyTorch/XLA.",
+        "--recipe neuron-bf16-sr train.py --steps 500\n--recipe hmp-o1 --bf16 mine.txt -m package.train",
+    )
+    add_recipe_options(run, "the one that the environment names")
+    run.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
+    run.add_argument("script", metavar="SCRIPT", help="a Python file, a folder with a __main__.py, or a module's name")
+    # What follows the script is the script's own, and may be nothing.
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments").required = False
+    run.set_defaults(run=_run)
+
+    recipes = add(
+        "recipes",
+        "the recipes that come with hmpx, as a table; one of them as a file",
+        "Without a name: a table of the recipes that come with hmpx. With one: that recipe as a YAML file that is\n"
+        "complete in itself, to be saved anywhere and edited.",
+        "\nnxd-standard > mine.yaml",
+    )
+    recipes.add_argument("name", nargs="?", metavar="NAME", help="a recipe's name, or its YAML file")
+    recipes.set_defaults(run=_recipes)
+
+    explain = add(
+        "explain",
+        "why an op, a line of code or a line of a list has the precision that it has; what a recipe does",
+        "Of an op: which rule it gets, where that is listed, and by which names of torch it is called.\n"
+        "Of a recipe: what it does to weights, ops, gradients, state and checkpoints.\n"
+        "Of a line, as FILE:LINE. In a Python file, the ops that the line calls, as far as its source tells. In an op\n"
+        "list or a recipe, what stands on that line, and what it does there.",
+        "softmax\ncross_entropy --recipe hmp-o2\nnxd-standard\ntrain.py:27 --recipe neuron-bf16-sr\nmine.txt:3",
+    )
+    explain.add_argument("what", metavar="OP|RECIPE|FILE:LINE", help="an op's name, a recipe's name or file, or a line")
+    add_recipe_options(explain)
+    explain.set_defaults(run=_explain)
+
+    ops = add(
+        "ops",
+        "every op that hmpx knows, its rule and its entry points",
+        "A table of ops: the rule that each has, `-` where torch's own function runs, and the names it is called by.",
+        "\npool --recipe autocast-cuda\n_softmax --list mine.txt",
+    )
+    ops.add_argument("containing", nargs="?", default="", metavar="TEXT", help="only ops with this in their name")
+    add_recipe_options(ops)
+    ops.set_defaults(run=_ops)
+
+    check = add(
+        "check",
+        "find what is wrong in op lists and recipes",
+        "Say each problem of some files as FILE:LINE: names that are no op, keys that do not exist, values that do\n"
+        "not fit, lists that are not there, duplicates, ops on both sides. The exit status is 1 if there is any.\n"
+        "A dotted name (`torchvision.ops.nms`) is looked up, which imports its module.",
+        "my_bf16.txt my_fp32.txt\nmine.yaml\nnxd-standard",
+    )
+    check.add_argument("files", nargs="+", metavar="FILE", help="an op list (text, YAML, JSON), or a recipe")
+    check.set_defaults(run=_check)
+
+    audit.add(add)
+
+
+def _run(options: argparse.Namespace) -> int:
+    recipes, said = _recipe_to_run(options)
+    environment.take_over(os.environ)
+    recipe, under_zero = (with_options(recipe, options) for recipe in recipes)
+    if os.environ.get("RANK", "0") == "0":
+        asked = [f"{side} list {path}" for side, path in lists_asked(options).items()]
+        asked += [f"opt level {options.opt_level}"] if options.opt_level else []
+        asked += [f"low precision {recipe.low_precision}"] if options.low_precision else []
+        kernels = choose(recipe.kernels)
+        asked += [str(kernels)] if recipe.opt_level and kernels.widened else []
+        print(f"hmpx: {', '.join([said, *asked])}; runs {options.script}", file=sys.stderr)
+    run_script.run(recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero)
+    return 0
+
+
+def _recipe_to_run(options: argparse.Namespace) -> tuple[tuple[Recipe, Recipe], str]:
+    """The recipe that is named, as it is and under ZeRO-1, and how it is named."""
+    of_environment = environment.recipe_of(os.environ)
+    named = options.recipe or name_from_environment()
+    if named:
+        aside = " (which goes before the variables of Neuron and XLA)" if of_environment else ""
+        under_zero, recipe = with_and_without_zero(named)
+        return (recipe, under_zero), f"recipe {named}{aside}"
+    if of_environment is None:
+        raise HmpxError(f"run needs --recipe NAME or FILE; there are {', '.join(recipe_names())}")
+    recipe, said = of_environment
+    return (recipe, recipe), said
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    print(read_recipe(options.name) if options.name else recipes_table(), end="" if options.name else "\n")
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    site = _SITE.fullmatch(options.what)
+    if site:
+        given = recipe_asked(options) if _says_a_policy(options) else None
+        print(explain_site(site[1], int(site[2]), given))
+    elif options.what in recipe_names() or Path(options.what).suffix in (".yaml", ".yml"):
+        if options.recipe:
+            raise HmpxError(f"{options.what} is a recipe itself; --recipe goes with an op or a line")
+        print(recipe_in_words(with_options(as_recipe(options.what), options)))
+    elif Path(options.what).suffix in (".txt", ".json"):
+        of_list = f"its ops: ops --list {options.what}; a line of it: explain {options.what}:1"
+        raise HmpxError(f"{options.what} is an op list. What is wrong with it: check {options.what}; {of_list}")
+    else:
+        recipe = recipe_asked(options)
+        policy = recipe.policy()
+        if policy is None:
+            raise HmpxError(f"recipe {options.recipe} leaves torch's ops as they are (opt_level null)")
+        print(explain_op(options.what, policy, choose(recipe.kernels), recipe_names()))
+    return 0
+
+
+def _says_a_policy(options: argparse.Namespace) -> bool:
+    return bool(options.recipe or lists_asked(options) or options.opt_level or options.low_precision)
+
+
+def _ops(options: argparse.Namespace) -> int:
+    policy = recipe_asked(options).policy()
+    if policy is None:
+        raise HmpxError(f"recipe {options.recipe} leaves torch's ops as they are (opt_level null)")
+    print(ops_table(policy, options.containing))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    problems = list(check_files(options.files))
+    for problem in problems:
+        print(problem)
+    plural = "" if len(problems) == 1 else "s"
+    print(f"{len(options.files)} checked, {len(problems)} problem{plural}")
+    return 1 if problems else 0

@@ -1,0 +1,68 @@
+"""The parser of every command, and what a wrong command line says."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from hmpx import __version__
+from hmpx.errors import HmpxError, did_you_mean
+from hmpx.recipes.recipe import recipe_names
+from hmpx.shell import bench, commands
+
+_DESCRIPTION = """\
+Mixed precision for PyTorch that you can read, edit and undo. These commands show which precision each op and each
+weight update has, check lists and recipes, and run a training script under one."""
+_EXAMPLES = """\
+examples:
+  {prog} recipes                                     which recipes there are
+  {prog} explain neuron-bf16-sr                      what one of them does
+  {prog} run --recipe neuron-bf16-sr train.py        run your script under it
+  {prog} explain softmax --recipe neuron-bf16-sr     which precision an op has there, and why
+  {prog} COMMAND --help                              more of a command"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Keeps the lines of descriptions and examples, and says what a mistyped word may mean."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message: str):
+        if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            name, legal = found[1], re.findall(r"[\w-]+", found[2])
+            hint = did_you_mean(name, legal)
+            if not hint and name in recipe_names():
+                hint = f"; {name!r} is a recipe: explain {name}, or run --recipe {name} SCRIPT"
+            message += hint
+        super().error(message)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; its exit status.
+
+    0: done. 1: `check` has found a problem, or `audit` an op in another precision. 2: an error.
+    """
+    as_script = Path(sys.argv[0]).stem == "hmpx"
+    prog = "hmpx" if as_script else "python -m hmpx"
+    parser = Parser(prog=prog, description=_DESCRIPTION, epilog=_EXAMPLES.format(prog=prog))
+    parser.add_argument("--version", action="version", version=f"hmpx {__version__}, torch {torch.__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", title="commands")
+    commands.add_all(subparsers, prog)
+    bench.add(subparsers, prog)
+    options = parser.parse_args(arguments)
+    if not hasattr(options, "run"):
+        parser.print_help()
+        return 0
+    try:
+        return options.run(options)
+    except HmpxError as error:
+        print(f"hmpx: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
