@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.shell.main import main
 from hmpx.casts import weight_cache
 from hmpx.casts.op_lists import read_lists, shipped
 from hmpx.casts.ops import catalog
 from hmpx.casts.policy import Policy, Rule, build_policy
 from hmpx.recipes.recipe import as_recipe, read_recipe
+from hmpx.shell.main import main
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = {BF16: Rule.BF16, FP16: Rule.FP16}
