@@ -55,7 +55,7 @@ def _scratch(device: torch.device) -> _Scratch:
 def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
     """`out` bfloat16 and `x` float32: of one shape, contiguous, within one key.
 
-    The first of each `width` elements, 0 for all of them, is `stride` elements on from that before.
+    Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
     """
     rows = zip(out.view(-1).split(width or x.numel()), x.view(-1).split(width or x.numel()), strict=True)
     for row, (out_row, x_row) in enumerate(rows):
@@ -68,7 +68,7 @@ def _round_row(out: Tensor, x: Tensor, key: int, offset: int) -> None:
     k2 = torch.tensor(signed(key >> 32), dtype=torch.int32, device=x.device)
     keys = [signed(key + ((offset + start) // 2) * GOLDEN) for start in range(0, x.numel(), _CHUNK)]
     first_keys = torch.tensor(keys, dtype=torch.int32, device=x.device).unbind()
-    # A finite sum of squares below the square of BF16's maximum proves that nothing needs the special road.
+    # A sum of squares below 1e38 proves that there is no inf, no NaN and no number past BF16's maximum.
     special = not torch.dot(x, x).item() < 1e38
     last = None
     for k1, x_chunk, out_chunk in zip(first_keys, x.split(_CHUNK), out.split(_CHUNK), strict=True):

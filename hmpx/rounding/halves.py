@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def split(x: Tensor, upper: Tensor, lower: Tensor) -> None:
-    """FP32 `x` into BF16 `upper` and int16 `lower`, which `join` puts together again."""
+    """Write the halves of FP32 `x` to BF16 `upper` and int16 `lower`; `join` is the inverse."""
     if native.can_read(x, upper, lower):
         native.call("split_halves", x, upper, lower)
         torch.autograd.graph.increment_version(upper)
@@ -29,7 +29,7 @@ def split(x: Tensor, upper: Tensor, lower: Tensor) -> None:
 
 
 def join(upper: Tensor, lower: Tensor, out: Tensor) -> None:
-    """The inverse of `split`, into the FP32 tensor `out`."""
+    """Write the FP32 numbers with these halves to `out`."""
     if native.can_read(upper, lower, out):
         native.call("join_halves", upper, lower, out)
         return
@@ -38,12 +38,12 @@ def join(upper: Tensor, lower: Tensor, out: Tensor) -> None:
 
 
 def read_masters(masters: Tensor, weights: Tensor, out: Tensor) -> None:
-    """FP32 `masters` into `out`; where a BF16 weight is no rounding of its master, the weight."""
+    """Copy FP32 `masters` into `out`. Where a BF16 weight is not what its master rounds to, copy the weight."""
     if native.can_read(masters, weights, out):
         native.call("read_masters", masters, weights, out)
         return
     out.copy_(masters)
-    # Ties may go either way.
+    # A tie may have been rounded either way.
     written = (masters.to(torch.bfloat16) != weights) & (_upper(_kept_bits(masters)) != weights)
     if is_lazy(out) or written.any():
         out.copy_(torch.where(written, weights.float(), masters))
@@ -55,7 +55,7 @@ def _upper(bits: Tensor) -> Tensor:
 
 
 def _kept_bits(x: Tensor) -> Tensor:
-    """The bits of `x`, with the NaNs that rounding would make something else quiet."""
+    """The bits of `x`. NaNs that rounding would turn into another number are made quiet first."""
     bits = reinterpreted(x, torch.int32)
     magnitude = bits & 0x7FFFFFFF
     lost = ((magnitude > 0x7F800000) & (magnitude < 0x7F808000)) | (magnitude >= 0x7FFF8000)

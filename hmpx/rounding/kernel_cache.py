@@ -1,9 +1,9 @@
 """The folder that compiled kernels are kept in. A library that somebody else could have put there is not loaded.
 
-It is ``$HMPX_CACHE_DIR``, else ``$XDG_CACHE_HOME/hmpx``, else ``~/.cache/hmpx``, and is made for its owner alone. The
-folder is opened once, looked at through what was opened, and used through it; so is each library in it. Whoever may
-exchange the folder under its name (one above it is open to all) exchanges nothing that was looked at, and what he puts
-there is his, so it is refused. A symbolic link may lead to the folder; a library that is one is refused.
+It is ``$HMPX_CACHE_DIR``, else ``$XDG_CACHE_HOME/hmpx``, else ``~/.cache/hmpx``, and only its owner may enter it. The
+folder is opened once, then checked and used through its file descriptor; so is each library in it. Somebody who can
+replace the folder under its name (because a folder above it is open to all) cannot replace what was checked, and the
+one that he puts there belongs to him and is refused. A symbolic link may lead to the folder, but not to a library.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cache:
         """
         path = self._folder / name
         try:
-            # Not to wait for what is no file at all.
+            # O_NONBLOCK: not to wait for a pipe or the like.
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
         except FileNotFoundError:
             return None
@@ -61,16 +61,16 @@ class Cache:
         try:
             _check(fd, path)
             opened = f"/proc/self/fd/{fd}"
-            if not os.path.exists(opened):  # no Linux: by its name, in a folder that is nobody else's
+            if not os.path.exists(opened):  # not Linux: by its name, in a folder that only its owner can write to
                 opened = str(path)
-            # It stays open: the dynamic linker takes another file under this number for the same library.
+            # It stays open, or a later file could get its number, and the dynamic linker take it for this library.
             return ctypes.CDLL(str(path), handle=ctypes._dlopen(opened, ctypes.DEFAULT_MODE))
         except BaseException:
             os.close(fd)
             raise
 
     def keep(self, built: str, name: str) -> None:
-        """Keep a library. It is written beside and renamed, so processes may build at once."""
+        """Keep a library. It is written under another name and renamed, so several processes may build at once."""
         beside = f".{name}.{secrets.token_hex(8)}"
         fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o700, dir_fd=self._fd)
         try:
@@ -83,7 +83,7 @@ class Cache:
 
 
 def open_cache() -> Cache | None:
-    """The folder, or None where there is none that lasts and is nobody else's; the log says the latter, once."""
+    """The folder; None if none can be kept, or if somebody else could write to it, which the log says once."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("HMPX_CACHE_DIR") or Path(home) / "hmpx")
     if not hasattr(os, "geteuid"):
@@ -98,7 +98,7 @@ def open_cache() -> Cache | None:
 
 
 def say(refused: Refused) -> None:
-    """That something is not loaded, and what is done instead; once."""
+    """Log that something is not loaded, and what is done instead; once."""
     if str(refused) not in _said:
         _said.add(str(refused))
         logger.warning("hmpx: %s; the C kernels are compiled into a private temporary folder instead", refused)

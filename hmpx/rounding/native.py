@@ -1,7 +1,7 @@
 """The CPU kernels in C, compiled on first use where a C compiler is found.
 
-The compiled library is kept (`cache`) under a name that holds the source, the compiler and the CPU. Without a compiler,
-or with ``HMPX_NATIVE=0``, the eager kernel does the work; the log (level INFO) says why.
+`kernel_cache` keeps the compiled library under a name made of the source, the compiler and the CPU. Without a compiler,
+or with ``HMPX_NATIVE=0``, the eager kernel is used instead; the log (level INFO) says why.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SIGNATURES = {
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
     """`out` bfloat16 and `x` float32: of one shape, contiguous, on the CPU, within one key. Needs `library()`.
 
-    The first of each `width` elements, 0 for all of them, is `stride` elements on from that before.
+    Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
     """
     n, threads = x.numel(), torch.get_num_threads()
     library().round_stochastic(x.data_ptr(), out.data_ptr(), n, key, offset, width or n, stride, threads)

@@ -60,7 +60,7 @@ def derive_key(seed: int, step: int, name: str, high: int = 0) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _step_key(seed: int, step: int) -> int:
-    """The links of the chain that a whole step shares."""
+    """The part of the chain that is the same for a whole step."""
     return _splitmix64(_splitmix64(seed) ^ (step & _M64))
 
 
@@ -120,8 +120,8 @@ def round_into(
 ) -> None:
     """`stochastic_round_` without its checks, under `torch.no_grad()`.
 
-    The first of each `width` elements of `x`, 0 for all of them, is `stride` on from that before in the whole
-    parameter: a part of a parameter that is sharded along another dimension than its first.
+    `x` may be rows of `width` elements (0: a single row) that begin `stride` apart in the whole parameter, as they do
+    in a parameter that is sharded along another dimension than its first.
     """
     if not x.numel():
         return
@@ -129,13 +129,13 @@ def round_into(
     target = out if out.is_contiguous() else torch.empty_like(source, dtype=out.dtype)
     _round_flat(target.view(-1), source.view(-1), (seed, step, name), offset, width or x.numel(), stride)
     if target is out:
-        torch.autograd.graph.increment_version(out)  # a kernel of ours writes behind autograd's back
+        torch.autograd.graph.increment_version(out)  # autograd does not see what a kernel of ours writes
     else:
         out.copy_(target)
 
 
 def _round_flat(out: Tensor, x: Tensor, key_parts: tuple, offset: int, width: int, stride: int) -> None:
-    """Call the kernel, for every 2^32 elements of the parameter once: that is what a key serves."""
+    """Call the kernel once for each 2^32 elements of the parameter, which have a key of their own."""
     kernel, (high, low) = _kernel(x), divmod(offset, 2**32)
     rows, room = x.numel() // width, 2**32 - low
     if (rows - 1) * stride + width <= room:
@@ -143,7 +143,7 @@ def _round_flat(out: Tensor, x: Tensor, key_parts: tuple, offset: int, width: in
         return
     if rows == 1:
         first, on = room, room
-    else:  # the rows that have room, or if there is none, the one that has to be cut
+    else:  # the rows that end before that, or, if there are none, the row that must be cut
         fitting = max((room - width) // stride + 1, 1)
         first, on = fitting * width, fitting * stride
     _round_flat(out[:first], x[:first], key_parts, offset, min(width, first), stride)

@@ -25,7 +25,7 @@ def available() -> bool:
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
     """`out` bfloat16 and `x` float32: of one shape, contiguous, on one CUDA device, within one key.
 
-    The first of each `width` elements, 0 for all of them, is `stride` elements on from that before.
+    Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
     """
     width = width or x.numel()
     programs = triton.cdiv(width // 2 + 1, _PAIRS)  # for a row, which may begin at an odd element

@@ -1,7 +1,7 @@
-"""What `state_dict` and `load_state_dict` of an attached optimizer do with masters.
+"""Master weights in checkpoints: what `state_dict` and `load_state_dict` of an attached optimizer do with them.
 
-They travel as FP32 tensors in the state of their parameter, under one key for both ways of holding them, so that a
-checkpoint moves between `master` and `split`, and a plain torch optimizer finds what is its own.
+A checkpoint holds masters as FP32 tensors in the state of their parameter, under one key for `master` and `split`, so
+that it can be loaded into either. A plain torch optimizer can load the checkpoint too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class Checkpoints:
     def register(self, optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
         """Install the hooks; `undo` removes them.
 
-        A wrapper that never ran `Optimizer.__init__` has none: its checkpoints are its own, and hold no masters.
+        An optimizer that never ran `Optimizer.__init__` has no hooks, so its checkpoints hold no masters.
+
+        Raises:
+            HmpxError: masters in checkpoints were asked for, and `state_dict` runs no hooks.
         """
         wanted = self._settings.use_master_weights_in_ckpt
         if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
@@ -67,7 +70,7 @@ class Checkpoints:
             optimizer._optimizer_load_state_dict_pre_hooks.move_to_end(self._loading_handle.id)
 
     def _saving(self, optimizer: Optimizer) -> None:
-        """Hooks of the user see the masters, and may rename or move them."""
+        """Before `state_dict`: let our hook run first, so that hooks of the user see the masters and may move them."""
         optimizer._optimizer_state_dict_post_hooks.move_to_end(self._saved_handle.id, last=False)
         known = step_count.stored(optimizer)
         if known:
@@ -78,12 +81,12 @@ class Checkpoints:
         self._saw_state_dict = True
         if not self._settings.use_master_weights_in_ckpt:
             return
-        state_dict["param_groups"][0][HELD_KEY] = True  # also where no master says more than its weight
+        state_dict["param_groups"][0][HELD_KEY] = True  # even if there are none, because all equal their weights
         index = {p: i for i, p in enumerate(parameters(optimizer))}
         stateless = STEP_KEY in step_count.stored(optimizer) and not state_dict["state"]
         for segment in self._updates.segments(optimizer):
             masters, i = self._updates.store.masters(segment), index[segment.param]
-            # A parameter that has no state yet must not seem to have some: optimizers look for "no state" to make it.
+            # Optimizers create the state of a parameter that has none, so a master alone must not look like state.
             if stateless or i in state_dict["state"] or _tell_more(segment, masters):
                 state_dict["state"][i] = {**state_dict["state"].get(i, {}), MASTER_KEY: masters}
 
@@ -125,7 +128,7 @@ class Checkpoints:
 
     @torch.no_grad()
     def take_from_state(self, optimizer: Optimizer) -> None:
-        """Take over masters that a load has put into the state itself."""
+        """Take over masters that a load has put into the optimizer's state."""
         states = [(p, values) for p, values in optimizer.state.items() if isinstance(values, dict)]
         self._take({p: values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values})
 
@@ -139,7 +142,7 @@ class Checkpoints:
                 )
             return
         if self._is_own and not incoming:
-            return  # a wrapper loads what it has just asked for: the masters that are here belong to it
+            return  # a wrapper loads the state that it has just saved: the present masters belong to it
         store = self._updates.store
         store.forget()
         for p, masters in incoming.items():
@@ -152,14 +155,14 @@ class Checkpoints:
 
 
 def _tell_more(segment: Segment, masters: torch.Tensor) -> bool:
-    """Whether masters say more than the weights. Of a shard no rank may say so alone."""
+    """Whether masters say more than the weights. False for a shard: its ranks must agree."""
     return not is_sharded(segment.param) and not torch.equal(masters, segment.param.float())
 
 
 def _is_present_state(optimizer: Optimizer, state_dict: dict) -> bool:
-    """Whether a checkpoint is what the optimizer holds already: of before its first step, or with the same state.
+    """Whether a checkpoint is what the optimizer holds already: from before its first step, or with the same state.
 
-    After a step, an optimizer that keeps no state has nothing to tell it by.
+    False after the first step of an optimizer that keeps no state, which says nothing.
     """
     first = state_dict["param_groups"][0]
     if any(first.get(key) != optimizer.param_groups[0].get(key) for key in (STEP_KEY, SEED_KEY)):
@@ -175,7 +178,7 @@ def _is_present_state(optimizer: Optimizer, state_dict: dict) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Of values that optimizers keep; False where they are of a kind that nobody can tell."""
+    """Whether two values of optimizer state are equal; False for kinds of values that cannot be compared here."""
     if one is other:
         return True
     if isinstance(one, dict) and isinstance(other, dict):

@@ -21,7 +21,7 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes per parameter of the whole model, all of it on one rank.
+    """Bytes per parameter, of a model that is whole on one rank.
 
     Attributes:
         weights, gradients: between backward and step. Released gradients count as none.
@@ -42,7 +42,7 @@ class Footprint:
     slice: int
 
     def transient(self, elements: float) -> int:
-        """Bytes that a step takes at most beside what stays, on a rank that steps so many elements by itself."""
+        """Bytes that a step takes at most, beside what stays, on a rank that steps so many elements."""
         return self.slice * min(slice_size(int(elements)), int(elements))
 
     def on_rank(self, elements: float, ranks: int, mode: str) -> float:

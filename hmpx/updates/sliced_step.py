@@ -31,8 +31,8 @@ _PARTS = 60
 def slice_size(elements: int) -> int:
     """How many elements of a model with so many the optimizer sees at once.
 
-    A step then takes up to 0.5 bytes per parameter, or 2 MB where that is more. Below the floor, calls cost more than
-    the update; above the ceiling, buffers leave the cache.
+    A step then takes up to 0.5 bytes per parameter, or 2 MB if that is more. Smaller slices than `_FLOOR` spend more
+    time on calls than on updates; the buffers of larger ones than `_CEILING` do not stay in the cache.
     """
     return min(max(elements // _PARTS, _FLOOR), _CEILING) // _ALIGN * _ALIGN
 
@@ -42,8 +42,8 @@ def cut(
 ) -> Iterator[list[Segment]]:
     """Batches of at most `size` elements: small parameters together, large ones in `parts`.
 
-    A sharded parameter is always given to `parts`; what has to be gathered is a batch of its own, so that all ranks
-    gather in the same order. Parameters that share memory come one after the other, as they would without slices.
+    A sharded parameter always goes through `parts`. One that must be gathered is a batch of its own, so that all ranks
+    gather in the same order. Parameters that share memory are in different batches, one after the other.
     """
     batch: list[Segment] = []
     room = size
@@ -96,7 +96,7 @@ class SlicedStep:
             self._batch([])
 
     def _each_group_first(self, segments: list[Segment]) -> list[Segment]:
-        """The smallest parameter of each group in front: what is wrong with a group shows before a write-back."""
+        """The smallest parameter of each group first: a wrong setting of a group raises before much is written."""
         smallest = {
             self._group[segment.param]: segment
             for segment in sorted(segments, key=lambda segment: -segment.param.numel())
@@ -181,13 +181,13 @@ class SlicedStep:
         return shadows
 
     def _has_moved(self, shadow: Tensor) -> bool:
-        """Whether a step that raised has written to state that it was shown; kernels of torch's tell by the count."""
+        """Whether a step that raised has written to a shadow's state. Fused kernels show it by the count of steps."""
         before = self._versions.get(shadow)
         return before is not None and _versions(self._optimizer.state.get(shadow)) != before
 
     def _hand_back(self, segment: Segment, left: Tensor | None, shown: Tensor, version: int) -> None:
-        """Do to the parameter's gradient what the step did to the one that it was shown."""
-        scaled = getattr(self._optimizer, "grad_scale", None) is not None  # fused kernels unscale, and tell nobody
+        """Do to the parameter's gradient what the step did to the shadow's."""
+        scaled = getattr(self._optimizer, "grad_scale", None) is not None  # fused kernels then write to gradients
         if left is shown and left._version == version and not scaled:
             return
         p = segment.param
@@ -232,12 +232,12 @@ class OnlyParameters:
 
 
 def _held_gradient(segment: Segment) -> Tensor:
-    """Of what this rank holds; a gradient that is sharded in another way is brought into this one, once a step."""
+    """The gradient of what this rank holds; one that is sharded in another way is redistributed, once a step."""
     return segment.param.grad if segment.box is None else held_part(segment.param, segment.param.grad)
 
 
 def _gathered(segment: Segment, shadow: Tensor) -> Tensor:
-    """The whole of a sharded parameter, for an optimizer that looks at whole ones; every rank computes the same."""
+    """The whole of a sharded parameter, for an optimizer that reads whole ones; every rank computes the same."""
     whole = like(segment.param, shadow).full_tensor()
     whole.grad = segment.param.grad.full_tensor().float()
     return whole
@@ -252,7 +252,7 @@ def _laid_out(segment: Segment, like: Tensor, flat: Tensor) -> Tensor:
 
 
 def _blocks(segments: Iterable[Segment], shown: Iterable[Tensor]) -> tuple[list[Segment], list[Tensor]]:
-    """The segments that can be cut out of tensors, and the places of each in what is shown."""
+    """The blocks of all segments, and the part of the shown tensors that each block has."""
     spread = [each for segment, tensor in zip(segments, shown, strict=True) for each in segment.blocks(tensor)]
     return [segment for segment, _ in spread], [tensor for _, tensor in spread]
 

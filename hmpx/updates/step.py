@@ -105,11 +105,11 @@ class WeightUpdates:
 
     @property
     def is_open(self) -> bool:
-        """Whether a part of the step that is next has been taken."""
+        """Whether a part of the next step has been taken."""
         return self._open is not None
 
     def take_masters(self, optimizer: Optimizer) -> None:
-        """Take over masters that a load has left in the state of an optimizer that was not attached."""
+        """Take over masters that a load before `attach` has left in the optimizer's state."""
         lost = 0
         for p, values in optimizer.state.items():
             masters = values.pop(MASTER_KEY, None) if isinstance(values, dict) else None
@@ -125,12 +125,12 @@ class WeightUpdates:
             )
 
     def drop(self, optimizer: Optimizer, p: Parameter) -> None:
-        """`p` is not BF16 any more: from here on its steps are plain ones."""
+        """`p` is not BF16 any more: forget what is held beside it, and let its state be that of plain steps."""
         self.store.drop(p)
         optimizer_state.cast_state_of(optimizer, p, self.settings.state_dtype)
 
     def release_state(self, optimizer: Optimizer) -> None:
-        """Bring the state into the dtype of its parameter, where a plain step wants it."""
+        """Cast the state to the dtype of its parameter, for plain steps."""
         optimizer_state.cast_state(optimizer, torch.bfloat16)
 
     def _cast_state(self, optimizer: Optimizer, write_back: WriteBack) -> None:
@@ -155,9 +155,9 @@ class WeightUpdates:
 
 
 def _is_uniform(optimizer: Optimizer, segments: list[Segment]) -> bool:
-    """Whether no part of a step can meet what the first did not: dense gradients, and fitting state of one kind.
+    """Whether all parts of a step will run if the first one does: gradients are dense, and state is of one kind.
 
-    A step on XLA is not taken in parts: it is one graph, in which the compiler sees to memory.
+    False on XLA, where a step is one graph and the compiler bounds its memory.
     """
     if any(is_lazy(segment.param) for segment in segments):
         return False

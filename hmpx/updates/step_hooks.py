@@ -49,7 +49,7 @@ _in_region = WeightUpdates(Settings())  # for optimizers that nobody attached
 
 
 def install() -> None:
-    """Watch every optimizer step from here on. Calls nest."""
+    """Install hmpx in every optimizer step. Calls nest."""
     global _users
     with _lock:
         uninstall_collected()
@@ -59,7 +59,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take back one `install`; the last one leaves torch as it was."""
+    """Undo one `install`; the last one leaves torch as it was."""
     global _users
     with _lock:
         _users -= 1
@@ -76,7 +76,7 @@ def _watch() -> None:
 
 
 def install_for_graphs(_: Any = None) -> None:
-    """Watch from here on: a compiled function has a region in it, which installs nothing when it runs."""
+    """Install for good: a compiled function has a region in it, which cannot install anything when it runs."""
     global _for_graphs
     if not _for_graphs:
         _for_graphs = True
@@ -84,7 +84,7 @@ def install_for_graphs(_: Any = None) -> None:
 
 
 def uninstall_for_graphs() -> None:
-    """Take that back, when compiled functions are compiled anew."""
+    """Undo `install_for_graphs`, when compiled functions are dropped."""
     global _for_graphs
     if _for_graphs:
         _for_graphs = False
@@ -92,12 +92,12 @@ def uninstall_for_graphs() -> None:
 
 
 def uninstall_later() -> None:
-    """`uninstall` from the garbage collector, which may come while one of the above is at work."""
+    """`uninstall` for the garbage collector, which may run while one of the functions above is running."""
     _collected.append(None)
 
 
 def uninstall_collected() -> None:
-    """Do what `uninstall_later` put off."""
+    """Do what `uninstall_later` has put off."""
     while _collected:
         _collected.pop()
         uninstall()
@@ -121,7 +121,7 @@ def _cells() -> Iterator[tuple[type, types.CellType]]:
 
 
 def _cell(step: Any) -> types.CellType | None:
-    """That of one class. Dynamo puts a wrapper around torch's in some classes, LBFGS for one."""
+    """The cell of one class's `step`. In some classes, such as LBFGS, Dynamo puts a wrapper around torch's."""
     while step is not None and getattr(step, "__code__", None) is not _HOOKED:
         step = getattr(step, "__wrapped__", None)
     return None if step is None else step.__closure__[_HOOKED.co_freevars.index("func")]

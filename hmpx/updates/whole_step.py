@@ -38,8 +38,8 @@ class WholeStep:
         self._shadow: dict[Parameter, Parameter] = {}
         self._states: list[ShadowState] = []
         self._grads = ShadowGradients(self._by_memory)
-        self._before: dict[Parameter, torch.Tensor] = {}  # weights that a closure's trial points overwrite
-        self._seen: dict[Parameter, tuple[int, torch.Tensor]] = {}  # weights that only a closure may change
+        self._before: dict[Parameter, torch.Tensor] = {}  # weights that trial points of a closure overwrite
+        self._seen: dict[Parameter, tuple[int, torch.Tensor]] = {}  # weights, which nothing but a closure may change
 
     def run(self, signals: DeferredSignals) -> Any:
         """Step; if that raises, parameters, gradients, `param_groups` and `state` are as they were.
@@ -97,7 +97,7 @@ class WholeStep:
                 self._states.append(ShadowState(member, self._segments[p], q, self._write_back, self._by_memory))
 
     def _refuse_bypass(self) -> None:
-        """An optimizer that keeps a list of its own has stepped on the BF16 weights themselves, perhaps by `.data`."""
+        """Raise if the step wrote to the BF16 weights: the optimizer then has a list of parameters of its own."""
         written = [p for p, seen in self._seen.items() if _is_written(p, *seen)]
         for p in written:
             self._before.setdefault(p, self._seen[p][1])
@@ -112,13 +112,13 @@ class WholeStep:
             params[:] = [new.get(p, p) for p in params]
 
     def _is_moved(self, p: Parameter, q: Parameter) -> bool:
-        """Whether the step has left the point that it was shown."""
+        """Whether the step has changed the weights since it got them."""
         shown = torch.empty_like(q, requires_grad=False)
         self._store.read_all([self._segments[p]], [local(shown)])
         return is_lazy(q) or not torch.equal(local(shown), local(q.detach()))
 
     def _on_real_parameters(self, closure: Callable) -> Callable:
-        """A closure evaluates the model, so it must see the real parameters, at the point the optimizer is trying."""
+        """A closure evaluates the model, so it must see the real parameters, with the values that the step tries."""
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             with torch.no_grad():
@@ -127,7 +127,7 @@ class WholeStep:
                     self._grads.keep(p)
                     if p in self._before or self._is_moved(p, q):
                         self._before.setdefault(p, p.clone())
-                        p.copy_(q)  # to nearest: the shadow keeps the exact point
+                        p.copy_(q)  # rounded to nearest; the shadow keeps the exact values
             self._replace({q: p for p, q in self._shadow.items()})
             try:
                 with torch.enable_grad():

@@ -1,10 +1,13 @@
 """Gradients of BF16 parameters that accumulate in FP32, over micro-batches and over ranks.
 
-Three cases. A parameter that nobody reduces gets torch's ``grad_dtype``. The gradient of a sharded parameter (FSDP2) is
-set by FSDP, and widened as soon as it is there. DistributedDataParallel copies gradients into BF16 buckets, and takes
-no others: there each gradient is set aside in FP32 before DDP looks, its bucket is exchanged in FP32 by a communication
-hook, and the mean is put back when backward is done. NxD's `use_fp32_grad_acc` and Megatron's
-`accumulate_allreduce_grads_in_fp32` do the same in their own engines.
+Three cases:
+
+- A parameter that no module reduces gets torch's ``grad_dtype``.
+- FSDP2 sets the gradient of a sharded parameter; a hook casts it to FP32 as soon as it is set.
+- DistributedDataParallel (DDP) copies gradients into buckets of the parameter's dtype, BF16. A hook moves each gradient
+  into an FP32 tensor before DDP reads it. A communication hook reduces these tensors in FP32, and writes the mean into
+  `p.grad` when backward is done. NxD's `use_fp32_grad_acc` and Megatron's `accumulate_allreduce_grads_in_fp32` do the
+  same in their own engines.
 """
 
 from __future__ import annotations
@@ -41,9 +44,11 @@ def replicas() -> dict[Parameter, DistributedDataParallel]:
 
 
 def accumulate_in_fp32(p: Parameter, reduced: dict, refuse: Callable, undo: contextlib.ExitStack) -> None:
-    """From here on the gradients of `p` are FP32 while it is BF16; `undo` makes them BF16 again.
+    """Make the gradients of `p` FP32 while it is BF16, until `undo` makes them BF16 again.
 
-    reduced: `replicas()`. refuse: of `refuse_ddp`, for a parameter that is none of them.
+    Args:
+        reduced: `replicas()`.
+        refuse: a hook from `refuse_ddp`, for a parameter that is not among them.
     """
     before = p.grad_dtype
     undo.callback(lambda own: _set_grad_dtype(p, p.dtype if own else before), before is p.dtype)
@@ -60,7 +65,7 @@ def accumulate_in_fp32(p: Parameter, reduced: dict, refuse: Callable, undo: cont
 
 
 def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
-    """Call `hook` when a gradient is accumulated; on a frozen parameter, once it is not frozen any more."""
+    """Call `hook` after each accumulation of a gradient. A frozen parameter gets it too, for when it is unfrozen."""
     requires_grad = p.requires_grad
     try:
         return p.requires_grad_(True).register_post_accumulate_grad_hook(hook)
@@ -69,7 +74,7 @@ def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> Remov
 
 
 def refuse_ddp(what: str) -> Callable[[Parameter], None]:
-    """A hook on parameters that must not come under DistributedDataParallel later on; it looks once."""
+    """A hook for parameters that must not be put into DistributedDataParallel later. It checks once."""
     looked = False
 
     def refuse(p: Parameter) -> None:
@@ -82,7 +87,7 @@ def refuse_ddp(what: str) -> Callable[[Parameter], None]:
 
 
 def _set_grad_dtype(p: Parameter, dtype: torch.dtype | None) -> None:
-    """`dtype`: of every gradient that is assigned or accumulated; None leaves it as it comes."""
+    """Set the dtype of every gradient that is assigned or accumulated; None keeps the one that it has."""
     grad, p.grad = p.grad, None
     p.grad_dtype = dtype
     p.grad = grad if grad is None or dtype is None else grad.to(dtype)
@@ -94,7 +99,7 @@ def _widen(p: Parameter) -> None:
 
 
 def end_unused_exchanges() -> None:
-    """Let modules reduce gradients as torch does, none of which accumulates in FP32 any more."""
+    """Restore torch's own reduction in every module none of whose parameters accumulates in FP32 any more."""
     for ddp, exchange in list(_exchanges.items()):
         exchange.end_if_unused(ddp)
 
@@ -106,9 +111,9 @@ def _exchange_of(ddp: DistributedDataParallel) -> _Exchange:
 
 
 class _Exchange:
-    """The FP32 gradients of one DDP module, from the end of a gradient's accumulation to the end of backward.
+    """The FP32 gradients of one DDP module, from the end of their accumulation to the end of backward.
 
-    In their place DDP finds zeros, which it copies into its bucket and which the communication hook leaves there.
+    Meanwhile `p.grad` is zeros, which DDP copies into its BF16 bucket; the communication hook does not use them.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -127,11 +132,11 @@ class _Exchange:
         self._handle = ddp.register_forward_pre_hook(lambda module, _: self._before_forward(module))
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
-        self._aside.clear()  # of a backward pass that failed
-        self.end_if_unused(ddp)  # the last optimizer was collected as garbage, which may be at any time
+        self._aside.clear()  # what a backward pass that failed has left
+        self.end_if_unused(ddp)  # the last optimizer may have been collected as garbage
 
     def end_if_unused(self, ddp: DistributedDataParallel) -> None:
-        """Take the hooks away. A communication hook cannot be removed; DDP is given a reducer that has none."""
+        """Remove the hooks. torch cannot remove a communication hook, so DDP gets a new reducer, which has none."""
         if self._ours:
             return
         self._handle.remove()
@@ -147,17 +152,17 @@ class _Exchange:
         undo.callback(hook_when_complete(p, self._set_aside).remove)
 
     def _set_aside(self, p: Parameter) -> None:
-        """A post-accumulate hook; DDP looks at the gradient after it."""
+        """A post-accumulate hook, which runs before DDP reads the gradient."""
         if self._backward != torch._C._current_graph_task_id():
             self._begin()
         self._take(p)
         p.grad = _zeros_like(p)
 
     def _begin(self) -> None:
-        """The first gradient of a backward pass, which may be one inside another: that of a reentrant checkpoint."""
+        """The first gradient of a backward pass, perhaps of one inside another: that of a reentrant checkpoint."""
         self._backward = torch._C._current_graph_task_id()
         _when_backward_is_done(self._put_back)
-        for p in self._ours:  # DDP reads earlier gradients of parameters that this pass does not use, too
+        for p in self._ours:  # DDP also reads earlier gradients, of parameters that this pass does not use
             self._take(p)
             p.grad = None
 
@@ -165,7 +170,7 @@ class _Exchange:
         gradient = p.grad
         if gradient is None:
             return
-        zeros = gradient.data_ptr() == _zeros_like(p).data_ptr()  # that a second use in this pass has added to
+        zeros = gradient.data_ptr() == _zeros_like(p).data_ptr()  # a second use in this pass has added to them
         if p in self._aside:
             self._aside[p] += gradient
         else:
@@ -186,7 +191,7 @@ class _Exchange:
                 continue
             gradient = self._aside.pop(p, None)
             if gradient is None and p.grad is not None and p.grad.dtype is torch.float32:
-                gradient = p.grad  # put back by the backward pass of a checkpoint inside this one
+                gradient = p.grad  # restored by the backward pass of a checkpoint inside this one
             ours.append((p, mean, gradient is not None))
             if gradient is not None:
                 mean.copy_(gradient)
@@ -195,7 +200,7 @@ class _Exchange:
         def finish() -> None:
             work.wait()
             for p, mean, is_here in ours:
-                if is_here or p.grad is not None:  # DDP has set it: another rank has used the parameter
+                if is_here or p.grad is not None:  # DDP sets it where another rank has used the parameter
                     p.grad = mean
 
         def fill(_: torch.futures.Future) -> Tensor:
@@ -207,20 +212,20 @@ class _Exchange:
         return work.get_future().then(fill)
 
     def _put_back(self) -> None:
-        """Gradients that DDP did not ask for: it was told not to synchronise."""
+        """Restore the gradients that DDP did not read, because it was told not to synchronise."""
         while self._aside:
             p, gradient = self._aside.popitem()
             p.grad = gradient
 
 
 def _when_backward_is_done(work: Callable[[], None]) -> None:
-    """Queue `work` behind what DDP queues in this backward pass to write the buckets into the gradients."""
+    """Queue `work` after DDP's own callback, which writes the buckets into the gradients."""
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(functools.partial(queue, work))
 
 
 def _zeros_like(p: Parameter) -> Tensor:
-    """Zeros of the size and strides of `p` that take no memory of their own: they lie in a common buffer."""
+    """Zeros of the size and strides of `p`, in a buffer that all parameters of a device share."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True)) if p.numel() else 0
     if p.device not in _zeros or _zeros[p.device].numel() < size:
         _zeros[p.device] = torch.zeros(size, dtype=torch.bfloat16, device=p.device)

@@ -1,9 +1,9 @@
-"""What attached optimizers want of the gradients of a parameter: of several, the one that was attached last decides.
+"""What attached optimizers want of a parameter's gradients. If there are several, the one attached last decides.
 
-Each says it in a claim. When a claim ends, the one that was made before it holds again, in whatever order they end; the
-last one's end leaves the parameter as it was. An optimizer may end by the garbage collector, which comes at any time.
+Each optimizer makes a claim. When a claim ends, the one before it is in force again, in whatever order they end. When
+the last one ends, the parameter is as it was. The garbage collector may end a claim, at any time.
 
-Parameters are kept by `id`, and alive: `torch.utils.swap_tensors` refuses tensors that a weak reference points to.
+Parameters are kept by `id`, and kept alive: `torch.utils.swap_tensors` refuses tensors with weak references.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _ended: deque[tuple[Claim, Parameter]] = deque()
 class Claim:
     """What one attached optimizer wants.
 
-    fp32: gradients of BF16 parameters accumulate in FP32, now and once a parameter is BF16. release: what is called
-    with a parameter whose gradient is complete.
+    Args:
+        fp32: gradients accumulate in FP32, as long as their parameter is BF16.
+        release: called with each parameter whose gradient is complete.
     """
 
     def __init__(self, *, fp32: bool, release: Callable[[Parameter], None] | None) -> None:
@@ -38,7 +39,7 @@ class Claim:
         self.params: dict[int, Parameter] = {}
 
     def add(self, params: list[Parameter]) -> None:
-        """Lay the claim to these parameters, above those that are there."""
+        """Claim these parameters; the new claim is in force."""
         with _lock:
             reduced, refuse = replicas() if self.fp32 and params else {}, _refusals()
             for p in params:
@@ -51,40 +52,41 @@ class Claim:
         _remove_ended()
 
     def update(self, params: Iterable[Parameter]) -> None:
-        """These were cast."""
+        """These parameters were cast to another dtype."""
         with _lock:
             for p in params:
                 _claimed[id(p)].update({}, _refusals())
         _remove_ended()
 
     def drop(self, params: Iterable[Parameter]) -> None:
-        """Take the claim back."""
+        """End the claim to these parameters."""
         _ended.extend((self, p) for p in params)
         _remove_ended()
 
     def end(self) -> None:
-        """Take it back from every parameter."""
+        """End the claim to every parameter."""
         self.drop(list(self.params.values()))
 
 
 class _ClaimedParameter:
-    """One parameter, the claims on it, the last in front, and what is in force."""
+    """One parameter, the claims on it, the latest last, and what is in force."""
 
     def __init__(self, param: Parameter) -> None:
         self.param = param
         self.claims: list[Claim] = []
         self._fp32, self._release = contextlib.ExitStack(), contextlib.ExitStack()
-        self._widened_by: Any = None  # the module that reduces the gradients, or True; None: they are as they come
+        # FP32 gradients: the DDP module that reduces them, or True. None: gradients have the parameter's dtype.
+        self._widened_by: Any = None
         self._released = False
 
     def update(self, reduced: dict, refuse: tuple) -> None:
-        """Bring into force what the last claim says. What is in force already is not touched, nor is a gradient."""
+        """Put the latest claim into force, and leave what is in force already, and gradients, alone."""
         last = self.claims[-1] if self.claims else None
         wanted = None
         if last is not None and last.fp32 and self.param.dtype is torch.bfloat16:
             wanted = reduced.get(self.param) or self._widened_by or True
         elif last is not None and last.fp32 and self.param.dtype is torch.float32 and not in_job():
-            wanted = True  # so that it is so from the moment that the parameter is cast
+            wanted = True  # it will be in force when the parameter is cast to BF16
         if wanted is not self._widened_by:
             self._fp32.close()
             self._widened_by = wanted
@@ -106,11 +108,11 @@ class _ClaimedParameter:
             self.claims[-1].release(p)
 
     def install_again(self) -> None:
-        """Its content was swapped for another tensor's: `grad_dtype` with it, and hooks are not called any more."""
+        """After `swap_tensors`: `grad_dtype` went with the old contents, and torch does not call the hooks any more."""
         self._fp32.close()
         self._release.close()
         self._widened_by, self._released = None, False
-        hooks = self.param._post_accumulate_grad_hooks  # which stay with the object
+        hooks = self.param._post_accumulate_grad_hooks  # they stay with the object; assigning them installs them
         if hooks is not None:
             self.param._post_accumulate_grad_hooks = hooks
         self.update(replicas(), _refusals())
@@ -129,7 +131,7 @@ def _refusals() -> tuple[Callable, Callable]:
 
 
 def _remove_ended() -> None:
-    """Whoever holds the lock does this when it is free again."""
+    """If another call holds the lock, that one does this when it is done."""
     while _ended and _lock.acquire(blocking=False):
         try:
             while _ended:

@@ -1,10 +1,11 @@
-"""Gradients that are gone: `release_gradients` has stepped and freed them in backward, before `optimizer.step()`.
+"""Gradients that `release_gradients` has freed, in backward, after the step of their parameter.
 
-Who asks torch for them in this time would get nothing, and take it for zero: a clipped run would train unclipped. So
-gradient clipping, norms of gradients and GradScaler look here first. A loss that a GradScaler has scaled is refused in
-backward, before any parameter steps. `torch.nn.utils` holds each of its functions in
-the closure of a wrapper, and it is the content of that cell which is exchanged, as `steps` does: it reaches every name
-that somebody has imported the wrapper by.
+Until `optimizer.step()`, code that reads these gradients would find None and treat it as zero: a clipped training run
+would train unclipped. So gradient clipping, norms of gradients and GradScaler are made to raise. A loss that a
+GradScaler has scaled raises in backward, before any parameter steps.
+
+`torch.nn.utils` holds each of its functions in the closure of a wrapper. hmpx replaces the content of that cell, as
+`step_hooks` does, which reaches every name that somebody has imported the wrapper by.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from hmpx.errors import HmpxError
 
 Parameter = torch.nn.Parameter
 
-_gone: dict[Parameter, str] = {}  # until the step of its optimizer is finished: the name of that optimizer's class
-_asked = threading.local()  # whether a call of one of these functions is being answered in this thread
+_gone: dict[Parameter, str] = {}  # until its optimizer's step is finished: the name of that optimizer's class
+_asked = threading.local()  # now: whether one of these functions is running in this thread
 
-# What each is called by, and the argument that it finds gradients in.
+# Each function, and the argument in which it is given parameters or gradients.
 _CLIPPING = {
     clip_grad.clip_grad_norm_: "parameters",
     clip_grad.clip_grad_value_: "parameters",
@@ -67,13 +68,13 @@ def refuse_scaled(optimizer: torch.optim.Optimizer) -> None:
 
 
 def finish(params: Iterable[Parameter]) -> None:
-    """The step that these parameters were released in is done, or will never be."""
+    """The step in which these gradients were released is done, or will never be."""
     for p in params:
         _gone.pop(p, None)
 
 
 def watch(changes: Changes) -> None:
-    """Ask here first, until `changes` are undone."""
+    """Make clipping, norms and GradScaler raise for gradients that are gone, until `changes` are undone."""
     for function, argument in _CLIPPING.items():
         cell = _cell(function)
         changes.put(Cell(cell, f"torch.nn.utils.{function.__name__}"), _watched(cell.cell_contents, argument))
@@ -114,12 +115,12 @@ def _watched(function: Callable, argument: str) -> Callable:
 
 
 def _looked_at(function: Callable, argument: str, given: Any) -> Any:
-    """What is given to clip or to measure, to be gone through once more; an error if some of it is gone."""
+    """`given`, such that it can be iterated again; an error if some of the gradients are gone."""
     items = [given] if isinstance(given, torch.Tensor) else list(given)
     name = function.__name__.removeprefix("_")
     if argument == "parameters":
         _refuse(name, items)
-    elif not items or any(item is None for item in items):  # whose gradients they are to be, nobody says
+    elif not items or any(item is None for item in items):  # of gradients, which do not say whose they are
         _refuse(name, list(_gone))
     if isinstance(given, torch.Tensor):
         return given

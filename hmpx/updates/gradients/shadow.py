@@ -1,7 +1,7 @@
-"""Gradients that a step is shown in place of the parameters' own, and what the step does to them.
+"""The FP32 gradients of shadow parameters, and what a step does to them.
 
-A step owns the gradients that it is shown: what it sets to None, replaces or writes to is so afterwards in the
-parameter's own gradient, in that one's dtype. A gradient that it leaves alone is not touched.
+A step may set a gradient to None, replace it, or write to it. Afterwards the same is done to the gradient of the real
+parameter, in its own dtype. A gradient that the step leaves alone is not touched.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class ShadowGradients:
         self._shown[p] = q.grad, _version(q.grad)
 
     def keep(self, p: Parameter) -> None:
-        """Somebody is about to write to the gradient of `p`: `undo` brings it back."""
+        """Before a write to the gradient of `p`: keep a copy for `undo`."""
         if p not in self._before:
             self._before[p] = p.grad, None if p.grad is None else p.grad.detach().clone()
 
     def hand_back(self, p: Parameter, q: Parameter) -> None:
-        """Do to the gradient of `p` what was done to that of `q`."""
+        """Do to the gradient of `p` what the step has done to that of `q`."""
         shown, version = self._shown[p]
         left = q.grad
         if left is shown and (left is None or _is_as_shown(p.grad, left, version)):
@@ -52,7 +52,7 @@ class ShadowGradients:
             p.grad = None if left is None else left.detach().to(_gradient_dtype(p), copy=True)
 
     def undo(self) -> None:
-        """The step raised: every gradient is the object that it was, with its numbers."""
+        """The step raised: make every gradient the object that it was, with its values."""
         for p, (grad, values) in self._before.items():
             p.grad = grad
             if grad is not None and grad.layout is torch.strided and can_be_written(grad):
@@ -60,7 +60,7 @@ class ShadowGradients:
 
 
 def can_be_written(grad: Tensor) -> bool:
-    """Whether each element has a place of its own: not in an expanded gradient."""
+    """Whether each element has its own memory, which it has not in an expanded gradient."""
     return all(size < 2 or stride for size, stride in zip(grad.shape, local(grad).stride(), strict=True))
 
 
@@ -69,7 +69,7 @@ def _version(grad: Tensor | None) -> int:
 
 
 def _is_as_shown(real: Tensor | None, left: Tensor, version: int) -> bool:
-    """By value too: a write through `.data`, or of a fused kernel, has no version."""
+    """Whether a gradient is unchanged, by value too: a write through `.data` or by a fused kernel has no version."""
     if left._version != version or real is None:
         return False
     if is_lazy(left) or left.layout is not torch.strided:

@@ -1,11 +1,11 @@
-"""Ranks of one job tell each other, through the job's key-value store, what must be the same on all of them.
+"""Ranks of one job check, through the job's key-value store, what must be the same on all of them.
 
-The store is the one that `torch.distributed.init_process_group` met in: no collective, no device, no process group is
-involved, so a rank may look at it at any time and nobody has to answer. Two things go through it:
+The store is the one in which `torch.distributed.init_process_group` met. It needs no collective, device or process
+group, so a rank may read it at any time and no other rank has to answer. Two things are written to it:
 
-- when an optimizer is attached, what the first rank has attached; any other compares itself with that;
-- when a step fails on one rank, that it did. Every rank looks before its next step. It cannot have missed the news: it
-  has taken part in a collective of the next backward pass since then, and so has the rank that failed.
+- when an optimizer is attached, what the first rank has attached; every other rank compares itself with that;
+- when a step fails on one rank, that it failed. Every rank looks before its next step. The news is there by then: both
+  ranks have taken part in a collective of the backward pass that came between.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hmpx.errors import HmpxError
 
 _PATIENCE = timedelta(minutes=5)  # between the first rank's `attach` and another's
 
-_compared: Counter[tuple] = Counter()  # how often each set of ranks has compared, since the store is there
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # optimizers by their first step
+_compared: Counter[tuple] = Counter()  # how often each set of ranks has compared in this store
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of optimizers, by their first step
 _met: weakref.ref | None = None  # the process group that the two above belong to
 
 
@@ -48,9 +48,9 @@ def _store() -> dist.Store:
 
 
 def compare(what: str, facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Raise if `facts`, which must be JSON, are not those of the first rank of `group`, or of all ranks.
+    """Raise if `facts`, which must be JSON, differ from those of the first rank of `group` (None: of all ranks).
 
-    Every rank of the group must call this as often as the first. A difference also ends the other ranks' next step.
+    Every rank of the group must call this as often as the first. A difference makes the next step of every rank raise.
     """
     if not several_ranks():
         return
@@ -80,7 +80,7 @@ def compare(what: str, facts: dict[str, Any], group: dist.ProcessGroup | None = 
 
 
 def _differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
-    """In words, the first first."""
+    """Each difference in words, in the order of the facts."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in [*ours, *(key for key in theirs if key not in ours)]:
             yield from _differences(ours.get(key), theirs.get(key), f"{at}'s {key}" if at else key)
@@ -89,7 +89,7 @@ def _differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
 
 
 def report_failure(optimizer: Any, step: int, error: Exception) -> None:
-    """Tell the other ranks that this one's step failed, and that its weights are as they were."""
+    """Tell the other ranks that the step failed on this one, whose weights are as they were."""
     if several_ranks():
         store, place = _store(), _place(optimizer)
         what = f"{type(error).__name__}: {error}"[:500]
@@ -100,7 +100,7 @@ def report_failure(optimizer: Any, step: int, error: Exception) -> None:
 
 
 def check_failures(optimizer: Any, step: int) -> None:
-    """Raise if this rank has taken a step that another one failed in, or if ranks have found out that they differ."""
+    """Raise if this rank has taken a step that failed on another one, or if `compare` has found a difference."""
     if not several_ranks():
         return
     store, place = _store(), _place(optimizer)
@@ -119,5 +119,5 @@ def check_failures(optimizer: Any, step: int) -> None:
 
 
 def _place(optimizer: Any) -> str:
-    """Where failures of this optimizer stand: ranks of one program take the first steps in one order."""
+    """The key of this optimizer's failures. Ranks of one program take the first steps of optimizers in one order."""
     return f"hmpx/failed/{_numbers.setdefault(optimizer, len(_numbers))}"

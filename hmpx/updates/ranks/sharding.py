@@ -34,9 +34,9 @@ class Span(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A box of the whole parameter, row-major: runs of `width` elements that are neighbours in the whole.
+    """A box of the whole parameter, row-major: rows of `width` elements that are neighbours in the whole.
 
-    `loops` says where the runs begin, as (count, stride) of nested loops, the outermost first.
+    `loops` says where the rows begin, as (count, stride) of nested loops, the outermost first.
     """
 
     offset: int
@@ -76,7 +76,7 @@ class Box(NamedTuple):
             start += length
 
     def _begin(self, sheet: int) -> int:
-        """Where a sheet, the product of the last loop and the run, begins."""
+        """Where a sheet begins: all rows of the last loop."""
         begin = 0
         for count, stride in reversed(self.loops[:-1]):
             sheet, position = divmod(sheet, count)
@@ -88,7 +88,7 @@ def is_sharded(tensor: Any) -> bool:
     """Whether `tensor` is a DTensor."""
     if type(tensor) in _PLAIN:
         return False
-    module = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it, which takes a while
+    module = sys.modules.get("torch.distributed.tensor")  # not imported here, which takes long: a DTensor's maker has
     return module is not None and isinstance(tensor, module.DTensor)
 
 
@@ -98,14 +98,14 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def like(sharded: Tensor, held: Tensor) -> Tensor:
-    """What every rank holds, as one tensor that is sharded as `sharded` is."""
+    """The DTensor, sharded as `sharded` is, of which this rank holds `held`."""
     return type(sharded).from_local(
         held, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
 
 
 def held_part(param: Tensor, value: Tensor) -> Tensor:
-    """What this rank holds of `value`, a tensor of the parameter's whole shape, sharded in whatever way or not."""
+    """The part of `value` for what this rank holds of `param`; `value` may be sharded in any way, or not at all."""
     if is_sharded(param):
         if is_sharded(value):
             if value.placements == param.placements:

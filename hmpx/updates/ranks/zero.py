@@ -37,10 +37,13 @@ def share_names(outer: Optimizer) -> None:
 
 
 def watch_loads(outer: Optimizer, checkpoints: Checkpoints, undo: contextlib.ExitStack) -> None:
-    """A load puts state into the inner optimizer past its hooks, masters included; `undo` removes the hook."""
+    """Take masters out of a load, which gives the inner optimizer its state without running its hooks.
+
+    `undo` removes the hook.
+    """
 
     def loaded(outer: Optimizer) -> None:
         checkpoints.take_from_state(outer.optim)
-        outer.state.clear()  # a second copy, which nobody reads
+        outer.state.clear()  # a second copy, which nothing reads
 
     undo.callback(outer.register_load_state_dict_post_hook(loaded).remove)
