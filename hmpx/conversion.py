@@ -185,7 +185,7 @@ def install(
 
 def installed() -> Conversion | None:
     """The conversion that is installed now."""
-    return Conversion._current
+    return installation.current(Conversion)
 
 
 def restore() -> None:

@@ -8,12 +8,11 @@ again, unless that has ended meanwhile. `end_all` ends everything: no ``with`` t
 from __future__ import annotations
 
 import abc
-import threading
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from hmpx.errors import HmpxError
+from hmpx.process_state import installed, lock
 
-lock = threading.RLock()
 _kinds: list[type[Installation]] = []
 Self = TypeVar("Self", bound="Installation")
 
@@ -21,10 +20,7 @@ Self = TypeVar("Self", bound="Installation")
 class Installation(abc.ABC):
     """A handle of which at most one, of each class, is in force. Subclasses say how to put it in and take it away."""
 
-    _current: ClassVar[Installation | None] = None  # of each class its own
-
     def __init_subclass__(cls) -> None:
-        cls._current = None
         _kinds.append(cls)
 
     def __init__(self) -> None:
@@ -43,21 +39,21 @@ class Installation(abc.ABC):
         """Put it in force, in the place of the one that is. If that fails, that one is in force again."""
         kind = type(self)
         with lock:
-            before = kind._current
+            before = current(kind)
             _take_away(kind)
             try:
                 self._apply()
             except BaseException:
                 _give(kind, before)
                 raise
-            kind._current, self._before = self, before
+            installed[kind], self._before = self, before
             if before is not None and not before._entered:
                 before._before = None  # it was replaced for good, unless this one turns out to stand in a `with`
 
     @property
     def active(self) -> bool:
         """Whether this is the one that is in force now."""
-        return type(self)._current is self
+        return current(type(self)) is self
 
     def restore(self) -> None:
         """Take it away; nothing happens if it is not the one in force."""
@@ -79,10 +75,15 @@ class Installation(abc.ABC):
         self.restore()
 
 
+def current(kind: type[Self]) -> Self | None:
+    """The handle of a class that is in force."""
+    return installed.get(kind)
+
+
 def _take_away(kind: type[Installation]) -> None:
-    current, kind._current = kind._current, None
-    if current is not None:
-        current._take_away()
+    handle = installed.pop(kind, None)
+    if handle is not None:
+        handle._take_away()
 
 
 def _give(kind: type[Installation], before: Installation | None) -> None:
@@ -91,14 +92,14 @@ def _give(kind: type[Installation], before: Installation | None) -> None:
         before = before._before
     if before is not None:
         before._apply()
-        kind._current = before
+        installed[kind] = before
 
 
 def end_all() -> None:
     """Take away what is in force, of every class, the youngest class first, and what a ``with`` would give back."""
     with lock:
         for kind in reversed(_kinds):
-            current = kind._current
+            handle = current(kind)
             _take_away(kind)
-            while current is not None:
-                current._ended, current = True, current._before
+            while handle is not None:
+                handle._ended, handle = True, handle._before

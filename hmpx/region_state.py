@@ -1,11 +1,11 @@
 """Is casting on, here, in this thread.
 
-The one owner of that state. Three things decide, the innermost first: a region opened in this thread
-(`disable_casts`, `enable_casts`, the inside of a listed Python function, an optimizer step), the default that
-`convert(enabled=...)` set, and whether torch is converted at all.
+Three things decide, the innermost first: a region opened in this thread (`disable_casts`, `enable_casts`, the inside of
+a listed Python function, an optimizer step), the default that `convert(enabled=...)` set, and whether torch is
+converted at all. The first is kept here, by thread and task; the others are the process's, in `process_state`.
 
-`off_somewhere` is empty while every thread casts, so the wrapper of an op pays one truth test for all of this. Each
-conversion's wrappers hold the one of their time: `retire` leaves it to them, with an entry that stays.
+`process_state.off_somewhere` is empty while every thread casts, so the wrapper of an op pays one truth test for all of
+this. The wrappers of a conversion hold the dict of their time: `retire` leaves it to them, with an entry that stays.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import NamedTuple
 from torch import is_autocast_enabled, set_autocast_enabled
 from torch.compiler import is_dynamo_compiling
 
+from hmpx import process_state as state
 from hmpx.changes import Changes
 
 
@@ -68,9 +69,7 @@ _NONE_OPEN = Region()
 # it when it runs the ops of a graph one by one, where nothing of ours is guarded on.
 _OFF, _ON = "maia", "ipu"
 
-off_somewhere: dict[int, bool] = {}
 _thread = _Thread()
-_converted = False
 
 
 def _innermost() -> Region:
@@ -87,17 +86,17 @@ def _innermost() -> Region:
 def casts_off() -> bool:
     """Whether ops called from here, now, run uncast."""
     casting = _innermost().casting
-    return _DEFAULT in off_somewhere if casting is None else not casting
+    return _DEFAULT in state.off_somewhere if casting is None else not casting
 
 
 def casts_off_in_graph() -> bool:
     """The same for an op of a graph that is being compiled, which may stand in a region of the compiled code."""
-    return is_autocast_enabled(_OFF) or (not is_autocast_enabled(_ON) and bool(off_somewhere) and casts_off())
+    return is_autocast_enabled(_OFF) or (not is_autocast_enabled(_ON) and bool(state.off_somewhere) and casts_off())
 
 
 def casts_on() -> bool:
     """Whether torch is converted and ops called from this thread, now, are cast."""
-    return _converted and not (off_somewhere and casts_off())
+    return state.converted and not (state.off_somewhere and casts_off())
 
 
 def casting() -> bool | None:
@@ -117,12 +116,11 @@ def maps() -> bool:
 
 def set_converted(converted: bool, *, enabled: bool = True) -> None:
     """Record that a conversion was installed or taken away, and whether it casts outside of any region."""
-    global _converted
-    _converted = converted
+    state.converted = converted
     if converted and not enabled:
-        off_somewhere[_DEFAULT] = True
+        state.off_somewhere[_DEFAULT] = True
     else:
-        off_somewhere.pop(_DEFAULT, None)
+        state.off_somewhere.pop(_DEFAULT, None)
 
 
 class Casting:
@@ -138,9 +136,8 @@ class Casting:
 
 def retire() -> None:
     """Turn casts off for good in the wrappers that hold `off_somewhere`; a new one serves everybody else."""
-    global off_somewhere
-    old, off_somewhere = off_somewhere, {}
-    off_somewhere.update(old)
+    old, state.off_somewhere = state.off_somewhere, {}
+    state.off_somewhere.update(old)
     old[_RETIRED] = True
 
 
@@ -197,9 +194,9 @@ def _announce(casting: bool | None) -> None:
     set_autocast_enabled(_OFF, casting is False)
     set_autocast_enabled(_ON, casting is True)
     if casting is False or (not is_dynamo_compiling() and _off_for_some_task()):
-        off_somewhere[_thread.key] = True
+        state.off_somewhere[_thread.key] = True
     else:
-        off_somewhere.pop(_thread.key, None)
+        state.off_somewhere.pop(_thread.key, None)
 
 
 def _off_for_some_task() -> bool:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import region_state
+from hmpx import process_state, region_state
 from hmpx.casts import codegen, wrappers
 from hmpx.casts.captured_names import rebinding
 from hmpx.casts.ops import catalog
@@ -197,7 +197,7 @@ def test_casts_and_regions_are_per_thread(lists):
     leave.set()
     thread.join()
     assert seen == [torch.float32, torch.float32, torch.bfloat16]
-    assert not region_state.off_somewhere
+    assert not process_state.off_somewhere
 
 
 def test_many_threads_convert_compute_and_restore_without_harm(lists):
@@ -226,7 +226,7 @@ def test_enabled_false_casts_only_in_enable_casts(lists):
         assert (X @ X).dtype is torch.float32
         with hmpx.enable_casts():
             assert (X @ X).dtype is torch.bfloat16
-    assert not region_state.off_somewhere
+    assert not process_state.off_somewhere
 
 
 def test_verbose_says_each_decision_once_and_counts_at_the_end(lists, caplog):

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx import conversion, installation
+from hmpx import conversion, process_state
 from hmpx.casts.patch_table import PatchTable
 
 from .conftest import PRISTINE, attributes_of_torch
@@ -198,4 +198,4 @@ def test_nothing_is_remembered_after_the_end(matmul):
     with hmpx.convert(**matmul):
         pass
     assert conversion.installed() is None
-    assert all(kind._current is None for kind in installation._kinds)
+    assert not process_state.in_use()

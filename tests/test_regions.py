@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx import hmp, region_state
+from hmpx import hmp, process_state
 
 X = torch.randn(4, 4)
 CAST, UNCAST = torch.bfloat16, torch.float32
@@ -31,7 +31,7 @@ def test_regions_nest_and_the_innermost_decides():
                 assert product() is CAST
             assert product() is UNCAST
         assert product() is CAST
-    assert not region_state.off_somewhere
+    assert not process_state.off_somewhere
 
 
 def test_an_exception_or_a_return_leaves_nothing_behind():
@@ -78,7 +78,7 @@ def test_parentheses_may_be_left_out():
         with pytest.raises(KeyError), hmpx.disable_casts:
             raise KeyError
         assert product() is CAST and uncast() is UNCAST and uncast.__name__ == "uncast"
-    assert cast.__doc__ == "Doc." and not region_state.off_somewhere
+    assert cast.__doc__ == "Doc." and not process_state.off_somewhere
 
 
 def test_torch_compile_sees_a_region_without_its_parentheses():

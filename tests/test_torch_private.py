@@ -41,7 +41,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Names used as attributes, imported, asked for as strings, or part of a string that is a dotted name in torch."""
     for node in ast.walk(tree):
         words: list[str] = []
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
             words = [node.attr]
         elif isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None) or ""

@@ -10,23 +10,22 @@ import torch
 import wrapt
 
 from hmpx.casts.policy import Rule
+from hmpx.process_state import rules
 
 WRITTEN = "<hmpx"  # how the file names of generated code begin
 _TORCH, _WRAPT, _HMPX = (
     os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, wrapt.__file__, __file__)
 )
-# The rule of each code that a wrapper runs. By identity: two codes written from one source are equal.
-_rules: dict[int, tuple[types.CodeType, Rule]] = {}
 
 
 def register(code: types.CodeType, rule: Rule) -> None:
     """A wrapper that casts as `rule` says runs this code, and none under another rule does."""
-    _rules[id(code)] = code, rule
+    rules[id(code)] = code, rule
 
 
 def rule_of(frame: types.FrameType) -> Rule | None:
     """The rule of the wrapper that runs in `frame`; None where it is another function's."""
-    return _rules.get(id(frame.f_code), (None, None))[1]
+    return rules.get(id(frame.f_code), (None, None))[1]
 
 
 def frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:

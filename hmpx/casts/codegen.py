@@ -53,7 +53,7 @@ from typing import Any
 
 import torch
 
-from hmpx import region_state
+from hmpx import process_state, region_state
 from hmpx.casts.callers import WRITTEN, register
 from hmpx.casts.ops import Argument, Layout
 from hmpx.casts.policy import Rule
@@ -94,7 +94,7 @@ class Switch:
 
     def __init__(self) -> None:
         self.retired = False
-        self.off = region_state.off_somewhere
+        self.off = process_state.off_somewhere
 
     def retire(self) -> None:
         self.retired = True

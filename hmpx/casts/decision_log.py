@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hmpx import process_state
 from hmpx.casts.callers import users_line
 from hmpx.casts.ops import Entry
 from hmpx.casts.policy import Rule
@@ -18,7 +19,6 @@ from hmpx.changes import Changes, Flag
 
 logger = logging.getLogger("hmpx")
 _LEVEL = Flag("the level of the logger hmpx", lambda: logger.level, logger.setLevel)
-log: VerboseLog | None = None  # of the conversion that is installed, if it is verbose
 
 
 class VerboseLog:
@@ -54,7 +54,6 @@ class VerboseLog:
 
     def apply(self, changes: Changes) -> None:
         """Record from here on, calls of users' own functions as well. Undone, it logs how often each was taken."""
-        global log
         if not logger.isEnabledFor(logging.INFO):
             changes.put(_LEVEL, logging.INFO)
         if not logger.hasHandlers():
@@ -63,11 +62,10 @@ class VerboseLog:
             logger.addHandler(handler)
             changes.callback(logger.removeHandler, handler)
         changes.callback(self._close)
-        log = self
+        process_state.log = self
 
     def _close(self) -> None:
-        global log
-        log = None
+        process_state.log = None
         for line, count in self._seen.most_common():
             logger.info("hmpx: %6d times %s", count, line)
 

@@ -19,11 +19,11 @@ from typing import Any
 import wrapt
 from torch.compiler import config
 
+from hmpx import process_state
 from hmpx.changes import Attribute, Changes
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
 _RULES = "torch._dynamo.trace_rules"
-_tracing: Tracing | None = None  # of the conversion that is in force
 
 
 def never_compile_alone(*functions: Callable) -> None:
@@ -65,26 +65,24 @@ class Tracing:
         self._tag = f"hmpx {hashlib.blake2b(what.encode(), digest_size=8).hexdigest()}"
 
     def apply(self, changes: Changes) -> None:
-        global _tracing
-        _tracing, self._changes = self, changes
+        process_state.tracing, self._changes = self, changes
         changes.callback(self._end)
         config.cache_key_tag += self._tag
         originals = self._find()
         self._originals.update({id(wrapper): original for wrapper, original in originals.items()})
         self._codes.update(wrapper.__code__ for wrapper in originals if isinstance(wrapper, types.FunctionType))
         if _RULES in sys.modules:
-            self._exchange(sys.modules[_RULES])
+            self.exchange(sys.modules[_RULES])
             _forget_compiled()
         else:
             _await_rules()
 
     def _end(self) -> None:
-        global _tracing
-        _tracing = None
+        process_state.tracing = None
         config.cache_key_tag = config.cache_key_tag.replace(self._tag, "")  # a user may have added to it
         self._originals.clear()
 
-    def _exchange(self, rules: ModuleType) -> None:
+    def exchange(self, rules: ModuleType) -> None:
         load_object, get_tensor_method, originals = rules.load_object, rules.get_tensor_method, self._originals
 
         def load_original(name: str) -> Any:
@@ -118,8 +116,8 @@ def _await_rules() -> None:
 
 
 def _imported(rules: ModuleType) -> None:
-    if _tracing is not None:
-        _tracing._exchange(rules)
+    if process_state.tracing is not None:
+        process_state.tracing.exchange(rules)
 
 
 def _forget_compiled() -> None:

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 import wrapt
 
-from hmpx import region_state
-from hmpx.casts import decision_log
+from hmpx import process_state, region_state
 from hmpx.casts.captured_names.rebinding import Rebinding
 from hmpx.casts.op_lists import shipped
 from hmpx.casts.ops import Layout
@@ -53,8 +52,8 @@ def _wrap(function: Any, rule: Rule, name: str, active: Callable[[], bool]) -> A
             return wrapped(*args, **kwargs)
         seen = cast_arguments(rule, _LAYOUT, args, kwargs)
         result = region_state.run_uncast(wrapped, *seen)
-        if decision_log.log is not None:
-            decision_log.log.function(name, rule, (args, kwargs), seen, result)
+        if process_state.log is not None:
+            process_state.log.function(name, rule, (args, kwargs), seen, result)
         return result
 
     if not inspect.isfunction(function):
@@ -113,11 +112,8 @@ def promote(function: Function) -> Function:
     return _decorator(function, Rule.PROMOTE)
 
 
-_awaited: dict[str, weakref.WeakSet[UserFunctions]] = {}  # who waits for a module: one hook, however often it is
-
-
 def _imported(module: Any) -> None:
-    for functions in list(_awaited.pop(module.__name__, ())):
+    for functions in list(process_state.awaited.pop(module.__name__, ())):
         functions._take(module)
 
 
@@ -195,8 +191,8 @@ class UserFunctions:
             logger.warning("%s: %s is not importable now; it is patched if it appears", self._where(name), name)
         # A name may lie in a module (pkg.ops.nms) or in a class of one (pkg.ops.Box.area): wait for both.
         for module in {parent, parent.rpartition(".")[0]} - {""}:
-            known = module in _awaited
-            _awaited.setdefault(module, weakref.WeakSet()).add(self)
+            known = module in process_state.awaited
+            process_state.awaited.setdefault(module, weakref.WeakSet()).add(self)
             if not known:
                 wrapt.register_post_import_hook(_imported, module)
 
@@ -220,6 +216,8 @@ class UserFunctions:
 
     def _retire(self) -> None:
         self._retired = True
+        for waiting in process_state.awaited.values():
+            waiting.discard(self)
 
     def replacements(self) -> list[tuple[Any, Any]]:
         """Originals and wrappers, for names captured elsewhere."""

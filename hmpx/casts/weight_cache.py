@@ -27,18 +27,17 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.nn import Parameter
 
-from hmpx.changes import Attribute, Changes
+from hmpx.changes import Attribute
+from hmpx.process_state import open_caches, watching_writes
 from hmpx.rounding.xla import is_lazy
 
 logger = logging.getLogger("hmpx")
 
 Tensor = torch.Tensor
-open_caches: dict[int, WeightCache] = {}  # by thread; empty while nobody caches
 _lock = threading.Lock()
 _data = torch._C.TensorBase.__dict__["data"]
 _TO_MEMORY = ("numpy", "untyped_storage", "data_ptr", "__dlpack__")
 storage_of, _pointer = Tensor.untyped_storage, Tensor.data_ptr
-_changes = Changes()  # while a cache is open
 
 
 class _Kept(NamedTuple):
@@ -194,7 +193,7 @@ def open_cache() -> WeightCache:
     with _lock:
         if not open_caches:
             for name, watched in _watched.items():
-                _changes.put(Attribute(Tensor, name, f"torch.Tensor.{name}"), watched)
+                watching_writes.put(Attribute(Tensor, name, f"torch.Tensor.{name}"), watched)
         cache = open_caches.setdefault(threading.get_ident(), WeightCache())
         cache.depth += 1
     return cache
@@ -209,7 +208,7 @@ def close_cache() -> None:
             del open_caches[threading.get_ident()]
             cache.clear()
         if not open_caches:
-            _changes.close()
+            watching_writes.close()
 
 
 def _read_data(tensor: Tensor) -> Tensor:

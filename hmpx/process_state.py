@@ -1,0 +1,59 @@
+"""What the op road keeps for the whole process: every variable that changes, here and nowhere else.
+
+Code elsewhere reads and sets these as attributes of this module; those that are never exchanged for another object may
+be imported by name. What belongs to one thread or task, the regions that are open in it, stands in `region_state`; what
+belongs to one conversion, in its handle.
+
+`in_use` says what differs from a process in which nothing is converted.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from typing import Any
+from weakref import WeakSet
+
+from hmpx.changes import Changes
+
+# What is in force (hmpx.installation): the handles of `convert` and `activate`, by class. `lock` is held while one is
+# put in force or taken away.
+installed: dict[type, Any] = {}
+lock = threading.RLock()
+
+# Where casts are on (hmpx.region_state). `converted`: torch is. `off_somewhere`: empty while every thread casts, with
+# an entry for each that does not; exchanged for a new one when a conversion ends, whose wrappers keep the old one.
+converted = False
+off_somewhere: dict[int, bool] = {}
+
+# Of the conversion that is in force: how torch.compile sees its wrappers (casts.dynamo.Tracing), and the record of its
+# decisions if it is verbose (casts.decision_log.VerboseLog).
+tracing: Any = None
+log: Any = None
+
+# Lists of user functions that wait for a module, by its name (casts.user_functions). Import hooks cannot be taken back,
+# so that there is one for each module, and it looks here.
+awaited: dict[str, WeakSet[Any]] = {}
+
+# The caches of casts of weights, by thread; empty while nobody caches (casts.weight_cache). While one is open, ways to
+# write to a tensor that leave no trace are watched.
+open_caches: dict[int, Any] = {}
+watching_writes = Changes()
+
+# The rule of each code that a wrapper runs, by identity: two codes written from one source are equal (casts.callers).
+# It grows with the wrappers that are written, and these are kept, too.
+rules: dict[int, tuple[types.CodeType, Any]] = {}
+
+
+def in_use() -> dict[str, Any]:
+    """What is in force or open, by the name of the variable; empty where torch is as it was made."""
+    states = {
+        "installed": installed,
+        "converted": converted,
+        "off_somewhere": off_somewhere,
+        "tracing": tracing,
+        "log": log,
+        "awaited": [module for module, waiting in awaited.items() if waiting],
+        "open_caches": open_caches,
+    }
+    return {name: value for name, value in states.items() if value}

@@ -1,0 +1,48 @@
+"""One owner of what the op road keeps for the whole process: it says what is in use, and nobody else keeps any."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import torch
+
+import hmpx
+from hmpx import process_state
+
+PACKAGE = Path(hmpx.__file__).parent
+OP_ROAD = [
+    *(PACKAGE / "casts").rglob("*.py"),
+    *(PACKAGE / f"{n}.py" for n in ("conversion", "installation", "regions")),
+]
+
+
+def test_it_says_what_is_in_use_and_nothing_afterwards(lists):
+    assert process_state.in_use() == {}
+    with hmpx.convert(**lists(bf16="linear"), isVerbose=True, enabled=False) as handle:
+        found = process_state.in_use()
+        assert found.keys() == {"installed", "converted", "off_somewhere", "tracing", "log"}
+        assert found["installed"] == {hmpx.Conversion: handle}
+        with hmpx.cached_weights():
+            assert process_state.in_use().keys() - found.keys() == {"open_caches"}
+            assert torch.Tensor.data is not vars(torch._C.TensorBase)["data"]
+    assert process_state.in_use() == {}
+    with hmpx.disable_casts():
+        assert process_state.in_use().keys() == {"off_somewhere"}
+    assert process_state.in_use() == {}
+
+
+def test_a_list_that_waits_for_a_module_is_in_use_until_the_end(lists):
+    with hmpx.convert(**lists(bf16="not_there_yet.function"), unknown="warn") as handle:
+        assert handle.escaped and process_state.in_use()["awaited"] == ["not_there_yet"]
+    assert process_state.in_use() == {}
+
+
+def test_no_other_module_of_the_op_road_has_a_variable_that_it_exchanges():
+    exchanged = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {', '.join(node.names)}"
+        for path in OP_ROAD
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Global)
+    ]
+    assert exchanged == []
