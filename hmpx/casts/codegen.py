@@ -55,7 +55,7 @@ import torch
 
 from hmpx import process_state, region_state
 from hmpx.casts.callers import WRITTEN, register
-from hmpx.casts.ops import Argument, Layout
+from hmpx.casts.layouts import Argument, Layout
 from hmpx.casts.policy import Rule
 from hmpx.casts.rules import (
     ELIGIBLE,

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import keyword
 import types
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,43 +23,9 @@ import torch.overrides
 
 from hmpx.casts import op_facts
 from hmpx.casts.composition import COMPOSED, Row
+from hmpx.casts.layouts import Argument, Layout, is_tensor, read_layout, schemas
 
 Tensor = torch.Tensor
-
-
-class Argument(NamedTuple):
-    """One positional parameter of an op.
-
-    tensor: it may be a tensor. default: of one that is not required. optional: None is legal.
-    """
-
-    name: str
-    required: bool = True
-    tensor: bool = True
-    default: Any = None
-    optional: bool = False
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the arguments of one op are laid out.
-
-    lead: the positional parameters up to the last tensor one; None where overloads disagree, and then every argument
-        is looked at.
-    tail: the parameters behind `lead`, as far as overloads agree and their defaults are numbers.
-    dtype_positional: a `dtype` may stand among the positional arguments behind `lead`.
-    statistics, beside: positions of tensors that the op may write to, and of those that must share their dtype.
-    mixed_on_cpu: on a CPU it takes a BF16 or FP16 input beside FP32 weights.
-    python: implemented in Python, so that it may call other listed ops.
-    """
-
-    lead: tuple[Argument, ...] | None = None
-    tail: tuple[Argument, ...] = ()
-    dtype_positional: bool = True
-    statistics: tuple[int, ...] = ()
-    beside: tuple[int, ...] = ()
-    mixed_on_cpu: bool = False
-    python: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,83 +60,6 @@ class Op:
     rows: tuple[Row, ...] = field(default=(), repr=False)
 
 
-def schemas(name: str) -> list[Any]:
-    """The functional overloads that the dispatcher has for aten::`name`."""
-    found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return [s for s in found if not any(a.name in ("out", "out_dtype") or a.is_out for a in s.arguments)]
-
-
-def _is_tensor(argument: Any) -> bool:
-    return "Tensor" in str(argument.type)
-
-
-def _layout(name: str, first: str) -> Layout:
-    """Read a layout off the schemas of aten::`name`; `first` is what Python calls the schema's `self`."""
-    overloads = [[a for a in schema.arguments if not a.kwarg_only] for schema in schemas(name)]
-    for arguments in overloads if first == "self" else ():
-        arguments.sort(key=lambda a: a.name != "self")  # a method: the tensor it belongs to comes first
-    length = max((i + 1 for arguments in overloads for i, a in enumerate(arguments) if _is_tensor(a)), default=0)
-    leads = [arguments[:length] for arguments in overloads]
-    shared = _merge([[_argument(a, first) for a in lead] for lead in leads])
-    writable = all(
-        (not a.has_default_value() or a.default_value is None)
-        and a.name.isidentifier()
-        and not keyword.iskeyword(a.name)
-        for lead in leads
-        for a in lead
-    )
-    agreed = bool(shared) and len(shared) == length and writable
-    dtype_positional = any(a.name == "dtype" for arguments in overloads for a in arguments)
-    statistics, beside = op_facts.STATISTICS.get(name, ((), ()))
-    if not statistics and not name.endswith("_"):
-        statistics = tuple({i for arguments in overloads for i, a in enumerate(arguments) if _is_written(a)})
-    return Layout(
-        lead=shared if agreed else None,
-        tail=_tail([arguments[length:] for arguments in overloads]) if agreed else (),
-        dtype_positional=dtype_positional or not agreed,
-        statistics=statistics,
-        beside=beside,
-        mixed_on_cpu=name in op_facts.MIXED_ON_CPU,
-    )
-
-
-def _argument(argument: Any, first: str) -> Argument:
-    name = first if argument.name == "self" else argument.name
-    required, optional = not argument.has_default_value(), str(argument.type).startswith("Optional")
-    return Argument(name, required, _is_tensor(argument), optional=optional or not required)
-
-
-def _is_written(argument: Any) -> bool:
-    # TorchScript's lists have methods under the same names (`sort`, `append`), which write to their `self`.
-    return argument.name != "self" and argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:
-    """One parameter list for overloads that differ at most in what may be a tensor."""
-    if len({tuple((p.name, p.required) for p in lead) for lead in leads}) != 1:
-        return None
-    return tuple(
-        Argument(*ps[0][:2], any(p.tensor for p in ps), optional=any(p.optional for p in ps))
-        for ps in zip(*leads, strict=True)
-    )
-
-
-def _tail(overloads: list[list[Any]]) -> tuple[Argument, ...]:
-    """What all overloads have in common at the start, as long as it is numbers with a default."""
-    tail = []
-    for same in zip(*overloads, strict=False):
-        found = {(a.name, type(a.default_value), a.default_value) for a in same if _is_number(a)}
-        if len(found) != 1 or not all(map(_is_number, same)):
-            break
-        name, _, default = found.pop()
-        tail.append(Argument(name, False, False, op_facts.PYTHON_DEFAULTS.get(name, default)))
-    return tuple(tail)
-
-
-def _is_number(argument: Any) -> bool:
-    return argument.has_default_value() and type(argument.default_value) in (bool, int, float)
-
-
 def _python_layout(function: Any) -> Layout:
     """A Python function's arguments are all looked at; only a statement of `dtype` matters to the call."""
     return Layout(python=inspect.isfunction(function))
@@ -197,7 +85,7 @@ class _Builder:
 
     def layout(self, aten: str, first: str) -> Layout:
         if (aten, first) not in self.layouts:
-            self.layouts[aten, first] = _layout(aten, first)
+            self.layouts[aten, first] = read_layout(aten, first)
         return self.layouts[aten, first]
 
     def add(self, name: str, entry: Entry) -> None:
@@ -271,7 +159,7 @@ def _computes(name: str, entries: tuple[Entry, ...]) -> bool:
     if not found:
         return any(not entry.layout.python for entry in entries)
     fresh = any(r.alias_info is None and "Tensor" in str(r.type) for s in found for r in s.returns)
-    takes_tensor = any(_is_tensor(a) for s in found for a in s.arguments)
+    takes_tensor = any(is_tensor(a) for s in found for a in s.arguments)
     return fresh and takes_tensor and not name.startswith(op_facts.NOT_COMPUTING)
 
 
@@ -280,9 +168,9 @@ def _is_view(name: str) -> bool:
     found = [
         schema
         for schema in schemas(name)
-        if any(map(_is_tensor, schema.returns)) and any(map(_is_tensor, schema.arguments[:1]))
+        if any(map(is_tensor, schema.returns)) and any(map(is_tensor, schema.arguments[:1]))
     ]
-    shown = [(schema.arguments[0], *filter(_is_tensor, schema.returns)) for schema in found]
+    shown = [(schema.arguments[0], *filter(is_tensor, schema.returns)) for schema in found]
     by_schema = bool(shown) and all(
         each.alias_info is not None and not each.alias_info.is_write for tensors in shown for each in tensors
     )

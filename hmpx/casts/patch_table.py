@@ -16,7 +16,8 @@ import wrapt
 from hmpx.casts import op_facts
 from hmpx.casts.codegen import Switch
 from hmpx.casts.fp32_kernels import NATIVE, Kernels
-from hmpx.casts.ops import Entry, Layout, catalog
+from hmpx.casts.layouts import Layout
+from hmpx.casts.ops import Entry, catalog
 from hmpx.casts.policy import Case, Policy, Rule
 from hmpx.casts.wrappers import Observer, build_carrying, build_check, build_choice, build_uncast
 from hmpx.changes import Attribute, Changes

@@ -15,7 +15,7 @@ import torch
 import torch.overrides
 
 from hmpx.casts import op_facts
-from hmpx.casts.ops import Layout
+from hmpx.casts.layouts import Layout
 from hmpx.casts.policy import LOW_RULES, Rule
 from hmpx.casts.weight_cache import cast_weight, open_caches
 

@@ -21,8 +21,8 @@ import wrapt
 
 from hmpx import process_state, region_state
 from hmpx.casts.captured_names.rebinding import Rebinding
+from hmpx.casts.layouts import Layout
 from hmpx.casts.op_lists import shipped
-from hmpx.casts.ops import Layout
 from hmpx.casts.patch_table import Patch, Patching
 from hmpx.casts.policy import Rule
 from hmpx.casts.rules import cast_arguments

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from hmpx.casts.captured_names import raw
+from hmpx.casts.captured_names import access, raw
 from hmpx.casts.captured_names.places import Capture, Places
 
 DEEPEST = 4  # containers within containers
@@ -24,12 +24,10 @@ HOLDERS = (
     *(types.MethodType, staticmethod, classmethod, property, types.CellType),
 )
 _SEQUENCES = {list: (list.__getitem__, list.__setitem__), deque: (deque.__getitem__, deque.__setitem__)}
-_FUNC, _ARGS, _KEYWORDS = (vars(functools.partial)[name].__get__ for name in ("func", "args", "keywords"))
 _PARTS = {  # of what can only be made anew
     property: [vars(property)[name] for name in ("fget", "fset", "fdel")],
     **{kind: [vars(kind)["__func__"]] for kind in (types.MethodType, staticmethod, classmethod)},
 }
-_MISSING = object()
 
 
 class Rewriting:
@@ -55,8 +53,8 @@ class Rewriting:
         where = f"{raw.module_of(cls)}.{raw.class_name(cls)}"
         for name, value in raw.items(raw.namespace(cls)):
             if type(name) is str:
-                read = functools.partial(_read_class, name)
-                write = functools.partial(_write_class, name)
+                read = functools.partial(access.read_class, name)
+                write = functools.partial(access.write_class, name)
                 self._replace(cls, read, write, value, f"{where}.{name}")
 
     def of_object(self, thing: Any) -> None:
@@ -64,8 +62,8 @@ class Rewriting:
         where = raw.class_name(kind)
         self._attributes(thing, raw.attribute_dict, where)
         for slot in raw.slots(kind):
-            value = raw.slot_value(slot, thing, _MISSING)
-            if value is not _MISSING:
+            value = raw.slot_value(slot, thing, access.MISSING)
+            if value is not access.MISSING:
                 read = functools.partial(raw.slot_value, slot)
                 self._replace(thing, read, slot.__set__, value, f"{where}.{slot.__name__}")
 
@@ -82,22 +80,22 @@ class Rewriting:
             ]
         )
         if any(map(operator.is_not, new, defaults)):
-            self._places.put(where, function, operator.attrgetter("__defaults__"), _set_defaults, defaults, new)
+            self._places.put(where, function, operator.attrgetter("__defaults__"), access.set_defaults, defaults, new)
         if function.__kwdefaults__:
             for name, value in raw.items(function.__kwdefaults__):
                 self._item(function.__kwdefaults__, name, value, f"the default of {name} in {where}", 0)
         for index, (name, cell) in enumerate(zip(code.co_freevars, function.__closure__ or (), strict=True)):
-            value = _content(cell)
-            if value is not _MISSING:
-                read = functools.partial(_read_closure, index)
-                write = functools.partial(_write_closure, index)
+            value = access.content(cell)
+            if value is not access.MISSING:
+                read = functools.partial(access.read_closure, index)
+                write = functools.partial(access.write_closure, index)
                 self._replace(function, read, write, value, f"{name} in the closure of {where}")
 
     def _attributes(self, thing: Any, dict_of: Callable[[Any], dict | None], where: str) -> None:
         for name, value in raw.items(dict_of(thing) or {}):
             if type(name) is str:
-                read = functools.partial(_read_attribute, dict_of, name)
-                write = functools.partial(_write_attribute, dict_of, name)
+                read = functools.partial(access.read_attribute, dict_of, name)
+                write = functools.partial(access.write_attribute, dict_of, name)
                 self._replace(thing, read, write, value, f"{where}.{name}")
 
     # What they hold
@@ -127,7 +125,10 @@ class Rewriting:
         elif base in _SEQUENCES:
             get, put = _SEQUENCES[base]
             for index, held in enumerate(list(base.__iter__(value))):
-                read, write = functools.partial(_read_index, get, index), functools.partial(_write_index, put, index)
+                read, write = (
+                    functools.partial(access.read_index, get, index),
+                    functools.partial(access.write_index, put, index),
+                )
                 self._replace(value, read, write, held, f"{where}[{index}]", depth + 1)
         elif base is tuple:
             return self._tuple(value, kind, where, depth)
@@ -141,16 +142,16 @@ class Rewriting:
                 if id(held) in self._by_id:
                     self._unchangeable(held, where, depth, "a functools.lru_cache cannot be changed")
         elif kind is types.CellType:
-            content = _content(value)
-            if content is not _MISSING:
-                self._replace(value, _content, _fill, content, where, depth)
+            content = access.content(value)
+            if content is not access.MISSING:
+                self._replace(value, access.content, access.fill, content, where, depth)
         else:
             return self._made_anew(value, kind, where, depth)
         return value
 
     def _item(self, mapping: dict, key: Any, held: Any, where: str, depth: int) -> None:
         if raw.hashes_in_c(key):
-            read, write = functools.partial(_read_item, key), functools.partial(_write_item, key)
+            read, write = functools.partial(access.read_item, key), functools.partial(access.write_item, key)
             self._replace(mapping, read, write, held, where, depth)
         else:
             self._unchangeable(held, where, depth, f"a {raw.class_name(type(key))} as a key runs code of its own")
@@ -171,13 +172,13 @@ class Rewriting:
         return new
 
     def _partial(self, value: functools.partial, where: str, depth: int) -> None:
-        self._replace(value, _FUNC, _set_func, _FUNC(value), where, depth)
-        before = _ARGS(value)
+        self._replace(value, access.FUNC, access.set_func, access.FUNC(value), where, depth)
+        before = access.ARGS(value)
         after = tuple([self.replaced(held, where, depth) for held in before])
         if any(map(operator.is_not, before, after)):
-            self._places.put(where, value, _ARGS, _set_args, before, after)
-        for name, held in raw.items(_KEYWORDS(value)):
-            self._item(_KEYWORDS(value), name, held, where, depth)
+            self._places.put(where, value, access.ARGS, access.set_args, before, after)
+        for name, held in raw.items(access.KEYWORDS(value)):
+            self._item(access.KEYWORDS(value), name, held, where, depth)
         self._attributes(value, raw.attribute_dict, where)
 
     def _made_anew(self, value: Any, kind: type, where: str, depth: int) -> Any:
@@ -220,77 +221,3 @@ class Rewriting:
     def escaped(self, value: Any, where: str, reason: str) -> None:
         if id(value) in self._by_id:
             self.captures.append(Capture(where, raw.function_name(value), reason))
-
-
-# Readers and writers, which know their holder only when they are called
-
-
-def _read_class(name: str, cls: type) -> Any:
-    return raw.namespace(cls).get(name)
-
-
-def _write_class(name: str, cls: type, value: Any) -> None:
-    raw.set_on_class(cls, name, value)
-
-
-def _read_attribute(dict_of: Callable, name: str, thing: Any) -> Any:
-    return dict.get(dict_of(thing) or {}, name)
-
-
-def _write_attribute(dict_of: Callable, name: str, thing: Any, value: Any) -> None:
-    dict.__setitem__(dict_of(thing), name, value)
-
-
-def _read_item(key: Any, mapping: dict) -> Any:
-    return dict.get(mapping, key)
-
-
-def _write_item(key: Any, mapping: dict, value: Any) -> None:
-    dict.__setitem__(mapping, key, value)
-
-
-def _read_index(get: Callable, index: int, sequence: Any) -> Any:
-    try:
-        return get(sequence, index)
-    except IndexError:
-        return _MISSING
-
-
-def _write_index(put: Callable, index: int, sequence: Any, value: Any) -> None:
-    put(sequence, index, value)
-
-
-def _read_closure(index: int, function: types.FunctionType) -> Any:
-    return _content(function.__closure__[index])
-
-
-def _write_closure(index: int, function: types.FunctionType, value: Any) -> None:
-    function.__closure__[index].cell_contents = value
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return _MISSING
-
-
-def _fill(cell: types.CellType, value: Any) -> None:
-    cell.cell_contents = value
-
-
-def _set_defaults(function: types.FunctionType, defaults: tuple) -> None:
-    function.__defaults__ = defaults
-
-
-def _set_func(partial: functools.partial, func: Callable) -> None:
-    _set_state(partial, func, _ARGS(partial))
-
-
-def _set_args(partial: functools.partial, args: tuple) -> None:
-    _set_state(partial, _FUNC(partial), args)
-
-
-def _set_state(partial: functools.partial, func: Callable, args: tuple) -> None:
-    attributes = raw.attribute_dict(partial)
-    functools.partial.__setstate__(partial, (func, args, _KEYWORDS(partial), attributes))

@@ -21,14 +21,12 @@ from typing import Any
 import torch
 
 from hmpx.casts.captured_names import raw
+from hmpx.casts.captured_names.kinds import grouped, is_off_limits
 from hmpx.casts.captured_names.places import Capture, Places
 from hmpx.casts.captured_names.rewriting import DEEPEST, HOLDERS, Rewriting
 
-_FORWARD_MODULES = ("torch.nn.modules", "torch.distributions", "torch.ao.nn", "torch.testing")
-_OFF_LIMITS = frozenset({"torch", "hmpx", "wrapt", "builtins", "gc", "_thread"})
 _LONGEST = 10_000  # items: a longer list or dict is data, not a table of functions
 _BUNCH = 64  # things at once
-_GROUPS = ("modules", "classes", "objects", "functions", "partials", "methods")
 _LENGTHS = {kind: kind.__len__ for kind in (dict, list, tuple, set, frozenset, deque)}
 _CALLS = (types.FrameType, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _OPTIMIZED = 1  # the flag of code whose local variables are no dict
@@ -62,12 +60,12 @@ class Sweep:
     def everything(self) -> None:
         # gc.freeze() takes modules, too, out of the collector's lists.
         things = gc.get_objects() + [module for _, module in raw.items(sys.modules)]
-        kept = _grouped(things)
+        kept = grouped(things)
         self._bind(kept["methods"])
         to = self._rewriting
         once = {id(module): module for module in kept["modules"]}.values()
         modules = [module for module in once if not self._is_off(raw.globals_of(module))]
-        classes = [cls for cls in kept["classes"] if not _is_off_limits(raw.module_of(cls))]
+        classes = [cls for cls in kept["classes"] if not is_off_limits(raw.module_of(cls))]
         functions = [function for function in kept["functions"] if not self._is_off(function.__globals__)]
         for look, roots, held_by in (
             (to.module, modules, _referents),
@@ -205,7 +203,7 @@ class Sweep:
         for thread, frame in sys._current_frames().items():
             while frame is not None:
                 inside = dict.get(frame.f_globals, "__name__")
-                if frame.f_code.co_flags & _OPTIMIZED and not _is_off_limits(inside):
+                if frame.f_code.co_flags & _OPTIMIZED and not is_off_limits(inside):
                     for name, value in dict(frame.f_locals).items():
                         if id(value) in self._by_id and name not in frame.f_code.co_freevars:
                             where = f"local variable {name} of {inside}.{frame.f_code.co_name}"
@@ -218,34 +216,8 @@ class Sweep:
         try:
             return self._off[id(namespace)]
         except KeyError:
-            self._off[id(namespace)] = off = _is_off_limits(dict.get(namespace, "__name__"))
+            self._off[id(namespace)] = off = is_off_limits(dict.get(namespace, "__name__"))
             return off
-
-
-def _grouped(things: list[Any]) -> dict[str, list[Any]]:
-    """`things` by what they are looked at as."""
-    kinds = list(map(id, map(type, things)))
-    of_kind: dict[str | None, set[int]] = {group: set() for group in (*_GROUPS, None)}
-    for kind, thing in dict(zip(kinds, things, strict=True)).items():
-        of_kind[_group(type(thing))].add(kind)
-    looked_at = set().union(*(of_kind[group] for group in _GROUPS))
-    things = list(itertools.compress(things, map(looked_at.__contains__, kinds)))
-    kinds = list(filter(looked_at.__contains__, kinds))
-    return {group: list(itertools.compress(things, map(of_kind[group].__contains__, kinds))) for group in _GROUPS}
-
-
-def _group(kind: type) -> str | None:
-    """What objects of a class are looked at as; None where they hold no functions under names of their own."""
-    if kind is types.FunctionType:
-        return "functions"
-    if kind is types.BuiltinFunctionType:
-        return "methods"
-    for base, group in ((types.ModuleType, "modules"), (type, "classes"), (functools.partial, "partials")):
-        if issubclass(kind, base):
-            return group
-    of_python = bool(raw.flags(kind) & raw.HEAP_TYPE) or kind is types.SimpleNamespace
-    ours = issubclass(kind, torch.nn.Module) or kind is types.SimpleNamespace or not _is_off_limits(raw.module_of(kind))
-    return "objects" if of_python and ours else None
 
 
 def _referents(things: list[Any]) -> list[Any]:
@@ -267,13 +239,3 @@ def _one(holder: Any) -> int:
 
 def _always(thing: Any) -> bool:
     return True
-
-
-def _is_off_limits(module: Any) -> bool:
-    """Whether what is defined in `module` stays as it is: torch's tables, hmpx's and wrapt's books."""
-    return _is_named_off_limits(module) if type(module) is str else True
-
-
-@functools.cache
-def _is_named_off_limits(module: str) -> bool:
-    return module.partition(".")[0] in _OFF_LIMITS and not module.startswith(_FORWARD_MODULES)

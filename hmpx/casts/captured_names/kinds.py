@@ -1,0 +1,52 @@
+"""What is looked through for captured names, and what stays as it is: torch's own tables, hmpx's and wrapt's books."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from typing import Any
+
+import torch
+
+from hmpx.casts.captured_names import raw
+
+_FORWARD_MODULES = ("torch.nn.modules", "torch.distributions", "torch.ao.nn", "torch.testing")
+_OFF_LIMITS = frozenset({"torch", "hmpx", "wrapt", "builtins", "gc", "_thread"})
+_GROUPS = ("modules", "classes", "objects", "functions", "partials", "methods")
+
+
+def grouped(things: list[Any]) -> dict[str, list[Any]]:
+    """`things` by what they are looked at as."""
+    kinds = list(map(id, map(type, things)))
+    of_kind: dict[str | None, set[int]] = {group: set() for group in (*_GROUPS, None)}
+    for kind, thing in dict(zip(kinds, things, strict=True)).items():
+        of_kind[_group(type(thing))].add(kind)
+    looked_at = set().union(*(of_kind[group] for group in _GROUPS))
+    things = list(itertools.compress(things, map(looked_at.__contains__, kinds)))
+    kinds = list(filter(looked_at.__contains__, kinds))
+    return {group: list(itertools.compress(things, map(of_kind[group].__contains__, kinds))) for group in _GROUPS}
+
+
+def _group(kind: type) -> str | None:
+    """What objects of a class are looked at as; None where they hold no functions under names of their own."""
+    if kind is types.FunctionType:
+        return "functions"
+    if kind is types.BuiltinFunctionType:
+        return "methods"
+    for base, group in ((types.ModuleType, "modules"), (type, "classes"), (functools.partial, "partials")):
+        if issubclass(kind, base):
+            return group
+    of_python = bool(raw.flags(kind) & raw.HEAP_TYPE) or kind is types.SimpleNamespace
+    ours = issubclass(kind, torch.nn.Module) or kind is types.SimpleNamespace or not is_off_limits(raw.module_of(kind))
+    return "objects" if of_python and ours else None
+
+
+def is_off_limits(module: Any) -> bool:
+    """Whether what is defined in `module` stays as it is: torch's tables, hmpx's and wrapt's books."""
+    return _is_named_off_limits(module) if type(module) is str else True
+
+
+@functools.cache
+def _is_named_off_limits(module: str) -> bool:
+    return module.partition(".")[0] in _OFF_LIMITS and not module.startswith(_FORWARD_MODULES)
