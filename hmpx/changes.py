@@ -1,8 +1,9 @@
 """Whatever hmpx changes outside itself, it changes here: what was there, what hmpx put, and how that is taken back.
 
 Changes are applied in order and undone in reverse. One is undone only where the value that hmpx put still stands. If
-somebody else has put another one on top, theirs stays and the logger "hmpx" warns of it: what they wrapped does nothing
-any more by then. Where hmpx would put what is there already, nothing is recorded: a later change is not hmpx's to undo.
+somebody else has put another value on top, theirs stays, and the logger "hmpx" warns of it: what it wraps, which is
+hmpx's, does nothing any more. If a place holds the value already, nothing is recorded, so that a later change by
+somebody else is not undone.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Paired:
 
 
 class Changes:
-    """Changes that belong together, undone in reverse by `close()`, also where one of them cannot be.
+    """Changes that belong together, undone in reverse by `close()`. One that fails does not keep the rest from it.
 
     No `contextlib.ExitStack`: that keeps what is to be undone in closures of its own, where a search for names that
     somebody has captured would find it.

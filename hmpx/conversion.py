@@ -41,6 +41,10 @@ class Conversion(Installation):
     Attributes:
         policy: which op runs under which rule; prints as an op list file.
         kernels: what computes the ops that run in BF16 or FP16 on a CPU; prints in words.
+        active: whether this is the conversion that is in force.
+        patched: every attribute of torch, or of a module of yours, that was changed.
+        rebound: the places that had captured a function of torch before, and hold its wrapper now.
+        escaped: what the policy names and the conversion does not reach, one sentence each.
     """
 
     def __init__(

@@ -65,8 +65,9 @@ _DEFAULT = 0  # the key under which off_somewhere says "off unless a region turn
 _RETIRED = -1  # the key in the off_somewhere of wrappers whose conversion is gone
 _NONE_OPEN = Region()
 
-# Device types that torch knows and has no autocast rules for. torch.compile guards on their autocast state, and replays
-# it when it runs the ops of a graph one by one, where nothing of ours is guarded on.
+# Two device types that torch has no autocast rules for. Their autocast state carries ours into compiled graphs:
+# torch.compile guards on it, and sets it again when it runs the ops of a graph one by one, where it guards on nothing
+# of ours.
 _OFF, _ON = "maia", "ipu"
 
 _thread = _Thread()
@@ -135,7 +136,7 @@ class Casting:
 
 
 def retire() -> None:
-    """Turn casts off for good in the wrappers that hold `off_somewhere`; a new one serves everybody else."""
+    """Turn casts off for good in the wrappers that hold `off_somewhere`, and give everybody else a new one."""
     old, state.off_somewhere = state.off_somewhere, {}
     state.off_somewhere.update(old)
     old[_RETIRED] = True
@@ -224,7 +225,7 @@ def run_uncast(function, args, kwargs):
 
 
 def carrying(function: Callable) -> Callable:
-    """`function`, to be called in the region that is open now, whatever is open then."""
+    """`function`, made to run in the region that is open now, whatever is open when it is called."""
     now = _innermost()
 
     def carried(*args, **kwargs):

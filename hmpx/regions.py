@@ -1,8 +1,7 @@
 """The regions a user writes: nestable, per thread, exception-safe, decorators.
 
-One object may be entered many times, nested and from several threads: what is open lives with the thread, in `scope`
-and `weight_cache`.
-Plain enough for torch.compile to trace through.
+One object may be entered many times, nested and from several threads: what is open is kept by thread, in
+`region_state` and `weight_cache`. torch.compile traces through this code, so it is kept plain.
 """
 
 from __future__ import annotations

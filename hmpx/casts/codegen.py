@@ -204,7 +204,10 @@ def _test(p: Argument, test: str) -> str:
 
 
 def _first_is_right(target: torch.dtype | None, kept: bool) -> list[str]:
-    """The tests on the dtype of the first tensor, which the others follow where no list names one."""
+    """The test on the dtype of the first tensor: the list's, if a list names the op; else any that may be cast.
+
+    In the latter case the others are compared with the first, and eligibility matters only beside statistics.
+    """
     return ["_dtype is _target"] if target is not None else ["_dtype in _eligible"] if kept else []
 
 

@@ -5,8 +5,8 @@ With ``{float32: bfloat16}``, `torch.zeros(3)`, `x.float()`, `x.to(torch.float32
 to what comes from outside of torch (NumPy, buffers, files); a tensor that is there already is left alone. So a tensor's
 `dtype` says what it is. On XLA it did not: there it went on saying what had been asked for.
 
-Not mapped are calls of hmpx itself, of torch's compiler and other internals, and of optimizer steps, which compute in
-FP32 and count in it.
+Calls by hmpx itself, by torch's compiler and other internals, and by optimizer steps are not mapped: steps compute and
+count in FP32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEGACY = {
     torch.bfloat16: torch.BFloat16Tensor,
 }
 _DEFAULT_DTYPE = Flag("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
-# Whose calls mean what they say: their numbers are no part of the model.
+# Calls from these modules get the dtype that they ask for: their numbers are no part of the model.
 _INTERNAL = (*COMPILER, "hmpx.", "torch._tensor_str.", "torch._utils.", "torch.amp.", "torch.optim.", "torch.testing.")
 _IN_BETWEEN = "torch._subclasses.functional_tensor"  # hands on what a compiled function asks for
 
@@ -223,7 +223,7 @@ class DtypeMap:
 
 
 def _call(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """`casting.call` for what is torch's own; a wrapper of ours does that itself."""
+    """`rules.call` for a function of torch's own; a wrapper of ours calls that itself."""
     return function(*args, **kwargs) if type(function) is types.FunctionType else call(function, args, kwargs)
 
 

@@ -8,11 +8,11 @@ result is therefore the FP32 kernel of the same inputs, with its result rounded.
 them in FP32, which changes no value, and its result is rounded. Autograd does the same to gradients: they are rounded
 where a BF16 op would hand them on.
 
-**What can be seen** stays what it is: inputs and results are BF16, and what the op keeps for its backward is BF16 too.
-It is the caller's own tensor where the op kept an input, as natively. FP16 is treated alike.
+**What a caller sees** does not change: inputs and results are BF16, and so is what the op keeps for its backward.
+Where the native op would keep the caller's own tensor, that is what is kept. FP16 is treated alike.
 
-Which ops gain is `tables.FP32_KERNELS`, from a measurement. Native are all others, other devices, tensor subclasses,
-sparse and nested tensors, ``out=``, in-place ops, and whatever runs in `disable_casts()`.
+The ops that gain are in `op_facts.FP32_KERNELS`, which was measured. Everything else runs in native kernels: other ops,
+other devices, tensor subclasses, sparse and nested tensors, ``out=``, in-place ops, and calls in `disable_casts()`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hmpx.errors import HmpxError, did_you_mean
 
 Tensor = torch.Tensor
 KERNELS = ("auto", "native", "float32")
-GAINING = "matrix products, convolutions, attention, recurrences"  # `tables.FP32_KERNELS` in words
+GAINING = "matrix products, convolutions, attention, recurrences"  # `op_facts.FP32_KERNELS` in words
 VARIABLE = "HMPX_KERNELS"  # what "auto" means, where a person knows better
 _to_float = METHODS[torch.float32]
 

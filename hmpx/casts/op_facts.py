@@ -1,4 +1,4 @@
-"""What torch does not say about its own ops. Data only; `catalog` reads the rest off the installed torch.
+"""What torch does not say about its own ops. Data only; `ops` reads the rest off the installed torch.
 
 REFUSES_MIXED starts from a measurement on CPU: every op of torch's own sample database (`op_db`) with two floating
 inputs was called with one of them in BF16, the other in FP32. `tests/test_catalog.py` repeats it and fails if an op
@@ -167,7 +167,7 @@ CALLED_LATER = {
 }
 
 # Not the model's forward: casts are off inside. Of the modules, the public functions that write to their argument.
-# Optimizer steps are watched by `updates.steps`.
+# Optimizer steps are watched by `updates.step_hooks`.
 UNCAST_MODULES = ("torch.nn.init", "torch.nn.utils", "torch.nn.utils.clip_grad")
 UNCAST_FUNCTIONS = (
     "torch.nn.utils.get_total_norm",

@@ -1,7 +1,7 @@
 """The ops that hmpx knows: op name -> its entry points in torch, and how its arguments are laid out.
 
 Nearly everything is read off the installed torch: which names exist, which objects sit under them, and (from the
-operator schemas) which arguments are tensors. What torch does not say about itself stands in `tables`.
+operator schemas) which arguments are tensors. What torch does not say about itself stands in `op_facts`.
 
 An *entry point* is an attribute a Python caller can reach (`torch.softmax`, `Tensor.softmax`, `Tensor.__add__`). A
 Python function of torch that only checks its arguments and calls the C function of the same op (`F.softmax`,

@@ -159,7 +159,7 @@ def patch_at(path: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
 
 
 def _beside_ops(path: str, how: Patching, build: Callable[[Any], Callable]) -> Patch:
-    """The patch of a function that is no op, and yet has to know of the casts."""
+    """The patch of a function that is no op, but depends on what is cast."""
 
     def built(original: Any) -> Any:
         static = isinstance(original, staticmethod)

@@ -45,7 +45,7 @@ LOW_RULES = {torch.bfloat16: Rule.BF16, torch.float16: Rule.FP16}
 class Case:
     """What an op does in a call whose arguments `when` accepts; None accepts every call.
 
-    rule: None leaves the op as torch made it. follows: of a rule that is not its own, the listed ops that it is of.
+    rule: None leaves the op as torch made it. follows: the listed ops that the rule comes from, if it is not its own.
     """
 
     rule: Rule | None

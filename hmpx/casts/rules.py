@@ -1,7 +1,7 @@
 """What a rule does to the arguments of a call: which tensors are cast, and to what.
 
 `cast_arguments` is the definition of every cast that hmpx makes, for any layout and any mixture of positional and
-keyword arguments, and `call_cast` calls an op by it. `specialised` writes faster functions that do the same.
+keyword arguments, and `call_cast` calls an op by it. `codegen` writes faster functions that do the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_eligible(value: Any) -> bool:
 
 
 def is_sparse_or_nested(value: Any) -> bool:
-    """Whether `value` is a sparse or nested floating tensor: it stays what it is, and so do its companions."""
+    """Whether `value` is a sparse or nested floating tensor: neither it nor what is passed beside it is cast."""
     return (
         isinstance(value, Tensor) and value.dtype in ELIGIBLE and (value.layout is not torch.strided or value.is_nested)
     )
@@ -79,7 +79,7 @@ def eligible_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
 
 
 def is_explicit(args: tuple, kwargs: dict) -> bool:
-    """Whether the caller said himself what comes out: ``out=`` or ``dtype=``."""
+    """Whether the caller says what comes out, by ``out=`` or ``dtype=``."""
     return is_stated(kwargs) or has_dtype(args)
 
 

@@ -1,7 +1,7 @@
 """A user's own functions as ops: decorators, and dotted names in list files (`torchvision.ops.nms`).
 
-Such a function is an op like any other: its inputs are cast, it is the outermost, nothing inside is cast again. wrapt
-carries what is no plain function (methods of classes, builtins), where right binding matters more than nanoseconds.
+Such a function is an op like any other: its inputs are cast, it is the outermost, nothing inside is cast again. What is
+no plain function (methods of classes, builtins) is wrapped by wrapt, which binds it right; it costs more per call.
 """
 
 from __future__ import annotations

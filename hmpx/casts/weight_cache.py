@@ -3,14 +3,14 @@
 A weight is written to in many ways, and not all of them leave a trace. What guards a kept cast:
 
 - in-place ops and `load_state_dict` raise the weight's `_version`; another place in memory shows in `data_ptr()`;
-- `.data` and the ways to the memory itself (`numpy()`, `untyped_storage()`, `data_ptr()`, `__dlpack__()`), writes
-  through which raise nothing, are watched while a cache is open: who takes one, of the weight or of a view, drops the
-  cast, and as long as what was taken is alive none is kept;
-- optimizer steps, of which fused ones raise nothing, drop the casts of their parameters;
+- `.data` and the ways to the memory itself (`numpy()`, `untyped_storage()`, `data_ptr()`, `__dlpack__()`) do not raise
+  `_version` when they are written through, so they are watched while a cache is open: taking one of them, of the weight
+  or of a view of it, drops the cast, and none is kept while what was taken is alive;
+- optimizer steps, of which fused ones do not raise `_version`, drop the casts of their parameters;
 - a weight whose storage something else holds too (a flat buffer of a sharded model, a `.data` taken earlier, a NumPy
   array) is not kept at all, nor one that needs a gradient, whose cast would be part of a graph.
 
-Not seen are writes through an address, or a storage, that was taken before and is used again after the cast was kept.
+One kind of write is not seen: through an address, or a storage, that was taken before the cast was kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One wrapper built for each (entry point, rule): look at the arguments, cast what the rule says, call torch.
 
 Plain functions beat wrapt proxies and `TorchFunctionMode` in Python's interpreter, and the unlisted op costs nothing.
-Where the layout is known, `specialised` writes one that does not even walk `*args`.
+Where the layout is known, `codegen` writes one that does not even walk `*args`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _observed(
 
 
 def build_carrying(position: int, switch: Switch, original: Callable) -> Callable:
-    """A function of torch that takes another one to call later: that runs in the region of now."""
+    """A function of torch that keeps another one to call it later: that one runs in the region of now."""
 
     def carrier(*args, **kwargs):
         if len(args) > position and not switch.retired:

@@ -5,8 +5,8 @@ deep, puts the replacement where a function of torch is held: in dicts, lists, a
 in a `functools.partial`, which stays the same object, and in tuples and bound methods, which are made anew where they
 are held. What cannot be changed (a set, a cache, a local variable of a running function) is reported.
 
-No code of what is looked through runs: no `values()` of a subclass of dict, no `__eq__`, no property. While a module is
-being imported there is no pass: only its package is looked through, at the end of its import, and the rest is when the
+No code of what is looked through runs: no `values()` of a subclass of dict, no `__eq__`, no property. A module
+that is patched when it is imported starts no pass: only its package is looked through then, and the rest when the
 handle is next asked what it rebound. Of objects that `gc.freeze()` has hidden, only the modules are looked through.
 """
 
@@ -48,7 +48,8 @@ class Rebinding:
     def expect(self, replacements: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
         """These pairs are about to be put in their places, and nobody can have taken a replacement yet.
 
-        If there are no more references to one when it is taken back than now, nobody has, and none is looked for.
+        The references to each replacement are counted now. If there are no more of them when it is taken back, nobody
+        holds it, and no pass looks for it.
         """
         self._back |= {new: old for old, new in replacements()}
         known = self._references.keys()

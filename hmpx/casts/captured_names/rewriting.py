@@ -1,8 +1,8 @@
-"""Putting replacements into what holds a function: by its kind, by name, without running code of the holder.
+"""Puts replacements into what holds a function, in the way that fits the holder, without running code of its class.
 
-What can be written to is: dicts, lists, attributes, slots, cells, defaults, and a `functools.partial`, which stays the
-same object, so that all who hold it follow. What cannot, a tuple, a bound method, a staticmethod, a property, is made
-anew in whatever holds it. What remains is reported.
+Dicts, lists, attributes, slots, cells and defaults are written to, and so is a `functools.partial`, which stays the
+same object, so that all who hold it get the replacement. A tuple, a bound method, a staticmethod or a property cannot
+be written to: whatever holds it gets a new one. What remains is reported.
 """
 
 from __future__ import annotations
