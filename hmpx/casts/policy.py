@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import enum
-import importlib.util
-import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -13,13 +10,11 @@ import torch
 
 from hmpx.casts import op_facts
 from hmpx.casts.composition import ONLY_FP32, Row
+from hmpx.casts.listed_names import resolve
 from hmpx.casts.op_lists import SIDES, Listed, OpLists, default_lists, shipped
-from hmpx.casts.ops import Op, aten_only, canonical, catalog, legal_names
-from hmpx.casts.other_names import module_class, op_meant, within_torch
+from hmpx.casts.ops import Op, canonical, catalog
 from hmpx.dtype_names import dtype_named
-from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError, did_you_mean
-
-logger = logging.getLogger("hmpx")
+from hmpx.errors import HmpxError, OpListError, OptLevelError, did_you_mean
 
 OPT_LEVELS = ("O1", "O2")
 
@@ -225,7 +220,7 @@ def _no_opt_level(given: object) -> str:
 def _o1(given: dict[str, tuple[Listed, ...] | None], unknown: str, problems: tuple[str, ...]) -> Policy:
     defaults = default_lists()
     wrong = dict.fromkeys(problems, OpListError)  # what is wrong with the lists -> what is raised for it
-    chosen = {side: _resolve(names, unknown, wrong) for side, names in given.items() if names is not None}
+    chosen = {side: resolve(names, unknown, wrong) for side, names in given.items() if names is not None}
     bf16, fp32 = chosen.get("bf16", {}), chosen.get("fp32", {})
     for name in filter(fp32.__contains__, bf16):
         place = f"in the bf16 list at {bf16[name].where}"
@@ -237,7 +232,7 @@ def _o1(given: dict[str, tuple[Listed, ...] | None], unknown: str, problems: tup
     for side in SIDES:
         if side not in chosen:
             # What the user lists himself outranks a default that says otherwise.
-            resolved = _resolve(defaults.side(side), "error", {})
+            resolved = resolve(defaults.side(side), "error", {})
             chosen[side] = {
                 name: listed
                 for name, listed in resolved.items()
@@ -253,46 +248,3 @@ def _o2() -> Policy:
     ops = catalog()
     fp32 = sorted(name for name, op in ops.items() if op.computes and name not in op_facts.O2_BF16)
     return Policy(tuple(sorted(op_facts.O2_BF16)), tuple(fp32), (), "O2")
-
-
-def _resolve(names: tuple[Listed, ...], unknown: str, wrong: dict[str, type[OpListError]]) -> dict[str, Listed]:
-    """Listed names by the op they stand for; the first mention is the one remembered. Adds to what is `wrong`."""
-    ops = catalog()
-    resolved: dict[str, Listed] = {}
-    for listed in names:
-        op = canonical(listed.name)
-        if listed.problem:
-            wrong[f"{listed.where}: {listed.problem}"] = OpListError
-            continue
-        if op not in ops and not aten_only(op):
-            if not may_be_user_function(listed.name):
-                message = f"{listed.where}: {unknown_op(listed.name)}"
-                if unknown == "error":
-                    wrong[message] = UnknownOpError
-                else:
-                    logger.warning("%s (skipped)", message)
-                continue
-            op = listed.name
-        resolved.setdefault(op, listed)
-    return resolved
-
-
-def may_be_user_function(name: str) -> bool:
-    """Whether a dotted name may stand for a function outside torch; `linear.x` only if a module `linear` exists."""
-    top, _, rest = name.partition(".")
-    if not rest or top == "torch" or within_torch(name):
-        return False
-    return top not in legal_names() or top in sys.modules or importlib.util.find_spec(top) is not None
-
-
-def unknown_op(name: str) -> str:
-    """The message for a name that stands for nothing."""
-    in_place = name.removesuffix("_")
-    if in_place != name and in_place in legal_names():
-        return f"{name!r} writes to its input and keeps its dtype; list {in_place!r} for the op"
-    spelling, meant = name.rpartition(".")[2] or name, op_meant(name)
-    if module_class(name):
-        listed = did_you_mean(spelling, (), meant=meant) or ": list the functions that its forward calls"
-        return f"{name!r} is a class, and a list names functions{listed}"
-    meant = meant or (spelling if within_torch(name) and spelling in legal_names() else None)
-    return f"unknown op {name!r}{did_you_mean(spelling, legal_names(), meant=meant)}"

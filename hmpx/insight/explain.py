@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterable, Mapping
 
 from hmpx.casts.fp32_kernels import NATIVE, Kernels
+from hmpx.casts.listed_names import unknown_op
 from hmpx.casts.ops import Op, aten_only, canonical, catalog, legal_names
-from hmpx.casts.policy import Policy, Rule, unknown_op
+from hmpx.casts.policy import Policy, Rule
 from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.recipe_words import recipe_in_words
 from hmpx.recipes.recipe import Recipe, as_recipe
