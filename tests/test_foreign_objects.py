@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import wrapt
 
 import hmpx
-from hmpx.casts.captured_names import rewriting, sweep
+from hmpx.casts.captured_names import access, sweep
 from tests.conftest import PRISTINE, attributes_of_torch
 
 X = torch.randn(4, 4)
@@ -188,7 +188,7 @@ def test_whatever_ends_the_pass_half_way_everything_is_as_it_was(monkeypatch, er
 
 def test_an_interrupt_of_the_undo_does_not_stop_it(monkeypatch):
     handle = hmpx.convert()
-    write, calls = rewriting._write_item, []
+    write, calls = access.write_item, []
 
     def interrupted(*args):
         calls.append(args)
