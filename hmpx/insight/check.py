@@ -9,9 +9,9 @@ from pathlib import Path
 
 import yaml
 
+from hmpx.casts.listed_names import may_be_user_function, unknown_op
 from hmpx.casts.op_lists import LOW_PRECISION, SIDES, Listed, read_file
 from hmpx.casts.ops import aten_only, canonical, catalog
-from hmpx.casts.policy import may_be_user_function, unknown_op
 from hmpx.errors import HmpxError, OpListError, did_you_mean
 from hmpx.recipes import nxd
 from hmpx.recipes.keys import LISTS
