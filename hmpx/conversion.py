@@ -45,6 +45,17 @@ class Conversion(Installation):
         patched: every attribute of torch, or of a module of yours, that was changed.
         rebound: the places that had captured a function of torch before, and hold its wrapper now.
         escaped: what the policy names and the conversion does not reach, one sentence each.
+
+    `restore()` takes it away; nothing happens if it is not the one in force.
+
+    Example:
+        >>> with hmpx.convert() as handle:
+        ...     handle.active, inputs.matmul(inputs.t()).dtype
+        (True, torch.bfloat16)
+        >>> handle.active, inputs.matmul(inputs.t()).dtype
+        (False, torch.float32)
+        >>> [patch.rule for patch in handle.patched if patch.label == "torch.softmax"]
+        [<Rule.FP32: 'fp32'>]
     """
 
     def __init__(
@@ -167,6 +178,13 @@ def convert(
     Raises:
         OpListError, UnknownOpError, OptLevelError, and HmpxError for another `low_precision` or `kernels`: before
             anything is changed; what was installed stays installed.
+
+    Example:
+        >>> handle = hmpx.convert()
+        >>> logits = model(inputs)
+        >>> logits.dtype, logits.softmax(-1).dtype
+        (torch.bfloat16, torch.float32)
+        >>> hmpx.restore()
     """
     lists = read_lists(bf16_file_path, fp32_file_path, promote_file_path)
     return install(build_policy(opt_level, lists, unknown, low_precision), isVerbose, enabled, dtype_map, kernels)
@@ -193,7 +211,17 @@ def installed() -> Conversion | None:
 
 
 def restore() -> None:
-    """Put torch back exactly as it was, whatever is in force or would be given back; else nothing happens."""
+    """Put torch back exactly as it was, whatever is in force or would be given back; else nothing happens.
+
+    Example:
+        >>> function = torch.matmul
+        >>> handle = hmpx.convert()
+        >>> torch.matmul is function
+        False
+        >>> hmpx.restore()
+        >>> torch.matmul is function
+        True
+    """
     installation.end_all()
     step_hooks.uninstall_for_graphs()
     step_hooks.uninstall_collected()

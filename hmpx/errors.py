@@ -7,19 +7,47 @@ from collections.abc import Iterable
 
 
 class HmpxError(Exception):
-    """Base of every error that hmpx raises."""
+    """Base of every error that hmpx raises.
+
+    Example:
+        >>> try:
+        ...     hmpx.attach(optimizer, "masters")
+        ... except hmpx.HmpxError as error:
+        ...     print(error)
+        weights='masters' is none of 'stochastic', 'nearest', 'master', 'split'; did you mean 'master'?
+    """
 
 
 class OpListError(HmpxError, ValueError):
-    """An op list file that cannot be read, or that contradicts itself."""
+    """An op list file that cannot be read, or that contradicts itself.
+
+    Example:
+        >>> hmpx.convert(bf16_file_path="nowhere.txt")
+        Traceback (most recent call last):
+        hmpx.OpListError: nowhere.txt: no such op list file
+    """
 
 
 class UnknownOpError(OpListError):
-    """A name in an op list that stands for nothing torch can call."""
+    """A name in an op list that stands for nothing torch can call.
+
+    Example:
+        >>> with open("mine.txt", "w") as file:
+        ...     _ = file.write("linear\\nsofmax\\n")
+        >>> hmpx.convert(bf16_file_path="mine.txt")
+        Traceback (most recent call last):
+        hmpx.UnknownOpError: mine.txt:2: unknown op 'sofmax'; did you mean 'softmax'?
+    """
 
 
 class OptLevelError(HmpxError, ValueError):
-    """An opt_level that does not exist, or arguments that do not go with it."""
+    """An opt_level that does not exist, or arguments that do not go with it.
+
+    Example:
+        >>> hmpx.convert("O3")
+        Traceback (most recent call last):
+        hmpx.OptLevelError: opt_level 'O3' does not exist (legal: O1, O2)
+    """
 
 
 # A user meets these as hmpx.X, so that is how a traceback spells them.

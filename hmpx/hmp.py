@@ -1,4 +1,12 @@
-"""The names of Habana's HMP: ``from hmpx import hmp`` for ``from habana_frameworks.torch.hpex import hmp``."""
+"""The names of Habana's HMP: ``from hmpx import hmp`` for ``from habana_frameworks.torch.hpex import hmp``.
+
+Example:
+    >>> from hmpx import hmp
+    >>> handle = hmp.convert(opt_level="O1", bf16_file_path="", fp32_file_path="", isVerbose=False)
+    >>> model(inputs).sum().backward()
+    >>> with hmp.disable_casts():
+    ...     optimizer.step()
+"""
 
 from __future__ import annotations
 
@@ -35,7 +43,9 @@ def convert(
 
     Example:
         >>> from hmpx import hmp
-        >>> hmp.convert(opt_level="O1", bf16_file_path="", fp32_file_path="", isVerbose=False)
+        >>> handle = hmp.convert("02")  # with a zero
+        >>> handle.policy.opt_level
+        'O2'
     """
     if isinstance(opt_level, str) and opt_level in _SLIPS:
         meant = _SLIPS[opt_level]

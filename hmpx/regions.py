@@ -63,6 +63,15 @@ class disable_casts(_Region):
 
     Args:
         seed: of the rounding numbers, in [0, 2^64). None: the one that the optimizer's `state_dict` carries, else 0.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 4).bfloat16()
+        >>> optimizer = torch.optim.AdamW(model.named_parameters())
+        >>> model(inputs.bfloat16()).sum().backward()
+        >>> with hmpx.disable_casts():
+        ...     optimizer.step()
+        >>> model.weight.dtype, optimizer.state[model.weight]["exp_avg"].dtype
+        (torch.bfloat16, torch.float32)
     """
 
     def __init__(self, *, seed: int | None = None) -> None:
@@ -88,7 +97,16 @@ class disable_casts(_Region):
 
 
 class enable_casts(_Region):
-    """Casts on inside a `disable_casts` region, or under ``convert(enabled=False)``; optimizer steps are plain ones."""
+    """Casts on inside a `disable_casts` region, or under ``convert(enabled=False)``; optimizer steps are plain ones.
+
+    Example:
+        >>> handle = hmpx.convert(enabled=False)
+        >>> with hmpx.enable_casts():
+        ...     model(inputs).dtype
+        torch.bfloat16
+        >>> model(inputs).dtype
+        torch.float32
+    """
 
     def __enter__(self) -> enable_casts:
         region_state.enter(True)
@@ -111,6 +129,12 @@ class cached_weights(_Region):
 
     Nestable, per thread, exception-safe, also a decorator. Compiled code makes its own casts. Without `convert()`,
     nothing happens.
+
+    Example:
+        >>> with torch.no_grad(), hmpx.convert(), hmpx.cached_weights() as cache:
+        ...     out = model(inputs), model(inputs)
+        ...     print(cache)
+        <hmpx.cached_weights: 2 casts, 0.0 MiB>
     """
 
     def __enter__(self) -> cached_weights:

@@ -20,7 +20,16 @@ OPT_LEVELS = ("O1", "O2")
 
 
 class Rule(enum.Enum):
-    """What happens to the eligible arguments of an op."""
+    """What happens to the eligible arguments of an op: the dense tensors of float32, bfloat16 and float16.
+
+    A list says BF16, FP32 or PROMOTE. FP16 is what the bf16 list says under ``low_precision=torch.float16``.
+    FIRST_INPUT is for ops in no list that refuse mixed dtypes; UNCAST and DTYPE_MAP are for functions that are no ops.
+
+    Example:
+        >>> with hmpx.convert() as handle:
+        ...     handle.policy.listed("linear"), str(handle.policy.listed("softmax"))
+        (<Rule.BF16: 'bf16'>, 'fp32')
+    """
 
     BF16 = "bf16"  # all to bfloat16
     FP16 = "fp16"  # all to float16
@@ -50,14 +59,32 @@ class Case:
 
 @dataclass(frozen=True)
 class Policy:
-    """Which op runs under which rule.
+    """Which op runs under which rule. It prints as an op list file; two are equal where lists and `low_precision` are.
 
-    bf16, fp32, promote: sorted op names; a dotted name is a user's own function. low_precision: torch.bfloat16 or
-    torch.float16, what the ops in `bf16` run in. Two policies are equal when these are. `origins` says where each name
-    was listed.
+    Attributes:
+        bf16, fp32, promote: sorted op names; a dotted name is a user's own function.
+        low_precision: torch.bfloat16 or torch.float16, what the ops in `bf16` run in.
+        opt_level: "O1" or "O2", what it was made for.
+        origins: where each name was listed, as file:line.
+
+    `listed(name)` is the rule of the list that has this name itself, `user_functions()` are the dotted names with their
+    rules. Of an op of hmpx's catalogue, `rule(op)` is the rule that it gets, `cases(op)` the rules by the arguments of
+    a call, `listed_as(op)` the rule of its own name or of the op that it is another name of, `undecided(op)` its parts
+    that are in different lists.
 
     Raises:
         HmpxError: another dtype for `low_precision`.
+
+    Example:
+        >>> policy = hmpx.Policy(bf16=("linear",), fp32=("softmax",))
+        >>> print(policy)
+        # opt_level O1
+        bf16:
+          - linear
+        fp32:
+          - softmax
+        promote: []
+        <BLANKLINE>
     """
 
     bf16: tuple[str, ...] = ()

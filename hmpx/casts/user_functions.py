@@ -93,22 +93,57 @@ def bf16(function: Function) -> Function:
 
     Raises:
         HmpxError: what is decorated is a class, or a generator or coroutine function.
+
+    Example:
+        >>> @hmpx.bf16
+        ... def product(x, y):
+        ...     return x * y
+        >>> with hmpx.convert():
+        ...     product(inputs, inputs).dtype
+        torch.bfloat16
     """
     return _decorator(function, Rule.BF16)
 
 
 def fp16(function: Function) -> Function:
-    """Decorate a function so that, under `convert()`, its floating tensor arguments come as float16. See `bf16`."""
+    """Decorate a function so that, under `convert()`, its floating tensor arguments come as float16. See `bf16`.
+
+    Example:
+        >>> @hmpx.fp16
+        ... def product(x, y):
+        ...     return x * y
+        >>> with hmpx.convert():
+        ...     product(inputs, inputs).dtype
+        torch.float16
+    """
     return _decorator(function, Rule.FP16)
 
 
 def fp32(function: Function) -> Function:
-    """Decorate a function so that, under `convert()`, its floating tensor arguments come as float32. See `bf16`."""
+    """Decorate a function so that, under `convert()`, its floating tensor arguments come as float32. See `bf16`.
+
+    Example:
+        >>> @hmpx.fp32
+        ... def product(x, y):
+        ...     return x * y
+        >>> with hmpx.convert():
+        ...     product(inputs.bfloat16(), inputs.bfloat16()).dtype
+        torch.float32
+    """
     return _decorator(function, Rule.FP32)
 
 
 def promote(function: Function) -> Function:
-    """Decorate a function so that its floating tensor arguments come in the widest dtype among them. See `bf16`."""
+    """Decorate a function so that its floating tensor arguments come in the widest dtype among them. See `bf16`.
+
+    Example:
+        >>> @hmpx.promote
+        ... def product(x, y):
+        ...     return x * y
+        >>> with hmpx.convert():
+        ...     product(inputs, inputs.bfloat16()).dtype
+        torch.float32
+    """
     return _decorator(function, Rule.PROMOTE)
 
 

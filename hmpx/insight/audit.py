@@ -35,6 +35,15 @@ class Finding:
     Attributes:
         op: its list name. aten: the operator that ran, with its overload. rule: what the list says.
         dtypes: of its floating inputs, each once. where: the line of the caller's code, as file:line. calls: how many.
+
+    Example:
+        >>> with hmpx.convert():
+        ...     found = hmpx.audit(lambda x: torch.ops.aten.mm(x, x), torch.ones(4, 4))
+        >>> finding = found.findings[0]
+        >>> finding.op, finding.aten, finding.rule, finding.dtypes, finding.calls
+        ('mm', 'aten.mm.default', <Rule.BF16: 'bf16'>, (torch.float32,), 1)
+        >>> print(finding)  # finding.where begins it
+        <doctest ...>:2: mm is in the bf16 list and ran in float32 (aten.mm.default)
     """
 
     op: str
@@ -56,6 +65,14 @@ class Audit:
 
     Attributes:
         findings: listed ops that ran in another dtype. escaped: what the conversion does not reach in any model.
+
+    Example:
+        >>> with hmpx.convert():
+        ...     found = hmpx.audit(model, inputs)
+        >>> bool(found), found.findings
+        (False, ())
+        >>> print(hmpx.insight.audit.Audit((), ()))
+        every listed op ran in the dtype that its list says
     """
 
     findings: tuple[Finding, ...]
@@ -83,6 +100,11 @@ def audit(model: Callable, inputs: Any = ()) -> Audit:
 
     Raises:
         HmpxError: nothing is converted.
+
+    Example:
+        >>> with hmpx.convert():
+        ...     print(hmpx.audit(lambda x: torch.ops.aten.mm(x, x), torch.ones(4, 4)).findings[0])
+        <doctest ...>:2: mm is in the bf16 list and ran in float32 (aten.mm.default)
     """
     conversion = installed()
     if conversion is None:

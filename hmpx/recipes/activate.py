@@ -36,6 +36,16 @@ class Activation(Installation):
 
     Attributes:
         recipe: what is in force; ``print(handle.recipe)`` writes it as a file.
+        active: whether this is the one that is in force now.
+
+    `restore()` ends it before its ``with`` does; nothing happens if it is not the one in force.
+
+    Example:
+        >>> with hmpx.activate("neuron-bf16-sr") as handle:
+        ...     print(handle)
+        <hmpx.Activation, active: bfloat16 weights, ops O1, weights='stochastic'>
+        >>> handle.active, handle.recipe.weights
+        (False, 'stochastic')
     """
 
     def __init__(self, recipe: Recipe, under_zero: Recipe) -> None:
@@ -124,6 +134,13 @@ def activate(recipe: str | os.PathLike | Mapping | Recipe) -> Activation:
 
     Raises:
         HmpxError: before anything is changed.
+
+    Example:
+        >>> with hmpx.activate("neuron-bf16-sr"):
+        ...     model = torch.nn.Linear(4, 4)
+        ...     optimizer = torch.optim.AdamW(model.parameters())  # attached as it is made, its model cast
+        >>> model.weight.dtype
+        torch.bfloat16
     """
     under_zero, recipe = with_and_without_zero(recipe)
     return activate_both(recipe, under_zero)

@@ -46,6 +46,13 @@ def prepare(
 
     Raises:
         HmpxError: something does not fit, or differs between ranks; model, torch and optimizer are as they were.
+
+    Example:
+        >>> model, optimizer = hmpx.prepare(model, optimizer, {"weights": "split", "fp32": ["linear"]})
+        >>> model.weight.dtype, model(inputs).dtype
+        (torch.bfloat16, torch.float32)
+        >>> hmpx.restore()
+        >>> hmpx.detach(optimizer)
     """
     if not isinstance(model, torch.nn.Module):
         raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")

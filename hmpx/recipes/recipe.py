@@ -42,6 +42,31 @@ class Recipe:
             fits a module, or one that it is in, decides.
         weights, state_dtype, use_fp32_grad_acc, use_master_weights_in_ckpt, release_gradients, fused, seed: see
             `hmpx.attach`, with dtypes by name (``"bf16"``, ``"fp32"`` for short).
+
+    `from_nxd()` makes one of NxD's configuration, `inlined()` one without paths. `policy()`, `mapped()` and
+    `settings()` say what it means for `hmpx.convert` and `hmpx.attach`, `bytes_per_parameter()` and `footprint()` what
+    it takes. `listed()` and `naming_lines()` are for hmpx itself.
+
+    Example:
+        >>> recipe = hmpx.Recipe(bf16=("linear",), fp32=("softmax",), promote=(), weights="split")
+        >>> recipe.policy().bf16, recipe.settings().weights, sum(recipe.bytes_per_parameter().values())
+        (('linear',), 'split', 14.0625)
+        >>> print(recipe)
+        # Written by hmpx ... with torch ...
+        opt_level: O1
+        bf16: [linear]
+        fp32: [softmax]
+        promote: []
+        low_precision: bfloat16
+        kernels: auto
+        parameter_dtype: bfloat16
+        weights: split
+        state_dtype: float32
+        use_fp32_grad_acc: false
+        use_master_weights_in_ckpt: false
+        release_gradients: false
+        fused: false
+        <BLANKLINE>
     """
 
     opt_level: str | None = "O1"

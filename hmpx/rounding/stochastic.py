@@ -84,6 +84,14 @@ def stochastic_round(x: Tensor, *, seed: int, step: int, name: str, offset: int 
 
     Raises:
         HmpxError: `x` is not float32, or a number is out of range, that of an element included.
+
+    Example:
+        >>> x = torch.full((100_000,), 1 + 2**-9)  # a quarter of the way from 1 to the next BF16 number, 1 + 2**-7
+        >>> rounded = hmpx.stochastic_round(x, seed=0, step=0, name="x")
+        >>> rounded.dtype, sorted(set(rounded.tolist()))
+        (torch.bfloat16, [1.0, 1.0078125])
+        >>> abs((rounded > 1).float().mean().item() - 0.25) < 0.01
+        True
     """
     if not isinstance(x, Tensor):
         raise HmpxError(f"stochastic rounding takes tensors, not {type(x).__name__}")
@@ -93,7 +101,15 @@ def stochastic_round(x: Tensor, *, seed: int, step: int, name: str, offset: int 
 
 
 def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str, offset: int = 0) -> Tensor:
-    """`stochastic_round` into an existing bfloat16 tensor of the same shape, contiguous or not. Returns `out`."""
+    """`stochastic_round` into an existing bfloat16 tensor of the same shape, contiguous or not. Returns `out`.
+
+    Example:
+        >>> average, weight = torch.zeros(3, dtype=torch.bfloat16), torch.ones(3)
+        >>> for step in range(10):
+        ...     _ = hmpx.stochastic_round_(average, average.float().lerp(weight, 0.5), seed=0, step=step, name="ema")
+        >>> average.dtype
+        torch.bfloat16
+    """
     if not isinstance(x, Tensor) or not isinstance(out, Tensor):
         raise HmpxError(f"stochastic rounding takes tensors, not {type(x).__name__}")
     if not isinstance(name, str):

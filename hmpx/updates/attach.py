@@ -70,6 +70,15 @@ def attach(
 
     Raises:
         HmpxError: something does not fit, or differs from the first rank's; the optimizer is as it was.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 4).bfloat16()
+        >>> optimizer = torch.optim.AdamW(model.named_parameters())
+        >>> handle = hmpx.attach(optimizer, "master", use_master_weights_in_ckpt=True)
+        >>> model(inputs.bfloat16()).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state_dict()["state"][0]["hmpx_master"].dtype
+        torch.float32
     """
     if not isinstance(optimizer, Optimizer):
         raise HmpxError(f"attach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -111,6 +120,13 @@ def detach(optimizer: Optimizer) -> None:
 
     Its state goes to the dtype of each parameter, as torch's own `load_state_dict` does, and masters are dropped: save
     `state_dict()` before if you want them back.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).bfloat16().parameters(), lr=0.1)
+        >>> handle = hmpx.attach(optimizer)
+        >>> hmpx.detach(optimizer)
+        >>> handle.active
+        False
     """
     if not isinstance(optimizer, Optimizer):
         raise HmpxError(f"detach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")

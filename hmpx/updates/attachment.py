@@ -35,7 +35,24 @@ class Attachment:
     """What `attach` did to one optimizer: the handle that it returns.
 
     Attributes:
-        settings: what `attach` was asked for.
+        settings: what `attach` was asked for, by the names of its arguments.
+        names: the names of parameters that `attach` was given, by parameter.
+        optimizer: the optimizer, or for a `ZeroRedundancyOptimizer` the one inside it; None if it is gone.
+        active: whether this is what the optimizer is attached by now.
+
+    `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does. What else it has (`install`,
+    `take_masters`, `facts`, `before_load`, `sync_parameters`, `step`, `detach_from`) is for hmpx itself.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).bfloat16().parameters(), lr=0.1)
+        >>> handle = hmpx.attach(optimizer, "split")
+        >>> print(handle)
+        <hmpx.Attachment of SGD: weights='split'>
+        >>> handle.settings.weights, handle.optimizer is optimizer
+        ('split', True)
+        >>> handle.detach()
+        >>> handle.active
+        False
     """
 
     def __init__(self, optimizer: Optimizer, settings: Settings, names: dict[Parameter, str]) -> None:
