@@ -85,7 +85,7 @@ class Checkpoints:
         index = {p: i for i, p in enumerate(parameters(optimizer))}
         stateless = STEP_KEY in step_count.stored(optimizer) and not state_dict["state"]
         for segment in self._updates.segments(optimizer):
-            masters, i = self._updates.store.masters(segment), index[segment.param]
+            masters, i = self._updates.master_store.masters(segment), index[segment.param]
             # Optimizers create the state of a parameter that has none, so a master alone must not look like state.
             if stateless or i in state_dict["state"] or _tell_more(segment, masters):
                 state_dict["state"][i] = {**state_dict["state"].get(i, {}), MASTER_KEY: masters}
@@ -143,7 +143,7 @@ class Checkpoints:
             return
         if self._is_own and not incoming:
             return  # a wrapper loads the state that it has just saved: the present masters belong to it
-        store = self._updates.store
+        store = self._updates.master_store
         store.forget()
         for p, masters in incoming.items():
             store.set_masters(p, masters)

@@ -7,6 +7,8 @@ to even.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from hmpx.rounding.halves import join, read_masters, split
@@ -22,7 +24,7 @@ Parameter = torch.nn.Parameter
 class _Copies:
     """What stores of masters have in common: FP32 copies of parameters, and reading masters from them."""
 
-    has_masters = True
+    has_masters: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._masters: dict[Parameter, Tensor] = {}
@@ -52,7 +54,7 @@ class _Copies:
 class Master(_Copies):
     """BF16 weights beside FP32 masters."""
 
-    bytes_beside = 4.0
+    bytes_beside: ClassVar[float] = 4.0
 
     def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
         segment.of(self._masters[segment.param]).copy_(x)
@@ -78,7 +80,7 @@ class Split(_Copies):
     checkpoint may be of a run with "master", which rounds ties to even.
     """
 
-    bytes_beside = 2 + 2 / BLOCK
+    bytes_beside: ClassVar[float] = 2 + 2 / BLOCK
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,7 +23,7 @@ from hmpx.updates.segment import Segment
 from hmpx.updates.settings import Settings
 from hmpx.updates.step_call import StepCall, WriteBack
 from hmpx.updates.step_count import SEED_KEY, STEP_KEY
-from hmpx.updates.weights import WAYS
+from hmpx.updates.weights import WAYS, MasterStore, WeightStore
 from hmpx.updates.whole_step import WholeStep
 
 logger = logging.getLogger("hmpx")
@@ -39,7 +39,7 @@ class WeightUpdates:
     def __init__(self, settings: Settings, names: dict[Parameter, str] | None = None) -> None:
         self.settings = settings
         self.names = names or {}
-        self.store = WAYS[settings.weights]()
+        self.store: WeightStore = WAYS[settings.weights]()
         self._overlaps = Overlaps()
         self._open: PartialStep | None = None
 
@@ -104,6 +104,11 @@ class WeightUpdates:
             self._open.run([p])
 
     @property
+    def master_store(self) -> MasterStore:
+        """The store, where the settings ask for one with masters."""
+        return cast(MasterStore, self.store)
+
+    @property
     def is_open(self) -> bool:
         """Whether a part of the next step has been taken."""
         return self._open is not None
@@ -114,7 +119,7 @@ class WeightUpdates:
         for p, values in optimizer.state.items():
             masters = values.pop(MASTER_KEY, None) if isinstance(values, dict) else None
             if masters is not None and self.settings.has_masters and masters.dtype is torch.float32:
-                self.store.set_masters(p, masters)
+                self.master_store.set_masters(p, masters)
             elif masters is not None:
                 lost += 1
         if lost:

@@ -67,8 +67,8 @@ class MasterStore(WeightStore, Protocol):
 class _Bare:
     """What stores have in common that keep nothing beside the BF16 weights."""
 
-    bytes_beside = 0.0
-    has_masters = False
+    bytes_beside: ClassVar[float] = 0.0
+    has_masters: ClassVar[bool] = False
 
     def read_all(self, segments: list[Segment], outs: list[Tensor]) -> None:
         torch._foreach_copy_(outs, [segment.of(segment.param) for segment in segments])
