@@ -264,6 +264,40 @@ def test_verbose_is_seen_without_any_logging_setup(tmp_path):
     assert "hmp:opt_level  O1" in done.stderr and "matmul as" in done.stderr and "1 times" in done.stderr
 
 
+IN_ORDER = """
+import hmpx, logging, torch
+x = torch.ones(2, 2)
+print("first")
+hmpx.convert(isVerbose=True)
+print("second")
+x @ x
+logging.getLogger("hmpx").warning("a warning")
+print("third")
+hmpx.convert(isVerbose=True)
+x @ x
+print("last")
+"""
+
+
+def test_verbose_stands_between_what_the_program_prints(tmp_path):
+    """Both streams in one pipe, as `python train.py 2>&1 | tee log`; the counts come where nothing restores, too."""
+    together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    lines = subprocess.run([sys.executable, "-c", IN_ORDER], check=True, **together).stdout.splitlines()
+    words = [
+        "first",
+        "hmp:verbose_mode",
+        "hmp:opt_level",
+        "second",
+        "matmul as",
+        "a warning",
+        "third",
+        "1 times matmul",
+    ]
+    words += ["hmp:verbose_mode", "hmp:opt_level", "matmul as", "last", "1 times matmul"]
+    lines = [line for line in lines if "kernels" not in line]  # of a CPU without BF16 instructions
+    assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True)), lines
+
+
 def test_every_entry_point_builds_under_every_rule():
     for op in catalog().values():
         for entry in op.entries:

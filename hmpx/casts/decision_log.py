@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import sys
 import threading
@@ -21,11 +23,26 @@ logger = logging.getLogger("hmpx")
 _LEVEL = Flag("the level of the logger hmpx", lambda: logger.level, logger.setLevel)
 
 
+class _Shown(logging.StreamHandler):
+    """Writes to standard error as it is now, after all that the program has printed so far.
+
+    So where both streams go to one file or pipe, a decision stands between the lines that were printed before and after
+    it, and not before all of them.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
+            sys.stdout.flush()
+        if sys.stderr is not None:
+            self.setStream(sys.stderr)
+            super().emit(record)
+
+
 class VerboseLog:
     """Collects the decisions of one conversion.
 
     A user who asked for it sees it: where no handler would show INFO records of the logger "hmpx", one that writes to
-    standard error is attached while it is open.
+    standard error is attached while it is open. All that hmpx logs meanwhile goes through it, warnings too.
     """
 
     def __init__(self) -> None:
@@ -53,19 +70,24 @@ class VerboseLog:
         return observe
 
     def apply(self, changes: Changes) -> None:
-        """Record from here on, calls of users' own functions as well. Undone, it logs how often each was taken."""
+        """Record from here on, calls of users' own functions as well.
+
+        Undone, or when the program ends before, it logs how often each decision was taken.
+        """
         if not logger.isEnabledFor(logging.INFO):
             changes.put(_LEVEL, logging.INFO)
         if not logger.hasHandlers():
-            handler = logging.StreamHandler()
+            handler = _Shown()
             handler.setFormatter(logging.Formatter("%(message)s"))
             logger.addHandler(handler)
             changes.callback(logger.removeHandler, handler)
         changes.callback(self._close)
+        atexit.register(self._close)
         process_state.log = self
 
     def _close(self) -> None:
         process_state.log = None
+        atexit.unregister(self._close)
         for line, count in self._seen.most_common():
             logger.info("hmpx: %6d times %s", count, line)
 
