@@ -2,7 +2,7 @@
 
 Code elsewhere reads and sets these as attributes of this module; those that are never exchanged for another object may
 be imported by name. What belongs to one thread or task, the regions that are open in it, stands in `region_state`; what
-belongs to one conversion, in its handle.
+belongs to one conversion, in its handle. What can be made again, such as the catalogue of ops, stays where it is made.
 
 `in_use` says what differs from a process in which nothing is converted.
 """
