@@ -203,6 +203,7 @@ def plot(runs: list[Run], path: Path, dark: bool = False) -> None:
             end = (runs[0].steps[-1], behind(run, runs[0])[-1])
             note = {"xytext": (-4, 6), "textcoords": "offset points", "ha": "right", "fontweight": "bold"}
             differences.annotate(f"{end[1]:+.3f}", end, color=run.color, **note)
+        differences.margins(y=0.1)
         losses.set_title("validation loss, nats per character", fontsize=10, loc="left")
         losses.set_ylim(top=max(loss for run in runs for loss in run.losses[1:]) + 0.1)
         differences.set_title("the same, less that of FP32", fontsize=10, loc="left")
