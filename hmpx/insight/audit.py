@@ -129,7 +129,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        # Nothing of this is the model's: backward, regions and Python functions that a list names, writing ops.
+        # Left out, as no part of the model's forward: backward passes, regions without casts, ops that write in place.
         forward = torch._C._current_autograd_node() is None and region_state.casts_on()
         if forward and isinstance(func, torch._ops.OpOverload) and not func._schema.is_mutable:
             self._look(func, args, kwargs)
@@ -145,10 +145,10 @@ class _Watch(TorchDispatchMode):
         dtypes = tuple(dict.fromkeys(eligible_dtypes(values[:1] if written_beside else values)))
         wrong = {name: rule for name, rule in rules.items() if any(dtype is not TARGETS[rule] for dtype in dtypes)}
         if len(wrong) < len(rules):
-            return  # it is what one of the ops that it may stand for should be
+            return  # right for at least one of the ops that may have called it
         caller = sys._getframe(2)
         if any(map(is_computing, frames(caller))):
-            return  # for the op that was called, low precision is what comes in and out
+            return  # FP32 kernels compute an op whose inputs and results are in low precision
         deciding = (rule_of(frame) for frame in frames(caller))
         if any(rule in (*TARGETS, Rule.PROMOTE) for rule in deciding):
             return
@@ -160,7 +160,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _meant(aten: str, policy: Policy) -> list[Op]:
-    """The ops of the catalogue that may have been called when aten::`aten` runs: itself alone where a list names it."""
+    """The ops that may have been called when aten::`aten` runs; only the op of that name where a list names it."""
     ops = catalog()
     own = ops.get(canonical(aten))
     if own is not None and policy.listed_as(own):

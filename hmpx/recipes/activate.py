@@ -1,4 +1,4 @@
-"""`activate`: a recipe for all that a program makes from here on, without its model and optimizer in hand."""
+"""`activate`: a recipe in force for every model and optimizer that the program makes from here on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hmpx.updates.ranks.checks import compare
 
 logger = logging.getLogger("hmpx")
 VARIABLE = "HMPX_RECIPE"
-_TAKE_AN_ARGUMENT = "cmWX"  # of the interpreter's options of one letter
+_TAKE_AN_ARGUMENT = "cmWX"  # the one-letter options of the interpreter that take a value
 
 
 class Activation(Installation):
@@ -86,14 +86,14 @@ class Activation(Installation):
         self._changes.close()
 
     def _cast(self, params: list[torch.nn.Parameter]) -> list[torch.nn.Module]:
-        """Cast every model that has some of these parameters; the models."""
+        """Cast every model that holds some of these parameters; return the models."""
         models = models_of(params)
         alone = set(params).difference(*(model.parameters() for model in models))
         if alone:
             logger.warning("hmpx: %d parameters are in no module that can be found, and keep their dtype", len(alone))
         with self.recipe.naming_lines():
             check_names(models, self.recipe)
-        if not self.recipe.dtype_map:  # what was made under a map is of the right dtype
+        if not self.recipe.dtype_map:  # under a map, a model is made in the right dtype
             with contextlib.ExitStack() as undo:
                 for model in models:
                     cast_model(model, self.recipe, undo)
@@ -107,7 +107,7 @@ class Activation(Installation):
 
     def _made(self, optimizer: torch.optim.Optimizer) -> None:
         if any(isinstance(held, torch.optim.Optimizer) and attached(held) for held in vars(optimizer).values()):
-            return  # Lookahead and its like: the steps are those of the one inside
+            return  # Lookahead and others step through the optimizer that they hold
         params = parameters(optimizer)
         compare("hmpx.activate", facts(self.recipe))
         models = self._cast(params)
@@ -147,17 +147,18 @@ def activate(recipe: str | os.PathLike | Mapping | Recipe) -> Activation:
 
 
 def activate_both(recipe: Recipe, under_zero: Recipe) -> Activation:
-    """`activate` a recipe that says something else of optimizers under ZeRO-1."""
+    """`activate` one recipe, and another one for optimizers under ZeRO-1."""
     activation = Activation(recipe, under_zero)
     activation._install()
     return activation
 
 
 def activate_from_environment() -> None:
-    """`activate` what HMPX_RECIPE names, if it names anything. The shell commands look at it themselves.
+    """`activate` the recipe that HMPX_RECIPE names, if it is set. The shell commands read the variable themselves.
 
     Raises:
-        SystemExit: it names nothing that does. A script must not go on without, nor is it to blame.
+        SystemExit: there is no such recipe, or it is wrong. The script must not run without it; and as the script is
+            not at fault, there is one line and no traceback.
     """
     name = os.environ.get(VARIABLE)
     if name and not runs_a_shell_command(sys.orig_argv[1:]):
@@ -177,7 +178,7 @@ def runs_a_shell_command(arguments: Sequence[str]) -> bool:
 
 
 def module_that_runs(arguments: Sequence[str]) -> str | None:
-    """What follows ``-m`` among the interpreter's arguments; None where it runs something else than a module."""
+    """The module that the interpreter was told to run by ``-m``; None if it was told to run something else."""
     words = iter(arguments)
     for word in words:
         if word == "--check-hash-based-pycs":

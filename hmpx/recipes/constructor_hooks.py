@@ -1,4 +1,4 @@
-"""Watching for what a program makes: every optimizer as soon as it is made, every model before it is distributed."""
+"""Hooks in constructors: they see every optimizer once it is made, and every model before it is distributed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _making = threading.local()  # whether a constructor of an optimizer is running
 
 
 def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> None:
-    """Call `made` with each optimizer whose outermost constructor is done, until `changes` are undone.
+    """Call `made` with each new optimizer when its constructor has returned, until `changes` are undone.
 
-    One that another makes inside its own constructor (`ZeroRedundancyOptimizer`) is that other's affair.
+    An optimizer that is made inside the constructor of another one (`ZeroRedundancyOptimizer`) is left out; the outer
+    one is seen.
     """
 
     def watched(init: Callable) -> Callable:
@@ -68,7 +69,7 @@ def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> Non
 
 
 def watch_distribution(distributes: Callable[[Module], None], changes: Changes) -> None:
-    """Call `distributes` with each module that DistributedDataParallel or `fully_shard` is about to take."""
+    """Call `distributes` with each module that DistributedDataParallel or `fully_shard` is about to wrap."""
     init, ended = DistributedDataParallel.__init__, []
 
     @functools.wraps(init)
@@ -87,7 +88,7 @@ def watch_distribution(distributes: Callable[[Module], None], changes: Changes) 
             changes.put(Attribute(fsdp, "fully_shard", "torch.distributed.fsdp.fully_shard"), shard)
             if imported_before:
                 rebinding.add([(fully_shard, shard)])
-            else:  # nobody can have taken the name yet
+            else:  # nobody can have imported the name yet
                 rebinding.add_imported([(fully_shard, shard)], [fsdp])
 
     changes.callback(ended.append, True)

@@ -1,4 +1,4 @@
-"""The keys of a recipe: what may stand under each, and what is wrong with what does."""
+"""The keys of a recipe: which values each may have, and what is wrong with a value."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def facts(recipe: Recipe) -> dict[str, Any]:
 
 
 def _content(path: str) -> str:
-    """Of a list: ranks on several machines may have it in different places."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):  # convert() says it better
+    """The text of a list file, for ranks on several machines may hold the same list under different paths."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # reading the policy raises the better error
         return Path(path).read_text(encoding="utf-8") if path else ""
     return path
 
@@ -156,7 +156,7 @@ def _refuse_lazy(model: torch.nn.Module) -> None:
 
 
 def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, torch.dtype]:
-    """What each parameter is to be. A tied one is what the first module that has it says."""
+    """The dtype that each parameter is to have; of a tied one, what the first module that holds it says."""
     found: dict[torch.nn.Parameter, torch.dtype] = {}
     mapped = recipe.mapped()
     for name, module in zip(_module_names(model), model.modules(), strict=True):

@@ -143,7 +143,7 @@ class Recipe:
         """Which op runs under which rule; None where torch's ops are left alone.
 
         Raises:
-            HmpxError: a list that does not do; a `low_precision`, or FP32 `kernels`, for ops that are left alone. With
+            HmpxError: a list that is wrong; a `low_precision`, or FP32 `kernels`, where ops are left alone. With
                 the recipe's file and line, if it has one.
         """
         with self.naming_lines():

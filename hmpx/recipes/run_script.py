@@ -22,7 +22,7 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes.activate import activate_both
 from hmpx.recipes.recipe import Recipe, as_recipe
 
-_RUN = "HMPX_RUN"  # for spawned processes: what runs, under what recipe
+_RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
 
 
 def run(
@@ -33,12 +33,13 @@ def run(
     as_module: bool = False,
     under_zero: Recipe | None = None,
 ) -> None:
-    """Run a Python file, or a module by its name, in this process and under `recipe`; does not undo it.
+    """Run a Python file, or a module by its name, in this process under `recipe`, which stays in force afterwards.
 
-    `under_zero`: for optimizers under ZeRO-1, where the recipe says something else of them.
+    Args:
+        under_zero: the recipe for optimizers under ZeRO-1, if that is another one.
 
     Raises:
-        HmpxError: there is no such script or module, or the recipe does not do. Whatever the script raises.
+        HmpxError: there is no such script or module, or the recipe is wrong. Whatever the script raises.
     """
     if not as_module and Path(script).is_dir():
         script = str(Path(script) / "__main__.py")
