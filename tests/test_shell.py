@@ -370,9 +370,9 @@ def alone():
     [
         ("mine.py:step", (), 1, "mine.py:6: mm is in the bf16 list and ran in float32 (aten.mm.default)"),
         ("mine:step", ("--recipe", "hmp-o1"), 1, "mine.py:6: mm is in the bf16 list"),
-        ("mine.py:clean", (), 0, "every listed op ran in the dtype that its list says"),
+        ("mine.py:clean", (), 0, ""),
         ("mine.py:pair", ("--recipe", "neuron-bf16-sr"), 1, "mine.py:17: mm is in the bf16 list and ran in float32"),
-        ("mine.py:step", ("--fp32", "fp32.txt", "--bf16", "bf16.txt"), 0, "every listed op ran in the dtype"),
+        ("mine.py:step", ("--fp32", "fp32.txt", "--bf16", "bf16.txt"), 0, ""),
         ("mine.py:alone", (), 2, "the function returned a Model alone: return (model, inputs)"),
         ("mine.py:stepp", (), 2, "mine.py has no 'stepp'; did you mean 'step'?"),
         ("mime.py:step", (), 2, "mime.py: no such file; did you mean 'mine.py'?"),
@@ -390,4 +390,7 @@ def test_audit_runs_a_function_or_the_model_that_it_returns(what, more, status, 
     found, out, err = run(capsys, "audit", what, *more)
     sys.modules.pop("mine", None)
     assert found == status and message in (err if status == 2 else out)
+    assert (" list and ran in " in out) is (
+        status == 1
+    )  # what else may be printed has escaped, in modules of other tests
     assert hmpx.conversion.installed() is None

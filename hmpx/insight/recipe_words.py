@@ -48,7 +48,11 @@ def recipe_lines(recipe: Recipe) -> list[str]:
     if recipe.use_fp32_grad_acc:
         lines["gradients"] = "bfloat16, added up over micro-batches and ranks in float32"
     if masters:
-        kept = "with the masters" if recipe.use_master_weights_in_ckpt else "without the masters, so a resumed run has other bits"
+        kept = (
+            "with the masters"
+            if recipe.use_master_weights_in_ckpt
+            else "without the masters, so a resumed run has other bits"
+        )
         lines["checkpoints"] += f"; {kept}"
     if not narrow:
         plain = "plain steps in float32"
