@@ -390,7 +390,6 @@ def test_audit_runs_a_function_or_the_model_that_it_returns(what, more, status, 
     found, out, err = run(capsys, "audit", what, *more)
     sys.modules.pop("mine", None)
     assert found == status and message in (err if status == 2 else out)
-    assert (" list and ran in " in out) is (
-        status == 1
-    )  # what else may be printed has escaped, in modules of other tests
+    # What else may be printed has escaped, in modules of other tests.
+    assert (" list and ran in " in out) is (status == 1)
     assert hmpx.conversion.installed() is None
