@@ -31,8 +31,11 @@ class Place(Protocol):
     label, verb: what a warning calls it, and a change of it.
     """
 
-    label: str
-    verb: str
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def verb(self) -> str: ...
 
     def read(self) -> Any: ...
 

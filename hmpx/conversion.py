@@ -15,11 +15,11 @@ from hmpx.casts import dynamo, torchscript
 from hmpx.casts.captured_names.rebinding import Rebinding, WithCaptures
 from hmpx.casts.decision_log import Announcement, VerboseLog
 from hmpx.casts.dtype_map import DtypeMap
-from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, choose
+from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
 from hmpx.casts.op_lists import read_lists
 from hmpx.casts.ops import catalog
 from hmpx.casts.patch_table import Patch, PatchTable
-from hmpx.casts.policy import Policy, build_policy
+from hmpx.casts.policy import OptLevel, Policy, Unknown, build_policy
 from hmpx.casts.user_functions import UserFunctions
 from hmpx.changes import Changes, Flag, Paired, Part, Put
 from hmpx.installation import Installation
@@ -75,7 +75,9 @@ class Conversion(Installation):
         policy, mapping = self.policy, self._dtype_map
         yield Paired(step_hooks.install, step_hooks.uninstall)  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None
-        self._table = PatchTable.build(policy, log and log.observer, mapping and mapping.patches, self.kernels)
+        self._table = PatchTable.build(
+            policy, log.observer if log else None, mapping.patches if mapping else None, self.kernels
+        )
         self._rebinding = Rebinding()
         self._functions = UserFunctions(policy.user_functions(), policy.origins, self._rebinding)
         if log:
@@ -138,17 +140,17 @@ class Conversion(Installation):
 
 
 def convert(
-    opt_level: str = "O1",
-    bf16_file_path: str | os.PathLike | None = "",
-    fp32_file_path: str | os.PathLike | None = "",
+    opt_level: OptLevel = "O1",
+    bf16_file_path: str | os.PathLike[str] | None = "",
+    fp32_file_path: str | os.PathLike[str] | None = "",
     isVerbose: bool = False,
     *,
-    promote_file_path: str | os.PathLike | None = "",
-    unknown: str = "error",
+    promote_file_path: str | os.PathLike[str] | None = "",
+    unknown: Unknown = "error",
     enabled: bool = True,
-    low_precision: torch.dtype | None = None,
+    low_precision: torch.dtype | str | None = None,
     dtype_map: Mapping[torch.dtype, torch.dtype] | None = None,
-    kernels: str = "auto",
+    kernels: KernelsAsked = "auto",
 ) -> Conversion:
     """Run torch's ops in the precision that op lists say. A second call replaces the first, a ``with`` until its end.
 
@@ -195,7 +197,7 @@ def install(
     verbose: bool = False,
     enabled: bool = True,
     dtype_map: Mapping[torch.dtype, torch.dtype] | None = None,
-    kernels: str = "auto",
+    kernels: KernelsAsked = "auto",
 ) -> Conversion:
     """`convert` by a policy that is built already."""
     UserFunctions(policy.user_functions(), policy.origins).check()

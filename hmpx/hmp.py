@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import Any, Literal
 
 from hmpx import conversion
 from hmpx.conversion import Conversion
@@ -25,9 +25,9 @@ _SLIPS = {"01": "O1", "02": "O2"}  # a zero for the letter, as in released plugi
 
 
 def convert(
-    opt_level: str = "O1",
-    bf16_file_path: str | os.PathLike | None = "",
-    fp32_file_path: str | os.PathLike | None = "",
+    opt_level: Literal["O1", "O2", "01", "02"] = "O1",
+    bf16_file_path: str | os.PathLike[str] | None = "",
+    fp32_file_path: str | os.PathLike[str] | None = "",
     isVerbose: bool = False,
     **keywords: Any,
 ) -> Conversion:
@@ -47,14 +47,14 @@ def convert(
         >>> handle.policy.opt_level
         'O2'
     """
+    level: Any = opt_level  # `hmpx.convert` says what is wrong with another one
     if isinstance(opt_level, str) and opt_level in _SLIPS:
-        meant = _SLIPS[opt_level]
-        logger.warning("hmpx: opt_level %r, with a zero, is read as %r, with the letter O", opt_level, meant)
-        opt_level = meant
-    lists = {"bf16_file_path": bf16_file_path, "fp32_file_path": fp32_file_path}
-    if opt_level == "O2":
+        level = _SLIPS[opt_level]
+        logger.warning("hmpx: opt_level %r, with a zero, is read as %r, with the letter O", opt_level, level)
+    lists: dict[str, Any] = {"bf16_file_path": bf16_file_path, "fp32_file_path": fp32_file_path}
+    if level == "O2":
         aside = [f"{key}={os.fspath(path)!r}" for key, path in lists.items() if path is not None and os.fspath(path)]
         if aside:
             logger.warning("hmpx: opt_level 'O2' decides by itself: %s is ignored", " and ".join(aside))
         lists = {}
-    return conversion.convert(opt_level, isVerbose=isVerbose, **lists, **keywords)
+    return conversion.convert(level, isVerbose=isVerbose, **lists, **keywords)

@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,21 +59,20 @@ def _digits(column: str) -> int:
 
 def median_times(candidates: dict[str, Callable[[], object]], repeat: int, device: torch.device) -> dict[str, float]:
     """Median seconds of each candidate; every round calls each of them once, after two rounds that do not count."""
-    ways = {name: (contextlib.nullcontext, {"": candidate}) for name, candidate in candidates.items()}
+    ways: dict[str, Way] = {name: (contextlib.nullcontext, {"": candidate}) for name, candidate in candidates.items()}
     return {name: taken[""] for name, taken in median_times_in(ways, repeat, device).items()}
 
 
-def median_times_in(
-    ways: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Callable[[], object]]]],
-    repeat: int,
-    device: torch.device,
-) -> dict[str, dict[str, float]]:
+Way = tuple[Callable[[], AbstractContextManager], Mapping[str, Callable[[], object]]]  # a context, works by name
+
+
+def median_times_in(ways: Mapping[str, Way], repeat: int, device: torch.device) -> dict[str, dict[str, float]]:
     """Median seconds of each piece of work in each way, by way and work.
 
     A way is a context and the works to be done in it. Every round goes through all ways, after two rounds that do not
     count; in each, a work is done once before it is measured, so that entering the context leaves no trace.
     """
-    times = {way: {name: [] for name in works} for way, (_, works) in ways.items()}
+    times: dict[str, dict[str, list[float]]] = {way: {name: [] for name in works} for way, (_, works) in ways.items()}
     for turn in range(repeat + 2):
         for way, (context, works) in ways.items():
             with context():

@@ -23,7 +23,8 @@ def hmpx(device: torch.device) -> AbstractContextManager:
     folder = shipped() / f"autocast-{device.type}"
     if not folder.is_dir():
         raise HmpxError(f"device {device.type!r}: autocast's lists are there for cpu and cuda")
-    return convert(**{f"{side}_file_path": folder / f"{side}.txt" for side in SIDES})
+    bf16, fp32, promote = (folder / f"{side}.txt" for side in SIDES)
+    return convert(bf16_file_path=bf16, fp32_file_path=fp32, promote_file_path=promote)
 
 
 Contexts = dict[str, Callable[[], AbstractContextManager]]

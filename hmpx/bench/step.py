@@ -9,6 +9,7 @@ from torch import nn
 
 from hmpx.bench import measure
 from hmpx.updates.attach import attach
+from hmpx.updates.settings import Weights
 
 _LR = 1e-4
 Params = list[nn.Parameter]
@@ -28,7 +29,7 @@ def run(elements: int, repeat: int, device: torch.device) -> measure.Bench:
         params = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
         for p in params:
             p.grad = torch.randn_like(p)
-        made = []
+        made: list[Callable] = []
 
         def start(params: Params = params, make: Callable = make, made: list = made) -> None:
             made.append(make(params))
@@ -81,7 +82,7 @@ def _torch(params: Params, fused: bool = True, foreach: bool | None = None) -> t
 
 def _hmpx(
     params: Params,
-    weights: str = "stochastic",
+    weights: Weights = "stochastic",
     *,
     fused: bool = True,
     foreach: bool | None = None,
@@ -95,15 +96,17 @@ def _hmpx(
 
 def _masters_by_hand(params: Params) -> Callable:
     """What a training script without a library does."""
+    weights: list[torch.Tensor] = [*params]
     masters = [nn.Parameter(p.detach().float()) for p in params]
     optimizer = _torch(masters)
 
     def step() -> None:
         for p, master in zip(params, masters, strict=True):
+            assert p.grad is not None
             master.grad = p.grad.float()
         optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(params, masters)
+            torch._foreach_copy_(weights, [*masters])
         optimizer.zero_grad()
 
     return step

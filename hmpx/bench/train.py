@@ -37,7 +37,7 @@ def run(repeat: int, device: torch.device, models: Sequence[str], compiled: bool
 def _eager(model: str, repeat: int, device: torch.device) -> list[measure.Row]:
     subject = _Subject(model, device)
     # A forward enters autocast, as it does in users' code; a conversion stands around everything.
-    ways = {
+    ways: dict[str, measure.Way] = {
         "torch": (contextlib.nullcontext, subject.works()),
         "autocast": (contextlib.nullcontext, subject.works(functools.partial(peers.autocast, device))),
         "hmpx": (functools.partial(peers.hmpx, device), subject.works()),
@@ -51,7 +51,7 @@ def _compiled(model: str, repeat: int, device: torch.device) -> list[measure.Row
     print(f"compiling {model}", file=sys.stderr)
     subject = _Subject(model, device, compiled=True)
     with peers.hmpx(device):
-        ways = {
+        ways: dict[str, measure.Way] = {
             "torch": (disable_casts, subject.works()),
             "autocast": (disable_casts, subject.works(functools.partial(peers.autocast, device))),
             "hmpx": (contextlib.nullcontext, subject.works()),
@@ -70,8 +70,9 @@ class _Subject:
 
     def __init__(self, model: str, device: torch.device, compiled: bool = False) -> None:
         torch.manual_seed(0)
-        self._compile = torch.compile if compiled else lambda function: function
-        self._model, self._inputs = (made.to(device) for made in MODELS[model]())
+        self._compile: Callable = torch.compile if compiled else lambda function: function
+        made, inputs = MODELS[model]()
+        self._model, self._inputs = made.to(device), inputs.to(device)
         self._targets = torch.randint(10, (len(self._inputs),), device=device)
         self._frozen = copy.deepcopy(self._model).eval()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)

@@ -256,7 +256,7 @@ def make_wrapper(
         "_plain_or_none": _PLAIN_OR_NONE,
         "_float32": torch.float32,
         "_target": target,
-        "_to_target": METHODS.get(target),
+        "_to_target": None if target is None else METHODS[target],
         "_rule": rule,
         "_layout": layout,
         "_eligible": ELIGIBLE,

@@ -157,7 +157,8 @@ class DtypeMap:
         return self._as(torch.float64, inner, switch)
 
     def _as(self, dtype: torch.dtype, inner: Callable, switch: Switch) -> Callable:
-        instead = METHODS.get(self._mapping.get(dtype), inner)
+        new = self._mapping.get(dtype)
+        instead = inner if new is None else METHODS[new]
 
         def wrapper(*args, **kwargs):
             return _call(instead if _acts(switch) else inner, args, kwargs)
@@ -243,5 +244,5 @@ def _named_like(wrapper: Callable, patch: Patch) -> Callable:
     method = patch.owner is Tensor
     wrapper.__module__ = "torch" if method else patch.owner.__name__
     wrapper.__name__, wrapper.__qualname__ = patch.attribute, f"Tensor.{patch.attribute}" if method else patch.attribute
-    wrapper.__doc__, wrapper.__hmpx_original__ = patch.original.__doc__, patch.original
+    wrapper.__doc__, vars(wrapper)["__hmpx_original__"] = patch.original.__doc__, patch.original
     return wrapper

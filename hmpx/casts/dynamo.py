@@ -46,7 +46,7 @@ def never_compile(function: Callable) -> None:
         action = eval_frame.FrameAction.SKIP
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame.FrameExecStrategy(action, action))
 
-    function._torchdynamo_disable = True
+    vars(function)["_torchdynamo_disable"] = True
     wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
 
 

@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -34,7 +34,8 @@ from hmpx.casts.weight_cache import open_caches, widen_weight
 from hmpx.errors import HmpxError, did_you_mean
 
 Tensor = torch.Tensor
-KERNELS = ("auto", "native", "float32")
+KernelsAsked = Literal["auto", "native", "float32"]
+KERNELS: tuple[KernelsAsked, ...] = ("auto", "native", "float32")
 GAINING = "matrix products, convolutions, attention, recurrences"  # `op_facts.FP32_KERNELS` in words
 VARIABLE = "HMPX_KERNELS"  # what "auto" means, where a person knows better
 _to_float = METHODS[torch.float32]
@@ -47,7 +48,7 @@ class Kernels:
     asked: "auto", "native" or "float32". widened: the dtypes that FP32 kernels compute.
     """
 
-    asked: str = "native"
+    asked: KernelsAsked = "native"
     widened: frozenset[torch.dtype] = frozenset()
 
     def __str__(self) -> str:
@@ -74,13 +75,14 @@ class Kernels:
 NATIVE = Kernels()
 
 
-def choose(asked: str) -> Kernels:
+def choose(asked: KernelsAsked) -> Kernels:
     """What `kernels=` means on this machine; "auto" is what the environment variable HMPX_KERNELS says, if it is set.
 
     Raises:
         HmpxError: another word.
     """
-    meant, said = asked, f"kernels={asked!r}"
+    meant: str = asked
+    said = f"kernels={asked!r}"
     if asked == "auto" and os.environ.get(VARIABLE):
         meant = os.environ[VARIABLE]
         said = f"{VARIABLE}={meant}"
@@ -128,7 +130,7 @@ def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) ->
         keeper.narrow(low, [*pairs, *zip(_tensors(wide), _tensors(result), strict=True)], round_all)
         return result
 
-    computed.hands_on = True
+    vars(computed)["hands_on"] = True
     return computed
 
 
@@ -208,7 +210,9 @@ def _is_kept(pairs: list[tuple[Tensor, Tensor]]) -> bool:
     """Whether the op keeps tensors for a backward, and hooks may say how: not inside torch.func, nor a compiler."""
     if is_dynamo_compiling() or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return any([wide.requires_grad for wide, _ in pairs]) and torch._C._autograd._saved_tensors_hooks_is_enabled()
+    if not any([wide.requires_grad for wide, _ in pairs]):
+        return False
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def _tensors(result: Any) -> list[Tensor]:

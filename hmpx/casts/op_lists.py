@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,9 @@ def default_lists() -> OpLists:
 
 
 def read_lists(
-    bf16_file_path: str | os.PathLike | None = None,
-    fp32_file_path: str | os.PathLike | None = None,
-    promote_file_path: str | os.PathLike | None = None,
+    bf16_file_path: str | os.PathLike[str] | None = None,
+    fp32_file_path: str | os.PathLike[str] | None = None,
+    promote_file_path: str | os.PathLike[str] | None = None,
 ) -> OpLists:
     """Read up to three files. ``""`` and None mean: not given.
 
@@ -100,8 +100,7 @@ def read_lists(
     low = {lists.low_precision: paths[side] for side, lists in read.items() if lists.low_precision is not None}
     if len(low) > 1:
         raise OpListError(f"{' and '.join(low.values())} disagree: low_precision is {' and '.join(map(str, low))}")
-    filled: dict[str, Any] = {"low_precision": next(iter(low), None)}
-    filled["problems"] = tuple(problem for lists in read.values() for problem in lists.problems)
+    filled: dict[str, tuple[Listed, ...] | None] = {}
     for side in SIDES:
         if side in read:
             filled[side] = read[side].side(side)
@@ -110,10 +109,12 @@ def read_lists(
         if len(offers) > 1:
             raise OpListError(f"{' and '.join(offers)} both hold a {side} list; say which with {side}_file_path=")
         filled[side] = next(iter(offers.values()), None)
-    return OpLists(**filled)
+    problems = tuple(problem for lists in read.values() for problem in lists.problems)
+    bf16, fp32, promote = map(filled.get, SIDES)
+    return OpLists(bf16, fp32, promote, next(iter(low), None), problems)
 
 
-def read_file(path: str | os.PathLike, side: str) -> OpLists:
+def read_file(path: str | os.PathLike[str], side: str) -> OpLists:
     """Read one op list file; a text file's names go to `side`.
 
     Raises:
@@ -124,7 +125,7 @@ def read_file(path: str | os.PathLike, side: str) -> OpLists:
     suffix = Path(path).suffix.lower()
     if suffix in _KEYS:
         return _read_tree(path, text, suffix)
-    return OpLists(**{side: tuple(_read_lines(path, text))})
+    return replace(OpLists(), **{side: tuple(_read_lines(path, text))})
 
 
 def _text(path: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,9 @@ from hmpx.casts.ops import Op, canonical, catalog
 from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError, OpListError, OptLevelError, did_you_mean
 
-OPT_LEVELS = ("O1", "O2")
+OptLevel = Literal["O1", "O2"]
+Unknown = Literal["error", "warn"]  # what becomes of names that stand for nothing
+OPT_LEVELS: tuple[OptLevel, ...] = ("O1", "O2")
 
 
 class Rule(enum.Enum):
@@ -42,7 +45,7 @@ class Rule(enum.Enum):
 
 
 # What the ops in the bf16 list may run in, and the rule that they get then.
-LOW_RULES = {torch.bfloat16: Rule.BF16, torch.float16: Rule.FP16}
+LOW_RULES: dict[torch.dtype, Rule] = {torch.bfloat16: Rule.BF16, torch.float16: Rule.FP16}
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,10 @@ class Policy:
     bf16: tuple[str, ...] = ()
     fp32: tuple[str, ...] = ()
     promote: tuple[str, ...] = ()
-    opt_level: str = field(default="O1", compare=False)
+    opt_level: OptLevel = field(default="O1", compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     low_precision: torch.dtype = torch.bfloat16
+    _rules: dict[str, Rule] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.low_precision not in tuple(LOW_RULES):
@@ -128,18 +132,20 @@ class Policy:
             return (Case(None),)
         listed = self.listed_as(op)
         if listed is not None:
-            return (Case(self._effective(op, listed), follows=() if self.listed(op.name) else (op.follows,)),)
+            follows = (op.follows,) if op.follows and not self.listed(op.name) else ()
+            return (Case(self._effective(op, listed), follows=follows),)
         rows = op.rows or (catalog()[op.follows].rows if op.follows else ())
         cases = [self._case(op, row) for row in rows]
         if all(case.when is not None for case in cases):
             cases.append(Case(self._effective(op, None)))
         agreed = len({case.rule for case in cases}) == 1
-        follows = tuple(dict.fromkeys(name for case in cases for name in case.follows))
-        return (Case(cases[0].rule, follows=follows),) if agreed else tuple(cases)
+        followed = tuple(dict.fromkeys(name for case in cases for name in case.follows))
+        return (Case(cases[0].rule, follows=followed),) if agreed else tuple(cases)
 
     def _case(self, op: Op, row: Row) -> Case:
         found = self._of_parts(row)
-        rules = {rule for rule in found.values() if rule is not Rule.PROMOTE} or set(found.values())
+        rules: set[Rule] = {rule for rule in found.values() if rule is not Rule.PROMOTE}
+        rules = rules or set(found.values())
         names = tuple(name for name in found if self.listed(name))
         if not names or len(rules) > 1:
             return Case(self._effective(op, None), row.when)
@@ -152,7 +158,7 @@ class Policy:
             part = catalog().get(name := canonical(name))
             listed = self.listed_as(part) if part else self.listed(name)
             if listed is not None:
-                found[name if self.listed(name) or not part else part.follows] = listed
+                found[name if self.listed(name) or not part else part.follows or name] = listed
             elif name in ONLY_FP32:
                 found[name] = Rule.FP32
             else:
@@ -190,10 +196,10 @@ class Policy:
 
 
 def build_policy(
-    opt_level: str = "O1",
+    opt_level: OptLevel = "O1",
     lists: OpLists | None = None,
-    unknown: str = "error",
-    low_precision: torch.dtype | None = None,
+    unknown: Unknown = "error",
+    low_precision: torch.dtype | str | None = None,
 ) -> Policy:
     """Make a policy of op lists, the default ones where a side is None.
 
@@ -244,7 +250,7 @@ def _no_opt_level(given: object) -> str:
     return f"opt_level {given!r} does not exist{did_you_mean(name, OPT_LEVELS)} {legal}"
 
 
-def _o1(given: dict[str, tuple[Listed, ...] | None], unknown: str, problems: tuple[str, ...]) -> Policy:
+def _o1(given: dict[str, tuple[Listed, ...] | None], unknown: Unknown, problems: tuple[str, ...]) -> Policy:
     defaults = default_lists()
     wrong = dict.fromkeys(problems, OpListError)  # what is wrong with the lists -> what is raised for it
     chosen = {side: resolve(names, unknown, wrong) for side, names in given.items() if names is not None}

@@ -59,8 +59,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*(cast(item, dtype) for item in value))
     if kind is dict:
-        items = {key: cast(item, dtype) for key, item in value.items()}
-        return value if all(items[key] is value[key] for key in value) else items
+        new = {key: cast(item, dtype) for key, item in value.items()}
+        return value if all(new[key] is value[key] for key in value) else new
     return value
 
 
@@ -198,7 +198,7 @@ def _with_weight(layout: Layout, args: tuple) -> tuple:
     On a CPU instance_norm takes a BF16 input beside FP32 weight and bias, and not beside an FP32 bias alone.
     """
     weight, bias = (args[i] if i < len(args) else None for i in layout.beside or (len(args), len(args)))
-    if weight is not None or not is_eligible(bias):
+    if weight is not None or bias is None or not is_eligible(bias):
         return args
     with torch.no_grad():
         ones = torch.ones_like(bias)

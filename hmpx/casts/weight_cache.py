@@ -94,9 +94,11 @@ class WeightCache:
 
     def widen(self, value: Tensor, widen: Callable[[Tensor], Tensor]) -> Tensor:
         """`widen(value)`, FP32 for a kernel that wants it so; of a cast that is kept, it is kept too."""
-        low, wide = self._wide.get(id(value), (None, None))
-        if low is value and low._version == 0 and wide._version == 0:
-            return wide
+        known = self._wide.get(id(value))
+        if known is not None and known[0] is value:
+            low, wide = known
+            if low._version == 0 and wide._version == 0:
+                return wide
         key = next((key for key, kept in self._kept.items() if kept.cast is value), None)
         if key is None or value._version:
             return widen(value)

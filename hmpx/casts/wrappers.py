@@ -56,7 +56,7 @@ def _deciding(function: Callable) -> Callable:
     def inner(*args, **kwargs):
         return region_state.run_uncast(call, (function, args, kwargs), {})
 
-    inner.hands_on = True
+    vars(inner)["hands_on"] = True
     return inner
 
 
@@ -81,7 +81,7 @@ def build_uncast(entry: Entry, original: Callable, switch: Switch) -> Callable:
             return call(original, args, kwargs)
         return call(inner, args, kwargs)
 
-    uncast.__wrapped__ = original  # its signature, which torch_xla compares before it puts its own on top
+    vars(uncast)["__wrapped__"] = original  # its signature, which torch_xla compares before it puts its own on top
     return _named(uncast, entry, original)
 
 
@@ -104,7 +104,7 @@ def _observed(
     def stand_in(*args, **kwargs):
         return call(run, args, kwargs), args, kwargs
 
-    stand_in.__wrapped__, stand_in.hands_on = original, True
+    vars(stand_in).update(__wrapped__=original, hands_on=True)
     inner = build_wrapper(entry, rule, stand_in, switch)
 
     def wrapper(*args, **kwargs):
@@ -211,5 +211,5 @@ def _named(wrapper: Callable, entry: Entry, original: Callable) -> Callable:
         module, qualified = "torch", entry.label
     wrapper.__module__, wrapper.__qualname__ = module, qualified
     wrapper.__name__, wrapper.__doc__ = entry.attribute, original.__doc__
-    wrapper.__hmpx_original__ = original
+    vars(wrapper)["__hmpx_original__"] = original
     return wrapper

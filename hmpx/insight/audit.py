@@ -156,7 +156,10 @@ class _Watch(TorchDispatchMode):
         self._seen[name, str(func), rule, dtypes, users_line(caller)] += 1
 
     def findings(self) -> tuple[Finding, ...]:
-        return tuple(Finding(*key, calls) for key, calls in self._seen.items())
+        return tuple(
+            Finding(op, aten, rule, dtypes, where, calls)
+            for (op, aten, rule, dtypes, where), calls in self._seen.items()
+        )
 
 
 def _meant(aten: str, policy: Policy) -> list[Op]:

@@ -101,7 +101,7 @@ def _reason_of_parts(op: Op, policy: Policy) -> str:
     return f"{policy.rule(op)}: in no list; follows {' and '.join(dict.fromkeys(followed))}{somewhere}"
 
 
-def explain(recipe: str | os.PathLike | Mapping | Recipe) -> None:
+def explain(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe) -> None:
     """Print in words what a recipe does to weights, ops, gradients, state and checkpoints, with bytes per parameter.
 
     Args:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 from pathlib import Path
 
 import torch
@@ -119,7 +120,7 @@ class Activation(Installation):
                 attach(optimizer, model=None if named else whole, **vars(settings))
 
 
-def activate(recipe: str | os.PathLike | Mapping | Recipe) -> Activation:
+def activate(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe) -> Activation:
     """From here on, run whatever this program makes as a recipe says; a second call replaces the first.
 
     Ops are converted at once. Every optimizer is attached as soon as it is made, and the model that its parameters are

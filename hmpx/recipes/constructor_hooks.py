@@ -51,7 +51,7 @@ def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> Non
         if init is not None:
             changes.put(Attribute(cls, "__init__", f"{cls.__name__}.__init__"), watched(init))
 
-    def defined(cls: type, **kwargs: Any) -> None:
+    def defined(cls: type[Optimizer], **kwargs: Any) -> None:
         if before is MISSING:
             super(Optimizer, cls).__init_subclass__(**kwargs)
         else:
@@ -70,7 +70,8 @@ def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> Non
 
 def watch_distribution(distributes: Callable[[Module], None], changes: Changes) -> None:
     """Call `distributes` with each module that DistributedDataParallel or `fully_shard` is about to wrap."""
-    init, ended = DistributedDataParallel.__init__, []
+    init = DistributedDataParallel.__init__
+    ended: list[bool] = []
 
     @functools.wraps(init)
     def __init__(ddp: DistributedDataParallel, module: Module, *args: Any, **kwargs: Any) -> None:

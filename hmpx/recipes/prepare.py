@@ -28,7 +28,9 @@ logger = logging.getLogger("hmpx")
 
 
 def prepare(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, recipe: str | os.PathLike | Mapping | Recipe
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Set a model and its optimizer up as a recipe says: cast the parameters, `hmpx.convert`, `hmpx.attach`.
 

@@ -15,14 +15,15 @@ from typing import Any, ClassVar
 import torch
 import yaml
 
+from hmpx.casts.fp32_kernels import KernelsAsked
 from hmpx.casts.op_lists import LOW_DTYPES, SIDES, Listed, read_lists, shipped
-from hmpx.casts.policy import Policy, build_policy
+from hmpx.casts.policy import OptLevel, Policy, build_policy
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes import nxd
 from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, SWITCHES, problems, spelled_out
 from hmpx.recipes.origins import Origins
 from hmpx.updates.footprint import Footprint, footprint
-from hmpx.updates.settings import Settings
+from hmpx.updates.settings import Settings, Weights
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,7 +70,7 @@ class Recipe:
         <BLANKLINE>
     """
 
-    opt_level: str | None = "O1"
+    opt_level: OptLevel | None = "O1"
     bf16_file_path: str = ""
     fp32_file_path: str = ""
     promote_file_path: str = ""
@@ -77,11 +78,11 @@ class Recipe:
     fp32: Sequence[str] | None = None
     promote: Sequence[str] | None = None
     low_precision: str | None = None
-    kernels: str = "auto"
+    kernels: KernelsAsked = "auto"
     dtype_map: Mapping[str, str] = field(default_factory=dict)
     parameter_dtype: str = "bfloat16"
     module_dtypes: Mapping[str, str] = field(default_factory=dict)
-    weights: str = "stochastic"
+    weights: Weights = "stochastic"
     state_dtype: str = "float32"
     use_fp32_grad_acc: bool = False
     use_master_weights_in_ckpt: bool = False
@@ -150,7 +151,7 @@ class Recipe:
             if self.opt_level is not None:
                 files = read_lists(**{key: getattr(self, key) for key in LISTS})
                 own = {side: self.listed(side) for side in SIDES if getattr(self, side) is not None}
-                low = self.low_precision and LOW_DTYPES[self.low_precision]
+                low = LOW_DTYPES[self.low_precision] if self.low_precision else None
                 return build_policy(self.opt_level, replace(files, **own), low_precision=low)
             if self.low_precision is not None:
                 raise HmpxError(f"low_precision {self.low_precision}: opt_level null leaves torch's ops as they are")
@@ -213,7 +214,7 @@ def recipe_names() -> list[str]:
     return sorted(each.stem for each in (shipped() / "recipes").glob("*.yaml"))
 
 
-def recipe_path(name: str | os.PathLike) -> Path:
+def recipe_path(name: str | os.PathLike[str]) -> Path:
     """The file of a recipe that hmpx ships, by name; a path that ends in .yaml is that file.
 
     Raises:
@@ -230,7 +231,7 @@ def recipe_path(name: str | os.PathLike) -> Path:
     return path
 
 
-def read_recipe(name: str | os.PathLike, *, with_zero: bool = False) -> Recipe:
+def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Recipe:
     """A recipe that hmpx ships, by name, or one in a YAML file, by path; list files are looked for beside it.
 
     `with_zero` is for a file that holds NxD's `mixed_precision_config`, see `Recipe.from_nxd`.
@@ -241,7 +242,8 @@ def read_recipe(name: str | os.PathLike, *, with_zero: bool = False) -> Recipe:
     path = recipe_path(name)
     root = _composed(path)
     if [key.value for key, _ in root.value] == [nxd.KEY]:
-        return _nxds(path, *root.value[0], with_zero)
+        ((key, value),) = root.value
+        return _nxds(path, key, value, with_zero)
     values: dict[str, Any] = {}
     lines: dict[tuple, int] = {}
     wrong: dict[str, None] = {}
@@ -312,7 +314,7 @@ def _made(values: Mapping[str, Any]) -> Recipe:
     return Recipe(**{**values, **lists})
 
 
-def as_recipe(recipe: str | os.PathLike | Mapping | Recipe, *, with_zero: bool = False) -> Recipe:
+def as_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, *, with_zero: bool = False) -> Recipe:
     """A recipe from its name, its path, its keys, or a dict or file whose one key is NxD's `mixed_precision_config`:
     its defaults depend on whether ZeRO-1 is in use."""
     if isinstance(recipe, Recipe):
@@ -331,6 +333,6 @@ def as_recipe(recipe: str | os.PathLike | Mapping | Recipe, *, with_zero: bool =
     return _made(values)
 
 
-def with_and_without_zero(recipe: str | os.PathLike | Mapping | Recipe) -> tuple[Recipe, Recipe]:
+def with_and_without_zero(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe) -> tuple[Recipe, Recipe]:
     """A recipe for optimizers that nobody has seen yet: what it says under ZeRO-1, and what otherwise."""
     return as_recipe(recipe, with_zero=True), as_recipe(recipe)

@@ -15,8 +15,9 @@ import runpy
 import sys
 import types
 from dataclasses import asdict
+from importlib.abc import InspectLoader
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes.activate import activate_both
@@ -48,14 +49,15 @@ def run(
     activate_both(*recipes)
     both = [asdict(each) for each in recipes]
     os.environ[_RUN] = json.dumps({"recipes": both, "script": script, "as_module": as_module})
-    sys.argv = [spec.origin if as_module else script, *arguments]
+    sys.argv = [(as_module and spec.origin) or script, *arguments]
     sys.path[0] = os.getcwd() if as_module else str(Path(script).resolve().parent)
     module = types.ModuleType("__main__")
     module.__file__, module.__loader__ = spec.origin, spec.loader
     module.__package__ = spec.parent if as_module else None
     module.__spec__ = importlib.util.find_spec("hmpx.recipes.spawned")
     sys.modules["__main__"] = module
-    exec(spec.loader.get_code(spec.name), vars(module))
+    code = cast(InspectLoader, spec.loader).get_code(spec.name)  # both ways to a spec see to it
+    exec(cast(types.CodeType, code), vars(module))
 
 
 def spawned(name: str) -> dict[str, Any]:
@@ -72,7 +74,9 @@ def _spec_of_file(script: str) -> importlib.machinery.ModuleSpec:
         beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise HmpxError(f"{script}: no such script{did_you_mean(path.name, beside)}")
     loader = importlib.machinery.SourceFileLoader("__main__", str(path))
-    return importlib.util.spec_from_file_location("__main__", path, loader=loader)
+    spec = importlib.util.spec_from_file_location("__main__", path, loader=loader)
+    assert spec is not None, "a loader is given"
+    return spec
 
 
 def _spec_of_module(name: str) -> importlib.machinery.ModuleSpec:

@@ -64,7 +64,8 @@ class Cache:
             if not os.path.exists(opened):  # not Linux: by its name, in a folder that only its owner can write to
                 opened = str(path)
             # It stays open, or a later file could get its number, and the dynamic linker take it for this library.
-            return ctypes.CDLL(str(path), handle=ctypes._dlopen(opened, ctypes.DEFAULT_MODE))
+            handle = ctypes._dlopen(opened, ctypes.DEFAULT_MODE)  # type: ignore[attr-defined]  # not in typeshed
+            return ctypes.CDLL(str(path), handle=handle)
         except BaseException:
             os.close(fd)
             raise

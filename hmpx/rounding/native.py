@@ -25,7 +25,8 @@ from hmpx.rounding.kernel_cache import Refused, open_cache, say
 logger = logging.getLogger("hmpx")
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
-KeyedTensor = tuple[torch.Tensor | None, int]  # FP32, or BF16 with the key that it is rounded by when it is written
+KeyedTensor = tuple[torch.Tensor, int]  # FP32, or BF16 with the key that it is rounded by when it is written
+KeyedState = KeyedTensor | tuple[None, int]  # None where the optimizer keeps none
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = ("-O3", "-march=native", "-std=c11", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-c")
@@ -62,22 +63,22 @@ def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int
     Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
     """
     n, threads = x.numel(), torch.get_num_threads()
-    library().round_stochastic(x.data_ptr(), out.data_ptr(), n, key, offset, width or n, stride, threads)
+    _kernels().round_stochastic(x.data_ptr(), out.data_ptr(), n, key, offset, width or n, stride, threads)
 
 
-def adam(weight: KeyedTensor, grad: KeyedTensor, mean: KeyedTensor, square: KeyedTensor, *scalars: float) -> None:
+def adam(weight: KeyedTensor, grad: KeyedTensor, mean: KeyedState, square: KeyedState, *scalars: float) -> None:
     """A step of Adam or AdamW in place; `native.c` names the scalars. Needs `library()`."""
     held = (_kernel_array(each) for each in (weight, grad, mean, square))
-    library().adam(*held, weight[0].numel(), *scalars, torch.get_num_threads())
+    _kernels().adam(*held, weight[0].numel(), *scalars, torch.get_num_threads())
 
 
-def sgd(weight: KeyedTensor, grad: KeyedTensor, buffer: KeyedTensor, *scalars: float) -> None:
+def sgd(weight: KeyedTensor, grad: KeyedTensor, buffer: KeyedState, *scalars: float) -> None:
     """A step of SGD in place; `native.c` names the scalars. Needs `library()`."""
     held = (_kernel_array(each) for each in (weight, grad, buffer))
-    library().sgd(*held, weight[0].numel(), *scalars, torch.get_num_threads())
+    _kernels().sgd(*held, weight[0].numel(), *scalars, torch.get_num_threads())
 
 
-def _kernel_array(held: KeyedTensor) -> KernelArray:
+def _kernel_array(held: KeyedState) -> KernelArray:
     tensor, key = held
     return KernelArray() if tensor is None else KernelArray(tensor.data_ptr(), tensor.dtype is torch.bfloat16, key)
 
@@ -88,13 +89,20 @@ def block_checksums(weights: torch.Tensor, out: torch.Tensor, multipliers: torch
     weights: BF16 that `can_read`. multipliers: one for each weight of a block.
     """
     pointers = (tensor.data_ptr() for tensor in (weights, out, multipliers))
-    library().block_checksums(*pointers, weights.numel(), multipliers.numel(), torch.get_num_threads())
+    _kernels().block_checksums(*pointers, weights.numel(), multipliers.numel(), torch.get_num_threads())
 
 
 def call(name: str, *tensors: torch.Tensor) -> None:
     """A kernel that goes through tensors of one size, all of which it `can_read`."""
     pointers = (tensor.data_ptr() for tensor in tensors)
-    getattr(library(), name)(*pointers, tensors[0].numel(), torch.get_num_threads())
+    getattr(_kernels(), name)(*pointers, tensors[0].numel(), torch.get_num_threads())
+
+
+def _kernels() -> ctypes.CDLL:
+    """`library()`, for a caller that has seen that there is one."""
+    found = library()
+    assert found is not None, "there are no C kernels"
+    return found
 
 
 def can_read(*tensors: torch.Tensor) -> bool:
@@ -139,7 +147,7 @@ def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
     name = f"native-{hashlib.sha256(b'|'.join(built)).hexdigest()[:16]}.so"
     with open_cache() or contextlib.nullcontext() as cache:
         try:
-            kept = cache and cache.load(name)
+            kept = cache.load(name) if cache is not None else None
         except Refused as refused:
             say(refused)
             kept = cache = None
@@ -152,7 +160,9 @@ def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
             with contextlib.suppress(OSError):  # no room, say
                 if cache is not None:
                     cache.keep(linked, name)
-                    return cache.load(name)
+                    kept = cache.load(name)
+                    if kept is not None:
+                        return kept
             return ctypes.CDLL(linked)
 
 

@@ -150,7 +150,7 @@ def round_into(
         out.copy_(target)
 
 
-def _round_flat(out: Tensor, x: Tensor, key_parts: tuple, offset: int, width: int, stride: int) -> None:
+def _round_flat(out: Tensor, x: Tensor, key_parts: tuple[int, int, str], offset: int, width: int, stride: int) -> None:
     """Call the kernel once for each 2^32 elements of the parameter, which have a key of their own."""
     kernel, (high, low) = _kernel(x), divmod(offset, 2**32)
     rows, room = x.numel() // width, 2**32 - low
@@ -166,7 +166,7 @@ def _round_flat(out: Tensor, x: Tensor, key_parts: tuple, offset: int, width: in
     _round_flat(out[first:], x[first:], key_parts, offset + on, min(width, x.numel() - first), stride)
 
 
-def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, int, int], None]:
+def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, int, int, int, int], None]:
     """The fastest kernel that can read `x`; all of them give the same bits."""
     if type(x) is Tensor:
         if x.is_cpu and native.library() is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError
 from hmpx.updates import optimizer_state
 from hmpx.updates.attachment import Attachment
@@ -19,7 +20,7 @@ from hmpx.updates.optimizer_scope import SCOPES, scope_of
 from hmpx.updates.plain_steps import allow_plain_steps
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
-from hmpx.updates.settings import Settings
+from hmpx.updates.settings import Settings, Weights
 from hmpx.updates.step import WeightUpdates
 
 logger = logging.getLogger("hmpx")
@@ -28,12 +29,12 @@ Optimizer = torch.optim.Optimizer
 
 def attach(
     optimizer: Optimizer,
-    weights: str = "stochastic",
+    weights: Weights = "stochastic",
     *,
     model: torch.nn.Module | None = None,
     names: Iterable[str] | None = None,
     seed: int | None = None,
-    state_dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype | str = torch.float32,
     use_fp32_grad_acc: bool = False,
     use_master_weights_in_ckpt: bool = False,
     release_gradients: bool = False,
@@ -85,7 +86,7 @@ def attach(
     settings = Settings(
         weights=weights,
         seed=seed,
-        state_dtype=state_dtype,
+        state_dtype=dtype_named(state_dtype),
         use_fp32_grad_acc=use_fp32_grad_acc,
         use_master_weights_in_ckpt=use_master_weights_in_ckpt,
         release_gradients=release_gradients,

@@ -15,6 +15,8 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.weights import WAYS
 
+Weights = Literal["stochastic", "nearest", "master", "split"]
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -26,7 +28,7 @@ class Settings:
         HmpxError: a value that is not legal, or masters in a checkpoint without a store that has them.
     """
 
-    weights: str = "stochastic"
+    weights: Weights = "stochastic"
     seed: int | None = None
     state_dtype: torch.dtype = torch.float32
     use_fp32_grad_acc: bool = False

@@ -16,7 +16,8 @@ from typing import Any
 HEAP_TYPE = 1 << 9  # of a type made by a class statement
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _MISSING = object()
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+Container = type[dict] | type[list] | type[tuple] | type[set] | type[frozenset] | type[deque]
+_CONTAINERS: tuple[Container, ...] = (dict, list, tuple, set, frozenset, deque)
 _FUNCTIONS = (
     *(types.FunctionType, types.BuiltinFunctionType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType),
@@ -27,7 +28,7 @@ mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 namespace: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
 flags: Callable[[type], int] = type.__dict__["__flags__"].__get__
 _qualname: Callable[[type], str] = type.__dict__["__qualname__"].__get__
-globals_of: Callable[[types.ModuleType], dict] = types.ModuleType.__dict__["__dict__"].__get__
+globals_of: Callable[[types.ModuleType], dict] = vars(types.ModuleType)["__dict__"].__get__
 
 
 def items(mapping: Any) -> list[tuple[Any, Any]]:
@@ -45,7 +46,7 @@ def items(mapping: Any) -> list[tuple[Any, Any]]:
     raise RuntimeError("it changes its size while it is read")
 
 
-def container_type(kind: type) -> type | None:
+def container_type(kind: type) -> Container | None:
     """The builtin container that objects of a class are; None if they are none."""
     return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
 
@@ -72,7 +73,7 @@ def attribute_dict(thing: Any) -> dict[str, Any] | None:
     """The `__dict__` of an object; None if it has none."""
     kind = type(thing)
     for cls in mro(kind):
-        descriptor = namespace(cls).get("__dict__")
+        descriptor: Any = namespace(cls).get("__dict__")
         if any(type(descriptor) is kind_of for kind_of in _DESCRIPTORS):
             try:
                 found = descriptor.__get__(thing, kind)

@@ -67,7 +67,12 @@ class Rebinding:
     def add_imported(self, pairs: Iterable[tuple[Any, Any]], modules: Iterable[types.ModuleType]) -> None:
         """The same in the middle of an import: in these modules now, elsewhere at the next `captures`."""
         replacements = self._note(pairs)
-        self._run(replacements, lambda sweep: [sweep.one(module) for module in modules])
+
+        def look(sweep: Sweep) -> None:
+            for module in modules:
+                sweep.one(module)
+
+        self._run(replacements, look)
 
     def undo(self) -> None:
         """Put back what stood in every place, and rebind the names that were taken in the meantime.

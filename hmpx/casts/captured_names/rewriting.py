@@ -23,10 +23,14 @@ HOLDERS = (
     *(functools.partial, functools._lru_cache_wrapper),
     *(types.MethodType, staticmethod, classmethod, property, types.CellType),
 )
-_SEQUENCES = {list: (list.__getitem__, list.__setitem__), deque: (deque.__getitem__, deque.__setitem__)}
-_PARTS = {  # of what can only be made anew
+_SEQUENCES: dict[type, tuple[Callable, Callable]] = {
+    list: (list.__getitem__, list.__setitem__),
+    deque: (deque.__getitem__, deque.__setitem__),
+}
+_BOUND: tuple[type, ...] = (types.MethodType, staticmethod, classmethod)
+_PARTS: dict[type, list[Any]] = {  # of what can only be made anew
     property: [vars(property)[name] for name in ("fget", "fset", "fdel")],
-    **{kind: [vars(kind)["__func__"]] for kind in (types.MethodType, staticmethod, classmethod)},
+    **{kind: [vars(kind)["__func__"]] for kind in _BOUND},
 }
 
 
@@ -118,7 +122,7 @@ class Rewriting:
         self.done[id(value)] = new = self._inside(value, kind, base, where, depth)
         return new
 
-    def _inside(self, value: Any, kind: type, base: type | None, where: str, depth: int) -> Any:
+    def _inside(self, value: Any, kind: type, base: raw.Container | None, where: str, depth: int) -> Any:
         if base is dict:
             for key, held in raw.items(value):
                 self._item(value, key, held, f"{where}[{raw.described(key)}]", depth + 1)
@@ -162,13 +166,13 @@ class Rewriting:
         if not any(map(operator.is_not, before, after)):
             return value
         try:
-            new = tuple.__new__(kind, after)
+            new: tuple[Any, ...] = tuple.__new__(kind, after)
         except TypeError:  # one that C code makes
             self._failed(count, f"a {raw.class_name(kind)} cannot be changed")
             return value
-        attributes = raw.attribute_dict(value)
-        if attributes:
-            raw.attribute_dict(new).update(raw.items(attributes))
+        attributes, own = raw.attribute_dict(value), raw.attribute_dict(new)
+        if attributes and own is not None:
+            own.update(raw.items(attributes))
         return new
 
     def _partial(self, value: functools.partial, where: str, depth: int) -> None:
@@ -192,7 +196,8 @@ class Rewriting:
             self._failed(count, f"a {raw.class_name(kind)} cannot be changed")
             return value
         if kind is property:
-            return property(*after, value.__doc__)
+            fget, fset, fdel = after
+            return property(fget, fset, fdel, value.__doc__)
         if kind is types.MethodType:
             (new,) = after
             binds = type(new) is types.MethodDescriptorType

@@ -27,7 +27,9 @@ from hmpx.casts.captured_names.rewriting import DEEPEST, HOLDERS, Rewriting
 
 _LONGEST = 10_000  # items: a longer list or dict is data, not a table of functions
 _BUNCH = 64  # things at once
-_LENGTHS = {kind: kind.__len__ for kind in (dict, list, tuple, set, frozenset, deque)}
+_LENGTHS: dict[type | None, Callable[[Any], int]] = {
+    kind: kind.__len__ for kind in (dict, list, tuple, set, frozenset, deque)
+}
 _CALLS = (types.FrameType, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _OPTIMIZED = 1  # the flag of code whose local variables are no dict
 
@@ -200,7 +202,8 @@ class Sweep:
 
     def _running_functions(self) -> None:
         """Local variables of functions that are running now: visible, not changeable."""
-        for thread, frame in sys._current_frames().items():
+        for thread, running in sys._current_frames().items():
+            frame: types.FrameType | None = running
             while frame is not None:
                 inside = dict.get(frame.f_globals, "__name__")
                 if frame.f_code.co_flags & _OPTIMIZED and not is_off_limits(inside):
