@@ -183,11 +183,11 @@ def leave(token: Region) -> None:
     index = len(opened) - 1
     if not is_dynamo_compiling() and opened[index] is not token:
         index = next((i for i in reversed(range(index)) if opened[i] is token), index)
-    task = opened.pop(index).task
-    if task is not None:
-        _tasks.set(tuple(other for other in _tasks.get() if other is not task))
+    left = opened.pop(index)
+    if left.task is not None:
+        _tasks.set(tuple(other for other in _tasks.get() if other is not left.task))
     now = opened[-1].casting if opened else None
-    if now is not casting:
+    if now is not left.casting:
         _announce(now)
 
 

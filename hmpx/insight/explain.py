@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from hmpx.casts.fp32_kernels import NATIVE, Kernels
 from hmpx.casts.listed_names import unknown_op

@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import torch
 

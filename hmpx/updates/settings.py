@@ -7,6 +7,7 @@ three against one another.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 
