@@ -1,7 +1,7 @@
 """Train a small character transformer four ways and see what the rounding of its weight updates does.
 
 The text is English that ships with Python: the help topics of `pydoc`. Every way starts from the same weights and sees
-the same batches; the last two differ in one line. ``python examples/charlm.py`` takes about 20 seconds on two cores,
+the same batches; the last two differ in one line. ``python examples/charlm.py`` takes half a minute on two free cores,
 ``--full`` trains six times as long.
 """
 
