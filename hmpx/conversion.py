@@ -16,10 +16,11 @@ from hmpx.casts.captured_names.rebinding import Rebinding, WithCaptures
 from hmpx.casts.decision_log import Announcement, VerboseLog
 from hmpx.casts.dtype_map import DtypeMap
 from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
+from hmpx.casts.listed_names import Unknown
 from hmpx.casts.op_lists import read_lists
 from hmpx.casts.ops import catalog
 from hmpx.casts.patch_table import Patch, PatchTable
-from hmpx.casts.policy import OptLevel, Policy, Unknown, build_policy
+from hmpx.casts.policy import OptLevel, Policy, build_policy
 from hmpx.casts.user_functions import UserFunctions
 from hmpx.changes import Changes, Flag, Paired, Part, Put
 from hmpx.installation import Installation

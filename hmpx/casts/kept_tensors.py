@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from hmpx.casts.rules import METHODS
@@ -17,7 +20,9 @@ class _Kept:
     __slots__ = ("held", "low", "version")
 
     def __init__(self, held: Tensor) -> None:
-        self.held, self.low, self.version = held, False, None
+        self.held: Any = held  # or what another hook made of it
+        self.low = False
+        self.version: int | None = None
 
 
 class Keeper:
@@ -28,6 +33,8 @@ class Keeper:
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
+        self._pack: Callable[[Tensor], Any] | None
+        self._unpack: Callable[[Any], Tensor] | None
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
 
     def pack(self, tensor: Tensor) -> _Kept:
@@ -71,7 +78,7 @@ class Keeper:
 
 def _same_view(tensor: Tensor, wide: Tensor | None, own: Tensor | None) -> Tensor | None:
     """The view of `own` that `tensor` is of `wide`; None where they are laid out differently."""
-    if own is None:
+    if own is None or wide is None:
         return None
     own, offset = own.detach(), tensor.storage_offset() - wide.storage_offset()
     if wide.stride() == own.stride():

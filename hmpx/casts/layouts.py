@@ -71,8 +71,9 @@ def read_layout(name: str, first: str) -> Layout:
         for lead in leads
         for a in lead
     )
-    agreed = bool(shared) and len(shared) == length and writable
+    agreed = shared is not None and 0 < len(shared) == length and writable
     dtype_positional = any(a.name == "dtype" for arguments in overloads for a in arguments)
+    statistics: tuple[int, ...]
     statistics, beside = op_facts.STATISTICS.get(name, ((), ()))
     if not statistics and not name.endswith("_"):
         statistics = tuple({i for arguments in overloads for i, a in enumerate(arguments) if _is_written(a)})
@@ -102,7 +103,7 @@ def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:
     if len({tuple((p.name, p.required) for p in lead) for lead in leads}) != 1:
         return None
     return tuple(
-        Argument(*ps[0][:2], any(p.tensor for p in ps), optional=any(p.optional for p in ps))
+        Argument(ps[0].name, ps[0].required, any(p.tensor for p in ps), optional=any(p.optional for p in ps))
         for ps in zip(*leads, strict=True)
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+from typing import Literal
 
 from hmpx.casts.op_lists import Listed
 from hmpx.casts.ops import aten_only, canonical, catalog, legal_names
@@ -12,9 +13,10 @@ from hmpx.casts.other_names import module_class, op_meant, within_torch
 from hmpx.errors import OpListError, UnknownOpError, did_you_mean
 
 logger = logging.getLogger("hmpx")
+Unknown = Literal["error", "warn"]  # what becomes of names that stand for nothing
 
 
-def resolve(names: tuple[Listed, ...], unknown: str, wrong: dict[str, type[OpListError]]) -> dict[str, Listed]:
+def resolve(names: tuple[Listed, ...], unknown: Unknown, wrong: dict[str, type[OpListError]]) -> dict[str, Listed]:
     """Listed names by the op they stand for; the first mention is the one remembered. Adds to what is `wrong`."""
     ops = catalog()
     resolved: dict[str, Listed] = {}

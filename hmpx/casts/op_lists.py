@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,9 @@ def read_file(path: str | os.PathLike[str], side: str) -> OpLists:
     suffix = Path(path).suffix.lower()
     if suffix in _KEYS:
         return _read_tree(path, text, suffix)
-    return replace(OpLists(), **{side: tuple(_read_lines(path, text))})
+    names = {side: tuple(_read_lines(path, text))}
+    bf16, fp32, promote = map(names.get, SIDES)
+    return OpLists(bf16, fp32, promote)
 
 
 def _text(path: str) -> str:

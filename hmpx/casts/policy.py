@@ -11,14 +11,13 @@ import torch
 
 from hmpx.casts import op_facts
 from hmpx.casts.composition import ONLY_FP32, Row
-from hmpx.casts.listed_names import resolve
+from hmpx.casts.listed_names import Unknown, resolve
 from hmpx.casts.op_lists import SIDES, Listed, OpLists, default_lists, shipped
 from hmpx.casts.ops import Op, canonical, catalog
 from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError, OpListError, OptLevelError, did_you_mean
 
 OptLevel = Literal["O1", "O2"]
-Unknown = Literal["error", "warn"]  # what becomes of names that stand for nothing
 OPT_LEVELS: tuple[OptLevel, ...] = ("O1", "O2")
 
 
@@ -265,7 +264,7 @@ def _o1(given: dict[str, tuple[Listed, ...] | None], unknown: Unknown, problems:
     for side in SIDES:
         if side not in chosen:
             # What the user lists himself outranks a default that says otherwise.
-            resolved = resolve(defaults.side(side), "error", {})
+            resolved = resolve(defaults.side(side) or (), "error", {})
             chosen[side] = {
                 name: listed
                 for name, listed in resolved.items()

@@ -11,6 +11,7 @@ from hmpx.casts.ops import canonical, catalog
 from hmpx.casts.other_names import module_class, op_of
 from hmpx.errors import HmpxError
 
+Operation = ast.Call | ast.BinOp | ast.AugAssign
 Call = tuple[str | None, str]  # an op, or None where the source does not tell; and a note
 _OPERATORS = {
     ast.MatMult: "matmul", ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.Pow: "pow",
@@ -28,18 +29,18 @@ def calls_on_line(source: str, path: str, line: int) -> list[Call]:
     except SyntaxError as error:
         raise HmpxError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
     names = _Names(tree)
-    on_line = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.AugAssign) and _stands_on(node, line)]
+    on_line = [node for node in ast.walk(tree) if isinstance(node, Operation) and _stands_on(node, line)]
     on_line.sort(key=lambda node: (node.lineno, node.col_offset))
     return list(dict.fromkeys(call for node in on_line for call in names.calls(node)))
 
 
-def _stands_on(node: ast.expr | ast.AugAssign, line: int) -> bool:
+def _stands_on(node: Operation, line: int) -> bool:
     """Whether a call or an operator stands on a line; of a chain over several lines, each link on its own."""
     if isinstance(node, ast.Call):
         return (node.func.end_lineno or node.lineno) == line
     if isinstance(node, ast.BinOp):
         return line in (node.lineno, node.left.end_lineno, node.right.lineno)
-    return isinstance(node, ast.AugAssign) and node.lineno == line
+    return node.lineno == line
 
 
 class _Names:
@@ -71,7 +72,7 @@ class _Names:
             return ""
         return ".".join([self._imported.get(function.id, function.id), *reversed(parts)])
 
-    def calls(self, node: ast.expr | ast.AugAssign) -> Iterator[Call]:
+    def calls(self, node: Operation) -> Iterator[Call]:
         if isinstance(node, ast.Call):
             yield from self._call(node.func)
             return
@@ -87,15 +88,16 @@ class _Names:
         written, full = ast.unparse(function), self._full_name(function)
         if written in self._modules:
             made = self._modules[written]
-            op = op_of(module_class(made))
+            cls = module_class(made)
+            op = op_of(cls) if cls else None
             yield op, f"`{written}` is a {made}" + ("" if op else ", which calls several ops; explain one by its name")
         elif full.startswith("torch."):
             op = canonical(full)
             if op in catalog():
                 yield op, ""
-        elif isinstance(function, ast.Attribute) and (op := canonical(function.attr)) in catalog():
-            if any(entry.owner is torch.Tensor for entry in catalog()[op].entries):
-                yield op, f"if `{ast.unparse(function.value)}` is a tensor"
+        elif isinstance(function, ast.Attribute) and (method := canonical(function.attr)) in catalog():
+            if any(entry.owner is torch.Tensor for entry in catalog()[method].entries):
+                yield method, f"if `{ast.unparse(function.value)}` is a tensor"
         elif written.startswith("self.") or written in ("model", "net"):
             inside = "`audit` and isVerbose=True show the ops that run inside it"
             yield None, f"{written}(...): the source does not say what this calls; {inside}"

@@ -150,7 +150,7 @@ class Recipe:
         with self.naming_lines():
             if self.opt_level is not None:
                 files = read_lists(**{key: getattr(self, key) for key in LISTS})
-                own = {side: self.listed(side) for side in SIDES if getattr(self, side) is not None}
+                own: dict[str, Any] = {side: self.listed(side) for side in SIDES if getattr(self, side) is not None}
                 low = LOW_DTYPES[self.low_precision] if self.low_precision else None
                 return build_policy(self.opt_level, replace(files, **own), low_precision=low)
             if self.low_precision is not None:

@@ -94,6 +94,8 @@ def _from_file(file: str) -> Any:
         raise HmpxError(f"{file}: no such file{did_you_mean(path.name, beside)}")
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise HmpxError(f"{file}: no Python file; its name ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)

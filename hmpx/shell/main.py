@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,8 +30,8 @@ examples:
 class Parser(argparse.ArgumentParser):
     """Keeps the lines of descriptions and examples, and says what a mistyped word may mean."""
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
     def error(self, message: str):
         if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):

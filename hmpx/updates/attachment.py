@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Attachment:
     def detach(self) -> None:
         """See `hmpx.detach`."""
         if self.active:
-            self.detach_from(self.optimizer)
+            self.detach_from(self._alive)
 
     def detach_from(self, optimizer: Optimizer) -> None:
         """Detach, and make `optimizer` a plain one: this one's, or a copy that took every attribute along."""
@@ -87,6 +88,13 @@ class Attachment:
         self._updates.release_state(optimizer)
         step_count.remove(optimizer)
 
+    @property
+    def _alive(self) -> Optimizer:
+        """The optimizer, for what is called only as long as there is one."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the optimizer is gone"
+        return optimizer
+
     def __repr__(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.settings).items() if v != getattr(Settings, k) or k == "weights"]
         state = f"of {type(self.optimizer).__name__}" if self.active else "detached"
@@ -94,7 +102,7 @@ class Attachment:
 
     def take_masters(self) -> None:
         """See `WeightUpdates.take_masters`."""
-        self._updates.take_masters(self.optimizer)
+        self._updates.take_masters(self._alive)
 
     @property
     def names(self) -> dict[Parameter, str]:
@@ -103,7 +111,7 @@ class Attachment:
 
     def facts(self, outer: Optimizer) -> dict[str, Any]:
         """What must be the same on every rank. `outer` is the optimizer that knows all parameters."""
-        rounding_key = self._updates.rounding_key(self.optimizer)
+        rounding_key = self._updates.rounding_key(self._alive)
         own = {key: str(value) for key, value in vars(self.settings).items()}
         params = {
             f"parameter {i}": {"name": name, "dtype": str(p.dtype), "shape": list(p.shape)}
@@ -119,24 +127,24 @@ class Attachment:
 
     def install(self, outer: Optimizer | None = None) -> None:
         """Attach. `outer`: the optimizer that the user has, if this one is inside it."""
-        self._outer = weakref.ref(outer or self.optimizer)
+        self._outer = weakref.ref(outer or self._alive)
         step_hooks.install()
-        self._gone = weakref.finalize(self.optimizer, _optimizer_is_gone, self._undo)
+        self._gone = weakref.finalize(self._alive, _optimizer_is_gone, self._undo)
         methods = {"__reduce_ex__": functools.partial(_reduce, self._optimizer)}
-        for name in writing_methods(type(self.optimizer)):
+        for name in writing_methods(type(self._alive)):
             methods[name] = functools.partial(_other_step, self._optimizer, name)
         own = vars(self.optimizer)
         self._added = {name: (method, own.get(name, MISSING)) for name, method in methods.items()}
         own.update({ATTRIBUTE: self, **methods})
         try:
             self._checkpoints = Checkpoints(self._updates)
-            self._checkpoints.register(self.optimizer, self._undo)
-            if outer not in (None, self.optimizer):
+            self._checkpoints.register(self._alive, self._undo)
+            if outer is not None and outer is not self.optimizer:
                 zero.watch_loads(outer, self._checkpoints, self._undo)
             self._undo.callback(_end_claim, self._claim, self._dtypes)
             self.sync_parameters()
             if self.settings.seed is not None:
-                step_count.keep(self.optimizer, **{SEED_KEY: self.settings.seed})
+                step_count.keep(self._alive, **{SEED_KEY: self.settings.seed})
         except BaseException:
             self._remove()
             raise
@@ -151,7 +159,7 @@ class Attachment:
 
     def sync_parameters(self) -> None:
         """Look at the optimizer's parameters again: some may be new, gone, or cast since the last time."""
-        now = dict.fromkeys(parameters(self._outer() or self.optimizer))
+        now = dict.fromkeys(parameters(self._outer() or self._alive))
         gone = [p for p in self._dtypes if p not in now]
         for p in gone:
             del self._dtypes[p]
@@ -161,7 +169,7 @@ class Attachment:
         cast = [p for p, dtype in self._dtypes.items() if p.dtype is not dtype]
         for p in cast:
             if self._dtypes[p] is torch.bfloat16:
-                self._updates.drop(self.optimizer, p)
+                self._updates.drop(self._alive, p)
         self._dtypes.update((p, p.dtype) for p in new + cast)
         self._claim.add(new)
         self._claim.update(cast)
@@ -186,14 +194,14 @@ class Attachment:
                 "release_gradients: a second gradient before optimizer.step(). Each parameter has stepped in backward, "
                 "so gradients cannot accumulate over several; after a backward that failed, call optimizer.step() too"
             )
-        released.refuse_scaled(self.optimizer)
+        released.refuse_scaled(self._alive)
         if not self._updates.is_open:
             self.sync_parameters()
-        step_hooks.step_alone(self.optimizer, self._updates, p)
-        released.release(p, self.optimizer)
+        step_hooks.step_alone(self._alive, self._updates, p)
+        released.release(p, self._alive)
 
 
-def _other_step(reference: weakref.ref, name: str, *args: Any, **kwargs: Any) -> Any:
+def _other_step(reference: Callable[[], Any], name: str, *args: Any, **kwargs: Any) -> Any:
     """What an attached optimizer has in place of a method that rewrites weights."""
     optimizer = reference()
     method = getattr(type(optimizer), name)
@@ -228,7 +236,7 @@ def _attach_copy(optimizer: Optimizer, original: Attachment) -> Attachment:
     return attachment
 
 
-def _reduce(reference: weakref.ref, protocol: int) -> tuple:
+def _reduce(reference: Callable[[], Any], protocol: int) -> tuple:
     """Copies and pickles of an attached optimizer are attached; torch's own hold state, groups and defaults alone."""
     optimizer = reference()
     attachment = attachment_of(optimizer)
@@ -239,7 +247,7 @@ def _reduce(reference: weakref.ref, protocol: int) -> tuple:
     return _rebuild, (type(optimizer), state, attachment.settings, attachment.names, attachment._updates.store)
 
 
-def _rebuild(cls: type, state: dict, settings: Settings, names: dict, store: WeightStore) -> Optimizer:
+def _rebuild(cls: type[Optimizer], state: dict, settings: Settings, names: dict, store: WeightStore) -> Optimizer:
     optimizer = cls.__new__(cls)
     optimizer.__setstate__(state)
     step_count.forget(optimizer)

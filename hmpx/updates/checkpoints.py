@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -120,7 +120,8 @@ class Checkpoints:
     def _loaded(self, optimizer: Optimizer) -> None:
         step_count.forget(optimizer)
         params = dict(zip(self._ids, parameters(optimizer), strict=True))
-        incoming, self._incoming = {params[i]: masters for i, masters in self._incoming.items()}, {}
+        incoming = {params[i]: masters for i, masters in self._incoming.items()}
+        self._incoming = {}
         if self._settings.seed is not None:
             step_count.keep(optimizer, **{SEED_KEY: self._settings.seed})
         self._take(incoming)
@@ -130,7 +131,8 @@ class Checkpoints:
     def take_from_state(self, optimizer: Optimizer) -> None:
         """Take over masters that a load has put into the optimizer's state."""
         states = [(p, values) for p, values in optimizer.state.items() if isinstance(values, dict)]
-        self._take({p: values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values})
+        masters = {p: values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values}
+        self._take(cast(dict[torch.nn.Parameter, torch.Tensor], masters))
 
     def _take(self, incoming: dict[torch.nn.Parameter, torch.Tensor]) -> None:
         if not self._settings.has_masters:
@@ -167,7 +169,7 @@ def _is_present_state(optimizer: Optimizer, state_dict: dict) -> bool:
     first = state_dict["param_groups"][0]
     if any(first.get(key) != optimizer.param_groups[0].get(key) for key in (STEP_KEY, SEED_KEY)):
         return False
-    index = {p: i for i, p in enumerate(parameters(optimizer))}
+    index: dict[torch.Tensor, int] = {p: i for i, p in enumerate(parameters(optimizer))}
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     if len(ids) != len(index):
         return False

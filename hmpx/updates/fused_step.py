@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import optim
@@ -25,7 +25,7 @@ FUSED = (optim.Adam, optim.AdamW, optim.SGD)
 
 def takes(optimizer: optim.Optimizer, group: dict, segment: Segment) -> bool:
     """Whether a kernel can step this parameter."""
-    p, grad = segment.param, segment.param.grad
+    p, grad = segment.param, segment.grad
     if type(optimizer) not in FUSED or group.get("amsgrad") or group["differentiable"] or _kernels(p) is None:
         return False
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
@@ -38,7 +38,8 @@ def takes(optimizer: optim.Optimizer, group: dict, segment: Segment) -> bool:
     )
 
 
-def _kernels(p: Tensor) -> ModuleType | None:
+def _kernels(p: Tensor) -> Any:
+    """The module of kernels for a parameter; None where there is none."""
     if p.is_cpu and native.library() is not None:
         return native
     return triton if p.is_cuda and triton.available() else None
@@ -86,7 +87,7 @@ def _adam(segment: Segment, group: dict, state: dict, write_back: WriteBack) -> 
     def launch(state: dict) -> None:
         state["step"] = step
         moments = (_keyed_state(state, key, segment, write_back) for key in ("exp_avg", "exp_avg_sq"))
-        _kernels(p).adam((p, write_back.rounding_key.derive(segment.name)), (p.grad, 0), *moments, *scalars)
+        _kernels(p).adam((p, write_back.rounding_key.derive(segment.name)), (segment.grad, 0), *moments, *scalars)
 
     return launch
 
@@ -106,6 +107,6 @@ def _sgd(segment: Segment, group: dict, state: dict, write_back: WriteBack) -> C
 
     def launch(state: dict) -> None:
         buffer = _keyed_state(state, "momentum_buffer", segment, write_back) if momentum else (None, 0)
-        _kernels(p).sgd((p, write_back.rounding_key.derive(segment.name)), (p.grad, 0), buffer, *scalars)
+        _kernels(p).sgd((p, write_back.rounding_key.derive(segment.name)), (segment.grad, 0), buffer, *scalars)
 
     return launch

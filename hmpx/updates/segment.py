@@ -74,7 +74,7 @@ class Segment:
 
         shown: what the optimizer sees of this segment.
         """
-        if self.order is None:
+        if self.order is None or self.start is None or self.stop is None:
             return [(self, shown)]
         blocks, begin, sizes = [], 0, local(self.param).shape
         for index in boxes(sizes, self.order, self.start, self.stop):
@@ -82,7 +82,7 @@ class Segment:
             end = begin + math.prod(block)
             segment = replace(self, start=self.start + begin, stop=self.start + end, order=None, index=index)
             if self.order == tuple(range(len(sizes))):
-                segment = replace(segment, at=segment.start)
+                segment = replace(segment, at=self.start + begin)
             else:
                 segment = replace(segment, at=0, box=Box.cut(tuple(sizes), block, tuple(i.start for i in index)))
             blocks.append((segment, unfolded(shown[begin:end], block, self.order)))
@@ -100,12 +100,21 @@ class Segment:
         return self.start is None and self.box is not None
 
     @property
+    def grad(self) -> Tensor:
+        """The gradient of the parameter, which what is stepped has."""
+        grad = self.param.grad
+        assert grad is not None, f"{self.name} has no gradient"
+        return grad
+
+    @property
     def offset(self) -> int:
         return self.start or 0
 
     @property
     def count(self) -> int:
-        return local(self.param).numel() if self.start is None else self.stop - self.start
+        if self.start is None or self.stop is None:
+            return local(self.param).numel()
+        return self.stop - self.start
 
     @property
     def is_last(self) -> bool:

@@ -139,7 +139,9 @@ def _for_shadow(before: Any, widen: bool, like: Tensor | None) -> Any:
     if not isinstance(before, dict):
         return before
     shown = {k: as_fp32(v) if widen else v for k, v in before.items()}
-    for key, value in shown.items() if like is not None else ():
+    for key, value in shown.items():
+        if like is None:
+            break
         if is_moment(value) and value.shape == like.shape and local(value).stride() != local(like).stride():
             shown[key] = laid_as(value, like, value.dtype)
     return before if all(shown[k] is v for k, v in before.items()) else shown

@@ -6,6 +6,7 @@ One pair of FP32 buffers, for weights and gradients, serves every slice of a ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -17,6 +18,9 @@ from hmpx.updates.segment import Segment
 from hmpx.updates.shadow_state import GatheredShadowState, ShadowState
 from hmpx.updates.sliced_state import SlicedState
 from hmpx.updates.step_call import StepCall, WriteBack
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -128,7 +132,7 @@ class SlicedStep:
                     self._sliced[segment.param].show(segment, shadow)
             shown = {segment.param: shadow for segment, shadow in zip(batch, shadows, strict=True)}
             self._versions = {shadow: _versions(states.get(shadow)) for shadow in shadows}
-            grads = [(shadow.grad, shadow.grad._version) for shadow in shadows]
+            grads = [(g, g._version) for shadow in shadows if (g := shadow.grad) is not None]
             with self._only(shown | {p: p for p in others}):
                 self._call.run()
         except BaseException:
@@ -195,21 +199,22 @@ class SlicedStep:
             p.grad = None if segment.is_last else p.grad
             return
         if left.layout is not torch.strided:
-            p.grad = left.to(p.grad.dtype)
+            p.grad = left.to(segment.grad.dtype)
             return
-        if not can_be_written(p.grad):
-            p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+        if not can_be_written(segment.grad):
+            p.grad = segment.grad.clone(memory_format=torch.contiguous_format)
             self._grads[p] = _held_gradient(segment)
         for block, part in segment.blocks(held_part(p, left) if segment.is_gathered else left):
             block.of(self._grads[p]).copy_(part)
 
     def _room(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._buffers is None or self._buffers[0].numel() < count or self._buffers[0].device != device:
-            self._buffers = tuple(torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
+            weights, grads = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
+            self._buffers = weights, grads
         return self._buffers[0][:count], self._buffers[1][:count]
 
     def _only(self, shown: dict[Parameter, Tensor]) -> OnlyParameters:
-        lists = [[] for _ in self._optimizer.param_groups]
+        lists: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         for p, q in shown.items():
             lists[self._group[p]].append(q)
         return OnlyParameters(self._optimizer.param_groups, lists)
@@ -233,13 +238,13 @@ class OnlyParameters:
 
 def _held_gradient(segment: Segment) -> Tensor:
     """The gradient of what this rank holds; one that is sharded in another way is redistributed, once a step."""
-    return segment.param.grad if segment.box is None else held_part(segment.param, segment.param.grad)
+    return segment.grad if segment.box is None else held_part(segment.param, segment.grad)
 
 
 def _gathered(segment: Segment, shadow: Tensor) -> Tensor:
     """The whole of a sharded parameter, for an optimizer that reads whole ones; every rank computes the same."""
-    whole = like(segment.param, shadow).full_tensor()
-    whole.grad = segment.param.grad.full_tensor().float()
+    whole = like(cast("DTensor", segment.param), shadow).full_tensor()
+    whole.grad = cast("DTensor", segment.grad).full_tensor().float()
     return whole
 
 

@@ -119,7 +119,7 @@ class WeightUpdates:
         for p, values in optimizer.state.items():
             masters = values.pop(MASTER_KEY, None) if isinstance(values, dict) else None
             if masters is not None and self.settings.has_masters and masters.dtype is torch.float32:
-                self.master_store.set_masters(p, masters)
+                self.master_store.set_masters(cast(torch.nn.Parameter, p), masters)
             elif masters is not None:
                 lost += 1
         if lost:

@@ -105,7 +105,9 @@ def uninstall_collected() -> None:
 
 def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Parameter) -> None:
     """Step one parameter of an attached optimizer, outside of the optimizer's `step`."""
-    own = _cell(type(optimizer).step).cell_contents
+    cell = _cell(type(optimizer).step)
+    assert cell is not None, "the step of every class is wrapped"
+    own = cell.cell_contents
     with region_state.region(casting=False), torch.no_grad():
         updates.step_alone(StepCall(optimizer, getattr(own, "__hmpx_original__", own)), p)
 
@@ -159,8 +161,7 @@ def _watched(step: Callable) -> Callable:
             if weight_cache.open_caches:
                 weight_cache.forget(parameters(optimizer))
 
-    watched.__hmpx_original__ = step
-    watched._torchdynamo_disable = True
+    vars(watched).update(__hmpx_original__=step, _torchdynamo_disable=True)
     return watched
 
 

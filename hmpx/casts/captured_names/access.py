@@ -52,11 +52,11 @@ def write_index(put: Callable, index: int, sequence: Any, value: Any) -> None:
 
 
 def read_closure(index: int, function: types.FunctionType) -> Any:
-    return content(function.__closure__[index])
+    return content((function.__closure__ or ())[index])
 
 
 def write_closure(index: int, function: types.FunctionType, value: Any) -> None:
-    function.__closure__[index].cell_contents = value
+    (function.__closure__ or ())[index].cell_contents = value
 
 
 def content(cell: types.CellType) -> Any:
@@ -84,4 +84,5 @@ def set_args(partial: functools.partial, args: tuple) -> None:
 
 def set_state(partial: functools.partial, func: Callable, args: tuple) -> None:
     attributes = raw.attribute_dict(partial)
-    functools.partial.__setstate__(partial, (func, args, KEYWORDS(partial), attributes))
+    state = func, args, KEYWORDS(partial), attributes
+    functools.partial.__setstate__(partial, state)  # type: ignore[attr-defined]  # not in typeshed

@@ -50,12 +50,12 @@ def accumulate_in_fp32(p: Parameter, reduced: dict, refuse: Callable, undo: cont
         reduced: `replicas()`.
         refuse: a hook from `refuse_ddp`, for a parameter that is not among them.
     """
-    before = p.grad_dtype
+    before, sharded = p.grad_dtype, is_sharded(p)
     undo.callback(lambda own: _set_grad_dtype(p, p.dtype if own else before), before is p.dtype)
     if p in reduced:
         _set_grad_dtype(p, None)
         _exchange_of(reduced[p]).take_over(p, undo)
-    elif is_sharded(p):
+    elif sharded:
         _set_grad_dtype(p, None)
         undo.callback(hook_when_complete(p, _widen).remove)
     else:
@@ -94,7 +94,7 @@ def _set_grad_dtype(p: Parameter, dtype: torch.dtype | None) -> None:
 
 
 def _widen(p: Parameter) -> None:
-    if p.grad.dtype is torch.bfloat16:
+    if p.grad is not None and p.grad.dtype is torch.bfloat16:
         p.grad = p.grad.float()
 
 
@@ -118,7 +118,7 @@ class _Exchange:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._group = ddp.process_group
-        self._aside: dict[Parameter, Tensor] = {}
+        self._aside: dict[Tensor, Tensor] = {}
         self._backward: int | None = None  # which one this is
         self._ours: set[Parameter] = set()
         self._hook = lambda _, bucket: self._reduce(bucket)

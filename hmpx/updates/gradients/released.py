@@ -25,7 +25,7 @@ from hmpx.errors import HmpxError
 
 Parameter = torch.nn.Parameter
 
-_gone: dict[Parameter, str] = {}  # until its optimizer's step is finished: the name of that optimizer's class
+_gone: dict[torch.Tensor, str] = {}  # until its optimizer's step is finished: the name of that optimizer's class
 _asked = threading.local()  # now: whether one of these functions is running in this thread
 
 # Each function, and the argument in which it is given parameters or gradients.
@@ -83,7 +83,8 @@ def watch(changes: Changes) -> None:
             changes.put(Attribute(cls, name, f"{cls.__name__}.{name}"), around(vars(cls)[name]))
 
 
-def _cell(function: types.FunctionType) -> types.CellType:
+def _cell(function: Any) -> types.CellType:
+    """Where a decorated function of torch holds its own."""
     return function.__closure__[function.__code__.co_freevars.index("func")]
 
 
@@ -156,10 +157,10 @@ def _remember_backward(gradient: torch.Tensor) -> None:
 
 
 def _refuse(what: str, params: list[Any]) -> None:
-    gone = [p for p in params if isinstance(p, torch.Tensor) and p in _gone]
+    gone = [_gone[p] for p in params if isinstance(p, torch.Tensor) and p in _gone]
     if gone:
         raise HmpxError(
-            f"{what}: the gradients of {len(gone)} parameters are gone: {_gone[gone[0]]} is attached with "
+            f"{what}: the gradients of {len(gone)} parameters are gone: {gone[0]} is attached with "
             "release_gradients=True, so each parameter has stepped, with its gradient as it was, and freed it in "
             f"backward. Attach with release_gradients=False, or leave {what} out; optimizer.step() ends this step"
         )

@@ -46,7 +46,7 @@ class ShadowGradients:
         if left is shown and (left is None or _is_as_shown(p.grad, left, version)):
             return
         self.keep(p)
-        if left is shown and p.grad is not None and can_be_written(p.grad):
+        if left is not None and left is shown and p.grad is not None and can_be_written(p.grad):
             p.grad.copy_(left)
         else:
             p.grad = None if left is None else left.detach().to(_gradient_dtype(p), copy=True)
@@ -55,7 +55,7 @@ class ShadowGradients:
         """The step raised: make every gradient the object that it was, with its values."""
         for p, (grad, values) in self._before.items():
             p.grad = grad
-            if grad is not None and grad.layout is torch.strided and can_be_written(grad):
+            if grad is not None and values is not None and grad.layout is torch.strided and can_be_written(grad):
                 grad.copy_(values)
 
 

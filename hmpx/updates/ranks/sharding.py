@@ -12,11 +12,14 @@ import functools
 import math
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
 from hmpx.errors import HmpxError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Tensor = torch.Tensor
 
@@ -49,7 +52,8 @@ class Box(NamedTuple):
         strides = [1] * len(whole)
         for d in range(len(whole) - 1, 0, -1):
             strides[d - 1] = strides[d] * whole[d]
-        width, loops, full = 1, [], True  # full: all dimensions so far are there from end to end
+        loops: list[tuple[int, int]] = []
+        width, full = 1, True  # full: all dimensions so far are there from end to end
         for d in range(len(whole) - 1, -1, -1):
             if full:
                 width *= sizes[d]
@@ -84,7 +88,7 @@ class Box(NamedTuple):
         return begin
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     """Whether `tensor` is a DTensor."""
     if type(tensor) in _PLAIN:
         return False
@@ -97,7 +101,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def like(sharded: Tensor, held: Tensor) -> Tensor:
+def like(sharded: DTensor, held: Tensor) -> DTensor:
     """The DTensor, sharded as `sharded` is, of which this rank holds `held`."""
     return type(sharded).from_local(
         held, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()

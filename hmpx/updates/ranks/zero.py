@@ -33,7 +33,9 @@ def inner(optimizer: Optimizer) -> Optimizer | None:
 
 def share_names(outer: Optimizer) -> None:
     """Let the optimizer inside know the names of its parameters, or their positions, in `outer`."""
-    names.share(outer, outer.optim)
+    held = inner(outer)
+    assert held is not None
+    names.share(outer, held)
 
 
 def watch_loads(outer: Optimizer, checkpoints: Checkpoints, undo: contextlib.ExitStack) -> None:
@@ -43,7 +45,9 @@ def watch_loads(outer: Optimizer, checkpoints: Checkpoints, undo: contextlib.Exi
     """
 
     def loaded(outer: Optimizer) -> None:
-        checkpoints.take_from_state(outer.optim)
+        held = inner(outer)
+        assert held is not None
+        checkpoints.take_from_state(held)
         outer.state.clear()  # a second copy, which nothing reads
 
     undo.callback(outer.register_load_state_dict_post_hook(loaded).remove)
