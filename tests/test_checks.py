@@ -1,0 +1,126 @@
+"""What is read and not run: lint, format, types, and which file may import which."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hmpx
+
+ROOT = Path(__file__).parent.parent
+FLOORS = (
+    "errors dtype_names torch_private changes",
+    "process_state",
+    "region_state installation",
+    "rounding",
+    "casts",
+    "updates",
+    "conversion regions",
+    "hmp recipes",
+    "insight",
+    "bench",
+    "hmpx",  # the public names
+    "shell",
+    "__main__",
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
+
+
+def tool(name: str, *arguments: str) -> subprocess.CompletedProcess:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    return subprocess.run([sys.executable, "-m", name, *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("command", ["check", "format --check"])
+def test_ruff_finds_nothing(command):
+    done = tool("ruff", *command.split(), "hmpx", "tests", "examples")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_package_and_a_users_code_are_type_checked():
+    """`tests/typed/public.py` says what each public name takes and gives back."""
+    done = tool("mypy")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_typed_file_uses_every_public_name():
+    tree = ast.parse((ROOT / "tests" / "typed" / "public.py").read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert set(hmpx.__all__) <= used | imported
+
+
+def sources(package: Path = ROOT / "hmpx") -> dict[str, ast.Module]:
+    """The files of the package by the name they are imported by."""
+    found = {}
+    for path in package.rglob("*.py"):
+        parts = ("hmpx", *path.relative_to(package).with_suffix("").parts)
+        found[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def imports(tree: ast.Module, files: set[str]) -> Iterator[str]:
+    """The files of hmpx that one imports, inside functions too; the version is a string and leads nowhere."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in files)
+        elif isinstance(node, ast.ImportFrom) and node.module in files:
+            names = {f"{node.module}.{alias.name}" for alias in node.names} - {"hmpx.__version__"}
+            yield from names & files
+            if names - files:
+                yield node.module
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+def wrong_ways(graph: dict[str, set[str]]) -> list[str]:
+    """Imports of a higher floor, or of another room on the same one."""
+    return [
+        f"{file} imports {other}"
+        for file, others in graph.items()
+        for other in others
+        if room(file) != room(other) and FLOOR[room(other)] >= FLOOR[room(file)]
+    ]
+
+
+def circles(graph: dict[str, set[str]]) -> set[str]:
+    """The files that import themselves by way of others: what is left when those without imports are taken away."""
+    left = {file: set(others) for file, others in graph.items()}
+    while leaves := {file for file, others in left.items() if not others & left.keys()}:
+        left = {file: others for file, others in left.items() if file not in leaves}
+    return set(left)
+
+
+def graph() -> dict[str, set[str]]:
+    trees = sources()
+    return {file: set(imports(tree, set(trees))) for file, tree in trees.items()}
+
+
+def test_every_room_has_a_floor():
+    assert {room(file) for file in graph()} == set(FLOOR)
+
+
+def test_no_file_imports_a_higher_floor():
+    assert wrong_ways(graph()) == []
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    assert circles(graph()) == set()
+
+
+def test_an_import_the_wrong_way_is_found():
+    trees = sources()
+    files = set(trees)
+    up = ast.parse("def later():\n    from hmpx.updates import attach")
+    assert set(imports(up, files)) == {"hmpx.updates.attach"}
+    assert wrong_ways({"hmpx.casts.rules": {"hmpx.updates.attach"}})
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
