@@ -202,8 +202,10 @@ class Sweep:
 
     def _running_functions(self) -> None:
         """Local variables of functions that are running now: visible, not changeable."""
-        for thread, running in sys._current_frames().items():
-            frame: types.FrameType | None = running
+        frame: types.FrameType | None
+        running = sys._current_frames()
+        while running:  # emptied: a frame that one of its own variables holds would keep all that was found alive
+            thread, frame = running.popitem()
             while frame is not None:
                 inside = dict.get(frame.f_globals, "__name__")
                 if frame.f_code.co_flags & _OPTIMIZED and not is_off_limits(inside):
