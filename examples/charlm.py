@@ -1,7 +1,7 @@
 """Train a small character transformer four ways and see what the rounding of its weight updates does.
 
 The text is English that ships with Python: the help topics of `pydoc`. Every way starts from the same weights and sees
-the same batches; the last two differ in one line. ``python examples/charlm.py`` takes half a minute on two free cores,
+the same batches; the last two differ in one line. ``python examples/charlm.py`` takes about a minute on a free core,
 ``--full`` trains six times as long.
 """
 
@@ -218,7 +218,7 @@ def plot(runs: list[Run], path: Path, dark: bool = False) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="1500 steps, a few minutes")
+    parser.add_argument("--full", action="store_true", help="1500 steps, six times as long")
     parser.add_argument("--steps", type=int, metavar="N", help="default 240")
     parser.add_argument("--every", type=int, metavar="N", help="validate every N steps, default 20, with --full 50")
     parser.add_argument("--lr", type=float, default=3e-4)
