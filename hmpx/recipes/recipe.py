@@ -22,6 +22,7 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes import nxd
 from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, SWITCHES, problems, spelled_out
 from hmpx.recipes.origins import Origins
+from hmpx.recipes.yaml_nodes import composed, constructed, lines_inside
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.settings import Settings, Weights
 
@@ -240,7 +241,7 @@ def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Rec
         HmpxError: each problem with file and line, the key or value, and the nearest legal one.
     """
     path = recipe_path(name)
-    root = _composed(path)
+    root = composed(path, _KEYS)
     if [key.value for key, _ in root.value] == [nxd.KEY]:
         ((key, value),) = root.value
         return _nxds(path, key, value, with_zero)
@@ -254,8 +255,8 @@ def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Rec
             continue
         if key.value in values:
             wrong[f"{path}:{line}: {key.value!r} stands here for the second time"] = None
-        values[key.value] = spelled_out(key.value, _constructed(value))
-        lines |= {(key.value,): line, **_lines_inside(key.value, value)}
+        values[key.value] = spelled_out(key.value, constructed(value))
+        lines |= {(key.value,): line, **lines_inside(key.value, value)}
         for inside, problem in problems(key.value, values[key.value], _KEYS):
             wrong[f"{path}:{lines.get((key.value, inside), line)}: {problem}"] = None
         if key.value in LISTS and isinstance(values[key.value], str) and values[key.value]:
@@ -272,35 +273,10 @@ def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Rec
 def _nxds(path: Path, key: yaml.Node, value: yaml.Node, with_zero: bool) -> Recipe:
     """Of a file with NxD's configuration."""
     line = key.start_mark.line + 1
-    lines = {inner: at for (_, inner), at in _lines_inside(nxd.KEY, value).items()}
-    keys = nxd.recipe_keys(_constructed(value), with_zero, lambda inner: f"{path}:{lines.get(inner, line)}: ")
+    lines = {inner: at for (_, inner), at in lines_inside(nxd.KEY, value).items()}
+    keys = nxd.recipe_keys(constructed(value), with_zero, lambda inner: f"{path}:{lines.get(inner, line)}: ")
     where = {(own,): lines.get(nxd.MASTERS if own == "weights" else own, line) for own in keys}
     return _from(replace(read_recipe("nxd-standard"), **keys), Origins(str(path), where))
-
-
-def _composed(path: Path) -> yaml.MappingNode:
-    try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise HmpxError(f"{path}: cannot be read: {error}") from None
-    except yaml.MarkedYAMLError as error:
-        raise HmpxError(f"{path}:{error.problem_mark.line + 1}: not YAML: {error.problem}") from None
-    if not isinstance(root, yaml.MappingNode):
-        raise HmpxError(f"{path}:1: a recipe is a mapping of {', '.join(_KEYS)}")
-    return root
-
-
-def _constructed(value: yaml.Node) -> Any:
-    return yaml.SafeLoader("").construct_object(value, deep=True)
-
-
-def _lines_inside(key: str, value: yaml.Node) -> dict[tuple, int]:
-    """Where the keys of a mapping, and the names of a list, stand."""
-    if isinstance(value, yaml.MappingNode):
-        return {(key, inner.value): inner.start_mark.line + 1 for inner, _ in value.value}
-    if isinstance(value, yaml.SequenceNode):
-        return {(key, i): inner.start_mark.line + 1 for i, inner in enumerate(value.value)}
-    return {}
 
 
 def _named_twice(values: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -35,8 +35,12 @@ class ShadowState:
             return
         self._kept = {k: list(v) if isinstance(v, list) else v for k, v in _items(self._before)}
         self._versions = [(tensor, tensor._version) for _, value in _items(self._before) for tensor in _tensors(value)]
-        widen = write_back.state_dtype is not torch.float32
-        states[shadow] = _for_shadow(self._before, widen, shadow if one_layout else None)
+        states[shadow] = self._shown(self._before, one_layout)
+
+    def _shown(self, before: Any, one_layout: bool) -> Any:
+        """What the step sees."""
+        widen = self._write_back.state_dtype is not torch.float32
+        return _for_shadow(before, widen, self._shadow if one_layout else None)
 
     def finish(self) -> None:
         """The step is done: give the state that it left to the parameter."""
@@ -85,17 +89,8 @@ class GatheredShadowState(ShadowState):
     State of another shape than the parameter, such as factored moments, is whole on every rank, and the same.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        segment: Segment,
-        shadow: Tensor,
-        write_back: WriteBack,
-        one_layout: bool,
-    ) -> None:
-        super().__init__(optimizer, segment, shadow, write_back, one_layout=False)  # a gathered tensor is contiguous
-        if self._before is not None:
-            self._states[shadow] = {key: _gathered(value) for key, value in self._before.items()}
+    def _shown(self, before: Any, one_layout: bool) -> Any:
+        return {key: _gathered(value) for key, value in before.items()}
 
     def finish(self) -> None:
         left, segment, before = self._states.pop(self._shadow, None), self._segment, self._before or {}
