@@ -98,8 +98,8 @@ def _run(options: argparse.Namespace) -> int:
         asked = [f"{side} list {path}" for side, path in lists_asked(options).items()]
         asked += [f"opt level {options.opt_level}"] if options.opt_level else []
         asked += [f"low precision {recipe.low_precision}"] if options.low_precision else []
-        kernels = choose(recipe.kernels)
-        asked += [str(kernels)] if recipe.opt_level and kernels.widened else []
+        policy, kernels = recipe.policy(), choose(recipe.kernels)
+        asked += [str(kernels)] if policy is not None and policy.low_precision in kernels.widened else []
         print(f"hmpx: {', '.join([said, *asked])}; runs {options.script}", file=sys.stderr)
     run_script.run(recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero)
     return 0
