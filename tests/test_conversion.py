@@ -26,8 +26,7 @@ from hmpx.casts.captured_names import rebinding
 from hmpx.casts.ops import catalog
 from hmpx.casts.patch_table import PatchTable
 from hmpx.casts.policy import build_policy
-
-from .conftest import PRISTINE, attributes_of_torch
+from tests.conftest import PRISTINE, attributes_of_torch
 
 X = torch.randn(4, 4)
 

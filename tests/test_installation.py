@@ -9,8 +9,7 @@ from torch import nn, optim
 import hmpx
 from hmpx import conversion, process_state
 from hmpx.casts.patch_table import PatchTable
-
-from .conftest import PRISTINE, attributes_of_torch
+from tests.conftest import PRISTINE, attributes_of_torch
 
 X = torch.randn(4, 4)
 BF16, FP32 = torch.bfloat16, torch.float32

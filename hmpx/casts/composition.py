@@ -8,8 +8,8 @@ torch chooses by device, size or gradient. Several rows are tried in order, by t
 movement of data are left out, and `ARITHMETIC` beside another part has no say: it is not what makes a product or a loss
 precise. An op of several arithmetic parts and nothing else (`kl_div`) follows none of them and is not in the table.
 
-The rows were read off torch's profiler over its sample database; `tests/test_composition.py` repeats that and fails if
-a part is missing here.
+The rows were read off torch's profiler over its sample database; `tests/casts/test_composition.py` repeats that and
+fails if a part is missing here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What torch does not say about its own ops. Data only; `ops` reads the rest off the installed torch.
 
 REFUSES_MIXED starts from a measurement on CPU: every op of torch's own sample database (`op_db`) with two floating
-inputs was called with one of them in BF16, the other in FP32. `tests/test_catalog.py` repeats it and fails if an op
-that refuses is missing here. Norms, recurrent ops and others that CPU takes were added by hand, not measured on a GPU.
+inputs was called with one of them in BF16, the other in FP32. `tests/casts/test_catalog.py` repeats it and fails if
+an op that refuses is missing here. Norms, recurrent ops and others that CPU takes were added by hand, not measured on a
+GPU.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from hmpx.casts.composition import ARITHMETIC, COMPOSED, ONLY_FP32
 from hmpx.casts.ops import aten_only, canonical, catalog
 from tests.support.samples import database, samples
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xla"])

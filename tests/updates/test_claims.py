@@ -14,10 +14,9 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates import step_hooks
 from hmpx.updates.gradients import claims
-from tests.training import parameters, set_gradients
+from tests.support.training import needs_grad_dtype, parameters, set_gradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
-needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13")
 PRISTINE = torch.utils.swap_tensors, optim.Optimizer.load_state_dict
 
 

@@ -11,7 +11,7 @@ import hmpx
 from hmpx.casts.op_lists import default_lists, read_file, read_lists, shipped
 from hmpx.casts.policy import build_policy
 
-WILD = sorted((Path(__file__).parent / "data" / "in_the_wild").glob("*.yaml"))
+WILD = sorted((Path(__file__).parents[1] / "data" / "in_the_wild").glob("*.yaml"))
 
 
 def names(listed):

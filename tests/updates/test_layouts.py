@@ -16,7 +16,8 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates import sliced_step
-from tests.test_updates import CONFIGURATIONS, forms
+from tests.support.numbers import away
+from tests.support.optimizers import CONFIGURATIONS, forms
 
 BF16 = torch.bfloat16
 WAYS = ("stochastic", "nearest", "master", "split", "region")
@@ -64,11 +65,6 @@ ACROSS = {"Adafactor", "Muon"}
 def _as(tensor, like):
     """In the layout that `torch.empty_like(like)` has."""
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-
-
-def away(x):
-    """FP32 rounded to BF16, ties away from zero."""
-    return ((x.contiguous().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(BF16)
 
 
 def _bf16(x):

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates import names, plain_steps, sliced_step, step_hooks
-from tests.training import parameters, set_gradients
+from tests.support.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from tests.training import parameters, set_gradients
+from tests.support.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
 

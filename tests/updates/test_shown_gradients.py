@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates import sliced_step
-from tests.test_layouts import away
+from tests.support.numbers import away
 
 BF16 = torch.bfloat16
 

@@ -162,7 +162,7 @@ def test_a_mistyped_command_is_told_what_it_may_be(capsys):
 
 def test_hmpx_is_a_console_script_too(tmp_path):
     """Its entry point, run as pip's script does, under a name in HMPX_RECIPE that is no recipe."""
-    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     module, function = re.search(r'^\[project.scripts\]\nhmpx = "([\w.]+):(\w+)"$', project, re.MULTILINE).groups()
     script = tmp_path / "hmpx"
     script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")

@@ -20,7 +20,7 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 import hmpx
 from hmpx.casts.ops import catalog
 from hmpx.recipes.recipe import read_recipe
-from tests.test_replicas import needs_grad_dtype
+from tests.support.training import needs_grad_dtype
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -18,8 +18,8 @@ from hmpx.bench.measure import memory
 from hmpx.shell.main import main
 from hmpx.updates.footprint import footprint
 from hmpx.updates.settings import Settings
-from tests import ranks
-from tests.test_sharding import Small, _shard
+from tests.support import ranks
+from tests.support.sharded import Small, shard
 
 BF16 = torch.bfloat16
 COUNT = 8_000_000
@@ -70,7 +70,7 @@ def _held(mode, settings):
     model = Small()
     count = sum(p.numel() for p in model.parameters())
     if mode == "fsdp2":
-        model = _shard(model, "plain")
+        model = shard(model, "plain")
     elif mode != "one":
         model = DistributedDataParallel(model)
     params = list(model.parameters())

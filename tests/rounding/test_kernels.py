@@ -12,7 +12,7 @@ import torch
 
 from hmpx.rounding import eager, halves, native
 from hmpx.rounding.stochastic import derive_key
-from tests.test_rounding import special_values
+from tests.support.numbers import special_values
 
 KEY = derive_key(2**64 - 1, 3, "w")
 OFFSETS = (0, 1, 2, 255, 2**31 - 3, 2**32 - 300_100)

@@ -13,7 +13,7 @@ import hmpx
 from hmpx.rounding import native
 from hmpx.updates import sliced_step
 from hmpx.updates.checksums import BLOCK, SMALL, checksums
-from tests.training import parameters, set_gradients
+from tests.support.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
 SIZES = ((8, 6), (64, 32, 3, 3), (11,), (70, 61))  # of which the second and the fourth have blocks

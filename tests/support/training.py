@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+
+needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13")
 
 
 def parameters(dtype=torch.bfloat16, sizes=((8, 6), (5, 7), (11,))):

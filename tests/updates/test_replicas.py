@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from tests import ranks
-from tests.test_sharding import digest
+from tests.support import ranks
+from tests.support.sharded import digest
+from tests.support.training import needs_grad_dtype
 
 BF16 = torch.bfloat16
 WAYS = ("stochastic", "master", "split")
-needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13")
 
 
 class Net(nn.Module):

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import hmpx
 from hmpx.casts.op_lists import shipped
 from hmpx.recipes.recipe import as_recipe, read_recipe
-from tests import ranks
-from tests.test_replicas import needs_grad_dtype
-from tests.test_sharding import Small, _shard, digest
+from tests.support import ranks
+from tests.support.sharded import Small, digest, shard
+from tests.support.training import needs_grad_dtype
 
 BF16 = torch.bfloat16
 NXD = {"use_master_weights": True, "use_fp32_grad_acc": True, "use_master_weights_in_ckpt": True}
@@ -134,7 +134,7 @@ def test_nxds_standard_is_training_of_fp32_copies_with_fp32_gradients():
 def _under(rank, how):
     """Three steps of two micro-batches under NxD's recipe, by each way to distribute; no ZeRO asks for its keys."""
     model = Small()
-    model = _shard(model, "plain") if how == "fsdp2" else DistributedDataParallel(model)
+    model = shard(model, "plain") if how == "fsdp2" else DistributedDataParallel(model)
     if how == "zero1":
         optimizer = ZeroRedundancyOptimizer(list(model.parameters()), optim.AdamW, lr=1e-2)
         hmpx.prepare(model, optimizer, {"mixed_precision_config": {}})

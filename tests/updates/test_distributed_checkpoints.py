@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
-from tests import ranks
-from tests.test_sharding import Small, _fixed_gradients, _shard, digest
+from tests.support import ranks
+from tests.support.sharded import Small, digest, fixed_gradients, shard
 
 BF16 = torch.bfloat16
 CASES = {
@@ -34,7 +34,7 @@ def _made(case, how, attached=None):
     if how == "ddp":
         model = DistributedDataParallel(model)
     elif how != "one":
-        model = _shard(model, how)
+        model = shard(model, how)
     momentum = {"momentum": 0.9} if case == "momentum" else {}
     optimizer = cls(model.named_parameters(), lr=1e-2, **momentum)
     hmpx.attach(optimizer, **(options if attached is None else attached))
@@ -43,7 +43,7 @@ def _made(case, how, attached=None):
 
 def _train(model, optimizer, start, stop):
     for step in range(start, stop):
-        _fixed_gradients(model, step)
+        fixed_gradients(model, step)
         optimizer.step()
         optimizer.zero_grad()
 

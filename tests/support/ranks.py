@@ -21,7 +21,14 @@ import torch.distributed as dist
 from tests.support import kernels  # noqa: F401
 
 # torch imports its compiler when an optimizer is made: two seconds.
-_PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "hmpx", "tests.ranks"]
+_PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "hmpx",
+    "tests.support.ranks",
+]
 _PATIENCE = 120  # seconds: for the whole of a test on two busy cores
 
 

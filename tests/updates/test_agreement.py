@@ -9,7 +9,7 @@ from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import hmpx
-from tests import ranks
+from tests.support import ranks
 
 BF16 = torch.bfloat16
 

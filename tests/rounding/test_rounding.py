@@ -11,6 +11,7 @@ import torch
 
 import hmpx
 from hmpx.rounding import stochastic
+from tests.support.numbers import special_values
 
 KEYS = {"seed": 7, "step": 3, "name": "blocks.0.weight"}
 
@@ -102,14 +103,6 @@ def test_shapes_strides_and_in_place():
     assert hmpx.stochastic_round_(out, x, **KEYS) is out and torch.equal(out, expected)
     assert hmpx.stochastic_round(torch.randn(0, 3), **KEYS).shape == (0, 3)
     assert hmpx.stochastic_round(torch.tensor(1.5), **KEYS) == 1.5
-
-
-def special_values():
-    patterns = [0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00800000, 0x7F7F0000, 0x7F7F0001, 0x7F7F7FFF]
-    patterns += [0x7F7F8000, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x3F800000, 0x3F808000]
-    patterns += [0x7F800000 | payload for payload in (1, 0x7F, 0x8000, 0xFFFF, 0x10000, 0x3FFFFF, 0x400000, 0x7FFFFF)]
-    patterns += [0xFF800001, 0xFFC00000, 0xFFFFFFFF]
-    return torch.tensor(np.array(patterns, dtype=np.uint32).view(np.float32))
 
 
 @pytest.mark.parametrize("step", range(4))

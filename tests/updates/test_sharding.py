@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hmpx
 from hmpx.rounding.stochastic import round_into
 from hmpx.updates.ranks.sharding import Box
-from tests import ranks
+from tests.support import ranks
+from tests.support.sharded import Small, digest, fixed_gradients, shard
 
 BF16 = torch.bfloat16
 SHAPES = {"a": (16, 12), "b": (5, 7), "c": (13,), "d": (3, 4, 6), "e": (1, 2), "f": ()}
 MATRICES = {"a": (16, 12), "b": (5, 7), "e": (1, 2)}  # Muon takes nothing else
-
-
-def digest(tensors):
-    """A hash of the bits of named tensors, sharded or not."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-        found.update(name.encode() + whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def drawn(shapes, seed):
@@ -170,48 +161,15 @@ def test_gradients_may_be_sharded_in_another_way_than_the_parameter():
         assert len(set(found[::2])) == len(set(found[1::2])) == 1 and found[0] != found[1]
 
 
-class Small(nn.Module):
-    """Layers whose rows two and four ranks cannot share evenly."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(7)
-        self.first, self.norm, self.last = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3)
-        self.bfloat16()
-
-    def forward(self, x):
-        return self.last(torch.relu(self.norm(self.first(x))))
-
-
-def _fixed_gradients(model, step):
-    """The same for every number of ranks: what the ranks' batches would add up to depends on their order."""
-    generator = torch.Generator().manual_seed(step)
-    for _, p in model.named_parameters():
-        whole = torch.randn(p.shape, generator=generator).bfloat16()
-        p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
-
-
-def _shard(model, how):
-    world = dist.get_world_size()
-    if how == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh("cpu", (world,))
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32 if how == "policy" else None)
-    for layer in (model.first, model.last, model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return model
-
-
 def _fully_sharded(rank, how):
     found = {}
     for weights in ("stochastic", "master", "split"):
-        model = _shard(Small(), how)
+        model = shard(Small(), how)
         optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
         hmpx.attach(optimizer, weights)
         for step in range(5):
             model(torch.ones(2, 6, dtype=BF16)).sum().backward()  # FSDP's own machinery in between
-            _fixed_gradients(model, step)
+            fixed_gradients(model, step)
             optimizer.step()
             model(torch.ones(2, 6, dtype=BF16))
             optimizer.zero_grad()
@@ -227,7 +185,7 @@ def one_process():
         optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
         handle = hmpx.attach(optimizer, weights)
         for step in range(5):
-            _fixed_gradients(model, step)
+            fixed_gradients(model, step)
             optimizer.step()
         found[weights] = digest(dict(model.named_parameters()))
         handle.detach()
@@ -241,7 +199,7 @@ def test_fully_shard_gives_the_weights_of_one_process(world, how, one_process):
 
 def _policy_dtypes(rank):
     """FP32 weights under a policy are torch's affair; BF16 ones beside it get FP32 reductions and our write-back."""
-    model = _shard(Small(), "policy")
+    model = shard(Small(), "policy")
     seen = []
     model.first.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     optimizer = optim.SGD(model.named_parameters(), lr=1e-3)
@@ -250,7 +208,7 @@ def _policy_dtypes(rank):
         seen += [model.first.weight.grad.dtype, model.first.weight.dtype]
         with hmpx.disable_casts():
             optimizer.step()
-    wide = _shard(Small().float(), "policy")
+    wide = shard(Small().float(), "policy")
     wide(torch.ones(2, 6)).sum().backward()
     return [*seen, wide.first.weight.grad.dtype, wide.first.weight.dtype]
 
@@ -269,7 +227,7 @@ def _tensor_parallel(rank):
     hmpx.attach(optimizer)
     for step in range(3):
         model(torch.ones(2, 8, dtype=BF16)).sum().backward()
-        _fixed_gradients(model, step)
+        fixed_gradients(model, step)
         optimizer.step()
     return digest(dict(model.named_parameters()))
 
@@ -280,7 +238,7 @@ def test_tensor_parallelism_under_fully_shard():
     optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
     with hmpx.disable_casts():
         for step in range(3):
-            _fixed_gradients(model, step)
+            fixed_gradients(model, step)
             optimizer.step()
     assert ranks.run(4, _tensor_parallel) == [digest(dict(model.named_parameters()))] * 4
 
@@ -291,7 +249,7 @@ def _whole_and_released(rank):
 
     found = []
     for cls, attached in ((optim.AdamW, {}), (Mine, {}), (optim.AdamW, {"release_gradients": True})):
-        model = _shard(Small(), "plain")
+        model = shard(Small(), "plain")
         optimizer = cls(model.named_parameters(), lr=1e-2)
         hmpx.attach(optimizer, **attached)
         for step in range(3):

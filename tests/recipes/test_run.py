@@ -14,7 +14,7 @@ from hmpx.recipes.activate import module_that_runs
 from hmpx.recipes.environment import recipe_of
 from hmpx.recipes.recipe import recipe_names
 from hmpx.shell.main import main
-from tests import ranks
+from tests.support import ranks
 
 SCRIPT = '''
 """Trains a small model; prints dtypes, a hash, and how it was called."""

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
 from hmpx.updates.attach import attached
-from tests import ranks
-from tests.test_replicas import needs_grad_dtype
-from tests.test_sharding import digest
+from tests.support import ranks
+from tests.support.sharded import digest
+from tests.support.training import needs_grad_dtype
 
 BF16 = torch.bfloat16
 INITS = {cls: vars(cls).get("__init__") for cls in (optim.Optimizer, *optim.Optimizer.__subclasses__())}

@@ -13,8 +13,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 import hmpx
 from hmpx.updates import step_hooks
 from hmpx.updates.gradients import released
-from tests import ranks
-from tests.test_sharding import Small, _shard
+from tests.support import ranks
+from tests.support.sharded import Small, shard
 
 BF16 = torch.bfloat16
 CELLS = {function: released._cell(function).cell_contents for function in released._CLIPPING}
@@ -220,7 +220,7 @@ def test_clipping_compiles_in_a_whole_graph_beside_an_attached_optimizer():
 
 
 def _sharded(rank):
-    model = _shard(Small(), "plain")
+    model = shard(Small(), "plain")
     optimizer = _attached(model)
     model(torch.ones(4, 6, dtype=BF16)).square().sum().backward()
     with pytest.raises(hmpx.HmpxError) as error:

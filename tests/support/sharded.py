@@ -1,0 +1,55 @@
+"""A small model, the ways to shard it, and a hash that is the same however tensors are cut."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+
+BF16 = torch.bfloat16
+
+
+def digest(tensors):
+    """A hash of the bits of named tensors, sharded or not."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        found.update(name.encode() + whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+class Small(nn.Module):
+    """Layers whose rows two and four ranks cannot share evenly."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.norm, self.last = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3)
+        self.bfloat16()
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def fixed_gradients(model, step):
+    """The same for every number of ranks: what the ranks' batches would add up to depends on their order."""
+    generator = torch.Generator().manual_seed(step)
+    for _, p in model.named_parameters():
+        whole = torch.randn(p.shape, generator=generator).bfloat16()
+        p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
+
+
+def shard(model, how):
+    world = dist.get_world_size()
+    if how == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32 if how == "policy" else None)
+    for layer in (model.first, model.last, model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return model
