@@ -1,9 +1,7 @@
-"""The cast rules, each on the ops a person would meet, against torch's own results."""
+"""The rules of `oplists/README.md`, each on the ops a person would meet, against torch's own results."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 from typing import ClassVar
 
 import pytest
@@ -20,7 +18,7 @@ def tensor(*shape, dtype=FP32):
     return torch.randn(shape).to(dtype)
 
 
-# Rules 1 and 2
+# bf16 and fp32: every eligible tensor, wherever it stands in the call
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
@@ -71,6 +69,14 @@ def test_tensors_that_are_not_eligible_pass_through(lists, value):
         assert value.mul(value).layout is value.layout
 
 
+def test_sparse_and_nested_companions_leave_the_call_alone(lists):
+    x = tensor(4, 4)
+    sparse, nested = torch.eye(4).to_sparse(), torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
+    with hmpx.convert(**lists(bf16="matmul mm linear")):
+        assert torch.equal(sparse @ x, x) and torch.equal(torch.mm(sparse, x), x)
+        assert F.linear(nested, x).dtype is FP32
+
+
 def test_none_and_numbers_are_legal_everywhere(lists):
     x = tensor(2, 3, 4, 4)
     with hmpx.convert(**lists(bf16="conv2d layer_norm mul batch_norm add")):
@@ -89,7 +95,7 @@ def test_gradients_come_back_in_the_parameters_dtype(lists):
     assert torch.equal(layer.weight.grad, expected.float())
 
 
-# Rule 3
+# promote: the widest dtype
 
 
 def test_promote_takes_the_widest_dtype_where_torch_refuses(lists):
@@ -104,7 +110,7 @@ def test_promote_takes_the_widest_dtype_where_torch_refuses(lists):
         assert not [patch for patch in handle.patched if patch.op == "add"]  # torch does it by itself
 
 
-# Rule 4
+# In no list: the dtype of the first input
 
 
 def test_an_unlisted_op_that_refuses_mixed_dtypes_follows_its_first_input(lists):
@@ -119,59 +125,7 @@ def test_an_unlisted_op_that_refuses_mixed_dtypes_follows_its_first_input(lists)
         assert F.nll_loss(tensor(3, 4).log_softmax(1), torch.tensor([0, 1, 2]), tensor(4, dtype=BF16)).dtype is FP32
 
 
-# Rule 5
-
-
-@pytest.mark.parametrize("side", ["bf16", "fp32", "promote"])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("other", [BF16, FP32])
-def test_in_place_keeps_storage_dtype_and_aliases(lists, side, dtype, other):
-    x, y = tensor(4, 4, dtype=dtype), tensor(4, 4, dtype=other)
-    expected = (x.double() + y.double()).to(dtype)
-    alias = x.view(-1)
-    with hmpx.convert(**lists(**{side: "add iadd addmm mul relu"})):
-        before = x
-        x += y
-        assert x is before and x.dtype is dtype
-        assert x.data_ptr() == alias.data_ptr() and torch.equal(alias.view(4, 4), x)
-        assert torch.allclose(x.double(), expected.double(), rtol=1e-2, atol=1e-2)
-        assert x.addmm_(y, y) is x and x.dtype is dtype
-        assert x.mul_(y) is x and F.relu(x, inplace=True) is x and F.relu_(x) is x
-        assert x.min() >= 0
-
-
-def test_in_place_where_torch_refuses_casts_the_others(lists):
-    x, y = tensor(3, 3, dtype=BF16), tensor(3, 3)
-    expected = x.clone().addmm_(y.bfloat16(), y.bfloat16())
-    with hmpx.convert(**lists(fp32="addmm")):
-        assert torch.equal(x.addmm_(y, y), expected)
-
-
-@pytest.mark.parametrize("module", [nn.ReLU, nn.LeakyReLU, nn.Dropout, nn.Dropout2d, nn.SiLU, nn.Hardtanh])
-def test_modules_with_inplace_write_to_their_input(lists, module):
-    names = "relu leaky_relu dropout dropout2d feature_dropout silu hardtanh"
-    x = tensor(1, 2, 4, 4)
-    with hmpx.convert(**lists(bf16=names)):
-        assert module(inplace=True)(x) is x and x.dtype is FP32
-        assert module()(x).dtype is BF16
-
-
-# Rule 6
-
-
-def test_out_and_dtype_are_the_callers_decision(lists):
-    x, out = tensor(3, 3), torch.empty(3, 3)
-    with hmpx.convert(**lists(bf16="mm matmul", fp32="softmax sum")):
-        assert torch.mm(x, x, out=out) is out
-        assert torch.softmax(x, 1, dtype=FP64).dtype is FP64
-        assert torch.softmax(x, 1, BF16).dtype is BF16
-        assert F.softmax(x, 1, dtype=BF16).dtype is BF16
-        assert x.sum(dtype=BF16).dtype is BF16
-        assert torch.softmax(x.bfloat16(), 1, dtype=None).dtype is FP32
-    assert torch.equal(out, x @ x)
-
-
-# Rule 7
+# A name stands for every way to call the op
 
 
 def test_a_name_stands_for_every_way_to_call_the_op(lists):
@@ -210,7 +164,74 @@ def test_nonzero_never_reaches_bool(lists):
         assert bool(torch.ones(1)) is True
 
 
-# Rule 8
+# In-place ops keep storage and dtype; what an op writes to is the caller's own
+
+
+@pytest.mark.parametrize("side", ["bf16", "fp32", "promote"])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("other", [BF16, FP32])
+def test_in_place_keeps_storage_dtype_and_aliases(lists, side, dtype, other):
+    x, y = tensor(4, 4, dtype=dtype), tensor(4, 4, dtype=other)
+    expected = (x.double() + y.double()).to(dtype)
+    alias = x.view(-1)
+    with hmpx.convert(**lists(**{side: "add iadd addmm mul relu"})):
+        before = x
+        x += y
+        assert x is before and x.dtype is dtype
+        assert x.data_ptr() == alias.data_ptr() and torch.equal(alias.view(4, 4), x)
+        assert torch.allclose(x.double(), expected.double(), rtol=1e-2, atol=1e-2)
+        assert x.addmm_(y, y) is x and x.dtype is dtype
+        assert x.mul_(y) is x and F.relu(x, inplace=True) is x and F.relu_(x) is x
+        assert x.min() >= 0
+
+
+def test_in_place_where_torch_refuses_casts_the_others(lists):
+    x, y = tensor(3, 3, dtype=BF16), tensor(3, 3)
+    expected = x.clone().addmm_(y.bfloat16(), y.bfloat16())
+    with hmpx.convert(**lists(fp32="addmm")):
+        assert torch.equal(x.addmm_(y, y), expected)
+
+
+def test_indexed_assignment_casts_the_value_to_the_destination(lists):
+    buffer, value = torch.zeros(4, 4), tensor(2, 4, dtype=BF16)
+    with hmpx.convert(**lists()):
+        buffer[torch.tensor([0, 1])] = value
+        buffer[torch.tensor([False, False, True, True])] = value
+        buffer[0, 0] = 7
+    assert torch.equal(buffer[2:], value.float()) and buffer[0, 0] == 7
+
+
+def test_every_argument_that_an_op_writes_to_is_the_callers_own():
+    mean, var, noise = torch.zeros(3), torch.ones(3), torch.zeros(8, 3)
+    with hmpx.convert():
+        torch.native_batch_norm(tensor(8, 3).bfloat16() + 5, torch.ones(3), torch.zeros(3), mean, var, True, 0.1, 1e-5)
+        assert (mean > 0.3).all()
+        torch._C._nn.rrelu_with_noise(-tensor(8, 3).abs(), noise, 0.1, 0.3, True)
+    assert noise.any()
+
+
+# `out=` and `dtype=` are the caller's decision
+
+
+def test_out_and_dtype_are_the_callers_decision(lists):
+    x, out = tensor(3, 3), torch.empty(3, 3)
+    with hmpx.convert(**lists(bf16="mm matmul", fp32="softmax sum")):
+        assert torch.mm(x, x, out=out) is out
+        assert torch.softmax(x, 1, dtype=FP64).dtype is FP64
+        assert torch.softmax(x, 1, BF16).dtype is BF16
+        assert F.softmax(x, 1, dtype=BF16).dtype is BF16
+        assert x.sum(dtype=BF16).dtype is BF16
+        assert torch.softmax(x.bfloat16(), 1, dtype=None).dtype is FP32
+    assert torch.equal(out, x @ x)
+
+
+def test_out_by_position_of_a_python_function(lists):
+    x, out = tensor(4, 4), torch.zeros(4, 4)
+    with hmpx.convert(**lists(bf16="normalize")):
+        assert F.normalize(x, 2.0, 1, 1e-12, out) is out and out.any()
+
+
+# The outermost listed op decides
 
 
 def test_the_outermost_listed_op_decides(lists):
@@ -227,47 +248,7 @@ def test_the_outermost_listed_op_decides(lists):
         assert F.interpolate(x.bfloat16(), scale_factor=2, mode="bilinear").dtype is FP32
 
 
-# Rule 9
-
-
-def test_o2_on_a_model():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
-    seen = {}
-    for name, layer in model.named_children():
-        layer.register_forward_hook(lambda _, __, out, name=name: seen.__setitem__(name, out.dtype))
-    with hmpx.convert("O2"):
-        model(tensor(2, 3, 4, 4))
-    assert seen == {"0": BF16, "1": FP32, "2": FP32, "3": FP32, "4": BF16}
-
-
-# Rule 10
-
-
-@pytest.mark.parametrize("rule", ["bf16", "fp32", None])
-@pytest.mark.parametrize("stats", [BF16, FP32])
-@pytest.mark.parametrize("given", [BF16, FP32])
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
-@pytest.mark.parametrize("training", [True, False])
-def test_running_statistics_are_updated_where_they_are(lists, rule, stats, given, norm, training):
-    layer = norm(3, affine=True, track_running_stats=True).to(stats).train(training)
-    mean, x = layer.running_mean, tensor(8, 3, 5, dtype=given) + 1
-    reference = norm(3, affine=True, track_running_stats=True).train(training)
-    expected = reference(x.float())
-    names = {rule: "batch_norm instance_norm"} if rule else {}
-    with hmpx.convert(**lists(**names)):
-        out = layer(x)
-    assert out.dtype is {"bf16": BF16, "fp32": FP32, None: given}[rule]
-    assert layer.running_mean is mean and mean.dtype is stats
-    assert torch.allclose(mean.float(), reference.running_mean, atol=1e-2)
-    assert torch.allclose(out.float(), expected, atol=5e-2)
-
-
-def test_embedding_with_max_norm_renormalises_the_real_weight(lists):
-    weight = tensor(5, 4) * 10
-    with hmpx.convert(**lists(bf16="embedding embedding_bag")):
-        out = F.embedding(torch.tensor([1, 2]), weight, max_norm=1.0)
-    assert out.dtype is BF16 and weight.dtype is FP32
-    assert (weight[1:3].norm(dim=1) <= 1.001).all() and weight[0].norm() > 1.5
+# Never cast: optimizer steps, initialisers, clipping
 
 
 def test_casts_are_off_in_optimizers_initialisers_and_clipping(lists):
@@ -294,6 +275,19 @@ def test_casts_are_off_in_optimizers_initialisers_and_clipping(lists):
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
+# O2
+
+
+def test_o2_on_a_model():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    seen = {}
+    for name, layer in model.named_children():
+        layer.register_forward_hook(lambda _, __, out, name=name: seen.__setitem__(name, out.dtype))
+    with hmpx.convert("O2"):
+        model(tensor(2, 3, 4, 4))
+    assert seen == {"0": BF16, "1": FP32, "2": FP32, "3": FP32, "4": BF16}
+
+
 # Calls that are out of the ordinary
 
 
@@ -304,6 +298,15 @@ def test_torchs_other_names_of_arguments_are_understood(lists):
         assert torch.mul(input=x, other=y).dtype is BF16
         assert torch.mean(input=x, dim=0).dtype is BF16
         assert torch.sum(x, axis=0).dtype is FP32
+
+
+def test_torchs_other_names_respect_regions_and_restore(lists):
+    x = tensor(3, 3)
+    with hmpx.convert(**lists(bf16="mm")):
+        with hmpx.disable_casts():
+            assert torch.mm(x=x, mat2=x).dtype is FP32
+        held = (torch.mm,)
+    assert held[0](x=x, mat2=x).dtype is FP32
 
 
 def test_errors_are_torchs_own(lists):
@@ -341,155 +344,3 @@ def test_tensor_subclasses_see_the_call(lists):
     with hmpx.convert(**lists(bf16="matmul")):
         out = x @ x
     assert out.dtype is BF16 and isinstance(out, Tagged) and "matmul" in " ".join(Tagged.calls)
-
-
-def test_recurrent_layers_are_cast_through_torch_vf(lists):
-    lstm, x = nn.LSTM(4, 5), tensor(3, 2, 4)
-    with hmpx.convert(**lists(bf16="lstm gru lstm_cell rnn_tanh")):
-        assert lstm(x)[0].dtype is BF16
-        assert nn.GRU(4, 5)(x)[0].dtype is BF16
-        assert nn.RNN(4, 5)(x)[0].dtype is BF16
-        assert nn.LSTMCell(4, 5)(x[0])[0].dtype is BF16
-
-
-# What a hostile reader found
-
-
-def test_torchs_other_names_respect_regions_and_restore(lists):
-    x = tensor(3, 3)
-    with hmpx.convert(**lists(bf16="mm")):
-        with hmpx.disable_casts():
-            assert torch.mm(x=x, mat2=x).dtype is FP32
-        held = (torch.mm,)
-    assert held[0](x=x, mat2=x).dtype is FP32
-
-
-def test_indexed_assignment_casts_the_value_to_the_destination(lists):
-    buffer, value = torch.zeros(4, 4), tensor(2, 4, dtype=BF16)
-    with hmpx.convert(**lists()):
-        buffer[torch.tensor([0, 1])] = value
-        buffer[torch.tensor([False, False, True, True])] = value
-        buffer[0, 0] = 7
-    assert torch.equal(buffer[2:], value.float()) and buffer[0, 0] == 7
-
-
-@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_take_the_output_of_a_cast_layer(cell):
-    layer, linear, x = cell(4, 5), nn.Linear(4, 4), tensor(3, 2, 4)
-    with hmpx.convert():
-        assert layer(linear(x))[0].dtype is BF16
-
-
-def test_transformer_encoders_are_cast_in_eval_too():
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
-    x, fast = tensor(2, 3, 8), torch.backends.mha.get_fastpath_enabled()
-    with torch.no_grad(), hmpx.convert():
-        assert encoder(x).dtype is encoder(nn.Linear(8, 8)(x)).dtype is BF16
-    assert torch.backends.mha.get_fastpath_enabled() == fast
-
-
-def test_every_argument_that_an_op_writes_to_is_the_callers_own():
-    mean, var, noise = torch.zeros(3), torch.ones(3), torch.zeros(8, 3)
-    with hmpx.convert():
-        torch.native_batch_norm(tensor(8, 3).bfloat16() + 5, torch.ones(3), torch.zeros(3), mean, var, True, 0.1, 1e-5)
-        assert (mean > 0.3).all()
-        torch._C._nn.rrelu_with_noise(-tensor(8, 3).abs(), noise, 0.1, 0.3, True)
-    assert noise.any()
-
-
-def test_batch_norm_by_keyword(lists):
-    arguments = dict(
-        weight=None, bias=None, running_mean=torch.zeros(3).bfloat16(), running_var=torch.ones(3).bfloat16()
-    )
-    rest = dict(training=True, momentum=0.1, eps=1e-5, cudnn_enabled=False)
-    with hmpx.convert(**lists(fp32="batch_norm")):
-        assert torch.batch_norm(input=tensor(8, 3) + 1, **arguments, **rest).dtype is FP32
-        with pytest.raises(TypeError):
-            torch.batch_norm()
-    assert arguments["running_mean"].any()
-
-
-def test_sparse_and_nested_companions_leave_the_call_alone(lists):
-    x = tensor(4, 4)
-    sparse, nested = torch.eye(4).to_sparse(), torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
-    with hmpx.convert(**lists(bf16="matmul mm linear")):
-        assert torch.equal(sparse @ x, x) and torch.equal(torch.mm(sparse, x), x)
-        assert F.linear(nested, x).dtype is FP32
-
-
-def test_out_by_position_of_a_python_function(lists):
-    x, out = tensor(4, 4), torch.zeros(4, 4)
-    with hmpx.convert(**lists(bf16="normalize")):
-        assert F.normalize(x, 2.0, 1, 1e-12, out) is out and out.any()
-
-
-def test_losses_whose_backward_refuses_mixed_dtypes():
-    layer = nn.Linear(4, 4)
-    with hmpx.convert():
-        F.huber_loss(layer(tensor(4, 4)), tensor(4, 4)).backward()
-    assert layer.weight.grad is not None
-
-
-_Y = torch.linspace(-2, 2, 12).view(4, 3)
-LOSSES = {
-    "binary_cross_entropy": (_Y.sigmoid(), _Y.sigmoid()), "binary_cross_entropy_with_logits": (_Y, _Y.sigmoid()),
-    "cosine_embedding_loss": (_Y, _Y, torch.ones(4)), "cross_entropy": (_Y, torch.arange(4) % 3),
-    "hinge_embedding_loss": (_Y, torch.ones_like(_Y)), "huber_loss": (_Y, _Y), "kl_div": (_Y, _Y), "l1_loss": (_Y, _Y),
-    "margin_ranking_loss": (_Y, _Y, torch.ones_like(_Y)), "mse_loss": (_Y, _Y), "smooth_l1_loss": (_Y, _Y),
-    "soft_margin_loss": (_Y, torch.ones_like(_Y)), "nll_loss": (_Y, torch.arange(4) % 3),
-}  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_reduce_as_they_are_told(name, first, lists):
-    """By `F`, which says so to torch's own function, and by that function, whose default is another."""
-    x, *rest = LOSSES[name]
-    calls = [functools.partial(getattr(F, name), reduction=r) for r in ("none", "mean", "sum")] + [getattr(F, name)]
-    calls += [getattr(owner, name) for owner in (torch, torch._C._nn) if hasattr(owner, name)]
-    expected = [f(x, *rest).shape for f in calls]
-    for arguments in (lists(), lists(fp32=name), lists(bf16=name)):
-        with hmpx.convert(**arguments):
-            calls = [functools.partial(getattr(F, name), reduction=r) for r in ("none", "mean", "sum")] + [
-                getattr(F, name)
-            ]
-            calls += [getattr(owner, name) for owner in (torch, torch._C._nn) if hasattr(owner, name)]
-            assert [f(x.to(first), *rest).shape for f in calls] == expected
-
-
-NORMS = {
-    "batch_norm": lambda x, w, b, s: torch.nn.functional.batch_norm(x, *s, w, b, s[0] is None),
-    "batch_norm, training": lambda x, w, b, s: torch.nn.functional.batch_norm(x, *s, w, b, True),
-    "instance_norm": lambda x, w, b, s: torch.nn.functional.instance_norm(x, *s, w, b, s[0] is None),
-    "instance_norm, training": lambda x, w, b, s: torch.nn.functional.instance_norm(x, *s, weight=w, bias=b),
-    "group_norm": lambda x, w, b, s: torch.nn.functional.group_norm(x, 2, w, b),
-    "layer_norm": lambda x, w, b, s: torch.nn.functional.layer_norm(x.mT, (6,), w, b),
-}
-
-
-@pytest.mark.parametrize("listed", ["default", "bf16", "fp32", "unlisted"])
-@pytest.mark.parametrize("norm", NORMS)
-def test_norms_run_with_or_without_weight_bias_and_statistics(norm, listed, lists):
-    """Whatever is missing and of whichever dtypes the rest is; near to FP32, and the bias gets its gradient."""
-    x, w, b = tensor(4, 6, 5), tensor(6) + 2, tensor(6)
-    names = {"bf16": "batch_norm instance_norm group_norm layer_norm native_batch_norm"}
-    kwargs = {"default": {}, "unlisted": lists(), "bf16": lists(**names), "fp32": lists(fp32=names["bf16"])}[listed]
-
-    def arguments(there, given, held, kept):
-        own = zip((w, b), there[:2], strict=True)
-        weight, bias = (p.to(held, copy=True).requires_grad_() if is_there else None for p, is_there in own)
-        mean_and_var = torch.full((6,), 0.5, dtype=kept), torch.full((6,), 2.0, dtype=kept)
-        return x.to(given, copy=True).requires_grad_(), weight, bias, mean_and_var if there[2] else (None, None)
-
-    combinations = list(itertools.product((True, False), repeat=3))
-    expected = {there: NORMS[norm](*arguments(there, FP32, FP32, FP32)) for there in combinations}
-    with hmpx.convert(**kwargs):
-        for there, dtypes in itertools.product(combinations, itertools.product((FP32, BF16), repeat=3)):
-            own = arguments(there, *dtypes)
-            out = NORMS[norm](*own)
-            assert torch.allclose(out.float(), expected[there], atol=0.1, rtol=0.05), (there, dtypes)
-            if there[1] and (there[0] or norm != "group_norm"):  # torch's own has no backward without a weight
-                out.float().sum().backward()
-                assert torch.allclose(own[2].grad.float(), torch.full((6,), 20.0)), (there, dtypes)
-            assert not there[2] or own[3][0].dtype is dtypes[2]

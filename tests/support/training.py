@@ -19,3 +19,42 @@ def set_gradients(named, step):
     generator = torch.Generator().manual_seed(100 + step)
     for _, p in named:
         p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
+
+
+def train(named, optimizer, start, stop):
+    for step in range(start, stop):
+        set_gradients(named, step)
+        optimizer.step()
+
+
+def weights(named):
+    return [p.detach().clone() for _, p in named]
+
+
+def masters_in(optimizer):
+    return [state["hmpx_master"] for _, state in sorted(optimizer.state_dict()["state"].items())]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+        self.down.weight.data.mul_(2)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x))) + self.up.weight.sum()
+
+
+def parameter(*shape, value=1.0, dtype=torch.bfloat16):
+    return nn.Parameter(torch.full(shape, value, dtype=dtype))
+
+
+def step_by(optimizer, gradient=1.0):
+    """One step with a gradient of one number for all."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.grad = torch.full_like(p, gradient)
+    optimizer.step()

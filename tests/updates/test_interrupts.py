@@ -14,6 +14,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates import sliced_step, step_hooks
 from hmpx.updates.weights import WAYS
+from tests.support.training import parameters, same, set_gradients, train, weights
 
 BF16 = torch.bfloat16
 
@@ -200,3 +201,47 @@ def test_lack_of_memory_before_the_first_step_leaves_what_a_constructor_made():
             optimizer.step()
     optimizer.step()
     assert torch.equal(optimizer.state[p]["sum"], torch.full((4,), 0.1).add(1))
+
+
+class Failing(optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        raise RuntimeError("half-way")
+
+
+@pytest.mark.parametrize("way", ["stochastic", "master", "split"])
+def test_a_step_that_raises_leaves_weights_and_masters(way):
+    named = parameters()
+    optimizer = Failing(named, lr=0.1)
+    hmpx.attach(optimizer, way, use_master_weights_in_ckpt=way != "stochastic")
+    set_gradients(named, 0)
+    before = copy.deepcopy((weights(named), optimizer.state_dict()["state"]))
+    grads = [p.grad.clone() for _, p in named]
+    with pytest.raises(RuntimeError, match="half-way"):
+        optimizer.step()
+    assert same(weights(named), before[0]) and same([p.grad for _, p in named], grads)
+    assert optimizer.state_dict()["state"] == before[1] == {} and "hmpx_step" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    "cls, broken, how",
+    [
+        (optim.AdamW, {"betas": None}, {"weights": "split"}),
+        (optim.AdamW, {"betas": None}, {"fused": True}),
+        (optim.Adafactor, {"eps": None}, {"weights": "split"}),
+    ],
+)
+def test_a_broken_group_shows_before_anything_is_written(cls, broken, how, monkeypatch):
+    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+    named = parameters(sizes=((30, 30), (20, 20), (7,), (25, 25), (3, 3)))
+    params = [p for _, p in named]
+    optimizer = cls([{"params": params[:3]}, {"params": params[3:]}], lr=1e-2)
+    hmpx.attach(optimizer, **how)
+    train(named, optimizer, 0, 1)
+    optimizer.param_groups[1].update(broken)
+    set_gradients(named, 1)
+    before = weights(named)
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert same(weights(named), before) and optimizer.param_groups[0]["hmpx_step"] == 1
+    assert [p for g in optimizer.param_groups for p in g["params"]] == params and set(optimizer.state) == set(params)

@@ -8,6 +8,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.bench.measure import memory
+from hmpx.updates import sliced_step
 from hmpx.updates.optimizer_scope import SCOPES, scope_of
 
 BF16 = torch.bfloat16
@@ -88,3 +89,20 @@ def test_unknown_classes_step_whole_and_subclasses_are_unknown():
         *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
         *("Adafactor", "Muon"),
     }
+
+
+@pytest.mark.parametrize("cls", [optim.Adam, optim.SGD])
+def test_channels_last_parameters_are_sliced_too(cls, monkeypatch):
+    monkeypatch.setattr(sliced_step, "_FLOOR", 1 << 12)
+    torch.manual_seed(1)
+    weight = torch.randn(64, 32, 3, 3).bfloat16()
+    layouts = (weight.clone(memory_format=torch.channels_last), weight.clone())
+    params = [nn.Parameter(w) for w in layouts]
+    optimizers = [cls([p], lr=0.1) for p in params]
+    for optimizer, p in zip(optimizers, params, strict=True):
+        hmpx.attach(optimizer)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        peak, stays = memory(optimizer.step, torch.device("cpu"))
+        assert (peak - stays) / p.numel() <= 4  # 4096 elements at a time of 18432; whole shadows would take 8 and more
+    assert torch.equal(*params) and not params[0].is_contiguous()

@@ -9,6 +9,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates import sliced_step
 from hmpx.updates.overlap import Overlaps
+from tests.support.training import step_by
 
 BF16 = torch.bfloat16
 
@@ -100,3 +101,11 @@ def test_parameters_that_come_to_share_memory_later_are_found():
     q.data = p.data
     with pytest.raises(hmpx.HmpxError, match="share memory"):
         optimizer.step()
+
+
+def test_parameters_that_share_memory_are_stepped_one_after_the_other():
+    base = torch.ones(4, dtype=BF16)
+    p, q = nn.Parameter(base), nn.Parameter(base)
+    with hmpx.disable_casts():
+        step_by(optim.SGD([p, q], lr=0.25))
+    assert (p == 0.5).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hmpx.updates import step_hooks
 from hmpx.updates.gradients import released
 from tests.support import ranks
 from tests.support.sharded import Small, shard
+from tests.support.training import Net, parameters, same, weights
 
 BF16 = torch.bfloat16
 CELLS = {function: released._cell(function).cell_contents for function in released._CLIPPING}
@@ -232,3 +234,65 @@ def _sharded(rank):
 
 def test_sharded_parameters():
     assert all("clip_grad_norm_: the gradients of" in message for message in ranks.run(2, _sharded))
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD, optim.Adafactor, optim.Muon])
+@pytest.mark.parametrize("way", ["stochastic", "split"])
+def test_released_gradients_give_the_same_bits(cls, way, sliced):
+    results = []
+    for release in (False, True):
+        torch.manual_seed(0)
+        model = Net().bfloat16()
+        model.up.bias.data = model.up.bias.data.float()  # one parameter gets a plain step
+        if cls is optim.Muon:
+            named = [(n, p) for n, p in model.named_parameters() if p.dim() == 2]
+        else:
+            named = list(model.named_parameters())
+        optimizer = cls(named, lr=1e-2)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        hmpx.attach(optimizer, way, release_gradients=release)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).bfloat16()
+            nn.functional.linear(
+                torch.relu(nn.functional.linear(x, model.up.weight, model.up.bias.bfloat16())),
+                model.down.weight,
+                model.down.bias,
+            ).float().square().sum().backward()
+            if release:
+                assert all(p.grad is None for _, p in named)
+            optimizer.step()
+            scheduler.step()
+        assert optimizer.param_groups[0]["hmpx_step"] == 3
+        results.append(weights(named))
+    assert same(*results)
+
+
+def test_released_gradients_refuse_to_accumulate_and_optimizers_that_look_across():
+    model = Net().bfloat16()
+    x = torch.randn(4, 6).bfloat16()
+    with pytest.raises(hmpx.HmpxError, match=r"updates each parameter by itself \(Adadelta.*and LBFGS may look"):
+        hmpx.attach(optim.LBFGS(model.parameters()), release_gradients=True)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    handle = hmpx.attach(optimizer, release_gradients=True)
+    model(x).sum().backward()
+    with pytest.raises(hmpx.HmpxError, match=r"a second gradient before optimizer.step\(\)"):
+        model(x).sum().backward()
+    handle.detach()
+    model(x).sum().backward()
+    assert model.up.weight.grad is not None
+
+
+def test_an_optimizer_dies_in_the_middle_of_a_released_step():
+    """Without a step after the last backward, its hooks would go on stepping beside those of its successor."""
+    named = parameters()
+    for _ in range(2):
+        optimizer = optim.SGD(named, lr=0.25)
+        hmpx.attach(optimizer, "nearest", release_gradients=True)
+        before = weights(named)
+        sum(p.sum() for _, p in named).backward()
+        assert same(weights(named), [(w.float() - 0.25).bfloat16() for w in before])
+        died = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert died() is None

@@ -11,18 +11,11 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates import sliced_step
 from hmpx.updates.checksums import BLOCK, SMALL, checksums
-from tests.support.training import parameters, set_gradients
+from tests.support.training import masters_in, parameters, set_gradients
 
 BF16 = torch.bfloat16
 SIZES = ((8, 6), (64, 32, 3, 3), (11,), (70, 61))  # of which the second and the fourth have blocks
-
-
-@pytest.fixture(params=["whole", "slices"])
-def sliced(request, monkeypatch):
-    if request.param == "slices":
-        monkeypatch.setattr(sliced_step, "_FLOOR", 64)
 
 
 def pair(make=lambda named, dtype: named, way="split", **options):
@@ -39,10 +32,6 @@ def step(both, number):
     for named, optimizer in both:
         set_gradients(named, number)
         optimizer.step()
-
-
-def masters_in(optimizer):
-    return [state["hmpx_master"] for _, state in sorted(optimizer.state_dict()["state"].items())]
 
 
 def assert_copies(both):

@@ -12,7 +12,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates import plain_steps, sliced_step, step_hooks
 from tests.support.optimizers import CONFIGURATIONS, forms
-from tests.support.training import parameters, set_gradients
+from tests.support.training import parameter, parameters, set_gradients, step_by
 
 BF16 = torch.bfloat16
 
@@ -404,3 +404,50 @@ def test_small_updates_survive_where_nearest_loses_them():
         weights[stochastic] = p.detach().float().mean().item()
     # 1000 steps of 1e-4; one weight's standard deviation is about sqrt(1000 * 1e-4 * 2**-7) = 0.028, over 256: 0.0017
     assert weights[False] == 1.0 and abs(weights[True] - 1.1) < 0.008
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, BF16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_another_default_dtype(dtype, fused):
+    p, q = parameter(1000), parameter(1000)
+    optimizers = optim.Adam([p], lr=0.01), optim.Adam([q], lr=0.01)
+    for optimizer in optimizers:
+        hmpx.attach(optimizer, fused=fused)
+    step_by(optimizers[0])
+    torch.set_default_dtype(dtype)
+    try:
+        step_by(optimizers[1])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(p, q) and optimizers[1].state[q]["step"].dtype is not BF16
+
+
+def test_state_that_is_none(monkeypatch):
+    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+    p = parameter(1000)
+    optimizer = optim.SGD([p], lr=0.5, momentum=0.9)
+    optimizer.state[p] = {"momentum_buffer": None}
+    with hmpx.disable_casts():
+        step_by(optimizer)
+    assert (p == 0.5).all() and optimizer.state[p]["momentum_buffer"].shape == p.shape
+
+
+def test_a_subclass_of_adagrad_starts_from_the_exact_value():
+    class Mine(optim.Adagrad):
+        pass
+
+    p = parameter(4)
+    optimizer = Mine([p], lr=0.0, initial_accumulator_value=0.1)
+    hmpx.attach(optimizer)
+    step_by(optimizer, 0.0)
+    assert (optimizer.state[p]["sum"] == torch.tensor(0.1)).all()
+
+
+def test_sparse_state_stays_as_it_is():
+    table = nn.Embedding(10, 4, sparse=True).bfloat16()
+    optimizer = optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    hmpx.attach(optimizer, state_dtype=BF16)
+    for _ in range(2):
+        optimizer.zero_grad()
+        table(torch.tensor([1, 3])).sum().backward()
+        optimizer.step()

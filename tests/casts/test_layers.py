@@ -1,0 +1,163 @@
+"""Norms, recurrent layers, embeddings, encoders and losses under casts, as people call them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hmpx
+
+BF16, FP32, FP16, FP64 = torch.bfloat16, torch.float32, torch.float16, torch.float64
+
+
+def tensor(*shape, dtype=FP32):
+    return torch.randn(shape).to(dtype)
+
+
+@pytest.mark.parametrize("rule", ["bf16", "fp32", None])
+@pytest.mark.parametrize("stats", [BF16, FP32])
+@pytest.mark.parametrize("given", [BF16, FP32])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_updated_where_they_are(lists, rule, stats, given, norm, training):
+    layer = norm(3, affine=True, track_running_stats=True).to(stats).train(training)
+    mean, x = layer.running_mean, tensor(8, 3, 5, dtype=given) + 1
+    reference = norm(3, affine=True, track_running_stats=True).train(training)
+    expected = reference(x.float())
+    names = {rule: "batch_norm instance_norm"} if rule else {}
+    with hmpx.convert(**lists(**names)):
+        out = layer(x)
+    assert out.dtype is {"bf16": BF16, "fp32": FP32, None: given}[rule]
+    assert layer.running_mean is mean and mean.dtype is stats
+    assert torch.allclose(mean.float(), reference.running_mean, atol=1e-2)
+    assert torch.allclose(out.float(), expected, atol=5e-2)
+
+
+def test_batch_norm_by_keyword(lists):
+    arguments = dict(
+        weight=None, bias=None, running_mean=torch.zeros(3).bfloat16(), running_var=torch.ones(3).bfloat16()
+    )
+    rest = dict(training=True, momentum=0.1, eps=1e-5, cudnn_enabled=False)
+    with hmpx.convert(**lists(fp32="batch_norm")):
+        assert torch.batch_norm(input=tensor(8, 3) + 1, **arguments, **rest).dtype is FP32
+        with pytest.raises(TypeError):
+            torch.batch_norm()
+    assert arguments["running_mean"].any()
+
+
+NORMS = {
+    "batch_norm": lambda x, w, b, s: torch.nn.functional.batch_norm(x, *s, w, b, s[0] is None),
+    "batch_norm, training": lambda x, w, b, s: torch.nn.functional.batch_norm(x, *s, w, b, True),
+    "instance_norm": lambda x, w, b, s: torch.nn.functional.instance_norm(x, *s, w, b, s[0] is None),
+    "instance_norm, training": lambda x, w, b, s: torch.nn.functional.instance_norm(x, *s, weight=w, bias=b),
+    "group_norm": lambda x, w, b, s: torch.nn.functional.group_norm(x, 2, w, b),
+    "layer_norm": lambda x, w, b, s: torch.nn.functional.layer_norm(x.mT, (6,), w, b),
+}
+
+
+@pytest.mark.parametrize("listed", ["default", "bf16", "fp32", "unlisted"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_run_with_or_without_weight_bias_and_statistics(norm, listed, lists):
+    """Whatever is missing and of whichever dtypes the rest is; near to FP32, and the bias gets its gradient."""
+    x, w, b = tensor(4, 6, 5), tensor(6) + 2, tensor(6)
+    names = {"bf16": "batch_norm instance_norm group_norm layer_norm native_batch_norm"}
+    kwargs = {"default": {}, "unlisted": lists(), "bf16": lists(**names), "fp32": lists(fp32=names["bf16"])}[listed]
+
+    def arguments(there, given, held, kept):
+        own = zip((w, b), there[:2], strict=True)
+        weight, bias = (p.to(held, copy=True).requires_grad_() if is_there else None for p, is_there in own)
+        mean_and_var = torch.full((6,), 0.5, dtype=kept), torch.full((6,), 2.0, dtype=kept)
+        return x.to(given, copy=True).requires_grad_(), weight, bias, mean_and_var if there[2] else (None, None)
+
+    combinations = list(itertools.product((True, False), repeat=3))
+    expected = {there: NORMS[norm](*arguments(there, FP32, FP32, FP32)) for there in combinations}
+    with hmpx.convert(**kwargs):
+        for there, dtypes in itertools.product(combinations, itertools.product((FP32, BF16), repeat=3)):
+            own = arguments(there, *dtypes)
+            out = NORMS[norm](*own)
+            assert torch.allclose(out.float(), expected[there], atol=0.1, rtol=0.05), (there, dtypes)
+            if there[1] and (there[0] or norm != "group_norm"):  # torch's own has no backward without a weight
+                out.float().sum().backward()
+                assert torch.allclose(own[2].grad.float(), torch.full((6,), 20.0)), (there, dtypes)
+            assert not there[2] or own[3][0].dtype is dtypes[2]
+
+
+def test_embedding_with_max_norm_renormalises_the_real_weight(lists):
+    weight = tensor(5, 4) * 10
+    with hmpx.convert(**lists(bf16="embedding embedding_bag")):
+        out = F.embedding(torch.tensor([1, 2]), weight, max_norm=1.0)
+    assert out.dtype is BF16 and weight.dtype is FP32
+    assert (weight[1:3].norm(dim=1) <= 1.001).all() and weight[0].norm() > 1.5
+
+
+def test_recurrent_layers_are_cast_through_torch_vf(lists):
+    lstm, x = nn.LSTM(4, 5), tensor(3, 2, 4)
+    with hmpx.convert(**lists(bf16="lstm gru lstm_cell rnn_tanh")):
+        assert lstm(x)[0].dtype is BF16
+        assert nn.GRU(4, 5)(x)[0].dtype is BF16
+        assert nn.RNN(4, 5)(x)[0].dtype is BF16
+        assert nn.LSTMCell(4, 5)(x[0])[0].dtype is BF16
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_take_the_output_of_a_cast_layer(cell):
+    layer, linear, x = cell(4, 5), nn.Linear(4, 4), tensor(3, 2, 4)
+    with hmpx.convert():
+        assert layer(linear(x))[0].dtype is BF16
+
+
+def test_transformer_encoders_are_cast_in_eval_too():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+    x, fast = tensor(2, 3, 8), torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad(), hmpx.convert():
+        assert encoder(x).dtype is encoder(nn.Linear(8, 8)(x)).dtype is BF16
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+
+
+@pytest.mark.parametrize("module", [nn.ReLU, nn.LeakyReLU, nn.Dropout, nn.Dropout2d, nn.SiLU, nn.Hardtanh])
+def test_modules_with_inplace_write_to_their_input(lists, module):
+    names = "relu leaky_relu dropout dropout2d feature_dropout silu hardtanh"
+    x = tensor(1, 2, 4, 4)
+    with hmpx.convert(**lists(bf16=names)):
+        assert module(inplace=True)(x) is x and x.dtype is FP32
+        assert module()(x).dtype is BF16
+
+
+def test_losses_whose_backward_refuses_mixed_dtypes():
+    layer = nn.Linear(4, 4)
+    with hmpx.convert():
+        F.huber_loss(layer(tensor(4, 4)), tensor(4, 4)).backward()
+    assert layer.weight.grad is not None
+
+
+_Y = torch.linspace(-2, 2, 12).view(4, 3)
+LOSSES = {
+    "binary_cross_entropy": (_Y.sigmoid(), _Y.sigmoid()), "binary_cross_entropy_with_logits": (_Y, _Y.sigmoid()),
+    "cosine_embedding_loss": (_Y, _Y, torch.ones(4)), "cross_entropy": (_Y, torch.arange(4) % 3),
+    "hinge_embedding_loss": (_Y, torch.ones_like(_Y)), "huber_loss": (_Y, _Y), "kl_div": (_Y, _Y), "l1_loss": (_Y, _Y),
+    "margin_ranking_loss": (_Y, _Y, torch.ones_like(_Y)), "mse_loss": (_Y, _Y), "smooth_l1_loss": (_Y, _Y),
+    "soft_margin_loss": (_Y, torch.ones_like(_Y)), "nll_loss": (_Y, torch.arange(4) % 3),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_reduce_as_they_are_told(name, first, lists):
+    """By `F`, which says so to torch's own function, and by that function, whose default is another."""
+    x, *rest = LOSSES[name]
+    calls = [functools.partial(getattr(F, name), reduction=r) for r in ("none", "mean", "sum")] + [getattr(F, name)]
+    calls += [getattr(owner, name) for owner in (torch, torch._C._nn) if hasattr(owner, name)]
+    expected = [f(x, *rest).shape for f in calls]
+    for arguments in (lists(), lists(fp32=name), lists(bf16=name)):
+        with hmpx.convert(**arguments):
+            calls = [functools.partial(getattr(F, name), reduction=r) for r in ("none", "mean", "sum")] + [
+                getattr(F, name)
+            ]
+            calls += [getattr(owner, name) for owner in (torch, torch._C._nn) if hasattr(owner, name)]
+            assert [f(x.to(first), *rest).shape for f in calls] == expected

@@ -1,0 +1,365 @@
+"""Checkpoints of attached optimizers: what is saved, what is loaded, what hooks of the user see, what is lost."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.updates import sliced_step
+from tests.support.training import (
+    Net,
+    masters_in,
+    parameter,
+    parameters,
+    same,
+    set_gradients,
+    step_by,
+    train,
+    weights,
+)
+
+BF16 = torch.bfloat16
+
+
+def _trained(way, steps, **options):
+    """A BF16 model and its optimizer after some steps; `options` of the optimizer."""
+    torch.manual_seed(0)
+    named = list(Net().bfloat16().named_parameters())
+    optimizer = options.pop("cls", optim.AdamW)(named, lr=1e-3, **options)
+    hmpx.attach(optimizer, way)
+    train(named, optimizer, 0, steps)
+    return named, optimizer
+
+
+@pytest.mark.parametrize("way", ["master", "split"])
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_load_of_the_present_state_warns_of_nothing_and_loses_no_master(way, steps, copied, caplog):
+    """As wrappers do when they are made (Accelerate's moves it to its device); the run goes on to the bit."""
+    straight, optimizer = _trained(way, steps)
+    train(straight, optimizer, steps, steps + 3)
+    named, optimizer = _trained(way, steps)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(copy.deepcopy(state) if copied else state)
+    assert not caplog.text
+    train(named, optimizer, steps, steps + 3)
+    assert same(weights(named), weights(straight))
+
+
+@pytest.mark.parametrize("way", ["master", "split"])
+def test_a_checkpoint_of_before_the_first_step_has_lost_no_master(way, caplog):
+    fresh = _trained(way, 0)[1].state_dict()
+    named, optimizer = _trained(way, 2)
+    optimizer.load_state_dict(fresh)
+    assert not caplog.text
+    train(named, optimizer, 0, 2)  # from the BF16 weights, not from masters of another run
+    _, reference = _trained(way, 0)
+    start = [(name, nn.Parameter(w)) for name, w in zip(dict(named), weights(_trained(way, 2)[0]), strict=True)]
+    reference = optim.AdamW(start, lr=1e-3)
+    hmpx.attach(reference, way)
+    train(start, reference, 0, 2)
+    assert same(weights(named), weights(start))
+
+
+@pytest.mark.parametrize("options", [{}, {"cls": optim.SGD}, {"cls": optim.SGD, "momentum": 0.9}])
+def test_a_state_of_another_moment_without_masters_warns(options, caplog):
+    _, later = _trained("master", 3, **options)
+    _, optimizer = _trained("master", 2, **options)
+    optimizer.load_state_dict(copy.deepcopy(later.state_dict()))
+    assert caplog.text.count("the checkpoint has no masters") == 1
+    if not optimizer.state_dict()["state"]:  # nothing to tell two runs by
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert caplog.text.count("the checkpoint has no masters") == 2
+
+
+@pytest.mark.parametrize("way", ["stochastic", "nearest", "master", "split"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_resumed_run_is_the_run(way, state_dtype, model_first, tmp_path):
+    options = {"state_dtype": state_dtype, "seed": 9, "use_master_weights_in_ckpt": way in ("master", "split")}
+
+    def fresh(seed):
+        named = parameters()
+        optimizer = optim.AdamW(named, lr=1e-2)
+        hmpx.attach(optimizer, way, **{**options, "seed": seed})
+        return named, optimizer
+
+    named, optimizer = fresh(9)
+    train(named, optimizer, 0, 3)
+    torch.save({"weights": weights(named), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    train(named, optimizer, 3, 6)
+
+    saved = torch.load(tmp_path / "checkpoint.pt")
+    resumed, loaded = fresh(None)
+
+    def load_model():
+        with torch.no_grad():
+            for (_, p), weight in zip(resumed, saved["weights"], strict=True):
+                p.copy_(weight)
+
+    if model_first:
+        load_model()
+    loaded.load_state_dict(saved["optimizer"])
+    if not model_first:
+        load_model()
+    train(resumed, loaded, 3, 6)
+    assert same(weights(named), weights(resumed))
+    for (_, p), (_, q) in zip(named, resumed, strict=True):
+        assert all(torch.equal(v, loaded.state[q][k]) for k, v in optimizer.state[p].items())
+
+
+@pytest.mark.parametrize("one, other", [("master", "split"), ("split", "master")])
+@pytest.mark.parametrize("model_last", [True, False])
+def test_a_checkpoint_moves_between_master_and_split(one, other, model_last):
+    named = parameters()
+    optimizer = optim.AdamW(named, lr=1e-2)
+    hmpx.attach(optimizer, one, use_master_weights_in_ckpt=True)
+    train(named, optimizer, 0, 3)
+    with torch.no_grad():  # a master between two BF16 numbers, which the two ways round differently
+        store = optimizer._hmpx_attachment._updates.store
+        masters = masters_in(optimizer)
+        masters[0][0, 0] = 1 + 2**-8
+        named[0][1][0, 0] = 1 if one == "master" else 1 + 2**-7
+        store.set_masters(named[0][1], masters[0])
+    saved, before = copy.deepcopy(optimizer.state_dict()), weights(named)
+    moved = parameters()
+    loaded = optim.AdamW(moved, lr=1e-2)
+    hmpx.attach(loaded, other, use_master_weights_in_ckpt=True)
+    if model_last:
+        loaded.load_state_dict(saved)
+    with torch.no_grad():
+        for (_, p), weight in zip(moved, before, strict=True):
+            p.copy_(weight)
+    if not model_last:
+        loaded.load_state_dict(saved)
+    again = masters_in(loaded)
+    assert same(again, masters) and again[0][0, 0] == 1 + 2**-8
+    train(named, optimizer, 3, 5)
+    train(moved, loaded, 3, 5)
+    assert same(masters_in(optimizer), masters_in(loaded))
+
+
+def test_masters_are_in_the_file_only_when_asked_for(caplog):
+    named = parameters()
+    optimizer = optim.AdamW(named, lr=1e-2)
+    hmpx.attach(optimizer, "master")
+    train(named, optimizer, 0, 2)
+    saved = optimizer.state_dict()
+    assert set(saved["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    train(named, optimizer, 2, 3)  # what is saved is not what is here any more
+    optimizer.load_state_dict(saved)
+    assert "has no masters (it was saved without use_master_weights_in_ckpt, or" in caplog.text
+    before = weights(named)
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    train(named, optimizer, 2, 3)
+    assert same(weights(named), before)  # the masters start from the BF16 weights again
+
+
+def test_a_plain_optimizer_reads_what_is_its_own(caplog):
+    named = parameters()
+    optimizer = optim.AdamW(named, lr=1e-2)
+    hmpx.attach(optimizer, "master", use_master_weights_in_ckpt=True)
+    train(named[:2], optimizer, 0, 2)  # the third parameter has no gradient, so no state
+    saved = optimizer.state_dict()
+    assert 2 not in saved["state"]
+    plain = optim.AdamW(parameters(torch.float32), lr=1e-2)
+    plain.load_state_dict(saved)
+    twin = [(n, p) for n, p in zip("abc", plain.param_groups[0]["params"], strict=True)]
+    train(twin, plain, 2, 4)
+    stochastic = optim.AdamW(parameters(), lr=1e-2)
+    hmpx.attach(stochastic)
+    stochastic.load_state_dict(saved)
+    assert "masters of 2 parameters are dropped" in caplog.text
+    assert "hmpx_master" not in stochastic.state[stochastic.param_groups[0]["params"][0]]
+
+
+def test_a_checkpoint_of_another_layout_changes_nothing():
+    named, others = parameters(), parameters(sizes=((6, 8), (5, 7), (11,)))
+    optimizer, other = optim.AdamW(named, lr=1e-2), optim.AdamW(others, lr=1e-2)
+    for each, its in ((optimizer, named), (other, others)):
+        hmpx.attach(each, "split", use_master_weights_in_ckpt=True)
+        train(its, each, 0, 2)
+    before = copy.deepcopy((weights(named), optimizer.state_dict()))
+    with pytest.raises(hmpx.HmpxError, match=r"masters of parameter 0 have the shape \(6, 8\), the parameter \(8, 6\)"):
+        optimizer.load_state_dict(other.state_dict())
+    shorter = optimizer.state_dict()
+    shorter["param_groups"][0]["params"] = [0, 1]
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        optimizer.load_state_dict(shorter)
+    after = optimizer.state_dict()
+    assert same(weights(named), before[0])
+    assert all(same(after["state"][i].values(), before[1]["state"][i].values()) for i in range(3))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_of_another_size_is_torchs_error(fused):
+    p, small = parameter(1000), parameter(10)
+    optimizer, other = optim.Adam([p]), optim.Adam([small])
+    step_by(other)
+    hmpx.attach(optimizer, fused=fused)
+    optimizer.load_state_dict(other.state_dict())
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        step_by(optimizer)
+    assert (p == 1).all()
+
+
+def test_state_of_another_size_in_a_later_slice_moves_nothing(monkeypatch):
+    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+    p, q = parameter(300), parameter(400)
+    optimizer = optim.Adam([p, q], lr=0.1)
+    hmpx.attach(optimizer)
+    step_by(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1]["exp_avg"] = torch.zeros(401)
+    optimizer.load_state_dict(saved)
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError):
+        step_by(optimizer)
+    assert torch.equal(p, before)
+
+
+@pytest.mark.parametrize("way", ["master", "split"])
+def test_masters_loaded_before_attach_are_taken_over_or_told_of(way, caplog):
+    p = parameter(10)
+    optimizer = optim.SGD([p], lr=1e-4, momentum=0.9)
+    hmpx.attach(optimizer, way, use_master_weights_in_ckpt=True)
+    for _ in range(3):
+        step_by(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    hmpx.detach(optimizer)
+    master = saved["state"][0]["hmpx_master"]
+    for region, kept in ((True, True), (False, False)):
+        loaded = optim.SGD([p], lr=1e-4, momentum=0.9)
+        if region:
+            with hmpx.disable_casts():
+                loaded.load_state_dict(copy.deepcopy(saved))
+        else:
+            loaded.load_state_dict(copy.deepcopy(saved))
+        handle = hmpx.attach(loaded, way, use_master_weights_in_ckpt=True)
+        now = loaded.state_dict()["state"][0]["hmpx_master"]
+        assert torch.equal(now, master if kept else p.detach().float()) and "hmpx_master" not in loaded.state[p]
+        assert ("the load cast them to BF16" in caplog.text) == (not kept)
+        handle.detach()
+
+
+def test_masters_that_the_weights_have_left_behind_do_not_come_back():
+    p = parameter(10)
+    optimizer = optim.SGD([p], lr=0.01, momentum=0.9)
+    hmpx.attach(optimizer, "master", use_master_weights_in_ckpt=True)
+    step_by(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    plain = optim.SGD([p], lr=0.01, momentum=0.9)
+    plain.load_state_dict(saved)
+    for _ in range(20):
+        step_by(plain)
+    weight = p.detach().clone()
+    again = optim.SGD([p], lr=0.0)
+    hmpx.attach(again, "master")
+    again.load_state_dict(copy.deepcopy(plain.state_dict()))
+    again.param_groups[0]["lr"] = 0.0
+    step_by(again)
+    assert torch.equal(p, weight)
+
+
+def test_masters_take_the_layout_of_the_parameter(monkeypatch):
+    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+    saved = None
+    for layout in (torch.channels_last, torch.contiguous_format):
+        p = nn.Parameter(torch.ones(8, 4, 3, 3, dtype=BF16).to(memory_format=layout))
+        optimizer = optim.SGD([p], lr=1e-4)
+        hmpx.attach(optimizer, "master", use_master_weights_in_ckpt=True)
+        if saved:
+            optimizer.load_state_dict(saved)
+        step_by(optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+    assert torch.allclose(saved["state"][0]["hmpx_master"], torch.tensor(1 - 2e-4), rtol=0, atol=1e-6)
+
+
+def test_fp32_state_of_a_plain_checkpoint_stays_fp32():
+    single, p = parameter(10, dtype=torch.float32), parameter(10)
+    plain, optimizer = optim.AdamW([single]), optim.AdamW([p])
+    step_by(plain)
+    hmpx.attach(optimizer)
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.state[p]["exp_avg"].dtype is torch.float32
+
+
+def test_a_complete_checkpoint_without_a_master_is_no_loss(caplog):
+    optimizer = optim.SGD([parameter(4)], lr=0.1)
+    hmpx.attach(optimizer, "split", use_master_weights_in_ckpt=True)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not caplog.text and "hmpx_masters" not in optimizer.param_groups[0]
+
+
+def test_the_seed_is_in_a_checkpoint_from_the_start():
+    optimizer = optim.SGD([parameter(4)], lr=0.1)
+    hmpx.attach(optimizer, seed=7)
+    assert optimizer.state_dict()["param_groups"][0]["hmpx_seed"] == 7
+
+
+def by_names(optimizer, state_dict):
+    """torch's documented recipe: a checkpoint whose parameters stand in another order, brought into this one's."""
+    own = copy.deepcopy(optimizer.state_dict())
+    theirs = {
+        name: state_dict["state"].get(i)
+        for group in state_dict["param_groups"]
+        for name, i in zip(group["param_names"], group["params"], strict=True)
+    }
+    for group in own["param_groups"]:
+        for name, i in zip(group["param_names"], group["params"], strict=True):
+            own["state"].pop(i, None)
+            if theirs[name] is not None:
+                own["state"][i] = theirs[name]
+    for key in ("hmpx_step", "hmpx_seed", "hmpx_masters"):
+        own["param_groups"][0][key] = state_dict["param_groups"][0][key]
+    return own
+
+
+@pytest.mark.parametrize("way", ["master", "split"])
+@pytest.mark.parametrize("prepend", [False, True])
+@pytest.mark.parametrize("registered", ["before attach", "after"])
+def test_masters_are_taken_from_what_hooks_of_the_user_make_of_a_checkpoint(way, prepend, registered):
+    named = parameters()
+    optimizer = optim.AdamW(named, lr=1e-2)
+    hmpx.attach(optimizer, way, use_master_weights_in_ckpt=True)
+    train(named, optimizer, 0, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    turned = parameters()[::-1]
+    loaded = optim.AdamW(turned, lr=1e-2)
+    if registered == "before attach":
+        loaded.register_load_state_dict_pre_hook(by_names, prepend=prepend)
+    hmpx.attach(loaded, way, use_master_weights_in_ckpt=True)
+    if registered == "after":
+        loaded.register_load_state_dict_pre_hook(by_names, prepend=prepend)
+    with torch.no_grad():
+        for (_, p), (_, q) in zip(reversed(turned), named, strict=True):
+            p.copy_(q)
+    loaded.load_state_dict(saved)
+    for number in range(3, 6):
+        set_gradients(named, number)
+        optimizer.step()
+        for (_, p), (_, q) in zip(reversed(turned), named, strict=True):
+            p.grad = q.grad.clone()
+        loaded.step()
+    assert same(weights(named), weights(turned[::-1]))
+    assert same(masters_in(optimizer), masters_in(loaded)[::-1])
+
+
+@pytest.mark.parametrize("prepend", [False, True])
+def test_hooks_of_the_user_see_the_masters_that_are_saved(prepend):
+    named = parameters()
+    optimizer = optim.AdamW(named, lr=1e-2)
+    seen = []
+
+    def look(_, state_dict):
+        seen.append("hmpx_master" in state_dict["state"][0])
+
+    hmpx.attach(optimizer, "master", use_master_weights_in_ckpt=True)
+    train(named, optimizer, 0, 1)
+    optimizer.register_state_dict_post_hook(look, prepend=prepend)
+    optimizer.state_dict()
+    assert seen == [True]

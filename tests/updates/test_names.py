@@ -1,0 +1,91 @@
+"""The names that random numbers are keyed by: where they come from, and that no two are the same."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.updates import names
+from tests.support.training import (
+    Net,
+    parameter,
+    parameters,
+    same,
+    step_by,
+    train,
+    weights,
+)
+
+BF16 = torch.bfloat16
+
+
+def test_names_come_from_the_model_a_list_or_the_optimizer():
+    results = []
+    for source in ("named", "model", "list"):
+        torch.manual_seed(0)
+        model = Net().bfloat16()
+        optimizer = optim.SGD(model.named_parameters() if source == "named" else model.parameters(), lr=1e-3)
+        given = {"model": {"model": model}, "list": {"names": [n for n, _ in model.named_parameters()]}, "named": {}}
+        hmpx.attach(optimizer, **given[source])
+        train(list(model.named_parameters()), optimizer, 0, 2)
+        results.append(weights(model.named_parameters()))
+    assert same(*results[:2]) and same(*results[1:])
+
+
+def test_a_compiled_model_has_the_names_of_the_model():
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Net().bfloat16()
+        optimizer = optim.SGD(model.parameters(), lr=1e-3)
+        hmpx.attach(optimizer, model=torch.compile(model) if compiled else model)
+        train(list(model.named_parameters()), optimizer, 0, 2)
+        results.append(weights(model.named_parameters()))
+    assert same(*results)
+
+
+def test_positions_instead_of_names_are_told_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(names, "_told_of_positions", False)
+    p = nn.Parameter(torch.ones(300, dtype=BF16))
+    optimizer = optim.SGD([nn.Parameter(torch.ones(1)), p], lr=1e-3)
+    with caplog.at_level(logging.INFO, "hmpx"), hmpx.disable_casts():
+        for _ in range(2):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+    assert caplog.text.count("keyed by position") == 1
+    first = hmpx.stochastic_round(torch.full((300,), 0.999), seed=0, step=0, name="1")
+    second = hmpx.stochastic_round(first.float() - 1e-3, seed=0, step=1, name="1")
+    assert torch.equal(p, second)
+
+
+def test_one_name_for_two_groups_is_refused():
+    one, two = parameters()[:1], parameters()[:1]
+    optimizer = optim.SGD([{"params": one}, {"params": two}], lr=0.1)
+    with pytest.raises(hmpx.HmpxError, match=r"'layer0.weight' is given to parameters 0 and 1"):
+        hmpx.attach(optimizer)
+
+
+def test_no_two_parameters_share_their_random_numbers():
+    one, two = parameter(500), parameter(500)
+    optimizer = optim.SGD([one], lr=1e-3)
+    hmpx.attach(optimizer, names=["1"])
+    optimizer.add_param_group({"params": [two], "lr": 1e-3})
+    step_by(optimizer)
+    assert not torch.equal(one, two)
+    groups = [{"params": [("w", parameter(500))]}, {"params": [("w", parameter(500))]}]
+    region = optim.SGD(groups, lr=1e-3)
+    with hmpx.disable_casts():
+        step_by(region)
+    assert not torch.equal(*(group["params"][0] for group in region.param_groups))
+
+
+def test_an_empty_name_is_a_name():
+    p = parameter(500)
+    optimizer = optim.SGD([p], lr=1e-3)
+    hmpx.attach(optimizer, names=[""])
+    step_by(optimizer)
+    assert torch.equal(p, hmpx.stochastic_round(torch.full((500,), 1 - 1e-3), seed=0, step=0, name=""))

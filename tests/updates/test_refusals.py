@@ -1,0 +1,151 @@
+"""What `attach` and `detach` do not take is refused, with the reason, and nothing is attached."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.updates import step_hooks
+from tests.support.training import (
+    parameter,
+    parameters,
+    same,
+    step_by,
+    train,
+    weights,
+)
+
+BF16 = torch.bfloat16
+
+
+def test_attaching_again():
+    optimizer = optim.SGD(parameters(), lr=0.1)
+    handle = hmpx.attach(optimizer, "split", seed=3)
+    assert hmpx.attach(optimizer, "split", seed=3) is handle
+    with pytest.raises(
+        hmpx.HmpxError, match=r"SGD: weights='split', seed=3> is in force; hmpx.detach\(optimizer\) first"
+    ):
+        hmpx.attach(optimizer, "master")
+    assert handle.active
+
+
+def test_other_names_for_an_attached_optimizer_are_refused():
+    optimizer = optim.SGD([parameter(4)], lr=0.1)
+    handle = hmpx.attach(optimizer, names=["a"])
+    assert hmpx.attach(optimizer, names=["a"]) is handle and hmpx.attach(optimizer) is handle
+    with pytest.raises(hmpx.HmpxError, match="is in force"):
+        hmpx.attach(optimizer, names=["b"])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"weights": "stochastik"}, "none of 'stochastic', .*did you mean 'stochastic'"),
+        ({"seed": -1}, "seed -1 is out of range"),
+        ({"seed": 2**64}, "out of range"),
+        ({"state_dtype": torch.float16}, "state_dtype=torch.float16 is neither"),
+        ({"state_dtype": "fp16"}, "state_dtype=torch.float16 is neither"),
+        ({"state_dtype": "8bits"}, "state_dtype='8bits' is neither"),
+        ({"use_master_weights_in_ckpt": True}, "'stochastic' has no masters"),
+        ({"names": ["a", "b"]}, "2 names for 3 parameters"),
+        ({"names": ["a", "b", "a"]}, "the name 'a' is given to parameters 0 and 2"),
+        ({"names": ["a", "b", 3]}, "the name of parameter 2 is 3, not a string"),
+        ({"model": nn.Linear(2, 2)}, "parameter 0 of the optimizer is not in the model"),
+        ({"model": nn.Linear(2, 2), "names": []}, "not from both"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_attached(options, message):
+    optimizer = optim.SGD([p for _, p in parameters()], lr=0.1)
+    before = set(vars(optimizer))
+    with pytest.raises(hmpx.HmpxError, match=message):
+        hmpx.attach(optimizer, **options)
+    assert set(vars(optimizer)) == before and step_hooks._users == 0
+
+
+class OwnStateDict(optim.SGD):
+    def state_dict(self):
+        return {"state": {}, "param_groups": []}
+
+
+@pytest.mark.parametrize(
+    "optimizer, options, message",
+    [
+        (
+            OwnStateDict,
+            {"weights": "split", "use_master_weights_in_ckpt": True},
+            "OwnStateDict.state_dict runs no hooks",
+        ),
+        (optim.SGD, {"weights": ["master"]}, "is none of 'stochastic'"),
+        (optim.SGD, {"weights": nn.Linear(2, 2)}, r"weights is a Linear, not one of .*; did you mean model=\?"),
+        (optim.SGD, {"names": 5}, "names is 5, not a list of strings"),
+        (optim.SGD, {"names": ["\ud800"]}, "cannot be printed"),
+        (optim.SGD, {"model": 5}, "model is a int, not a torch.nn.Module"),
+        (optim.SGD, {"fused": "yes"}, "fused='yes' is neither True nor False"),
+    ],
+)
+def test_wrong_arguments_leave_nothing_attached(optimizer, options, message):
+    optimizer = optimizer([parameter(4)], lr=0.1)
+    before = set(vars(optimizer))
+    with pytest.raises(hmpx.HmpxError, match=message):
+        hmpx.attach(optimizer, **options)
+    assert set(vars(optimizer)) == before and not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def test_no_optimizer_and_no_bf16(caplog):
+    with pytest.raises(hmpx.HmpxError, match=r"needs a torch.optim.Optimizer, not Linear"):
+        hmpx.attach(nn.Linear(2, 2))
+    named, twin = parameters(torch.float32), parameters(torch.float32)
+    optimizer, reference = optim.AdamW(named), optim.AdamW(twin)
+    hmpx.attach(optimizer)
+    assert "AdamW has no BF16 parameters" in caplog.text
+    train(named, optimizer, 0, 2)
+    train(twin, reference, 0, 2)
+    assert same(weights(named), weights(twin))
+
+
+class Wrapper(optim.Optimizer):
+    """Never runs the constructor of its base, as some launchers' wrappers do not."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def step_by(self, closure=None):
+        return self.inner.step(closure)
+
+
+class OwnList(optim.Optimizer):
+    """Steps on a list of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.own = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step_by(self, closure=None):
+        for p in self.own:
+            p.sub_(p.grad)
+
+
+def test_optimizers_that_cannot_be_stepped_in_fp32_are_refused():
+    p = parameter(4)
+    with pytest.raises(
+        hmpx.HmpxError, match=r"Wrapper never ran Optimizer.__init__.*attach the optimizer that it holds"
+    ):
+        hmpx.attach(Wrapper(optim.SGD([p], lr=0.1)))
+    with hmpx.disable_casts():
+        wrapped = Wrapper(optim.SGD([p], lr=0.1))
+        step_by(wrapped)
+    assert wrapped.param_groups[0]["hmpx_step"] == 1
+    with pytest.raises(hmpx.HmpxError, match="OwnList wrote to parameter '0' itself"), hmpx.disable_casts():
+        step_by(OwnList([p]))
+
+
+@pytest.mark.parametrize("thing", [None, nn.Linear(2, 2)])
+def test_only_optimizers_are_detached(thing):
+    with pytest.raises(hmpx.HmpxError, match=r"detach needs a torch.optim.Optimizer"):
+        hmpx.detach(thing)
