@@ -124,3 +124,12 @@ def test_an_import_the_wrong_way_is_found():
     assert set(imports(up, files)) == {"hmpx.updates.attach"}
     assert wrong_ways({"hmpx.casts.rules": {"hmpx.updates.attach"}})
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
+
+
+def test_what_several_tests_use_stands_in_support():
+    """A file of tests imports no other one, so each can move and be run alone."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(alias.name for alias in node.names)]
+                assert not node.level and not any(name.split(".")[-1].startswith("test_") for name in names), path

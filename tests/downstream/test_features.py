@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import hmpx
-from tests.downstream.comparing import differences, made, run
-from tests.downstream.test_zoo import under_autocast, under_its_lists
+from tests.downstream.comparing import differences, made, run, under_autocast, under_its_lists
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -5,24 +5,22 @@ Autocast's cache of weights is off: it adds the gradients of a weight that is us
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
-
 import pytest
 import torch
 
 import hmpx
-from tests.downstream.comparing import differences, first_module_that_differs, held_functions, made, run
+from tests.downstream.comparing import (
+    differences,
+    first_module_that_differs,
+    held_functions,
+    made,
+    run,
+    under_autocast,
+    under_its_lists,
+)
 from tests.downstream.zoo import NO_KERNEL, ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-LISTS = Path(hmpx.__file__).parent / "oplists" / "autocast-cpu"
-under_autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
-under_its_lists = functools.partial(
-    hmpx.convert, **{f"{side}_file_path": LISTS / f"{side}.txt" for side in ("bf16", "fp32", "promote")}
-)
-
 
 # Where autocast and the rule of a list disagree.
 DIFFERENT = {

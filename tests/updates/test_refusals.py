@@ -114,7 +114,7 @@ class Wrapper(optim.Optimizer):
     param_groups = property(lambda self: self.inner.param_groups)
     state = property(lambda self: self.inner.state)
 
-    def step_by(self, closure=None):
+    def step(self, closure=None):
         return self.inner.step(closure)
 
 
@@ -126,7 +126,7 @@ class OwnList(optim.Optimizer):
         self.own = [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
-    def step_by(self, closure=None):
+    def step(self, closure=None):
         for p in self.own:
             p.sub_(p.grad)
 
