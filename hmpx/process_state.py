@@ -26,10 +26,11 @@ lock = threading.RLock()
 converted = False
 off_somewhere: dict[int, bool] = {}
 
-# Of the conversion that is in force: how torch.compile sees its wrappers (casts.dynamo.Tracing), and the record of its
-# decisions if it is verbose (casts.decision_log.VerboseLog).
+# Of the conversion that is in force: how torch.compile sees its wrappers (casts.dynamo.Tracing), and who observes the
+# calls of ops (casts.observing.Observer). `observers` are those that conversions to come take over.
 tracing: Any = None
-log: Any = None
+observer: Any = None
+observers: list[Any] = []
 
 # Lists of user functions that wait for a module, by its name (casts.user_functions). Import hooks cannot be taken back,
 # so that there is one for each module, and it looks here.
@@ -52,7 +53,8 @@ def in_use() -> dict[str, Any]:
         "converted": converted,
         "off_somewhere": off_somewhere,
         "tracing": tracing,
-        "log": log,
+        "observer": observer,
+        "observers": observers,
         "awaited": [module for module, waiting in awaited.items() if waiting],
         "open_caches": open_caches,
     }

@@ -17,6 +17,8 @@ _TORCH, _WRAPT, _HMPX = (
     os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, wrapt.__file__, __file__)
 )
 
+_libraries: dict[int, tuple[types.CodeType, bool]] = {}
+
 
 def register(code: types.CodeType, rule: Rule) -> None:
     """A wrapper that casts as `rule` says runs this code, and none under another rule does."""
@@ -35,10 +37,33 @@ def frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
+def _is_library(code: types.CodeType) -> bool:
+    """Whether a code is torch's or hmpx's, looked up once for each; the codes stay, so that no other gets its id."""
+    known = _libraries.get(id(code))
+    if known is None:
+        known = _libraries[id(code)] = code, code.co_filename.startswith((_TORCH, _HMPX, _WRAPT, WRITTEN))
+    return known[1]
+
+
+def users_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """The innermost frame that is neither torch's nor hmpx's."""
+    while frame is not None and _is_library(frame.f_code):
+        frame = frame.f_back
+    return frame
+
+
 def users_line(frame: types.FrameType) -> str:
-    """The innermost line that is neither torch's nor hmpx's, as `file:line`."""
-    for f in frames(frame):
-        path = f.f_code.co_filename
-        if not path.startswith((_TORCH, _HMPX, _WRAPT, WRITTEN)):
-            return f"{path}:{f.f_lineno}"
-    return "?"
+    """The line that it is at, as `file:line`."""
+    found = users_frame(frame)
+    return "?" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+
+
+def modules(frame: types.FrameType | None) -> Iterator[torch.nn.Module]:
+    """The modules whose methods are running, from the innermost outwards; one may come several times."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "self":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, torch.nn.Module):
+                yield owner
+        frame = frame.f_back

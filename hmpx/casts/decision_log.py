@@ -7,16 +7,14 @@ import contextlib
 import logging
 import sys
 import threading
+import types
 from collections import Counter
 from typing import Any
 
 import torch
 
-from hmpx import process_state
 from hmpx.casts.callers import users_line
-from hmpx.casts.ops import Entry
-from hmpx.casts.policy import Rule
-from hmpx.casts.wrappers import Observer
+from hmpx.casts.observing import Point, Run, Seen
 from hmpx.changes import Changes, Flag
 
 logger = logging.getLogger("hmpx")
@@ -39,40 +37,35 @@ class _Shown(logging.StreamHandler):
 
 
 class VerboseLog:
-    """Collects the decisions of one conversion.
+    """Observes the ops that a rule concerns, and collects the decisions of one conversion.
 
     A user who asked for it sees it: where no handler would show INFO records of the logger "hmpx", one that writes to
     standard error is attached while it is open. All that hmpx logs meanwhile goes through it, warnings too.
     """
 
+    everything = False
+
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def function(self, name: str, rule: Rule, given: Any, seen: Any, result: Any) -> None:
-        """Record a call of a user's own function."""
-        self._record(f"{name}, {rule}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))}")
+    def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
+        seen = run(*args, **kwargs)
+        if seen.casting and point.rule is not None:
+            dtypes = [_dtypes(values) for values in ((args, kwargs), (seen.args, seen.kwargs), (seen.result,))]
+            head = point.op if point.label == point.op else f"{point.op} as {point.label}"
+            self._record(f"{head}, {point.rule}: {' -> '.join(dtypes)} at {users_line(frame)}")
+        return seen
 
-    def _record(self, decision: str) -> None:
-        line = f"{decision} at {users_line(sys._getframe(2))}"
+    def _record(self, line: str) -> None:
         with self._lock:
             self._seen[line] += 1
             first = self._seen[line] == 1
         if first:
             logger.info("hmpx: %s", line)
 
-    def observer(self, op: str, entry: Entry, rule: Rule) -> Observer:
-        head = f"{op} as {entry.label}, {rule}"
-
-        def observe(given: tuple, seen: tuple, result: Any) -> None:
-            self._record(f"{head}: {_dtypes(given)} -> {_dtypes(seen)} -> {_dtypes((result,))}")
-
-        return observe
-
     def apply(self, changes: Changes) -> None:
-        """Record from here on, calls of users' own functions as well.
-
-        Undone, or when the program ends before, it logs how often each decision was taken.
+        """Show what is logged from here on. Undone, or when the program ends before, it logs how often each decision was taken.
         """
         if not logger.isEnabledFor(logging.INFO):
             changes.put(_LEVEL, logging.INFO)
@@ -83,10 +76,8 @@ class VerboseLog:
             changes.callback(logger.removeHandler, handler)
         changes.callback(self._close)
         atexit.register(self._close)
-        process_state.log = self
 
     def _close(self) -> None:
-        process_state.log = None
         atexit.unregister(self._close)
         for line, count in self._seen.most_common():
             logger.info("hmpx: %6d times %s", count, line)

@@ -48,13 +48,9 @@ def _wrap(function: Any, rule: Rule, name: str, active: Callable[[], bool]) -> A
         )
 
     def call(wrapped, instance, args, kwargs):
-        if not active():
-            return wrapped(*args, **kwargs)
-        seen = cast_arguments(rule, _LAYOUT, args, kwargs)
-        result = region_state.run_uncast(wrapped, *seen)
-        if process_state.log is not None:
-            process_state.log.function(name, rule, (args, kwargs), seen, result)
-        return result
+        if process_state.observer is not None and process_state.converted:
+            return observed(Point(name, name, rule, wrapped), process_state.observer, plain, run, args, kwargs)
+        return plain(*args, **kwargs)
 
     if not inspect.isfunction(function):
         return UserFunction(function, call)

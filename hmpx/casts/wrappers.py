@@ -18,11 +18,10 @@ import torch
 from hmpx import region_state
 from hmpx.casts.callers import register
 from hmpx.casts.codegen import Switch, called_by_torch, make_wrapper
+from hmpx.casts.observing import Observer, Point, observed, stand_in
 from hmpx.casts.ops import Entry
 from hmpx.casts.policy import Case, Rule
 from hmpx.casts.rules import PLAIN, call, call_cast, cast, is_explicit, public
-
-Observer = Callable[[tuple, tuple, Any], None]  # (arguments given, arguments the op saw, result)
 
 
 def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
@@ -97,22 +96,23 @@ def build_check(weights: str, switch: Switch, original: Callable) -> Callable:
 
 
 def _observed(
-    entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch, observe: Observer
+    entry: Entry, point: Point, original: Callable, run: Callable | None, switch: Switch, observer: Observer
 ) -> Callable:
-    """The same wrapper around a stand-in for the op that also hands back what it was called with."""
+    """The wrapper of an entry point in the hands of an observer."""
+    public(original)
 
-    def stand_in(*args, **kwargs):
-        return call(run, args, kwargs), args, kwargs
-
-    vars(stand_in).update(__wrapped__=original, hands_on=True)
-    inner = build_wrapper(entry, rule, stand_in, switch)
+    if point.rule is None:
+        plain, inner = original, stand_in(original, casting=False)
+    else:
+        rule, run = _computing(entry, point.rule, original, run)
+        plain = _built(entry, rule, run, original, switch)
+        inner = _built(entry, rule, stand_in(run, casting=True), stand_in(original, casting=False), switch)
 
     def wrapper(*args, **kwargs):
-        if switch.casts_off():
-            return call(original, args, kwargs)
-        result, seen_args, seen_kwargs = inner(*args, **kwargs)
-        observe((*args, *kwargs.values()), (*seen_args, *seen_kwargs.values()), result)
-        return result
+        caller = sys._getframe(1)
+        if called_by_torch(args, kwargs, caller):
+            return plain(*args, **kwargs)
+        return observed(point, observer, plain, inner, caller, args, kwargs)
 
     return wrapper
 
@@ -136,58 +136,57 @@ def _is_found_by_torch(entry: Entry, original: Callable) -> bool:
 
 
 def build_wrapper(
-    entry: Entry,
-    rule: Rule,
-    original: Callable,
-    switch: Switch,
-    observe: Observer | None = None,
-    run: Callable | None = None,
+    entry: Entry, rule: Rule, original: Callable, switch: Switch, run: Callable | None = None
 ) -> Callable:
     """The wrapper of one entry point under one rule. It takes the place of `original` by name, for pickling too.
 
     run: what computes the op once the arguments are as the rule says; None for `original` itself.
     """
-    if run is None or rule is Rule.FP32:
-        run = original
+    return _named(_built(entry, *_computing(entry, rule, original, run), original, switch), entry, original)
+
+
+def _computing(entry: Entry, rule: Rule, original: Callable, run: Callable | None) -> tuple[Rule, Callable]:
+    """The rule of an entry point, and what computes the op."""
     if entry.in_place:  # the first is written to: the others come to it, whichever list names the op
-        rule, run = Rule.FIRST_INPUT, original
-    layout = entry.layout
+        return Rule.FIRST_INPUT, original
+    return rule, original if run is None or rule is Rule.FP32 else run
+
+
+def _built(entry: Entry, rule: Rule, run: Callable, original: Callable, switch: Switch) -> Callable:
     public(original)  # looks it up once, while torch is as it was made
-    if observe is not None:
-        wrapper = _observed(entry, rule, original, run, switch, observe)
-    elif layout.python or layout.lead is None:
-        wrapper = _general(entry, rule, original, run, switch)
-    else:
-        make = make_wrapper(layout, rule, entry.attribute, _is_found_by_torch(entry, original))
-        wrapper = make(original, run, switch)
-    return _named(wrapper, entry, original)
+    if entry.layout.python or entry.layout.lead is None:
+        return _general(entry, rule, original, run, switch)
+    make = make_wrapper(entry.layout, rule, entry.attribute, _is_found_by_torch(entry, original))
+    return make(original, run, switch)
 
 
 def build_choice(
+    op: str,
     entry: Entry,
     cases: tuple[Case, ...],
     original: Callable,
     switch: Switch,
-    observe: Callable[[Rule], Observer] | None = None,
     run: Callable | None = None,
+    observer: Observer | None = None,
 ) -> Callable:
     """The wrapper of one entry point whose rule depends on the arguments, where there is more than one case."""
 
-    def build(rule: Rule | None) -> Callable:
-        if rule is None:
-            return original
-        return build_wrapper(entry, rule, original, switch, observe and observe(rule), run)
+    def build(case: Case) -> Callable:
+        if observer is not None:
+            point = Point(op, entry.label, case.rule, original, case.follows, entry.in_place)
+            return _named(_observed(entry, point, original, run, switch, observer), entry, original)
+        return original if case.rule is None else build_wrapper(entry, case.rule, original, switch, run)
 
     if len(cases) == 1:
-        return build(cases[0].rule)
-    runs = {rule: build(rule) for rule in {case.rule for case in cases}}
+        return build(cases[0])
+    runs = {case.rule: build(case) for case in reversed(cases)}
     choices = tuple((case.when, runs[case.rule]) for case in cases if case.when is not None)
     otherwise = next(runs[case.rule] for case in cases if case.when is None)
 
     def choice(*args, **kwargs):
         # Dynamo, to which every tensor is a plain one, has no frames.
         plain = all(type(a) in PLAIN for a in args if isinstance(a, torch.Tensor))
-        if switch.casts_off() or (not plain and called_by_torch(args, kwargs, sys._getframe(1))):
+        if (observer is None and switch.casts_off()) or (not plain and called_by_torch(args, kwargs, sys._getframe(1))):
             return call(original, args, kwargs)
         for when, run in choices:
             if _accepts(when, args, kwargs):
