@@ -5,8 +5,11 @@ from hmpx.casts.policy import Policy, Rule
 from hmpx.casts.user_functions import bf16, fp16, fp32, promote
 from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
-from hmpx.insight.audit import Audit, Finding, audit
+from hmpx.insight.audit import Audit, audit
+from hmpx.insight.dispatched import Finding
 from hmpx.insight.explain import explain
+from hmpx.insight.recording.log import Log
+from hmpx.insight.recording.record import record
 from hmpx.recipes.activate import Activation, activate
 from hmpx.recipes.activate import activate_from_environment as _activate_from_environment
 from hmpx.recipes.prepare import prepare
@@ -23,6 +26,7 @@ __all__ = [
     "Conversion",
     "Finding",
     "HmpxError",
+    "Log",
     "OpListError",
     "OptLevelError",
     "Policy",
@@ -44,6 +48,7 @@ __all__ = [
     "hmp",
     "prepare",
     "promote",
+    "record",
     "restore",
     "stochastic_round",
     "stochastic_round_",

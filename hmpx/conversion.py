@@ -5,25 +5,28 @@ Everything that can go wrong (a list that does not read, a name that does not ex
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
 import torch
 
-from hmpx import installation, region_state
+from hmpx import installation, process_state, region_state
 from hmpx.casts import dynamo, torchscript
 from hmpx.casts.captured_names.rebinding import Rebinding, WithCaptures
 from hmpx.casts.decision_log import Announcement, VerboseLog
 from hmpx.casts.dtype_map import DtypeMap
 from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
 from hmpx.casts.listed_names import Unknown
+from hmpx.casts.observing import Observer, Several
 from hmpx.casts.op_lists import read_lists
 from hmpx.casts.ops import catalog
 from hmpx.casts.patch_table import Patch, PatchTable
 from hmpx.casts.policy import OptLevel, Policy, build_policy
 from hmpx.casts.user_functions import UserFunctions
-from hmpx.changes import Changes, Flag, Paired, Part, Put
+from hmpx.changes import Attribute, Changes, Flag, Paired, Part, Put
 from hmpx.installation import Installation
+from hmpx.process_state import lock
 from hmpx.updates import step_hooks
 
 _FAST_PATH = Flag(
@@ -31,6 +34,7 @@ _FAST_PATH = Flag(
     torch.backends.mha.get_fastpath_enabled,
     torch.backends.mha.set_fastpath_enabled,
 )
+_OBSERVER = Attribute(process_state, "observer", "the observer of ops")
 
 
 class Conversion(Installation):
@@ -76,14 +80,15 @@ class Conversion(Installation):
         policy, mapping = self.policy, self._dtype_map
         yield Paired(step_hooks.install, step_hooks.uninstall)  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None
-        self._table = PatchTable.build(
-            policy, log.observer if log else None, mapping.patches if mapping else None, self.kernels
-        )
+        observers = [*([log] if log else ()), *process_state.observers]
+        observer = Several(observers) if observers else None
+        self._table = PatchTable.build(policy, observer, mapping.patches if mapping else None, self.kernels)
         self._rebinding = Rebinding()
         self._functions = UserFunctions(policy.user_functions(), policy.origins, self._rebinding)
         if log:
             yield log
         yield Announcement(*self._announced())
+        yield Put(_OBSERVER, observer)
         yield WithCaptures(self._rebinding, self._table, self._functions)
         yield dynamo.Tracing(self._table.originals, f"{policy}{mapping or ''}{self.kernels}")
         yield torchscript.Scripting(self._table.originals)
@@ -211,6 +216,27 @@ def install(
 def installed() -> Conversion | None:
     """The conversion that is installed now."""
     return installation.current(Conversion)
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Let an observer see the calls of ops, under the conversion that is in force and those to come."""
+    with lock:
+        process_state.observers.append(observer)
+        _put_in_force_again()
+    try:
+        yield
+    finally:
+        with lock:
+            process_state.observers.remove(observer)
+            _put_in_force_again()
+
+
+def _put_in_force_again() -> None:
+    conversion = installed()
+    if conversion is not None:
+        conversion._take_away()
+        conversion._apply()
 
 
 def restore() -> None:

@@ -12,7 +12,7 @@ import torch
 import hmpx
 
 HANDLES = (
-    *(hmpx.Conversion, hmpx.Attachment, hmpx.Activation, hmpx.Audit, hmpx.Finding),
+    *(hmpx.Conversion, hmpx.Attachment, hmpx.Activation, hmpx.Audit, hmpx.Finding, hmpx.Log),
     *(hmpx.Rule, hmpx.Recipe, hmpx.Policy),
 )
 FLAGS = doctest.ELLIPSIS

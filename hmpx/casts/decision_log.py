@@ -65,8 +65,7 @@ class VerboseLog:
             logger.info("hmpx: %s", line)
 
     def apply(self, changes: Changes) -> None:
-        """Show what is logged from here on. Undone, or when the program ends before, it logs how often each decision was taken.
-        """
+        """Show what is logged from here on. Undone, or at the end of the program, it logs how often each was taken."""
         if not logger.isEnabledFor(logging.INFO):
             changes.put(_LEVEL, logging.INFO)
         if not logger.hasHandlers():

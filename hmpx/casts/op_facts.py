@@ -177,6 +177,9 @@ UNCAST_FUNCTIONS = (
     "torch.amp.grad_scaler.GradScaler.scale",
 )
 
+# Methods by which a program casts a tensor itself.
+CASTS_BY_HAND = ("to", "bfloat16", "half", "float", "type", "type_as")
+
 # For a map of dtypes, beside the ops whose schema has a `dtype`. A dtype is asked for; a stated one says how data from
 # outside is to be read, and the result is what has to be mapped; or the one or the other.
 DTYPE_ASKED = (

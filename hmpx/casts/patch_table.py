@@ -7,20 +7,24 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import wrapt
 
 from hmpx.casts import op_facts
 from hmpx.casts.codegen import Switch
 from hmpx.casts.fp32_kernels import NATIVE, Kernels
 from hmpx.casts.layouts import Layout
+from hmpx.casts.observing import Observer
 from hmpx.casts.ops import Entry, catalog
 from hmpx.casts.policy import Case, Policy, Rule
-from hmpx.casts.wrappers import Observer, build_carrying, build_check, build_choice, build_uncast
+from hmpx.casts.wrappers import build_carrying, build_check, build_choice, build_uncast
 from hmpx.changes import Attribute, Changes
+
+Wanted = tuple[str, Entry, tuple[Case, ...]]  # an op's name, one of its entry points, and what it does there
 
 
 class Patching(enum.Enum):
@@ -30,6 +34,7 @@ class Patching(enum.Enum):
     UNCAST = "uncast"  # no casts inside: not the model's forward
     CHECK = "check"  # a layer's check of its input's dtype accepts what will be cast
     CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
+    OBSERVED = "observed"  # nothing but that an observer sees them
     DTYPE_MAP = "dtype map"  # a dtype that is asked for becomes another
 
     def __str__(self) -> str:
@@ -76,41 +81,33 @@ class PatchTable:
     def build(
         cls,
         policy: Policy,
-        observe: Callable[[str, Entry, Rule], Observer] | None = None,
+        observer: Observer | None = None,
         around: Callable[[tuple[Patch, ...], Switch], Iterator[Patch]] | None = None,
         kernels: Kernels = NATIVE,
     ) -> PatchTable:
         """Work out what `policy` changes.
 
-        observe: makes the observer of an entry point, for verbose logging.
+        observer: is handed the calls of ops; if it wants them all, those that `policy` leaves alone are patched too.
         around: puts wrappers of its own around those of the policy.
         kernels: what computes the ops that run in BF16 or FP16 on a CPU.
         """
         switch = Switch()
         patches = []
         wrappers: dict[tuple[int, tuple[Case, ...], bool], Callable] = {}
-        for op, entry, cases in _wanted(policy):
+        wanted = _wanted(policy)
+        if observer is not None and observer.everything:
+            wanted = _with_the_others(wanted)
+        for op, entry, cases in wanted:
             original, inherited = _read(entry.owner, entry.attribute)
-            rule = next(case.rule for case in cases if case.rule is not None)
+            rule = next((case.rule for case in cases if case.rule is not None), None)
             # One object under several names gets one wrapper, and so stays one object.
             key = id(original), cases, entry.in_place
             if key not in wrappers:
-                watch = functools.partial(observe, op, entry) if observe else None
                 run = kernels.wrap(op, [case.rule for case in cases], original)
-                wrappers[key] = build_choice(entry, cases, original, switch, watch, run)
-            patches.append(_patch(op, Patching.CAST, rule, entry, original, wrappers[key], inherited))
-        uncast: dict[int, Callable] = {}
-        for path in uncast_functions():
-            owner, attribute = _split(path)
-            if hasattr(owner, attribute):
-                entry = Entry(owner, attribute, path, Layout(python=True))
-                original, inherited = _read(owner, attribute)
-                wrapper = uncast.setdefault(id(original), build_uncast(entry, original, switch))
-                patches.append(_patch(attribute, Patching.UNCAST, None, entry, original, wrapper, inherited))
-        for path, weights in op_facts.INPUT_CHECKS.items():
-            patches.append(_beside_ops(path, Patching.CHECK, functools.partial(build_check, weights, switch)))
-        for path, position in op_facts.CALLED_LATER.items():
-            patches.append(_beside_ops(path, Patching.CARRYING, functools.partial(build_carrying, position, switch)))
+                wrappers[key] = build_choice(op, entry, cases, original, switch, run, observer)
+            how = Patching.OBSERVED if rule is None else Patching.CAST
+            patches.append(_patch(op, how, rule, entry, original, wrappers[key], inherited))
+        patches += _beside_casts(switch)
         return cls(tuple(around(tuple(patches), switch) if around else patches), switch)
 
     def __str__(self) -> str:
@@ -131,7 +128,23 @@ class PatchTable:
         return [(patch.original, patch.wrapper) for patch in self.patches]
 
 
-def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, tuple[Case, ...]]]:
+def _beside_casts(switch: Switch) -> Iterator[Patch]:
+    """What is no op of a model, but must know of casts."""
+    uncast: dict[int, Callable] = {}
+    for path in uncast_functions():
+        owner, attribute = _split(path)
+        if hasattr(owner, attribute):
+            entry = Entry(owner, attribute, path, Layout(python=True))
+            original, inherited = _read(owner, attribute)
+            wrapper = uncast.setdefault(id(original), build_uncast(entry, original, switch))
+            yield _patch(attribute, Patching.UNCAST, None, entry, original, wrapper, inherited)
+    for path, weights in op_facts.INPUT_CHECKS.items():
+        yield _beside_ops(path, Patching.CHECK, functools.partial(build_check, weights, switch))
+    for path, position in op_facts.CALLED_LATER.items():
+        yield _beside_ops(path, Patching.CARRYING, functools.partial(build_carrying, position, switch))
+
+
+def _wanted(policy: Policy) -> Iterator[Wanted]:
     """Every entry point that some rule needs, with its cases."""
     for op in catalog().values():
         cases = policy.cases(op)
@@ -143,6 +156,25 @@ def _wanted(policy: Policy) -> Iterator[tuple[str, Entry, tuple[Case, ...]]]:
                     yield op.name, entry, (Case(Rule.FIRST_INPUT),)
             elif any(case.rule is not None for case in cases):
                 yield op.name, entry, cases
+
+
+def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:
+    """`wanted`, and the ops that no rule concerns, with casts by hand.
+
+    Not among them: views, what makes no new values, and Python functions of torch, whose parts are seen.
+    """
+    found = set()
+    for op, entry, cases in wanted:
+        found.add((id(entry.owner), entry.attribute))
+        yield op, entry, cases
+    nothing = (Case(None),)
+    for each in catalog().values():
+        if each.computes and not each.view and not each.name.startswith("_"):
+            for entry in each.entries:
+                if not entry.layout.python and (id(entry.owner), entry.attribute) not in found:
+                    yield each.name, entry, nothing
+    for method in op_facts.CASTS_BY_HAND:
+        yield "to", Entry(torch.Tensor, method, f"Tensor.{method}", Layout()), nothing
 
 
 def _patch(

@@ -15,6 +15,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from time import perf_counter
 from typing import Any, TypeVar
 
 import wrapt
@@ -22,6 +23,7 @@ import wrapt
 from hmpx import process_state, region_state
 from hmpx.casts.captured_names.rebinding import Rebinding
 from hmpx.casts.layouts import Layout
+from hmpx.casts.observing import Point, Seen, observed
 from hmpx.casts.op_lists import shipped
 from hmpx.casts.patch_table import Patch, Patching
 from hmpx.casts.policy import Rule
@@ -48,9 +50,11 @@ def _wrap(function: Any, rule: Rule, name: str, active: Callable[[], bool]) -> A
         )
 
     def call(wrapped, instance, args, kwargs):
-        if process_state.observer is not None and process_state.converted:
-            return observed(Point(name, name, rule, wrapped), process_state.observer, plain, run, args, kwargs)
-        return plain(*args, **kwargs)
+        observer = process_state.observer
+        if observer is None:
+            return _called(wrapped, rule, active, *args, **kwargs)
+        plain, run = (functools.partial(each, wrapped, rule, active) for each in (_called, _seen))
+        return observed(Point(name, name, rule, wrapped), observer, plain, run, sys._getframe(1), args, kwargs)
 
     if not inspect.isfunction(function):
         return UserFunction(function, call)
@@ -61,6 +65,21 @@ def _wrap(function: Any, rule: Rule, name: str, active: Callable[[], bool]) -> A
         return call(function, None, args, kwargs)
 
     return caller
+
+
+def _called(function: Callable, rule: Rule, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
+    if not active():
+        return function(*args, **kwargs)
+    return region_state.run_uncast(function, *cast_arguments(rule, _LAYOUT, args, kwargs))
+
+
+def _seen(function: Callable, rule: Rule, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Seen:
+    casting = active()
+    if casting:
+        args, kwargs = cast_arguments(rule, _LAYOUT, args, kwargs)
+    began = perf_counter()
+    result = region_state.run_uncast(function, args, kwargs) if casting else function(*args, **kwargs)
+    return Seen(args, kwargs, result, casting, began, perf_counter())
 
 
 class UserFunction(wrapt.FunctionWrapper):

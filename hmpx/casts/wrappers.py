@@ -11,7 +11,6 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
 
 import torch
 

@@ -11,6 +11,7 @@ from hmpx.casts.listed_names import unknown_op
 from hmpx.casts.ops import Op, aten_only, canonical, catalog, legal_names
 from hmpx.casts.policy import Policy, Rule
 from hmpx.errors import UnknownOpError, did_you_mean
+from hmpx.insight.reasons import reason
 from hmpx.insight.recipe_words import recipe_in_words
 from hmpx.recipes.recipe import Recipe, as_recipe
 
@@ -49,7 +50,7 @@ def explain_op(name: str, policy: Policy, kernels: Kernels = NATIVE, recipes: It
             raise UnknownOpError(f"{name!r} is neither an op nor a recipe{recipe}")
         raise UnknownOpError(unknown_op(name))
     title = op.name if op.name == name else f"{name} is {op.name}"
-    lines = [title, f"  rule          {_reason(op, policy)}"]
+    lines = [title, f"  rule          {reason(op, policy)}"]
     if kernels.computed(op.name, [case.rule for case in policy.cases(op)]):
         lines.append(f"  kernels       {kernels}")
     for in_place, heading in ((False, "entry points"), (True, "in place")):
@@ -60,46 +61,6 @@ def explain_op(name: str, policy: Policy, kernels: Kernels = NATIVE, recipes: It
         how = "the others are cast to the first" if op.refuses_mixed else "left to torch, which converts the others"
         lines.append(f"  {'':13} keeps the first tensor's storage and dtype; {how}")
     return "\n".join(lines)
-
-
-def _reason(op: Op, policy: Policy) -> str:
-    if op.view:
-        return f"none: only makes a view: never cast{_where(op.name, policy, ', though ')}"
-    if policy.listed_as(op) is None and (composed := _reason_of_parts(op, policy)):
-        return composed
-    listed = policy.listed_as(op)
-    where = _where(op.name, policy) or (f"as {op.follows}, {_where(op.follows, policy)}" if op.follows else "")
-    if listed is Rule.PROMOTE and not op.refuses_mixed:
-        return f"promote: {where}; torch already takes the widest dtype, so nothing is patched"
-    if listed is not None:
-        return f"{listed}: {where}"
-    if op.refuses_mixed:
-        return "first input: in no list, and torch refuses mixed dtypes, so the others follow the first"
-    return "none: in no list; torch's own function, untouched"
-
-
-def _where(name: str, policy: Policy, before: str = "") -> str:
-    """Where a name is listed; nothing where it is not."""
-    if not policy.listed(name):
-        return ""
-    origin = policy.origins.get(name)
-    return before + (f"listed at {origin}" if origin else f"decided by opt_level {policy.opt_level}")
-
-
-def _reason_of_parts(op: Op, policy: Policy) -> str:
-    """Of an op that no list names: which parts it follows, or why it follows none."""
-    if differing := policy.undecided(op):
-        parts = ", ".join(f"{name} {rule}" for name, rule in differing.items())
-        left = "the others follow the first" if op.refuses_mixed else "torch's own function, untouched"
-        aside = "its parts are in different lists"
-        if not any(case.follows for case in policy.cases(op)):
-            return f"{'first input' if op.refuses_mixed else 'none'}: in no list, and {aside} ({parts}); {left}"
-    cases = policy.cases(op)
-    followed = [f"{name}, {_where(name, policy)}" for case in cases for name in case.follows]
-    if not followed:
-        return ""
-    somewhere = "" if len(cases) == 1 else ", where its arguments make it run that"
-    return f"{policy.rule(op)}: in no list; follows {' and '.join(dict.fromkeys(followed))}{somewhere}"
 
 
 def explain(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe) -> None:

@@ -136,6 +136,10 @@ def insight(model: torch.nn.Module, x: Tensor) -> list[str]:
     audit = hmpx.audit(model, x)
     assert_type(audit, hmpx.Audit)
     assert_type(audit.findings, tuple[hmpx.Finding, ...])
+    with hmpx.record() as log:
+        assert_type(log, hmpx.Log)
+        log.every(10, lambda rows: print(rows[0]["op"]))
+    assert_type(log.sites[0].op_seconds + log.sites[0].seconds, float)
     return [f"{finding.where}: {finding.op} {finding.rule} {finding.calls}" for finding in audit.findings]
 
 

@@ -1,0 +1,64 @@
+"""Why an op has the rule that it has, in the words that every view uses."""
+
+from __future__ import annotations
+
+from hmpx.casts.observing import Point, Seen
+from hmpx.casts.ops import Op, catalog
+from hmpx.casts.policy import Policy, Rule
+from hmpx.casts.rules import is_explicit
+
+
+def reason(op: Op, policy: Policy) -> str:
+    """The rule that an op gets under a policy, and where that comes from."""
+    if op.view:
+        return f"none: only makes a view: never cast{_where(op.name, policy, ', though ')}"
+    if policy.listed_as(op) is None and (composed := _reason_of_parts(op, policy)):
+        return composed
+    listed = policy.listed_as(op)
+    where = _where(op.name, policy) or (f"as {op.follows}, {_where(op.follows, policy)}" if op.follows else "")
+    if listed is Rule.PROMOTE and not op.refuses_mixed:
+        return f"promote: {where}; torch already takes the widest dtype, so nothing is patched"
+    if listed is not None:
+        return f"{listed}: {where}"
+    if op.refuses_mixed:
+        return "first input: in no list, and torch refuses mixed dtypes, so the others follow the first"
+    return "none: in no list; torch's own function, untouched"
+
+
+def reason_of_call(point: Point, seen: Seen, policy: Policy) -> str:
+    """Why one call was cast as it was, or was not."""
+    op = catalog().get(point.op)
+    if point.op == "to":
+        return "cast by hand"
+    if point.rule is not None and not seen.casting:
+        said = is_explicit(seen.args, seen.kwargs)
+        return "left alone: the caller says dtype= or out=" if said else "left alone: casts are off here"
+    if op is None:
+        return f"{point.rule}: {_where(point.op, policy) or 'by its decorator'}; a function of yours"
+    if point.in_place:
+        return "in place: it keeps its first tensor's dtype"
+    return reason(op, policy)
+
+
+def _where(name: str, policy: Policy, before: str = "") -> str:
+    """Where a name is listed; nothing where it is not."""
+    if not policy.listed(name):
+        return ""
+    origin = policy.origins.get(name)
+    return before + (f"listed at {origin}" if origin else f"decided by opt_level {policy.opt_level}")
+
+
+def _reason_of_parts(op: Op, policy: Policy) -> str:
+    """Of an op that no list names: which parts it follows, or why it follows none."""
+    if differing := policy.undecided(op):
+        parts = ", ".join(f"{name} {rule}" for name, rule in differing.items())
+        left = "the others follow the first" if op.refuses_mixed else "torch's own function, untouched"
+        aside = "its parts are in different lists"
+        if not any(case.follows for case in policy.cases(op)):
+            return f"{'first input' if op.refuses_mixed else 'none'}: in no list, and {aside} ({parts}); {left}"
+    cases = policy.cases(op)
+    followed = [f"{name}, {_where(name, policy)}" for case in cases for name in case.follows]
+    if not followed:
+        return ""
+    somewhere = "" if len(cases) == 1 else ", where its arguments make it run that"
+    return f"{policy.rule(op)}: in no list; follows {' and '.join(dict.fromkeys(followed))}{somewhere}"

@@ -1,0 +1,48 @@
+"""Names of modules, and of the tensors that they own, found from the frames in which they run."""
+
+from __future__ import annotations
+
+import types
+import weakref
+
+import torch
+
+from hmpx.casts.callers import modules
+
+_WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front
+
+
+class ModuleNames:
+    """What each module is called in the outermost one that was running when it was first met."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref, str]] = {}
+
+    def of_module(self, module: torch.nn.Module | None, frame: types.FrameType) -> str:
+        """The dotted name of a module that runs in `frame`; the name of its class where it is the outermost."""
+        if module is None:
+            return ""
+        known = self._known.get(id(module))
+        if known is None or known[0]() is not module:
+            *_, root = modules(frame)  # the outermost
+            for name, each in root.named_modules():
+                for wrapper in _WRAPPERS:
+                    name = f"{name}.".replace(wrapper, "", 1).rstrip(".") if name else name
+                self._known[id(each)] = weakref.ref(each), name or type(each).__name__
+            known = self._known.get(id(module))
+        return known[1] if known else type(module).__name__
+
+    def of_tensor(self, tensor: torch.Tensor, frame: types.FrameType) -> str:
+        """What a parameter or a buffer is called; "" for any other tensor."""
+        seen: set[int] = set()
+        for owner in modules(frame):
+            if id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            for kind, owned in (("parameter", owner.named_parameters()), ("buffer", owner.named_buffers())):
+                for name, each in owned:
+                    if each is tensor or each is tensor._base:
+                        prefix = self.of_module(owner, frame)
+                        whole = prefix == type(owner).__name__
+                        return f"{kind} {name if whole else f'{prefix}.{name}'}"
+        return ""

@@ -1,0 +1,230 @@
+"""The observer behind `hmpx.record`: what each call adds to the record of its site.
+
+A call costs a walk from the wrapper to the user's frame, and a look at the dtypes of its tensors; what stays the same
+from call to call (names, reasons, shapes in words) is worked out when a site is new.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import types
+import weakref
+from time import perf_counter
+
+import torch
+
+from hmpx import rounding, updates
+from hmpx.casts.callers import frames, modules, users_frame
+from hmpx.casts.observing import Point, Run, Seen
+from hmpx.casts.op_lists import SIDES
+from hmpx.casts.ops import catalog
+from hmpx.casts.policy import Policy, Rule
+from hmpx.conversion import Conversion, installed
+from hmpx.insight.reasons import reason_of_call
+from hmpx.insight.recording.device import DeviceSide
+from hmpx.insight.recording.log import Log
+from hmpx.insight.recording.module_names import ModuleNames
+from hmpx.insight.recording.site import SHAPES, RoundTrip, Site
+from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, is_readable, name
+
+_STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
+_LATEST = 4096  # how many tensors are remembered by what was done to them
+
+
+class Recorder:
+    """Collects sites and round trips. What an optimizer does in its step is left out."""
+
+    everything = True
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._sites: dict[tuple, Site | None] = {}
+        self._round_trips: dict[tuple[int, int], RoundTrip] = {}
+        self._used: set[str] = set()  # ops that were called, and names in lists that they follow
+        self._conversions: list[Conversion] = []  # that were in force
+        self._names = ModuleNames()
+        self._device = DeviceSide()
+        self._lock = threading.Lock()
+        self._changed: dict[int, tuple[weakref.ref, Site, str, str]] = {}  # by id: a tensor, its site, before and after
+
+    def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
+        began = self._device.begin(args)
+        entered = perf_counter()
+        seen = run(*args, **kwargs)
+        given = floating((*args, *kwargs.values()) if kwargs else args)
+        result = floating((seen.result,))
+        if not given and not result:
+            return seen
+        if point.op == "to" and not (given and result and given[0].dtype is not result[0].dtype):
+            return seen
+        inside = floating((*seen.args, *seen.kwargs.values()) if seen.kwargs else seen.args)
+        user = users_frame(frame)
+        module = next(modules(frame), None)
+        key = (
+            *((id(user.f_code), user.f_lineno) if user is not None else (0, 0)),
+            *(id(point), id(module), seen.casting),
+            *(tuple([tensor.dtype for tensor in tensors]) for tensors in (given, inside, result)),
+        )
+        if key in self._sites:
+            site = self._sites[key]
+        else:
+            site = self._sites[key] = self._new_site(point, seen, frame, user, module, given, inside, result)
+            if site is not None:
+                self._log.sites.append(site)
+        if site is not None:
+            self._add(site, seen, None if began else entered, given, inside, result)
+            if began:
+                self._device.end(site, began)
+        return seen
+
+    def _add(
+        self,
+        site: Site,
+        seen: Seen,
+        entered: float | None,
+        given: list[Tensor],
+        inside: list[Tensor],
+        result: list[Tensor],
+    ) -> None:
+        cast = [(a, b) for a, b in zip(given, inside, strict=False) if a.dtype is not b.dtype]
+        moved = sum([a.numel() * (a.element_size() + b.element_size()) for a, b in cast])
+        with self._lock:
+            site.calls += 1
+            if len(site.shapes) < SHAPES:
+                shapes = ", ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in given)
+                if shapes not in site.shapes:
+                    site.shapes.append(shapes)
+            if cast:
+                site.casts += len(cast)
+                site.bytes_cast += moved
+            if seen.casting:
+                site.casts_avoided += len(given) - len(cast)
+            if entered is not None:
+                site.cast_seconds += seen.began - entered if cast else 0.0
+                site.op_seconds += seen.ended - seen.began
+        if site.nonfinite is None:
+            for tensor in result:
+                if not is_readable(tensor):
+                    self._device.look(site, tensor)
+                elif not is_finite(tensor):
+                    site.nonfinite = site.calls
+                    break
+        self._follow(site, given, inside, result, moved)
+
+    def _follow(self, site: Site, given: list[Tensor], inside: list[Tensor], result: list[Tensor], moved: int) -> None:
+        """Note round trips: a tensor that this call casts, and that the call that made it had cast the other way."""
+        for i, tensor in enumerate(given):
+            after = inside[i].dtype if i < len(inside) else tensor.dtype
+            if after is tensor.dtype and result:
+                after = result[0].dtype  # torch promotes inside
+            if after is tensor.dtype:
+                continue
+            made = self._changed.get(id(tensor)) or self._changed.get(id(tensor._base))
+            if made is None or made[0]() is None or made[3] != name(tensor.dtype) or made[2] != name(after):
+                continue
+            first = made[1]
+            key = id(first), id(site)
+            if key not in self._round_trips:
+                listed = all(each.rule in ("bf16", "fp16", "fp32", "promote") for each in (first, site))
+                dtypes = made[2], made[3], name(after)
+                trip = RoundTrip(first.where, site.where, (first.op, site.op), dtypes, listed=listed)
+                self._round_trips[key] = trip
+                self._log.round_trips.append(trip)
+            trip = self._round_trips[key]
+            trip.calls += 1
+            trip.bytes += moved
+        before = _continued(given, result[0]) if given and result else None
+        if before is not None:
+            if len(self._changed) >= _LATEST:
+                self._changed.clear()
+            self._changed[id(result[0])] = weakref.ref(result[0]), site, name(before), name(result[0].dtype)
+
+    def _new_site(
+        self,
+        point: Point,
+        seen: Seen,
+        frame: types.FrameType,
+        user: types.FrameType | None,
+        module: torch.nn.Module | None,
+        given: list[Tensor],
+        inside: list[Tensor],
+        result: list[Tensor],
+    ) -> Site | None:
+        if any(each.f_code.co_filename.startswith(_STEPS) for each in frames(frame)):
+            return None
+        conversion = installed()
+        policy = self._of(conversion) if conversion else Policy()
+        listed = policy.listed(point.op)
+        rule = point.rule if seen.casting else listed if listed is Rule.PROMOTE and point.rule is None else None
+        self._used.update((point.op, *point.follows))
+        return Site(
+            op=point.op,
+            entry=point.label,
+            where="?" if user is None else f"{user.f_code.co_filename}:{user.f_lineno}",
+            module=self._names.of_module(module, frame),
+            rule=str(rule or ""),
+            reason=reason_of_call(point, seen, policy),
+            given=tuple([name(tensor.dtype) for tensor in given]),
+            seen=tuple([name(tensor.dtype) for tensor in inside]),
+            result=tuple([name(tensor.dtype) for tensor in result]),
+            unchosen=self._unchosen(rule, frame, given, inside, result),
+        )
+
+    def _unchosen(
+        self,
+        rule: Rule | None,
+        frame: types.FrameType,
+        given: list[Tensor],
+        inside: list[Tensor],
+        result: list[Tensor],
+    ) -> str:
+        """Why an op that no list decides for came to its dtype, where its inputs differ in theirs."""
+        wide = [tensor for tensor in given if tensor.dtype is torch.float32 and tensor.dim()]
+        low = [tensor for tensor in given if tensor.dtype in LOW]
+        if rule not in (None, Rule.FIRST_INPUT) or not wide or not low or not result:
+            return ""
+        named = [said for tensor in wide if (said := self._names.of_tensor(tensor, frame))]
+        met = f"{' and '.join(named) or 'an input'} in float32 met an input in {name(low[0].dtype)}"
+        if result[0].dtype is torch.float32 and rule is None:
+            return f"promoted to float32: {met}"
+        return f"follows its first input: {met}" if named else ""
+
+    def _of(self, conversion: Conversion) -> Policy:
+        """The policy of a conversion, which is remembered."""
+        if conversion not in self._conversions:
+            self._conversions.append(conversion)
+        return conversion.policy
+
+    def finish(self) -> None:
+        """Complete the log: what has been gathered on devices, which is waited for once; what of the lists was used."""
+        self._device.finish()
+        conversion = installed()
+        if conversion is not None:
+            self._of(conversion)
+        if not self._conversions:
+            return
+        ops, last = catalog(), self._conversions[-1]
+        used = self._used | {follows for name in self._used if name in ops and (follows := ops[name].follows)}
+        listed = [name for side in SIDES for name in getattr(last.policy, side) if name not in used]
+        self._log.policy = str(last.policy)
+        self._log.unmatched = tuple(f"{name}, {last.policy.origins.get(name, 'policy')}" for name in listed)
+        self._log.escaped = last.escaped
+
+
+def _continued(given: list[Tensor], result: Tensor) -> torch.dtype | None:
+    """The dtype of the inputs that a result continues in another one; None where it keeps the dtype of one.
+
+    A sum in FP32 of an FP32 activation and a BF16 one continues the first. One of a BF16 activation and an FP32
+    parameter, or a constant, continues the second in another dtype.
+    """
+    dtype = None
+    for tensor in given:
+        if tensor.numel() != result.numel() or isinstance(tensor, torch.nn.Parameter):
+            continue
+        if tensor.dtype is result.dtype:
+            if tensor.grad_fn is not None or not result.requires_grad:
+                return None
+        else:
+            dtype = tensor.dtype
+    return dtype

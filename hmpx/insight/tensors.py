@@ -1,0 +1,55 @@
+"""Tensors in the arguments and results of ops: which there are, and what may be asked of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hmpx.casts.rules import PLAIN
+
+Tensor = torch.Tensor
+LOW = frozenset({torch.bfloat16, torch.float16})
+_sum, _detach, _isfinite, _all = Tensor.sum, Tensor.detach, torch.isfinite, Tensor.all
+_item = Tensor.item
+
+
+def floating(values: Iterable[Any]) -> list[Tensor]:
+    """The floating tensors in `values`, in order, in lists, tuples and dicts too."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype.is_floating_point:
+                found.append(value)
+        elif isinstance(value, list | tuple):
+            found += floating(value)
+        elif type(value) is dict:
+            found += floating(value.values())
+    return found
+
+
+def name(dtype: torch.dtype) -> str:
+    """Its name without the module, "bfloat16" for instance."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether its values can be read here without waiting for a device: a plain dense tensor in this computer's memory.
+
+    Not inside torch.func, where a tensor stands for several.
+    """
+    return (
+        type(tensor) in PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a readable tensor has neither inf nor NaN. One sum tells, unless that overflows."""
+    tensor = _detach(tensor)
+    dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    return math.isfinite(_item(_sum(tensor, dtype=dtype))) or bool(_item(_all(_isfinite(tensor))))
