@@ -36,7 +36,7 @@ class Log:
         ...     y = inputs.matmul(inputs.t())
         >>> site = log.sites[0]
         >>> site.op, site.rule, site.dtypes, site.shapes, site.casts
-        ('matmul', 'bf16', 'float32 -> bfloat16', ['4x4, 4x4'], 2)
+        ('matmul', 'bf16', 'float32 -> bfloat16', ['2x4, 4x2'], 2)
     """
 
     sites: list[Site] = field(default_factory=list)
