@@ -27,6 +27,7 @@ from hmpx.casts.ops import catalog
 from hmpx.casts.patch_table import PatchTable
 from hmpx.casts.policy import build_policy
 from tests.conftest import PRISTINE, attributes_of_torch
+from tests.support import python
 
 X = torch.randn(4, 4)
 
@@ -259,7 +260,7 @@ def test_verbose_casts_give_the_same_bits(lists):
 
 def test_verbose_is_seen_without_any_logging_setup(tmp_path):
     code = "import hmpx, torch; hmpx.convert(isVerbose=True); torch.ones(2, 2) @ torch.ones(2, 2); hmpx.restore()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python.run("-c", code, check=True)
     assert "hmp:opt_level  O1" in done.stderr and "matmul as" in done.stderr and "1 times" in done.stderr
 
 
@@ -280,8 +281,9 @@ print("last")
 
 def test_verbose_stands_between_what_the_program_prints(tmp_path):
     """Both streams in one pipe, as `python train.py 2>&1 | tee log`; the counts come where nothing restores, too."""
+    command = [f"{python.folder()}/python", "-c", IN_ORDER]
     together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    lines = subprocess.run([sys.executable, "-c", IN_ORDER], check=True, **together).stdout.splitlines()
+    lines = subprocess.run(command, env=python.environment(), check=True, **together).stdout.splitlines()
     words = [
         "first",
         "hmp:verbose_mode",

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import hmpx
+from tests.support import python
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -83,10 +84,8 @@ def test_every_python_snippet_runs_and_prints_what_it_says(name, monkeypatch):
     assert not printed
 
 
-def _environment():
-    """In which `python` and `torchrun` are those of the tests, and hmpx is this checkout."""
-    paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT}
-    return {**os.environ, **{key: f"{path}{os.pathsep}{os.environ.get(key, '')}" for key, path in paths.items()}}
+def _in_a_shell(command, cwd):
+    return subprocess.run(command, shell=True, cwd=cwd, env=python.environment(), capture_output=True, text=True)
 
 
 CONSOLES = [block for _, _, kind, block in BLOCKS if kind == "console"]
@@ -97,7 +96,7 @@ CONSOLES = [block for _, _, kind, block in BLOCKS if kind == "console"]
 def test_every_console_block_says_what_its_commands_say(block, tmp_path):
     for part in block.removeprefix("$ ").split("\n$ "):
         command, _, shown = part.partition("\n")
-        done = subprocess.run(command, shell=True, cwd=tmp_path, env=_environment(), capture_output=True, text=True)
+        done = _in_a_shell(command, tmp_path)
         shown = shown + "\n" * (bool(shown) and not shown.endswith("\n"))
         assert doctest.OutputChecker().check_output(shown, done.stdout, doctest.ELLIPSIS), done.stdout + done.stderr
 
@@ -112,7 +111,7 @@ def test_every_other_command_runs(command, tmp_path):
     """In a folder with a training script, and a list that it may be told of."""
     (tmp_path / "train.py").write_text(f"import hmpx\n{SCRIPT}")
     (tmp_path / "mine.txt").write_text("linear\n")
-    done = subprocess.run(command, shell=True, cwd=tmp_path, env=_environment(), capture_output=True, text=True)
+    done = _in_a_shell(command, tmp_path)
     assert done.returncode == 0 and "torch.bfloat16" in done.stdout, done.stderr
 
 
@@ -146,9 +145,8 @@ def test_coming_from(system, language, before, after, monkeypatch, tmp_path):
     if language == "bash":
         (tmp_path / "train.py").write_text(SCRIPT)
         for command, dtype in ((before, "torch.float32"), (after, "torch.bfloat16")):
-            command = command.replace("python ", f"{sys.executable} ")
-            done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
-            assert done.stdout == f"{dtype}\n"
+            done = _in_a_shell(command, tmp_path)
+            assert done.returncode == 0 and done.stdout == f"{dtype}\n"
         return
     monkeypatch.setitem(sys.modules, "habana_frameworks.torch.hpex", MagicMock())
     exec(before, _world())
@@ -214,16 +212,14 @@ def test_the_main_job_runs_and_shows_the_gap(only_avx2, tmp_path):
 @pytest.mark.slow
 def test_the_main_job_takes_a_users_list(tmp_path):
     (tmp_path / "mine.txt").write_text("linear\nnosuch\n")
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "charlm.py", "--steps", "1", "--list", tmp_path / "mine.txt"],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
+    arguments = "--steps", "1", "--list", tmp_path / "mine.txt"
+    done = python.run(ROOT / "examples" / "charlm.py", *arguments, cwd=tmp_path)
     assert done.returncode == 1 and "mine.txt:2: unknown op 'nosuch'" in done.stderr
 
 
 @pytest.mark.slow
 def test_digits():
-    done = subprocess.run([sys.executable, ROOT / "examples" / "digits.py"], capture_output=True, text=True, check=True)
+    done = python.run(ROOT / "examples" / "digits.py", check=True)
     fp32, nearest, stochastic = (float(x) for x in re.findall(r"accuracy ([\d.]+)", done.stdout))
     assert stochastic > fp32 - 0.02 and nearest < fp32 - 0.1
 
@@ -231,11 +227,9 @@ def test_digits():
 @pytest.mark.slow
 def test_recipes_are_set_side_by_side(tmp_path):
     """A few steps: progress, a row for each way, a picture. What the README claims takes half an hour."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "compare_recipes.py", "--steps", "30", "--every", "15", "--seeds", "2",
-         "--recipes", "neuron-bf16-sr", "lean", "--out", tmp_path / "recipes.png"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    arguments = "--steps 30 --every 15 --seeds 2 --recipes neuron-bf16-sr lean --out".split()
+    script = ROOT / "examples" / "compare_recipes.py"
+    done = python.run(script, *arguments, tmp_path / "recipes.png", check=True)
     rows = re.findall(r"^(\S.{29}) +([\d.]+) +±([\d.]+) +([-\d.]+) % +(\d+)$", done.stdout, re.MULTILINE)
     assert [name.strip() for name, *_ in rows] == ["plain FP32", "plain BF16", "neuron-bf16-sr", "lean"]
     assert [int(size) for *_, size in rows] == [16, 8, 12, 6] and [float(row[3]) for row in rows[:2]] == [100, 0]
@@ -243,9 +237,9 @@ def test_recipes_are_set_side_by_side(tmp_path):
 
 
 def _distributed(mode, ranks, steps, *more):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = [f"{python.folder()}/torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*torchrun, ROOT / "examples" / "distributed.py", "--mode", mode, "--steps", str(steps), *more]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=python.environment())
     assert done.returncode == 0, done.stderr
     return re.search(r"^weights (\w{16})$", done.stdout, re.MULTILINE).group(1), done.stdout
 

@@ -14,7 +14,7 @@ from hmpx.recipes.activate import module_that_runs
 from hmpx.recipes.environment import recipe_of
 from hmpx.recipes.recipe import recipe_names
 from hmpx.shell.main import main
-from tests.support import ranks
+from tests.support import python, ranks
 
 SCRIPT = '''
 """Trains a small model; prints dtypes, a hash, and how it was called."""
@@ -79,11 +79,14 @@ def script(tmp_path):
     return tmp_path / "train.py"
 
 
-def call(*arguments, cwd=None, good=True, module=("-m", "hmpx", "run"), **environment):
-    done = subprocess.run(
-        [sys.executable, *module, *map(str, arguments)],
-        capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment},
-    )  # fmt: skip
+def call(*arguments, cwd=None, good=True, fresh=False, module=("-m", "hmpx", "run"), **environment):
+    """What `python -m hmpx run *arguments` prints; `fresh`: by an interpreter that is started as a user starts it."""
+    env = {**os.environ, **environment}
+    if fresh:
+        command = [sys.executable, *map(str, (*module, *arguments))]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+    else:
+        done = python.run(*module, *arguments, cwd=cwd, env=env)
     assert (done.returncode == 0) is good, done.stderr
     return done.stdout, done.stderr
 
@@ -125,7 +128,7 @@ def test_every_recipe_runs_an_unmodified_script(script):
 
 def test_scripts_and_modules_with_their_own_arguments_and_lists(script, tmp_path):
     plain, _ = call("--steps", 3, module=(script,))
-    out, err = call("--recipe", "neuron-bf16-sr", script, "--steps", 3, cwd="/")
+    out, err = call("--recipe", "neuron-bf16-sr", script, "--steps", 3, cwd="/", fresh=True)
     assert out.startswith("bfloat16 float32 float32 ") and out != plain and out.endswith("['--steps', '3']\n")
     assert err == f"hmpx: recipe neuron-bf16-sr; runs {script}\n"
     as_module, _ = call("--recipe", "neuron-bf16-sr", "-m", "train", "--steps", 3, cwd=tmp_path)
@@ -163,7 +166,7 @@ def test_what_a_script_raises_and_its_exit_status(tmp_path):
     (tmp_path / "fails.py").write_text("import sys\nif sys.argv[1:]: sys.exit(3)\nraise KeyError('mine')\n")
     _, err = call("--recipe", "lean", "fails.py", cwd=tmp_path, good=False)
     assert "KeyError: 'mine'" in err and "fails.py" in err
-    status = subprocess.run([sys.executable, "-m", "hmpx", "run", "--recipe", "lean", tmp_path / "fails.py", "x"])
+    status = python.run("-m", "hmpx", "run", "--recipe", "lean", tmp_path / "fails.py", "x")
     assert status.returncode == 3
 
 
@@ -191,7 +194,7 @@ if __name__ == "__main__":
 def test_processes_that_a_script_spawns_go_on_under_the_recipe(tmp_path):
     (tmp_path / "spawning.py").write_text(SPAWNING)
     expected = [(rank, "torch.bfloat16", "torch.bfloat16") for rank in range(2)]
-    assert call("--recipe", "neuron-bf16-sr", "spawning.py", cwd=tmp_path)[0] == f"{expected}\n4\n"
+    assert call("--recipe", "neuron-bf16-sr", "spawning.py", cwd=tmp_path, fresh=True)[0] == f"{expected}\n4\n"
 
 
 DDP = """
@@ -220,8 +223,8 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_under_torchrun(tmp_path):
     (tmp_path / "ddp.py").write_text(DDP)
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    out, err = call("-m", "hmpx", "run", "--recipe", "neuron-bf16-sr", "ddp.py", module=launch, cwd=tmp_path)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hmpx", "run")
+    out, err = call("--recipe", "neuron-bf16-sr", "ddp.py", module=launch, cwd=tmp_path, fresh=True)
     first, second = sorted(out.splitlines())
     assert first.startswith("rank 0 torch.bfloat16") and first.split()[2:] == second.split()[2:]
     assert err.count("hmpx: recipe neuron-bf16-sr; runs ddp.py") == 1  # the first rank says it
@@ -230,7 +233,7 @@ def test_under_torchrun(tmp_path):
 def test_hmpx_recipe_serves_a_script_that_imports_hmpx(script, tmp_path):
     (tmp_path / "imports.py").write_text("import hmpx\n" + SCRIPT.replace("train.py", "imports.py"))
     arguments = dict(module=(tmp_path / "imports.py",), HMPX_RECIPE="neuron-bf16-sr")
-    assert call(**arguments)[0] == call("--recipe", "neuron-bf16-sr", script)[0]
+    assert call(**arguments, fresh=True)[0] == call("--recipe", "neuron-bf16-sr", script)[0]
     wrong = {**arguments, "HMPX_RECIPE": "neuron-bf16-rs"}
     said = "hmpx: HMPX_RECIPE=neuron-bf16-rs: there is no recipe 'neuron-bf16-rs'; did you mean 'neuron-bf16-sr'?\n"
     assert call(**wrong, good=False) == ("", said)  # one line, and the script has not begun
@@ -239,7 +242,7 @@ def test_hmpx_recipe_serves_a_script_that_imports_hmpx(script, tmp_path):
 def test_a_wrong_hmpx_recipe_is_a_matter_of_the_shell_command_however_python_was_told_to_run_it(script):
     """`torchrun` says ``-u -m``."""
     told = "-uB", "-Wignore", "-X", "dev", "-m", "hmpx"
-    _, err = call("run", script, module=told, good=False, HMPX_RECIPE="nowhere")
+    _, err = call("run", script, module=told, good=False, fresh=True, HMPX_RECIPE="nowhere")
     assert err.startswith("hmpx: there is no recipe 'nowhere'") and err.count("\n") == 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from hmpx.rounding import eager, halves, native
 from hmpx.rounding.stochastic import derive_key
+from tests.support import python
 from tests.support.numbers import special_values
 
 KEY = derive_key(2**64 - 1, 3, "w")
@@ -19,10 +19,8 @@ OFFSETS = (0, 1, 2, 255, 2**31 - 3, 2**32 - 300_100)
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
 
-def python(code, **environment):
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
-    assert done.returncode == 0, done.stderr
+def said_by(code, **environment):
+    done = python.run("-c", textwrap.dedent(code), env={**os.environ, **environment}, check=True)
     return done.stdout + done.stderr
 
 
@@ -52,9 +50,9 @@ def test_c_and_eager_give_the_same_bits(offset, count, threads):
 
 def test_triton_gives_the_same_bits_in_its_interpreter():
     pytest.importorskip("triton", reason="Triton is not installed")
-    python(
+    said_by(
         """
-        from tests.test_kernels import OFFSETS, eager, numbers, rounded
+        from tests.rounding.test_kernels import OFFSETS, eager, numbers, rounded
         from hmpx.rounding import triton
         import torch
         x = numbers(3000)
@@ -67,7 +65,7 @@ def test_triton_gives_the_same_bits_in_its_interpreter():
 
 def test_the_triton_steps_agree_with_the_c_ones_in_its_interpreter():
     pytest.importorskip("triton", reason="Triton is not installed")
-    python(
+    said_by(
         """
         import torch
         from hmpx.rounding import native, triton
@@ -106,14 +104,14 @@ def test_two_processes_may_build_at_once(tmp_path):
         assert native.library() is not None
         print(native.library()._name)
         """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    environment = {**os.environ, "HMPX_CACHE_DIR": str(tmp_path / "new")}
+    command = [f"{python.folder()}/python", "-c", textwrap.dedent(code)]
+    environment = {**python.environment(), "HMPX_CACHE_DIR": str(tmp_path / "new")}
     running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     names = [process.communicate(timeout=300)[0] for process in running]
     assert [process.returncode for process in running] == [0] * 4 and all(names)
     kept = os.listdir(tmp_path / "new")
     assert len(kept) == 1 and kept[0].endswith(".so")
-    assert python(code, HMPX_CACHE_DIR=str(tmp_path / "new")).strip() == str(tmp_path / "new" / kept[0])
+    assert said_by(code, HMPX_CACHE_DIR=str(tmp_path / "new")).strip() == str(tmp_path / "new" / kept[0])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_two_processes_may_build_at_once(tmp_path):
 def test_without_a_compiler_eager_torch_rounds_and_the_log_says_why(environment, reason, tmp_path):
     if "HMPX_CACHE_DIR" in environment:
         environment = {**environment, "HMPX_CACHE_DIR": str(tmp_path)}
-    said = python(
+    said = said_by(
         """
         import logging, torch, hmpx
         logging.basicConfig(level="INFO")
@@ -142,7 +140,7 @@ def test_without_a_compiler_eager_torch_rounds_and_the_log_says_why(environment,
 def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path):
     (tmp_path / "file").write_text("")
     code = "from hmpx.rounding import native; print(native.library() is not None)"
-    assert python(code, HMPX_CACHE_DIR=str(tmp_path / "file" / "below")).strip() == "True"
+    assert said_by(code, HMPX_CACHE_DIR=str(tmp_path / "file" / "below")).strip() == "True"
 
 
 def every_32_bits(start, stop, size=1 << 22):

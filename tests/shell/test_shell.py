@@ -16,6 +16,7 @@ import hmpx
 from hmpx.casts.op_lists import shipped
 from hmpx.recipes.recipe import read_recipe, recipe_names
 from hmpx.shell.main import main
+from tests.support import python
 
 
 def run(capsys, *arguments):
@@ -167,12 +168,12 @@ def test_hmpx_is_a_console_script_too(tmp_path):
     script = tmp_path / "hmpx"
     script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
     environment = {**os.environ, "HMPX_RECIPE": "nowhere"}
-    command = [sys.executable, script]
-    done = subprocess.run([*command, "explain", "softmax"], capture_output=True, text=True, env=environment)
+    command = [sys.executable, script, "explain", "softmax"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and done.stdout.startswith("softmax\n"), done.stderr
-    done = subprocess.run([*command, "run", "x.py"], capture_output=True, text=True, env=environment)
+    done = python.run(script, "run", "x.py", env=environment)
     assert done.returncode == 2 and done.stderr.startswith("hmpx: there is no recipe 'nowhere'")
-    usage = subprocess.run(command, capture_output=True, text=True).stdout
+    usage = python.run(script).stdout
     assert usage.startswith("usage: hmpx ") and "  hmpx recipes" in usage
 
 
@@ -256,7 +257,7 @@ def test_explain_a_call_site_follows_what_torch_does(tmp_path, capsys):
     )
     _, out, _ = run(capsys, "explain", f"{path}:4")
     code = f"import hmpx, runpy; hmpx.convert(isVerbose=True); runpy.run_path({str(path)!r})"
-    logged = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+    logged = python.run("-c", code).stderr
     called = {line.split()[1] for line in logged.splitlines() if line.endswith(f"{path}:4") and " times " not in line}
     assert called == {"linear", "softmax"} == {block.split()[0] for block in out.split("\n\n")[1:]} - {"ones"}
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from hmpx.bench.measure import memory
 from hmpx.shell.main import main
 from hmpx.updates.footprint import footprint
 from hmpx.updates.settings import Settings
-from tests.support import ranks
+from tests.support import python, ranks
 from tests.support.sharded import Small, shard
 
 BF16 = torch.bfloat16
@@ -115,9 +113,7 @@ def _on_two(parts, cut):
 
 def test_the_command_prints_and_saves_the_tables(tmp_path):
     command = "bench memory --params 7e9 --ranks 1,8,64,512 --recipe nxd-standard neuron-bf16-sr --json".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "hmpx", *command, tmp_path / "memory.json"], capture_output=True, text=True, check=True
-    )
+    done = python.run("-m", "hmpx", *command, tmp_path / "memory.json", check=True)
     # NxD: 2 + 4 + 4 + 8 bytes; of ZeRO-1 on 512 ranks 6 and a 512th of 12, with 2 of buckets.
     per_parameter, on_rank = json.loads((tmp_path / "memory.json").read_text())
     nxd = per_parameter["rows"][0]["figures"]

@@ -1,0 +1,166 @@
+"""Start Python programs as `subprocess` does, from a process that has imported torch already.
+
+To import torch and its compiler takes a program 4 seconds; a fork of a process that has both takes a few milliseconds.
+What is forked is as a fresh interpreter would be: nothing but torch is imported, hmpx is not, and arguments,
+environment, folder, standard streams and exit status are the program's own. What an interpreter reads when it starts,
+its flags and variables such as `OMP_NUM_THREADS` and `ATEN_CPU_CAPABILITY`, is read no more: a test of these starts
+`sys.executable` itself, and so do some of the others, one for each way to start.
+
+`run` calls a program. `folder()` is one for `PATH` with a `python` and a `torchrun` for the commands of a shell.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOCKET = "HMPX_TESTS_PYTHON"  # the variable by which a `python` of the shell finds the server
+SERVE = "import torch, torch._dynamo; from tests.support import python; python.serve()"
+
+
+def run(
+    *arguments: object, cwd: object = None, env: dict | None = None, check: bool = False
+) -> subprocess.CompletedProcess:
+    """`subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`, without the wait for torch."""
+    command = [sys.executable, *map(str, arguments)]
+    folder, environment = str(cwd or os.getcwd()), dict(os.environ if env is None else env)
+    with open(os.devnull) as nothing, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        status = _call(server(), command[1:], folder, environment, (nothing.fileno(), out.fileno(), err.fileno()))
+        for stream in (out, err):
+            stream.seek(0)
+        done = subprocess.CompletedProcess(command, status, out.read().decode(), err.read().decode())
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def folder() -> str:
+    """One with a `python` that asks the server, and a `torchrun` whose ranks do; for the front of `PATH`."""
+    return str(Path(server()).parent)
+
+
+def environment() -> dict[str, str]:
+    """In which `python` and `torchrun` are these, and hmpx is this checkout."""
+    paths = {"PATH": folder(), "PYTHONPATH": str(ROOT)}
+    paths = {key: os.pathsep.join(filter(None, (path, os.environ.get(key)))) for key, path in paths.items()}
+    return {**os.environ, **paths, SOCKET: server(), "PYTHON_EXEC": f"{folder()}/python"}  # which torchrun reads
+
+
+@functools.cache
+def server() -> str:
+    """The address of this process's server, which is started on the first call and ends with the process."""
+    place = tempfile.TemporaryDirectory(prefix="hmpx-python-")
+    address = f"{place.name}/socket"
+    for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run ")):
+        script = Path(place.name, name)
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} -SE {__file__} {sys.executable} {module}"$@"\n')
+        script.chmod(0o755)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE], cwd=ROOT, env={**os.environ, SOCKET: address}, stdout=subprocess.PIPE
+    )
+    atexit.register(place.cleanup)
+    atexit.register(process.kill)
+    assert process.stdout and process.stdout.readline() == b"ready\n"
+    return address
+
+
+def _call(address: str, arguments: list[str], cwd: str, env: dict, fds: tuple[int, ...]) -> int:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        socket.send_fds(connection, [json.dumps([arguments, cwd, env]).encode() + b"\n"], list(fds))
+        return int(connection.makefile().readline())
+
+
+# In the server
+
+
+def serve() -> None:
+    """Listen, and fork for each request; only what is forked returns from here, as the program that was asked for."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.environ[SOCKET])
+        listening.listen(64)
+        print("ready", flush=True)
+        while True:
+            connection, _ = listening.accept()
+            if not os.fork():
+                break
+            connection.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    received, fds, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    while not received.endswith(b"\n"):
+        received += connection.recv(1 << 20)
+    if pid := os.fork():
+        connection.sendall(b"%d\n" % _status(pid, connection))
+        os._exit(0)
+    connection.close()
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    _become(*json.loads(received))
+
+
+def _status(pid: int, connection: socket.socket) -> int:
+    """Of a program when it ends; it is killed if whoever asked for it is gone."""
+    ended = os.pidfd_open(pid)
+    if connection in select.select([ended, connection], [], [])[0]:
+        os.kill(pid, signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _become(arguments: list[str], cwd: str, env: dict[str, str]) -> None:
+    """Run what `python *arguments` runs; to return or to raise ends the interpreter as it ends any other."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv, sys.orig_argv = arguments, [sys.executable, *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    try:
+        if arguments[0] == "-m":
+            sys.path[0] = cwd
+            sys.argv = arguments[1:]
+            runpy._run_module_as_main(arguments[1])
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            exec(compile(arguments[1], "<string>", "exec"), vars(main))
+        else:
+            sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))
+            main.__file__ = arguments[0]
+            with open(arguments[0], "rb") as source:
+                code = compile(source.read(), arguments[0], "exec")
+            exec(code, vars(main))
+    except Exception as error:
+        traceback.print_exception(type(error), error, error.__traceback__.tb_next)  # type: ignore[union-attr]
+        sys.exit(1)
+
+
+# As the `python` of a shell
+
+
+def ask() -> None:
+    """Hand the program over to the server; what that cannot do, a real interpreter does."""
+    executable, arguments = sys.argv[1], sys.argv[2:]
+    if arguments[:1] == ["-u"]:  # torchrun's: what is written is read at the end
+        arguments = arguments[1:]
+    first = arguments[0] if arguments else "-"
+    if "--multiprocessing-fork" in arguments or (first.startswith("-") and first not in ("-m", "-c")):
+        os.execv(executable, [executable, *arguments])
+    status = _call(os.environ[SOCKET], arguments, os.getcwd(), dict(os.environ), (0, 1, 2))
+    sys.exit(status if status >= 0 else 128 - status)
+
+
+if __name__ == "__main__":
+    ask()
