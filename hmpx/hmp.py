@@ -47,7 +47,13 @@ def convert(
         >>> handle.policy.opt_level
         'O2'
     """
-    level: Any = opt_level  # `hmpx.convert` says what is wrong with another one
+    level, lists = lenient(opt_level, bf16_file_path, fp32_file_path)
+    return conversion.convert(level, isVerbose=isVerbose, **lists, **keywords)
+
+
+def lenient(opt_level: Any, bf16_file_path: Any, fp32_file_path: Any) -> tuple[Any, dict[str, Any]]:
+    """The level and the lists that HMP would have made of these, each change with a warning."""
+    level = opt_level  # `hmpx.convert` says what is wrong with another one
     if isinstance(opt_level, str) and opt_level in _SLIPS:
         level = _SLIPS[opt_level]
         logger.warning("hmpx: opt_level %r, with a zero, is read as %r, with the letter O", opt_level, level)
@@ -57,4 +63,4 @@ def convert(
         if aside:
             logger.warning("hmpx: opt_level 'O2' decides by itself: %s is ignored", " and ".join(aside))
         lists = {}
-    return conversion.convert(level, isVerbose=isVerbose, **lists, **keywords)
+    return level, lists

@@ -23,7 +23,7 @@ FLOORS = (
     "updates",
     "conversion regions",
     "hmp recipes",
-    "insight",
+    "insight integrations",
     "bench",
     "hmpx",  # the public names
     "shell",

@@ -36,6 +36,7 @@ COMMANDS = {"install", "main", "test", "downstream test", "xla test", "picture",
 def test_every_block_is_run_by_a_test():
     legal = {"python", "text", "console", "bash"}
     legal |= {f"{kind} {when}" for kind in ("python", "bash") for when in ("before", "after")}
+    legal |= {f"python with {framework}" for framework in ("lightning", "transformers", "accelerate")}  # in downstream
     assert {kind for _, _, kind, _ in BLOCKS} <= legal
     assert {command for _, command, _, _ in BLOCKS if command} == COMMANDS
     assert sum(text.count("```") for text in READMES.values()) == 2 * len(BLOCKS)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from hmpx import conversion
 from hmpx.changes import Changes
 from hmpx.errors import HmpxError
 from hmpx.installation import Installation
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
-from hmpx.recipes.prepare import cast_model, check_names, facts
+from hmpx.recipes.frameworks import watch_frameworks
+from hmpx.recipes.prepare import cast_model, check_names, convert, facts
 from hmpx.recipes.recipe import Recipe, with_and_without_zero
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.names import parameters
@@ -52,7 +52,7 @@ class Activation(Installation):
     def __init__(self, recipe: Recipe, under_zero: Recipe) -> None:
         super().__init__()
         self._policy = recipe.policy()
-        self.recipe = recipe.inlined()
+        self.recipe, self._under_zero = recipe.inlined(), under_zero
         self._settings = {True: under_zero.settings(), False: recipe.settings()}
         self._changes = Changes()
 
@@ -70,15 +70,14 @@ class Activation(Installation):
     def _apply(self) -> None:
         self._conversion = None
         try:
-            if self._policy is not None:
-                self._conversion = conversion.install(
-                    self._policy, dtype_map=self.recipe.mapped(), kernels=self.recipe.kernels
-                )
+            self._conversion = convert(self.recipe, self._policy)
+            if self._conversion is not None:
                 self._changes.callback(self._conversion.restore)
                 if self._entered:
                     self._conversion.__enter__()
             watch_optimizers(self._made, self._changes)
             watch_distribution(self._distributes, self._changes)
+            watch_frameworks([self.recipe, self._under_zero], self._changes)
         except BaseException:
             self._changes.close()
             raise
@@ -86,38 +85,39 @@ class Activation(Installation):
     def _take_away(self) -> None:
         self._changes.close()
 
-    def _cast(self, params: list[torch.nn.Parameter]) -> list[torch.nn.Module]:
-        """Cast every model that holds some of these parameters; return the models."""
-        models = models_of(params)
-        alone = set(params).difference(*(model.parameters() for model in models))
-        if alone:
-            logger.warning("hmpx: %d parameters are in no module that can be found, and keep their dtype", len(alone))
-        with self.recipe.naming_lines():
-            check_names(models, self.recipe)
-        if not self.recipe.dtype_map:  # under a map, a model is made in the right dtype
-            with contextlib.ExitStack() as undo:
-                for model in models:
-                    cast_model(model, self.recipe, undo)
-                undo.pop_all()
-        return models
-
     def _distributes(self, module: torch.nn.Module) -> None:
-        params = list(module.parameters())
-        if params:
-            self._cast(params)
+        cast_models_of(list(module.parameters()), self.recipe)
 
     def _made(self, optimizer: torch.optim.Optimizer) -> None:
         if any(isinstance(held, torch.optim.Optimizer) and attached(held) for held in vars(optimizer).values()):
             return  # Lookahead and others step through the optimizer that they hold
         params = parameters(optimizer)
         compare("hmpx.activate", facts(self.recipe))
-        models = self._cast(params)
+        models = cast_models_of(params, self.recipe)
         if any(p.dtype is torch.bfloat16 for p in params):
             whole = next((model for model in models if set(params) <= set(model.parameters())), None)
             named = any("param_names" in group for group in optimizer.param_groups)
             settings = self._settings[zero.inner(optimizer) is not None]
             with self.recipe.naming_lines():
                 attach(optimizer, model=None if named else whole, **vars(settings))
+
+
+def cast_models_of(params: list[torch.nn.Parameter], recipe: Recipe) -> list[torch.nn.Module]:
+    """Cast every model that holds some of these parameters; return the models."""
+    if not params:
+        return []
+    models = models_of(params)
+    alone = set(params).difference(*(model.parameters() for model in models))
+    if alone:
+        logger.warning("hmpx: %d parameters are in no module that can be found, and keep their dtype", len(alone))
+    with recipe.naming_lines():
+        check_names(models, recipe)
+    if not recipe.dtype_map:  # under a map, a model is made in the right dtype
+        with contextlib.ExitStack() as undo:
+            for model in models:
+                cast_model(model, recipe, undo)
+            undo.pop_all()
+    return models
 
 
 def activate(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe) -> Activation:

@@ -27,7 +27,7 @@ _LEGAL = {
     LOW_PRECISION: ("bfloat16", "float16", None),
     "kernels": KERNELS,
     "weights": tuple(WAYS),
-    **dict.fromkeys(SWITCHES, (True, False)),
+    **dict.fromkeys((*SWITCHES, "verbose"), (True, False)),
 }
 
 

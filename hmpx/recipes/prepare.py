@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 from hmpx import conversion
+from hmpx.casts.policy import Policy
+from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError, did_you_mean
+from hmpx.recipes import frameworks
 from hmpx.recipes.keys import DTYPES, LISTS
 from hmpx.recipes.recipe import Recipe, as_recipe
 from hmpx.updates.attach import attach, attached
@@ -35,8 +38,9 @@ def prepare(
     """Set a model and its optimizer up as a recipe says: cast the parameters, `hmpx.convert`, `hmpx.attach`.
 
     Parameters stay the same objects, so schedulers, tied weights and the optimizer go on as they are. A model that is
-    to be replicated or sharded is cast before it is wrapped (``model.bfloat16()``) and prepared after that. Taken back
-    by `hmpx.restore()` and `hmpx.detach(optimizer)`; the parameters keep their dtype.
+    to be replicated or sharded is cast before it is wrapped (``model.bfloat16()``) and prepared after that. What
+    Accelerate's `prepare` makes of the two may be given, or made of them later. Taken back by `hmpx.restore()` and
+    `hmpx.detach(optimizer)`; the parameters keep their dtype.
 
     Args:
         recipe: a name (``"nxd-standard"``), the path of a YAML file, a dict of a recipe's keys, a `Recipe`, or NxD's
@@ -47,7 +51,8 @@ def prepare(
         The model and the optimizer, the same objects.
 
     Raises:
-        HmpxError: something does not fit, or differs between ranks; model, torch and optimizer are as they were.
+        HmpxError: something does not fit, or differs between ranks, or Accelerate was asked for what does not go with
+            the recipe (``mixed_precision=``); model, torch and optimizer are as they were.
 
     Example:
         >>> model, optimizer = hmpx.prepare(model, optimizer, {"weights": "split", "fp32": ["linear"]})
@@ -60,21 +65,34 @@ def prepare(
         raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise HmpxError(f"prepare needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    recipe = as_recipe(recipe, with_zero=zero.inner(optimizer) is not None)
+    stepping = frameworks.unwrapped(optimizer)
+    recipe = as_recipe(recipe, with_zero=zero.inner(stepping) is not None)
     settings, policy = recipe.settings(), recipe.policy()
+    frameworks.refuse(frameworks.of_accelerate(), recipe)
     compare("hmpx.prepare", facts(recipe))
     with recipe.naming_lines(), contextlib.ExitStack() as undo:
         check_names([model], recipe)
         cast_model(model, recipe, undo)
         if any(p.dtype is torch.bfloat16 for p in model.parameters()):
-            before, attachment = attached(optimizer), attach(optimizer, model=model, **vars(settings))
+            before, attachment = attached(stepping), attach(stepping, model=model, **vars(settings))
             if attachment is not before:
                 undo.callback(attachment.detach)
-        if policy is not None:
-            conversion.install(policy, dtype_map=recipe.mapped(), kernels=recipe.kernels)
+        convert(recipe, policy)
         undo.pop_all()
     logger.info("hmpx: prepared by this recipe:\n%s", recipe)
     return model, optimizer
+
+
+def convert(recipe: Recipe, policy: Policy | None, *, enabled: bool = True) -> Conversion | None:
+    """Convert torch's ops as a recipe says; None if it leaves them alone.
+
+    Args:
+        policy: ``recipe.policy()``, which reads files.
+        enabled: False casts in `enable_casts()` regions only.
+    """
+    if policy is None:
+        return None
+    return conversion.install(policy, recipe.verbose, enabled, recipe.mapped(), recipe.kernels)
 
 
 def facts(recipe: Recipe) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hmpx.casts.fp32_kernels import KernelsAsked
 from hmpx.casts.op_lists import LOW_DTYPES, SIDES, Listed, read_lists, shipped
 from hmpx.casts.policy import OptLevel, Policy, build_policy
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.recipes import nxd
+from hmpx.recipes import gaudi, nxd
 from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, SWITCHES, problems, spelled_out
 from hmpx.recipes.origins import Origins
 from hmpx.recipes.yaml_nodes import composed, constructed, lines_inside
@@ -38,6 +38,7 @@ class Recipe:
         low_precision: "bfloat16" or "float16", what the ops in the bf16 list run in. None: what a list file says, else
             bfloat16.
         kernels: "auto", "native" or "float32", what computes the ops that run in it on a CPU; see `hmpx.convert`.
+        verbose: log each distinct decision of the op lists once; `hmpx.convert`'s `isVerbose`.
         dtype_map: dtypes that become others wherever one is asked for; see `hmpx.convert`, with dtypes by name.
         parameter_dtype: "bfloat16" or "float32", of the model's parameters.
         module_dtypes: exceptions, by the name of a module or a pattern (``"lm_head"``, ``"*.norm*"``); the last that
@@ -80,6 +81,7 @@ class Recipe:
     promote: Sequence[str] | None = None
     low_precision: str | None = None
     kernels: KernelsAsked = "auto"
+    verbose: bool = False
     dtype_map: Mapping[str, str] = field(default_factory=dict)
     parameter_dtype: str = "bfloat16"
     module_dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -116,6 +118,7 @@ class Recipe:
         from hmpx import __version__
 
         keys = {key: value for key, value in asdict(self.inlined()).items() if value not in ("", {}, None)}
+        keys = {key: value for key, value in keys.items() if key != "verbose" or value}
         keys |= {"opt_level": self.opt_level, **{side: list(keys[side]) for side in SIDES if side in keys}}
         text = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=116)
         return f"# Written by hmpx {__version__} with torch {torch.__version__}.\n{text}"
@@ -216,24 +219,28 @@ def recipe_names() -> list[str]:
 
 
 def recipe_path(name: str | os.PathLike[str]) -> Path:
-    """The file of a recipe that hmpx ships, by name; a path that ends in .yaml is that file.
+    """The file of a recipe that hmpx ships, by name; a path that ends in .yaml, or in Gaudi's .json, is that file.
 
     Raises:
         HmpxError: no such recipe, with the nearest one.
     """
     path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in (".yaml", ".yml", ".json"):
         return path
     path = shipped() / "recipes" / f"{name}.yaml"
     if not path.is_file():
         legal = recipe_names()
-        hint = did_you_mean(str(name), legal) or f" (there are {', '.join(legal)}, and files that end in .yaml)"
+        hint = (
+            did_you_mean(str(name), legal) or f" (there are {', '.join(legal)}, and files that end in .yaml or .json)"
+        )
         raise HmpxError(f"there is no recipe {str(name)!r}{hint}")
     return path
 
 
 def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Recipe:
-    """A recipe that hmpx ships, by name, or one in a YAML file, by path; list files are looked for beside it.
+    """A recipe that hmpx ships, by name, or one in a file, by path; list files are looked for beside it.
+
+    A file is YAML, or a Gaudi configuration, whose name ends in .json.
 
     `with_zero` is for a file that holds NxD's `mixed_precision_config`, see `Recipe.from_nxd`.
 
@@ -241,6 +248,8 @@ def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Rec
         HmpxError: each problem with file and line, the key or value, and the nearest legal one.
     """
     path = recipe_path(name)
+    if path.suffix == ".json":
+        return _of_gaudi(path)
     root = composed(path, _KEYS)
     if [key.value for key, _ in root.value] == [nxd.KEY]:
         ((key, value),) = root.value
@@ -267,6 +276,13 @@ def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Rec
     recipe = _from(_made(values), Origins(str(path), lines, {key: values[key] for key in LISTS if values.get(key)}))
     if any(values.get(side) for side in SIDES) and recipe.opt_level == "O1":
         changed(recipe, **dict.fromkeys(LISTS, "")).policy()  # for the errors in its own lists
+    return recipe
+
+
+def _of_gaudi(path: Path) -> Recipe:
+    keys, lines = gaudi.recipe_keys(path)
+    recipe = _from(_made(keys), Origins(str(path), lines))
+    recipe.policy()  # for the errors in its lists
     return recipe
 
 

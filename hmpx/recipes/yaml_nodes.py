@@ -12,13 +12,14 @@ from hmpx.errors import HmpxError
 
 
 def composed(path: Path, keys: Iterable[str]) -> yaml.MappingNode:
-    """The mapping that a file holds.
+    """The mapping that a file holds; JSON is YAML once its tabs are blanks.
 
     Raises:
         HmpxError: it cannot be read, is not YAML, or holds something other than a mapping of `keys`.
     """
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text.replace("\t", " ") if path.suffix == ".json" else text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise HmpxError(f"{path}: cannot be read: {error}") from None
     except yaml.MarkedYAMLError as error:

@@ -101,7 +101,7 @@ def attach(
         raise HmpxError(f"{before!r} is in force; hmpx.detach(optimizer) first")
     if target is not optimizer:
         zero.share_names(optimizer)
-    _check(target, settings)
+    _check(target, settings, given)
     if not has_bf16(optimizer):
         logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
     attachment = Attachment(target, settings, given)
@@ -138,13 +138,13 @@ def detach(optimizer: Optimizer) -> None:
         optimizer_state.cast_state(optimizer, torch.bfloat16)
 
 
-def _check(optimizer: Optimizer, settings: Settings) -> None:
+def _check(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parameter, str]) -> None:
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise HmpxError(
             f"{type(optimizer).__name__} never ran Optimizer.__init__, so its step cannot be seen; "
             "attach the optimizer that it holds"
         )
-    WeightUpdates(settings).segments(optimizer)  # raises where a parameter is of a kind that cannot be updated
+    WeightUpdates(settings, given).segments(optimizer)  # raises where a parameter is of a kind that cannot be updated
     if settings.release_gradients and scope_of(optimizer) == "whole":
         listed = ", ".join(cls.__name__ for cls in SCOPES)
         raise HmpxError(
@@ -158,5 +158,14 @@ def _check(optimizer: Optimizer, settings: Settings) -> None:
         raise HmpxError(f"fused has kernels for {listed}, not for {type(optimizer).__name__}")
     if settings.fused and settings.weights != "stochastic":
         raise HmpxError(f"fused goes with weights='stochastic', not with {settings.weights!r}")
+    check_torch(settings)
+
+
+def check_torch(settings: Settings) -> None:
+    """Check that this torch has what the settings ask for.
+
+    Raises:
+        HmpxError: `use_fp32_grad_acc` before torch 2.13.
+    """
     if settings.use_fp32_grad_acc and not hasattr(torch.Tensor, "grad_dtype"):
         raise HmpxError(f"use_fp32_grad_acc needs torch 2.13 or newer (Tensor.grad_dtype), not {torch.__version__}")

@@ -1,0 +1,184 @@
+"""What a training framework was asked for, and which of that does not go with a recipe: one table for all of hmpx.
+
+The integrations and `prepare` refuse what is in it before anything is changed. `activate`, and with it ``python -m
+hmpx run``, warns of it once. Frameworks are read through the objects that a user makes; nothing here imports one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import wrapt
+
+from hmpx.changes import Attribute, Changes
+from hmpx.errors import HmpxError
+from hmpx.recipes.recipe import Recipe
+
+logger = logging.getLogger("hmpx")
+
+# What the tests were last run with; constraints.txt pins the same.
+TESTED = {"accelerate": "1.15.0", "lightning": "2.6.6", "pytorch_lightning": "2.6.6", "transformers": "5.23.0"}
+
+AUTOCAST, MODEL_DTYPE, ACCUMULATION, GRADIENT_NORM = "autocast", "model dtype", "accumulation", "gradient norm"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One thing that a framework was asked for: in the words of the user's script, and what it does."""
+
+    words: str
+    what: str
+
+
+def of_accelerate() -> Iterator[Asked]:
+    """What the `Accelerator` of this process was asked for; nothing if there is none."""
+    states = sys.modules.get("accelerate.state")
+    if states is None:
+        return
+    precision = states.AcceleratorState._shared_state.get("_mixed_precision", "no")
+    if precision not in ("no", None):
+        yield Asked(f"Accelerator(mixed_precision={str(precision)!r})", AUTOCAST)
+    steps = (states.GradientState._shared_state.get("plugin_kwargs") or {}).get("num_steps", 1)
+    if steps > 1:
+        yield Asked(f"Accelerator(gradient_accumulation_steps={steps})", ACCUMULATION)
+
+
+def of_transformers(arguments: Any) -> Iterator[Asked]:
+    """What `TrainingArguments` ask for, and Accelerate below them."""
+    for name, what in (
+        *(("bf16", AUTOCAST), ("fp16", AUTOCAST)),
+        *(("bf16_full_eval", MODEL_DTYPE), ("fp16_full_eval", MODEL_DTYPE)),
+    ):
+        if getattr(arguments, name, False):
+            yield Asked(f"TrainingArguments({name}=True)", what)
+    if not (getattr(arguments, "bf16", False) or getattr(arguments, "fp16", False)):  # `accelerate launch` may have
+        yield from (asked for asked in of_accelerate() if asked.what == AUTOCAST)
+    if arguments.gradient_accumulation_steps > 1:
+        steps = arguments.gradient_accumulation_steps
+        yield Asked(f"TrainingArguments(gradient_accumulation_steps={steps})", ACCUMULATION)
+    # With max_grad_norm=0 the Trainer still measures the norm, to log it.
+    yield Asked(f"TrainingArguments(max_grad_norm={arguments.max_grad_norm})", GRADIENT_NORM)
+
+
+def of_lightning(trainer: Any) -> Iterator[Asked]:
+    """What a `Trainer` of Lightning was asked for."""
+    precision = getattr(trainer.precision_plugin, "precision", "32-true")
+    if not hasattr(trainer.precision_plugin, "recipe") and precision != "32-true":
+        yield Asked(f"Trainer(precision={precision!r})", AUTOCAST if precision.endswith("mixed") else MODEL_DTYPE)
+    if trainer.accumulate_grad_batches > 1:
+        yield Asked(f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})", ACCUMULATION)
+    if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
+        yield Asked("the callback GradientAccumulationScheduler", ACCUMULATION)
+    if trainer.gradient_clip_val:
+        yield Asked(f"Trainer(gradient_clip_val={trainer.gradient_clip_val})", GRADIENT_NORM)
+
+
+def conflict(asked: Asked, recipe: Recipe) -> str:
+    """Why it does not go with a recipe, and the way out; an empty string if it does."""
+    if asked.what == AUTOCAST and recipe.opt_level is not None:
+        why = "its torch.autocast would cast the ops once more, by lists of its own"
+        return f"{asked.words} beside a recipe: {why}; leave it out, the recipe says which op runs in which precision"
+    if asked.what == MODEL_DTYPE:
+        why = "it casts the model itself, and the recipe says which dtype the weights have"
+        return f"{asked.words} beside a recipe: {why}; leave it out"
+    if asked.what in (ACCUMULATION, GRADIENT_NORM) and recipe.release_gradients:
+        why = "adds up gradients" if asked.what == ACCUMULATION else "clips or measures gradients before the step"
+        return (
+            f"{asked.words} {why}, which the recipe's release_gradients has freed by then; take a recipe with "
+            "release_gradients: false"
+        )
+    return ""
+
+
+def refuse(everything: Iterable[Asked], recipe: Recipe) -> None:
+    """Raise for what does not go with a recipe; say in one line, at INFO, where autocast and a recipe both make sense.
+
+    Raises:
+        HmpxError: every conflict, one a line.
+    """
+    everything = list(everything)
+    conflicts = list(filter(None, (conflict(asked, recipe) for asked in everything)))
+    if conflicts:
+        raise HmpxError("\n".join(conflicts))
+    for asked in everything:
+        if asked.what == AUTOCAST:
+            logger.info("hmpx: %s casts the ops, the recipe (opt_level null) holds the weights", asked.words)
+
+
+def say_version(framework: str) -> None:
+    """Say once, at INFO, if a framework has another version than the tests were run with."""
+    version = importlib.metadata.version(framework.replace("_", "-"))
+    if version != TESTED[framework] and framework not in _told_of_version:
+        _told_of_version.add(framework)
+        logger.info("hmpx: %s %s is installed; the tests were run with %s", framework, version, TESTED[framework])
+
+
+_told_of_version: set[str] = set()
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside those of Accelerate and Lightning, which are made to look like the one that they hold."""
+    while (attribute := _WRAPPERS.get(type(optimizer).__module__)) in vars(optimizer):
+        optimizer = vars(optimizer)[attribute]
+    return optimizer
+
+
+_WRAPPERS = {
+    "accelerate.optimizer": "optimizer",
+    "lightning.pytorch.core.optimizer": "_optimizer",
+    "pytorch_lightning.core.optimizer": "_optimizer",
+}
+
+# The constructors that are watched, by their module, and how to read what they were given.
+_CONSTRUCTORS: dict[str, tuple[str, Callable[[Any], Iterable[Asked]]]] = {
+    "accelerate.accelerator": ("Accelerator", lambda accelerator: of_accelerate()),
+    "transformers.trainer": ("Trainer", lambda trainer: of_transformers(trainer.args)),
+    "lightning.pytorch.trainer.trainer": ("Trainer", of_lightning),
+    "pytorch_lightning.trainer.trainer": ("Trainer", of_lightning),
+}
+_making = threading.local()  # outermost: whether one of them is running, for a Trainer makes an Accelerator
+
+
+def watch_frameworks(recipes: Iterable[Recipe], changes: Changes) -> None:
+    """Warn of each conflict once, when a framework's trainer has been made, until `changes` are undone."""
+    recipes, said, ended = list(recipes), set(), []  # type: ignore[var-annotated]
+
+    def made(everything: Iterable[Asked]) -> None:
+        for asked in everything:
+            conflicts = [conflict(asked, recipe) for recipe in recipes]
+            if all(conflicts) and asked not in said:
+                said.add(asked)
+                logger.warning("hmpx: %s", conflicts[0])
+
+    def watch(name: str, read: Callable[[Any], Iterable[Asked]], module: ModuleType) -> None:
+        if not ended:
+            cls = getattr(module, name)
+            changes.put(Attribute(cls, "__init__", f"{name}.__init__"), _watched(cls.__init__, read, made, ended))
+
+    changes.callback(ended.append, True)
+    for path, (name, read) in _CONSTRUCTORS.items():
+        wrapt.register_post_import_hook(functools.partial(watch, name, read), path)
+
+
+def _watched(init: Callable, read: Callable, made: Callable, ended: list) -> Callable:
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        outermost, _making.any = not getattr(_making, "any", False), True
+        try:
+            init(self, *args, **kwargs)
+        finally:
+            if outermost:
+                _making.any = False
+        if outermost and not ended:
+            made(read(self))
+
+    return __init__

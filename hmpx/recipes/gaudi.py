@@ -1,0 +1,80 @@
+"""A Gaudi configuration (``gaudi_config.json``) as a recipe.
+
+Source: optimum-habana up to 1.7, `GaudiConfig`: its `hmp_` keys are the arguments of Habana's `hmp.convert`, and lists
+that are left out are those of BERT.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from hmpx.errors import HmpxError, did_you_mean
+from hmpx.recipes.yaml_nodes import composed, constructed, lines_inside
+
+logger = logging.getLogger("hmpx")
+
+_SWITCH = "use_habana_mixed_precision"
+_LISTS = {"hmp_bf16_ops": "bf16", "hmp_fp32_ops": "fp32"}
+_DEFAULTS = {
+    "bf16": tuple("add addmm bmm div dropout gelu iadd linear layer_norm matmul mm rsub softmax truediv".split()),
+    "fp32": ("embedding", "nll_loss", "log_softmax"),
+}
+_KEYS = (_SWITCH, "hmp_opt_level", *_LISTS, "hmp_is_verbose")
+_LEVELS = ("O1", "O2")
+
+
+def recipe_keys(path: Path) -> tuple[dict[str, Any], dict[tuple, int]]:
+    """The keys of a recipe that a configuration stands for, and the lines where they and their names stand.
+
+    Weights are FP32, as with HMP. Without mixed precision the ops are left alone too. Keys that say nothing of
+    precision (fused optimizers) are named at INFO and left aside.
+
+    Raises:
+        HmpxError: with file and line: a value that does not fit, no `use_habana_mixed_precision`, or torch.autocast.
+    """
+    values: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    where_names: dict[tuple, int] = {}
+    aside, wrong = [], []
+    for key, node in composed(path, _KEYS).value:
+        name, where = key.value, f"{path}:{key.start_mark.line + 1}: "
+        values[name], lines[name] = constructed(node), key.start_mark.line + 1
+        if name in _LISTS:
+            where_names |= {(_LISTS[name], i): line for (_, i), line in lines_inside(name, node).items()}
+        if name in (_SWITCH, "hmp_is_verbose", "use_torch_autocast") and not isinstance(values[name], bool):
+            wrong.append(f"{where}{name} is {values[name]!r}, neither true nor false")
+        elif name == "use_torch_autocast" and values[name]:
+            wrong.append(f"{where}use_torch_autocast asks for torch.autocast; a recipe is made of the hmp_ keys")
+        elif name == "hmp_opt_level" and values[name] not in _LEVELS:
+            wrong.append(
+                f"{where}hmp_opt_level is {values[name]!r}, none of O1, O2{did_you_mean(values[name], _LEVELS)}"
+            )
+        elif name in _LISTS and not _is_list_of_names(values[name]):
+            wrong.append(f"{where}{name} is {values[name]!r}, not a list of names")
+        elif name.startswith("hmp_") and name not in _KEYS:
+            wrong.append(f"{where}{name!r} is no key of a Gaudi configuration{did_you_mean(name, _KEYS)}")
+        elif name not in _KEYS and values[name] not in (False, None):
+            aside.append(name)
+    if _SWITCH not in values:
+        hint = next(filter(None, (did_you_mean(name, [_SWITCH]) for name in values)), "")
+        wrong.append(f"{path}:1: no Gaudi configuration, which says {_SWITCH}{hint}")
+    if wrong:
+        raise HmpxError("\n".join(wrong))
+    if aside:
+        logger.info("hmpx: %s: %s left aside, for a recipe says nothing of it", path, ", ".join(aside))
+    keys: dict[str, Any] = {"opt_level": None, "parameter_dtype": "float32"}
+    stands: dict[tuple, int] = {("opt_level",): lines.get("hmp_opt_level", lines[_SWITCH])}
+    if values[_SWITCH]:
+        keys |= {"opt_level": values.get("hmp_opt_level", "O1"), "verbose": values.get("hmp_is_verbose", False)}
+        if keys["opt_level"] == "O1":
+            for name, side in _LISTS.items():
+                keys[side] = tuple(values.get(name, _DEFAULTS[side]))
+                stands[side,] = lines.get(name, lines[_SWITCH])
+            stands |= where_names
+    return keys, stands
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)

@@ -1,0 +1,57 @@
+"""What the README of the integrations shows runs as it stands there, and so do the examples in docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+import hmpx
+from hmpx.integrations import lightning
+from tests.downstream.by_hand import adamw, loader, net
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+README = (Path(hmpx.__file__).parent / "integrations" / "README.md").read_text()
+BLOCK = re.compile(r"^```python with (\w+)\n((?s:.*?))^```$", re.MULTILINE)
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def training_step(self, batch, index):
+        inputs, targets = batch
+        return torch.nn.functional.cross_entropy(self.net(inputs), targets)
+
+    def configure_optimizers(self):
+        return adamw(self.parameters())
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """What a training script has in hand."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bf16.txt").write_text("linear\n")
+    (tmp_path / "fp32.txt").write_text("cross_entropy\n")
+    return {"torch": torch, "hmpx": hmpx, "pl": pl, "module": Module(), "batches": loader()}
+
+
+@pytest.mark.parametrize("framework", sorted({framework for framework, _ in BLOCK.findall(README)}))
+def test_the_lines_of_the_readme_run(framework, world):
+    for found, block in BLOCK.findall(README):
+        if found == framework:
+            exec(compile(block, "train.py", "exec"), world)
+
+
+@pytest.mark.parametrize("thing", [lightning.HmpxPrecision, lightning.HPUPrecisionPlugin])
+def test_the_example_of_a_docstring_runs(thing, world):
+    test = doctest.DocTestParser().get_doctest(thing.__doc__, world, thing.__name__, thing.__module__, 0)
+    assert test.examples
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False).run(test, out=said.append, clear_globs=False)
+    assert not said, "".join(said)

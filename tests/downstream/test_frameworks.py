@@ -1,0 +1,142 @@
+"""What the frameworks are asked for, beside a recipe that is in force from the outside; their versions."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import accelerate
+import lightning.pytorch as pl
+import pytest
+import transformers
+
+import hmpx
+from hmpx.recipes import frameworks
+from tests.downstream.by_hand import net
+from tests.support import python
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ROOT = Path(__file__).parents[2]
+
+
+def by_accelerate(tmp_path, **asked):
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.Accelerator(cpu=True, **asked)
+
+
+def by_transformers(tmp_path, **asked):
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), **quiet, **asked)
+    transformers.Trainer(model=net(), args=arguments)
+
+
+def by_lightning(tmp_path, **asked):
+    pl.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, **asked)
+
+
+def ours(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "hmpx"]
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_is_left():
+    yield
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+
+
+CONFLICTS = [
+    (by_accelerate, {"mixed_precision": "bf16"}, "hmp-o1", "Accelerator(mixed_precision='bf16') beside a recipe"),
+    (by_accelerate, {"gradient_accumulation_steps": 2}, "lean", "Accelerator(gradient_accumulation_steps=2) adds up"),
+    (by_transformers, {"bf16": True}, "neuron-bf16-sr", "TrainingArguments(bf16=True) beside a recipe"),
+    (by_transformers, {"bf16_full_eval": True}, "hmp-o1", "TrainingArguments(bf16_full_eval=True) beside a recipe"),
+    (by_transformers, {}, "lean", "TrainingArguments(max_grad_norm=1.0) clips or measures"),
+    (by_lightning, {"precision": "bf16-mixed"}, "neuron-bf16-sr", "Trainer(precision='bf16-mixed') beside a recipe"),
+    (by_lightning, {"precision": "bf16-true"}, "neuron-bf16-sr", "Trainer(precision='bf16-true') beside a recipe"),
+    (by_lightning, {"gradient_clip_val": 1.0}, "lean", "Trainer(gradient_clip_val=1.0) clips or measures"),
+    (by_lightning, {"accumulate_grad_batches": 2}, "lean", "Trainer(accumulate_grad_batches=2) adds up"),
+]
+
+
+@pytest.mark.parametrize("made, asked, recipe, said", CONFLICTS)
+def test_a_conflict_is_said_once_under_an_activated_recipe(made, asked, recipe, said, tmp_path, caplog):
+    before = [cls.__init__ for cls in (accelerate.Accelerator, transformers.Trainer, pl.Trainer)]
+    with caplog.at_level(logging.WARNING, "hmpx"), hmpx.activate(recipe):
+        made(tmp_path, **asked)
+        made(tmp_path, **asked)
+    assert [said in message for message in ours(caplog)] == [True]
+    assert [cls.__init__ for cls in (accelerate.Accelerator, transformers.Trainer, pl.Trainer)] == before
+    caplog.clear()
+    made(tmp_path, **asked)
+    assert not ours(caplog)
+
+
+FINE = [
+    (by_accelerate, {"gradient_accumulation_steps": 2}, "neuron-bf16-sr"),
+    (by_transformers, {"gradient_accumulation_steps": 2}, "hmp-o1"),
+    (by_lightning, {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}, "nxd-standard"),
+    (by_lightning, {}, "lean"),
+    (by_lightning, {"precision": "bf16-mixed"}, {"opt_level": None}),
+    (by_accelerate, {"mixed_precision": "bf16"}, {"opt_level": None}),
+]
+
+
+@pytest.mark.parametrize("made, asked, recipe", FINE)
+def test_what_goes_together_is_no_conflict(made, asked, recipe, tmp_path, caplog):
+    """A recipe that leaves the ops alone may have autocast beside it."""
+    with caplog.at_level(logging.WARNING, "hmpx"), hmpx.activate(recipe):
+        made(tmp_path, **asked)
+    assert not ours(caplog)
+
+
+def test_run_says_it_on_standard_error(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "from accelerate import Accelerator\nAccelerator(cpu=True, mixed_precision='bf16')\n"
+    )
+    done = python.run("-m", "hmpx", "run", "--recipe", "hmp-o1", tmp_path / "train.py")
+    assert done.returncode == 0 and done.stderr.count("mixed_precision='bf16') beside a recipe") == 1, done.stderr
+
+
+def test_the_versions_are_those_that_the_tests_run_with():
+    pinned = dict(re.findall(r"^([\w-]+)==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert {name: pinned[name.removeprefix("pytorch_")] for name in frameworks.TESTED} == frameworks.TESTED
+
+
+def test_another_version_is_said_once_at_info(caplog, monkeypatch):
+    from hmpx.integrations.lightning import HmpxPrecision
+
+    monkeypatch.setitem(frameworks.TESTED, "lightning", "1.9.5")
+    monkeypatch.setattr(frameworks, "_told_of_version", set())
+    with caplog.at_level(logging.INFO, "hmpx"):
+        HmpxPrecision("hmp-o1"), HmpxPrecision("hmp-o1")
+    assert ours(caplog) == [f"hmpx: lightning {pl.__version__} is installed; the tests were run with 1.9.5"]
+
+
+ALONE = """
+import sys; sys.path.insert(0, {scripts!r}); import torchvision_ops
+import hmpx
+assert not {{"lightning", "pytorch_lightning", "transformers", "accelerate"}} & set(sys.modules), "imported by hmpx"
+assert not any(name.startswith("hmpx.integrations") for name in sys.modules)
+import pytorch_lightning as pl, torch
+from hmpx.integrations.lightning import HmpxPrecision
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 4)
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+trainer = pl.Trainer(accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False,
+                     plugins=HmpxPrecision("hmp-o2"))
+trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=4))
+assert "lightning.pytorch" not in sys.modules
+print("trained")
+"""
+
+
+def test_importing_hmpx_imports_no_framework_and_pytorch_lightning_serves_too():
+    script = ALONE.format(scripts=str(Path(__file__).parent / "scripts"))
+    done = python.run("-c", script)
+    assert done.stdout.endswith("trained\n"), done.stderr

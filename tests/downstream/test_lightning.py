@@ -1,0 +1,363 @@
+"""`HmpxPrecision` in Lightning's hands, beside a loop written by hand, and an unbroken run beside a resumed one."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import hmpx
+from hmpx.integrations.lightning import HmpxPrecision, HPUPrecisionPlugin
+from tests.downstream.by_hand import RECIPES, ByHand, adamw, batches, bits, loader, net, state_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BF16 = torch.bfloat16
+
+
+class Net(pl.LightningModule):
+    """The network of the loop by hand; `dtypes` has those of its output in each kind of step."""
+
+    def __init__(self, configured=lambda model: adamw(model.parameters())):
+        super().__init__()
+        self.net, self.dtypes, self._configured = net(), {}, configured
+
+    def _loss(self, kind, batch):
+        inputs, targets = batch
+        logits = self.net(inputs)
+        self.dtypes[kind] = logits.dtype
+        return nn.functional.cross_entropy(logits, targets)
+
+    def training_step(self, batch, index):
+        return self._loss("train", batch)
+
+    def validation_step(self, batch, index):
+        self._loss("validate", batch)
+
+    def test_step(self, batch, index):
+        self._loss("test", batch)
+
+    def predict_step(self, batch, index):
+        self._loss("predict", batch)
+
+    def configure_optimizers(self):
+        return self._configured(self)
+
+
+def trainer(plugin, **more):
+    if not isinstance(plugin, pl.plugins.Precision):
+        plugin = HmpxPrecision(plugin)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"accelerator": "cpu", "max_epochs": 1, "enable_checkpointing": False, **quiet, **more}
+    return pl.Trainer(plugins=plugin, **settings)
+
+
+CLIPS = {
+    "": {},
+    "norm": {"gradient_clip_val": 0.1},
+    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+}
+
+
+@pytest.mark.parametrize("way", RECIPES)
+@pytest.mark.parametrize("accumulate, clip", [(1, ""), (2, "norm"), (4, "value")])
+def test_a_fit_has_the_bits_of_a_loop_by_hand(way, accumulate, clip):
+    model = Net()
+    trainer(RECIPES[way], accumulate_grad_batches=accumulate, **CLIPS[clip]).fit(model, loader())
+    clips = {
+        "": lambda params: None,
+        "norm": lambda params: clip_grad_norm_(params, 0.1),
+        "value": lambda params: clip_grad_value_(params, 0.01),
+    }
+    by_hand = ByHand(net(), way, prefix="net.").train(batches(), accumulate=accumulate, clip=clips[clip])
+    assert bits(model.net) == bits(by_hand.model)
+    assert bits(model.net) != bits(net().to(model.net[0].weight.dtype))
+
+
+def _scheduled(model):
+    optimizer = adamw(model.parameters())
+    return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+
+def _as_dict(model):
+    [optimizer], [scheduler] = _scheduled(model)
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+@pytest.mark.parametrize("configured", [_scheduled, _as_dict])
+def test_schedulers_go_on(configured):
+    """`configure_optimizers` in two of its shapes; the rate halves every other step."""
+    model = Net(configured)
+    trainer(RECIPES["stochastic"]).fit(model, loader())
+    by_hand = ByHand(net(), "stochastic", prefix="net.")
+    scheduler = torch.optim.lr_scheduler.StepLR(by_hand.optimizer, 2, 0.5)
+    for batch in batches():
+        by_hand.train([batch])
+        scheduler.step()
+    assert bits(model.net) == bits(by_hand.model)
+
+
+def test_no_optimizer_and_frozen_parameters_are_taken():
+    trainer(RECIPES["stochastic"]).fit(Net(lambda model: None), loader())
+    model = Net(lambda model: adamw(p for p in model.parameters() if p.requires_grad))
+    model.net[0].requires_grad_(False)
+    trainer(RECIPES["stochastic"]).fit(model, loader())
+    reference = net()
+    reference[0].requires_grad_(False)
+    by_hand = ByHand(reference, "stochastic", of=lambda name: not name.startswith("0."), prefix="net.")
+    assert bits(model.net) == bits(by_hand.train(batches()).model)
+
+
+class Manual(Net):
+    """Two optimizers, stepped in turn by hand, the second in a closure and with clipping."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        first, second = self.optimizers()
+
+        def closure():
+            second.zero_grad()
+            self.manual_backward(self._loss("train", batch))
+            self.clip_gradients(second, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+        if index % 2:
+            second.step(closure)
+        else:
+            first.zero_grad()
+            self.manual_backward(self._loss("train", batch))
+            first.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.9), adamw(self.net[2:].parameters())
+
+
+@pytest.mark.parametrize("way", ["stochastic", "master"])
+def test_several_optimizers_by_manual_optimization(way):
+    model = Manual()
+    trainer(RECIPES[way]).fit(model, loader())
+    reference = net()
+    first = ByHand(
+        reference, way, lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), lambda name: name[0] == "0", "net."
+    )
+    second = ByHand(reference, way, adamw, lambda name: name[0] in "23", "net.")
+    for i, batch in enumerate(batches()):
+        chosen = (first, second)[i % 2]
+        for p in chosen.params.values():
+            p.grad = None
+        chosen.loss(batch).backward()
+        if i % 2:
+            clip_grad_norm_(chosen.params.values(), 0.1)
+        chosen.step()
+    assert bits(model.net) == bits(reference)
+
+
+def test_lbfgs_calls_its_closure_with_casts_on():
+    model = Net(lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
+    trainer(RECIPES["master"]).fit(model, loader(2))
+    by_hand = ByHand(net(), "master", lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=3))
+    for batch in batches(2):
+
+        def closure(batch=batch):
+            by_hand.model.zero_grad()
+            with torch.no_grad():
+                for name, p in by_hand.params.items():
+                    p.copy_(by_hand.copies[name])
+            loss = by_hand.loss(batch)
+            loss.backward()
+            for name, p in by_hand.params.items():
+                by_hand.copies[name].grad = p.grad.float()
+            return loss
+
+        by_hand.optimizer.step(closure)
+        by_hand.write_back()
+    assert model.dtypes["train"] is BF16 and bits(model.net) == bits(by_hand.model)
+
+
+def test_casts_are_on_in_the_forward_contexts_alone_and_torch_is_put_back():
+    product, seen = torch.matmul, {}
+
+    class Watching(pl.Callback):
+        def on_before_optimizer_step(self, *_):
+            seen["callback"] = torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype
+
+        def on_validation_epoch_end(self, *_):
+            seen["validated"] = torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype
+
+    model = Net()
+    run = trainer(RECIPES["stochastic"], callbacks=[Watching()])
+    run.fit(model, loader(), loader(1))
+    assert torch.matmul is product and not hmpx.process_state.in_use()
+    run.validate(model, loader(1), verbose=False)
+    run.test(model, loader(1), verbose=False)
+    run.predict(model, loader(1))
+    assert model.dtypes == dict.fromkeys(("train", "validate", "test", "predict"), BF16)
+    assert seen == {"callback": torch.float32, "validated": torch.float32}
+    assert torch.matmul is product
+
+
+def test_an_error_in_training_puts_torch_back():
+    product = torch.matmul
+
+    class Failing(Net):
+        def training_step(self, batch, index):
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer(RECIPES["stochastic"]).fit(Failing(), loader())
+    assert torch.matmul is product
+
+
+class SavedAt(pl.Callback):
+    """Saves a checkpoint at one step."""
+
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    "recipe", [*RECIPES.values(), "torchao-bf16-sr", {**RECIPES["master"], "weights": "split"}, "hmp-o1"], ids=str
+)
+def test_a_resumed_fit_has_the_bits_of_an_unbroken_one(recipe, tmp_path, caplog):
+    path, data = tmp_path / "middle.ckpt", loader(4)
+    with caplog.at_level(logging.WARNING, "hmpx"):
+        unbroken = Net(_scheduled)
+        whole = trainer(recipe, max_epochs=4, callbacks=[SavedAt(8, path)])
+        whole.fit(unbroken, data)
+        resumed = Net(_scheduled)
+        torch.manual_seed(99)
+        rest = trainer(recipe, max_epochs=4)
+        rest.fit(resumed, data, ckpt_path=path)
+    assert rest.global_step == 16
+    assert bits(unbroken) == bits(resumed)
+    assert state_bits(whole.optimizers[0]) == state_bits(rest.optimizers[0])
+    assert not caplog.messages
+
+
+def test_a_checkpoint_after_the_fit_holds_the_masters(tmp_path):
+    run = trainer(RECIPES["master"])
+    run.fit(Net(), loader())
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=False)["optimizer_states"][0]
+    assert saved["state"][0]["hmpx_master"].dtype is torch.float32
+
+
+def test_a_second_fit_goes_on_by_the_same_plugin():
+    run, model = trainer(RECIPES["stochastic"]), Net()
+    run.fit(model, loader())
+    first = bits(model)
+    run.fit_loop.max_epochs = 2
+    run.fit(model, loader())
+    assert bits(model) != first and run.global_step == 16
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+def test_lightnings_own_precision_beside_the_plugin_is_refused(precision):
+    with pytest.raises(ValueError, match=r"precision=.*HmpxPrecision"):
+        trainer(RECIPES["stochastic"], precision=precision)
+
+
+def test_two_plugins_are_refused():
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="Precision"):
+        pl.Trainer(accelerator="cpu", plugins=[HmpxPrecision("hmp-o1"), HmpxPrecision("hmp-o2")])
+
+
+REFUSED = {
+    "accumulation": ("lean", {"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2\) adds up gradients"),
+    "schedule": ("lean", {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 2})]}, "release_gradients"),
+    "clipping": ("lean", {"gradient_clip_val": 1.0}, r"gradient_clip_val=1.0\) clips or measures"),
+    "pattern": ({"module_dtypes": {"nosuch": "float32"}}, {}, "'nosuch' is the name of no module"),
+    "fused": ({"fused": True}, {"optimizer": torch.optim.Adagrad}, "fused has kernels for"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_before_training_and_changes_nothing(case):
+    recipe, more, said = REFUSED[case]
+    more = dict(more)
+    make = more.pop("optimizer", torch.optim.AdamW)
+    model = Net(lambda model: make(model.parameters(), lr=1e-2))
+    before, product = bits(model), torch.matmul
+    with pytest.raises(hmpx.HmpxError, match=said):
+        trainer(recipe, **more).fit(model, loader())
+    assert bits(model) == before and torch.matmul is product and model.dtypes == {}
+
+
+@pytest.mark.parametrize("other", [lambda: hmpx.activate("hmp-o1"), lambda: hmpx.convert()])
+def test_another_recipe_in_force_is_refused(other):
+    with other(), pytest.raises(hmpx.HmpxError, match="HmpxPrecision"):
+        trainer(RECIPES["stochastic"]).fit(Net(), loader())
+
+
+def test_a_wrong_recipe_raises_when_the_plugin_is_made(monkeypatch):
+    with pytest.raises(hmpx.HmpxError, match="did you mean 'neuron-bf16-sr'"):
+        HmpxPrecision("neuron-bf16-st")
+    with pytest.raises(hmpx.HmpxError, match="not both"):
+        HmpxPrecision("hmp-o1", opt_level="O2")
+    with pytest.raises(hmpx.HmpxError, match="needs a recipe"):
+        HmpxPrecision()
+    monkeypatch.setattr("hmpx.updates.attach.torch", SimpleNamespace(Tensor=object, __version__="2.12"))
+    with pytest.raises(hmpx.HmpxError, match=r"nxd-standard.yaml:\d+: use_fp32_grad_acc needs torch 2.13"):
+        HmpxPrecision("nxd-standard")
+
+
+def test_the_arguments_of_lightnings_removed_plugin(tmp_path):
+    """As hmp.convert with the same arguments in a loop by hand; a zero for the letter O too."""
+    (tmp_path / "bf16.txt").write_text("linear\nrelu\n")
+    (tmp_path / "fp32.txt").write_text("cross_entropy\nlayer_norm\n")
+    lists = {f"{side}_file_path": str(tmp_path / f"{side}.txt") for side in ("bf16", "fp32")}
+    for arguments in ({"opt_level": "O1", **lists}, {"opt_level": "O2"}):
+        plugins = [HPUPrecisionPlugin(precision=16, verbose=False, **arguments), HmpxPrecision(**arguments)]
+        models = [Net() for _ in plugins]
+        for plugin, model in zip(plugins, models, strict=True):
+            trainer(plugin).fit(model, loader())
+        reference = net()
+        optimizer = adamw(reference.parameters())
+        with hmpx.hmp.convert(**arguments):
+            for inputs, targets in batches():
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(reference(inputs), targets).backward()
+                optimizer.step()
+        assert bits(models[0].net) == bits(models[1].net) == bits(reference)
+        assert models[0].net[0].weight.dtype is torch.float32
+    model = Net()
+    trainer(HPUPrecisionPlugin(32)).fit(model, loader())
+    assert model.dtypes["train"] is torch.float32
+    with pytest.raises(hmpx.HmpxError, match="precision=64 is none of"):
+        HPUPrecisionPlugin(64)
+
+
+def test_verbose_logs_each_decision(caplog):
+    with caplog.at_level(logging.INFO, "hmpx"):
+        trainer(HmpxPrecision(opt_level="O2", verbose=True)).fit(Net(), loader(1))
+    assert any("linear" in message for message in caplog.messages)
+
+
+def test_a_fresh_fit_warns_of_nothing(caplog):
+    """Neither hmpx nor torch; what Lightning says of itself is said without the plugin, too."""
+
+    def said(plugins):
+        with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
+            warnings.simplefilter("always")
+            pl.Trainer(
+                accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, plugins=plugins,
+                enable_progress_bar=False, enable_model_summary=False,
+            ).fit(Net(), loader())  # fmt: skip
+        return {str(each.message) for each in caught}
+
+    assert said([HmpxPrecision("neuron-bf16-sr")]) <= said([]) and not caplog.messages
+
+
+def test_inputs_are_mapped_where_the_recipe_maps_dtypes():
+    model = Net()
+    trainer("xla-use-bf16").fit(model, loader())
+    assert model.dtypes["train"] is BF16 and torch.zeros(1, dtype=torch.float32).dtype is torch.float32

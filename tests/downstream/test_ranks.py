@@ -1,0 +1,100 @@
+"""The frameworks' own DDP and FSDP2 on two ranks, on gloo: the weights of one process, and of a run without a break.
+
+Both ranks see the same batches, so that the mean of their gradients is exact.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import keep_what_is_there_out_of_sight
+from tests.downstream.by_hand import RECIPES, ByHand, adamw, batches, bits, digest, loader, net
+from tests.support import ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BATCHES = 4  # an epoch, of which there are two
+
+
+def _as_torchrun_does(port: int) -> None:
+    """The environment in which a script finds itself that torchrun has started."""
+    world = os.environ["WORLD_SIZE"]
+    os.environ.update(
+        LOCAL_WORLD_SIZE=world, GROUP_RANK="0", TORCHELASTIC_RUN_ID="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _by_lightning(rank: int, port: int, folder: str) -> dict:
+    """The bits of each strategy's weights, of an unbroken run and of one that was resumed half-way."""
+    _as_torchrun_does(port)
+    import logging
+    import warnings
+
+    from tests.downstream.scripts import torchvision_ops  # noqa: F401
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.INFO)
+    import lightning.pytorch as pl
+    import torch
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    from hmpx.integrations.lightning import HmpxPrecision
+
+    keep_what_is_there_out_of_sight()
+
+    class Net(pl.LightningModule):
+        def __init__(self, shards):
+            super().__init__()
+            self.net, self.shards = net(), shards
+
+        def configure_model(self):
+            if self.shards:
+                for part in (self.net[0], self.net[3]):
+                    fully_shard(part, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch, index):
+            inputs, targets = batch
+            return torch.nn.functional.cross_entropy(self.net(inputs), targets)
+
+        def configure_optimizers(self):
+            return adamw(self.parameters())
+
+    def fit(way, shards, epochs, path=None):
+        strategy = ModelParallelStrategy() if shards else DDPStrategy(process_group_backend="gloo")
+        model = Net(shards)
+        run = pl.Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, logger=False,
+            use_distributed_sampler=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, plugins=HmpxPrecision(RECIPES[way]),
+        )  # fmt: skip
+        run.fit(model, loader(BATCHES), ckpt_path=path)
+        whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in model.net.named_parameters()}
+        return run, {name: digest(tensor) for name, tensor in whole.items()}
+
+    found = {}
+    for way, shards in (("stochastic", False), ("master", True)):
+        path = Path(folder) / f"{way}.ckpt"
+        found[way] = fit(way, shards, 2)[1]
+        half, _ = fit(way, shards, 1)
+        half.save_checkpoint(path)
+        found[f"{way}, resumed"] = fit(way, shards, 2, path)[1]
+    return found
+
+
+def test_lightnings_strategies_have_the_bits_of_one_process(tmp_path):
+    found = ranks.run(2, _by_lightning, _free_port(), str(tmp_path))
+    assert found[0] == found[1] and len(found[0]) == 4
+    for name, weights in found[0].items():
+        by_hand = ByHand(net(), name.split(",")[0], prefix="net.").train(batches(BATCHES) * 2)
+        assert weights == bits(by_hand.model), name

@@ -1,0 +1,91 @@
+"""A Gaudi configuration is a recipe, wherever one is taken."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+import hmpx
+from hmpx.recipes.recipe import as_recipe
+from tests.support import python
+
+# As published for BERT, with what the configuration of another library says beside it.
+PUBLISHED = {
+    "use_habana_mixed_precision": True,
+    "hmp_is_verbose": False,
+    "use_fused_adam": True,
+    "hmp_opt_level": "O1",
+    "hmp_bf16_ops": ["add", "linear", "matmul"],
+    "hmp_fp32_ops": ["embedding", "log_softmax"],
+}
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(**keys):
+        path = tmp_path / "gaudi_config.json"
+        path.write_text(json.dumps(keys, indent="\t"))
+        return path
+
+    return write
+
+
+def test_its_keys_are_those_of_hmp(written, caplog):
+    with caplog.at_level(logging.INFO, "hmpx"):
+        recipe = as_recipe(written(**PUBLISHED))
+    assert recipe.policy().bf16 == ("add", "linear", "matmul")
+    assert recipe.policy().fp32 == ("embedding", "log_softmax")
+    assert (recipe.opt_level, recipe.parameter_dtype, recipe.verbose) == ("O1", "float32", False)
+    assert caplog.messages == [caplog.messages[0]] and "use_fused_adam left aside" in caplog.text
+    assert as_recipe(written(**PUBLISHED | {"hmp_is_verbose": True})).verbose
+    assert "verbose: true" in str(as_recipe(written(**PUBLISHED | {"hmp_is_verbose": True})))
+
+
+def test_lists_that_are_left_out_are_those_of_optimum_habana(written):
+    """Its `DEFAULT_BF16_OPS` and `DEFAULT_FP32_OPS`; an empty list is a list."""
+    policy = as_recipe(written(use_habana_mixed_precision=True, hmp_fp32_ops=[])).policy()
+    assert len(policy.bf16) == 14 and {"gelu", "softmax", "iadd"} < set(policy.bf16) and policy.fp32 == ()
+
+
+def test_o2_decides_by_itself_and_without_mixed_precision_nothing_is_cast(written):
+    assert as_recipe(written(**PUBLISHED | {"hmp_opt_level": "O2"})).policy().opt_level == "O2"
+    assert as_recipe(written(**PUBLISHED | {"use_habana_mixed_precision": False})).policy() is None
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"hmp_opt_level": "O3"}, r"json:6: hmp_opt_level is 'O3', none of O1, O2"),
+        ({"hmp_bf16_ops": "add"}, r"json:7: hmp_bf16_ops is 'add', not a list of names"),
+        ({"hmp_bf16_ops": ["add", "liner"]}, r"json:9: unknown op 'liner'; did you mean 'linear'"),
+        ({"hmp_is_verbose": 1}, r"json:4: hmp_is_verbose is 1, neither true nor false"),
+        ({"hmp_bf16_opps": []}, r"'hmp_bf16_opps' is no key of a Gaudi configuration; did you mean 'hmp_bf16_ops'"),
+        ({"use_torch_autocast": True}, "use_torch_autocast asks for torch.autocast"),
+        ({"hmp_fp32_ops": ["add"]}, "add"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(written, keys, said):
+    with pytest.raises(hmpx.HmpxError, match=said):
+        as_recipe(written(first=0, **PUBLISHED | keys))
+
+
+def test_another_json_file_is_no_recipe(written):
+    with pytest.raises(hmpx.HmpxError, match="json:1: no Gaudi configuration, which says use_habana_mixed_precision"):
+        as_recipe(written(hmp_bf16_ops=["add"]))
+
+
+def test_prepare_and_run_take_one(written, tmp_path):
+    path = written(**PUBLISHED)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hmpx.prepare(model, optimizer, path)
+    assert model.weight.dtype is torch.float32 and model(torch.ones(1, 4)).dtype is torch.bfloat16
+    assert model(torch.ones(1, 4)).log_softmax(-1).dtype is torch.float32
+    hmpx.restore()
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nprint(torch.nn.Linear(4, 4)(torch.ones(1, 4)).dtype)\n")
+    done = python.run("-m", "hmpx", "run", "--recipe", path, script)
+    assert done.stdout == "torch.bfloat16\n", done.stderr
