@@ -17,6 +17,7 @@ from hmpx.casts.captured_names.rebinding import Rebinding, WithCaptures
 from hmpx.casts.decision_log import Announcement, VerboseLog
 from hmpx.casts.dtype_map import DtypeMap
 from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
+from hmpx.casts.garbage import none_collected
 from hmpx.casts.listed_names import Unknown
 from hmpx.casts.observing import Observer, Several
 from hmpx.casts.op_lists import read_lists
@@ -136,6 +137,7 @@ class Conversion(Installation):
             f"{len(self.rebound)} captured names rebound, {len(self.escaped)} escaped; {self.kernels}>"
         )
 
+    @none_collected()
     def _apply(self) -> None:
         self._changes = Changes()
         self._changes.apply(self._parts())

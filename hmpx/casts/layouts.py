@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import keyword
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,16 +47,18 @@ class Layout:
     python: bool = False
 
 
-def schemas(name: str) -> list[Any]:
+@functools.cache
+def schemas(name: str) -> tuple[Any, ...]:
     """The functional overloads that the dispatcher has for aten::`name`."""
     found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return [s for s in found if not any(a.name in ("out", "out_dtype") or a.is_out for a in s.arguments)]
+    return tuple([s for s in found if not any(a.name in ("out", "out_dtype") or a.is_out for a in s.arguments)])
 
 
 def is_tensor(argument: Any) -> bool:
     return "Tensor" in str(argument.type)
 
 
+@functools.cache
 def read_layout(name: str, first: str) -> Layout:
     """Read a layout off the schemas of aten::`name`; `first` is what Python calls the schema's `self`."""
     overloads = [[a for a in schema.arguments if not a.kwarg_only] for schema in schemas(name)]

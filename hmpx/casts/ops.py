@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.overrides
 
 from hmpx.casts import op_facts
 from hmpx.casts.composition import COMPOSED, Row
+from hmpx.casts.garbage import none_collected
 from hmpx.casts.layouts import Argument, Layout, is_tensor, read_layout, schemas
 
 Tensor = torch.Tensor
@@ -30,13 +32,20 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Entry:
-    """One attribute under which an op can be called. `in_place`: it writes to its first argument."""
+    """One attribute under which an op can be called. `in_place`: it writes to its first argument.
+
+    arguments: their layout, or what reads it. Most entries are never patched, and nobody asks for theirs.
+    """
 
     owner: Any
     attribute: str
     label: str
-    layout: Layout
+    arguments: Layout | Callable[[], Layout]
     in_place: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        return self.arguments if isinstance(self.arguments, Layout) else self.arguments()
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,6 @@ class _Builder:
     def __init__(self) -> None:
         self.entries: dict[str, dict[tuple[int, str], Entry]] = {}
         self.in_place: dict[str, list[Entry]] = {}
-        self.layouts: dict[tuple[str, str], Layout] = {}
         self.places = self._places()
 
     def _places(self) -> dict[int, list[tuple[Any, str, str]]]:
@@ -83,11 +91,6 @@ class _Builder:
                     places.setdefault(id(value), []).append((module, attribute, f"{label}.{attribute}"))
         return places
 
-    def layout(self, aten: str, first: str) -> Layout:
-        if (aten, first) not in self.layouts:
-            self.layouts[aten, first] = read_layout(aten, first)
-        return self.layouts[aten, first]
-
     def add(self, name: str, entry: Entry) -> None:
         if entry.in_place:
             self.in_place.setdefault(name, []).append(entry)
@@ -98,8 +101,9 @@ class _Builder:
         """A C function, under every attribute where it sits."""
         in_place = aten.endswith("_") and not aten.endswith("__")
         name = op_facts.RENAMED.get(aten.rstrip("_") if in_place else aten, aten.rstrip("_") if in_place else aten)
+        layout = functools.partial(read_layout, aten, "input")
         for owner, attribute, label in (*self.places.get(id(function), ()), *extra):
-            self.add(name, Entry(owner, attribute, label, self.layout(aten, "input"), in_place))
+            self.add(name, Entry(owner, attribute, label, layout, in_place))
 
     def functions(self) -> None:
         variable_functions = torch._C._VariableFunctions
@@ -124,8 +128,8 @@ class _Builder:
             aten = attribute.removesuffix("_")
             if callable(getattr(Tensor, attribute)) and schemas(attribute):
                 name = op_facts.RENAMED.get(aten, aten)
-                entry = Entry(Tensor, attribute, f"Tensor.{attribute}", self.layout(attribute, "self"), in_place)
-                self.add(name, entry)
+                layout = functools.partial(read_layout, attribute, "self")
+                self.add(name, Entry(Tensor, attribute, f"Tensor.{attribute}", layout, in_place))
 
     def operators(self) -> None:
         for name, attributes in op_facts.OPERATORS.items():
@@ -178,6 +182,7 @@ def _is_view(name: str) -> bool:
 
 
 @functools.cache
+@none_collected()
 def catalog() -> dict[str, Op]:
     """Every op by its list name. Built once; entry points are attributes, so later patches do not make it stale."""
     torch.overrides.get_overridable_functions()  # caches functions by identity: fill it while they are torch's own

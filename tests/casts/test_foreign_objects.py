@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
 import types
@@ -165,6 +166,43 @@ def test_dictionaries_that_change_while_they_are_read():
         del globals()["CHANGING"]
         for name in modules:
             sys.modules.pop(name, None)
+
+
+class Cyclic:
+    def __init__(self, finalized):
+        self.finalized, self.own = finalized, self
+
+    def __del__(self):
+        self.finalized.append(self)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_finalizer_of_garbage_runs_meanwhile(monkeypatch, enabled):
+    finalized, seen, grouped = [], [], sweep.grouped
+
+    def make_garbage():
+        Cyclic(finalized)
+        _ = [[] for _ in range(10)]  # enough for a collection
+
+    def grouped_amid_garbage(things):
+        make_garbage()
+        seen.append(len(finalized))
+        return grouped(things)
+
+    monkeypatch.setattr(sweep, "grouped", grouped_amid_garbage)
+    threshold = gc.get_threshold()
+    gc.freeze()
+    try:
+        gc.set_threshold(1)
+        if not enabled:
+            gc.disable()
+        with hmpx.convert():
+            assert seen == [0] and gc.isenabled() is enabled
+        make_garbage()
+        assert bool(finalized) is enabled
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, MemoryError])

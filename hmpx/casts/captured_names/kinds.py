@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import types
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -18,18 +18,17 @@ _GROUPS = ("modules", "classes", "objects", "functions", "partials", "methods")
 
 def grouped(things: list[Any]) -> dict[str, list[Any]]:
     """`things` by what they are looked at as."""
-    kinds = list(map(id, map(type, things)))
-    of_kind: dict[str | None, set[int]] = {group: set() for group in (*_GROUPS, None)}
-    for kind, thing in dict(zip(kinds, things, strict=True)).items():
-        of_kind[_group(type(thing))].add(kind)
-    looked_at = set().union(*(of_kind[group] for group in _GROUPS))
-    things = list(itertools.compress(things, map(looked_at.__contains__, kinds)))
-    kinds = list(filter(looked_at.__contains__, kinds))
-    return {group: list(itertools.compress(things, map(of_kind[group].__contains__, kinds))) for group in _GROUPS}
+    of_kind: defaultdict[int, list[Any]] = defaultdict(list)
+    for kind, thing in zip(map(id, map(type, things)), things, strict=True):  # not __class__, which a proxy makes up
+        of_kind[kind].append(thing)
+    groups: dict[str, list[Any]] = {group: [] for group in _GROUPS}
+    for same in of_kind.values():
+        groups.get(_group(type(same[0])), []).extend(same)
+    return groups
 
 
-def _group(kind: type) -> str | None:
-    """What objects of a class are looked at as; None where they hold no functions under names of their own."""
+def _group(kind: type) -> str:
+    """What objects of a class are looked at as; nothing where they hold no functions under names of their own."""
     if kind is types.FunctionType:
         return "functions"
     if kind is types.BuiltinFunctionType:
@@ -39,7 +38,7 @@ def _group(kind: type) -> str | None:
             return group
     of_python = bool(raw.flags(kind) & raw.HEAP_TYPE) or kind is types.SimpleNamespace
     ours = issubclass(kind, torch.nn.Module) or kind is types.SimpleNamespace or not is_off_limits(raw.module_of(kind))
-    return "objects" if of_python and ours else None
+    return "objects" if of_python and ours else ""
 
 
 def is_off_limits(module: Any) -> bool:

@@ -24,6 +24,7 @@ from hmpx.casts.captured_names import raw
 from hmpx.casts.captured_names.kinds import grouped, is_off_limits
 from hmpx.casts.captured_names.places import Capture, Places
 from hmpx.casts.captured_names.rewriting import DEEPEST, HOLDERS, Rewriting
+from hmpx.casts.garbage import none_collected
 
 _LONGEST = 10_000  # items: a longer list or dict is data, not a table of functions
 _BUNCH = 64  # things at once
@@ -31,6 +32,7 @@ _LENGTHS: dict[type | None, Callable[[Any], int]] = {
     kind: kind.__len__ for kind in (dict, list, tuple, set, frozenset, deque)
 }
 _CALLS = (types.FrameType, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+_globals_of = vars(types.FunctionType)["__globals__"].__get__
 _OPTIMIZED = 1  # the flag of code whose local variables are no dict
 
 
@@ -59,6 +61,7 @@ class Sweep:
         self._by_id.clear()
         self._rewriting.let_go()
 
+    @none_collected()
     def everything(self) -> None:
         # gc.freeze() takes modules, too, out of the collector's lists.
         things = gc.get_objects() + [module for _, module in raw.items(sys.modules)]
@@ -68,7 +71,7 @@ class Sweep:
         once = {id(module): module for module in kept["modules"]}.values()
         modules = [module for module in once if not self._is_off(raw.globals_of(module))]
         classes = [cls for cls in kept["classes"] if not is_off_limits(raw.module_of(cls))]
-        functions = [function for function in kept["functions"] if not self._is_off(function.__globals__)]
+        functions = self._not_off(kept["functions"])
         for look, roots, held_by in (
             (to.module, modules, _referents),
             (to.of_class, classes, _referents),
@@ -215,6 +218,13 @@ class Sweep:
                             other = "" if thread == threading.get_ident() else " in another thread"
                             self._rewriting.escaped(value, where + other, "a local variable cannot be changed")
                 frame = frame.f_back
+
+    def _not_off(self, functions: list[types.FunctionType]) -> list[types.FunctionType]:
+        """Those whose module is looked through; told apart in C, too."""
+        namespaces = list(map(_globals_of, functions))
+        keys = list(map(id, namespaces))
+        looked = {key for key, each in dict(zip(keys, namespaces, strict=True)).items() if not self._is_off(each)}
+        return list(itertools.compress(functions, map(looked.__contains__, keys)))
 
     def _is_off(self, namespace: dict) -> bool:
         """Whether the module of these globals stays as it is."""
