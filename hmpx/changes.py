@@ -9,6 +9,7 @@ somebody else is not undone.
 from __future__ import annotations
 
 import logging
+import operator
 import types
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
@@ -55,10 +56,7 @@ class Attribute:
         return vars(self.owner).get(self.name, MISSING)
 
     def write(self, value: Any) -> None:
-        if value is MISSING:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, value)
+        _set_or_delete(setattr, delattr, self.owner, self.name, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,10 +72,7 @@ class Item:
         return self.mapping.get(self.key, MISSING)
 
     def write(self, value: Any) -> None:
-        if value is MISSING:
-            del self.mapping[self.key]
-        else:
-            self.mapping[self.key] = value
+        _set_or_delete(operator.setitem, operator.delitem, self.mapping, self.key, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +98,13 @@ class Flag:
     read: Callable[[], Any]
     write: Callable[[Any], None]
     verb: str = "set"
+
+
+def _set_or_delete(set_to: Callable, delete: Callable, holder: Any, name: Any, value: Any) -> None:
+    if value is MISSING:
+        delete(holder, name)
+    else:
+        set_to(holder, name, value)
 
 
 class Part(Protocol):

@@ -15,19 +15,16 @@ One kind of write is not seen: through an address, or a storage, that was taken 
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch._subclasses import FakeTensor
 from torch.nn import Parameter
 
-from hmpx.changes import Attribute
+from hmpx.casts.watched_writes import watch_writes
 from hmpx.process_state import open_caches, watching_writes
 from hmpx.rounding.xla import is_lazy
 
@@ -35,9 +32,7 @@ logger = logging.getLogger("hmpx")
 
 Tensor = torch.Tensor
 _lock = threading.Lock()
-_data = torch._C.TensorBase.__dict__["data"]
-_TO_MEMORY = ("numpy", "untyped_storage", "data_ptr", "__dlpack__")
-storage_of, _pointer = Tensor.untyped_storage, Tensor.data_ptr
+storage_of, _pointer = Tensor.untyped_storage, Tensor.data_ptr  # as torch made them
 
 
 class _Kept(NamedTuple):
@@ -194,8 +189,7 @@ def open_cache() -> WeightCache:
     """This thread's cache. Calls nest."""
     with _lock:
         if not open_caches:
-            for name, watched in _watched.items():
-                watching_writes.put(Attribute(Tensor, name, f"torch.Tensor.{name}"), watched)
+            watch_writes(watching_writes)
         cache = open_caches.setdefault(threading.get_ident(), WeightCache())
         cache.depth += 1
     return cache
@@ -211,40 +205,6 @@ def close_cache() -> None:
             cache.clear()
         if not open_caches:
             watching_writes.close()
-
-
-def _read_data(tensor: Tensor) -> Tensor:
-    _forget_written(tensor)
-    return _data.__get__(tensor)
-
-
-def _write_data(tensor: Tensor, value: Tensor) -> None:
-    _forget_written(tensor)
-    _data.__set__(tensor, value)
-
-
-def _watch(name: str) -> Callable:
-    function = getattr(Tensor, name)
-
-    @functools.wraps(function)
-    def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        _forget_written(tensor)
-        return function(tensor, *args, **kwargs)
-
-    return watched
-
-
-_watched: dict[str, Any] = {"data": property(_read_data, _write_data, doc=_data.__doc__)}
-_watched.update((name, _watch(name)) for name in _TO_MEMORY)
-
-
-def _forget_written(tensor: Tensor) -> None:
-    if isinstance(tensor, FakeTensor):  # a compiler's, which has no memory
-        return
-    for cache in list(open_caches.values()):
-        cache.forget({id(tensor)})
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # of tensors without storage
-            cache.forget_storage(tensor)
 
 
 def _is_shared(weight: Parameter) -> bool:

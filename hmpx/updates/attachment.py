@@ -112,18 +112,13 @@ class Attachment:
     def facts(self, outer: Optimizer) -> dict[str, Any]:
         """What must be the same on every rank. `outer` is the optimizer that knows all parameters."""
         rounding_key = self._updates.rounding_key(self._alive)
-        own = {key: str(value) for key, value in vars(self.settings).items()}
+        settings = {key: str(value) for key, value in vars(self.settings).items()}
         params = {
             f"parameter {i}": {"name": name, "dtype": str(p.dtype), "shape": list(p.shape)}
             for i, (name, p) in enumerate(named(outer, self.names))
         }
-        return {
-            **own,
-            "seed": rounding_key.seed,
-            "step": rounding_key.step,
-            "number of parameters": len(params),
-            **params,
-        }
+        counts = {"seed": rounding_key.seed, "step": rounding_key.step, "number of parameters": len(params)}
+        return {**settings, **counts, **params}
 
     def install(self, outer: Optimizer | None = None) -> None:
         """Attach. `outer`: the optimizer that the user has, if this one is inside it."""

@@ -1,26 +1,20 @@
-"""A step in slices: the optimizer sees a bounded number of elements at a time.
-
-One pair of FP32 buffers, for weights and gradients, serves every slice of a step and stays in the cache.
-"""
+"""A step in slices: the optimizer sees a bounded number of elements at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, cast
 
 import torch
 
 from hmpx.updates.gradients.shadow import can_be_written
-from hmpx.updates.layout import memory_order, unfolded
+from hmpx.updates.layout import memory_order
 from hmpx.updates.optimizer_scope import by_memory
-from hmpx.updates.ranks.sharding import held_part, like, local
+from hmpx.updates.ranks.sharding import held_part, local
 from hmpx.updates.segment import Segment
 from hmpx.updates.shadow_state import GatheredShadowState, ShadowState
+from hmpx.updates.slice_buffers import SliceBuffers
 from hmpx.updates.sliced_state import SlicedState
 from hmpx.updates.step_call import StepCall, WriteBack
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -78,9 +72,8 @@ class SlicedStep:
             self._size = slice_size(sum(local(p).numel() for p in self._group))
         self._versions: dict[Tensor, dict[str, int] | None] = {}
         self.written: list[str] = []  # names of parameters whose weights or state may have changed
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._buffers = SliceBuffers(self._store, self._by_memory)
         self._sliced: dict[Parameter, SlicedState] = {}
-        self._grads: dict[Parameter, Tensor] = {}
         self._others: list[Parameter] = []
 
     def run(self, segments: list[Segment], others: list[Parameter], by_element: bool) -> None:
@@ -89,7 +82,8 @@ class SlicedStep:
         Under `torch.no_grad()`, and without a closure.
         """
         self._others = others
-        self._grads = {segment.param: _held_gradient(segment) for segment in segments}
+        for segment in segments:
+            self._buffers.hold(segment)
         for device in {segment.param.device: None for segment in segments}:
             here = [segment for segment in segments if segment.param.device == device]
             if sum(segment.param.numel() for segment in here) > _FLOOR:  # not what this rank holds: ranks must agree
@@ -113,14 +107,14 @@ class SlicedStep:
         if not p.dim():
             return [segment]
         self._sliced[p] = state = SlicedState(self._optimizer.state, p, self._write_back)
-        together = [local(p), self._grads[p], *state.tensors(), *self._store.held(p)]
+        together = [local(p), self._buffers.grads[p], *state.tensors(), *self._store.held(p)]
         if all(tensor.is_contiguous() for tensor in together):
             return segment.parts(self._size, order=None)
         return segment.parts(self._size, memory_order(p) if segment.box is None else tuple(range(p.dim())))
 
     def _batch(self, batch: list[Segment]) -> None:
         states = self._optimizer.state
-        shadows = self._shadows(batch) if batch else []
+        shadows = self._buffers.shadows(batch) if batch else []
         others, self._others = self._others, []
         whole: list[ShadowState] = []
         try:
@@ -157,33 +151,6 @@ class SlicedStep:
             for block, x in segment.blocks(held_part(segment.param, shadow) if segment.is_gathered else shadow):
                 self._store.write(block, x, self._write_back.rounding_key)
 
-    def _shadows(self, batch: list[Segment]) -> list[Tensor]:
-        """FP32 weights with FP32 gradients; plain tensors, which the listed classes take for parameters."""
-        counts = [segment.count for segment in batch]
-        weights, grads = self._room(sum(counts), batch[0].param.device)
-        shadows = [
-            _laid_out(segment, segment.param, flat) for segment, flat in zip(batch, weights.split(counts), strict=True)
-        ]
-        self._store.read_all(*_blocks(batch, shadows))
-        shadows = [_gathered(*each) if each[0].is_gathered else each[1] for each in zip(batch, shadows, strict=True)]
-        copied, wide = [], []
-        for segment, shadow, flat in zip(batch, shadows, grads.split(counts), strict=True):
-            grad = self._grads[segment.param]
-            if segment.is_gathered:
-                continue
-            if grad.layout is not torch.strided:
-                shadow.grad = grad.float()
-                continue
-            copied.append(segment)
-            wide.append(
-                _laid_out(segment, segment.param if self._by_memory else grad, flat).data
-            )  # a version of its own
-            shadow.grad = wide[-1]
-        if wide:
-            segments, outs = _blocks(copied, wide)
-            torch._foreach_copy_(outs, [segment.of(self._grads[segment.param]) for segment in segments])
-        return shadows
-
     def _has_moved(self, shadow: Tensor) -> bool:
         """Whether a step that raised has written to a shadow's state. Fused kernels show it by the count of steps."""
         before = self._versions.get(shadow)
@@ -203,15 +170,9 @@ class SlicedStep:
             return
         if not can_be_written(segment.grad):
             p.grad = segment.grad.clone(memory_format=torch.contiguous_format)
-            self._grads[p] = _held_gradient(segment)
+            self._buffers.hold(segment)
         for block, part in segment.blocks(held_part(p, left) if segment.is_gathered else left):
-            block.of(self._grads[p]).copy_(part)
-
-    def _room(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        if self._buffers is None or self._buffers[0].numel() < count or self._buffers[0].device != device:
-            weights, grads = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
-            self._buffers = weights, grads
-        return self._buffers[0][:count], self._buffers[1][:count]
+            block.of(self._buffers.grads[p]).copy_(part)
 
     def _only(self, shown: dict[Parameter, Tensor]) -> OnlyParameters:
         lists: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
@@ -234,32 +195,6 @@ class OnlyParameters:
     def __exit__(self, *exception: object) -> None:
         for group, before in zip(self._groups, self._before, strict=True):
             group["params"][:] = before
-
-
-def _held_gradient(segment: Segment) -> Tensor:
-    """The gradient of what this rank holds; one that is sharded in another way is redistributed, once a step."""
-    return segment.grad if segment.box is None else held_part(segment.param, segment.grad)
-
-
-def _gathered(segment: Segment, shadow: Tensor) -> Tensor:
-    """The whole of a sharded parameter, for an optimizer that reads whole ones; every rank computes the same."""
-    whole = like(cast("DTensor", segment.param), shadow).full_tensor()
-    whole.grad = cast("DTensor", segment.grad).full_tensor().float()
-    return whole
-
-
-def _laid_out(segment: Segment, like: Tensor, flat: Tensor) -> Tensor:
-    """`flat` as the optimizer sees it: a part stays flat, a whole parameter gets the layout of `empty_like(like)`."""
-    if segment.start is not None:
-        return flat
-    held = local(like)
-    return unfolded(flat, held.shape, memory_order(held))
-
-
-def _blocks(segments: Iterable[Segment], shown: Iterable[Tensor]) -> tuple[list[Segment], list[Tensor]]:
-    """The blocks of all segments, and the part of the shown tensors that each block has."""
-    spread = [each for segment, tensor in zip(segments, shown, strict=True) for each in segment.blocks(tensor)]
-    return [segment for segment, _ in spread], [tensor for _, tensor in spread]
 
 
 def _versions(state: dict | None) -> dict[str, int] | None:

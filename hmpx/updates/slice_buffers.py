@@ -1,0 +1,96 @@
+"""FP32 shadows of a batch of segments: the weights and gradients that an optimizer sees in a step in slices.
+
+One pair of buffers serves every slice of a step and stays in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from hmpx.updates.layout import memory_order, unfolded
+from hmpx.updates.ranks.sharding import held_part, like, local
+from hmpx.updates.segment import Segment
+from hmpx.updates.weights import WeightStore
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+
+class SliceBuffers:
+    """The buffers of one step, which hold one batch after the other.
+
+    Args:
+        by_memory: whether the optimizer reads a parameter's gradient in the layout of the parameter.
+
+    grads: of each parameter, what this rank holds of its gradient.
+    """
+
+    def __init__(self, store: WeightStore, by_memory: bool) -> None:
+        self._store, self._by_memory = store, by_memory
+        self._buffers: tuple[Tensor, Tensor] | None = None
+        self.grads: dict[Parameter, Tensor] = {}
+
+    def hold(self, segment: Segment) -> None:
+        """Take the gradient of a parameter; one that is sharded in another way is redistributed, once a step."""
+        grad = segment.grad if segment.box is None else held_part(segment.param, segment.grad)
+        self.grads[segment.param] = grad
+
+    def shadows(self, batch: list[Segment]) -> list[Tensor]:
+        """FP32 weights with FP32 gradients; plain tensors, which the listed classes take for parameters."""
+        counts = [segment.count for segment in batch]
+        weights, grads = self._room(sum(counts), batch[0].param.device)
+        shadows = [
+            _laid_out(segment, segment.param, flat) for segment, flat in zip(batch, weights.split(counts), strict=True)
+        ]
+        self._store.read_all(*_blocks(batch, shadows))
+        shadows = [_gathered(*each) if each[0].is_gathered else each[1] for each in zip(batch, shadows, strict=True)]
+        copied, wide = [], []
+        for segment, shadow, flat in zip(batch, shadows, grads.split(counts), strict=True):
+            grad = self.grads[segment.param]
+            if segment.is_gathered:
+                continue
+            if grad.layout is not torch.strided:
+                shadow.grad = grad.float()
+                continue
+            copied.append(segment)
+            wide.append(
+                _laid_out(segment, segment.param if self._by_memory else grad, flat).data
+            )  # a version of its own
+            shadow.grad = wide[-1]
+        if wide:
+            segments, outs = _blocks(copied, wide)
+            torch._foreach_copy_(outs, [segment.of(self.grads[segment.param]) for segment in segments])
+        return shadows
+
+    def _room(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._buffers is None or self._buffers[0].numel() < count or self._buffers[0].device != device:
+            weights, grads = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
+            self._buffers = weights, grads
+        return self._buffers[0][:count], self._buffers[1][:count]
+
+
+def _gathered(segment: Segment, shadow: Tensor) -> Tensor:
+    """The whole of a sharded parameter, for an optimizer that reads whole ones; every rank computes the same."""
+    whole = like(cast("DTensor", segment.param), shadow).full_tensor()
+    whole.grad = cast("DTensor", segment.grad).full_tensor().float()
+    return whole
+
+
+def _laid_out(segment: Segment, like: Tensor, flat: Tensor) -> Tensor:
+    """`flat` as the optimizer sees it: a part stays flat, a whole parameter gets the layout of `empty_like(like)`."""
+    if segment.start is not None:
+        return flat
+    held = local(like)
+    return unfolded(flat, held.shape, memory_order(held))
+
+
+def _blocks(segments: Iterable[Segment], shown: Iterable[Tensor]) -> tuple[list[Segment], list[Tensor]]:
+    """The blocks of all segments, and the part of the shown tensors that each block has."""
+    spread = [each for segment, tensor in zip(segments, shown, strict=True) for each in segment.blocks(tensor)]
+    return [segment for segment, _ in spread], [tensor for _, tensor in spread]
