@@ -1,8 +1,8 @@
 """Mixed precision that you can read, edit and undo."""
 
 from hmpx import hmp
+from hmpx.casts.decorators import bf16, fp16, fp32, promote
 from hmpx.casts.policy import Policy, Rule
-from hmpx.casts.user_functions import bf16, fp16, fp32, promote
 from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
 from hmpx.insight.audit import Audit, audit

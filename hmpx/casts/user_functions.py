@@ -1,165 +1,33 @@
-"""A user's own functions as ops: decorators, and dotted names in list files (`torchvision.ops.nms`).
+"""Functions outside torch that lists name by a dotted name (`torchvision.ops.nms`): ops like any other.
 
-Such a function is an op like any other: its inputs are cast, it is the outermost, nothing inside is cast again. What is
-no plain function (methods of classes, builtins) is wrapped by wrapt, which binds it right; it costs more per call.
+They are patched where they stand, now or when their module is imported. `decorators` says what happens in a call.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import logging
 import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from time import perf_counter
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import wrapt
 
 from hmpx import process_state, region_state
 from hmpx.casts.captured_names.rebinding import Rebinding
-from hmpx.casts.layouts import Layout
-from hmpx.casts.observing import Point, Seen, observed
-from hmpx.casts.op_lists import shipped
+from hmpx.casts.decorators import wrap
+from hmpx.casts.op_lists import read_file, shipped
 from hmpx.casts.patch_table import Patch, Patching
 from hmpx.casts.policy import Rule
-from hmpx.casts.rules import cast_arguments
 from hmpx.changes import Changes
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
 
 logger = logging.getLogger("hmpx")
-_LAYOUT = Layout(python=True)
 _HEAP_TYPE = 1 << 9  # the flag of a type made by a class statement
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _wrap(function: Any, rule: Rule, name: str, active: Callable[[], bool]) -> Any:
-    """`function` with its inputs cast while `active()`."""
-    plain = inspect.unwrap(getattr(function, "__func__", function))
-    if not callable(plain) or isinstance(plain, type):
-        raise HmpxError(f"{name} is no function but {plain!r}; {rule} is for functions and methods")
-    if any(
-        test(plain) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    ):
-        raise HmpxError(
-            f"{name} is a generator or coroutine function, whose body runs after the call; list what it calls"
-        )
-
-    def call(wrapped, instance, args, kwargs):
-        observer = process_state.observer
-        if observer is None:
-            return _called(wrapped, rule, active, *args, **kwargs)
-        plain, run = (functools.partial(each, wrapped, rule, active) for each in (_called, _seen))
-        return observed(Point(name, name, rule, wrapped), observer, plain, run, sys._getframe(1), args, kwargs)
-
-    if not inspect.isfunction(function):
-        return UserFunction(function, call)
-
-    # A function around a function, because torch.compile takes a wrapt proxy for what it wraps, casts left out.
-    @functools.wraps(function)
-    def caller(*args, **kwargs):
-        return call(function, None, args, kwargs)
-
-    return caller
-
-
-def _called(function: Callable, rule: Rule, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
-    if not active():
-        return function(*args, **kwargs)
-    return region_state.run_uncast(function, *cast_arguments(rule, _LAYOUT, args, kwargs))
-
-
-def _seen(function: Callable, rule: Rule, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Seen:
-    casting = active()
-    if casting:
-        args, kwargs = cast_arguments(rule, _LAYOUT, args, kwargs)
-    began = perf_counter()
-    result = region_state.run_uncast(function, args, kwargs) if casting else function(*args, **kwargs)
-    return Seen(args, kwargs, result, casting, began, perf_counter())
-
-
-class UserFunction(wrapt.FunctionWrapper):
-    """A wrapped function that copies and pickles as functions do: itself, by its name."""
-
-    def __copy__(self):
-        return self
-
-    def __deepcopy__(self, memo: dict):
-        return self
-
-    def __reduce_ex__(self, protocol):
-        return self.__wrapped__.__qualname__
-
-
-def _decorator(function: Function, rule: Rule) -> Function:
-    return _wrap(function, rule, getattr(function, "__qualname__", repr(function)), region_state.casts_on)
-
-
-def bf16(function: Function) -> Function:
-    """Decorate a function so that, under `convert()`, its floating tensor arguments come as bfloat16.
-
-    That holds whatever `low_precision` the conversion has. Lists, tuples and dicts of tensors are cast too; float64,
-    integer, sparse and other tensors are not. Nothing inside the function is cast again. Without `convert()`, or inside
-    `disable_casts()`, the call is the plain one.
-
-    Raises:
-        HmpxError: what is decorated is a class, or a generator or coroutine function.
-
-    Example:
-        >>> @hmpx.bf16
-        ... def product(x, y):
-        ...     return x * y
-        >>> with hmpx.convert():
-        ...     product(inputs, inputs).dtype
-        torch.bfloat16
-    """
-    return _decorator(function, Rule.BF16)
-
-
-def fp16(function: Function) -> Function:
-    """Decorate a function so that, under `convert()`, its floating tensor arguments come as float16. See `bf16`.
-
-    Example:
-        >>> @hmpx.fp16
-        ... def product(x, y):
-        ...     return x * y
-        >>> with hmpx.convert():
-        ...     product(inputs, inputs).dtype
-        torch.float16
-    """
-    return _decorator(function, Rule.FP16)
-
-
-def fp32(function: Function) -> Function:
-    """Decorate a function so that, under `convert()`, its floating tensor arguments come as float32. See `bf16`.
-
-    Example:
-        >>> @hmpx.fp32
-        ... def product(x, y):
-        ...     return x * y
-        >>> with hmpx.convert():
-        ...     product(inputs.bfloat16(), inputs.bfloat16()).dtype
-        torch.float32
-    """
-    return _decorator(function, Rule.FP32)
-
-
-def promote(function: Function) -> Function:
-    """Decorate a function so that its floating tensor arguments come in the widest dtype among them. See `bf16`.
-
-    Example:
-        >>> @hmpx.promote
-        ... def product(x, y):
-        ...     return x * y
-        >>> with hmpx.convert():
-        ...     product(inputs, inputs.bfloat16()).dtype
-        torch.float32
-    """
-    return _decorator(function, Rule.PROMOTE)
 
 
 def _imported(module: Any) -> None:
@@ -189,16 +57,16 @@ class UserFunctions:
                 owner, _, original = found
                 if isinstance(owner, type) and not owner.__flags__ & _HEAP_TYPE:
                     raise UnknownOpError(f"{self._where(name)}: {owner.__name__} is a type in C and cannot be changed")
-                _wrap(original, self.rules[name], f"{self._where(name)}: {name}", self._active)
+                wrap(original, self.rules[name], f"{self._where(name)}: {name}", self._active)
 
     @property
     def waiting(self) -> list[str]:
-        """Names in a user's lists whose module is not imported yet."""
-        waiting = [name for name in self.rules if name not in self.patched and not self._ships(name)]
+        """Names whose module is not imported yet, but for those that hmpx's own lists have."""
+        waiting = [name for name in self.rules if name not in self.patched and name not in _shipped_names()]
         return [] if self._retired else waiting
 
     def _ships(self, name: str) -> bool:
-        """Whether a list that comes with hmpx has the name: then nothing is said of it where it is not found."""
+        """Whether the name comes from a list of hmpx's own: then nothing is said where its module does not have it."""
         return os.path.realpath(self.origins.get(name, "")).startswith(f"{os.path.realpath(shipped())}{os.sep}")
 
     def apply(self, changes: Changes) -> None:
@@ -227,7 +95,7 @@ class UserFunctions:
             return False
         owner, attribute, original = found
         rule, inherited = self.rules[name], attribute not in vars(owner)
-        wrapper = _wrap(original, rule, name, self._active)
+        wrapper = wrap(original, rule, name, self._active)
         patch = Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper, inherited)
         if self._rebinding is not None:
             self._rebinding.expect(lambda: _replacements([patch]))
@@ -237,7 +105,7 @@ class UserFunctions:
 
     def _await(self, name: str) -> None:
         parent = name.rpartition(".")[0]
-        if not self._ships(name) and not _findable(parent.partition(".")[0]):
+        if name not in _shipped_names() and not _findable(parent.partition(".")[0]):
             logger.warning("%s: %s is not importable now; it is patched if it appears", self._where(name), name)
         # A name may lie in a module (pkg.ops.nms) or in a class of one (pkg.ops.Box.area): wait for both.
         for module in {parent, parent.rpartition(".")[0]} - {""}:
@@ -272,6 +140,16 @@ class UserFunctions:
     def replacements(self) -> list[tuple[Any, Any]]:
         """Originals and wrappers, for names captured elsewhere."""
         return _replacements(self.patched.values())
+
+
+@functools.cache
+def _shipped_names() -> frozenset[str]:
+    """The dotted names in hmpx's own lists: of libraries that a program may do without.
+
+    A printed recipe repeats them; so it is the name that tells, and not the list that it stands in.
+    """
+    files = [read_file(path, "bf16") for path in shipped().glob("*/*.txt")]
+    return frozenset(listed.name for lists in files for listed in lists.bf16 or () if "." in listed.name)
 
 
 def _replacements(patches: Iterable[Patch]) -> list[tuple[Any, Any]]:

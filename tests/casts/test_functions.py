@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import hmpx
+from hmpx import conversion
 from hmpx.casts.captured_names.sweep import Sweep
 from hmpx.casts.op_lists import shipped
+from hmpx.recipes.recipe import read_recipe
 
 X, B = torch.randn(3, 3), torch.randn(3, 3).bfloat16()
 
@@ -247,13 +249,19 @@ def test_torchvisions_ops_are_in_fp32_as_its_own_autocast_has_them(stand_in, fol
     assert not hasattr(boxes.nms, "__wrapped__")
 
 
-def test_without_torchvision_nothing_is_said_for_the_shipped_lists(monkeypatch, lists, caplog):
+def test_without_torchvision_nothing_is_said_for_the_shipped_lists_or_copies_of_them(
+    monkeypatch, lists, caplog, tmp_path
+):
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with hmpx.convert() as handle:
-        assert not caplog.text and not any("torchvision" in line for line in handle.escaped)
-    with hmpx.convert(**lists(fp32="torchvision.ops.nms")) as handle:
-        assert "torchvision.ops.nms is not importable now" in caplog.text
-        assert any("torchvision.ops.nms is not imported yet" in line for line in handle.escaped)
+    (tmp_path / "copy.yaml").write_text(str(read_recipe("neuron-bf16-sr")))
+    copied = read_recipe(tmp_path / "copy.yaml").policy()
+    assert "torchvision.ops.nms" in copied.fp32
+    for install in (conversion.convert, lambda: conversion.install(copied)):
+        with install() as handle:
+            assert not caplog.text and not any("torchvision" in line for line in handle.escaped)
+    with hmpx.convert(**lists(fp32="torchvision.ops.box_iou")) as handle:
+        assert "torchvision.ops.box_iou is not importable now" in caplog.text
+        assert any("torchvision.ops.box_iou is not imported yet" in line for line in handle.escaped)
 
 
 def test_an_import_in_the_middle_of_another_starts_no_sweep(stand_in, monkeypatch):
