@@ -25,7 +25,8 @@ import torch
 from charlm import CharTransformer, batch, load_text, loss_of, validate
 
 import hmpx
-from hmpx.recipes.recipe import read_recipe, recipe_names
+from hmpx.recipes.files import recipe_names
+from hmpx.recipes.recipe import read_recipe
 
 FP32, NEAREST = "plain FP32", "plain BF16"
 

@@ -1,4 +1,4 @@
-"""Names that a dtype may be given by, wherever one is asked for: ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``."""
+"""Dtypes by name: those that one may be given by (``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``), and its own."""
 
 from __future__ import annotations
 
@@ -16,3 +16,8 @@ def dtype_named(value: Any) -> Any:
     name = value.removeprefix("torch.")
     found = getattr(torch, SHORT.get(name, name), None)
     return found if isinstance(found, torch.dtype) else value
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import hmpx
+from hmpx.recipes.files import recipe_names
 from tests.support import python
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +45,7 @@ def test_every_block_is_run_by_a_test():
 
 def test_the_front_page_fits():
     assert len(README.splitlines()) <= 220
-    assert {*hmpx.recipes.recipe.recipe_names()} == {*re.findall(r"`([^`]*)`", _rows("recipe", 0))}
+    assert {*recipe_names()} == {*re.findall(r"`([^`]*)`", _rows("recipe", 0))}
 
 
 def _rows(head, column):

@@ -14,8 +14,9 @@ from hmpx.casts.op_lists import LOW_PRECISION, SIDES, Listed, read_file
 from hmpx.casts.ops import aten_only, canonical, catalog
 from hmpx.errors import HmpxError, OpListError, did_you_mean
 from hmpx.recipes import nxd
+from hmpx.recipes.files import recipe_names, recipe_path
 from hmpx.recipes.keys import LISTS
-from hmpx.recipes.recipe import Recipe, read_recipe, recipe_names, recipe_path
+from hmpx.recipes.recipe import Recipe, read_recipe
 
 
 def check_files(paths: Sequence[str]) -> Iterator[str]:

@@ -10,8 +10,9 @@ import torch
 from hmpx.casts.fp32_kernels import GAINING, choose
 from hmpx.casts.op_lists import SIDES, shipped
 from hmpx.casts.policy import LOW_RULES, Policy
+from hmpx.recipes.files import recipe_names, recipe_path
 from hmpx.recipes.keys import DTYPES, LISTS
-from hmpx.recipes.recipe import Recipe, read_recipe, recipe_names, recipe_path
+from hmpx.recipes.recipe import Recipe, read_recipe
 
 _UPDATES = {
     "stochastic": "computed in FP32 and written back by stochastic rounding",

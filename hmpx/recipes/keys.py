@@ -10,7 +10,7 @@ import torch
 from hmpx.casts.fp32_kernels import KERNELS
 from hmpx.casts.op_lists import LOW_PRECISION, SIDES
 from hmpx.casts.policy import OPT_LEVELS
-from hmpx.dtype_names import dtype_named
+from hmpx.dtype_names import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes import nxd
 from hmpx.rounding.stochastic import check_seed
@@ -34,13 +34,13 @@ _LEGAL = {
 def spelled_out(key: Any, value: Any) -> Any:
     """The value of a key with dtypes by their names in torch, for ``bf16``, ``fp32`` and torch's own dtypes."""
     if isinstance(value, Mapping):
-        return {_dtype_name(k) if key == "dtype_map" else k: _dtype_name(v) for k, v in value.items()}
-    return _dtype_name(value) if key in ("parameter_dtype", "state_dtype", LOW_PRECISION) else value
+        return {_spelled_out(k) if key == "dtype_map" else k: _spelled_out(v) for k, v in value.items()}
+    return _spelled_out(value) if key in ("parameter_dtype", "state_dtype", LOW_PRECISION) else value
 
 
-def _dtype_name(value: Any) -> Any:
+def _spelled_out(value: Any) -> Any:
     dtype = dtype_named(value)
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else value
+    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else value
 
 
 def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 from hmpx.errors import HmpxError, did_you_mean
 
 KEY = "mixed_precision_config"
+BASE = "nxd-standard"  # the recipe that a configuration changes
 MASTERS = "use_master_weights"
 _KEYS = (MASTERS, "use_fp32_grad_acc", "use_master_weights_in_ckpt")
 
@@ -18,7 +19,7 @@ _KEYS = (MASTERS, "use_fp32_grad_acc", "use_master_weights_in_ckpt")
 def recipe_keys(
     config: Mapping[str, Any] | None, with_zero: bool, where: Callable[[Any], str] = lambda key: ""
 ) -> dict[str, Any]:
-    """What a configuration changes of the recipe ``nxd-standard``.
+    """What a configuration changes of the recipe `BASE`.
 
     Args:
         config: NxD's three keys, any of them, with true or false. Of those that are absent the first two are true

@@ -9,20 +9,20 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import yaml
 
 from hmpx.casts.fp32_kernels import KernelsAsked
-from hmpx.casts.op_lists import LOW_DTYPES, SIDES, Listed, read_lists, shipped
+from hmpx.casts.op_lists import LOW_DTYPES, SIDES, Listed, read_lists
 from hmpx.casts.policy import OptLevel, Policy, build_policy
-from hmpx.errors import HmpxError, did_you_mean
-from hmpx.recipes import gaudi, nxd
+from hmpx.dtype_names import dtype_name
+from hmpx.errors import HmpxError
+from hmpx.recipes import nxd
+from hmpx.recipes.files import named_twice, read_keys, recipe_path
 from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, SWITCHES, problems, spelled_out
 from hmpx.recipes.origins import Origins
-from hmpx.recipes.yaml_nodes import composed, constructed, lines_inside
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.settings import Settings, Weights
 
@@ -85,13 +85,13 @@ class Recipe:
     dtype_map: Mapping[str, str] = field(default_factory=dict)
     parameter_dtype: str = "bfloat16"
     module_dtypes: Mapping[str, str] = field(default_factory=dict)
-    weights: Weights = "stochastic"
-    state_dtype: str = "float32"
-    use_fp32_grad_acc: bool = False
-    use_master_weights_in_ckpt: bool = False
-    release_gradients: bool = False
-    fused: bool = False
-    seed: int | None = None
+    weights: Weights = Settings.weights
+    state_dtype: str = dtype_name(Settings.state_dtype)
+    use_fp32_grad_acc: bool = Settings.use_fp32_grad_acc
+    use_master_weights_in_ckpt: bool = Settings.use_master_weights_in_ckpt
+    release_gradients: bool = Settings.release_gradients
+    fused: bool = Settings.fused
+    seed: int | None = Settings.seed
     _origins: ClassVar[Origins] = Origins()  # of the file that it was read from, which sets its own
 
     @classmethod
@@ -111,7 +111,7 @@ class Recipe:
             >>> hmpx.Recipe.from_nxd({"use_master_weights": True}).weights
             'master'
         """
-        return replace(read_recipe("nxd-standard"), **nxd.recipe_keys(config, with_zero))
+        return replace(read_recipe(nxd.BASE), **nxd.recipe_keys(config, with_zero))
 
     def __str__(self) -> str:
         """As a file that is complete in itself: every list name by name, and the versions that it was written with."""
@@ -137,7 +137,7 @@ class Recipe:
         if policy is None:
             return changed(self, **dict.fromkeys(LISTS, ""))
         names = {side: getattr(policy, side) for side in SIDES} if self.opt_level == "O1" else {}
-        low = str(policy.low_precision).removeprefix("torch.")
+        low = dtype_name(policy.low_precision)
         return changed(self, **dict.fromkeys(LISTS, ""), **names, low_precision=low)
 
     def naming_lines(self) -> contextlib.AbstractContextManager[None]:
@@ -213,30 +213,6 @@ def _from(recipe: Recipe, origins: Origins) -> Recipe:
     return recipe
 
 
-def recipe_names() -> list[str]:
-    """The recipes that hmpx ships."""
-    return sorted(each.stem for each in (shipped() / "recipes").glob("*.yaml"))
-
-
-def recipe_path(name: str | os.PathLike[str]) -> Path:
-    """The file of a recipe that hmpx ships, by name; a path that ends in .yaml, or in Gaudi's .json, is that file.
-
-    Raises:
-        HmpxError: no such recipe, with the nearest one.
-    """
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml", ".json"):
-        return path
-    path = shipped() / "recipes" / f"{name}.yaml"
-    if not path.is_file():
-        legal = recipe_names()
-        hint = (
-            did_you_mean(str(name), legal) or f" (there are {', '.join(legal)}, and files that end in .yaml or .json)"
-        )
-        raise HmpxError(f"there is no recipe {str(name)!r}{hint}")
-    return path
-
-
 def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Recipe:
     """A recipe that hmpx ships, by name, or one in a file, by path; list files are looked for beside it.
 
@@ -247,58 +223,13 @@ def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Rec
     Raises:
         HmpxError: each problem with file and line, the key or value, and the nearest legal one.
     """
-    path = recipe_path(name)
-    if path.suffix == ".json":
-        return _of_gaudi(path)
-    root = composed(path, _KEYS)
-    if [key.value for key, _ in root.value] == [nxd.KEY]:
-        ((key, value),) = root.value
-        return _nxds(path, key, value, with_zero)
-    values: dict[str, Any] = {}
-    lines: dict[tuple, int] = {}
-    wrong: dict[str, None] = {}
-    for key, value in root.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            wrong[f"{path}:{line}: a recipe's keys are {', '.join(_KEYS)}"] = None
-            continue
-        if key.value in values:
-            wrong[f"{path}:{line}: {key.value!r} stands here for the second time"] = None
-        values[key.value] = spelled_out(key.value, constructed(value))
-        lines |= {(key.value,): line, **lines_inside(key.value, value)}
-        for inside, problem in problems(key.value, values[key.value], _KEYS):
-            wrong[f"{path}:{lines.get((key.value, inside), line)}: {problem}"] = None
-        if key.value in LISTS and isinstance(values[key.value], str) and values[key.value]:
-            values[key.value] = os.path.normpath(path.parent / values[key.value])
-    wrong |= dict.fromkeys(f"{path}:{lines[side,]}: {both}" for side, both in _named_twice(values))
-    if wrong:
-        raise HmpxError("\n".join(wrong))
-    recipe = _from(_made(values), Origins(str(path), lines, {key: values[key] for key in LISTS if values.get(key)}))
-    if any(values.get(side) for side in SIDES) and recipe.opt_level == "O1":
+    keys, origins, base = read_keys(recipe_path(name), _KEYS, with_zero=with_zero)
+    if base is not None:
+        return _from(replace(read_recipe(base), **keys), origins)
+    recipe = _from(_made(keys), origins)
+    if any(keys.get(side) for side in SIDES) and recipe.opt_level == "O1":
         changed(recipe, **dict.fromkeys(LISTS, "")).policy()  # for the errors in its own lists
     return recipe
-
-
-def _of_gaudi(path: Path) -> Recipe:
-    keys, lines = gaudi.recipe_keys(path)
-    recipe = _from(_made(keys), Origins(str(path), lines))
-    recipe.policy()  # for the errors in its lists
-    return recipe
-
-
-def _nxds(path: Path, key: yaml.Node, value: yaml.Node, with_zero: bool) -> Recipe:
-    """Of a file with NxD's configuration."""
-    line = key.start_mark.line + 1
-    lines = {inner: at for (_, inner), at in lines_inside(nxd.KEY, value).items()}
-    keys = nxd.recipe_keys(constructed(value), with_zero, lambda inner: f"{path}:{lines.get(inner, line)}: ")
-    where = {(own,): lines.get(nxd.MASTERS if own == "weights" else own, line) for own in keys}
-    return _from(replace(read_recipe("nxd-standard"), **keys), Origins(str(path), where))
-
-
-def _named_twice(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The lists that are given name by name and as a file too, each with that in words."""
-    both = [side for side in SIDES if values.get(side) is not None and values.get(f"{side}_file_path")]
-    return [(side, f"{side} and {side}_file_path: which of the two?") for side in both]
 
 
 def _made(values: Mapping[str, Any]) -> Recipe:
@@ -319,7 +250,7 @@ def as_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, *, wi
         return Recipe.from_nxd(recipe[nxd.KEY], with_zero=with_zero)
     values = {key: spelled_out(key, value) for key, value in recipe.items()}
     wrong = [problem for key, value in values.items() for _, problem in problems(key, value, _KEYS)]
-    wrong += [both for _, both in _named_twice(values)]
+    wrong += [both for _, both in named_twice(values)]
     if wrong:
         raise HmpxError("\n".join(wrong))
     return _made(values)

@@ -15,7 +15,8 @@ from hmpx.insight.explain import explain_op, ops_table
 from hmpx.insight.recipe_words import recipe_in_words, recipes_table
 from hmpx.insight.sites import explain_site
 from hmpx.recipes import environment, run_script
-from hmpx.recipes.recipe import Recipe, as_recipe, read_recipe, recipe_names, with_and_without_zero
+from hmpx.recipes.files import recipe_names
+from hmpx.recipes.recipe import Recipe, as_recipe, changed, read_recipe, with_and_without_zero
 from hmpx.shell import audit
 from hmpx.shell.options import add_recipe_options, lists_asked, name_from_environment, recipe_asked, with_options
 
@@ -37,6 +38,7 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "--recipe neuron-bf16-sr train.py --steps 500\n--recipe hmp-o1 --bf16 mine.txt -m package.train",
     )
     add_recipe_options(run, "the one that the environment names")
+    run.add_argument("--verbose", action="store_true", help="log each decision about an op once, with its line")
     run.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", metavar="SCRIPT", help="a Python file, a folder with a __main__.py, or a module's name")
     # What follows the script is the script's own, and may be nothing.
@@ -94,6 +96,8 @@ def _run(options: argparse.Namespace) -> int:
     recipes, said = _recipe_to_run(options)
     environment.take_over(os.environ)
     recipe, under_zero = (with_options(recipe, options) for recipe in recipes)
+    if options.verbose:
+        recipe, under_zero = (changed(each, verbose=True) for each in (recipe, under_zero))
     if os.environ.get("RANK", "0") == "0":
         asked = [f"{side} list {path}" for side, path in lists_asked(options).items()]
         asked += [f"opt level {options.opt_level}"] if options.opt_level else []

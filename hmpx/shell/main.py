@@ -12,7 +12,7 @@ import torch
 
 from hmpx import __version__
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.recipes.recipe import recipe_names
+from hmpx.recipes.files import recipe_names
 from hmpx.shell import bench, commands
 
 _DESCRIPTION = """\

@@ -8,13 +8,13 @@ import os
 from hmpx.casts.fp32_kernels import KERNELS
 from hmpx.casts.op_lists import LOW_DTYPES, SIDES
 from hmpx.casts.policy import OPT_LEVELS
+from hmpx.dtype_names import dtype_name
 from hmpx.recipes.activate import VARIABLE
-from hmpx.recipes.keys import DTYPES
 from hmpx.recipes.recipe import Recipe, changed, read_recipe
 
 _LOW_PRECISIONS = [*LOW_DTYPES]
 # What `hmpx.convert()` does without arguments: the default lists, weights as they are.
-_DEFAULT = Recipe(parameter_dtype=next(name for name in DTYPES if name == "float32"))
+_DEFAULT = Recipe(parameter_dtype="float32")
 
 
 def add_recipe_options(command: argparse.ArgumentParser, default: str = "the default lists") -> None:
@@ -45,7 +45,7 @@ def with_options(recipe: Recipe, options: argparse.Namespace) -> Recipe:
     for side, path in lists_asked(options).items():
         own |= {side: None, f"{side}_file_path": path}
     if options.low_precision:
-        own["low_precision"] = str(LOW_DTYPES[options.low_precision]).removeprefix("torch.")
+        own["low_precision"] = dtype_name(LOW_DTYPES[options.low_precision])
     return changed(recipe, **own)
 
 

@@ -29,16 +29,16 @@ Optimizer = torch.optim.Optimizer
 
 def attach(
     optimizer: Optimizer,
-    weights: Weights = "stochastic",
+    weights: Weights = Settings.weights,
     *,
     model: torch.nn.Module | None = None,
     names: Iterable[str] | None = None,
-    seed: int | None = None,
-    state_dtype: torch.dtype | str = torch.float32,
-    use_fp32_grad_acc: bool = False,
-    use_master_weights_in_ckpt: bool = False,
-    release_gradients: bool = False,
-    fused: bool = False,
+    seed: int | None = Settings.seed,
+    state_dtype: torch.dtype | str = Settings.state_dtype,
+    use_fp32_grad_acc: bool = Settings.use_fp32_grad_acc,
+    use_master_weights_in_ckpt: bool = Settings.use_master_weights_in_ckpt,
+    release_gradients: bool = Settings.release_gradients,
+    fused: bool = Settings.fused,
     process_group: dist.ProcessGroup | None = None,
 ) -> Attachment:
     """From here on, every step of `optimizer` computes in FP32 and holds BF16 parameters as `weights` says.

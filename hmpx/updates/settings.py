@@ -1,7 +1,7 @@
 """What can be said about how the weights, the state and the gradients of one optimizer are held and updated.
 
-A setting is a field here, an argument of `hmpx.attach`, which documents it, and a key of a recipe. A test holds the
-three against one another.
+A setting is a field here, which has its default, an argument of `hmpx.attach`, which documents it, and a key of a
+recipe. A test holds the three names against one another.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.recipes.activate import module_that_runs
 from hmpx.recipes.environment import recipe_of
-from hmpx.recipes.recipe import recipe_names
+from hmpx.recipes.files import recipe_names
 from hmpx.shell.main import main
 from tests.support import python, ranks
 
@@ -194,7 +195,11 @@ if __name__ == "__main__":
 def test_processes_that_a_script_spawns_go_on_under_the_recipe(tmp_path):
     (tmp_path / "spawning.py").write_text(SPAWNING)
     expected = [(rank, "torch.bfloat16", "torch.bfloat16") for rank in range(2)]
-    assert call("--recipe", "neuron-bf16-sr", "spawning.py", cwd=tmp_path, fresh=True)[0] == f"{expected}\n4\n"
+    out, err = call("--recipe", "neuron-bf16-sr", "--verbose", "spawning.py", cwd=tmp_path, fresh=True)
+    assert out == f"{expected}\n4\n"
+    line = SPAWNING.splitlines().index("    out = model(torch.ones(2, 4))") + 1
+    said = re.findall(rf"hmpx: linear as \S+, bf16: .* at .*spawning.py:{line}$", err, re.MULTILINE)
+    assert len(said) == 2  # each process logs it once
 
 
 DDP = """

@@ -14,7 +14,8 @@ import torch
 
 import hmpx
 from hmpx.casts.op_lists import shipped
-from hmpx.recipes.recipe import read_recipe, recipe_names
+from hmpx.recipes.files import recipe_names
+from hmpx.recipes.recipe import read_recipe
 from hmpx.shell.main import main
 from tests.support import python
 
