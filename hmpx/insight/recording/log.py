@@ -28,8 +28,8 @@ class Log:
             order in which they were met, with a result that was not finite; None if there is none.
         policy: the op lists, as a list file. about: versions of hmpx, torch and Python; what this CPU has.
 
-    `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects. `every(n, callback)` hands the
-    rows on while it records.
+    `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects. `every(n, callback)` hands
+    the rows on while it records.
 
     Example:
         >>> with hmpx.convert(), hmpx.record() as log:
