@@ -6,6 +6,8 @@ from hmpx.casts.policy import Policy, Rule
 from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
 from hmpx.insight.audit import Audit, audit
+from hmpx.insight.comparing.compare import compare
+from hmpx.insight.comparing.comparison import Comparison, Row
 from hmpx.insight.dispatched import Finding
 from hmpx.insight.explain import explain
 from hmpx.insight.recording.log import Log
@@ -23,6 +25,7 @@ __all__ = [
     "Activation",
     "Attachment",
     "Audit",
+    "Comparison",
     "Conversion",
     "Finding",
     "HmpxError",
@@ -31,6 +34,7 @@ __all__ = [
     "OptLevelError",
     "Policy",
     "Recipe",
+    "Row",
     "Rule",
     "UnknownOpError",
     "activate",
@@ -38,6 +42,7 @@ __all__ = [
     "audit",
     "bf16",
     "cached_weights",
+    "compare",
     "convert",
     "detach",
     "disable_casts",

@@ -74,11 +74,11 @@ class Conversion(Installation):
     ) -> None:
         super().__init__()
         self.policy, self.kernels = policy, kernels
-        self._verbose, self._enabled, self._dtype_map = verbose, enabled, dtype_map
+        self._verbose, self._enabled, self.dtype_map = verbose, enabled, dtype_map
 
     def _parts(self) -> Iterator[Part]:
         """What is put in force, in order, made of torch as it stands now."""
-        policy, mapping = self.policy, self._dtype_map
+        policy, mapping = self.policy, self.dtype_map
         yield Paired(step_hooks.install, step_hooks.uninstall)  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None
         observers = [*([log] if log else ()), *process_state.observers]
@@ -232,6 +232,20 @@ def observing(observer: Observer) -> Iterator[None]:
         with lock:
             process_state.observers.remove(observer)
             _put_in_force_again()
+
+
+@contextlib.contextmanager
+def observed(policy: Policy, kernels: KernelsAsked, observer: Observer) -> Iterator[Conversion]:
+    """A conversion of its own, that one observer alone sees; what was in force before is again at the end."""
+    with lock:
+        others = process_state.observers[:]
+        process_state.observers[:] = [observer]
+        try:
+            conversion = install(policy, kernels=kernels)
+        finally:
+            process_state.observers[:] = others
+    with conversion:
+        yield conversion
 
 
 def _put_in_force_again() -> None:

@@ -14,7 +14,8 @@ from hmpx.process_state import rules
 
 WRITTEN = "<hmpx"  # how the file names of generated code begin
 _TORCH, _WRAPT, _HMPX = (
-    os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, wrapt.__file__, __file__)
+    os.path.dirname(os.path.abspath(file)) + os.sep
+    for file in (torch.__file__, wrapt.__file__, os.path.dirname(os.path.abspath(__file__)))
 )
 
 _libraries: dict[int, tuple[types.CodeType, bool]] = {}

@@ -7,16 +7,18 @@ wrapper.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 from torch.compiler import is_dynamo_compiling
 
+from hmpx import region_state
 from hmpx.casts.policy import Rule
 from hmpx.casts.rules import call
 
@@ -104,6 +106,17 @@ def observed(
         return observer(point, run, caller, args, kwargs).result
     finally:
         _thread.inside = False
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """A region in which nothing is observed, and nothing is cast: what an observer itself computes."""
+    before, _thread.inside = _thread.inside, True
+    try:
+        with region_state.region(False):
+            yield
+    finally:
+        _thread.inside = before
 
 
 def stand_in(function: Callable, casting: bool) -> Run:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError
 from hmpx.insight.dispatched import Finding, Watch
+from hmpx.insight.kept import kept
 from hmpx.insight.stance import eager
 
 
@@ -68,18 +66,6 @@ def audit(model: Callable, inputs: Any = ()) -> Audit:
     args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
     kwargs = inputs if isinstance(inputs, dict) else {}
     watch = Watch()
-    with torch.random.fork_rng(), _buffers_kept(model), eager(), watch:
+    with kept(model), eager(), watch:
         model(*args, **kwargs)
     return Audit(watch.findings(), conversion.escaped)
-
-
-@contextlib.contextmanager
-def _buffers_kept(model: Any) -> Iterator[None]:
-    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)

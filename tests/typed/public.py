@@ -136,6 +136,9 @@ def insight(model: torch.nn.Module, x: Tensor) -> list[str]:
     audit = hmpx.audit(model, x)
     assert_type(audit, hmpx.Audit)
     assert_type(audit.findings, tuple[hmpx.Finding, ...])
+    found = hmpx.compare(model, [(x,)], lambda model, x: model(x).sum(), lists="hmp-o1")
+    assert_type(found, hmpx.Comparison)
+    assert_type(found.worst(3), list[hmpx.Row])
     with hmpx.record() as log:
         assert_type(log, hmpx.Log)
         log.every(10, lambda rows: print(rows[0]["op"]))

@@ -21,10 +21,10 @@ from hmpx.casts.op_lists import SIDES
 from hmpx.casts.ops import catalog
 from hmpx.casts.policy import Policy, Rule
 from hmpx.conversion import Conversion, installed
+from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.recording.device import DeviceSide
 from hmpx.insight.recording.log import Log
-from hmpx.insight.recording.module_names import ModuleNames
 from hmpx.insight.recording.site import SHAPES, RoundTrip, Site
 from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, is_readable, name
 

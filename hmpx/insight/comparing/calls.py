@@ -1,0 +1,98 @@
+"""What is kept of each call site while it is compared, and of each call until it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from hmpx.casts.observing import Point, Run, Seen
+from hmpx.insight.comparing.difference import Difference
+from hmpx.insight.tensors import LOW, Tensor
+
+Number = tuple[int, int]  # the batch, and which call of its site it is in there
+
+
+@dataclass
+class Call:
+    """One call in the run under the lists.
+
+    given, dtypes: of its floating inputs, as they came and as the op saw them. casting: whether a rule had looked at
+    them. follows: whether no list names the op, so that it ran in low precision because its inputs were. drawn: the
+    state of torch's generator before, if the op drew numbers. results: its floating results. order: among all calls.
+    """
+
+    given: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype, ...]
+    casting: bool
+    follows: bool
+    drawn: Tensor | None
+    results: list[Tensor]
+    order: int
+
+    def __post_init__(self) -> None:
+        low = any(result.dtype in LOW for result in self.results)
+        # What torch promotes, and a cast by hand to FP32, gets inputs in low precision and computes in FP32.
+        self.is_low = low or (not self.follows and any(dtype in LOW for dtype in self.dtypes))
+
+
+@dataclass(eq=False)
+class Compared:
+    """One call site: an op, a line, a module.
+
+    calls: under the lists. deltas: of the batch at hand, the errors of the op alone. alone, accumulated: these errors,
+    and those of the run under the lists. loss_change, shifted: by batch, the first-order change of the loss by the
+    errors of the op alone; the same at weights that are shifted a little. differentiable: whether autograd sees its
+    results. first_wrong: batch and order of the first call with a result that is not finite and should be; largest:
+    what FP32 has there, by magnitude.
+    """
+
+    op: str
+    where: str
+    module: str
+    rule: str = ""
+    reason: str = ""
+    dtypes: str = ""
+    calls: dict[Number, Call] = field(default_factory=dict)
+    deltas: dict[Number, list[Tensor]] = field(default_factory=dict)
+    alone: Difference = field(default_factory=Difference)
+    accumulated: Difference = field(default_factory=Difference)
+    loss_change: list[float] = field(default_factory=list)
+    shifted: list[float] = field(default_factory=list)
+    differentiable: bool = True
+    not_compared: str = ""
+    first_wrong: tuple[int, int] | None = None
+    largest: float = 0.0
+
+    def begin_batch(self, batches: int) -> None:
+        """Make room for the scores of so many batches; of those in which it was not called they are 0."""
+        for scores in (self.loss_change, self.shifted):
+            scores.extend([0.0] * (batches - len(scores)))
+
+    def forget_tensors(self) -> None:
+        """Let go of the tensors of a batch that is done, but not of how the op was called."""
+        self.deltas.clear()
+        for call in self.calls.values():
+            call.results = []
+
+
+class Asked(NamedTuple):
+    """One call that a pass is asked for."""
+
+    site: Compared
+    point: Point
+    run: Run
+    args: tuple
+    kwargs: dict
+
+    def plainly(self) -> Seen:
+        """As the lists say."""
+        return self.run(*self.args, **self.kwargs)
+
+    def answer(self, result: Any) -> Seen:
+        """With a result that is computed otherwise."""
+        return Seen(self.args, self.kwargs, result, False, 0.0, 0.0)
+
+    def with_arguments(self, args: tuple, kwargs: dict) -> Asked:
+        return self._replace(args=args, kwargs=kwargs)

@@ -1,0 +1,239 @@
+"""`compare`: the runs in their order, and what is made of them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hmpx import conversion
+from hmpx.casts.fp32_kernels import KernelsAsked
+from hmpx.casts.op_lists import read_lists
+from hmpx.casts.policy import Policy, build_policy
+from hmpx.conversion import installed
+from hmpx.errors import HmpxError, did_you_mean
+from hmpx.insight.comparing import noise
+from hmpx.insight.comparing.backward import Backward
+from hmpx.insight.comparing.calls import Compared
+from hmpx.insight.comparing.comparison import BROKEN, Comparison, Row
+from hmpx.insight.comparing.passes import Alone, Low, Mended, Shifted, Sites, Wide
+from hmpx.insight.comparing.rows import mask_note, row_of, sums
+from hmpx.insight.comparing.subject import Loss, Subject
+from hmpx.insight.stance import eager
+from hmpx.insight.tensors import Tensor
+from hmpx.recipes.recipe import Recipe, as_recipe
+
+SUSPECT = 0.03  # an estimate of a row's gradient error from which on it is measured
+TRIED = 8  # how many rows are measured at most
+_SAME = 1e-5  # relative difference of two FP32 losses that rounding explains
+
+
+def compare(
+    model: torch.nn.Module,
+    batches: Sequence[tuple],
+    loss: Loss | None = None,
+    *,
+    lists: Policy | Recipe | Mapping[str, Any] | str | None = None,
+) -> Comparison:
+    """Run each op beside itself in FP32, and say what its error does to the loss and to the gradients.
+
+    Each batch is run three times, forward and backward: under the lists; in FP32, where each op is also computed alone
+    as under the lists; and in FP32 again at slightly shifted weights. That takes two more sets of activations: the
+    results under the lists, and the errors of the ops. Of what looks broken, up to eight ops are then measured alone,
+    by a run for each and batch.
+
+    The model is as it was afterwards: parameters, gradients, buffers, random number generators. Random ops draw the
+    same numbers in all runs. Compiled functions run eagerly.
+
+    Args:
+        model: in FP32; or in BF16 or FP16, and then its FP32 copy is what it is compared with.
+        batches: a list of tuples of positional arguments. Noise between batches needs two, four are better.
+        loss: called as ``loss(model, *batch)``, returns a scalar tensor. None: only results of ``model(*batch)`` are
+            compared.
+        lists: a policy, a recipe or its name, or a dict of `convert`'s arguments. None: what is installed, else the
+            default lists.
+
+    Raises:
+        HmpxError: something above does not fit; the loss in FP32 is another one when it is computed again.
+
+    Example:
+        >>> batches = [(torch.randn(8, 4),) for _ in range(2)]
+        >>> found = hmpx.compare(model, batches, lambda model, x: model(x).square().mean(), lists={"opt_level": "O2"})
+        >>> found.worst(1)[0].op, found.worst(1)[0].error < 0.01
+        ('linear', True)
+    """
+    policy, recipe, kernels = _lists(lists)
+    subject = Subject(model, batches, loss, recipe)
+    sites = Sites()
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(subject.gradients_kept())
+        undo.enter_context(eager())
+        undo.enter_context(conversion.observed(policy, kernels, sites))
+        return _Comparing(subject, sites, policy).run()
+
+
+class _Comparing:
+    """One comparison while it is made."""
+
+    def __init__(self, subject: Subject, sites: Sites, policy: Policy) -> None:
+        self._subject, self._sites, self._policy = subject, sites, policy
+        self._noise = noise.Noise()
+        self._directions = noise.directions(subject.parameters) if subject.parameters else []
+        self._h = noise.step_size(subject.parameters) if subject.parameters else 0.0
+        self._losses: list[tuple[float, float]] = []  # in FP32, and under the lists
+        self._exact: list[list[Tensor]] = []  # FP32 gradients, by batch
+        self._passes = 0
+
+    def run(self) -> Comparison:
+        for number, batch in enumerate(self._subject.batches):
+            self._compare(number, batch)
+        rows = {site: row_of(site, self._noise, self._h) for site in self._sites.compared()}
+        producer = self._producer()
+        for site in self._suspects(rows):
+            rows[site] = self._measured(site, rows[site])
+        first = None
+        if producer is not None:
+            first = rows[producer[0]] = self._explained(*producer, rows[producer[0]])
+        exact, low = (sum(losses) / len(losses) for losses in zip(*self._losses, strict=True))
+        scored = bool(self._subject.parameters)
+        return Comparison(
+            rows=tuple(rows.values()),
+            gradient_error=self._noise.error if scored else math.nan,
+            gradient_bias=self._noise.bias if scored else math.nan,
+            loss=exact if scored else math.nan,
+            loss_change=low - exact if scored else math.nan,
+            first_nonfinite=first,
+            passes=self._passes,
+            policy=str(self._policy),
+            _ops=sums(rows, lambda site: Row(site.op), self._noise, self._h),
+            _modules=sums(rows, lambda site: Row("", module=site.module), self._noise, self._h),
+        )
+
+    def _observed(self, now: Low | None, run: Callable[..., tuple[float, list[Tensor]]], *args: Any) -> Any:
+        """A run of the model that one pass observes."""
+        self._sites.now = now
+        self._passes += 1
+        try:
+            return run(*args)
+        finally:
+            self._sites.now = None
+
+    def _compare(self, number: int, batch: tuple) -> None:
+        """The runs of one batch."""
+        sites, subject = self._sites, self._subject
+        sites.begin_batch(number)
+        low, low_gradients = self._observed(Low(sites), subject.low, batch)
+        exact, gradients = self._observed(Wide(sites), subject.wide, batch)
+        if number == 0:
+            self._check_same(exact, batch)
+        if self._directions:
+            self._noise.add(gradients, low_gradients)
+            self._exact.append(gradients)
+            shift = [v * self._h for v in self._directions[number % noise.DIRECTIONS]]
+            self._observed(Shifted(sites), subject.wide, batch, True, shift)
+        self._losses.append((exact, low))
+        sites.end_batch()
+
+    def _check_same(self, exact: float, batch: tuple) -> None:
+        again, _ = self._observed(Wide(self._sites, compare=False), self._subject.wide, batch, False)
+        if math.isfinite(exact) and abs(again - exact) > _SAME * max(abs(exact), abs(again)):
+            raise HmpxError(
+                f"compare: the FP32 loss of the first batch is {exact:.9g}, and {again:.9g} when it is computed again, "
+                f"{abs(again - exact):.1e} apart: something changes from run to run that is neither a buffer nor a "
+                "random generator of torch, NumPy or Python; put it back in loss(model, *batch)"
+            )
+
+    def _suspects(self, rows: Mapping[Compared, Row]) -> list[Compared]:
+        """Sites that look broken, and those of which nothing is known because autograd does not see them."""
+        if not self._directions or self._noise.batches < 2:
+            return []
+        looks = {site: row.gradient_error if site.differentiable else math.inf for site, row in rows.items()}
+        if self._noise.error >= BROKEN and not any(look >= BROKEN for look in looks.values()):
+            found = [site for site, row in rows.items() if row.error]  # whatever the estimates say, it is somewhere
+        else:
+            found = [
+                site for site, look in looks.items() if look >= SUSPECT and (rows[site].error or site.alone.nonfinite)
+            ]
+        return sorted(found, key=lambda site: -looks[site])[:TRIED]
+
+    def _measured(self, site: Compared, row: Row) -> Row:
+        """A row with what runs of all batches say in which this op alone runs under the lists."""
+        alone, changes = noise.Noise(), []
+        for number, batch in enumerate(self._subject.batches):
+            self._sites.batch = number
+            loss, gradients = self._observed(Alone(self._sites, {site}), self._subject.wide, batch)
+            alone.add(self._exact[number], gradients)
+            changes.append(loss - self._losses[number][0])
+        change = math.sqrt(sum(change * change for change in changes) / len(changes))
+        return replace(row, loss_change=change, gradient_error=alone.error, gradient_bias=alone.bias, measured=True)
+
+    def _producer(self) -> tuple[Compared, str, int] | None:
+        """The site where something first is not finite that is finite in FP32; the pass, and the batch."""
+        wrong = [(site.first_wrong, site) for site in self._sites.compared() if site.first_wrong is not None]
+        if wrong:
+            (batch, _), site = min(wrong, key=lambda each: each[0])
+            return site, "forward", batch
+        for number, (exact, low) in enumerate(self._losses):
+            if self._directions and math.isfinite(exact) and math.isfinite(low):
+                found = self._backward(number)
+                if found is not None:
+                    return found, "backward", number
+        return None
+
+    def _backward(self, number: int) -> Compared | None:
+        """The site whose backward first makes something of a finite gradient that is not finite."""
+        if not self._noise.is_wrong(number):
+            return None
+        self._sites.batch = number
+        locating = Backward(self._sites)
+        self._observed(locating, self._subject.low, self._subject.batches[number])
+        return locating.first
+
+    def _explained(self, site: Compared, phase: str, number: int, row: Row) -> Row:
+        """The row of a producer: whether FP32 there mends it, and what it has to do with a mask."""
+        self._sites.batch = number
+        loss, gradients = self._observed(Mended(self._sites, {site}), self._subject.low, self._subject.batches[number])
+        mended = math.isfinite(loss) and math.isfinite(noise.square(gradients))
+        wrong = max(site.accumulated.nonfinite, 1)
+        return replace(row, phase=phase, mended=mended, nonfinite=wrong, note=mask_note(site))
+
+
+def _lists(lists: Any) -> tuple[Policy, Recipe | None, KernelsAsked]:
+    """The policy that is meant, the recipe whose parameters go with it, and its kernels."""
+    if lists is None:
+        now = installed()
+        if now is None:
+            return build_policy(), None, "auto"
+        if now.dtype_map is not None:
+            raise HmpxError("compare: the conversion in force maps dtypes, so that there is no FP32 beside it")
+        return now.policy, None, now.kernels.asked
+    if isinstance(lists, Policy):
+        return lists, None, "auto"
+    if isinstance(lists, Mapping) and not isinstance(lists, Recipe):
+        return _of_arguments(dict(lists))
+    recipe = as_recipe(lists)
+    policy = recipe.policy()
+    if policy is None or recipe.dtype_map:
+        why = "leaves ops as they are (opt_level null)" if policy is None else "maps dtypes"
+        raise HmpxError(f"compare: this recipe {why}, so that there are no op lists to compare with FP32")
+    return policy, recipe, recipe.kernels
+
+
+def _of_arguments(arguments: dict[str, Any]) -> tuple[Policy, None, KernelsAsked]:
+    legal = [name for name in inspect.signature(conversion.convert).parameters if name not in ("isVerbose", "enabled")]
+    for name in arguments:
+        if name not in legal or name == "dtype_map":
+            raise HmpxError(f"compare: lists has no {name!r}{did_you_mean(name, legal)}; it takes convert's arguments")
+    paths = [arguments.get(f"{side}_file_path") for side in ("bf16", "fp32", "promote")]
+    policy = build_policy(
+        arguments.get("opt_level", "O1"),
+        read_lists(*paths),
+        arguments.get("unknown", "error"),
+        arguments.get("low_precision"),
+    )
+    return policy, None, arguments.get("kernels", "auto")

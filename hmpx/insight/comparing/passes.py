@@ -1,0 +1,271 @@
+"""The runs that are compared. Each says in which precision every call of an op is computed.
+
+`Low` is the run under the lists. `Wide` is the same in FP32; beside each call it computes what the op alone makes of
+its FP32 inputs under the lists, and asks the backward pass what that error does to the loss. `Shifted` asks that again,
+with weights that are shifted a little. In `Alone` some sites run under the lists and all others in FP32; in `Mended`
+it is the other way round.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from hmpx.casts.callers import modules, users_frame
+from hmpx.casts.observing import Point, Run, Seen, unobserved
+from hmpx.casts.rules import TARGETS
+from hmpx.conversion import installed
+from hmpx.insight.comparing.calls import Asked, Call, Compared, Number
+from hmpx.insight.comparing.computing import as_listed, in_fp32, of_rounded_inputs, widened
+from hmpx.insight.comparing.difference import Difference
+from hmpx.insight.module_names import ModuleNames
+from hmpx.insight.reasons import reason_of_call
+from hmpx.insight.tensors import LOW, Tensor, floating, name
+
+_state = torch.default_generator.get_state
+_equal = torch.equal
+
+
+class Sites:
+    """The observer: finds the site of each call, and lets the pass that is running decide."""
+
+    everything = True
+
+    def __init__(self) -> None:
+        self._found: dict[tuple, Compared] = {}
+        self._names = ModuleNames()
+        self.now: Low | None = None
+        self.batch = 0
+
+    def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
+        if self.now is None:
+            return run(*args, **kwargs)
+        user, module = users_frame(frame), next(modules(frame), None)
+        line = (id(user.f_code), user.f_lineno) if user is not None else (0, 0)
+        key = (*line, point.op, point.label, id(module))
+        site = self._found.get(key)
+        if site is None:
+            where = "?" if user is None else f"{user.f_code.co_filename}:{user.f_lineno}"
+            site = self._found[key] = Compared(point.op, where, self._names.of_module(module, frame))
+            site.begin_batch(self.batch + 1)
+        return self.now.around(Asked(site, point, run, args, kwargs))
+
+    def begin_batch(self, number: int) -> None:
+        self.batch = number
+        for site in self._found.values():
+            site.begin_batch(number + 1)
+
+    def end_batch(self) -> None:
+        for site in self._found.values():
+            site.forget_tensors()
+
+    def compared(self) -> list[Compared]:
+        """The sites that ran under the lists, in the order in which they were met."""
+        return [site for site in self._found.values() if site.calls]
+
+
+class Low:
+    """Everything as the lists say. What each call saw, and what came out, is kept for `Wide`."""
+
+    def __init__(self, sites: Sites) -> None:
+        self._sites = sites
+        self._order = 0
+        self._numbers: Counter[tuple[int, bool]] = Counter()
+        self._held: dict[int, list[Call]] = {}  # by the memory that their results are in
+
+    def around(self, asked: Asked) -> Seen:
+        if is_recomputing():
+            return asked.plainly()
+        if asked.point.in_place:
+            self._keep_what_is_overwritten(asked.args)
+        before = _state()
+        seen = asked.plainly()
+        with unobserved():
+            self._keep(asked, seen, None if _equal(before, _state()) else before)
+        return seen
+
+    def _keep(self, asked: Asked, seen: Seen, drawn: Tensor | None) -> None:
+        results, given = floating((seen.result,)), floating((asked.args, asked.kwargs))
+        if not results and not given:
+            return
+        kept = Call(
+            given=tuple([tensor.dtype for tensor in given]),
+            dtypes=tuple([tensor.dtype for tensor in floating((seen.args, seen.kwargs))]),
+            casting=seen.casting,
+            follows=not seen.casting or asked.point.rule not in TARGETS,
+            drawn=drawn,
+            results=[result.detach() for result in results],
+            order=self._order,
+        )
+        self._order += 1
+        for result in results:
+            self._held.setdefault(_memory(result), []).append(kept)
+        if not asked.site.calls:
+            _describe(asked, seen, kept)
+        asked.site.calls[self._number(asked)] = kept
+
+    def _number(self, asked: Asked, again: bool = False) -> Number:
+        """Which call of its site this is in this run; those that a checkpoint makes again are counted on their own."""
+        key = id(asked.site), again
+        self._numbers[key] += 1
+        return self._sites.batch, self._numbers[key] - 1
+
+    def _keep_what_is_overwritten(self, args: tuple) -> None:
+        with unobserved():
+            for tensor in floating(args[:1]):
+                memory = _memory(tensor)
+                for kept in self._held.pop(memory, ()):
+                    kept.results = [each.clone() if _memory(each) == memory else each for each in kept.results]
+
+
+class Mended(Low):
+    """Everything as the lists say, but some sites in FP32."""
+
+    def __init__(self, sites: Sites, chosen: Collection[Compared]) -> None:
+        super().__init__(sites)
+        self._chosen = chosen
+
+    def around(self, asked: Asked) -> Seen:
+        if asked.site not in self._chosen or asked.point.in_place:
+            return asked.plainly()
+        with unobserved():
+            return asked.answer(in_fp32(asked))
+
+
+class Wide(Low):
+    """Everything in FP32. What drew random numbers under the lists draws the same again.
+
+    compare: whether calls are compared with those of `Low`.
+    """
+
+    def __init__(self, sites: Sites, compare: bool = True) -> None:
+        super().__init__(sites)
+        self._compare = compare
+
+    def around(self, asked: Asked) -> Seen:
+        with unobserved():
+            again = is_recomputing()
+            number = self._number(asked, again)
+            kept = asked.site.calls.get(number)
+            if kept is None:
+                return asked.answer(in_fp32(asked))
+            _draw_again(kept)
+            return asked.answer(self._result(asked, kept, number, again))
+
+    def _result(self, asked: Asked, kept: Call, number: Number, again: bool) -> Any:
+        if not self._compare:
+            return in_fp32(asked)
+        beside = self._beside(asked, kept) if kept.is_low else None
+        result = in_fp32(asked)
+        results = floating((result,))
+        if not again:
+            self._accumulate(asked.site, kept, results)
+        if beside is not None:
+            deltas = self._measure(asked, kept, beside, results, again)
+            asked.site.deltas[number] = deltas
+            _score_in_backward(asked.site.loss_change, asked, results, deltas)
+            if not torch.is_grad_enabled():
+                asked.site.differentiable = False
+            elif again:
+                asked.site.differentiable = True  # a checkpoint runs twice, first without gradients
+        return result
+
+    @staticmethod
+    def _beside(asked: Asked, kept: Call) -> tuple[list[Tensor], list[Tensor] | None] | None:
+        """What the op alone comes to under the lists, and what that is an error of; None for its FP32 result.
+
+        An op that a list names is charged with what it makes of FP32 inputs. One that only follows its inputs is not
+        charged with their rounding, which is that of the op that handed them on.
+        """
+        with torch.no_grad():
+            low = as_listed(asked, kept)
+            if low is None:
+                return None
+            _draw_again(kept)
+            exact = floating((of_rounded_inputs(asked, kept),)) if kept.follows else None
+            _draw_again(kept)
+            return floating((low,)), exact
+
+    @staticmethod
+    def _measure(
+        asked: Asked, kept: Call, beside: tuple[list[Tensor], list[Tensor] | None], results: list[Tensor], again: bool
+    ) -> list[Tensor]:
+        low, exact = beside
+        difference = Difference() if again else asked.site.alone
+        unit = next((dtype for dtype in (*(each.dtype for each in low), *kept.dtypes) if dtype in LOW), None)
+        return [difference.add(a, b, unit) for a, b in zip(low, exact or results, strict=False)]
+
+    def _accumulate(self, site: Compared, kept: Call, results: list[Tensor]) -> None:
+        for low, exact in zip(kept.results, results, strict=False):
+            before = site.accumulated.nonfinite
+            if low.shape == exact.shape:
+                site.accumulated.add(low, exact)
+            if site.accumulated.nonfinite > before:
+                site.first_wrong = site.first_wrong or (self._sites.batch, kept.order)
+                wrong = ~torch.isfinite(low) & torch.isfinite(exact)
+                site.largest = max(site.largest, float(exact.detach()[wrong].abs().max()))
+
+
+class Shifted(Wide):
+    """Everything in FP32, at shifted weights; the errors are those that `Wide` has found."""
+
+    def _result(self, asked: Asked, kept: Call, number: Number, again: bool) -> Any:
+        result = in_fp32(asked)
+        _score_in_backward(asked.site.shifted, asked, floating((result,)), asked.site.deltas.get(number, []))
+        return result
+
+
+class Alone(Wide):
+    """Everything in FP32, but some sites as the lists say."""
+
+    def __init__(self, sites: Sites, chosen: Collection[Compared]) -> None:
+        super().__init__(sites)
+        self._chosen = chosen
+
+    def _result(self, asked: Asked, kept: Call, number: Number, again: bool) -> Any:
+        low = as_listed(asked, kept) if asked.site in self._chosen else None
+        if low is None:
+            return in_fp32(asked)
+        return asked.args[0].copy_(low) if asked.point.in_place else widened(low)
+
+
+def _describe(asked: Asked, seen: Seen, kept: Call) -> None:
+    """Say of a site by which rule it runs, and in which dtypes."""
+    conversion, site = installed(), asked.site
+    steps = [kept.given, kept.dtypes, [result.dtype for result in kept.results]]
+    words = [" and ".join(dict.fromkeys(map(name, step))) for step in steps]
+    site.dtypes = " -> ".join(word for i, word in enumerate(words) if word and (i == 0 or word != words[i - 1]))
+    site.rule = str(asked.point.rule) if asked.point.rule is not None and seen.casting else ""
+    site.reason = reason_of_call(asked.point, seen, conversion.policy) if conversion else ""
+
+
+def _score_in_backward(scores: list[float], asked: Asked, results: list[Tensor], deltas: list[Tensor]) -> None:
+    """Let the backward pass add up what errors in the results of a call do to the loss, to first order."""
+    for result, delta in zip(results, deltas, strict=False):
+        handed_on = not asked.point.in_place and any(result is arg for arg in asked.args)
+        if result.requires_grad and not handed_on:
+            result.register_hook(functools.partial(_score, scores, delta))
+
+
+def _score(scores: list[float], delta: Tensor, gradient: Tensor) -> None:
+    with unobserved(), torch.no_grad():
+        scores[-1] += float((gradient.float() * delta).sum())
+
+
+def _draw_again(kept: Call) -> None:
+    if kept.drawn is not None:
+        torch.default_generator.set_state(kept.drawn)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def is_recomputing() -> bool:
+    """Whether a backward pass is running: what is called there, a checkpoint has called before."""
+    return torch._C._current_graph_task_id() != -1

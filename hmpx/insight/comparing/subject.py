@@ -1,0 +1,144 @@
+"""What is compared: a model, its batches and its loss, run again and again from the same state."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hmpx.casts.observing import unobserved
+from hmpx.errors import HmpxError
+from hmpx.insight.kept import kept
+from hmpx.insight.tensors import LOW, Tensor
+from hmpx.recipes.prepare import cast_model
+from hmpx.recipes.recipe import Recipe
+
+Loss = Callable[..., Tensor]
+
+
+class Subject:
+    """A model, batches, and a loss or none.
+
+    Each run starts from the same random numbers and buffers, and leaves both, with parameters and their gradients, as
+    they were. In FP32, parameters, buffers and inputs in low precision are widened.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, batches: Sequence[tuple], loss: Loss | None, recipe: Recipe | None
+    ) -> None:
+        self.model, self.batches, self._loss, self._recipe = model, _checked(model, batches, loss), loss, recipe
+        self._reentrant: bool | None = None  # whether it has checkpoints that know `backward()` alone
+        self.parameters = [p for p in model.parameters() if p.requires_grad] if loss is not None else []
+        if loss is not None and not self.parameters:
+            raise HmpxError(
+                "compare: no parameter of the model requires a gradient; without `loss` results are compared"
+            )
+
+    @contextlib.contextmanager
+    def gradients_kept(self) -> Iterator[None]:
+        """Take the gradients that the parameters hold aside."""
+        held = [(p, p.grad) for p in self.model.parameters()]
+        for p, _ in held:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for p, gradient in held:
+                p.grad = gradient
+
+    def low(self, batch: tuple, gradients: bool = True) -> tuple[float, list[Tensor]]:
+        """The loss and the gradients in FP32, of a run with the parameters that the lists go with."""
+        with contextlib.ExitStack() as undo:
+            if self._recipe is not None:
+                cast_model(self.model, self._recipe, undo)
+            return self._run(batch, gradients)
+
+    def wide(self, batch: tuple, gradients: bool = True, shift: Sequence[Tensor] = ()) -> tuple[float, list[Tensor]]:
+        """The same with everything in FP32; at weights to which `shift` is added."""
+        with contextlib.ExitStack() as undo:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                if tensor.dtype in LOW:
+                    undo.callback(setattr, tensor, "data", tensor.data)
+                    tensor.data = tensor.data.float()
+            for p, step in zip(self.parameters, shift, strict=False):
+                undo.callback(setattr, p, "data", p.data)
+                p.data = p.data + step
+            return self._run(tree_map(_wide, batch), gradients)
+
+    def _run(self, batch: tuple, gradients: bool) -> tuple[float, list[Tensor]]:
+        with kept(self.model):
+            if self._loss is None:
+                with torch.no_grad():
+                    result = self.model(*batch)
+                with unobserved():
+                    finite = all(bool(torch.isfinite(leaf).all()) for leaf in _floats(result))
+                return (0.0 if finite else math.nan), []
+            loss = self._loss(self.model, *batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                what = (
+                    f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+                )
+                raise HmpxError(f"compare: loss(model, *batch) must return a scalar tensor, not {what}")
+            if not loss.requires_grad:
+                raise HmpxError("compare: the loss has no gradient: it was computed under torch.no_grad, or detached")
+            found = self._gradients(loss) if gradients else []
+            return float(loss.detach()), found
+
+    def _gradients(self, loss: Tensor) -> list[Tensor]:
+        if self._reentrant is None:
+            self._reentrant = _has_reentrant_checkpoint(loss)
+        if self._reentrant:
+            found = self._gradients_of_reentrant(loss)
+        else:
+            found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        pairs = zip(self.parameters, found, strict=True)
+        with unobserved():
+            return [torch.zeros_like(p, dtype=torch.float32) if g is None else g.detach().float() for p, g in pairs]
+
+    def _gradients_of_reentrant(self, loss: Tensor) -> tuple[Tensor | None, ...]:
+        """Through checkpoints that know `backward()` alone, which runs what hangs on a parameter's gradient."""
+        if any(p._post_accumulate_grad_hooks for p in self.parameters):
+            raise HmpxError(
+                "compare: the model has checkpoints with use_reentrant=True, and something steps on its gradients "
+                "(release_gradients?): detach that, or use use_reentrant=False"
+            )
+        loss.backward()
+        found = tuple(p.grad for p in self.parameters)
+        for p in self.parameters:
+            p.grad = None
+        return found
+
+
+def _checked(model: Any, batches: Any, loss: Any) -> list[tuple]:
+    if not isinstance(model, torch.nn.Module):
+        raise HmpxError(f"compare: model is a {type(model).__name__}, not a torch.nn.Module")
+    if loss is not None and not callable(loss):
+        raise HmpxError(f"compare: loss is a {type(loss).__name__}; it is called as loss(model, *batch)")
+    if isinstance(batches, Tensor | dict) or not isinstance(batches, Sequence):
+        raise HmpxError(f"compare: batches is a list of tuples of arguments, not a {type(batches).__name__}")
+    found = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    if not found:
+        raise HmpxError("compare: batches is empty")
+    return found
+
+
+def _has_reentrant_checkpoint(loss: Tensor) -> bool:
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in seen)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
+
+
+def _floats(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point]

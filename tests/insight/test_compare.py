@@ -1,0 +1,326 @@
+"""`hmpx.compare`: it names what was planted, and nothing in healthy models."""
+
+import inspect
+import json
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+
+WIDTH = 16
+
+
+class Model(nn.Module):
+    """A small network around one line that may break in BF16."""
+
+    def __init__(self, faulty, scale=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.faulty, self.scale = faulty, scale
+
+    def forward(self, x):
+        h = self.first(x) * self.scale
+        return self.last(self.faulty(h))
+
+
+def loss_of(model, x, y):
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def batches(number=4, size=32):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, WIDTH, generator=generator), torch.randint(4, (size,), generator=generator))
+        for _ in range(number)
+    ]
+
+
+def policy(bf16, fp32=""):
+    """Lists with these names; one that is in the first is not in the second."""
+    return hmpx.Policy(bf16=tuple(bf16.split()), fp32=tuple(name for name in fp32.split() if name not in bf16.split()))
+
+
+def line_of(function, text):
+    source, first = inspect.getsourcelines(function)
+    return f"{__file__}:{first + next(i for i, line in enumerate(source) if text in line)}"
+
+
+def variance_by_difference(h):
+    h = h + 30
+    variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True).square()
+    return (h - 30) * torch.rsqrt(variance.abs() + 1e-3)
+
+
+def sharp_softmax(h):
+    return torch.softmax(h * 40 + 300, -1)
+
+
+def long_sum(h):
+    steps = torch.cumsum(torch.sigmoid(h).repeat(1, 32), -1)
+    return torch.sin(steps[:, -WIDTH:])
+
+
+def exponentials(h):
+    return torch.exp(h * 6 + 60) * 1e-26
+
+
+PLANTED = {
+    "variance": (variance_by_difference, "sub mul mean square linear", {"sub", "mean", "mul", "square"}, "variance = "),
+    "softmax": (sharp_softmax, "softmax", {"softmax"}, "torch.softmax"),
+    "cumsum": (long_sum, "cumsum linear", {"cumsum"}, "cumsum"),
+    "exp": (exponentials, "exp linear", {"exp"}, "torch.exp"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_named_first(name):
+    faulty, bf16, ops, text = PLANTED[name]
+    found = hmpx.compare(
+        Model(faulty),
+        batches(),
+        loss_of,
+        lists=policy(bf16, " ".join({*"linear mul add cross_entropy".split()} - {*bf16.split()})),
+    )
+    worst = found.worst(1)[0]
+    assert worst.op in ops and worst.where == line_of(faulty, text), str(found)
+
+
+class Masked(nn.Module):
+    """Attention over padded positions, whose mask is a product with a huge negative number."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, 4)
+
+    def forward(self, x, keep):
+        mask = (1 - keep) * torch.finfo(torch.float32).min
+        weights = torch.softmax(x + mask, -1)
+        return self.linear(weights * x)
+
+
+def padded(number=4):
+    keep = torch.ones(8, WIDTH)
+    keep[3] = 0  # a whole row
+    return [(x[:8], keep, y[:8]) for x, y in batches(number)]
+
+
+def masked_loss(model, x, keep, y):
+    return nn.functional.cross_entropy(model(x, keep), y)
+
+
+def test_a_mask_that_overflows_is_named_with_what_to_write_instead():
+    found = hmpx.compare(Masked(), padded(), masked_loss, lists=policy("mul linear", "softmax cross_entropy"))
+    first = found.first_nonfinite
+    assert (first.op, first.where, first.phase) == ("mul", line_of(Masked.forward, "mask ="), "forward")
+    assert first.mended is True and "torch.finfo(x.dtype).min" in first.note and found.worst(1) == [first]
+
+
+def test_a_backward_that_overflows_while_the_forward_is_fine():
+    """In BF16 the difference is zero, and so is the root; its slope is not finite."""
+
+    def faulty(h):
+        distance = (h * 1e-4 + 1) - 1
+        return torch.sqrt(distance.square()) * 1e4
+
+    found = hmpx.compare(Model(faulty), batches(), loss_of, lists=policy("add sub square sqrt linear", "cross_entropy"))
+    first = found.first_nonfinite
+    assert (first.op, first.where, first.phase) == ("sqrt", line_of(faulty, "sqrt"), "backward")
+    assert found.worst(1) == [first]
+
+
+class Steps(nn.Module):
+    """In-place ops, statistics, dropout, views, a shared weight, a checkpoint: what runs may disagree about."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.last, self.drop, self.reentrant = nn.Linear(WIDTH, 4), nn.Dropout(0.3), reentrant
+
+    def inner(self, x):
+        return self.drop(nn.functional.relu(self.norm(self.linear(x)), inplace=True))
+
+    def forward(self, x):
+        h = self.linear(x)
+        h = checkpoint(self.inner, h, use_reentrant=self.reentrant)
+        h.mul_(1.5)
+        return self.last(h.view(-1, 2, WIDTH // 2).transpose(0, 1).transpose(0, 1).reshape(-1, WIDTH))
+
+
+def snapshot(model):
+    return [(key, value.clone(), value.dtype) for key, value in model.state_dict().items()], [
+        None if p.grad is None else p.grad.clone() for p in model.parameters()
+    ]
+
+
+def same(a, b):
+    return all(
+        ka == kb and torch.equal(va, vb) and da is db for (ka, va, da), (kb, vb, db) in zip(a[0], b[0], strict=True)
+    ) and all((ga is None and gb is None) or torch.equal(ga, gb) for ga, gb in zip(a[1], b[1], strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_left_behind_and_random_ops_draw_the_same(reentrant, dtype):
+    model = Steps(reentrant).to(dtype)
+    data = [(x.to(dtype), y) for x, y in batches()]
+    loss_of(model, *data[0]).backward()
+    before, drawn = snapshot(model), torch.get_rng_state()
+    functions = torch.nn.functional.linear, torch.Tensor.mul_
+    found = hmpx.compare(model, data, loss_of)
+    assert same(before, snapshot(model)) and torch.equal(drawn, torch.get_rng_state())
+    assert functions == (torch.nn.functional.linear, torch.Tensor.mul_)
+    assert found.gradient_error < 0.1 and found.first_nonfinite is None, str(found)
+    assert {"linear", "batch_norm", "relu", "dropout", "mul"} <= {row.op for row in found.rows}
+    assert max(row.accumulated for row in found.rows if row.op == "dropout") < 0.02  # another mask would be about 1
+    assert {row.calls for row in found.rows if row.op == "dropout"} == {4}
+
+
+def test_the_effect_on_the_loss_is_that_of_a_run_with_this_op_alone():
+    """Against runs with one list name at a time, which round other numbers: right within a factor of two."""
+    model = Model(lambda h: torch.softmax(h, -1), 3.0)
+    data = batches()
+    found = hmpx.compare(model, data, loss_of, lists=policy("linear softmax", "cross_entropy mul"))
+    exact = [loss_of(model, *batch).item() for batch in data]
+    for op, others in (("linear", "softmax mul cross_entropy"), ("softmax", "linear mul cross_entropy")):
+        with hmpx.convert(**lists_of(op, others)):
+            alone = [loss_of(model, *batch).item() for batch in data]
+        measured = math.sqrt(sum((a - b) ** 2 for a, b in zip(alone, exact, strict=True)) / len(data))
+        predicted = next(row.loss_change for row in found.by_op() if row.op == op)
+        assert measured / 2 < predicted < measured * 2, op
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def lists_of(bf16, fp32):
+    for side, names in (("bf16", bf16), ("fp32", fp32), ("promote", "")):
+        with open(f"{side}.txt", "w") as file:
+            file.write("\n".join(names.split()) + "\n")
+    return {f"{side}_file_path": f"{side}.txt" for side in ("bf16", "fp32", "promote")}
+
+
+def test_errors_of_ops_are_those_that_a_hand_computes():
+    model, (x, y) = Model(lambda h: h), batches(1)[0]
+    found = hmpx.compare(model, [(x, y)], loss_of, lists=policy("linear", "mul cross_entropy"))
+    w, b = model.first.weight.detach(), model.first.bias.detach()
+    exact = x @ w.T + b
+    low = nn.functional.linear(x.bfloat16(), w.bfloat16(), b.bfloat16()).float()
+    row = found.rows[0]
+    assert (row.op, row.module, row.calls, row.rule) == ("linear", "first", 1, "bf16")
+    assert row.error == pytest.approx(float((low - exact).norm() / exact.norm()), rel=1e-5)
+    assert row.accumulated == pytest.approx(row.error, rel=1e-5)
+    spacing = 2.0 ** (torch.frexp(exact)[1] - 1 - 7)
+    assert row.ulp == pytest.approx(float(((low - exact).abs() / spacing).max()), rel=1e-5)
+    assert math.isnan(found.gradient_error)  # one batch has no noise
+    assert found.loss == pytest.approx(loss_of(model, x, y).item(), rel=1e-6)
+
+
+def test_gradient_errors_are_those_that_a_hand_computes():
+    model, data = Model(lambda h: h), batches(3)
+    found = hmpx.compare(model, data, loss_of, lists={"opt_level": "O2"})
+
+    def gradients():
+        flat = []
+        for batch in data:
+            grads = torch.autograd.grad(loss_of(model, *batch), list(model.parameters()))
+            flat.append(torch.cat([g.flatten() for g in grads]))
+        return torch.stack(flat)
+
+    exact = gradients()
+    with hmpx.convert(opt_level="O2"):
+        error = gradients() - exact
+    noise = ((exact - exact.mean(0)).square().sum() / (len(data) - 1)).sqrt()
+    assert found.gradient_error == pytest.approx(float(error.square().sum(1).mean().sqrt() / noise), rel=1e-4)
+    bias = error.mean(0).norm() / (noise / math.sqrt(len(data)))
+    assert found.gradient_bias == pytest.approx(float(bias), rel=1e-4)
+
+
+def test_estimates_are_near_what_is_measured():
+    """Of each op, beside runs with this op alone in low precision."""
+    model, data = Model(lambda h: torch.softmax(h, -1), 3.0), batches(8)
+    found = hmpx.compare(model, data, loss_of, lists=policy("linear softmax", "cross_entropy mul"))
+    for row in found.by_op():
+        if row.error:
+            alone = hmpx.compare(model, data, loss_of, lists=policy(row.op, "linear softmax mul cross_entropy"))
+            assert not row.measured and alone.gradient_error / 3 < row.gradient_error < alone.gradient_error * 3, row.op
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (lambda: (Model(torch.relu), batches(), lambda m, x, y: m(x)), "scalar tensor, not a tensor of shape (32, 4)"),
+        (lambda: (Model(torch.relu), batches(), lambda m, x, y: 1.0), "scalar tensor, not a float"),
+        (lambda: (Model(torch.relu), batches(), lambda m, x, y: m(x).sum().detach()), "the loss has no gradient"),
+        (lambda: (Counting(), batches(), loss_of), "when it is computed again"),
+        (lambda: (Model(torch.relu), [], loss_of), "batches is empty"),
+        (lambda: (Model(torch.relu), torch.ones(2), loss_of), "not a Tensor"),
+        (lambda: (torch.relu, batches(), loss_of), "not a torch.nn.Module"),
+        (lambda: (Model(torch.relu), batches(), loss_of, {"bf16_file": "x"}), "did you mean 'bf16_file_path'"),
+        (lambda: (Model(torch.relu), batches(), loss_of, "xla-use-bf16"), "maps dtypes"),
+    ],
+)
+def test_bad_input_is_told_and_nothing_is_changed(arguments, said):
+    model, data, loss, *lists = arguments()
+    function = torch.nn.functional.linear
+    with pytest.raises(hmpx.HmpxError, match=re.escape(said)):
+        hmpx.compare(model, data, loss, lists=lists[0] if lists else None)
+    assert torch.nn.functional.linear is function
+
+
+def test_the_conversion_in_force_is_what_is_compared_and_is_there_afterwards():
+    with hmpx.convert(opt_level="O2") as handle:
+        found = hmpx.compare(Model(torch.relu), batches(2), loss_of)
+        assert handle.active and found.policy == str(handle.policy)
+
+
+def test_results_alone_are_compared_without_a_loss():
+    found = hmpx.compare(Model(torch.relu), [batch[:1] for batch in batches(2)])
+    assert math.isnan(found.gradient_error) and math.isnan(found.rows[0].loss_change)
+    assert found.worst(1)[0].error > 0
+
+
+def test_what_runs_without_gradients_is_measured():
+    """Autograd knows nothing of it: positions in BF16 are not exact beyond 256."""
+
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(WIDTH, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                angles = torch.outer(torch.arange(1000.0, 1000.0 + len(x)), torch.linspace(0.1, 1, WIDTH))
+            return self.linear(x * angles.sin())
+
+    found = hmpx.compare(Rotary(), batches(), loss_of, lists=policy("outer", "linear sin mul cross_entropy"))
+    worst = found.worst(1)[0]
+    assert worst.op == "outer" and worst.measured and worst.gradient_error > 0.1 and "without gradients" in worst.note
+
+
+def test_it_is_saved_as_json(tmp_path):
+    found = hmpx.compare(Model(torch.relu), batches(2), loss_of)
+    found.json(tmp_path / "found.json")
+    read = json.loads((tmp_path / "found.json").read_text())
+    assert [row["op"] for row in read["rows"]] == [row.op for row in found.rows]
+    assert read["gradient_error"] == found.gradient_error and read["first_nonfinite"] is None
