@@ -39,7 +39,16 @@ class Row:
             tried.
         note: what else there is to say, in words.
 
+        is_broken: whether it breaks the training by itself, as far as is known.
+
     What does not exist is NaN: the effect on a loss where there is none, noise where there is one batch.
+
+    Example:
+        >>> batches = [(torch.randn(8, 4),) for _ in range(2)]
+        >>> found = hmpx.compare(model, batches, lambda model, x: model(x).square().mean())
+        >>> row = found.rows[0]
+        >>> row.op, row.rule, row.calls, row.error < 0.01, row.is_broken
+        ('linear', 'bf16', 2, True, False)
     """
 
     op: str
@@ -93,7 +102,7 @@ class Comparison:
     it alone. `json(path)` saves everything, `as_json()` is the same as objects, `html(path)` a page.
 
     Example:
-        >>> batches = [(torch.randn(8, 4), torch.randn(8, 2)) for _ in range(4)]
+        >>> batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(4)]
         >>> def loss(model, x, y):
         ...     return torch.nn.functional.mse_loss(model(x), y)
         >>> found = hmpx.compare(model, batches, loss)
