@@ -107,13 +107,18 @@ class SettingUp:
             self._conversion.restore()
             self._conversion = None
 
-    def enter(self) -> region_state.Region | None:
-        """Casts are on from here to `leave`. None: the recipe leaves ops alone, or `hmpx.restore()` was called."""
-        if self._conversion is None:
-            return None
-        if not torch.compiler.is_compiling() and not self._conversion.active:
-            if installation.current(Conversion) is None:
-                return None
+    @property
+    def casts_ops(self) -> bool:
+        """Whether ops are cast while the dtypes that code asks for are left alone."""
+        return self._policy is not None and not self.recipe.dtype_map
+
+    def enter(self) -> region_state.Region:
+        """Casts are on from here on, until `region_state.leave` is given the result.
+
+        After `hmpx.restore()` there is nothing that casts.
+        """
+        current = installation.current(Conversion)
+        if not torch.compiler.is_compiling() and current is not None and current is not self._conversion:
             self.install()  # another trainer's was in force
         return region_state.enter(True)
 
@@ -124,8 +129,7 @@ class SettingUp:
         try:
             yield
         finally:
-            if region is not None:
-                region_state.leave(region)
+            region_state.leave(region)
 
 
 def _cast_whole(module: torch.nn.Module, recipe: Recipe) -> None:

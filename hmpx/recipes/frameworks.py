@@ -28,7 +28,8 @@ logger = logging.getLogger("hmpx")
 # What the tests were last run with; constraints.txt pins the same.
 TESTED = {"accelerate": "1.15.0", "lightning": "2.6.6", "pytorch_lightning": "2.6.6", "transformers": "5.23.0"}
 
-AUTOCAST, MODEL_DTYPE, ACCUMULATION, GRADIENT_NORM = "autocast", "model dtype", "accumulation", "gradient norm"
+AUTOCAST, MODEL_DTYPE, ENGINE = "autocast", "model dtype", "engine"
+ACCUMULATION, GRADIENT_NORM = "accumulation", "gradient norm"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ def of_accelerate() -> Iterator[Asked]:
     precision = states.AcceleratorState._shared_state.get("_mixed_precision", "no")
     if precision not in ("no", None):
         yield Asked(f"Accelerator(mixed_precision={str(precision)!r})", AUTOCAST)
+    if str(states.PartialState._shared_state.get("distributed_type")).endswith("DEEPSPEED"):
+        yield Asked("Accelerate's DeepSpeed plugin", ENGINE)
     steps = (states.GradientState._shared_state.get("plugin_kwargs") or {}).get("num_steps", 1)
     if steps > 1:
         yield Asked(f"Accelerator(gradient_accumulation_steps={steps})", ACCUMULATION)
@@ -62,6 +65,8 @@ def of_transformers(arguments: Any) -> Iterator[Asked]:
             yield Asked(f"TrainingArguments({name}=True)", what)
     if not (getattr(arguments, "bf16", False) or getattr(arguments, "fp16", False)):  # `accelerate launch` may have
         yield from (asked for asked in of_accelerate() if asked.what == AUTOCAST)
+    if getattr(arguments, "deepspeed", None):
+        yield Asked("TrainingArguments(deepspeed=...)", ENGINE)
     if arguments.gradient_accumulation_steps > 1:
         steps = arguments.gradient_accumulation_steps
         yield Asked(f"TrainingArguments(gradient_accumulation_steps={steps})", ACCUMULATION)
@@ -74,6 +79,8 @@ def of_lightning(trainer: Any) -> Iterator[Asked]:
     precision = getattr(trainer.precision_plugin, "precision", "32-true")
     if not hasattr(trainer.precision_plugin, "recipe") and precision != "32-true":
         yield Asked(f"Trainer(precision={precision!r})", AUTOCAST if precision.endswith("mixed") else MODEL_DTYPE)
+    if type(trainer.strategy).__name__ == "DeepSpeedStrategy":
+        yield Asked("Trainer(strategy=DeepSpeedStrategy())", ENGINE)
     if trainer.accumulate_grad_batches > 1:
         yield Asked(f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})", ACCUMULATION)
     if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
@@ -90,6 +97,8 @@ def conflict(asked: Asked, recipe: Recipe) -> str:
     if asked.what == MODEL_DTYPE:
         why = "it casts the model itself, and the recipe says which dtype the weights have"
         return f"{asked.words} beside a recipe: {why}; leave it out"
+    if asked.what == ENGINE:
+        return f"{asked.words} beside a recipe: DeepSpeed holds and updates weights in an engine of its own; take one"
     if asked.what in (ACCUMULATION, GRADIENT_NORM) and recipe.release_gradients:
         why = "adds up gradients" if asked.what == ACCUMULATION else "clips or measures gradients before the step"
         return (

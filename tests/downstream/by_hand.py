@@ -43,8 +43,8 @@ def loader(count: int = 8) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(batches(count), batch_size=None)
 
 
-def adamw(params: Iterable) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+def adamw(params: Iterable, weight_decay: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=weight_decay)
 
 
 class ByHand:

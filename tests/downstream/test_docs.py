@@ -9,10 +9,12 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from transformers import Trainer
 
 import hmpx
-from hmpx.integrations import lightning
+from hmpx.integrations import lightning, transformers
 from tests.downstream.by_hand import adamw, loader, net
+from tests.downstream.trainer import arguments, gpt2, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 README = (Path(hmpx.__file__).parent / "integrations" / "README.md").read_text()
@@ -32,13 +34,22 @@ class Module(pl.LightningModule):
         return adamw(self.parameters())
 
 
+PUBLIC = [getattr(module, name) for module in (lightning, transformers) for name in module.__all__]
+
+
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """What a training script has in hand."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bf16.txt").write_text("linear\n")
     (tmp_path / "fp32.txt").write_text("cross_entropy\n")
-    return {"torch": torch, "hmpx": hmpx, "pl": pl, "module": Module(), "batches": loader()}
+    of_trainer = {
+        "Trainer": Trainer,
+        "model": gpt2(),
+        "arguments": arguments(tmp_path, max_steps=2),
+        "texts": texts(),
+    }
+    return {"torch": torch, "hmpx": hmpx, "pl": pl, "module": Module(), "batches": loader(), **of_trainer}
 
 
 @pytest.mark.parametrize("framework", sorted({framework for framework, _ in BLOCK.findall(README)}))
@@ -48,10 +59,11 @@ def test_the_lines_of_the_readme_run(framework, world):
             exec(compile(block, "train.py", "exec"), world)
 
 
-@pytest.mark.parametrize("thing", [lightning.HmpxPrecision, lightning.HPUPrecisionPlugin])
+@pytest.mark.parametrize("thing", PUBLIC)
 def test_the_example_of_a_docstring_runs(thing, world):
     test = doctest.DocTestParser().get_doctest(thing.__doc__, world, thing.__name__, thing.__module__, 0)
     assert test.examples
     said: list[str] = []
-    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False).run(test, out=said.append, clear_globs=False)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
+    runner.run(test, out=said.append, clear_globs=False)
     assert not said, "".join(said)

@@ -98,3 +98,40 @@ def test_lightnings_strategies_have_the_bits_of_one_process(tmp_path):
     for name, weights in found[0].items():
         by_hand = ByHand(net(), name.split(",")[0], prefix="net.").train(batches(BATCHES) * 2)
         assert weights == bits(by_hand.model), name
+
+
+def _by_transformers(rank: int, port: int, folder: str) -> dict:
+    """The bits under DDP of an unbroken run, and of one that was resumed half-way."""
+    _as_torchrun_does(port)
+    import warnings
+
+    import torch
+
+    from tests.downstream.scripts import torchvision_ops  # noqa: F401
+
+    warnings.filterwarnings("ignore")
+    from tests.downstream.trainer import NO_DROPOUT, gpt2, texts, trained
+
+    keep_what_is_there_out_of_sight()
+    # Each batch stands there twice, so that both ranks see it.
+    data = [text for i in range(0, 32, 4) for text in texts()[i : i + 4] * 2]
+    how = {"save_strategy": "steps", "save_steps": 4, "ddp_backend": "gloo", "weight_decay": 0.0, "max_grad_norm": 0.0}
+    found = {}
+    for way in ("stochastic", "master"):
+        at = Path(folder) / way
+        for name, resume in ((way, None), (f"{way}, resumed", str(at / "checkpoint-4"))):
+            model = gpt2(**NO_DROPOUT)
+            run = trained(model, RECIPES[way], at, resume, data=data, **how)
+            assert isinstance(run.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+            found[name] = bits(model)
+    return found
+
+
+def test_transformers_under_ddp_has_the_bits_of_one_process(tmp_path):
+    from tests.downstream import trainer
+
+    found = ranks.run(2, _by_transformers, _free_port(), str(tmp_path))
+    assert found[0] == found[1] and len(found[0]) == 4
+    for name, weights in found[0].items():
+        by_hand = trainer.by_hand(name.split(",")[0], lambda ps: adamw(ps, weight_decay=0.0))
+        assert weights == bits(by_hand), name

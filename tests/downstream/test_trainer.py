@@ -1,0 +1,292 @@
+"""`HmpxCallback` in the hands of transformers' Trainer, beside a loop written by hand, and resumed beside unbroken."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import warnings
+
+import pytest
+import torch
+from transformers import (
+    Adafactor,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+)
+
+import hmpx
+from hmpx.integrations.transformers import HmpxCallback
+from tests.downstream.by_hand import AUTOCASTS, RECIPES, bits, state_bits
+from tests.downstream.trainer import NO_DROPOUT, arguments, by_hand, gpt2, texts, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("way", RECIPES)
+@pytest.mark.parametrize("accumulate, clip", [(1, 0.0), (2, 0.1)])
+def test_a_run_has_the_bits_of_a_loop_by_hand(way, accumulate, clip, tmp_path):
+    model = gpt2(**NO_DROPOUT)
+    groups = {"weight_decay": 0.0, "gradient_accumulation_steps": accumulate, "max_grad_norm": clip}
+    trained(model, RECIPES[way], tmp_path, **groups)
+
+    def optimizer(params):
+        return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0)
+
+    assert bits(model) == bits(by_hand(way, optimizer, accumulate, clip))
+
+
+class Subclass(Trainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        return self.optimizer
+
+
+def _sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def _adafactor(params):
+    return Adafactor(params, lr=1e-2, scale_parameter=False, relative_step=False)
+
+
+@pytest.mark.parametrize("made", ["optimizers=", "subclass", "adafactor"])
+def test_whatever_makes_the_optimizer(made, tmp_path):
+    model = gpt2(**NO_DROPOUT)
+    how = {
+        "optimizers=": {"optimizers": (_sgd(model.parameters()), None)},
+        "subclass": {"cls": Subclass},
+        "adafactor": {"optim": "adafactor", "weight_decay": 0.0},
+    }
+    trained(model, RECIPES["stochastic"], tmp_path, max_grad_norm=0.0, **how[made])
+    assert bits(model) == bits(by_hand("stochastic", _adafactor if made == "adafactor" else _sgd))
+
+
+def test_bf16_models_train_and_a_model_that_is_made_late(tmp_path):
+    expected = gpt2(**NO_DROPOUT)
+    trained(expected, RECIPES["stochastic"], tmp_path)
+    in_bf16 = gpt2(**NO_DROPOUT).bfloat16()
+    trained(in_bf16, RECIPES["stochastic"], tmp_path)
+    late = trained(None, RECIPES["stochastic"], tmp_path, model_init=lambda: gpt2(**NO_DROPOUT)).model
+    assert bits(expected) == bits(in_bf16) == bits(late)
+
+
+def test_a_callback_that_is_added_late_serves_too(tmp_path):
+    expected, model = gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT)
+    trained(expected, RECIPES["stochastic"], tmp_path)
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=texts())
+    trainer.add_callback(HmpxCallback(RECIPES["stochastic"]))
+    trainer.train()
+    assert bits(expected) == bits(model)
+
+
+RESUMED = [*RECIPES.values(), "torchao-bf16-sr", {**RECIPES["master"], "weights": "split"}]
+
+
+@pytest.mark.parametrize(
+    "recipe", RESUMED, ids=lambda recipe: recipe if isinstance(recipe, str) else recipe.get("weights")
+)
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one(recipe, tmp_path, caplog):
+    """Dropout, a schedule and accumulation included."""
+    how = {
+        "save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2, "lr_scheduler_type": "linear",
+        "train_sampling_strategy": "random",
+    }  # fmt: skip
+    unbroken, resumed = gpt2(), gpt2()
+    with caplog.at_level(logging.WARNING, "hmpx"):
+        whole = trained(unbroken, recipe, tmp_path, **how)
+        torch.manual_seed(99)
+        rest = trained(resumed, recipe, tmp_path, resume=str(tmp_path / "checkpoint-4"), **how)
+    assert bits(unbroken) == bits(resumed)
+    assert state_bits(whole.optimizer) == state_bits(rest.optimizer)
+    assert not [record for record in caplog.records if record.name == "hmpx"]
+
+
+def test_masters_that_a_checkpoint_does_not_hold_are_missed(tmp_path, caplog):
+    recipe, how = {**AUTOCASTS, "weights": "master"}, {"save_strategy": "steps", "save_steps": 4}
+    trained(gpt2(), recipe, tmp_path, **how)
+    with caplog.at_level(logging.WARNING, "hmpx"):
+        trained(gpt2(), recipe, tmp_path, resume=str(tmp_path / "checkpoint-4"), **how)
+    assert "the checkpoint has no masters" in caplog.text
+
+
+def test_evaluate_and_predict_before_during_and_after(tmp_path):
+    """The loss of an evaluation by hand under autocast; logits come out in FP32, as with `bf16=True`."""
+    model, data = gpt2(**NO_DROPOUT), texts(4)
+    trainer = Trainer(model, arguments(tmp_path), eval_dataset=data, callbacks=[HmpxCallback(RECIPES["FP32 weights"])])
+    before = trainer.evaluate()["eval_loss"]
+    whole, of_trainer = torch.stack([text["input_ids"] for text in data]), {"num_items_in_batch": torch.tensor(48)}
+    with torch.autocast("cpu", dtype=BF16, cache_enabled=False), torch.no_grad():
+        expected = gpt2(**NO_DROPOUT).eval()(input_ids=whole, labels=whole, **of_trainer)
+    assert before == expected.loss.item()
+    logits = torch.from_numpy(trainer.predict(data).predictions)
+    assert expected.logits.dtype is BF16
+    assert logits.dtype is torch.float32 and torch.equal(logits, expected.logits.float())
+    trainer.train_dataset = texts()
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    assert after != before
+    direct = model.eval()(input_ids=whole, labels=whole, **of_trainer)
+    assert direct.loss.item() == after and direct.logits.dtype is torch.float32
+    assert torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype is torch.float32  # outside of the model
+
+
+def t5():
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0,
+            dropout_rate=0.0,
+        )
+    )  # fmt: skip
+
+
+def test_generate_has_the_tokens_and_scores_of_a_conversion_by_hand(tmp_path):
+    """Also of an encoder, which `generate` calls by itself, before the model."""
+    ways = {"max_new_tokens": 5, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    inputs = torch.stack([text["input_ids"] for text in texts(2)])
+    for make in (gpt2, t5):
+        model, reference = make().eval(), make().eval()
+        Trainer(model, arguments(tmp_path), callbacks=[HmpxCallback("hmp-o1")])
+        got = model.generate(inputs, **ways)
+        hmpx.restore()
+        plain = reference.generate(inputs, **ways)
+        with hmpx.convert():
+            expected = reference.generate(inputs, **ways)
+        assert not torch.equal(plain.scores[0], expected.scores[0])
+        assert torch.equal(got.sequences, expected.sequences)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(got.scores, expected.scores, strict=True))
+
+
+def test_a_seq2seq_trainer_predicts_with_generate(tmp_path):
+    data = [{"input_ids": text["input_ids"], "labels": text["input_ids"][:6]} for text in texts(4)]
+    how = arguments(tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True)
+    trainer = Seq2SeqTrainer(t5(), how, train_dataset=data, callbacks=[HmpxCallback("neuron-bf16-sr")])
+    trainer.train()
+    assert len(trainer.predict(data, max_new_tokens=5).predictions) == 4
+
+
+def test_torch_compile_has_the_bits_of_eager(tmp_path):
+    """With FP32 weights, where casts make a difference."""
+    eager, compiled, without = gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT)
+    trained(eager, RECIPES["FP32 weights"], tmp_path)
+    compiling = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    trained(compiled, RECIPES["FP32 weights"], tmp_path, **compiling)
+    trained(without, None, tmp_path)
+    assert bits(eager) == bits(compiled) != bits(without)
+
+
+def test_gradient_checkpointing_has_the_bits_of_a_run_without(tmp_path):
+    models = gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT)
+    for model, recomputing in zip(models, (False, True), strict=True):
+        trained(model, RECIPES["stochastic"], tmp_path, activation_checkpointing=recomputing)
+    assert bits(models[0]) == bits(models[1])
+
+
+def test_copies_and_pickles_of_the_model_are_taken(tmp_path):
+    """As for a moving average of the weights: a copy is cast too, and knows nothing of the original."""
+    model = gpt2(**NO_DROPOUT)
+    trained(model, RECIPES["stochastic"], tmp_path)
+    inputs = texts(1)[0]["input_ids"][None]
+    expected = model.eval()(inputs).logits
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert torch.equal(copied(inputs).logits, expected)
+    assert pickle.loads(pickle.dumps(copied))(inputs).logits.dtype is BF16
+
+
+def test_two_trainers_with_two_recipes_do_not_meet(tmp_path):
+    """Nor does a third one without any."""
+    first, second, third = gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT)
+    plain = gpt2(**NO_DROPOUT)
+    trained(plain, None, tmp_path)
+    trainers = [
+        Trainer(model, arguments(tmp_path), train_dataset=texts(), eval_dataset=texts(4), callbacks=callbacks)
+        for model, callbacks in (
+            (first, [HmpxCallback(RECIPES["stochastic"])]),
+            (second, [HmpxCallback("hmp-o2")]),
+            (third, []),
+        )
+    ]
+    for trainer in trainers:
+        trainer.train()
+    alone = gpt2(**NO_DROPOUT)
+    trainer = trained(alone, RECIPES["stochastic"], tmp_path)
+    assert bits(alone) == bits(first) and bits(third) == bits(plain) and bits(second) != bits(plain)
+    assert trainers[0].evaluate()["eval_loss"] == trainer.evaluate(texts(4))["eval_loss"]
+
+
+CONFLICTS = {
+    "bf16": ("neuron-bf16-sr", {"bf16": True}, r"TrainingArguments\(bf16=True\) beside a recipe"),
+    "bf16_full_eval": ("hmp-o1", {"bf16_full_eval": True}, "casts the model itself"),
+    "accumulation": ("lean", {"gradient_accumulation_steps": 2}, r"gradient_accumulation_steps=2\) adds up"),
+    "norm": ("lean", {"max_grad_norm": 0.0}, r"max_grad_norm=0.0\) clips or measures"),
+    "pattern": ({"module_dtypes": {"nosuch": "float32"}}, {}, "'nosuch' is the name of no module"),
+}
+
+
+@pytest.mark.parametrize("case", CONFLICTS)
+def test_what_does_not_fit_is_refused_when_the_trainer_is_made_and_changes_nothing(case, tmp_path):
+    recipe, more, said = CONFLICTS[case]
+    model, product = gpt2(), torch.matmul
+    before = bits(model)
+    with pytest.raises(hmpx.HmpxError, match=said):
+        Trainer(model, arguments(tmp_path, **more), train_dataset=texts(), callbacks=[HmpxCallback(recipe)])
+    assert bits(model) == before and torch.matmul is product and not model._forward_hooks
+
+
+def test_two_recipes_are_refused(tmp_path):
+    both = [HmpxCallback("hmp-o1"), HmpxCallback("hmp-o2")]
+    with pytest.raises(hmpx.HmpxError, match="two HmpxCallbacks in one Trainer"):
+        Trainer(gpt2(), arguments(tmp_path), callbacks=both)
+    with hmpx.activate("hmp-o1"), pytest.raises(hmpx.HmpxError, match="take one of the two"):
+        Trainer(gpt2(), arguments(tmp_path), callbacks=both[:1])
+    with pytest.raises(hmpx.HmpxError, match="did you mean 'hmp-o1'"):
+        HmpxCallback("hmp-01")
+
+
+def test_a_model_goes_from_one_trainer_to_the_next(tmp_path):
+    model = gpt2(**NO_DROPOUT)
+    trained(model, RECIPES["stochastic"], tmp_path)
+    trained(model, {**RECIPES["stochastic"], "weights": "master"}, tmp_path)
+    assert len(model._forward_hooks) == 1
+
+
+def test_a_gaudi_configuration_is_a_recipe(tmp_path):
+    """The bits of its lists by hmp.convert in a loop by hand."""
+    path = tmp_path / "gaudi_config.json"
+    path.write_text(
+        '{"use_habana_mixed_precision": true, "hmp_opt_level": "O1", "hmp_is_verbose": false,\n'
+        '"hmp_bf16_ops": ["linear", "addmm", "matmul"], "hmp_fp32_ops": ["cross_entropy", "embedding"]}'
+    )
+    model, reference = gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT)
+    trained(model, str(path), tmp_path, weight_decay=0.0, max_grad_norm=0.0)
+    hmpx.restore()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
+    data = [text["input_ids"] for text in texts()]
+    with hmpx.hmp.convert(bf16_file_path=path, fp32_file_path=path):
+        for i in range(0, len(data), 4):
+            batch = torch.stack(data[i : i + 4])
+            reference(input_ids=batch, labels=batch, num_items_in_batch=torch.tensor(48)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert bits(model) == bits(reference) and model.dtype is torch.float32
+
+
+def test_a_fresh_run_warns_of_nothing(tmp_path, caplog):
+    def said(recipe):
+        with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
+            warnings.simplefilter("always")
+            trained(gpt2(), recipe, tmp_path)
+        return {str(each.message) for each in caught}
+
+    recipes = "neuron-bf16-sr", {"weights": "master", "use_master_weights_in_ckpt": True}
+    plain = said(None)
+    assert all(said(recipe) <= plain for recipe in recipes)
+    assert not [record for record in caplog.records if record.name == "hmpx"]
