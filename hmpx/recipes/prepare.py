@@ -10,8 +10,10 @@ from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hmpx import conversion
 from hmpx.casts.policy import Policy
@@ -79,6 +81,7 @@ def prepare(
                 undo.callback(attachment.detach)
         convert(recipe, policy)
         undo.pop_all()
+    _refuse_later(stepping, recipe)
     logger.info("hmpx: prepared by this recipe:\n%s", recipe)
     return model, optimizer
 
@@ -93,6 +96,24 @@ def convert(recipe: Recipe, policy: Policy | None, *, enabled: bool = True) -> C
     if policy is None:
         return None
     return conversion.install(policy, recipe.verbose, enabled, recipe.mapped(), recipe.kernels)
+
+
+def _refuse_later(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Look again when Accelerate takes the optimizer, which it then gives its own state: it may be made after this."""
+    if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+        return
+
+    def loading(optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
+        if conversion.installed() is not None or attached(optimizer) is not None:
+            frameworks.refuse(frameworks.of_accelerate(), recipe)
+
+    before = _looking.pop(optimizer, None)
+    if before is not None:
+        before.remove()
+    _looking[optimizer] = optimizer.register_load_state_dict_pre_hook(loading)
+
+
+_looking: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 def facts(recipe: Recipe) -> dict[str, Any]:

@@ -135,3 +135,57 @@ def test_transformers_under_ddp_has_the_bits_of_one_process(tmp_path):
     for name, weights in found[0].items():
         by_hand = trainer.by_hand(name.split(",")[0], lambda ps: adamw(ps, weight_decay=0.0))
         assert weights == bits(by_hand), name
+
+
+def _by_accelerate(rank: int, port: int, folder: str) -> dict:
+    """The bits of an unbroken run and of one that was resumed half-way, by DDP and FSDP2."""
+    _as_torchrun_does(port)
+    import warnings
+
+    import accelerate
+    import torch
+
+    import hmpx
+
+    warnings.filterwarnings("ignore")
+    keep_what_is_there_out_of_sight()
+
+    def run(name, recipe, resume=False):
+        accelerate.state.AcceleratorState._reset_state(True)
+        shards = {"fsdp_version": 2, "reshard_after_forward": True, "auto_wrap_policy": "no_wrap"}
+        plugin = accelerate.FullyShardedDataParallelPlugin(**shards) if name == "FSDP2" else None
+        accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
+        model = net() if name == "DDP, before" else net().bfloat16()
+        optimizer = adamw(model.parameters())
+        if name == "DDP, before":
+            hmpx.prepare(model, optimizer, recipe)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if name != "DDP, before":
+            hmpx.prepare(model, optimizer, recipe)
+        at = str(Path(folder) / name)
+        if resume:
+            accelerator.load_state(at)
+        for i, (inputs, targets) in enumerate(batches()):
+            if resume and i < 4:
+                continue
+            accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == 3 and not resume:
+                accelerator.save_state(at)
+        hmpx.restore()
+        whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in model.named_parameters()}
+        return {name.removeprefix("module."): digest(tensor) for name, tensor in whole.items()}
+
+    found = {}
+    for name in ("DDP, before", "DDP", "FSDP2"):
+        found[name] = run(name, RECIPES["master"])
+        found[f"{name}, resumed"] = run(name, RECIPES["master"], resume=True)
+    return found
+
+
+def test_accelerates_ddp_and_fsdp2_have_the_bits_of_one_process(tmp_path):
+    found = ranks.run(2, _by_accelerate, _free_port(), str(tmp_path))
+    assert found[0] == found[1] and len(found[0]) == 6
+    by_hand = bits(ByHand(net(), "master").train(batches()).model)
+    assert found[0] == dict.fromkeys(found[0], by_hand)
