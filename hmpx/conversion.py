@@ -196,8 +196,9 @@ def convert(
         (torch.bfloat16, torch.float32)
         >>> hmpx.restore()
     """
-    lists = read_lists(bf16_file_path, fp32_file_path, promote_file_path)
-    return install(build_policy(opt_level, lists, unknown, low_precision), isVerbose, enabled, dtype_map, kernels)
+    with none_collected():
+        lists = read_lists(bf16_file_path, fp32_file_path, promote_file_path)
+        return install(build_policy(opt_level, lists, unknown, low_precision), isVerbose, enabled, dtype_map, kernels)
 
 
 def install(
