@@ -106,8 +106,8 @@ class Comparison:
         >>> def loss(model, x, y):
         ...     return torch.nn.functional.mse_loss(model(x), y)
         >>> found = hmpx.compare(model, batches, loss)
-        >>> [(row.op, row.rule) for row in found.rows]
-        [('linear', 'bf16'), ('mse_loss', 'fp32')]
+        >>> [(row.op, row.rule, row.dtypes) for row in found.rows][0]
+        ('linear', 'bf16', 'float32 -> bfloat16')
         >>> found.gradient_error < 0.1, found.first_nonfinite
         (True, None)
     """
