@@ -91,6 +91,44 @@ def test_a_planted_fault_is_named_first(name):
     assert worst.op in ops and worst.where == line_of(faulty, text), str(found)
 
 
+def position_left_in_bf16(h):
+    positions = torch.arange(1000, 1000 + len(h)).float()
+    return torch.sin(positions.to(torch.bfloat16).float()[:, None] * 0.7) * h
+
+
+def one_plus_epsilon(h):
+    cosine = h / (h.norm(dim=-1, keepdim=True) + 1e-6)
+    first = cosine.abs().amax(-1, keepdim=True)
+    squared = (first / first.detach()).square()
+    gap = torch.add(1 + 1e-4, squared, alpha=-1)
+    return h * torch.rsqrt(gap) * 1e-2
+
+
+def test_a_cast_that_was_left_in_by_hand_is_named():
+    found = hmpx.compare(Model(position_left_in_bf16), batches(), loss_of, lists=policy("linear", "mul sin"))
+    worst = found.worst(1)[0]
+    assert (worst.op, worst.where) == ("to", line_of(position_left_in_bf16, "sin(")), str(found)
+    assert worst.reason == "cast by hand" and worst.dtypes == "float32 -> bfloat16"
+
+
+def test_a_loss_on_bf16_logits_is_named():
+    """Of many classes and large logits, as at the end of a decoder."""
+    model = Model(lambda h: h, 60.0)
+    found = hmpx.compare(model, batches(), loss_of, lists=policy("cross_entropy", "linear mul"))
+    assert found.worst(1)[0].op == "cross_entropy" == found.by_op()[0].op
+    assert found.worst(1)[0].where == line_of(loss_of, "cross_entropy")
+
+
+def test_two_ops_that_each_break_it_are_both_named():
+    def faulty(h):
+        return sharp_softmax(h) * 4 + long_sum(h)
+
+    found = hmpx.compare(Model(faulty), batches(), loss_of, lists=policy("softmax cumsum", "linear mul add"))
+    assert {row.op for row in found.broken} == {"softmax", "cumsum"} == {row.op for row in found.worst(2)}
+    assert "2 ops each break it alone" in str(found)
+    assert all(row.measured for row in found.broken)
+
+
 class Masked(nn.Module):
     """Attention over padded positions, whose mask is a product with a huge negative number."""
 

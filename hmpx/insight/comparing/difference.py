@@ -30,26 +30,28 @@ class Difference:
     ulp: float = 0.0
     nonfinite: int = 0
 
-    def add(self, low: Tensor, exact: Tensor, ulp_of: torch.dtype | None = None) -> Tensor:
-        """Add one result, and return the difference in FP32, with zeros where it is not finite."""
-        with torch.no_grad():
-            low, exact = low.detach().float(), exact.detach().float()
-            delta = low - exact
-            error, whole = _square(delta), _square(exact)
-            if not math.isfinite(error) or not math.isfinite(whole):
-                self.nonfinite += int((~torch.isfinite(low) & torch.isfinite(exact)).sum())
-                delta = delta.where(torch.isfinite(delta), 0.0)
-                exact = exact.where(torch.isfinite(exact), 0.0)
-                error, whole = _square(delta.double()), _square(exact.double())
-            self.error += error
-            self.exact += whole
-            self.total += float(delta.sum())
-            self.elements += delta.numel()
-            if ulp_of in _MANTISSA and delta.numel():
-                power = (exact.contiguous().view(torch.int32) & _EXPONENT).view(torch.float32)
-                power = power.clamp_min(torch.finfo(ulp_of).smallest_normal)
-                self.ulp = max(self.ulp, float((delta.abs() / power).max()) * 2 ** _MANTISSA[ulp_of])
-            return delta
+    def add(self, low: Tensor, exact: Tensor, unit: torch.dtype | None = None) -> Tensor:
+        """Add one result, and return the difference in FP32, with zeros where it is not finite.
+
+        unit: the dtype in whose units in the last place the largest difference is noted; None: it is not.
+        """
+        low, exact = low.detach().float(), exact.detach().float()
+        delta = low - exact
+        error, whole = _square(delta), _square(exact)
+        if not math.isfinite(error) or not math.isfinite(whole):
+            self.nonfinite += int((~torch.isfinite(low) & torch.isfinite(exact)).sum())
+            delta = delta.where(torch.isfinite(delta), 0.0)
+            exact = exact.where(torch.isfinite(exact), 0.0)
+            error, whole = _square(delta.double()), _square(exact.double())
+        self.error += error
+        self.exact += whole
+        self.elements += delta.numel()
+        if unit in _MANTISSA and delta.numel():
+            power = (exact.contiguous().view(torch.int32) & _EXPONENT).view(torch.float32)
+            power = power.clamp_min(torch.finfo(unit).smallest_normal)
+            self.ulp = max(self.ulp, float((delta.abs() / power).max()) * 2 ** _MANTISSA[unit])
+        self.total += float(delta.sum())
+        return delta
 
     def merge(self, other: Difference) -> None:
         """Add what another holds."""

@@ -44,9 +44,10 @@ class Noise:
             self._sum, self._error_sum = [torch.zeros_like(g) for g in exact], [torch.zeros_like(g) for g in exact]
         for total, value in ((self._sum, exact), (self._error_sum, errors)):
             torch._foreach_add_(total, list(value))
-        self._squares += square(exact)
-        self._errors += square(errors)
-        self._wrong.append(math.isfinite(square(exact)) and not math.isfinite(square(low)))
+        whole, error = square(exact), square(errors)
+        self._squares += whole
+        self._errors += error
+        self._wrong.append(math.isfinite(whole) and not math.isfinite(error))
         self.batches += 1
 
     def is_wrong(self, batch: int) -> bool:
@@ -79,7 +80,8 @@ class Noise:
 
 def square(gradients: Sequence[Tensor]) -> float:
     """The squared norm of all of them; infinite where one is not finite."""
-    total = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients)
+    norms = torch.stack(torch._foreach_norm(list(gradients))).double()
+    total = float(norms.square().sum())
     return total if math.isfinite(total) else math.inf
 
 
@@ -95,8 +97,7 @@ def directions(parameters: Sequence[Tensor], seed: int = 0) -> list[list[Tensor]
 def step_size(parameters: Sequence[Tensor]) -> float:
     """h: how far the weights are shifted along a direction."""
     elements = sum(p.numel() for p in parameters)
-    mean = sum(float(torch.linalg.vector_norm(p.detach(), dtype=torch.float32)) ** 2 for p in parameters) / elements
-    return SHIFT * (math.sqrt(mean) or 1.0)
+    return SHIFT * (math.sqrt(square([p.detach().float() for p in parameters]) / elements) or 1.0)
 
 
 def mean_square(projected: Sequence[float]) -> float:

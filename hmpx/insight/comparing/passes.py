@@ -163,10 +163,11 @@ class Wide(Low):
         beside = self._beside(asked, kept) if kept.is_low else None
         result = in_fp32(asked)
         results = floating((result,))
-        if not again:
-            self._accumulate(asked.site, kept, results)
-        if beside is not None:
-            deltas = self._measure(asked, kept, beside, results, again)
+        with torch.no_grad():
+            if not again:
+                self._accumulate(asked.site, kept, results)
+            deltas = None if beside is None else self._measure(asked, kept, beside, results, again)
+        if deltas is not None:
             asked.site.deltas[number] = deltas
             _score_in_backward(asked.site.loss_change, asked, results, deltas)
             if not torch.is_grad_enabled():
@@ -191,13 +192,19 @@ class Wide(Low):
             _draw_again(kept)
             return floating((low,)), exact
 
-    @staticmethod
     def _measure(
-        asked: Asked, kept: Call, beside: tuple[list[Tensor], list[Tensor] | None], results: list[Tensor], again: bool
+        self,
+        asked: Asked,
+        kept: Call,
+        beside: tuple[list[Tensor], list[Tensor] | None],
+        results: list[Tensor],
+        again: bool,
     ) -> list[Tensor]:
         low, exact = beside
         difference = Difference() if again else asked.site.alone
-        unit = next((dtype for dtype in (*(each.dtype for each in low), *kept.dtypes) if dtype in LOW), None)
+        unit = None
+        if self._sites.batch == 0:  # of one batch, for it takes as long as all the rest
+            unit = next((dtype for dtype in (*(each.dtype for each in low), *kept.dtypes) if dtype in LOW), None)
         return [difference.add(a, b, unit) for a, b in zip(low, exact or results, strict=False)]
 
     def _accumulate(self, site: Compared, kept: Call, results: list[Tensor]) -> None:
@@ -254,7 +261,7 @@ def _score_in_backward(scores: list[float], asked: Asked, results: list[Tensor],
 
 def _score(scores: list[float], delta: Tensor, gradient: Tensor) -> None:
     with unobserved(), torch.no_grad():
-        scores[-1] += float((gradient.float() * delta).sum())
+        scores[-1] += float(torch.dot(gradient.float().reshape(-1), delta.reshape(-1)))
 
 
 def _draw_again(kept: Call) -> None:
