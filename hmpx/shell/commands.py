@@ -17,7 +17,7 @@ from hmpx.insight.sites import explain_site
 from hmpx.recipes import environment, run_script
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.recipe import Recipe, as_recipe, changed, read_recipe, with_and_without_zero
-from hmpx.shell import audit
+from hmpx.shell import audit, compare
 from hmpx.shell.options import add_recipe_options, lists_asked, name_from_environment, recipe_asked, with_options
 
 _SITE = re.compile(r"(.+\.\w+):(\d+)")
@@ -90,6 +90,7 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
     check.set_defaults(run=_check)
 
     audit.add(add)
+    compare.add(add)
 
 
 def _run(options: argparse.Namespace) -> int:

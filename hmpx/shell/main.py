@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit status.
 
-    0: done. 1: `check` has found a problem, or `audit` an op in another precision. 2: an error.
+    0: done. 1: `check`, `audit` or `compare` has found something wrong. 2: an error.
     """
     as_script = Path(sys.argv[0]).stem == "hmpx"
     prog = "hmpx" if as_script else "python -m hmpx"

@@ -138,7 +138,7 @@ def test_version_and_help(capsys):
     assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == [*COMMANDS, "bench"]
 
 
-COMMANDS = ["run", "recipes", "explain", "ops", "check", "audit"]
+COMMANDS = ["run", "recipes", "explain", "ops", "check", "audit", "compare"]
 
 
 @pytest.mark.parametrize("command", [*([each] for each in COMMANDS), ["bench"], *(["bench", t] for t in (
@@ -379,7 +379,7 @@ def alone():
         ("mine.py:stepp", (), 2, "mine.py has no 'stepp'; did you mean 'step'?"),
         ("mime.py:step", (), 2, "mime.py: no such file; did you mean 'mine.py'?"),
         ("no.such:step", (), 2, "there is no module 'no.such' to import"),
-        ("mine.py", (), 2, "audit takes MODULE:FUNCTION"),
+        ("mine.py", (), 2, "a function is given as MODULE:FUNCTION"),
     ],
 )
 def test_audit_runs_a_function_or_the_model_that_it_returns(what, more, status, message, tmp_path, capsys, monkeypatch):

@@ -13,6 +13,7 @@ from typing import Any
 
 BROKEN = 0.1  # gradient error in units of the noise between batches; healthy ops lie at 0.001 to 0.01
 SCHEMA = 1
+_MAGNIFIED = 10  # an error of an op alone so many times another's is its own doing
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Comparison:
         passes: how many runs of the model it took. policy: the lists, as a file.
 
     `by_op()` and `by_module()` are sums, `worst(n)` the n rows that do most to the training, `broken` those that break
-    it alone. `json(path)` saves everything, `as_json()` is the same as objects, `html(path)` a page.
+    it alone; `is_broken` says whether the lists as a whole do. `json(path)` saves everything, `as_json()` is the same
+    as objects.
 
     Example:
         >>> batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(4)]
@@ -134,14 +136,21 @@ class Comparison:
     def worst(self, n: int = 5) -> list[Row]:
         """The n rows that do most to the training; not those of the largest error, which says little about it.
 
-        Of those that break it about equally, within a factor of two, the op with the largest error of its own is first.
+        Where several break it about equally, within a factor of two, one that makes a large error of small ones is
+        first.
         """
         rows = sorted(self.rows, key=_order)
         if rows and rows[0].is_broken and not rows[0].phase:
-            level = max(rows[0].gradient_error / 2, BROKEN)
-            equal = [row for row in rows if row.gradient_error >= level]
-            rows = sorted(equal, key=lambda row: -row.error) + rows[len(equal) :]
+            equal = [row for row in rows if row.gradient_error >= max(rows[0].gradient_error / 2, BROKEN)]
+            largest = max(equal, key=lambda row: row.error)
+            if largest.error > _MAGNIFIED * rows[0].error:
+                rows.insert(0, rows.pop(rows.index(largest)))
         return rows[:n]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the lists make another training of it: something not finite, or gradients that are off by noise."""
+        return self.first_nonfinite is not None or self.gradient_error >= BROKEN
 
     @property
     def broken(self) -> list[Row]:

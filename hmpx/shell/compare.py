@@ -1,0 +1,50 @@
+"""`compare MODULE:FUNCTION`: `hmpx.compare` from the shell."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.insight.comparing.compare import compare
+from hmpx.shell.functions import function_named
+from hmpx.shell.options import add_recipe_options, recipe_asked
+
+
+def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    command = add_command(
+        "compare",
+        "run a model's ops beside themselves in FP32 and say which one is to blame",
+        "Call a function without arguments that returns (model, batches, loss), or (model, batches), as hmpx.compare\n"
+        "takes them: batches is a list of tuples, loss(model, *batch) a scalar. Each op is run beside itself in FP32;\n"
+        "what its error does to the loss and to the gradients is printed, the worst first. The exit status is 1 if\n"
+        "the lists change the training, or make something inf or NaN.",
+        "train.py:setup --recipe neuron-bf16-sr\ntrain.py:setup --list mine.txt --json found.json",
+    )
+    command.add_argument(
+        "what",
+        metavar="MODULE:FUNCTION",
+        help="a module, or a Python file, and in it a function that takes no arguments",
+    )
+    command.add_argument("--json", metavar="FILE", help="save everything as JSON, too")
+    add_recipe_options(command)
+    command.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    recipe = recipe_asked(options)
+    given = function_named(options.what)()
+    if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], torch.nn.Module):
+        raise HmpxError(f"{options.what} must return (model, batches, loss) or (model, batches), not {_kind(given)}")
+    found = compare(*given, lists=recipe)
+    print(found)
+    if options.json:
+        found.json(options.json)
+    return 1 if found.is_broken else 0
+
+
+def _kind(given: object) -> str:
+    kinds = [type(each).__name__ for each in given] if isinstance(given, tuple) else []
+    return f"({', '.join(kinds)})" if kinds else f"a {type(given).__name__}"

@@ -1,0 +1,60 @@
+"""`python -m hmpx compare`."""
+
+import json
+import sys
+
+import pytest
+
+import hmpx
+from hmpx.shell.main import main
+
+MODULE = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.first(x) + 30
+        variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True).square()
+        return self.last((h - 30) * torch.rsqrt(variance.abs() + 1e-3))
+
+def setup():
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(32, 16, generator=generator), torch.randint(4, (32,), generator=generator)) for _ in range(4)]
+    return Net(), data, lambda model, x, y: nn.functional.cross_entropy(model(x), y)
+
+def results():
+    return Net(), [batch[:1] for batch in setup()[1]]
+
+def alone():
+    return Net()
+"""
+
+
+@pytest.mark.parametrize(
+    "function, more, status, message",
+    [
+        ("setup", (), 1, "each break it alone:\n"),
+        ("setup", ("--opt-level", "O2"), 0, ": healthy\n"),
+        ("setup", ("--recipe", "autocast-cpu", "--json", "found.json"), 1, "mine.py:12: mean in Net: gradient error"),
+        ("results", (), 0, "op      "),
+        ("alone", (), 2, "mine.py:alone must return (model, batches, loss) or (model, batches), not a Net"),
+    ],
+)
+def test_compare_runs_what_a_function_returns(function, more, status, message, tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found = main(["compare", f"mine.py:{function}", *more])
+    sys.modules.pop("mine", None)
+    out, err = capsys.readouterr()
+    assert found == status and message in (err if status == 2 else out)
+    if "--json" in more:
+        rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+        assert rows[0]["op"] == "linear" and rows[0]["where"].endswith("mine.py:11")
+    assert hmpx.conversion.installed() is None
