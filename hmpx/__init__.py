@@ -19,8 +19,8 @@ from hmpx.recipes.recipe import Recipe
 from hmpx.regions import cached_weights, disable_casts, enable_casts
 from hmpx.rounding.stochastic import stochastic_round, stochastic_round_
 from hmpx.updates.attach import Attachment, attach, detach
+from hmpx.version import __version__ as __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "Activation",
     "Attachment",

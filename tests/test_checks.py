@@ -15,7 +15,7 @@ import hmpx
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
-    "errors dtype_names torch_private changes",
+    "errors dtype_names torch_private changes version",
     "process_state",
     "region_state installation",
     "rounding",
@@ -67,12 +67,12 @@ def sources(package: Path = ROOT / "hmpx") -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.Module, files: set[str]) -> Iterator[str]:
-    """The files of hmpx that one imports, inside functions too; the version is a string and leads nowhere."""
+    """The files of hmpx that one imports, inside functions too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in files)
         elif isinstance(node, ast.ImportFrom) and node.module in files:
-            names = {f"{node.module}.{alias.name}" for alias in node.names} - {"hmpx.__version__"}
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
             yield from names & files
             if names - files:
                 yield node.module

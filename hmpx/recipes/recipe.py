@@ -25,6 +25,7 @@ from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, SWITCHES, problems, spelled
 from hmpx.recipes.origins import Origins
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.settings import Settings, Weights
+from hmpx.version import __version__
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,8 +116,6 @@ class Recipe:
 
     def __str__(self) -> str:
         """As a file that is complete in itself: every list name by name, and the versions that it was written with."""
-        from hmpx import __version__
-
         keys = {key: value for key, value in asdict(self.inlined()).items() if value not in ("", {}, None)}
         keys = {key: value for key, value in keys.items() if key != "verbose" or value}
         keys |= {"opt_level": self.opt_level, **{side: list(keys[side]) for side in SIDES if side in keys}}

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from hmpx import __version__
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes.files import recipe_names
 from hmpx.shell import bench, commands
+from hmpx.version import __version__
 
 _DESCRIPTION = """\
 Mixed precision for PyTorch that you can read, edit and undo. These commands show which precision each op and each

@@ -17,6 +17,7 @@ from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorder import Recorder
 from hmpx.insight.stance import eager
 from hmpx.process_state import observers
+from hmpx.version import __version__
 
 
 @contextlib.contextmanager
@@ -56,8 +57,6 @@ def record() -> Iterator[Log]:
 
 def _about() -> dict[str, str]:
     """What a record says of the process that it was made in."""
-    from hmpx import __version__  # the package imports this file
-
     return {
         "hmpx": __version__,
         "torch": torch.__version__,
