@@ -138,7 +138,7 @@ if triton is not None:
         mean = beta1 * mean + rest1 * grad
         square = beta2 * square + rest2 * grad * grad
         weight = decay * weight - rate * (mean / (tl.sqrt(square) + eps))
-        tl.store(p + element, _rounded(weight, pair, k1, k2), mask=inside)
+        tl.store(p + element, _kept(weight, p, pair, k1, k2), mask=inside)
         tl.store(m + element, _kept(mean, m, pair, m1, m2), mask=inside)
         tl.store(v + element, _kept(square, v, pair, v1, v2), mask=inside)
 
@@ -159,4 +159,4 @@ if triton is not None:
                 grad += momentum * buffer
             else:
                 grad = buffer
-        tl.store(p + element, _rounded(weight - rate * grad, pair, k1, k2), mask=inside)
+        tl.store(p + element, _kept(weight - rate * grad, p, pair, k1, k2), mask=inside)

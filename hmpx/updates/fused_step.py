@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,15 +48,34 @@ def _kernels(p: Tensor) -> Any:
 
 def prepare(optimizer: optim.Optimizer, group: dict, segment: Segment, write_back: WriteBack) -> Callable[[], None]:
     """A function that steps one parameter that a kernel `takes`. Nothing changes before it is called."""
-    state = optimizer.state.get(segment.param)
-    make = _sgd if type(optimizer) is optim.SGD else _adam
-    launch = make(segment, group, {} if state is None else state, write_back)
+    launch = _maker(optimizer)(segment, group, optimizer.state.get(segment.param) or {}, write_back)
 
     def kernel() -> None:
         launch(optimizer.state[segment.param])
         torch.autograd.graph.increment_version(segment.param)
 
     return kernel
+
+
+def exact(optimizer: optim.Optimizer, group: dict, segment: Segment, write_back: WriteBack) -> Callable[[], Tensor]:
+    """A function that says what the kernel that `prepare` makes is going to round, in FP32.
+
+    It runs the same kernel on FP32 copies of the weights, which are not rounded, and on a copy of the state.
+    """
+
+    def compute() -> Tensor:
+        held = optimizer.state.get(segment.param) or {}
+        state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}
+        weights = torch.nn.Parameter(segment.param.float(), requires_grad=False)
+        weights.grad = segment.grad.float()
+        _maker(optimizer)(replace(segment, param=weights), group, state, write_back)(state)
+        return weights.detach()
+
+    return compute
+
+
+def _maker(optimizer: optim.Optimizer) -> Callable[..., Callable[[dict], None]]:
+    return _sgd if type(optimizer) is optim.SGD else _adam
 
 
 def _keyed_state(state: dict, key: str, segment: Segment, write_back: WriteBack) -> native.KeyedTensor:

@@ -10,6 +10,7 @@ from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.segment import Segment
 from hmpx.updates.sliced_step import SlicedStep
 from hmpx.updates.step_call import StepCall, WriteBack
+from hmpx.updates.update_counts import watched_kernel
 
 Parameter = torch.nn.Parameter
 
@@ -37,6 +38,9 @@ class PartialStep:
             group = self._group[segment.param]
             if self._fused and fused_step.takes(self._optimizer, group, segment):
                 kernel = fused_step.prepare(self._optimizer, group, segment, self._write_back)
+                if self._write_back.counts is not None:
+                    exact = fused_step.exact(self._optimizer, group, segment, self._write_back)
+                    kernel = watched_kernel(self._write_back.counts, segment, kernel, exact)
                 kernels.append((segment.name, kernel))
             else:
                 sliced.append(segment)

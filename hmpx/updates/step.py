@@ -23,6 +23,7 @@ from hmpx.updates.segment import Segment
 from hmpx.updates.settings import Settings
 from hmpx.updates.step_call import StepCall, WriteBack
 from hmpx.updates.step_count import SEED_KEY, STEP_KEY
+from hmpx.updates.update_counts import UpdateCounts
 from hmpx.updates.weights import WAYS, MasterStore, WeightStore
 from hmpx.updates.whole_step import WholeStep
 
@@ -42,6 +43,8 @@ class WeightUpdates:
         self.store: WeightStore = WAYS[settings.weights]()
         self._overlaps = Overlaps()
         self._open: PartialStep | None = None
+        self.watch: UpdateCounts | None = None  # what counts the updates, from the next step on
+        self._counts: UpdateCounts | None = None  # what counts those of the step that has begun
 
     def step(self, call: StepCall) -> Any:
         """Run a step of an optimizer. If it raises, weights and gradients are as they were."""
@@ -55,8 +58,12 @@ class WeightUpdates:
                 checks.report_failure(optimizer, number, error)
                 raise
             if not _skipped(optimizer):
-                number += not step_count.is_trial()
+                is_trial = step_count.is_trial()
+                number += not is_trial
                 step_count.keep(optimizer, **{STEP_KEY: number, SEED_KEY: write_back.rounding_key.seed})
+                if self._counts is not None and not is_trial:
+                    with torch.no_grad():
+                        self._counts.end(self._named_bf16(optimizer))
             self._open = None
         return result
 
@@ -88,7 +95,12 @@ class WeightUpdates:
         return RoundingKey(check_seed(next(s for s in given if s is not None)), known.get(STEP_KEY, 0))
 
     def _write_back(self, call: StepCall) -> WriteBack:
-        return WriteBack(self.store, self.settings.state_dtype, self.rounding_key(call.optimizer, call.seed))
+        write_back = WriteBack(self.store, self.settings.state_dtype, self.rounding_key(call.optimizer, call.seed))
+        if self._open is None:
+            self._counts = self.watch if self.watch is not None and self.watch.is_open else None
+            if self._counts is not None:
+                self._counts.begin()
+        return write_back if self._counts is None else write_back.counted(self._counts)
 
     def step_alone(self, call: StepCall, p: Parameter) -> None:
         """Step one parameter, as a part of the next step; under `torch.no_grad()`."""
@@ -149,7 +161,7 @@ class WeightUpdates:
 
     def segments(self, optimizer: Optimizer) -> list[Segment]:
         """The BF16 parameters, whole, with their names."""
-        ours = [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
+        ours = self._named_bf16(optimizer)
         with torch.no_grad():
             shared = self._overlaps.among([p for _, p in ours])
             return [
@@ -157,6 +169,9 @@ class WeightUpdates:
                 for name, p in ours
                 if _is_supported(name, p)
             ]
+
+    def _named_bf16(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
+        return [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
 
 
 def _is_uniform(optimizer: Optimizer, segments: list[Segment]) -> bool:

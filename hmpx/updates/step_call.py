@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from hmpx.updates.rounding_key import RoundingKey
-from hmpx.updates.weights import WeightStore
+from hmpx.updates.update_counts import UpdateCounts, WatchedStore
+from hmpx.updates.weights import StepStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +63,14 @@ class WriteBack:
 
     Attributes:
         state_dtype: what state is held in between steps, torch.float32 or torch.bfloat16.
+        counts: what counts the updates, where somebody watches them; `store` then does so by itself.
     """
 
-    store: WeightStore
+    store: StepStore
     state_dtype: torch.dtype
     rounding_key: RoundingKey
+    counts: UpdateCounts | None = None
+
+    def counted(self, counts: UpdateCounts) -> WriteBack:
+        """The same, with the updates counted."""
+        return replace(self, store=WatchedStore(self.store, counts), counts=counts)

@@ -27,16 +27,8 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 
-class WeightStore(Protocol):
-    """The weights of one optimizer's BF16 parameters. All methods want `torch.no_grad()`.
-
-    Attributes:
-        bytes_beside: what is held for each weight, beside the weight.
-        has_masters: whether this is a `MasterStore`.
-    """
-
-    bytes_beside: ClassVar[float]
-    has_masters: ClassVar[bool]
+class StepStore(Protocol):
+    """The weights of one optimizer's BF16 parameters, as a step needs them. All methods want `torch.no_grad()`."""
 
     def read_all(self, segments: list[Segment], outs: list[Tensor]) -> None:
         """Copy the weights of each segment into the FP32 tensor at the same place of `outs`."""
@@ -46,6 +38,18 @@ class WeightStore(Protocol):
 
     def held(self, param: Parameter) -> list[Tensor]:
         """The tensors that are kept beside the weights of one parameter, each of its shape."""
+
+
+class WeightStore(StepStore, Protocol):
+    """The weights of one optimizer's BF16 parameters.
+
+    Attributes:
+        bytes_beside: what is held for each weight, beside the weight.
+        has_masters: whether this is a `MasterStore`.
+    """
+
+    bytes_beside: ClassVar[float]
+    has_masters: ClassVar[bool]
 
     def drop(self, param: Parameter) -> None:
         """Forget what is kept beside the weights of one parameter."""

@@ -97,6 +97,31 @@ def test_the_triton_steps_agree_with_the_c_ones_in_its_interpreter():
     )
 
 
+def test_a_triton_step_of_fp32_weights_is_what_one_of_bf16_weights_rounds():
+    """Of the C kernels, `tests/updates/test_update_counts.py` says so."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    python(
+        """
+        import torch
+        from hmpx.rounding import triton
+        adam = (-1.0, 0.99, 0.1, 0.9, 0.1, 0.999, 0.001, 1e-2, 1e-8)
+        for name, numbers in (("adam", adam), ("sgd", (1.0, 0.1, 0.9, 0.9, 1.0, False, 1e-2))):
+            results = {}
+            for dtype in (torch.bfloat16, torch.float32):
+                generator = torch.Generator().manual_seed(0)
+                p, g, m, v = (torch.randn(2501, generator=generator).bfloat16() for _ in range(4))
+                p = results[dtype] = p.to(dtype)
+                held = [(p, 2**64 - 3), (g, 0), (m, 77), (v.abs(), 2**63)]
+                getattr(triton, name)(*held[: 4 if name == "adam" else 3], *numbers)
+            rounded = torch.empty_like(results[torch.bfloat16])
+            triton.round_(rounded, results[torch.float32], 2**64 - 3, 0)
+            assert torch.equal(rounded, results[torch.bfloat16])
+            assert not torch.equal(rounded.float(), results[torch.float32])
+        """,
+        TRITON_INTERPRET="1",
+    )
+
+
 @needs_compiler
 def test_two_processes_may_build_at_once(tmp_path):
     code = """
