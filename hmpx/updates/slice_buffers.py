@@ -13,7 +13,7 @@ import torch
 from hmpx.updates.layout import memory_order, unfolded
 from hmpx.updates.ranks.sharding import held_part, like, local
 from hmpx.updates.segment import Segment
-from hmpx.updates.weights import WeightStore
+from hmpx.updates.weights import StepStore
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -31,7 +31,7 @@ class SliceBuffers:
     grads: of each parameter, what this rank holds of its gradient.
     """
 
-    def __init__(self, store: WeightStore, by_memory: bool) -> None:
+    def __init__(self, store: StepStore, by_memory: bool) -> None:
         self._store, self._by_memory = store, by_memory
         self._buffers: tuple[Tensor, Tensor] | None = None
         self.grads: dict[Parameter, Tensor] = {}
