@@ -163,14 +163,13 @@ class WatchedStore:
         self._store.read_all(segments, outs)
         for segment, out in zip(segments, outs, strict=True):
             p = segment.param
-            if (p, segment.offset) not in self._before:  # later in a step, a closure may have tried other weights
-                self._before[p, segment.offset] = _Before(out.clone(), segment.of(p).clone(), p.grad)
+            self._before[p, segment.offset] = _Before(out.clone(), segment.of(p).clone(), p.grad)
 
     def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
         self._store.write(segment, x, rounding_key)
         p = segment.param
-        old, weight, grad = self._before.pop((p, segment.offset))
-        # A closure gives the gradient later; a step may take it away.
+        old, weight, grad = self._before.pop((p, segment.offset))  # by now, a closure may have tried other weights
+        # A closure gives the gradient later than that; a step may take it away.
         self._counts.add(segment, count(old, weight, x, segment.of(p)), grad if p.grad is None else p.grad)
 
     def held(self, param: Parameter) -> list[Tensor]:

@@ -36,6 +36,7 @@ class UpdateRow:
             probability that keeps its expected value: sqrt(error / 2 / updates).
         nonfinite: results that were inf or NaN, which are no updates.
         no_gradient_steps, zero_gradient_steps: in how many steps the parameter had no gradient, or one of zeros alone.
+            A gradient that the step makes and takes away again is known by its updates.
     """
 
     name: str

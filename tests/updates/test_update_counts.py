@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 import hmpx
 from hmpx.rounding import native
 from hmpx.updates import update_counts
+from hmpx.updates.segment import Segment
 from hmpx.updates.update_table import UpdateRow
 from hmpx.updates.watched import Updates
 from tests.support import ranks
@@ -171,7 +172,27 @@ def test_trial_points_of_a_closure_are_no_updates(way):
     """SAM overwrites the model's weights while it climbs; its update is from where it began."""
     params = parameters()
     optimizer = attached(SharpnessAware, {"lr": 1e-3}, params, way)
-    assert_counts(*watched(params, optimizer, way, closure=True))
+    updates, expected = watched(params, optimizer, way, closure=True)
+    assert_counts(updates, expected)
+    # Before the step there is no gradient, and none after it: the update tells that there was one.
+    assert [updates[name].no_gradient_steps for name in ("long", "matrix", "tall")] == [0, 0, 0]
+
+
+@torch.no_grad()
+def test_numbers_of_every_size_are_counted_in_their_own_unit():
+    """From the subnormal ones to the largest, each moved by up to two units."""
+    random, n = np.random.default_rng(0), 100_000
+    upper, sign = random.integers(0, 0x7F80, n) << 16, random.integers(0, 2, n) << 31
+    moved = np.clip(upper + random.integers(-(2**17), 2**17, n), 0, 0x7F7F0000) | sign
+    old, x = (torch.tensor(bits.astype(np.uint32).view(np.float32)) for bits in (upper | sign, moved))
+    assert (old.abs() < 1e-38).sum() > 100 and (old.abs() > 1e38).sum() > 100
+    weight, written, expected = old.bfloat16(), hmpx.stochastic_round(x, seed=0, step=0, name="w"), Expected()
+    expected.add(old, weight, x, written)
+    found = update_counts.Totals(*update_counts.count(old, weight, x, written).tolist())
+    assert found[:3] == (expected.updates, expected.lost, expected.moved) and found.nonfinite == 0
+    want = expected.error, expected.bias, expected.size
+    assert [each / update_counts.ULP for each in found[3:6]] == pytest.approx(want, abs=n * 2**-16)
+    assert (found.error, found.bias) == tuple(each * update_counts.ULP for each in want[:2])
 
 
 def test_a_case_worked_by_hand():
@@ -313,12 +334,12 @@ def test_what_does_not_move_says_why():
     """One without a gradient, one with zeros alone, one whose updates are lost, and results that are no numbers."""
     names = ("none", "zeros", "lost", "broken", "fine")
     params = {name: nn.Parameter(torch.ones(8, dtype=BF16)) for name in names}
-    for cls in (optim.SGD, Whole):
+    for cls in (optim.SGD, Whole, ClearsItsGradients):
         optimizer = cls(list(params.items()), lr=1e-4)
         updates = hmpx.attach(optimizer, "nearest").updates()
-        for value, name in zip((0.0, 1.0, float("nan"), 1e3), names[1:], strict=True):
-            params[name].grad = torch.full((8,), value, dtype=BF16)
         for _ in range(3):
+            for value, name in zip((0.0, 1.0, float("nan"), 1e3), names[1:], strict=True):
+                params[name].grad = torch.full((8,), value, dtype=BF16)
             optimizer.step()
         rows = {row.name: row for row in updates.rows}
         assert [rows[name].no_gradient_steps for name in names] == [3, 0, 0, 0, 0]
@@ -337,8 +358,18 @@ def test_what_does_not_move_says_why():
                 p.fill_(1)
 
 
-def test_steps_that_do_not_count():
-    """One that raises, one that a GradScaler skips, and the one in which a checkpoint makes the state."""
+def _raises_the_second_time():
+    calls = iter(range(10))
+
+    def mark_written(segment):
+        if next(calls):
+            raise RuntimeError("no memory")
+
+    return mark_written
+
+
+def test_steps_that_do_not_count(monkeypatch, sliced):
+    """One that raises, before it writes or in the middle; one that a GradScaler skips; one for a checkpoint's sake."""
     params = parameters()
     optimizer = attached(ClearsItsGradients, {"lr": 1e-3}, params)
     updates = optimizer.attachment.updates()
@@ -350,6 +381,20 @@ def test_steps_that_do_not_count():
     optimizer.step()
     assert updates.steps == 1
 
+    params = parameters()
+    optimizer = attached(optim.SGD, {"lr": 1e-3}, params)
+    updates, saved = optimizer.attachment.updates(), optimizer.state_dict()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(Segment, "mark_written", _raises_the_second_time())
+        give(params, 0)
+        optimizer.step()
+    optimizer.load_state_dict(saved)
+    params["long"].grad = None
+    optimizer.step()
+    rows = {row.name: row for row in updates.rows}
+    assert updates.steps == 1 and (rows["long"].updates, rows["long"].no_gradient_steps) == (0, 1)
+    assert 0 < rows["matrix"].updates <= 960
+
     model = nn.Linear(8, 8).bfloat16()
     optimizer = optim.SGD(model.named_parameters(), lr=1e-3, momentum=0.9, fused=True)
     updates = hmpx.attach(optimizer).updates()
@@ -357,9 +402,11 @@ def test_steps_that_do_not_count():
     optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())
     optimizer.step()
     assert updates.steps == 0
-    del optimizer.grad_scale, optimizer.found_inf
+
+    optimizer = optim.AdamW(model.named_parameters(), lr=1e-3)
+    updates = hmpx.attach(optimizer).updates()
     optimizer.zero_grad()
-    get_optimizer_state_dict(model, optimizer)
+    assert get_optimizer_state_dict(model, optimizer)["state"]
     assert updates.steps == 0 and updates.rows == []
 
 
