@@ -82,10 +82,13 @@ NAMES: tuple[Private, ...] = (
     Private("torch.ops.mkldnn._is_mkldnn_fp16_supported", "the same for FP16"),
     # audit
     Private("torch.utils._python_dispatch.TorchDispatchMode", "sees the ops below Python"),
+    Private("torch.utils._python_dispatch._get_current_dispatch_mode", "whether it is the innermost mode"),
     Private("torch.utils._pytree.tree_leaves", "finds the tensors in an op's arguments"),
     Private("torch._ops.OpOverload", "tells ops of the dispatcher from higher-order ones"),
     Private("torch._ops.OpOverload()._schema", "an op's name, and whether it writes"),
     Private("torch._C._current_autograd_node", "tells backward from forward"),
+    # record
+    Private("torch.Tensor._base", "the tensor that a view is of"),
     # Optimizers
     Private("torch.optim.Optimizer.profile_hook_step", "torch's wrapper around every step, in which ours stands"),
     Private("torch.optim.Optimizer._process_value_according_to_param_policy", "a load keeps FP32 state FP32"),

@@ -49,6 +49,9 @@ class VerboseLog:
         self._seen: Counter[str] = Counter()
         self._lock = threading.Lock()
 
+    def leaves(self, caller: types.CodeType) -> bool:
+        return False
+
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         seen = run(*args, **kwargs)
         if seen.casting and point.rule is not None:

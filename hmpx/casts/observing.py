@@ -66,6 +66,10 @@ class Observer(Protocol):
 
     everything: bool
 
+    def leaves(self, caller: types.CodeType) -> bool:
+        """Whether it does not want to see what a function calls, one of torch's optimizers say."""
+        ...
+
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         """Stand for one call, made in `frame`: as ``run(*args, **kwargs)`` does, if it calls that; with its result."""
         ...
@@ -77,6 +81,9 @@ class Several:
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
         self.everything = any(observer.everything for observer in observers)
+
+    def leaves(self, caller: types.CodeType) -> bool:
+        return all([observer.leaves(caller) for observer in self._observers])
 
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         for observer in reversed(self._observers):

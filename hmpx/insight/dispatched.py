@@ -15,14 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hmpx import region_state
+from hmpx import process_state, region_state
 from hmpx.casts.callers import frames, rule_of, users_line
 from hmpx.casts.composition import callers
 from hmpx.casts.fp32_kernels import is_computing
 from hmpx.casts.ops import Op, canonical, catalog
 from hmpx.casts.policy import Policy, Rule
 from hmpx.casts.rules import TARGETS, eligible_dtypes
-from hmpx.conversion import installed
+from hmpx.conversion import Conversion
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,27 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._seen: Counter[tuple] = Counter()
-        self._policy: Policy | None = None
-        self._rules: dict[Any, tuple[list[Op], dict[str, Rule]]] = {}  # under that policy, by operator
+        self._conversion: Conversion | None = None
+        # Under its policy, by identity, as operators have a hash in Python: the operator, what may have called it.
+        self._known: dict[int, tuple[Any, list[Op], dict[str, Rule]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        # Left out, as no part of the model's forward: backward passes, regions without casts, ops that write in place.
-        forward = torch._C._current_autograd_node() is None and region_state.casts_on()
-        conversion = installed()
-        if forward and conversion and isinstance(func, torch._ops.OpOverload) and not func._schema.is_mutable:
-            self._look(func, args, kwargs, conversion.policy)
+        if kwargs is None:
+            kwargs = {}
+        conversion = process_state.installed.get(Conversion)
+        if conversion is not None:
+            if conversion is not self._conversion:
+                self._conversion, self._known = conversion, {}
+            known = self._known.get(id(func))
+            if known is None:
+                known = self._known[id(func)] = (func, *_listed(func, conversion.policy))
+            # Left out, as no part of the model's forward: backward passes, and regions without casts.
+            if known[2] and torch._C._current_autograd_node() is None and region_state.casts_on():
+                self._look(*known, args, kwargs)
         return func(*args, **kwargs)
 
-    def _look(self, func: Any, args: tuple, kwargs: dict, policy: Policy) -> None:
-        ops, rules = self._listed(func, policy)
-        if not rules or kwargs.get("dtype") is not None:
+    def _look(self, func: Any, ops: list[Op], rules: dict[str, Rule], args: tuple, kwargs: dict) -> None:
+        if kwargs.get("dtype") is not None:
             return
         values = tree_leaves((args, kwargs))
         written_beside = any(entry.layout.statistics for op in ops for entry in op.entries)
@@ -95,21 +101,22 @@ class Watch(TorchDispatchMode):
         name, rule = next(iter(wrong.items()))
         self._seen[name, str(func), rule, dtypes, users_line(caller)] += 1
 
-    def _listed(self, func: Any, policy: Policy) -> tuple[list[Op], dict[str, Rule]]:
-        """The ops that may have been called when an operator runs, and the rules of those that lists name."""
-        if policy is not self._policy:
-            self._policy, self._rules = policy, {}
-        if func not in self._rules:
-            ops = _meant(func._schema.name.removeprefix("aten::"), policy)
-            rules = {op.name: rule for op in ops if not op.view and (rule := policy.listed_as(op)) in TARGETS}
-            self._rules[func] = ops, rules
-        return self._rules[func]
-
     def findings(self) -> tuple[Finding, ...]:
         return tuple(
             Finding(op, aten, rule, dtypes, where, calls)
             for (op, aten, rule, dtypes, where), calls in self._seen.items()
         )
+
+
+def _listed(func: Any, policy: Policy) -> tuple[list[Op], dict[str, Rule]]:
+    """The ops that may have been called when an operator runs, and the rules of those that lists name.
+
+    None for one that writes to its arguments, which the rules leave alone.
+    """
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+        return [], {}
+    ops = _meant(func._schema.name.removeprefix("aten::"), policy)
+    return ops, {op.name: rule for op in ops if not op.view and (rule := policy.listed_as(op)) in TARGETS}
 
 
 def _meant(aten: str, policy: Policy) -> list[Op]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hmpx import region_state
 from hmpx.casts.rules import PLAIN
 
 Tensor = torch.Tensor
@@ -52,4 +53,7 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether a readable tensor has neither inf nor NaN. One sum tells, unless that overflows."""
     tensor = _detach(tensor)
     dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    return math.isfinite(_item(_sum(tensor, dtype=dtype))) or bool(_item(_all(_isfinite(tensor))))
+    if math.isfinite(_item(_sum(tensor, dtype=dtype))):
+        return True
+    with region_state.region(False):  # isfinite has parts, such as mul, that lists name
+        return bool(_item(_all(_isfinite(tensor))))

@@ -12,6 +12,7 @@ from hmpx.casts.rules import PLAIN
 from hmpx.insight.recording.site import Site
 
 _NEVER = 2**62
+_SHIFT = 31  # a call's number among all, and beneath it the one among those of its site, in one integer
 
 
 class DeviceSide:
@@ -41,8 +42,11 @@ class DeviceSide:
         while self._running and self._running[0][2].query():
             self._add(*self._running.popleft())
 
-    def look(self, site: Site, tensor: torch.Tensor) -> None:
-        """Note on its device whether the result of a call is finite; a few small ops, and no wait."""
+    def look(self, site: Site, tensor: torch.Tensor, number: int) -> None:
+        """Note on its device whether the result of a call is finite; a few small ops, and no wait.
+
+        number: of the call among those of all sites.
+        """
         if type(tensor) not in PLAIN or tensor.device.type in ("cpu", "meta") or tensor.layout is not torch.strided:
             return
         with torch.no_grad(), region_state.region(False):
@@ -51,14 +55,14 @@ class DeviceSide:
                 self._first[key] = site, torch.full((), _NEVER, dtype=torch.int64, device=tensor.device)
             finite = torch.isfinite(tensor).all()
             first = self._first[key][1]
-            first.copy_(torch.minimum(first, torch.where(finite, _NEVER, site.calls)))
+            first.copy_(torch.minimum(first, torch.where(finite, _NEVER, number << _SHIFT | site.calls)))
 
     def finish(self) -> None:
         """Bring the numbers here, which waits for the devices."""
         for site, first in self._first.values():
-            call = int(first)
-            if call < _NEVER and (site.nonfinite is None or call < site.nonfinite):
-                site.nonfinite = call
+            number, call = divmod(int(first), 1 << _SHIFT)
+            if int(first) < _NEVER and (site.nonfinite_at is None or number < site.nonfinite_at):
+                site.nonfinite, site.nonfinite_at = call, number
         self._first.clear()
         while self._running:
             self._running[0][2].synchronize()

@@ -5,28 +5,33 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError
+from hmpx.insight.recording.recorded import SCHEMA, Recorded
 from hmpx.insight.recording.site import RoundTrip, Site
+from hmpx.insight.recording.table import as_text
+from hmpx.insight.text_table import terminal_width
 
-SCHEMA = 1
 Rows = Callable[[list[dict[str, Any]]], object]  # a function of the rows of a log
 
 
 @dataclass
-class Log:
-    """What `record` saw. It prints as a table, the dearest sites first.
+class Log(Recorded):
+    """What `record` saw. It prints as a table, the dearest sites first, with what calls for attention beneath it.
 
     Attributes:
         sites: a `Site` for each op, line, module and set of dtypes. round_trips: tensors that were cast there and back.
-        unmatched: names in the op lists that no call matched. escaped: listed ops that ran in another dtype than their
-            list says, since no patch in Python reaches them, one sentence each. steps: of optimizers, meanwhile.
-        unchosen: the sites that ran in a dtype nobody chose. first_nonfinite: the first of `sites`, which stand in the
-            order in which they were met, with a result that was not finite; None if there is none.
-        policy: the op lists, as a list file. about: versions of hmpx, torch and Python; what this CPU has.
+        unmatched: names in op lists of yours that no call matched. unmatched_of_hmpx: the same of the lists that come
+            with hmpx, which serve many models. escaped: listed ops that ran in another dtype than their list says,
+            since no patch in Python reaches them, one sentence each. steps: of optimizers, meanwhile.
+        unchosen: the sites that ran in a dtype nobody chose. first_nonfinite: the site of the first call of all with a
+            result that was not finite; None if there is none. totals: sums over the sites, and the casts' share of
+            the time.
+        policy: the op lists, as a list file; "" where nothing was converted. about: versions of hmpx, torch and Python;
+            what this CPU has.
 
     `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects. `every(n, callback)` hands
     the rows on while it records.
@@ -39,26 +44,10 @@ class Log:
         ('matmul', 'bf16', 'float32 -> bfloat16', ['2x4, 4x2'], 2)
     """
 
-    sites: list[Site] = field(default_factory=list)
-    round_trips: list[RoundTrip] = field(default_factory=list)
-    unmatched: tuple[str, ...] = ()
-    escaped: tuple[str, ...] = ()
-    steps: int = 0
-    policy: str = ""
-    about: dict[str, str] = field(default_factory=dict)
-    _callbacks: list[tuple[int, Callable[[list[dict]], object]]] = field(
-        default_factory=list, repr=False, compare=False
-    )
+    _callbacks: list[tuple[int, Rows]] = field(default_factory=list, repr=False, compare=False)
 
-    @property
-    def unchosen(self) -> list[Site]:
-        """The sites that ran in a dtype nobody chose; `Site.unchosen` says why."""
-        return [site for site in self.sites if site.unchosen]
-
-    @property
-    def first_nonfinite(self) -> Site | None:
-        """The first site, in the order in which they were met, with a result that was not finite."""
-        return next((site for site in self.sites if site.nonfinite is not None), None)
+    def __str__(self) -> str:
+        return as_text(self, terminal_width())
 
     def every(self, n: int, callback: Rows) -> None:
         """While this records, hand the rows of `sites` to `callback` after every n steps of optimizers.
@@ -81,12 +70,6 @@ class Log:
             if self.steps % n == 0:
                 callback([site.as_json() for site in self.sites])
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything as numbers, strings, lists and dicts, by the names of the attributes; see `json`."""
-        found = asdict(self)
-        del found["_callbacks"]
-        return {"schema": SCHEMA, **found}
-
     def json(self, path: str | os.PathLike[str]) -> None:
         """Save as JSON: an object with the attributes of `Log`, whose `sites` have those of `Site`.
 
@@ -107,14 +90,18 @@ class Log:
             raise HmpxError(f"{path}: cannot be read: {error.strerror or error}") from None
         except ValueError as error:
             raise HmpxError(f"{path}: no JSON: {error}") from None
-        if not isinstance(found, dict) or found.get("schema") != SCHEMA or "sites" not in found:
+        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise HmpxError(f"{path}: no record of schema {SCHEMA}, as hmpx.record and `python -m hmpx record` save it")
-        return cls(
-            [Site.from_json(row) for row in found["sites"]],
-            [RoundTrip.from_json(row) for row in found["round_trips"]],
-            tuple(found["unmatched"]),
-            tuple(found["escaped"]),
-            found["steps"],
-            found["policy"],
-            found["about"],
-        )
+        try:
+            return cls(
+                sites=[Site.from_json(row) for row in found["sites"]],
+                round_trips=[RoundTrip.from_json(row) for row in found["round_trips"]],
+                unmatched=tuple(found["unmatched"]),
+                unmatched_of_hmpx=tuple(found["unmatched_of_hmpx"]),
+                escaped=tuple(found["escaped"]),
+                steps=found["steps"],
+                policy=found["policy"],
+                about=found["about"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise HmpxError(f"{path}: a record that is not whole: {type(error).__name__}: {error}") from None

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hmpx.casts.fp32_kernels import capability
 from hmpx.conversion import observing
 from hmpx.errors import HmpxError
-from hmpx.insight.dispatched import Watch
+from hmpx.insight.recording.forward_watch import ForwardWatch
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorder import Recorder
 from hmpx.insight.stance import eager
@@ -44,7 +44,7 @@ def record() -> Iterator[Log]:
     if any(isinstance(each, Recorder) for each in observers):
         raise HmpxError("hmpx.record is open already: read the log that it gave, or close it first")
     log = Log(about=_about())
-    recorder, watch = Recorder(log), Watch()
+    recorder, watch = Recorder(log), ForwardWatch()
     counter = register_optimizer_step_post_hook(lambda *_: log._stepped())
     try:
         with eager(), observing(recorder), watch:

@@ -17,9 +17,10 @@ import torch
 from hmpx import rounding, updates
 from hmpx.casts.callers import frames, modules, users_frame
 from hmpx.casts.observing import Point, Run, Seen
-from hmpx.casts.op_lists import SIDES
+from hmpx.casts.op_lists import SIDES, shipped
 from hmpx.casts.ops import catalog
 from hmpx.casts.policy import Policy, Rule
+from hmpx.casts.rules import TARGETS
 from hmpx.conversion import Conversion, installed
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.reasons import reason_of_call
@@ -29,7 +30,7 @@ from hmpx.insight.recording.site import SHAPES, RoundTrip, Site
 from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, is_readable, name
 
 _STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
-_LATEST = 4096  # how many tensors are remembered by what was done to them
+_LATEST = 1024  # how many tensors are remembered by what was done to them
 
 
 class Recorder:
@@ -46,9 +47,13 @@ class Recorder:
         self._names = ModuleNames()
         self._device = DeviceSide()
         self._lock = threading.Lock()
+        self._calls = 0  # of all sites
+        self._codes: dict[int, tuple[types.CodeType, bool]] = {}  # by identity: a function's, and whether of a step
         self._changed: dict[int, tuple[weakref.ref, Site, str, str]] = {}  # by id: a tensor, its site, before and after
 
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
+        if self.leaves(frame.f_code):
+            return run(*args, **kwargs)
         began = self._device.begin(args)
         entered = perf_counter()
         seen = run(*args, **kwargs)
@@ -78,6 +83,13 @@ class Recorder:
                 self._device.end(site, began)
         return seen
 
+    def leaves(self, caller: types.CodeType) -> bool:
+        """Whether a function computes an optimizer's step."""
+        known = self._codes.get(id(caller))
+        if known is None:
+            known = self._codes[id(caller)] = caller, caller.co_filename.startswith(_STEPS)
+        return known[1]
+
     def _add(
         self,
         site: Site,
@@ -87,10 +99,12 @@ class Recorder:
         inside: list[Tensor],
         result: list[Tensor],
     ) -> None:
-        cast = [(a, b) for a, b in zip(given, inside, strict=False) if a.dtype is not b.dtype]
+        by_hand = site.op == "to"
+        cast = [(a, b) for a, b in zip(given, result if by_hand else inside, strict=False) if a.dtype is not b.dtype]
         moved = sum([a.numel() * (a.element_size() + b.element_size()) for a, b in cast])
         with self._lock:
             site.calls += 1
+            self._calls += 1
             if len(site.shapes) < SHAPES:
                 shapes = ", ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in given)
                 if shapes not in site.shapes:
@@ -101,23 +115,27 @@ class Recorder:
             if seen.casting:
                 site.casts_avoided += len(given) - len(cast)
             if entered is not None:
-                site.cast_seconds += seen.began - entered if cast else 0.0
-                site.op_seconds += seen.ended - seen.began
+                ran = seen.ended - seen.began
+                if by_hand:
+                    site.cast_seconds += ran
+                else:
+                    site.cast_seconds += seen.began - entered if cast else 0.0
+                    site.op_seconds += ran
         if site.nonfinite is None:
             for tensor in result:
                 if not is_readable(tensor):
-                    self._device.look(site, tensor)
+                    self._device.look(site, tensor, self._calls)
                 elif not is_finite(tensor):
-                    site.nonfinite = site.calls
+                    site.nonfinite, site.nonfinite_at = site.calls, self._calls
                     break
-        self._follow(site, given, inside, result, moved)
+        self._follow(site, given, inside, result)
 
-    def _follow(self, site: Site, given: list[Tensor], inside: list[Tensor], result: list[Tensor], moved: int) -> None:
+    def _follow(self, site: Site, given: list[Tensor], inside: list[Tensor], result: list[Tensor]) -> None:
         """Note round trips: a tensor that this call casts, and that the call that made it had cast the other way."""
         for i, tensor in enumerate(given):
             after = inside[i].dtype if i < len(inside) else tensor.dtype
-            if after is tensor.dtype and result:
-                after = result[0].dtype  # torch promotes inside
+            if site.op == "to":
+                after = result[0].dtype
             if after is tensor.dtype:
                 continue
             made = self._changed.get(id(tensor)) or self._changed.get(id(tensor._base))
@@ -133,11 +151,12 @@ class Recorder:
                 self._log.round_trips.append(trip)
             trip = self._round_trips[key]
             trip.calls += 1
-            trip.bytes += moved
+            trip.bytes += tensor.numel() * (tensor.element_size() + after.itemsize)
         before = _continued(given, result[0]) if given and result else None
         if before is not None:
             if len(self._changed) >= _LATEST:
-                self._changed.clear()
+                alive = {key: made for key, made in self._changed.items() if made[0]() is not None}
+                self._changed = alive if len(alive) < _LATEST // 2 else {}
             self._changed[id(result[0])] = weakref.ref(result[0]), site, name(before), name(result[0].dtype)
 
     def _new_site(
@@ -168,7 +187,7 @@ class Recorder:
             given=tuple([name(tensor.dtype) for tensor in given]),
             seen=tuple([name(tensor.dtype) for tensor in inside]),
             result=tuple([name(tensor.dtype) for tensor in result]),
-            unchosen=self._unchosen(rule, frame, given, inside, result),
+            unchosen=self._unchosen(rule, frame, given, result),
         )
 
     def _unchosen(
@@ -176,19 +195,24 @@ class Recorder:
         rule: Rule | None,
         frame: types.FrameType,
         given: list[Tensor],
-        inside: list[Tensor],
         result: list[Tensor],
     ) -> str:
-        """Why an op that no list decides for came to its dtype, where its inputs differ in theirs."""
+        """Why a stream in low precision came out wide, where no list asks for FP32: what was wide and met it.
+
+        That is a parameter, a buffer, or what is smaller than the stream. Two streams of one size make no finding: a
+        sum in FP32 of an FP32 residual and a BF16 branch is as mixed precision should be.
+        """
         wide = [tensor for tensor in given if tensor.dtype is torch.float32 and tensor.dim()]
         low = [tensor for tensor in given if tensor.dtype in LOW]
-        if rule not in (None, Rule.FIRST_INPUT) or not wide or not low or not result:
+        if rule in TARGETS or not wide or not low or not result or result[0].dtype is not torch.float32:
             return ""
-        named = [said for tensor in wide if (said := self._names.of_tensor(tensor, frame))]
-        met = f"{' and '.join(named) or 'an input'} in float32 met an input in {name(low[0].dtype)}"
-        if result[0].dtype is torch.float32 and rule is None:
-            return f"promoted to float32: {met}"
-        return f"follows its first input: {met}" if named else ""
+        most = max([tensor.numel() for tensor in low])
+        names = [self._names.of_tensor(tensor, frame) for tensor in wide]
+        if any(not named and tensor.numel() >= most for named, tensor in zip(names, wide, strict=True)):
+            return ""
+        shapes = ["x".join(map(str, tensor.shape)) for tensor in wide]
+        said = [named or f"a tensor of {shape}" for named, shape in zip(names, shapes, strict=True)]
+        return f"float32 comes out, as {' and '.join(said)} in float32 met {name(low[0].dtype)}"
 
     def _of(self, conversion: Conversion) -> Policy:
         """The policy of a conversion, which is remembered."""
@@ -206,9 +230,12 @@ class Recorder:
             return
         ops, last = catalog(), self._conversions[-1]
         used = self._used | {follows for name in self._used if name in ops and (follows := ops[name].follows)}
-        listed = [name for side in SIDES for name in getattr(last.policy, side) if name not in used]
+        unused = [name for side in SIDES for name in getattr(last.policy, side) if name not in used]
+        origins = {name: last.policy.origins.get(name, "") for name in unused}
+        own = [name for name, origin in origins.items() if origin and not origin.startswith(str(shipped()))]
         self._log.policy = str(last.policy)
-        self._log.unmatched = tuple(f"{name}, {last.policy.origins.get(name, 'policy')}" for name in listed)
+        self._log.unmatched = tuple(f"{origins[name]}: {name}" for name in own)
+        self._log.unmatched_of_hmpx = tuple(name for name in unused if name not in own)
         self._log.escaped = last.escaped
 
 

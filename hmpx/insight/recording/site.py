@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from hmpx.insight.recording.words import size, times
+
 SHAPES = 8  # how many different ones are kept of one site
 
 
@@ -19,9 +21,10 @@ class Site:
         rule: "bf16", "fp16", "fp32", "promote", "first input", or "" where none acted. reason: why, in words.
         given, seen, result: the floating dtypes that came in, those that the op ran on, and those that came out.
         calls: how many. shapes: of the tensors that came in, at most 8 different ones, as "32x64, 64".
-        casts: tensors that were cast. casts_avoided: those that a rule looked at and found right.
+        casts: tensors that were cast, by a rule or by hand. casts_avoided: those that a rule looked at and found right.
         bytes_cast: what the casts read and wrote. cast_seconds, op_seconds: in the casts, and in the op itself.
-        nonfinite: the first call, from 1, whose result had an inf or a NaN; None if none had.
+        nonfinite: the first call, from 1, whose result had an inf or a NaN; None if none had. nonfinite_at: that call's
+            number among those of all sites.
         unchosen: in words, why it ran in a dtype that nobody chose; "" where it did not.
     """
 
@@ -42,6 +45,7 @@ class Site:
     cast_seconds: float = 0.0
     op_seconds: float = 0.0
     nonfinite: int | None = None
+    nonfinite_at: int | None = None
     unchosen: str = ""
 
     @property
@@ -85,7 +89,7 @@ class RoundTrip:
         down, up = self.ops
         return (
             f"{self.first}: {down} makes {self.dtypes[1]} of {self.dtypes[0]}, and {self.then}: {up} makes it "
-            f"{self.dtypes[2]} again ({self.calls} times, {self.bytes / 1e6:.1f} MB)"
+            f"{self.dtypes[2]} again ({times(self.calls)}, {size(self.bytes)})"
         )
 
     @classmethod

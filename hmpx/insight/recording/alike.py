@@ -1,0 +1,40 @@
+"""Sites of equal blocks, taken together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from hmpx.insight.recording.site import SHAPES, Site
+
+_INDEX = re.compile(r"(?<![^. ])\d+(?=\.|\Z| )")  # of a layer, in the name of a module
+
+
+def alike(sites: Iterable[Site]) -> list[Site]:
+    """Sites of equal blocks as one: the same line and op, in modules whose names differ in their numbers only.
+
+    Their sums stand in it, and `blocks.*.norm` for the module.
+    """
+    groups: dict[tuple, list[Site]] = {}
+    for site in sites:
+        names = tuple(_INDEX.sub("*", text) for text in (site.module, site.unchosen))
+        groups.setdefault((site.op, site.entry, site.where, site.rule, site.dtypes, *names), []).append(site)
+    return [_together(group) for group in groups.values()]
+
+
+def _together(group: list[Site]) -> Site:
+    first = group[0]
+    if len(group) == 1:
+        return first
+    summed = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds")
+    same_module = len({site.module for site in group}) == 1
+    return replace(
+        first,
+        module=first.module if same_module else _INDEX.sub("*", first.module),
+        unchosen=first.unchosen if same_module else _INDEX.sub("*", first.unchosen),
+        shapes=list(dict.fromkeys(shape for site in group for shape in site.shapes))[:SHAPES],
+        nonfinite=min((site.nonfinite for site in group if site.nonfinite), default=None),
+        nonfinite_at=min((site.nonfinite_at for site in group if site.nonfinite_at), default=None),
+        **{name: sum(getattr(site, name) for site in group) for name in summed},
+    )

@@ -1,0 +1,182 @@
+"""Faults that were planted in small models: the record names the op, the parameter and the line."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hmpx
+
+BF16 = torch.bfloat16
+ESCAPED = frozenset({torch.mm})  # which cannot be changed
+
+
+def line(function, offset):
+    """A line of this file, `offset` beneath the head of a function."""
+    return f"{__file__}:{function.__code__.co_firstlineno + offset}"
+
+
+def headings(log):
+    """What stands beneath the table: heading -> lines."""
+    found: dict[str, list[str]] = {}
+    for text in str(log).split("\n\n"):
+        heading, *lines = text.splitlines()
+        found[heading] = [each.strip() for each in lines]
+    return found
+
+
+class Scaled(nn.Module):
+    """Linear, a scale in FP32, linear: the scale makes FP32 of the BF16 stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        y = self.first(x)
+        y = y * self.scale
+        return self.last(y)
+
+
+@pytest.mark.parametrize("promoted", [False, True], ids=["in no list", "in the promote list"])
+def test_a_parameter_in_fp32_that_widens_a_stream(promoted, lists):
+    model = nn.Sequential(Scaled(), Scaled())
+    with hmpx.convert(**lists(bf16="linear", promote="mul" if promoted else "")), hmpx.record() as log:
+        model(torch.ones(4, 8))
+    where = line(Scaled.forward, 2)
+    assert [(site.op, site.where) for site in log.unchosen] == [("mul", where)] * 2
+    assert log.unchosen[1].unchosen == "float32 comes out, as parameter 1.scale in float32 met bfloat16"
+    said = headings(log)["In a dtype that nobody chose"]
+    assert len(said) == 1 and "parameter *.scale in float32 met bfloat16 (2 times)" in said[0]
+    assert said[0].startswith("tests/insight/test_record_faults.py:") or said[0].startswith("test_record_faults.py:")
+
+
+class Masked(nn.Module):
+    """A buffer in FP32 is added in every block: the stream goes up there, and down again in the next product."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y + self.mask
+
+
+def test_a_buffer_in_fp32_that_is_added_in_every_block(lists):
+    model = nn.Sequential(*(Masked() for _ in range(3)))
+    with hmpx.convert(**lists(bf16="linear")), hmpx.record() as log:
+        model(torch.ones(4, 8))
+    up, down = line(Masked.forward, 2), line(Masked.forward, 1)
+    assert {(trip.first, trip.then, trip.ops, trip.dtypes, trip.listed) for trip in log.round_trips} == {
+        (up, down, ("add", "linear"), ("bfloat16", "float32", "bfloat16"), False)
+    }
+    assert sum(trip.calls for trip in log.round_trips) == 2  # between three blocks
+    assert sum(trip.bytes for trip in log.round_trips) == 2 * 32 * 6
+    assert [site.module for site in log.unchosen] == ["0", "1", "2"] and "buffer 2.mask" in log.unchosen[2].unchosen
+    (said,) = headings(log)["Cast there and back, though no list asks for both"]
+    assert "add makes float32 of bfloat16" in said and "linear makes it bfloat16 again (2 times, 384 B)" in said
+
+
+def test_a_cast_left_in_by_hand_before_an_op_that_casts_up():
+    def model(x):
+        y = torch.softmax(x, -1)
+        y = y.to(torch.bfloat16)
+        return torch.log_softmax(y, -1)
+
+    with hmpx.convert(), hmpx.record() as log:
+        model(torch.ones(2, 8))
+    (trip,) = log.round_trips
+    assert (trip.first, trip.then) == (line(model, 2), line(model, 3)) and not trip.listed
+    assert trip.ops == ("to", "log_softmax") and trip.dtypes == ("float32", "bfloat16", "float32")
+
+
+def test_lists_that_ask_for_both_are_told_apart():
+    def model(x):
+        return torch.softmax(torch.relu(x), -1) @ x
+
+    with hmpx.convert(), hmpx.record() as log:
+        model(torch.ones(4, 4))
+    assert [trip.listed for trip in log.round_trips] == [True] * len(log.round_trips)
+    assert "Cast there and back, though no list asks for both" not in headings(log)
+
+
+def test_a_name_that_the_model_never_calls(tmp_path):
+    (tmp_path / "mine.txt").write_text("linear\nbmm\n")
+    with hmpx.convert(bf16_file_path=tmp_path / "mine.txt"), hmpx.record() as log:
+        nn.Linear(4, 4)(torch.ones(2, 4))
+    assert log.unmatched == (f"{tmp_path}/mine.txt:2: bmm",)
+    assert headings(log)["In your lists, and no call matched"] == ["mine.txt:2: bmm"]
+    assert "softmax" in log.unmatched_of_hmpx
+    assert f"{len(log.unmatched_of_hmpx)} names of the lists that come with hmpx matched no call" in str(log)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda x: torch.ops.aten.mm(x, x), lambda x: next(iter(ESCAPED))(x, x)], ids=["aten", "captured"]
+)
+def test_a_name_that_escaped(call):
+    with hmpx.convert(), hmpx.record() as log:
+        call(torch.ones(2, 2))
+    assert log.escaped and log.escaped[-1].startswith(f"{line(call, 0)}: mm is in the bf16 list and ran in float32")
+    assert headings(log)["In another dtype than the lists say, as no wrapper sees them"]
+
+
+def test_a_scripted_module_escapes():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Linear(4, 4))
+
+    def model(x):
+        return scripted(x)
+
+    with hmpx.convert(), hmpx.record() as log:
+        model(torch.ones(2, 4))
+    assert [said for said in log.escaped if said.startswith(line(model, 1))]
+
+
+def test_the_first_op_that_is_not_finite_is_named_and_not_what_it_infects():
+    def model(x):
+        for _ in range(2):  # the second time round everything is infected
+            y = x.cos()
+            x = torch.exp(y * 100)
+            x = F.relu(x) - x
+        return x
+
+    with hmpx.convert(), hmpx.record() as log:
+        model(torch.zeros(4))
+    first = log.first_nonfinite
+    assert (first.op, first.where, first.nonfinite) == ("exp", line(model, 3), 1)
+    assert [site.op for site in log.sites if site.nonfinite] != ["exp"]
+    (said,) = headings(log)["First result with an inf or a NaN"]
+    assert f":{first.where.rpartition(':')[2]}: exp, in call 1; later in" in said
+
+
+def test_the_first_in_time_is_named_where_its_site_was_met_later():
+    def model(x):
+        y = x * 1
+        return torch.exp(y)
+
+    with hmpx.convert(), hmpx.record() as log:
+        model(torch.zeros(4))
+        model(torch.full((4,), 1000.0))
+        model(torch.full((4,), float("inf")))
+    assert [site.nonfinite for site in log.sites] == [3, 2] and log.first_nonfinite.op == "exp"
+
+
+def test_an_overflow_in_a_sum_of_finite_numbers_is_no_alarm():
+    with hmpx.convert(), hmpx.record() as log:
+        torch.relu(torch.full((8,), 3e38))
+    assert log.first_nonfinite is None
+
+
+def test_its_own_look_at_a_result_is_no_finding(lists):
+    """isfinite has `mul` and others for its parts, which lists may name."""
+    with hmpx.convert(**lists(bf16="mul abs eq ne")), hmpx.record() as log:
+        torch.exp(torch.full((4,), 1000.0))
+    assert log.first_nonfinite is not None and not any("ran in" in said for said in log.escaped)
