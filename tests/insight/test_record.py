@@ -203,7 +203,7 @@ def test_healthy_models_raise_no_alarm(model, converted):
         for _ in range(2):
             loss_of(model, x).backward()
             optimizer.step()
-    assert not log.unchosen and not log.escaped and log.first_nonfinite is None
+    assert not log.unchosen and log.first_nonfinite is None and log.escaped == converted.escaped
     assert not [trip for trip in log.round_trips if not trip.listed]
     assert not log.unmatched and log.unmatched_of_hmpx and log.steps == 2
     assert all(site.calls % 2 == 0 for site in log.sites)

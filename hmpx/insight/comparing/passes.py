@@ -42,6 +42,9 @@ class Sites:
         self.now: Low | None = None
         self.batch = 0
 
+    def leaves(self, caller: types.CodeType) -> bool:
+        return False
+
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         if self.now is None:
             return run(*args, **kwargs)

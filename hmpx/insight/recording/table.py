@@ -94,7 +94,7 @@ def attention(log: Recorded) -> Iterator[tuple[str, list[str]]]:
         (f"{_at(site)}: {site.unchosen} ({times(site.calls)})" for site in alike(log.unchosen)),
     )
     yield from _kind("Cast there and back, though no list asks for both", _trips(log, listed=False))
-    yield from _kind("In another dtype than the lists say, as no wrapper sees them", log.escaped)
+    yield from _kind("What no wrapper reaches", log.escaped)
     yield from _kind("In your lists, and no call matched", log.unmatched)
     yield from _kind("Cast there and back, as the lists ask", _trips(log, listed=True))
 
