@@ -1,4 +1,4 @@
-"""An attached optimizer: what stays installed on it, and copies and pickles of it."""
+"""An attached optimizer: what stays installed on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hmpx import region_state
 from hmpx.changes import MISSING, Attribute, take_back
 from hmpx.errors import HmpxError
-from hmpx.updates import step_count, step_hooks
+from hmpx.updates import attached_copies, step_count, step_hooks
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import released
 from hmpx.updates.gradients.accumulation import end_unused_exchanges
@@ -27,7 +27,6 @@ from hmpx.updates.step import WeightUpdates
 from hmpx.updates.step_call import StepCall
 from hmpx.updates.step_count import SEED_KEY
 from hmpx.updates.watched import Updates
-from hmpx.updates.weights import WeightStore
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
@@ -88,7 +87,7 @@ class Attachment:
         """Count, by BF16 parameter, the updates that round-to-nearest would lose, from the next step on.
 
         The first call begins; later ones return the same object, which goes on until it is closed or the attachment
-        ends. No bit of a weight changes. A watched step takes longer, and about 30 bytes more for each element of a
+        ends. No bit of a weight changes. A watched step takes longer, and about 40 bytes more for each element of a
         slice; where the optimizer steps on a whole FP32 copy, 6 for each element of the model. Elements that other
         ranks hold are counted there. With ``fused=True``, each kernel runs once more, on FP32 copies of its parameter
         and state, to learn what it is going to round.
@@ -159,7 +158,7 @@ class Attachment:
         self._outer = weakref.ref(outer or self._alive)
         step_hooks.install()
         self._gone = weakref.finalize(self._alive, _optimizer_is_gone, self._undo)
-        methods = {"__reduce_ex__": functools.partial(_reduce, self._optimizer)}
+        methods = {"__reduce_ex__": functools.partial(attached_copies.reduce, self._optimizer)}
         for name in writing_methods(type(self._alive)):
             methods[name] = functools.partial(_other_step, self._optimizer, name)
         own = vars(self.optimizer)
@@ -211,7 +210,7 @@ class Attachment:
     def step(self, call: StepCall) -> Any:
         """Run a step of the optimizer as the settings say."""
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
-            return _attach_copy(call.optimizer, self).step(call)
+            return attached_copies.attach_copy(call.optimizer, self).step(call)
         self.sync_parameters()
         result = self._updates.step(call)
         released.finish(self._dtypes)
@@ -255,32 +254,3 @@ def _optimizer_is_gone(undo: contextlib.ExitStack) -> None:
     """The optimizer was collected as garbage: make its parameters what they were."""
     undo.close()
     step_hooks.uninstall_later()
-
-
-def _attach_copy(optimizer: Optimizer, original: Attachment) -> Attachment:
-    for name in (ATTRIBUTE, *original._added):
-        vars(optimizer).pop(name, None)
-    attachment = Attachment(optimizer, original.settings, original.names)
-    attachment.install()
-    return attachment
-
-
-def _reduce(reference: Callable[[], Any], protocol: int) -> tuple:
-    """Copies and pickles of an attached optimizer are attached; torch's own hold state, groups and defaults alone."""
-    optimizer = reference()
-    attachment = attachment_of(optimizer)
-    if step_count.stored(optimizer):
-        step_count.keep(optimizer)
-    added = {ATTRIBUTE, *attachment._added}
-    state = {key: value for key, value in optimizer.__getstate__().items() if key not in added}
-    return _rebuild, (type(optimizer), state, attachment.settings, attachment.names, attachment._updates.store)
-
-
-def _rebuild(cls: type[Optimizer], state: dict, settings: Settings, names: dict, store: WeightStore) -> Optimizer:
-    optimizer = cls.__new__(cls)
-    optimizer.__setstate__(state)
-    step_count.forget(optimizer)
-    attachment = Attachment(optimizer, settings, names)
-    attachment._updates.store = store
-    attachment.install()
-    return optimizer
