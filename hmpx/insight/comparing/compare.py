@@ -156,9 +156,7 @@ class _Comparing:
         if self._noise.error >= BROKEN and not any(look >= BROKEN for look in looks.values()):
             found = [site for site, row in rows.items() if row.error]  # whatever the estimates say, it is somewhere
         else:
-            found = [
-                site for site, look in looks.items() if look >= SUSPECT and (rows[site].error or site.alone.nonfinite)
-            ]
+            found = [site for site, look in looks.items() if look >= SUSPECT and rows[site].error]
         return sorted(found, key=lambda site: -looks[site])[:TRIED]
 
     def _measured(self, site: Compared, row: Row) -> Row:

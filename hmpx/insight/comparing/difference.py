@@ -61,10 +61,8 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The relative L2 error; infinite where something is not finite that should be."""
-        if self.nonfinite:
-            return math.inf
-        return math.sqrt(self.error / self.exact) if self.exact else (math.inf if self.error else 0.0)
+        """The relative L2 error of what is finite."""
+        return math.sqrt(self.error / self.exact) if self.exact else math.inf if self.error else 0.0
 
     @property
     def bias(self) -> float:
@@ -75,7 +73,7 @@ class Difference:
     @property
     def spread(self) -> float:
         """The standard deviation of the differences, in the same units."""
-        return math.sqrt(max(self.relative**2 - self.bias**2, 0.0)) if math.isfinite(self.relative) else math.inf
+        return math.sqrt(max(self.relative**2 - self.bias**2, 0.0))
 
 
 def _square(values: Tensor) -> float:

@@ -57,12 +57,15 @@ def _sum(head: Row, rows: Mapping[Compared, Row], noise: Noise, h: float) -> Row
 
 
 def _measures(alone: Difference, accumulated: Difference) -> dict:
+    # A constant that a program takes from the dtype, as for masks, is that of FP32 where the op is computed alone: what
+    # overflows there alone says nothing.
+    overflows = bool(accumulated.nonfinite)
     return {
-        "error": alone.relative,
+        "error": math.inf if overflows and alone.nonfinite else alone.relative,
         "ulp": alone.ulp,
         "bias": alone.bias,
         "spread": alone.spread,
-        "accumulated": accumulated.relative,
+        "accumulated": math.inf if overflows else accumulated.relative,
         "nonfinite": accumulated.nonfinite,
     }
 
