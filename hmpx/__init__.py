@@ -7,7 +7,8 @@ from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
 from hmpx.insight.audit import Audit, audit
 from hmpx.insight.comparing.compare import compare
-from hmpx.insight.comparing.comparison import Comparison, Row
+from hmpx.insight.comparing.comparison import Comparison
+from hmpx.insight.comparing.row import Row
 from hmpx.insight.dispatched import Finding
 from hmpx.insight.explain import explain
 from hmpx.insight.recording.log import Log

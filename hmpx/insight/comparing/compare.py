@@ -20,8 +20,9 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.comparing import noise
 from hmpx.insight.comparing.backward import Backward
 from hmpx.insight.comparing.calls import Compared
-from hmpx.insight.comparing.comparison import BROKEN, Comparison, Row
+from hmpx.insight.comparing.comparison import Comparison
 from hmpx.insight.comparing.passes import Alone, Low, Mended, Shifted, Sites, Wide
+from hmpx.insight.comparing.row import BROKEN, Row
 from hmpx.insight.comparing.rows import mask_note, row_of, sums
 from hmpx.insight.comparing.subject import Loss, Subject
 from hmpx.insight.stance import eager

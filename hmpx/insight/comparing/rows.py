@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 
 from hmpx.insight.comparing.calls import Compared
-from hmpx.insight.comparing.comparison import Row
 from hmpx.insight.comparing.difference import Difference
 from hmpx.insight.comparing.noise import Noise, biased_square, mean_square
+from hmpx.insight.comparing.row import Row
 from hmpx.insight.tensors import LOW, name
 
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in LOW}
