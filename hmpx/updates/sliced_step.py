@@ -82,6 +82,7 @@ class SlicedStep:
         Under `torch.no_grad()`, and without a closure.
         """
         self._others = others
+        self._buffers.grads.clear()  # of another part of the step: they may have been released
         for segment in segments:
             self._buffers.hold(segment)
         for device in {segment.param.device: None for segment in segments}:
