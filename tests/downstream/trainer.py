@@ -24,7 +24,7 @@ NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
 def gpt2(**more):
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**TINY, activation_function="gelu", **more))
+    return GPT2LMHeadModel(GPT2Config(**{**TINY, "activation_function": "gelu", **more}))
 
 
 def texts(count=32):
