@@ -5,7 +5,6 @@ Everything that can go wrong (a list that does not read, a name that does not ex
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
@@ -19,7 +18,7 @@ from hmpx.casts.dtype_map import DtypeMap
 from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
 from hmpx.casts.garbage import none_collected
 from hmpx.casts.listed_names import Unknown
-from hmpx.casts.observing import Observer, Several
+from hmpx.casts.observing import Several
 from hmpx.casts.op_lists import read_lists
 from hmpx.casts.ops import catalog
 from hmpx.casts.patch_table import Patch, PatchTable
@@ -27,7 +26,6 @@ from hmpx.casts.policy import OptLevel, Policy, build_policy
 from hmpx.casts.user_functions import UserFunctions
 from hmpx.changes import Attribute, Changes, Flag, Paired, Part, Put
 from hmpx.installation import Installation
-from hmpx.process_state import lock
 from hmpx.updates import step_hooks
 
 _FAST_PATH = Flag(
@@ -138,6 +136,11 @@ class Conversion(Installation):
         )
 
     @none_collected()
+    def put_in_force_again(self) -> None:
+        """Build everything anew, of torch and of the observers as they are now."""
+        self._take_away()
+        self._apply()
+
     def _apply(self) -> None:
         self._changes = Changes()
         self._changes.apply(self._parts())
@@ -219,41 +222,6 @@ def install(
 def installed() -> Conversion | None:
     """The conversion that is installed now."""
     return installation.current(Conversion)
-
-
-@contextlib.contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """Let an observer see the calls of ops, under the conversion that is in force and those to come."""
-    with lock:
-        process_state.observers.append(observer)
-        _put_in_force_again()
-    try:
-        yield
-    finally:
-        with lock:
-            process_state.observers.remove(observer)
-            _put_in_force_again()
-
-
-@contextlib.contextmanager
-def observed(policy: Policy, kernels: KernelsAsked, observer: Observer) -> Iterator[Conversion]:
-    """A conversion of its own, that one observer alone sees; what was in force before is again at the end."""
-    with lock:
-        others = process_state.observers[:]
-        process_state.observers[:] = [observer]
-        try:
-            conversion = install(policy, kernels=kernels)
-        finally:
-            process_state.observers[:] = others
-    with conversion:
-        yield conversion
-
-
-def _put_in_force_again() -> None:
-    conversion = installed()
-    if conversion is not None:
-        conversion._take_away()
-        conversion._apply()
 
 
 def restore() -> None:

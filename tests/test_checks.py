@@ -22,6 +22,7 @@ FLOORS = (
     "casts",
     "updates",
     "conversion regions",
+    "observation",
     "hmp recipes",
     "insight integrations",
     "bench",

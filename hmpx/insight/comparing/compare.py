@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hmpx import conversion
+from hmpx import conversion, observation
 from hmpx.casts.fp32_kernels import KernelsAsked
 from hmpx.casts.op_lists import read_lists
 from hmpx.casts.policy import Policy, build_policy
@@ -21,9 +21,10 @@ from hmpx.insight.comparing import noise
 from hmpx.insight.comparing.backward import Backward
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.comparison import Comparison
-from hmpx.insight.comparing.passes import Alone, Low, Mended, Shifted, Sites, Wide
+from hmpx.insight.comparing.passes import Alone, Low, Mended, Shifted, Wide
 from hmpx.insight.comparing.row import BROKEN, Row
 from hmpx.insight.comparing.rows import mask_note, row_of, sums
+from hmpx.insight.comparing.sites import Pass, Sites
 from hmpx.insight.comparing.subject import Loss, Subject
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import Tensor
@@ -74,7 +75,7 @@ def compare(
     with contextlib.ExitStack() as undo:
         undo.enter_context(subject.gradients_kept())
         undo.enter_context(eager())
-        undo.enter_context(conversion.observed(policy, kernels, sites))
+        undo.enter_context(observation.observed(policy, kernels, sites))
         return _Comparing(subject, sites, policy).run()
 
 
@@ -115,7 +116,7 @@ class _Comparing:
             _modules=sums(rows, lambda site: Row("", module=site.module), self._noise, self._h),
         )
 
-    def _observed(self, now: Low | None, run: Callable[..., tuple[float, list[Tensor]]], *args: Any) -> Any:
+    def _observed(self, now: Pass | None, run: Callable[..., tuple[float, list[Tensor]]], *args: Any) -> Any:
         """A run of the model that one pass observes."""
         self._sites.now = now
         self._passes += 1

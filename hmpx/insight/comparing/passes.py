@@ -9,67 +9,24 @@ it is the other way round.
 from __future__ import annotations
 
 import functools
-import types
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from hmpx.casts.callers import modules, users_frame
-from hmpx.casts.observing import Point, Run, Seen, unobserved
+from hmpx.casts.observing import Seen, unobserved
 from hmpx.casts.rules import TARGETS
 from hmpx.conversion import installed
 from hmpx.insight.comparing.calls import Asked, Call, Compared, Number
 from hmpx.insight.comparing.computing import as_listed, in_fp32, of_rounded_inputs, widened
 from hmpx.insight.comparing.difference import Difference
-from hmpx.insight.module_names import ModuleNames
+from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.tensors import LOW, Tensor, floating, name
 
 _state = torch.default_generator.get_state
 _equal = torch.equal
-
-
-class Sites:
-    """The observer: finds the site of each call, and lets the pass that is running decide."""
-
-    everything = True
-
-    def __init__(self) -> None:
-        self._found: dict[tuple, Compared] = {}
-        self._names = ModuleNames()
-        self.now: Low | None = None
-        self.batch = 0
-
-    def leaves(self, caller: types.CodeType) -> bool:
-        return False
-
-    def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
-        if self.now is None:
-            return run(*args, **kwargs)
-        user, module = users_frame(frame), next(modules(frame), None)
-        line = (id(user.f_code), user.f_lineno) if user is not None else (0, 0)
-        key = (*line, point.op, point.label, id(module))
-        site = self._found.get(key)
-        if site is None:
-            where = "?" if user is None else f"{user.f_code.co_filename}:{user.f_lineno}"
-            site = self._found[key] = Compared(point.op, where, self._names.of_module(module, frame))
-            site.begin_batch(self.batch + 1)
-        return self.now.around(Asked(site, point, run, args, kwargs))
-
-    def begin_batch(self, number: int) -> None:
-        self.batch = number
-        for site in self._found.values():
-            site.begin_batch(number + 1)
-
-    def end_batch(self) -> None:
-        for site in self._found.values():
-            site.forget_tensors()
-
-    def compared(self) -> list[Compared]:
-        """The sites that ran under the lists, in the order in which they were met."""
-        return [site for site in self._found.values() if site.calls]
 
 
 class Low:

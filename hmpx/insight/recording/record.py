@@ -10,12 +10,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hmpx.casts.fp32_kernels import capability
-from hmpx.conversion import observing
 from hmpx.errors import HmpxError
 from hmpx.insight.recording.forward_watch import ForwardWatch
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorder import Recorder
 from hmpx.insight.stance import eager
+from hmpx.observation import observing
 from hmpx.process_state import observers
 from hmpx.version import __version__
 

@@ -1,0 +1,46 @@
+"""Observers of the calls of ops: under the conversion that is in force, or under one of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from hmpx.casts.fp32_kernels import KernelsAsked
+from hmpx.casts.observing import Observer
+from hmpx.casts.policy import Policy
+from hmpx.conversion import Conversion, install, installed
+from hmpx.process_state import lock, observers
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Let an observer see the calls of ops, under the conversion that is in force and those to come."""
+    try:
+        with lock:
+            observers.append(observer)
+            _put_in_force_again()
+        yield
+    finally:
+        with lock:
+            observers.remove(observer)
+            _put_in_force_again()
+
+
+@contextlib.contextmanager
+def observed(policy: Policy, kernels: KernelsAsked, observer: Observer) -> Iterator[Conversion]:
+    """A conversion of its own, that one observer alone sees; what was in force before is again at the end."""
+    with lock:
+        others = observers[:]
+        observers[:] = [observer]
+        try:
+            conversion = install(policy, kernels=kernels)
+        finally:
+            observers[:] = others
+    with conversion:
+        yield conversion
+
+
+def _put_in_force_again() -> None:
+    conversion = installed()
+    if conversion is not None:
+        conversion.put_in_force_again()
