@@ -18,7 +18,8 @@ class Updates:
 
     Counts the steps of the optimizer from the next one on, until `close()`, the end of a `with` block, or the
     attachment's own end. What was counted stays. A step that raises does not count; of a method that rewrites weights
-    beside `step` (`first_step` of SAM), each call is a step. Whoever reads the counts waits for the device; a step does not.
+    beside `step` (`first_step` of SAM), each call is a step. Whoever reads the counts waits for the device; a
+    step does not.
 
     Attributes:
         optimizer, weights: the class of the optimizer, and how the attachment holds weights.
