@@ -1,4 +1,4 @@
-"""Every test starts and ends with torch as it was made."""
+"""Every test starts with torch as it was made, and fails if it ends with anything else."""
 
 from __future__ import annotations
 
@@ -14,20 +14,8 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import process_state
-from hmpx.casts.ops import catalog
 from tests.support import kernels  # noqa: F401
-
-
-def attributes_of_torch() -> dict:
-    """Every attribute that hmpx could change: the object, and whether it stands in the owner's own namespace."""
-    entries = [entry for op in catalog().values() for entry in op.entries]
-    return {
-        entry.label: (getattr(entry.owner, entry.attribute), entry.attribute in vars(entry.owner)) for entry in entries
-    }
-
-
-PRISTINE = attributes_of_torch()
+from tests.support.untouched import Picture
 
 
 def pytest_configure(config):
@@ -50,18 +38,23 @@ def keep_what_is_there_out_of_sight():
 
 
 @pytest.fixture(autouse=True)
-def torch_is_untouched():
+def untouched():
+    """A test that leaves something changed fails, and the next one starts from a clean process all the same."""
     torch.manual_seed(0)
-    yield
+    before = Picture()
+    yield before
+    changed = before.changed()
     hmpx.restore()
-    changed = [label for label, value in attributes_of_torch().items() if PRISTINE[label] != value]
-    assert not changed and not process_state.in_use()
+    if changed:
+        before.adopt()
     if len(gc.get_objects()) > 50_000:  # a library was imported
         keep_what_is_there_out_of_sight()
+    if changed:
+        pytest.fail("\n".join(["left behind:", *changed[:12], *["..."][: len(changed) > 12]]), pytrace=False)
 
 
 @pytest.fixture
-def everything_is_looked_through(torch_is_untouched):
+def everything_is_looked_through(untouched):
     """As in a user's process: for tests of names that modules captured when they were imported."""
     gc.unfreeze()
     yield

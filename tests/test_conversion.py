@@ -26,42 +26,42 @@ from hmpx.casts.captured_names import rebinding
 from hmpx.casts.ops import catalog
 from hmpx.casts.patch_table import PatchTable
 from hmpx.casts.policy import build_policy
-from tests.conftest import PRISTINE, attributes_of_torch
 from tests.support import python
 
 X = torch.randn(4, 4)
+SIN, ADD, EXP = torch.sin, torch.add, torch.exp
 
 
-def test_restore_puts_back_the_identical_objects():
+def test_restore_puts_back_the_identical_objects(untouched):
     for level in ("O1", "O2"):
         hmpx.convert(level)
         assert (X @ X).dtype is torch.bfloat16
         hmpx.restore()
-        assert attributes_of_torch() == PRISTINE and (X @ X).dtype is torch.float32
+        assert not untouched.changed() and (X @ X).dtype is torch.float32
     assert torch.Tensor.matmul is torch._C.TensorBase.matmul
 
 
-def test_restore_without_convert_is_a_no_op():
+def test_restore_without_convert_is_a_no_op(untouched):
     hmpx.restore()
-    assert attributes_of_torch() == PRISTINE
+    assert not untouched.changed()
 
 
-def test_building_a_table_touches_nothing():
+def test_building_a_table_touches_nothing(untouched):
     table = PatchTable.build(build_policy())
-    assert attributes_of_torch() == PRISTINE
+    assert not untouched.changed()
     assert "torch.matmul" in str(table) and "bf16" in str(table)
 
 
-def test_the_handle_restores_on_exit_and_on_exceptions():
+def test_the_handle_restores_on_exit_and_on_exceptions(untouched):
     with hmpx.convert() as handle:
         assert handle.active and F.linear(X, X).dtype is torch.bfloat16
     assert not handle.active and F.linear(X, X).dtype is torch.float32
     with pytest.raises(ZeroDivisionError), hmpx.convert():
         raise ZeroDivisionError
-    assert attributes_of_torch() == PRISTINE
+    assert not untouched.changed()
 
 
-def test_a_second_convert_replaces_the_first(lists):
+def test_a_second_convert_replaces_the_first(lists, untouched):
     first = hmpx.convert(**lists(bf16="matmul"))
     second = hmpx.convert(**lists(bf16="exp"))
     assert (X @ X).dtype is torch.float32 and X.exp().dtype is torch.bfloat16
@@ -69,7 +69,7 @@ def test_a_second_convert_replaces_the_first(lists):
     first.restore()  # not the installed one: nothing happens
     assert X.exp().dtype is torch.bfloat16
     hmpx.restore()
-    assert attributes_of_torch() == PRISTINE
+    assert not untouched.changed()
 
 
 def test_bad_input_leaves_the_installed_conversion_alone(lists, tmp_path):
@@ -78,9 +78,10 @@ def test_bad_input_leaves_the_installed_conversion_alone(lists, tmp_path):
         with pytest.raises(hmpx.HmpxError):
             hmpx.convert(**bad)
     assert handle.active and (X @ X).dtype is torch.bfloat16
+    hmpx.restore()
 
 
-def test_a_failure_in_the_middle_of_patching_undoes_what_was_patched(monkeypatch):
+def test_a_failure_in_the_middle_of_patching_undoes_what_was_patched(monkeypatch, untouched):
     def fail(*_):
         raise RuntimeError("half-way")
 
@@ -89,16 +90,17 @@ def test_a_failure_in_the_middle_of_patching_undoes_what_was_patched(monkeypatch
     with pytest.raises(RuntimeError, match="half-way"):
         hmpx.convert()
     monkeypatch.undo()
-    assert attributes_of_torch() == PRISTINE and not region_state.casts_on()
+    assert not untouched.changed() and not region_state.casts_on()
     assert vars(torch.optim.Optimizer)["profile_hook_step"] is hook_step
     assert hmpx.convert().active
+    hmpx.restore()
 
 
 def test_nothing_is_patched_that_no_rule_needs(lists):
     with hmpx.convert(**lists(bf16="exp", promote="add cat stack where")) as handle:
         assert {patch.op for patch in handle.patched if patch.rule is hmpx.Rule.BF16} == {"exp"}
         assert not [patch for patch in handle.patched if patch.rule is hmpx.Rule.PROMOTE]
-        assert torch.sin is PRISTINE["torch.sin"][0] and torch.add is PRISTINE["torch.add"][0]
+        assert torch.sin is SIN and torch.add is ADD
 
 
 def test_the_handle_says_what_was_patched_and_what_escaped(lists):
@@ -107,11 +109,13 @@ def test_the_handle_says_what_was_patched_and_what_escaped(lists):
     assert labels == {"torch.softmax", "torch._VF.softmax", "Tensor.softmax"}
     assert any("nosuchmodule.f is not imported yet" in line for line in handle.escaped)
     assert "active" in repr(handle)
+    hmpx.restore()
 
 
 def test_an_aten_op_without_python_entry_escapes_by_name(lists):
     handle = hmpx.convert(**lists(bf16="_foreach_add mkldnn_rnn_layer", fp32="multi_margin_loss_backward"))
     assert any("multi_margin_loss_backward has no Python entry point" in line for line in handle.escaped)
+    hmpx.restore()
 
 
 def test_a_foreign_patch_on_top_is_reported_and_stays(lists, caplog):
@@ -127,7 +131,7 @@ def test_a_foreign_patch_on_top_is_reported_and_stays(lists, caplog):
         assert torch.exp is theirs and "torch.exp was patched again" in caplog.text
         assert torch.exp(X).dtype is torch.float32  # ours below it is inert
     finally:
-        torch.exp = PRISTINE["torch.exp"][0]
+        torch.exp = EXP
 
 
 def test_a_foreign_patch_below_is_called_and_comes_back(lists):
@@ -198,9 +202,10 @@ def test_casts_and_regions_are_per_thread(lists):
     thread.join()
     assert seen == [torch.float32, torch.float32, torch.bfloat16]
     assert not process_state.off_somewhere
+    hmpx.restore()
 
 
-def test_many_threads_convert_compute_and_restore_without_harm(lists):
+def test_many_threads_convert_compute_and_restore_without_harm(lists, untouched):
     arguments, errors = lists(bf16="matmul"), []
 
     def work():
@@ -218,7 +223,7 @@ def test_many_threads_convert_compute_and_restore_without_harm(lists):
     for thread in threads:
         thread.join()
     hmpx.restore()
-    assert not errors and attributes_of_torch() == PRISTINE
+    assert not errors and not untouched.changed()
 
 
 def test_enabled_false_casts_only_in_enable_casts(lists):

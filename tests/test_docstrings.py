@@ -45,6 +45,7 @@ def test_the_example_of_a_public_docstring_runs(name, tmp_path, monkeypatch, cap
     said: list[str] = []
     doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=said.append, clear_globs=False)
     assert not said, "".join(said)
+    hmpx.restore()
 
 
 @pytest.mark.parametrize("handle", HANDLES)

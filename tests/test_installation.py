@@ -9,7 +9,6 @@ from torch import nn, optim
 import hmpx
 from hmpx import conversion, process_state
 from hmpx.casts.patch_table import PatchTable
-from tests.conftest import PRISTINE, attributes_of_torch
 
 X = torch.randn(4, 4)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -39,7 +38,7 @@ def _list(folder, name):
     return path
 
 
-def test_the_inner_exit_gives_the_enclosing_conversion_back(matmul, exp):
+def test_the_inner_exit_gives_the_enclosing_conversion_back(matmul, exp, untouched):
     with hmpx.convert(**matmul) as outer:
         assert found() == MATMUL
         with hmpx.convert(**exp) as inner:
@@ -50,7 +49,7 @@ def test_the_inner_exit_gives_the_enclosing_conversion_back(matmul, exp):
         assert found() == MATMUL and outer.active and not inner.active
         ops = {patch.op for patch in outer.patched if patch.rule is hmpx.Rule.BF16}
         assert "matmul" in ops and "exp" not in ops
-    assert found() == NONE and attributes_of_torch() == PRISTINE
+    assert found() == NONE and not untouched.changed()
 
 
 def test_a_with_gives_a_plain_conversion_back_too(matmul, exp):
@@ -58,6 +57,7 @@ def test_a_with_gives_a_plain_conversion_back_too(matmul, exp):
     with pytest.raises(ZeroDivisionError), hmpx.convert(**exp):
         raise ZeroDivisionError
     assert found() == MATMUL
+    hmpx.restore()
 
 
 def test_without_a_with_a_second_call_replaces_the_first_for_good(matmul, exp):
@@ -68,16 +68,17 @@ def test_without_a_with_a_second_call_replaces_the_first_for_good(matmul, exp):
     with hmpx.convert(**matmul):
         hmpx.convert(**exp)
     assert found() == EXP  # what was said last, and not taken back
+    hmpx.restore()
 
 
-def test_restore_ends_all_of_them(matmul, exp):
+def test_restore_ends_all_of_them(matmul, exp, untouched):
     with hmpx.convert(**matmul), hmpx.convert(**exp):
         hmpx.restore()
         assert found() == NONE
-    assert found() == NONE and attributes_of_torch() == PRISTINE
+    assert found() == NONE and not untouched.changed()
 
 
-def test_one_that_has_ended_is_not_given_back(matmul, exp):
+def test_one_that_has_ended_is_not_given_back(matmul, exp, untouched):
     outer = hmpx.convert(**matmul)
     outer.__enter__()
     inner = hmpx.convert(**exp)
@@ -85,7 +86,7 @@ def test_one_that_has_ended_is_not_given_back(matmul, exp):
     outer.__exit__(None, None, None)  # as generators end out of order
     assert found() == EXP
     inner.__exit__(None, None, None)
-    assert found() == NONE and attributes_of_torch() == PRISTINE
+    assert found() == NONE and not untouched.changed()
 
 
 def test_restoring_the_inner_handle_gives_the_enclosing_one_back_at_once(matmul, exp):
@@ -97,7 +98,7 @@ def test_restoring_the_inner_handle_gives_the_enclosing_one_back_at_once(matmul,
     assert found() == NONE
 
 
-def test_a_conversion_that_fails_inside_leaves_the_enclosing_one_in_force(matmul, exp, monkeypatch):
+def test_a_conversion_that_fails_inside_leaves_the_enclosing_one_in_force(matmul, exp, monkeypatch, untouched):
     with hmpx.convert(**matmul) as outer:
         apply, calls = PatchTable.apply, []
 
@@ -112,7 +113,7 @@ def test_a_conversion_that_fails_inside_leaves_the_enclosing_one_in_force(matmul
         with pytest.raises(RuntimeError, match="half-way"):
             hmpx.convert(**exp)
         assert outer.active and found() == MATMUL
-    assert attributes_of_torch() == PRISTINE
+    assert not untouched.changed()
 
 
 def test_a_handle_that_is_not_in_force_cannot_be_entered(matmul, exp):
@@ -121,12 +122,14 @@ def test_a_handle_that_is_not_in_force_cannot_be_entered(matmul, exp):
     with pytest.raises(hmpx.HmpxError, match="not in force any more"), first:
         pass
     assert found() == EXP
+    hmpx.restore()
 
 
 def test_replaced_conversions_are_let_go(matmul):
     for _ in range(4):
         handle = hmpx.convert(**matmul)
     assert handle._before is not None and handle._before._before is None
+    hmpx.restore()
 
 
 def test_an_enclosing_conversion_keeps_its_verbosity_its_map_and_its_regions(matmul, exp, caplog):
@@ -168,17 +171,17 @@ def made():
     return model.weight.dtype, attached and attached.settings.weights
 
 
-def test_recipes_nest_like_conversions():
+def test_recipes_nest_like_conversions(untouched):
     with hmpx.activate({"weights": "split", "bf16": ["matmul"], "fp32": []}) as outer:
         assert made() == (BF16, "split") and found() == MATMUL
         with hmpx.activate({"weights": "master", "bf16": ["exp"], "fp32": []}):
             assert made() == (BF16, "master") and found() == EXP
         assert made() == (BF16, "split") and found() == MATMUL and outer.active
     assert made() == (FP32, None) and found() == NONE
-    assert attributes_of_torch() == PRISTINE
+    assert not untouched.changed()
 
 
-def test_a_recipe_inside_a_conversion_and_a_conversion_inside_a_recipe(matmul, exp):
+def test_a_recipe_inside_a_conversion_and_a_conversion_inside_a_recipe(matmul, exp, untouched):
     with hmpx.convert(**matmul):
         with hmpx.activate({"bf16": ["exp"], "fp32": []}):
             assert found() == EXP
@@ -190,7 +193,7 @@ def test_a_recipe_inside_a_conversion_and_a_conversion_inside_a_recipe(matmul, e
     hmpx.activate({"bf16": ["exp"], "fp32": []})
     with hmpx.convert(**matmul), hmpx.activate("neuron-bf16-sr"):
         hmpx.restore()
-    assert found() == NONE and made() == (FP32, None) and attributes_of_torch() == PRISTINE
+    assert found() == NONE and made() == (FP32, None) and not untouched.changed()
 
 
 def test_nothing_is_remembered_after_the_end(matmul):

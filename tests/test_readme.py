@@ -161,6 +161,7 @@ def test_coming_from(system, language, before, after, monkeypatch, tmp_path):
     assert not all(torch.equal(p, q) for p, q in zip(world["model"].parameters(), weights, strict=True))
     in_fp16 = system == "NVIDIA apex"
     assert world["model"](world["inputs"]).dtype is (torch.float16 if in_fp16 else torch.bfloat16)
+    hmpx.restore()
 
 
 def command_of(name):

@@ -120,6 +120,7 @@ def test_hmp_convert_by_keyword_and_by_position(value, by_keyword):
     else:
         hmp.convert("O1", value, value, False)
     assert product() is CAST
+    hmpx.restore()
 
 
 def test_hmp_files_may_be_deleted_right_after_the_call(lists):
@@ -131,6 +132,7 @@ def test_hmp_files_may_be_deleted_right_after_the_call(lists):
     assert X.exp().dtype is CAST and product() is UNCAST
     hmp.convert()  # twice in a process
     assert product() is CAST and X.exp().dtype is UNCAST
+    hmpx.restore()
 
 
 class Model(nn.Module):
@@ -176,6 +178,7 @@ def test_an_old_script_with_one_line_changed(tmp_path):
         losses.append(loss.item())
     assert loss.dtype is torch.float32 and losses[-1] < losses[0] / 4
     assert all(p.dtype is torch.float32 for p in model.parameters())
+    hmpx.restore()
 
 
 @pytest.mark.parametrize("level", ["O2", "02"])

@@ -31,9 +31,10 @@ def x():
 
 
 @pytest.fixture(autouse=True)
-def converted(torch_is_untouched):
+def converted():
     hmpx.convert()
     yield
+    hmpx.restore()
     assert not weight_cache.open_caches and "data" not in vars(torch.Tensor) and torch.Tensor.data is DATA
 
 

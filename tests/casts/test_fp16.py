@@ -118,6 +118,7 @@ def test_any_other_dtype_is_refused_with_the_legal_ones_and_nothing_is_changed(d
         with pytest.raises(hmpx.HmpxError, match=r"is neither torch.bfloat16 nor torch.float16"):
             refused(low_precision=dtype)
     assert installed.active and (x @ x).dtype is BF16
+    hmpx.restore()
 
 
 def test_a_recipe_says_it_in_every_way_that_a_dtype_is_said(tmp_path):
@@ -156,6 +157,7 @@ def test_the_shell_takes_it(tmp_path, capsys, monkeypatch):
     assert " in FP16, " in explained and "GradScaler" in explained
     with pytest.raises(SystemExit):
         main(["ops", "--low-precision", "fp8"])
+    hmpx.restore()
 
 
 @hmpx.fp16
@@ -262,6 +264,7 @@ def test_apex_o1_is_fp16_by_the_lists_that_apex_o1_bf16_has():
     before = model.up.weight.detach().clone()
     scaler.step(optimizer)
     assert not torch.equal(before, model.up.weight) and not hasattr(optimizer, "_hmpx_attachment")
+    hmpx.restore()
 
 
 def _gradients(function, model, x):
@@ -400,3 +403,4 @@ def test_bf16_weights_train_beside_fp16_ops():
     assert out.dtype is FP16 and {p.dtype for p in model.parameters()} == {BF16}
     assert {p.grad.dtype for p in model.parameters()} == {BF16}
     hmpx.detach(optimizer)
+    hmpx.restore()

@@ -157,6 +157,7 @@ def test_a_name_that_stands_for_nothing_changes_nothing(lists, package, name):
         hmpx.convert(**lists(bf16=name))
     assert BAD_NAMES[name] in str(error.value)
     assert installed.active and (X @ X).dtype is torch.bfloat16
+    hmpx.restore()
 
 
 def test_an_inherited_method_is_deleted_again(lists, package):

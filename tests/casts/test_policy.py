@@ -105,6 +105,7 @@ def test_o2_takes_no_lists(lists):
 def test_unknown_warn_skips_the_name_and_says_so(lists, caplog):
     hmpx.convert(**lists(bf16="mm nosuch"), unknown="warn")
     assert "bf16.txt:2: unknown op 'nosuch'" in caplog.text
+    hmpx.restore()
 
 
 @pytest.mark.parametrize("name", ["fp16", "float16", "torch.float16"])

@@ -33,8 +33,9 @@ def x():
 
 
 @pytest.fixture(autouse=True)
-def converted(torch_is_untouched):
-    return hmpx.convert()
+def converted():
+    yield hmpx.convert()
+    hmpx.restore()
 
 
 def gradients(model, forward, around_backward=None):

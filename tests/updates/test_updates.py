@@ -242,6 +242,7 @@ def test_a_step_that_raises_rolls_back(caught_inside, converted):
     if converted:
         x = torch.randn(2, 2)
         assert (x @ x).dtype is BF16  # casts are on again
+        hmpx.restore()
 
 
 def test_a_scheduler_made_before_the_region_does_not_pass_it_by():

@@ -1,0 +1,203 @@
+"""A picture of everything of the process that hmpx may touch, taken before a test and looked at again after it.
+
+It does not ask hmpx where it has been. It holds each function, class and dtype in the namespace of every module of
+torch and of every class there, and the variables in closures of functions that hooks stand in; of what has no
+namespace, each setting and stack of hooks that torch can be asked for; and hmpx's own variables, which are empty where
+nothing is in force.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import operator
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import hmpx
+from hmpx import process_state, region_state
+from hmpx.updates import step_hooks
+from hmpx.updates.gradients import claims, released
+
+KEPT = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.GetSetDescriptorType)
+KEPT = (*KEPT, types.WrapperDescriptorType, staticmethod, classmethod, property, type, torch.dtype)
+KEPT = (*KEPT, type(functools.cache(len)))
+TORCH = os.path.dirname(torch.__file__)
+IN_CLOSURES = ("torch.optim.", "torch.nn.utils.", "torch.amp.", "torch.distributed.optim.")
+
+
+class Namespaces:
+    """What stands in the namespaces of torch, by owner; modules that are imported later are taken up as they are."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._owners: dict[int, tuple[str, Any, Callable, tuple]] = {}
+        self._cells: dict[int, tuple[str, types.CellType, Any]] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Take up what has been imported since the last time."""
+        for name in [name for name in sys.modules if name not in self._seen]:
+            self._seen.add(name)
+            module = sys.modules[name]
+            is_torchs = name.split(".")[0] == "torch" and name != "torch.compiler._cache"  # which adds to itself
+            if is_torchs and isinstance(module, types.ModuleType):
+                self._keep(name, module)
+                for word, value in list(vars(module).items()):
+                    if issubclass(type(value), type) and value.__module__ == name:
+                        self._keep(f"{name}.{word}", value)
+
+    def _keep(self, label: str, owner: Any) -> None:
+        kept = {k: v for k, v in vars(owner).items() if issubclass(type(v), KEPT)}
+        if label.startswith("torch.optim.") and isinstance(owner, type):
+            kept.pop("step", None)  # torch wraps it when the first optimizer of the class is made; see `in_force`
+        if len(kept) > 1 and id(owner) not in self._owners:
+            self._owners[id(owner)] = label, vars(owner), operator.itemgetter(*kept), tuple(kept.values())
+        if label.startswith(IN_CLOSURES):
+            for name, function in kept.items():
+                for cell in getattr(function, "__closure__", None) or ():
+                    self._cells[id(cell)] = f"a variable of {label}.{name}", cell, _content(cell)
+
+    def changed(self, adopt: bool = False) -> Iterator[str]:
+        """The names that hold something else; what torch has wrapped itself is taken up. adopt: so is all the rest."""
+        for key, (label, namespace, pick, values) in list(self._owners.items()):
+            try:
+                if pick(namespace) == values:
+                    continue
+            except KeyError:
+                pass
+            before = dict(zip(pick.__reduce__()[1], values, strict=True))
+            different = [name for name, value in before.items() if namespace.get(name) is not value]
+            taken = {name for name in different if adopt or _wrapped_by_torch(namespace.get(name), before[name])}
+            before.update((name, namespace.get(name)) for name in taken)
+            self._owners[key] = label, namespace, pick, tuple(before.values())
+            yield from (f"{label}.{name}" for name in different if name not in taken)
+        for key, (label, cell, value) in list(self._cells.items()):
+            if _content(cell) is not value:
+                if adopt:
+                    self._cells[key] = label, cell, _content(cell)
+                yield label
+
+
+def _wrapped_by_torch(now: Any, before: Any) -> bool:
+    """Whether Dynamo has put something around a function, as it does when it is used for the first time."""
+    now, before = (getattr(each, "__func__", each) for each in (now, before))
+    while now is not before:
+        code = getattr(now, "__code__", None)
+        if code is None or not code.co_filename.startswith(TORCH):
+            return False
+        if now.__module__ == "torch._dynamo.mutation_guard":  # around the constructors of modules
+            return True
+        now = getattr(now, "_torchdynamo_orig_callable", None) or getattr(now, "__wrapped__", None)
+    return True
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def settings() -> dict[str, Any]:
+    """What has no namespace: by what a message calls it."""
+    devices = ("cpu", "cuda", "maia", "ipu", "xla")
+    module, optimizer = torch.nn.modules.module, sys.modules["torch.optim.optimizer"]
+    hooks = [name for name in vars(module) if name.startswith("_global_") and name.endswith("hooks")]
+    return {
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+        "the fast path of attention": torch.backends.mha.get_fastpath_enabled(),
+        "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices],
+        "gradients are on": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "hooks of all modules": {name: len(getattr(module, name)) for name in hooks},
+        "hooks before all optimizer steps": len(optimizer._global_optimizer_pre_hooks),
+        "hooks after all optimizer steps": len(optimizer._global_optimizer_post_hooks),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "hooks on saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "the tag of compiled code": torch.compiler.config.cache_key_tag,
+        "TorchScript's table of builtins": builtins(),
+        "the logger": (logging.getLogger("hmpx").level, list(logging.getLogger("hmpx").handlers)),
+        "signal handlers": [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)],
+        "import hooks": [*sys.meta_path],
+        "sys.path begins with": sys.path[:1],
+        "sys.argv": [*sys.argv],
+        "the main module": sys.modules.get("__main__"),
+        "the working folder": os.getcwd(),
+        "the environment": frozenset(each for each in os.environ.items() if not each[0].startswith(("PYTEST_", "TORCH", "_TORCH"))),
+        "threads": {each for each in threading.enumerate() if not each.daemon and "PoolExecutor" not in each.name},
+    }
+
+
+def builtins() -> int:
+    """How many functions TorchScript takes for some ops that are cast; `torch.ops.aten` is known once it is used."""
+    names = [*torch.jit._builtins._get_builtin_table().values()]
+    return sum(names.count(f"aten::{op}") - (op in torch.ops.aten._dir) for op in ("linear", "matmul", "softmax"))
+
+
+def in_force() -> Iterator[str]:
+    """hmpx's own variables that are not empty."""
+    yield from (f"process_state.{name}" for name in process_state.in_use())
+    variables = {
+        "regions of this thread": region_state._thread.open,
+        "regions of this task": region_state._tasks.get(),
+        "process_state.watching_writes": process_state.watching_writes._undo,
+        "users of the hooks in optimizers": step_hooks._users,
+        "changes of optimizers": step_hooks._changes._undo,
+        "released gradients": released._gone,
+        "claims on gradients": claims._claimed,
+        "claims that ended": claims._ended,
+    }
+    yield from (name for name, value in variables.items() if value)
+    for cls, cell in step_hooks._cells():
+        if getattr(cell.cell_contents, "__hmpx_original__", None) is not None:
+            yield f"the step of {cls.__name__}"
+
+
+def _told(name: str, before: Any, now: Any) -> str:
+    if isinstance(now, frozenset):  # of variables, of which most are nobody's business
+        before, now = ([key for key, _ in one - other] for one, other in ((before, now), (now, before)))
+    return f"{name}: {before!r}, now {now!r}"
+
+
+class Picture:
+    """The process as it is now; `changed` says what is otherwise later."""
+
+    _namespaces: Namespaces | None = None  # one for all: they are what torch was imported as
+
+    def __init__(self) -> None:
+        if Picture._namespaces is None:
+            Picture._namespaces = Namespaces()
+        self._namespaces.look()
+        self._settings = settings()
+
+    def changed(self) -> list[str]:
+        """What is not as it was, in words; what a dead optimizer held counts only if a collection does not free it."""
+        found = self._look()
+        if found:
+            gc.collect()
+            with hmpx.disable_casts():  # what was collected is taken away on the next occasion
+                pass
+            found = self._look()
+        return found
+
+    def _look(self) -> list[str]:
+        now = settings()
+        different = [name for name, value in self._settings.items() if now[name] != value]
+        told = [_told(name, self._settings[name], now[name]) for name in different]
+        return [*in_force(), *told, *self._namespaces.changed()]
+
+    def adopt(self) -> None:
+        """Whatever is otherwise now is how it is from here on."""
+        list(self._namespaces.changed(adopt=True))
