@@ -140,7 +140,11 @@ class cached_weights(_Region):
     def __enter__(self) -> cached_weights:
         if not torch.compiler.is_dynamo_compiling():
             step_hooks.install()
-            weight_cache.open_cache()
+            try:
+                weight_cache.open_cache()
+            except BaseException:
+                step_hooks.uninstall()
+                raise
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -188,9 +188,16 @@ def current() -> WeightCache | None:
 def open_cache() -> WeightCache:
     """This thread's cache. Calls nest."""
     with _lock:
+        cache = open_caches.get(threading.get_ident())
+        if cache is None:
+            cache = WeightCache()
         if not open_caches:
-            watch_writes(watching_writes)
-        cache = open_caches.setdefault(threading.get_ident(), WeightCache())
+            try:
+                watch_writes(watching_writes)
+            except BaseException:
+                watching_writes.close()
+                raise
+        open_caches[threading.get_ident()] = cache
         cache.depth += 1
     return cache
 

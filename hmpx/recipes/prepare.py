@@ -78,7 +78,7 @@ def prepare(
         if any(p.dtype is torch.bfloat16 for p in model.parameters()):
             before, attachment = attached(stepping), attach(stepping, model=model, **vars(settings))
             if attachment is not before:
-                undo.callback(attachment.detach)
+                undo.callback(attachment.abandon)
         convert(recipe, policy)
         undo.pop_all()
     _refuse_later(stepping, recipe)

@@ -107,7 +107,11 @@ def attach(
     attachment = Attachment(target, settings, given)
     compare(f"hmpx.attach({type(target).__name__})", attachment.facts(optimizer), process_group)
     attachment.install(optimizer)
-    attachment.take_masters()
+    try:
+        attachment.take_masters()
+    except BaseException:  # no memory for them, for instance
+        attachment.abandon()
+        raise
     return attachment
 
 

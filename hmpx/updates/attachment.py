@@ -42,8 +42,8 @@ class Attachment:
         active: whether this is what the optimizer is attached by now.
 
     `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does. `updates()` counts what rounding to
-    nearest would lose. What else it has (`install`, `take_masters`, `facts`, `before_load`, `sync_parameters`, `step`,
-    `detach_from`) is for hmpx itself.
+    nearest would lose. What else it has (`install`, `take_masters`, `abandon`, `facts`, `before_load`, `sync_parameters`,
+    `step`, `detach_from`) is for hmpx itself.
 
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).bfloat16().parameters(), lr=0.1)
@@ -114,6 +114,15 @@ class Attachment:
             self._updates.watch = self._watched.counts
         return self._watched
 
+    def abandon(self) -> None:
+        """Take `install` back, as what it was for has failed: state stays, which `detach` brings to BF16."""
+        optimizer = self._alive
+        self._remove()
+        end_unused_exchanges()
+        step_count.remove(optimizer)
+        if self._counted:
+            step_count.keep(optimizer, **self._counted)
+
     def detach_from(self, optimizer: Optimizer) -> None:
         """Detach, and make `optimizer` a plain one: this one's, or a copy that took every attribute along."""
         self._remove()
@@ -160,9 +169,16 @@ class Attachment:
         self._gone = weakref.finalize(self._alive, _optimizer_is_gone, self._undo)
         methods = {"__reduce_ex__": functools.partial(attached_copies.reduce, self._optimizer)}
         for name in writing_methods(type(self._alive)):
+
+        optimizer = self._alive
+        methods = {"__reduce_ex__": functools.partial(_reduce, self._optimizer)}
+        for name in writing_methods(type(optimizer)):
             methods[name] = functools.partial(_other_step, self._optimizer, name)
-        own = vars(self.optimizer)
+        own = vars(optimizer)
+        self._counted = step_count.stored(optimizer)
         self._added = {name: (method, own.get(name, MISSING)) for name, method in methods.items()}
+        step_hooks.install()
+        self._gone = weakref.finalize(optimizer, _optimizer_is_gone, self._undo)
         own.update({ATTRIBUTE: self, **methods})
         try:
             self._checkpoints = Checkpoints(self._updates)

@@ -53,9 +53,13 @@ def install() -> None:
     global _users
     with _lock:
         uninstall_collected()
+        if _users == 0:
+            try:
+                _watch()
+            except BaseException:
+                _changes.close()
+                raise
         _users += 1
-        if _users == 1:
-            _watch()
 
 
 def uninstall() -> None:

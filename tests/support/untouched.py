@@ -31,6 +31,7 @@ KEPT = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorTyp
 KEPT = (*KEPT, types.WrapperDescriptorType, staticmethod, classmethod, property, type, torch.dtype)
 KEPT = (*KEPT, type(functools.cache(len)))
 TORCH = os.path.dirname(torch.__file__)
+OTHERS = ("PYTEST_", "TORCH", "_TORCH")  # variables of the environment that pytest and torch set
 IN_CLOSURES = ("torch.optim.", "torch.nn.utils.", "torch.amp.", "torch.distributed.optim.")
 
 
@@ -135,7 +136,9 @@ def settings() -> dict[str, Any]:
         "sys.argv": [*sys.argv],
         "the main module": sys.modules.get("__main__"),
         "the working folder": os.getcwd(),
-        "the environment": frozenset(each for each in os.environ.items() if not each[0].startswith(("PYTEST_", "TORCH", "_TORCH"))),
+        "the environment": frozenset(
+            each for each in os.environ.items() if not each[0].startswith(("PYTEST_", "TORCH", "_TORCH"))
+        ),
         "threads": {each for each in threading.enumerate() if not each.daemon and "PoolExecutor" not in each.name},
     }
 
@@ -200,4 +203,6 @@ class Picture:
 
     def adopt(self) -> None:
         """Whatever is otherwise now is how it is from here on."""
+        while step_hooks._users > 0:
+            step_hooks.uninstall()
         list(self._namespaces.changed(adopt=True))

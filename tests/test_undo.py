@@ -1,0 +1,86 @@
+"""Whatever is done can be undone, and is undone where it breaks: after each of its steps, everything is as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hmpx
+from tests.support import breaking
+from tests.support.breaking import Trained
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def entered(region):
+    with region():
+        pass
+
+
+def attached(**how):
+    return lambda it, lists: hmpx.attach(it.optimizer, **how).detach()
+
+
+# The operation, with what takes it back, on a model and optimizer of that dtype.
+OPERATIONS = {
+    "convert": (FP32, lambda it, lists: hmpx.convert(**lists(bf16="linear", fp32="softmax")).restore()),
+    "convert, verbose, with a map of dtypes": (
+        FP32,
+        lambda it, lists: hmpx.convert(**lists(bf16="linear"), isVerbose=True, dtype_map={FP32: BF16}).restore(),
+    ),
+    "activate": (FP32, lambda it, lists: hmpx.activate("neuron-bf16-sr").restore()),
+    "disable_casts": (FP32, lambda it, lists: entered(hmpx.disable_casts)),
+    "enable_casts": (FP32, lambda it, lists: entered(hmpx.enable_casts)),
+    "cached_weights": (FP32, lambda it, lists: entered(hmpx.cached_weights)),
+    "attach": (BF16, attached()),
+    "attach, split": (BF16, attached(weights="split", use_master_weights_in_ckpt=True)),
+    "attach, master": (BF16, attached(weights="master", use_fp32_grad_acc=hasattr(torch.Tensor, "grad_dtype"))),
+    "attach, released": (BF16, attached(release_gradients=True)),
+}
+
+
+WHOLE = ("convert", "activate", "prepare")  # hundreds of steps, and each takes a conversion: the first of each file
+
+
+def steps_of(name, run):
+    found = breaking.steps(run)
+    assert len(found) > 2
+    if name.startswith(WHOLE):
+        found = [*{code.co_filename: code for code in reversed(found)}.values()]
+    return found
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_that_breaks_at_any_step_leaves_everything_as_it_was(name, lists, untouched):
+    dtype, operation = OPERATIONS[name]
+    it = Trained(dtype)
+
+    def run():
+        operation(it, lists)
+
+    run()  # what is made once stays: catalogues, classes that torch wraps
+    picture = it.picture()
+    for code in steps_of(name, run):
+        assert breaking.broken_at(code, run), f"{code.co_qualname} was not called again"
+        now = it.picture()
+        assert [key for key in picture if picture[key] != now[key]] == [], code.co_qualname
+        assert untouched.changed() == [], code.co_qualname
+
+
+@pytest.mark.parametrize("recipe", ["lean"])
+def test_a_recipe_that_breaks_at_any_step_leaves_model_optimizer_and_torch_as_they_were(recipe, untouched):
+    def prepared(it):
+        hmpx.prepare(it.model, it.optimizer, recipe)
+        hmpx.restore()
+        hmpx.detach(it.optimizer)
+
+    prepared(Trained())
+    whole = Trained()
+    for code in steps_of("prepare", lambda: prepared(whole)):
+        it = Trained()
+        picture = it.picture()
+        assert breaking.broken_at(code, lambda it=it: prepared(it)), f"{code.co_qualname} was not called again"
+        now = it.picture()
+        assert [key for key in picture if picture[key] != now[key]] == [], code.co_qualname
+        del it, now
+        assert untouched.changed() == [], code.co_qualname
