@@ -42,8 +42,8 @@ class Attachment:
         active: whether this is what the optimizer is attached by now.
 
     `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does. `updates()` counts what rounding to
-    nearest would lose. What else it has (`install`, `take_masters`, `abandon`, `facts`, `before_load`, `sync_parameters`,
-    `step`, `detach_from`) is for hmpx itself.
+    nearest would lose. What else it has (`install`, `take_masters`, `abandon`, `facts`, `before_load`,
+    `sync_parameters`, `step`, `detach_from`) is for hmpx itself.
 
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).bfloat16().parameters(), lr=0.1)
@@ -165,13 +165,8 @@ class Attachment:
     def install(self, outer: Optimizer | None = None) -> None:
         """Attach. `outer`: the optimizer that the user has, if this one is inside it."""
         self._outer = weakref.ref(outer or self._alive)
-        step_hooks.install()
-        self._gone = weakref.finalize(self._alive, _optimizer_is_gone, self._undo)
-        methods = {"__reduce_ex__": functools.partial(attached_copies.reduce, self._optimizer)}
-        for name in writing_methods(type(self._alive)):
-
         optimizer = self._alive
-        methods = {"__reduce_ex__": functools.partial(_reduce, self._optimizer)}
+        methods = {"__reduce_ex__": functools.partial(attached_copies.reduce, self._optimizer)}
         for name in writing_methods(type(optimizer)):
             methods[name] = functools.partial(_other_step, self._optimizer, name)
         own = vars(optimizer)

@@ -129,6 +129,7 @@ def test_nxds_standard_is_training_of_fp32_copies_with_fp32_gradients():
         assert all(torch.equal(p, c.bfloat16()) for p, c in zip(model.parameters(), copies, strict=True))
     state = optimizer.state_dict()["state"]
     assert all(torch.equal(state[i]["hmpx_master"], c) for i, c in enumerate(copies))
+    hmpx.restore()
 
 
 def _under(rank, how):
@@ -208,6 +209,7 @@ def test_shipped_recipes_prepare_a_model(name):
     )
     assert (model.weight.grad is None) == recipe.release_gradients
     hmpx.detach(optimizer)
+    hmpx.restore()
 
 
 def test_a_recipe_is_a_file_a_dict_or_itself(tmp_path):
@@ -223,6 +225,7 @@ def test_a_recipe_is_a_file_a_dict_or_itself(tmp_path):
     hmpx.prepare(model, optimizer, recipe)
     assert model(torch.ones(1, 4)).dtype is BF16
     hmpx.detach(optimizer)
+    hmpx.restore()
 
 
 def test_modules_may_be_excepted_by_name(tmp_path):
@@ -301,6 +304,7 @@ def test_fp32_parameters_are_not_attached(caplog):
     hmpx.prepare(model, optimizer, {"parameter_dtype": "float32", "opt_level": "O2"})
     assert model.weight.dtype is torch.float32 and not hasattr(optimizer, "_hmpx_attachment") and not caplog.text
     assert model(torch.ones(1, 4)).dtype is BF16
+    hmpx.restore()
 
 
 @pytest.mark.parametrize(

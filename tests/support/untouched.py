@@ -131,7 +131,6 @@ def settings() -> dict[str, Any]:
         "TorchScript's table of builtins": builtins(),
         "the logger": (logging.getLogger("hmpx").level, list(logging.getLogger("hmpx").handlers)),
         "signal handlers": [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)],
-        "import hooks": [*sys.meta_path],
         "sys.path begins with": sys.path[:1],
         "sys.argv": [*sys.argv],
         "the main module": sys.modules.get("__main__"),
