@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx import process_state
 from hmpx.insight.recording import recorder
-from tests.conftest import attributes_of_torch
+from tests.support.untouched import attributes_of_torch
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

@@ -24,6 +24,7 @@ import torch
 
 import hmpx
 from hmpx import process_state, region_state
+from hmpx.casts.ops import catalog
 from hmpx.updates import step_hooks
 from hmpx.updates.gradients import claims, released
 
@@ -33,6 +34,14 @@ KEPT = (*KEPT, type(functools.cache(len)))
 TORCH = os.path.dirname(torch.__file__)
 OTHERS = ("PYTEST_", "TORCH", "_TORCH")  # variables of the environment that pytest and torch set
 IN_CLOSURES = ("torch.optim.", "torch.nn.utils.", "torch.amp.", "torch.distributed.optim.")
+
+
+def attributes_of_torch() -> dict[str, tuple[Any, bool]]:
+    """What stands at each entry point of each op, and whether it stands in the owner's own namespace."""
+    entries = [entry for op in catalog().values() for entry in op.entries]
+    return {
+        entry.label: (getattr(entry.owner, entry.attribute), entry.attribute in vars(entry.owner)) for entry in entries
+    }
 
 
 class Namespaces:
