@@ -356,6 +356,38 @@ def test_what_runs_without_gradients_is_measured():
     assert worst.op == "outer" and worst.measured and worst.gradient_error > 0.1 and "without gradients" in worst.note
 
 
+def test_what_cannot_be_compared_says_so():
+    def faulty(h):
+        return torch.func.vmap(lambda row: torch.softmax(row, 0) * row)(h)
+
+    found = hmpx.compare(Model(faulty), batches(2), loss_of)
+    notes = {row.op: row.note for row in found.rows if row.note}
+    assert notes.keys() == {"softmax", "mul"} and "inside torch.func" in notes["softmax"]
+    assert found.gradient_error < 0.1
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.tanh(x) * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_ops_inside_an_autograd_function_are_measured():
+    found = hmpx.compare(Model(Doubled.apply), batches(2), loss_of, lists=policy("tanh", "linear mul"))
+    row = next(row for row in found.rows if row.op == "tanh")
+    assert row.measured and row.loss_change > 0 and row.error == pytest.approx(1.5e-3, rel=0.5)
+
+
+def test_compiled_models_run_as_they_are_written():
+    found = hmpx.compare(torch.compile(Model(torch.relu)), batches(2), loss_of)
+    assert [row.op for row in found.rows] == ["linear", "mul", "relu", "linear", "cross_entropy"]
+    assert found.rows[0].module == "first"
+
+
 def test_it_is_saved_as_json(tmp_path):
     found = hmpx.compare(Model(torch.relu), batches(2), loss_of)
     found.json(tmp_path / "found.json")

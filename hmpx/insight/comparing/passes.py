@@ -53,6 +53,9 @@ class Low:
         results, given = floating((seen.result,)), floating((asked.args, asked.kwargs))
         if not results and not given:
             return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            asked.site.not_compared = "inside torch.func a tensor stands for several"
+            results = []
         kept = Call(
             given=tuple([tensor.dtype for tensor in given]),
             dtypes=tuple([tensor.dtype for tensor in floating((seen.args, seen.kwargs))]),
