@@ -53,9 +53,9 @@ class Low:
         results, given = floating((seen.result,)), floating((asked.args, asked.kwargs))
         if not results and not given:
             return
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            asked.site.not_compared = "inside torch.func a tensor stands for several"
-            results = []
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if transformed:
+            asked.site.not_compared, results = "inside torch.func a tensor stands for several", []
         kept = Call(
             given=tuple([tensor.dtype for tensor in given]),
             dtypes=tuple([tensor.dtype for tensor in floating((seen.args, seen.kwargs))]),
@@ -65,6 +65,7 @@ class Low:
             results=[result.detach() for result in results],
             order=self._order,
         )
+        kept.is_low = kept.is_low and not transformed
         self._order += 1
         for result in results:
             self._held.setdefault(_memory(result), []).append(kept)
