@@ -293,6 +293,14 @@ def test_estimates_are_near_what_is_measured():
             assert not row.measured and alone.gradient_error / 3 < row.gradient_error < alone.gradient_error * 3, row.op
 
 
+@pytest.mark.parametrize("data", [batches(1), batches(1) * 3])
+def test_without_noise_there_is_no_scale(data):
+    found = hmpx.compare(Model(torch.relu), data, loss_of)
+    assert math.isnan(found.gradient_error) and all(math.isnan(row.gradient_error) for row in found.rows)
+    assert not found.is_broken and "give two batches or more that differ" in str(found)
+    assert found.rows[0].loss_change > 0
+
+
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()

@@ -23,6 +23,7 @@ import torch
 from hmpx.insight.tensors import Tensor
 
 DIRECTIONS = 2  # of v, taken in turn by the batches
+_ALIKE = 1e-10  # relative variance of gradients that is no more than rounding
 SHIFT = 1e-3  # of the root mean square of the weights: far above what FP32 rounds, far below what bends the loss
 
 
@@ -56,16 +57,15 @@ class Noise:
 
     @property
     def noise(self) -> float:
-        """The root mean square of the distance of a batch's gradient from the mean; NaN for one batch."""
-        if self.batches < 2:
+        """The root mean square of the distance of a batch's gradient from the mean; NaN for batches that are alike."""
+        whole, mean = self._squares / max(self.batches, 1), square(self._sum) / max(self.batches, 1) ** 2
+        if self.batches < 2 or whole - mean <= _ALIKE * mean:
             return math.nan
-        mean = square(self._sum) / self.batches**2
-        return math.sqrt(max(self._squares / self.batches - mean, 0.0) * self.batches / (self.batches - 1))
+        return math.sqrt((whole - mean) * self.batches / (self.batches - 1))
 
     def in_noise(self, squares: float) -> float:
         """The root of a mean square, in units of the noise."""
-        noise = self.noise
-        return math.sqrt(squares) / noise if noise > 0 else math.nan if math.isnan(noise) else math.inf * squares or 0.0
+        return math.sqrt(squares) / self.noise
 
     @property
     def error(self) -> float:

@@ -34,7 +34,7 @@ def verdict(found: Found) -> Iterator[str]:
         error, bias = number(found.gradient_error), number(found.gradient_bias)
         yield f"gradient error {error} of the noise between batches, bias {bias} of that of their mean: {said}"
     elif not math.isnan(found.loss):
-        yield "one batch shows no noise, so that gradient errors have no scale: give two batches or more"
+        yield "gradient errors have no scale: give two batches or more that differ, and the noise between them is it"
     first = found.first_nonfinite
     if first is not None:
         mended = {None: "", True: "; FP32 there mends it", False: "; FP32 there alone does not mend it"}[first.mended]
