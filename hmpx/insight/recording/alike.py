@@ -11,6 +11,11 @@ from hmpx.insight.recording.site import SHAPES, Site
 _INDEX = re.compile(r"(?<![^. ])\d+(?=\.|\Z| )")  # of a layer, in the name of a module
 
 
+def numberless(text: str) -> str:
+    """The name of a module with a star for each number, which equal blocks have in common."""
+    return _INDEX.sub("*", text)
+
+
 def alike(sites: Iterable[Site]) -> list[Site]:
     """Sites of equal blocks as one: the same line and op, in modules whose names differ in their numbers only.
 
@@ -18,7 +23,7 @@ def alike(sites: Iterable[Site]) -> list[Site]:
     """
     groups: dict[tuple, list[Site]] = {}
     for site in sites:
-        names = tuple(_INDEX.sub("*", text) for text in (site.module, site.unchosen))
+        names = tuple(numberless(text) for text in (site.module, site.unchosen))
         groups.setdefault((site.op, site.entry, site.where, site.rule, site.dtypes, *names), []).append(site)
     return [_together(group) for group in groups.values()]
 
@@ -31,8 +36,8 @@ def _together(group: list[Site]) -> Site:
     same_module = len({site.module for site in group}) == 1
     return replace(
         first,
-        module=first.module if same_module else _INDEX.sub("*", first.module),
-        unchosen=first.unchosen if same_module else _INDEX.sub("*", first.unchosen),
+        module=first.module if same_module else numberless(first.module),
+        unchosen=first.unchosen if same_module else numberless(first.unchosen),
         shapes=list(dict.fromkeys(shape for site in group for shape in site.shapes))[:SHAPES],
         nonfinite=min((site.nonfinite for site in group if site.nonfinite), default=None),
         nonfinite_at=min((site.nonfinite_at for site in group if site.nonfinite_at), default=None),

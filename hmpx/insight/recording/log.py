@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError
+from hmpx.insight.recording.diff import LogDiff, difference
+from hmpx.insight.recording.page import as_page
 from hmpx.insight.recording.recorded import SCHEMA, Recorded
 from hmpx.insight.recording.site import RoundTrip, Site
 from hmpx.insight.recording.table import as_text
@@ -33,8 +35,8 @@ class Log(Recorded):
         policy: the op lists, as a list file; "" where nothing was converted. about: versions of hmpx, torch and Python;
             what this CPU has.
 
-    `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects. `every(n, callback)` hands
-    the rows on while it records.
+    `html(path)` writes a page. `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects.
+    `diff(other)` sets another beside it. `every(n, callback)` hands the rows on while it records.
 
     Example:
         >>> with hmpx.convert(), hmpx.record() as log:
@@ -76,6 +78,30 @@ class Log(Recorded):
         "schema" is 1; it grows when a name changes its meaning or goes away. Lists stand for tuples, null for None.
         """
         Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Write one page that holds everything: tables, modules, where the time of casts goes, dtypes through a block.
+
+        It is read without a network, in light and dark mode. Names and paths are shown as they are, and run nothing.
+        """
+        Path(path).write_text(as_page(self), encoding="utf-8")
+
+    def diff(self, other: Recorded) -> LogDiff:
+        """What is different in another record of the same program, made under other lists or another torch.
+
+        Its attributes are the sites that are `new` there, those that are `gone`, and `changed`: those that both have,
+        with another rule or other dtypes; each of the latter has `before` and `after`. It prints as tables, those sites
+        first whose time changed most. A line that moved is found again by its module and op.
+
+        Example:
+            >>> def recorded(level):
+            ...     with hmpx.convert(level), hmpx.record() as log:
+            ...         y = inputs.exp()
+            ...     return log
+            >>> [(pair.before.rule, pair.after.rule) for pair in recorded("O1").diff(recorded("O2")).changed]
+            [('', 'fp32')]
+        """
+        return difference(self, other)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Log:
