@@ -63,6 +63,7 @@ def test_a_wheel_installed_elsewhere(fresh, tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "hmpx/oplists/default/bf16.txt" in names and "hmpx/py.typed" in names
+    assert "hmpx/insight/recording/page.html" in names
     assert not [name for name in names if name.startswith(("tests", "oplists"))]
     install(interpreter, wheel)
     package = python(interpreter, tmp_path, PYTHONPATH=os.pathsep.join([str(site), borrowed]))

@@ -27,7 +27,7 @@ _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
 
 
 def run(
-    recipe: Recipe,
+    recipe: Recipe | None,
     script: str,
     arguments: list[str],
     *,
@@ -37,6 +37,7 @@ def run(
     """Run a Python file, or a module by its name, in this process under `recipe`, which stays in force afterwards.
 
     Args:
+        recipe: None for a script that converts itself.
         under_zero: the recipe for optimizers under ZeRO-1, if that is another one.
 
     Raises:
@@ -44,10 +45,12 @@ def run(
     """
     if not as_module and Path(script).is_dir():
         script = str(Path(script) / "__main__.py")
-    spec = _spec_of_module(script) if as_module else _spec_of_file(script)
-    recipes = recipe, under_zero or recipe
-    activate_both(*recipes)
-    both = [asdict(each) for each in recipes]
+    spec = found(script, as_module)
+    both = []
+    if recipe is not None:
+        recipes = recipe, under_zero or recipe
+        activate_both(*recipes)
+        both = [asdict(each) for each in recipes]
     os.environ[_RUN] = json.dumps({"recipes": both, "script": script, "as_module": as_module})
     sys.argv = [(as_module and spec.origin) or script, *arguments]
     sys.path[0] = os.getcwd() if as_module else str(Path(script).resolve().parent)
@@ -60,10 +63,22 @@ def run(
     exec(cast(types.CodeType, code), vars(module))
 
 
+def found(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
+    """How to load a script or a module.
+
+    Raises:
+        HmpxError: there is none.
+    """
+    if as_module:
+        return _spec_of_module(script)
+    return _spec_of_file(str(Path(script) / "__main__.py") if Path(script).is_dir() else script)
+
+
 def spawned(name: str) -> dict[str, Any]:
     """The main module's globals, under the name `name`, in a process that a script under `run` has spawned."""
     running = json.loads(os.environ[_RUN])
-    activate_both(*map(as_recipe, running["recipes"]))
+    if running["recipes"]:
+        activate_both(*map(as_recipe, running["recipes"]))
     start = runpy.run_module if running["as_module"] else runpy.run_path
     return start(running["script"], run_name=name)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import sys
 from pathlib import Path
 
 from hmpx.casts.fp32_kernels import choose
@@ -14,11 +12,12 @@ from hmpx.insight.check import check_files
 from hmpx.insight.explain import explain_op, ops_table
 from hmpx.insight.recipe_words import recipe_in_words, recipes_table
 from hmpx.insight.sites import explain_site
-from hmpx.recipes import environment, run_script
+from hmpx.recipes import run_script
 from hmpx.recipes.files import recipe_names
-from hmpx.recipes.recipe import Recipe, as_recipe, changed, read_recipe, with_and_without_zero
-from hmpx.shell import audit, compare
-from hmpx.shell.options import add_recipe_options, lists_asked, name_from_environment, recipe_asked, with_options
+from hmpx.recipes.recipe import as_recipe, read_recipe
+from hmpx.shell import audit, compare, record
+from hmpx.shell.options import add_recipe_options, recipe_asked, says_a_policy, with_options
+from hmpx.shell.scripts import add_script, recipes_asked
 
 _SITE = re.compile(r"(.+\.\w+):(\d+)")
 
@@ -37,12 +36,7 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "Without --recipe, HMPX_RECIPE names it, or else the variables of Neuron and PyTorch/XLA.",
         "--recipe neuron-bf16-sr train.py --steps 500\n--recipe hmp-o1 --bf16 mine.txt -m package.train",
     )
-    add_recipe_options(run, "the one that the environment names")
-    run.add_argument("--verbose", action="store_true", help="log each decision about an op once, with its line")
-    run.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
-    run.add_argument("script", metavar="SCRIPT", help="a Python file, a folder with a __main__.py, or a module's name")
-    # What follows the script is the script's own, and may be nothing.
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments").required = False
+    add_script(run, "the one that the environment names")
     run.set_defaults(run=_run)
 
     recipes = add(
@@ -90,38 +84,16 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
     check.set_defaults(run=_check)
 
     audit.add(add)
+    record.add(add)
     compare.add(add)
 
 
 def _run(options: argparse.Namespace) -> int:
-    recipes, said = _recipe_to_run(options)
-    environment.take_over(os.environ)
-    recipe, under_zero = (with_options(recipe, options) for recipe in recipes)
-    if options.verbose:
-        recipe, under_zero = (changed(each, verbose=True) for each in (recipe, under_zero))
-    if os.environ.get("RANK", "0") == "0":
-        asked = [f"{side} list {path}" for side, path in lists_asked(options).items()]
-        asked += [f"opt level {options.opt_level}"] if options.opt_level else []
-        asked += [f"low precision {recipe.low_precision}"] if options.low_precision else []
-        policy, kernels = recipe.policy(), choose(recipe.kernels)
-        asked += [str(kernels)] if policy is not None and policy.low_precision in kernels.widened else []
-        print(f"hmpx: {', '.join([said, *asked])}; runs {options.script}", file=sys.stderr)
-    run_script.run(recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero)
-    return 0
-
-
-def _recipe_to_run(options: argparse.Namespace) -> tuple[tuple[Recipe, Recipe], str]:
-    """The recipe that is named, as it is and under ZeRO-1, and how it is named."""
-    of_environment = environment.recipe_of(os.environ)
-    named = options.recipe or name_from_environment()
-    if named:
-        aside = " (which goes before the variables of Neuron and XLA)" if of_environment else ""
-        under_zero, recipe = with_and_without_zero(named)
-        return (recipe, under_zero), f"recipe {named}{aside}"
-    if of_environment is None:
+    recipes = recipes_asked(options)
+    if recipes is None:
         raise HmpxError(f"run needs --recipe NAME or FILE; there are {', '.join(recipe_names())}")
-    recipe, said = of_environment
-    return (recipe, recipe), said
+    run_script.run(recipes[0], options.script, options.arguments, as_module=options.as_module, under_zero=recipes[1])
+    return 0
 
 
 def _recipes(options: argparse.Namespace) -> int:
@@ -132,7 +104,7 @@ def _recipes(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     site = _SITE.fullmatch(options.what)
     if site:
-        given = recipe_asked(options) if _says_a_policy(options) else None
+        given = recipe_asked(options) if says_a_policy(options) else None
         print(explain_site(site[1], int(site[2]), given))
     elif options.what in recipe_names() or Path(options.what).suffix in (".yaml", ".yml"):
         if options.recipe:
@@ -148,10 +120,6 @@ def _explain(options: argparse.Namespace) -> int:
             raise HmpxError(f"recipe {options.recipe} leaves torch's ops as they are (opt_level null)")
         print(explain_op(options.what, policy, choose(recipe.kernels), recipe_names()))
     return 0
-
-
-def _says_a_policy(options: argparse.Namespace) -> bool:
-    return bool(options.recipe or lists_asked(options) or options.opt_level or options.low_precision)
 
 
 def _ops(options: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ examples:
   {prog} recipes                                     which recipes there are
   {prog} explain neuron-bf16-sr                      what one of them does
   {prog} run --recipe neuron-bf16-sr train.py        run your script under it
+  {prog} record --recipe autocast-cpu train.py       which op ran in which precision, and where
   {prog} explain softmax --recipe neuron-bf16-sr     which precision an op has there, and why
   {prog} COMMAND --help                              more of a command"""
 
@@ -46,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit status.
 
-    0: done. 1: `check`, `audit` or `compare` has found something wrong. 2: an error.
+    0: done. 1: `check`, `audit`, `compare` or `report --diff` has found something. 2: an error.
     """
     as_script = Path(sys.argv[0]).stem == "hmpx"
     prog = "hmpx" if as_script else "python -m hmpx"

@@ -54,6 +54,11 @@ def lists_asked(options: argparse.Namespace) -> dict[str, str]:
     return {side: os.path.abspath(path) for side in SIDES if (path := getattr(options, side)) is not None}
 
 
+def says_a_policy(options: argparse.Namespace) -> bool:
+    """Whether the options say anything of how ops are cast."""
+    return bool(options.recipe or lists_asked(options) or options.opt_level or options.low_precision)
+
+
 def name_from_environment() -> str | None:
     """The recipe that HMPX_RECIPE names."""
     return os.environ.get(VARIABLE)

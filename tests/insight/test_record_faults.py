@@ -97,6 +97,13 @@ def test_a_cast_left_in_by_hand_before_an_op_that_casts_up():
     assert trip.ops == ("to", "log_softmax") and trip.dtypes == ("float32", "bfloat16", "float32")
 
 
+def test_logits_that_are_cast_up_by_hand_are_no_alarm():
+    linear = nn.Linear(4, 4)  # as many logits as inputs
+    with hmpx.convert(), hmpx.record() as log:
+        linear(torch.ones(2, 4)).float()
+    assert not log.round_trips
+
+
 def test_lists_that_ask_for_both_are_told_apart():
     def model(x):
         return torch.softmax(torch.relu(x), -1) @ x

@@ -160,10 +160,8 @@ def _alike(pairs: Iterable[Pair]) -> list[Pair]:
             (site.op, site.where, numberless(site.module), site.rule, site.dtypes) for site in (pair.before, pair.after)
         ]
         groups[tuple(both)].append(pair)
-    return [
-        Pair(alike([pair.before for pair in group])[0], alike([pair.after for pair in group])[0])
-        for group in groups.values()
-    ]
+    together = ((alike([p.before for p in group]), alike([p.after for p in group])) for group in groups.values())
+    return [Pair(before[0], after[0]) for before, after in together]
 
 
 def _place(sites: Sequence[Site]) -> list[Column]:

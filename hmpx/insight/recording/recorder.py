@@ -15,6 +15,7 @@ from time import perf_counter
 import torch
 
 from hmpx import rounding, updates
+from hmpx.casts import op_facts
 from hmpx.casts.callers import frames, modules, users_frame
 from hmpx.casts.observing import Point, Run, Seen
 from hmpx.casts.op_lists import SIDES, shipped
@@ -152,7 +153,9 @@ class Recorder:
             trip = self._round_trips[key]
             trip.calls += 1
             trip.bytes += tensor.numel() * (tensor.element_size() + after.itemsize)
-        before = _continued(given, result[0]) if given and result else None
+        if not given or not result or site.op in op_facts.O2_BF16:  # products, which continue no tensor
+            return
+        before = _continued(given, result[0])
         if before is not None:
             if len(self._changed) >= _LATEST:
                 alive = {key: made for key, made in self._changed.items() if made[0]() is not None}

@@ -1,0 +1,104 @@
+"""`record SCRIPT` and `report FILE`: `hmpx.record` of an unmodified script, and what it saved, from the shell."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from hmpx.errors import HmpxError
+from hmpx.insight.recording.log import Log
+from hmpx.insight.recording.record import record
+from hmpx.recipes import run_script
+from hmpx.shell.scripts import add_script, is_first_rank, recipes_asked
+
+
+def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Both commands."""
+    command = add_command(
+        "record",
+        "run an unmodified script and say which op ran in which precision, where, and at what price",
+        "Run a script as `run` does, and print a table to standard error at its end, also when it raises or is\n"
+        "interrupted: every op by line and module, its dtypes, its rule, its casts and their time. Without a recipe\n"
+        "or lists, the script is one that converts itself. Of many ranks, each writes files of its own, and the first\n"
+        "prints. What processes do that the script itself starts is not recorded.",
+        "--recipe autocast-cpu train.py --steps 20\n--html log.html --json log.json train.py\n"
+        "--list mine.txt -m package.train",
+    )
+    files = command.add_argument_group("what is saved")
+    files.add_argument("--html", metavar="FILE", help="one page that holds everything, and needs no network")
+    files.add_argument("--json", metavar="FILE", help="the record, for `report` and programs")
+    add_script(command, "the one that the environment names, or none: the script converts itself")
+    command.set_defaults(run=_record)
+
+    command = add_command(
+        "report",
+        "show what `record` has saved, or compare two of these files",
+        "Print the table of a record that `record --json` or log.json() has saved. With --diff, print what is\n"
+        "different in another one instead: sites that are new or gone, other rules and dtypes, what a call takes. The\n"
+        "exit status is 1 then if rules, dtypes or sites differ.",
+        "log.json --html log.html\nbefore.json --diff after.json",
+    )
+    command.add_argument("file", metavar="FILE", help="JSON")
+    command.add_argument("--html", metavar="FILE", help="write it as a page, too")
+    command.add_argument("--diff", metavar="OTHER", help="the JSON of a later record")
+    command.set_defaults(run=_report)
+
+
+def _record(options: argparse.Namespace) -> int:
+    outputs = {kind: _of_rank(path) for kind in ("html", "json") if (path := getattr(options, kind))}
+    for kind, path in outputs.items():
+        _check_folder(kind, path)
+    run_script.found(options.script, options.as_module)  # or else nothing is to be shown
+    recipe, under_zero = recipes_asked(options, lists_alone=True) or (None, None)
+    log = Log()
+    try:
+        with record() as log:
+            run_script.run(
+                recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero
+            )
+    finally:
+        if log.about:  # the record was opened
+            _show(log, outputs)
+    return 0
+
+
+def _show(log: Log, outputs: dict[str, Path]) -> None:
+    """Write the files, and print the table beneath all that the script has printed."""
+    for kind, path in outputs.items():
+        getattr(log, kind)(path)
+    if is_first_rank():
+        sys.stdout.flush()
+        written = [f"hmpx: wrote {path}" for path in outputs.values()]
+        print("", log, *written, sep="\n", file=sys.stderr)
+
+
+def _report(options: argparse.Namespace) -> int:
+    log = Log.load(options.file)
+    if options.html:
+        path = Path(options.html)
+        _check_folder("html", path)
+        log.html(path)
+    if options.diff:
+        found = log.diff(Log.load(options.diff))
+        print(found)
+        return 1 if found else 0
+    print(log)
+    return 0
+
+
+def _of_rank(path: str) -> Path:
+    """Where this rank writes, absolute, since a script may change its folder; of many, ``log.3.json`` for rank 3."""
+    whole = Path(os.path.abspath(path))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return whole.with_name(f"{whole.stem}.{os.environ.get('RANK', '0')}{whole.suffix}")
+    return whole
+
+
+def _check_folder(kind: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        raise HmpxError(f"--{kind} {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise HmpxError(f"--{kind} {path}: is a folder, not a file")

@@ -1,0 +1,213 @@
+"""A record as it is shown: the table in a terminal, the page in a browser, and two records side by side."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import hmpx
+from hmpx.insight.recording.log import Log
+from hmpx.insight.recording.site import RoundTrip, Site
+from hmpx.insight.text_table import Column, table
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HOSTILE = "</script><script>document['title']='run'</script>"
+IMAGE = "\"'><img src=x onerror=document['title']='run'>"
+
+
+def site(op="linear", **more):
+    given = {"where": "/home/me/model.py:7", "module": "head", "rule": "bf16", "given": ("float32",)}
+    rest = {"seen": ("bfloat16",), "result": ("bfloat16",), "calls": 2, "casts": 4, "bytes_cast": 1200}
+    return Site(op, op, **{**given, **rest, "cast_seconds": 0.001, "op_seconds": 0.002, **more})
+
+
+def log_of(*sites, **more):
+    return Log([*sites], policy="bf16: [linear]\n", about={"torch": "2.13.0"}, **more)
+
+
+def shown(log, monkeypatch, columns=100):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    return str(log)
+
+
+def test_the_dearest_site_comes_first_and_totals_are_sums(monkeypatch):
+    log = log_of(site("relu", casts=0, cast_seconds=0.0), site("exp", op_seconds=0.5), steps=3)
+    said = shown(log, monkeypatch)
+    assert said.startswith("4 calls of 2 ops at 2 sites in 3 steps\n4 casts of the 4 tensors")
+    assert "2.4 kB moved, 1.0 ms, 0 % of casts and ops together" in said
+    assert said.index("\nexp ") < said.index("\nrelu ")
+    assert re.search(r"^exp +model\.py:7 +head +bf16 +fp32 -> bf16 +2 +4 +1\.2 kB +1\.0 +500\.0$", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize("columns", [40, 80, 97, 120, 200])
+def test_it_fits_the_terminal_and_a_narrow_one_gets_80(columns, monkeypatch):
+    long = site("scaled_dot_product_attention", where="/a/modeling_something_rather_long.py:1234", module="a.b." * 20)
+    wide = replace(long, given=("bfloat16", "float32", "float16"))
+    said = shown(log_of(long, wide, site()), monkeypatch, columns)
+    rows = said.split("\n\n")[1].splitlines()
+    assert len(rows) == 4 and max(map(len, rows)) <= max(80, columns)
+    assert all(each in rows[0] for each in ("op", "line", "module", "dtypes", "casts ms", "op ms"))
+    assert "1234" in rows[1] and ("moved" in rows[0]) == (columns >= 120)
+
+
+def test_equal_blocks_stand_together(monkeypatch):
+    log = log_of(*(site(module=f"layers.{i}.up") for i in range(12)), site(module="layers.0.down"))
+    said = shown(log, monkeypatch)
+    assert len(said.split("\n\n")[1].splitlines()) == 3
+    assert re.search(r"layers\.\*\.up +bf16 .* 24 +48 ", said)
+
+
+def test_long_tables_and_lists_are_cut_and_say_so(monkeypatch):
+    log = log_of(*(site(f"op{i}") for i in range(30)), unmatched=tuple(f"mine.txt:{i}: op" for i in range(11)))
+    said = shown(log, monkeypatch)
+    assert "… and 10 more, 30.0 ms together" in said and "  … and 3 more" in said
+
+
+def test_round_trips_that_no_list_asks_for_come_before_those_of_the_lists(monkeypatch):
+    trips = [
+        RoundTrip("a.py:1", "a.py:2", ("softmax", "matmul"), ("bfloat16", "float32", "bfloat16"), 1, 5_000_000, True),
+        RoundTrip("a.py:3", "a.py:4", ("add", "linear"), ("bfloat16", "float32", "bfloat16"), 2, 10),
+        RoundTrip("a.py:3", "a.py:4", ("add", "linear"), ("bfloat16", "float32", "bfloat16"), 3, 10),
+    ]
+    said = shown(log_of(site(), round_trips=trips), monkeypatch)
+    one, other = "a.py:3: add makes float32 of bfloat16", "a.py:1: softmax makes float32 of bfloat16"
+    assert said.index(one) < said.index(other) and said.count(one) == 1 and "(5 times, 20 B)" in said
+
+
+def test_a_table_never_cuts_what_may_not_be_cut():
+    lines = table([Column("a", ["x" * 50]), Column("b", ["y" * 50], least=4), Column("c", ["z" * 50], rank=1)], 60)
+    assert lines == ["a".ljust(52) + "b", "x" * 50 + "  yyyyyyy…"]
+
+
+def saved(tmp_path, log):
+    log.html(tmp_path / "log.html")
+    return (tmp_path / "log.html").read_text()
+
+
+def record_in(page):
+    return json.loads(re.search(r'<script type="application/json" id="record">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path):
+    with hmpx.convert(), hmpx.record() as log:
+        nn.Sequential(nn.Linear(4, 4), nn.GELU())(torch.ones(2, 4))
+    page = saved(tmp_path, log)
+    log.json(tmp_path / "log.json")
+    found = record_in(page)
+    saved_as_json = json.loads((tmp_path / "log.json").read_text())
+    assert {key: found[key] for key in saved_as_json} == saved_as_json
+
+
+def hostile(tmp_path):
+    """A log of a model with a hostile name, from a file with a hostile one."""
+    code = compile("def call(module, x):\n    return module(x).exp()", f"/tmp/{IMAGE}/{HOSTILE}.py", "exec")
+    world: dict = {}
+    exec(code, world)
+    model = nn.Sequential()
+    model.add_module(HOSTILE, nn.Linear(4, 4))
+    model.add_module(IMAGE, nn.Linear(4, 4))
+    (tmp_path / "mine.txt").write_text("linear\n")
+    with hmpx.convert(bf16_file_path=tmp_path / "mine.txt"), hmpx.record() as log:
+        world["call"](model, torch.ones(2, 4))
+    log.unmatched = (f"{IMAGE}.txt:1: {HOSTILE}",)
+    return log
+
+
+def test_a_hostile_name_stays_a_name(tmp_path):
+    log = hostile(tmp_path)
+    page = saved(tmp_path, log)
+    assert {HOSTILE, IMAGE} <= {row["module"] for row in record_in(page)["sites"]}
+    assert page.count("<script") == 2 and "<img" not in page and html.escape(HOSTILE) in page
+
+
+def test_the_page_asks_for_nothing_from_anywhere(tmp_path):
+    page = saved(tmp_path, log_of(site()))
+    assert "default-src 'none'" in page
+    own = page.replace("http://www.w3.org/2000/svg", "")  # a name, which nothing fetches
+    assert not re.search(r"https?://|//[a-z]+\.|<link|@import|url\(|innerHTML|document\.write|eval\(", own)
+
+
+def in_the_browser(tmp_path, page, script=""):
+    """The page as the browser has drawn it, after a script of the test."""
+    path = tmp_path / "page.html"
+    path.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    return subprocess.run([*command, f"file://{path}"], capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def cells(dom, key):
+    return [html.unescape(value) for value in re.findall(rf'data-key="{key}" data-value="([^"]*)"', dom)]
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_the_browser_draws_it_sorts_it_and_shows_the_numbers_of_the_json(tmp_path):
+    with hmpx.convert(), hmpx.record() as log:
+        model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
+        for _ in range(3):
+            model(torch.ones(2, 4)).exp()
+        model[0](torch.ones(2, 4))
+    page = saved(tmp_path, log)
+    rows = record_in(page)["sites"]
+    dom = in_the_browser(tmp_path, page)
+    assert 'data-drawn="yes"' in dom and "<svg" in dom and all(f">{row['op']}<" in dom for row in rows)
+    dearest = sorted(rows, key=lambda row: -(row["cast_seconds"] + row["op_seconds"]))
+    assert cells(dom, "op") == [row["op"] for row in dearest]
+    for key in ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds"):
+        assert [float(value) for value in cells(dom, key)] == [row[key] for row in dearest]
+    click = "document.querySelector('th[data-key={}] button').click();"
+    assert cells(in_the_browser(tmp_path, page, click.format("op")), "op") == sorted(row["op"] for row in rows)
+    most = cells(in_the_browser(tmp_path, page, click.format("bytes_cast")), "bytes_cast")
+    assert [float(value) for value in most] == sorted((row["bytes_cast"] for row in rows), reverse=True)
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_a_hostile_name_runs_nothing_in_the_browser(tmp_path):
+    dom = in_the_browser(
+        tmp_path,
+        saved(tmp_path, hostile(tmp_path)),
+        "for (const row of document.querySelectorAll('tr.site')) row.click()",
+    )
+    assert "<title>hmpx record</title>" in dom and "<img" not in dom and 'data-drawn="yes"' in dom
+    assert HOSTILE in cells(dom, "module") and IMAGE in cells(dom, "module")
+
+
+def test_a_diff_tells_what_is_new_gone_and_changed():
+    before = log_of(site(), site("relu", module="old"), site("exp", where="m.py:3"), site("cat", where="m.py:9"))
+    after = log_of(
+        site(seen=("float32",), result=("float32",), rule="fp32", casts=0),
+        site("gelu", module="new"),
+        site("exp", where="m.py:5", op_seconds=0.2),  # the line moved
+        site("cat", where="m.py:9"),
+    )
+    found = before.diff(after)
+    assert [each.op for each in found.new] == ["gelu"] and [each.op for each in found.gone] == ["relu"]
+    (changed,) = found.changed
+    assert (changed.before.rule, changed.after.rule, changed.casts) == ("bf16", "fp32", -2)
+    assert [(pair.before.where, pair.after.where) for pair in found.pairs if pair.after.op == "exp"] == [
+        ("m.py:3", "m.py:5")
+    ]
+    said = str(found)
+    assert re.search(r"^  linear +model\.py:7 +head +bf16: fp32 -> bf16 +fp32: fp32$", said, re.MULTILINE)
+    assert re.search(r"^exp +m\.py:5 +head +2 +2 +1500 +100500 +\+99000$", said, re.MULTILINE)
+    assert bool(found) and not before.diff(before)
+
+
+def test_a_diff_of_two_versions_says_which():
+    assert "torch: 2.13.0 -> 2.14.0" in str(log_of().diff(Log(about={"torch": "2.14.0"})))
+
+
+def test_sites_of_one_line_are_matched_by_their_dtypes_first():
+    """One line that was called in two dtypes: what stays is no change."""
+    low = site(given=("bfloat16",))
+    found = log_of(site(), low).diff(log_of(low))
+    assert not found.changed and [each.given for each in found.gone] == [("float32",)]

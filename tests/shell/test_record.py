@@ -1,0 +1,153 @@
+"""`record` and `report` from the shell: scripts that know nothing of hmpx, and some that do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import hmpx
+from hmpx.shell.main import main
+from tests.support import python
+
+SCRIPT = """
+import os, sys, torch
+print("called", sys.argv[1:])
+linear = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+for _ in range(3):
+    linear(torch.ones(2, 4)).float().sum().backward()
+    optimizer.step()
+"""
+RECIPE = "--recipe", "autocast-cpu"
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(more="", before=""):
+        (tmp_path / "train.py").write_text(before + SCRIPT + more)
+        return "train.py"
+
+    return write
+
+
+def record(tmp_path, *arguments, **more):
+    return python.run("-m", "hmpx", "record", *arguments, cwd=tmp_path, **more)
+
+
+def test_a_script_runs_as_ever_and_a_table_follows_on_standard_error(script, tmp_path):
+    done = record(tmp_path, *RECIPE, "--json", "log.json", "--html", "log.html", script(), "--steps", "2")
+    assert done.returncode == 0 and done.stdout == "called ['--steps', '2']\n", done.stderr
+    assert "hmpx: recipe autocast-cpu; runs train.py" in done.stderr
+    assert "9 calls of 3 ops at 3 sites in 3 steps" in done.stderr and "train.py:7" in done.stderr
+    log = hmpx.Log.load(tmp_path / "log.json")
+    linear = next(site for site in log.sites if site.op == "linear")
+    assert (linear.where, linear.calls, linear.casts) == ("train.py:7", 3, 9) and log.steps == 3
+    assert "train.py:7" in (tmp_path / "log.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "end, status", [("raise KeyError('no')", 1), ("sys.exit(5)", 5), ("raise KeyboardInterrupt", 130)]
+)
+def test_the_table_comes_however_the_script_ends(script, tmp_path, end, status):
+    done = record(tmp_path, *RECIPE, "--json", "log.json", script(end))
+    assert done.returncode in (status, -signal.SIGINT, 1) and done.returncode != 0
+    assert "9 calls of 3 ops" in done.stderr and hmpx.Log.load(tmp_path / "log.json").steps == 3
+    assert (status == 5) == (done.returncode == 5)
+
+
+@pytest.mark.slow
+def test_an_interrupt_from_the_keyboard(script, tmp_path):
+    path = script("print('waiting', flush=True)\nimport time\ntime.sleep(60)")
+    command = [sys.executable, "-m", "hmpx", "record", *RECIPE, path]
+    running = subprocess.Popen(
+        command, cwd=tmp_path, env=python.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while running.stdout.readline() != "waiting\n":
+        assert running.poll() is None, running.stderr.read()
+    time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert "9 calls of 3 ops" in said and running.returncode != 0
+
+
+def test_a_script_that_converts_itself(script, tmp_path):
+    done = record(tmp_path, script(before="import hmpx\nhmpx.convert()\n"))
+    assert done.returncode == 0 and "9 calls of 3 ops" in done.stderr and "runs train.py" not in done.stderr
+
+
+def test_lists_without_a_recipe(script, tmp_path):
+    (tmp_path / "mine.txt").write_text("linear\nbmm\n")
+    done = record(tmp_path, "--list", "mine.txt", script())
+    assert done.returncode == 0 and "In your lists, and no call matched\n  mine.txt:2: bmm" in done.stderr
+
+
+def test_it_says_when_nothing_was_converted(script, tmp_path):
+    done = record(tmp_path, script())
+    assert done.returncode == 0 and "Nothing was converted while this recorded" in done.stderr
+    assert "record --recipe NAME script.py" in done.stderr
+
+
+def test_each_rank_writes_a_file_of_its_own_and_the_first_one_prints(script, tmp_path):
+    environment = python.environment() | {"WORLD_SIZE": "2"}
+    said = [
+        record(tmp_path, *RECIPE, "--json", "log.json", script(), env=environment | {"RANK": str(rank)}).stderr
+        for rank in range(2)
+    ]
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["log.0.json", "log.1.json"]
+    assert "9 calls" in said[0] and not said[1]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["record", "--json", "nowhere/log.json", "train.py"], "nowhere/log.json: there is no folder"),
+        (["record", "nosuch.py"], "nosuch.py: no such script"),
+        (["record", "--recipe", "autocast-cpx", "train.py"], "did you mean 'autocast-cpu'"),
+        (["report", "nosuch.json"], "nosuch.json: cannot be read: No such file or directory"),
+        (["report", "text.json"], "text.json: no JSON: "),
+        (["report", "other.json"], "other.json: no record of schema 1, as hmpx.record"),
+        (["report", "part.json"], "part.json: a record that is not whole: KeyError: 'sites'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "text.json").write_text("linear\n")
+    (tmp_path / "other.json").write_text("[1, 2]")
+    (tmp_path / "part.json").write_text('{"schema": 1}')
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.startswith("hmpx: ") and not printed.out
+
+
+def saved(path, **lists):
+    with hmpx.convert(**lists), hmpx.record() as log:
+        torch.softmax(torch.ones(2, 2) @ torch.ones(2, 2), -1)
+    log.json(path)
+    return log
+
+
+def test_a_report_says_what_the_log_said(capsys, tmp_path):
+    log = saved(tmp_path / "log.json")
+    assert main(["report", str(tmp_path / "log.json"), "--html", str(tmp_path / "log.html")]) == 0
+    assert capsys.readouterr().out == f"{log}\n"
+    log.html(tmp_path / "own.html")
+    assert (tmp_path / "log.html").read_text() == (tmp_path / "own.html").read_text()
+
+
+def test_a_diff_of_two_records(capsys, tmp_path, lists):
+    saved(tmp_path / "log.json")
+    saved(tmp_path / "other.json", **lists(bf16="matmul softmax"))
+    one, other = str(tmp_path / "log.json"), str(tmp_path / "other.json")
+    assert main(["report", one, "--diff", one]) == 0
+    assert "the same 2 sites, with the same rules and dtypes" in capsys.readouterr().out
+    assert main(["report", one, "--diff", other]) == 1
+    said = capsys.readouterr().out
+    assert "other rules or dtypes: 1 site\n" in said and "fp32: bf16 -> fp32" in said and "bf16: bf16" in said
+    assert json.loads((tmp_path / "other.json").read_text())["schema"] == 1
