@@ -118,6 +118,7 @@ def test_each_rank_writes_a_file_of_its_own_and_the_first_one_prints(script, tmp
 def test_what_is_wrong_is_said_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "train.py").write_text("")
     (tmp_path / "text.json").write_text("linear\n")
     (tmp_path / "other.json").write_text("[1, 2]")
     (tmp_path / "part.json").write_text('{"schema": 1}')

@@ -99,7 +99,7 @@ class Log(Recorded):
             ...         y = inputs.exp()
             ...     return log
             >>> [(pair.before.rule, pair.after.rule) for pair in recorded("O1").diff(recorded("O2")).changed]
-            [('', 'fp32')]
+            [('promote', 'fp32')]
         """
         return difference(self, other)
 
