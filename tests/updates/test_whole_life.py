@@ -1,0 +1,128 @@
+"""The whole life of an attached optimizer beside FP32 copies: steps in slices, saved, loaded, more steps, detached."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.updates import sliced_step
+from hmpx.updates.weights import WAYS
+from tests.support.oracle import away_from_zero
+from tests.support.training import masters_in
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SEED, SAVED, END = 7, 3, 6
+SHAPES = {"large": (40, 9), "long": (201,), "small": (5,), "late": (130,)}  # slices have 64 elements
+LATE = 4  # the step in which the last one gets its first gradient: it is saved without state
+
+
+def drawn(number, scale=1.0):
+    generator = torch.Generator().manual_seed(number)
+    return {name: (torch.randn(shape, generator=generator) * scale).bfloat16() for name, shape in SHAPES.items()}
+
+
+class Copies:
+    """FP32 parameters under torch's own optimizer, rounded after each step as the way says."""
+
+    def __init__(self, cls, options, way, state_dtype):
+        self.way, self.state_dtype = way, state_dtype
+        self.params = {name: nn.Parameter(weight.float()) for name, weight in drawn(0).items()}
+        self.optimizer = cls([*self.params.items()], **options)
+
+    def step(self, number):
+        for name, gradient in drawn(100 + number, 0.1).items():
+            self.params[name].grad = None if name == "late" and number < LATE else gradient.float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, q in self.params.items():
+                key = {"seed": SEED, "step": number}
+                if q.grad is not None and self.state_dtype is BF16:
+                    for part, value in self.optimizer.state[q].items():
+                        if value.dim():
+                            value.copy_(hmpx.stochastic_round(value, **key, name=f"{name}.{part}"))
+                if q.grad is not None and self.way == "stochastic":
+                    q.copy_(hmpx.stochastic_round(q, **key, name=name))
+                elif self.way == "nearest":
+                    q.copy_(q.bfloat16())
+
+    def weights(self):
+        rounded = away_from_zero if self.way == "split" else torch.Tensor.bfloat16
+        return {name: rounded(q.detach()) for name, q in self.params.items()}
+
+
+def made(cls, options, way, state_dtype, seed, start):
+    params = {name: nn.Parameter(weight) for name, weight in start.items()}
+    optimizer = cls([*params.items()], **options)
+    masters = way in ("master", "split")
+    hmpx.attach(optimizer, way, seed=seed, state_dtype=state_dtype, use_master_weights_in_ckpt=masters)
+    return params, optimizer
+
+
+def stepped(params, optimizer, number):
+    for name, gradient in drawn(100 + number, 0.1).items():
+        params[name].grad = None if name == "late" and number < LATE else gradient
+    optimizer.step()
+
+
+def assert_same(params, optimizer, copies):
+    for name, weight in copies.weights().items():
+        assert torch.equal(params[name], weight), name
+        state = optimizer.state[params[name]]
+        for part, value in copies.optimizer.state[copies.params[name]].items():
+            assert torch.equal(state[part].float(), value), (name, part)
+            assert not value.dim() or state[part].dtype is copies.state_dtype, (name, part)
+
+
+@pytest.mark.parametrize("into", ["fresh", "used"])
+@pytest.mark.parametrize("state_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "cls, options",
+    [(optim.AdamW, {"lr": 1e-2, "foreach": False}), (optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True})],
+)
+def test_an_optimizer_lives_as_its_fp32_copies(cls, options, way, state_dtype, into, monkeypatch):
+    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+    copies = Copies(cls, options, way, state_dtype)
+    params, optimizer = made(cls, options, way, state_dtype, SEED, drawn(0))
+    for number in range(SAVED):
+        copies.step(number)
+        stepped(params, optimizer, number)
+        assert_same(params, optimizer, copies)
+    if way in ("master", "split"):
+        assert all(torch.equal(*each) for each in zip(masters_in(optimizer), copies.params.values(), strict=True))
+
+    file = io.BytesIO()
+    torch.save({"weights": {name: p.detach() for name, p in params.items()}, "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    params, optimizer = made(cls, options, way, state_dtype, None, drawn(1))
+    if into == "used":
+        for number in range(LATE, LATE + 2):  # so that each parameter has state, and masters of another run
+            stepped(params, optimizer, number)
+    with torch.no_grad():
+        for name, p in params.items():
+            p.copy_(saved["weights"][name])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert_same(params, optimizer, copies)
+    for number in range(SAVED, END):
+        copies.step(number)
+        stepped(params, optimizer, number)
+        assert_same(params, optimizer, copies)
+
+    hmpx.detach(optimizer)
+    plain = {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
+    reference = cls([*plain.items()], **options)
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for name, p in params.items():
+        for part, value in copies.optimizer.state[copies.params[name]].items():
+            held = optimizer.state[p][part]
+            assert torch.equal(held, value.bfloat16() if value.dim() else value), (name, part)
+    assert not [key for group in optimizer.param_groups for key in group if key.startswith("hmpx")]
+    stepped(params, optimizer, END)
+    stepped(plain, reference, END)
+    assert all(torch.equal(params[name], plain[name]) for name in plain)
