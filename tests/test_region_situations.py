@@ -1,4 +1,4 @@
-"""Each region in each situation: nested, in threads, tasks, generators, decorators, compiled code, under a new conversion."""
+"""Each region in each situation: nested, in threads, tasks, generators, decorators, compiled code, converted anew."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def kept():
 
 
 class Case(NamedTuple):
-    """A region, what is looked at, and what is seen inside and outside; `enabled` is convert's. of_thread: not a task's."""
+    """A region, what is looked at, and what is seen inside and outside.
+
+    enabled: `convert`'s. of_thread: the region is open for every task of its thread.
+    """
 
     region: Any
     look: Callable[[], object]
@@ -64,6 +67,7 @@ def case(request):
         assert found.look() == found.outside
         yield found
         assert found.look() == found.outside
+    hmpx.restore()  # what a test has put in its place
 
 
 def test_nested(case):
@@ -108,9 +112,7 @@ def test_in_two_threads(case, first_to_leave):
         left[i].wait(20)
     for thread in threads:
         thread.join()
-    expected = {
-        (i, where): value for i in range(2) for where, value in zip(("inside", "outside"), case[2:4], strict=True)
-    }
+    expected = {(i, where): getattr(case, where) for i in range(2) for where in ("inside", "outside")}
     assert seen == {**expected, "beside": case.outside}
 
 
@@ -181,7 +183,7 @@ def test_as_a_decorator(case, parentheses):
 
 @pytest.mark.parametrize("where", ["around", "inside", "decorated"])
 def test_compiled(case, where):
-    """A graph has the casts of the region that it runs in; a cache is no affair of compiled code, which casts itself."""
+    """A graph has the casts of the region that it runs in; a cache is no affair of compiled code."""
     expected = {None: LAYER(X).dtype}
     with case.region():
         expected[case.region] = LAYER(X).dtype
