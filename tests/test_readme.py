@@ -10,8 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ import torch
 import hmpx
 from hmpx.recipes.files import recipe_names
 from tests.support import python
+from tests.support.foreign import never_called, stand_ins
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -123,20 +124,17 @@ PAIRS += [("a training loop", *pair) for pair in re.findall(PAIR, README, re.DOT
 
 
 def _world():
-    """What a training script has in hand, and stand-ins for systems that do not run here."""
+    """What a training script has in hand."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     inputs, targets = torch.randn(32, 64), torch.randint(10, (32,))
     torch.nn.functional.cross_entropy(model(inputs), targets).backward()
-    nxd, amp = MagicMock(), MagicMock()
-    nxd.initialize_parallel_model.return_value = model
-    amp.initialize.return_value = model, optimizer
     return {
-        **{"torch": torch, "F": torch.nn.functional, "hmpx": hmpx, "nxd": nxd, "amp": amp},
+        **{"torch": torch, "F": torch.nn.functional, "hmpx": hmpx},
         **{"model": model, "optimizer": optimizer, "inputs": inputs, "targets": targets},
         **{"batches": [(inputs, targets)]},
-        **{"AdamW_FP32ParamsCopy": torch.optim.AdamW, "_AdamW": pytest.importorskip("torchao.optim")._AdamW},
+        **{"_AdamW": pytest.importorskip("torchao.optim")._AdamW},
     }
 
 
@@ -150,8 +148,10 @@ def test_coming_from(system, language, before, after, monkeypatch, tmp_path):
             done = _in_a_shell(command, tmp_path)
             assert done.returncode == 0 and done.stdout == f"{dtype}\n"
         return
-    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.hpex", MagicMock())
-    exec(before, _world())
+    foreign = stand_ins()
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.hpex", types.SimpleNamespace(hmp=foreign["hmp"]))
+    exec(before, {**_world(), **foreign})
+    assert not never_called(foreign, before)
     world = _world()
     exec(after, world)
     weights = [p.detach().clone() for p in world["model"].parameters()]
