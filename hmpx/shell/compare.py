@@ -21,7 +21,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "takes them: batches is a list of tuples, loss(model, *batch) a scalar. Each op is run beside itself in FP32;\n"
         "what its error does to the loss and to the gradients is printed, the worst first. The exit status is 1 if\n"
         "the lists change the training, or make something inf or NaN.",
-        "train.py:setup --recipe neuron-bf16-sr\ntrain.py:setup --list mine.txt --json found.json",
+        "train.py:setup --recipe neuron-bf16-sr\ntrain.py:setup --list mine.txt --html found.html",
     )
     command.add_argument(
         "what",
@@ -29,6 +29,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         help="a module, or a Python file, and in it a function that takes no arguments",
     )
     command.add_argument("--json", metavar="FILE", help="save everything as JSON, too")
+    command.add_argument("--html", metavar="FILE", help="save a page, too")
     add_recipe_options(command)
     command.set_defaults(run=_compare)
 
@@ -42,6 +43,8 @@ def _compare(options: argparse.Namespace) -> int:
     print(found)
     if options.json:
         found.json(options.json)
+    if options.html:
+        found.html(options.html)
     return 1 if found.is_broken else 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.insight.comparing.found import Found
+from hmpx.insight.comparing.page import as_page
 from hmpx.insight.comparing.words import as_text
 from hmpx.insight.text_table import terminal_width
 
@@ -31,7 +32,7 @@ class Comparison(Found):
 
     `by_op()` and `by_module()` are sums, `worst(n)` the n rows that do most to the training, `broken` those that break
     it alone; `is_broken` says whether the lists as a whole do. `json(path)` saves everything, `as_json()` is the same
-    as objects.
+    as objects, `html(path)` a page.
 
     Example:
         >>> batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(4)]
@@ -52,6 +53,11 @@ class Comparison(Found):
         return _plain(
             {"schema": SCHEMA, **found, "first_nonfinite": first} | {k: [*map(asdict, v)] for k, v in rows.items()}
         )
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Save as one HTML page that needs no network and no other file."""
+        values = {**self.as_json(), "worst": _plain([asdict(row) for row in self.worst(len(self.rows))])}
+        Path(path).write_text(as_page(self, values), encoding="utf-8")
 
     def json(self, path: str | os.PathLike[str]) -> None:
         """Save everything as JSON, by the names of the attributes."""
