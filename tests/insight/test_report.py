@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -17,10 +15,7 @@ import hmpx
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.site import RoundTrip, Site
 from hmpx.insight.text_table import Column, table
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-HOSTILE = "</script><script>document['title']='run'</script>"
-IMAGE = "\"'><img src=x onerror=document['title']='run'>"
+from tests.support import browser
 
 
 def site(op="linear", **more):
@@ -92,40 +87,37 @@ def saved(tmp_path, log):
     return (tmp_path / "log.html").read_text()
 
 
-def record_in(page):
-    return json.loads(re.search(r'<script type="application/json" id="record">(.*?)</script>', page, re.DOTALL)[1])
-
-
 def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path):
     with hmpx.convert(), hmpx.record() as log:
         nn.Sequential(nn.Linear(4, 4), nn.GELU())(torch.ones(2, 4))
     page = saved(tmp_path, log)
     log.json(tmp_path / "log.json")
-    found = record_in(page)
+    found = browser.values_in(page)
     saved_as_json = json.loads((tmp_path / "log.json").read_text())
     assert {key: found[key] for key in saved_as_json} == saved_as_json
 
 
 def hostile(tmp_path):
     """A log of a model with a hostile name, from a file with a hostile one."""
-    code = compile("def call(module, x):\n    return module(x).exp()", f"/tmp/{IMAGE}/{HOSTILE}.py", "exec")
+    file = f"/tmp/{browser.IMAGE}/{browser.HOSTILE}.py"
+    code = compile("def call(module, x):\n    return module(x).exp()", file, "exec")
     world: dict = {}
     exec(code, world)
     model = nn.Sequential()
-    model.add_module(HOSTILE, nn.Linear(4, 4))
-    model.add_module(IMAGE, nn.Linear(4, 4))
+    model.add_module(browser.HOSTILE, nn.Linear(4, 4))
+    model.add_module(browser.IMAGE, nn.Linear(4, 4))
     (tmp_path / "mine.txt").write_text("linear\n")
     with hmpx.convert(bf16_file_path=tmp_path / "mine.txt"), hmpx.record() as log:
         world["call"](model, torch.ones(2, 4))
-    log.unmatched = (f"{IMAGE}.txt:1: {HOSTILE}",)
+    log.unmatched = (f"{browser.IMAGE}.txt:1: {browser.HOSTILE}",)
     return log
 
 
 def test_a_hostile_name_stays_a_name(tmp_path):
     log = hostile(tmp_path)
     page = saved(tmp_path, log)
-    assert {HOSTILE, IMAGE} <= {row["module"] for row in record_in(page)["sites"]}
-    assert page.count("<script") == 2 and "<img" not in page and html.escape(HOSTILE) in page
+    assert {browser.HOSTILE, browser.IMAGE} <= {row["module"] for row in browser.values_in(page)["sites"]}
+    assert page.count("<script") == 2 and "<img" not in page and html.escape(browser.HOSTILE) in page
 
 
 def test_the_page_asks_for_nothing_from_anywhere(tmp_path):
@@ -135,20 +127,8 @@ def test_the_page_asks_for_nothing_from_anywhere(tmp_path):
     assert not re.search(r"https?://|//[a-z]+\.|<link|@import|url\(|innerHTML|document\.write|eval\(", own)
 
 
-def in_the_browser(tmp_path, page, script=""):
-    """The page as the browser has drawn it, after a script of the test."""
-    path = tmp_path / "page.html"
-    path.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
-    return subprocess.run([*command, f"file://{path}"], capture_output=True, text=True, timeout=120, check=True).stdout
-
-
-def cells(dom, key):
-    return [html.unescape(value) for value in re.findall(rf'data-key="{key}" data-value="([^"]*)"', dom)]
-
-
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+@browser.needed
 def test_the_browser_draws_it_sorts_it_and_shows_the_numbers_of_the_json(tmp_path):
     with hmpx.convert(), hmpx.record() as log:
         model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
@@ -156,29 +136,29 @@ def test_the_browser_draws_it_sorts_it_and_shows_the_numbers_of_the_json(tmp_pat
             model(torch.ones(2, 4)).exp()
         model[0](torch.ones(2, 4))
     page = saved(tmp_path, log)
-    rows = record_in(page)["sites"]
-    dom = in_the_browser(tmp_path, page)
+    rows = browser.values_in(page)["sites"]
+    dom = browser.drawn(tmp_path, page)
     assert 'data-drawn="yes"' in dom and "<svg" in dom and all(f">{row['op']}<" in dom for row in rows)
     dearest = sorted(rows, key=lambda row: -(row["cast_seconds"] + row["op_seconds"]))
-    assert cells(dom, "op") == [row["op"] for row in dearest]
+    assert browser.cells(dom, "op") == [row["op"] for row in dearest]
     for key in ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds"):
-        assert [float(value) for value in cells(dom, key)] == [row[key] for row in dearest]
+        assert [float(value) for value in browser.cells(dom, key)] == [row[key] for row in dearest]
     click = "document.querySelector('th[data-key={}] button').click();"
-    assert cells(in_the_browser(tmp_path, page, click.format("op")), "op") == sorted(row["op"] for row in rows)
-    most = cells(in_the_browser(tmp_path, page, click.format("bytes_cast")), "bytes_cast")
+    assert browser.cells(browser.drawn(tmp_path, page, click.format("op")), "op") == sorted(row["op"] for row in rows)
+    most = browser.cells(browser.drawn(tmp_path, page, click.format("bytes_cast")), "bytes_cast")
     assert [float(value) for value in most] == sorted((row["bytes_cast"] for row in rows), reverse=True)
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+@browser.needed
 def test_a_hostile_name_runs_nothing_in_the_browser(tmp_path):
-    dom = in_the_browser(
+    dom = browser.drawn(
         tmp_path,
         saved(tmp_path, hostile(tmp_path)),
         "for (const row of document.querySelectorAll('tr.site')) row.click()",
     )
     assert "<title>hmpx record</title>" in dom and "<img" not in dom and 'data-drawn="yes"' in dom
-    assert HOSTILE in cells(dom, "module") and IMAGE in cells(dom, "module")
+    assert browser.HOSTILE in browser.cells(dom, "module") and browser.IMAGE in browser.cells(dom, "module")
 
 
 def test_a_diff_tells_what_is_new_gone_and_changed():

@@ -1,0 +1,56 @@
+"""The page of a comparison."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import hmpx
+from tests.support import browser
+
+
+@pytest.fixture(scope="module")
+def found():
+    model = nn.Sequential()
+    torch.manual_seed(0)
+    for name in (browser.HOSTILE, browser.IMAGE):
+        model.add_module(name, nn.Linear(8, 8))
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(16, 8, generator=generator),) for _ in range(3)]
+    return hmpx.compare(model, data, lambda model, x: model(x).exp().mean(), lists={"opt_level": "O2"})
+
+
+@pytest.fixture
+def page(found, tmp_path):
+    found.html(tmp_path / "found.html")
+    return (tmp_path / "found.html").read_text()
+
+
+def test_the_numbers_of_the_page_are_those_of_the_json(found, page, tmp_path):
+    found.json(tmp_path / "found.json")
+    saved = json.loads((tmp_path / "found.json").read_text())
+    shown = browser.values_in(page)
+    assert {key: shown[key] for key in saved} == saved and str(found).splitlines()[0] in page
+
+
+def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(page):
+    assert {row["module"] for row in browser.values_in(page)["rows"]} >= {browser.HOSTILE, browser.IMAGE}
+    assert page.count("<script") == 2 and "<img" not in page and "default-src 'none'" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+@pytest.mark.browser
+@browser.needed
+def test_the_browser_draws_it_sorts_it_and_shows_the_numbers_of_the_json(found, page, tmp_path):
+    click = "for (const row of document.querySelectorAll('tr.site')) row.click();"
+    dom = browser.drawn(tmp_path, page, click)
+    assert 'data-drawn="yes"' in dom and "<title>hmpx compare</title>" in dom and "<img" not in dom
+    sites = dom.partition('id="sites"')[2].partition("</table>")[0]
+    worst = found.worst(len(found.rows))
+    assert browser.cells(sites, "op") == [row.op for row in worst]
+    for key in ("gradient_error", "loss_change", "error", "accumulated"):
+        assert [float(value) for value in browser.cells(sites, key)] == [getattr(row, key) for row in worst]
+    by_error = browser.drawn(tmp_path, page, "document.querySelector('#sites th[data-key=error] button').click();")
+    errors = browser.cells(by_error.partition('id="sites"')[2].partition("</table>")[0], "error")
+    assert [float(value) for value in errors] == sorted((row.error for row in found.rows), reverse=True)
