@@ -57,3 +57,17 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     with region_state.region(False):  # isfinite has parts, such as mul, that lists name
         return bool(_item(_all(_isfinite(tensor))))
+
+
+_WRITE_CONSTANTS = frozenset(
+    "masked_fill where index_fill fill full pad constant_pad_nd index_put masked_scatter".split()
+)
+
+
+def is_masked(op: str, inputs: Iterable[Tensor], result: Tensor) -> bool:
+    """Whether a result that is not finite only has -inf that a mask put there: written as a constant, or handed on."""
+    with torch.no_grad(), region_state.region(False):
+        odd = result[~torch.isfinite(result)]
+        if not bool((odd == -math.inf).all()):
+            return False
+        return op in _WRITE_CONSTANTS or any(bool((each == -math.inf).any()) for each in inputs if is_readable(each))

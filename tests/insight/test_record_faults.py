@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -187,3 +188,20 @@ def test_its_own_look_at_a_result_is_no_finding(lists):
     with hmpx.convert(**lists(bf16="mul abs eq ne")), hmpx.record() as log:
         torch.exp(torch.full((4,), 1000.0))
     assert log.first_nonfinite is not None and not any("ran in" in said for said in log.escaped)
+
+
+def test_masks_of_minus_infinity_are_no_fault_and_a_row_that_they_cover_is():
+    def attended(scores, mask):
+        return torch.softmax(scores.masked_fill(mask, -math.inf) + torch.full((4, 4), -math.inf).triu(9), -1)
+
+    mask = torch.eye(4, dtype=torch.bool)
+    with hmpx.convert(), hmpx.record() as log:
+        attended(torch.randn(4, 4), mask)
+    assert log.first_nonfinite is None, str(log)
+    mask[2] = True
+    with hmpx.convert(), hmpx.record() as log:
+        attended(torch.randn(4, 4), mask)
+    assert log.first_nonfinite.op == "softmax"
+    with hmpx.convert(), hmpx.record() as log:
+        (1 - mask.float()) * torch.finfo(torch.float32).min
+    assert log.first_nonfinite.op == "mul"

@@ -28,7 +28,7 @@ from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.recording.device import DeviceSide
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.site import SHAPES, RoundTrip, Site
-from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, is_readable, name
+from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, is_masked, is_readable, name
 
 _STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
 _LATEST = 1024  # how many tensors are remembered by what was done to them
@@ -126,7 +126,7 @@ class Recorder:
             for tensor in result:
                 if not is_readable(tensor):
                     self._device.look(site, tensor, self._calls)
-                elif not is_finite(tensor):
+                elif not is_finite(tensor) and not is_masked(site.op, given, tensor):
                     site.nonfinite, site.nonfinite_at = site.calls, self._calls
                     break
         self._follow(site, given, inside, result)

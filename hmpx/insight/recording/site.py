@@ -23,8 +23,8 @@ class Site:
         calls: how many. shapes: of the tensors that came in, at most 8 different ones, as "32x64, 64".
         casts: tensors that were cast, by a rule or by hand. casts_avoided: those that a rule looked at and found right.
         bytes_cast: what the casts read and wrote. cast_seconds, op_seconds: in the casts, and in the op itself.
-        nonfinite: the first call, from 1, whose result had an inf or a NaN; None if none had. nonfinite_at: that call's
-            number among those of all sites.
+        nonfinite: the first call, from 1, whose result had an inf or a NaN that is not the -inf of a mask; None if none
+            had. nonfinite_at: that call's number among those of all sites.
         unchosen: in words, why it ran in a dtype that nobody chose; "" where it did not.
     """
 
