@@ -46,7 +46,7 @@ def untouched():
     changed = before.changed()
     hmpx.restore()
     if changed:
-        before.adopt()
+        before.clean_up()
     if len(gc.get_objects()) > 50_000:  # a library was imported
         keep_what_is_there_out_of_sight()
     if changed:

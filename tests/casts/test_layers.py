@@ -26,15 +26,17 @@ def tensor(*shape, dtype=FP32):
 @pytest.mark.parametrize("training", [True, False])
 def test_running_statistics_are_updated_where_they_are(lists, rule, stats, given, norm, training):
     layer = norm(3, affine=True, track_running_stats=True).to(stats).train(training)
-    mean, x = layer.running_mean, tensor(8, 3, 5, dtype=given) + 1
+    mean, variance, x = layer.running_mean, layer.running_var, 2 * tensor(8, 3, 5, dtype=given) + 1
     reference = norm(3, affine=True, track_running_stats=True).train(training)
     expected = reference(x.float())
     names = {rule: "batch_norm instance_norm"} if rule else {}
     with hmpx.convert(**lists(**names)):
         out = layer(x)
     assert out.dtype is {"bf16": BF16, "fp32": FP32, None: given}[rule]
-    assert layer.running_mean is mean and mean.dtype is stats
+    assert layer.running_mean is mean and layer.running_var is variance and mean.dtype is variance.dtype is stats
     assert torch.allclose(mean.float(), reference.running_mean, atol=1e-2)
+    assert torch.allclose(variance.float(), reference.running_var, rtol=1e-2)
+    assert (reference.running_var != 1).all() == training and (reference.running_mean != 0).all() == training
     assert torch.allclose(out.float(), expected, atol=5e-2)
 
 

@@ -19,3 +19,18 @@ def special_values():
     patterns += [0x7F800000 | payload for payload in (1, 0x7F, 0x8000, 0xFFFF, 0x10000, 0x3FFFFF, 0x400000, 0x7FFFFF)]
     patterns += [0xFF800001, 0xFFC00000, 0xFFFFFFFF]
     return torch.tensor(np.array(patterns, dtype=np.uint32).view(np.float32))
+
+
+def steps_apart(one, other):
+    """How many numbers that BF16 has lie between two BF16 tensors, element by element, the second one included."""
+    ordered = []
+    for each in (one, other):
+        bits = each.contiguous().view(torch.int16).int()
+        ordered.append(torch.where(bits >= 0, bits, -(bits & 0x7FFF)))
+    return (ordered[0] - ordered[1]).abs()
+
+
+def nearly_equal(one, other, differ, by=1):
+    """Whether no more than `differ` elements of two BF16 tensors are different, and none by more than `by` steps."""
+    apart = steps_apart(one.detach(), other.detach())
+    return bool((apart > 0).sum() <= differ and apart.max() <= by)

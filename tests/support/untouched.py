@@ -209,8 +209,15 @@ class Picture:
         told = [_told(name, self._settings[name], now[name]) for name in different]
         return [*in_force(), *told, *self._namespaces.changed()]
 
-    def adopt(self) -> None:
-        """Whatever is otherwise now is how it is from here on."""
+    def clean_up(self) -> None:
+        """Undo what can be undone, and take whatever is still otherwise for how things are from here on.
+
+        A test that fails keeps its optimizers: pytest holds its frames.
+        """
+        hmpx.restore()
+        for each in gc.get_objects():
+            if issubclass(type(each), torch.optim.Optimizer) and "param_groups" in vars(each):
+                hmpx.detach(each)
         while step_hooks._users > 0:
             step_hooks.uninstall()
         list(self._namespaces.changed(adopt=True))

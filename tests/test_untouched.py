@@ -1,0 +1,105 @@
+"""The picture that every test is held against: it sees what is left behind, wherever that is, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+
+import hmpx
+from hmpx import region_state
+from hmpx.updates import step_hooks
+from tests.support.training import parameters
+from tests.support.untouched import Picture
+
+
+class Left:
+    """Something that is left behind by `do` and taken away by `undo`, and what is said of it."""
+
+    def __init__(self, said, do, undo):
+        self.said, self.do, self.undo = said, do, undo
+
+
+def set_of(owner, name, value):
+    before = vars(owner)[name]
+    return lambda: setattr(owner, name, value), lambda: setattr(owner, name, before)
+
+
+def cell_of(function, value):
+    cell = function.__closure__[0]
+    before = cell.cell_contents
+    return lambda: setattr(cell, "cell_contents", value), lambda: setattr(cell, "cell_contents", before)
+
+
+REGION = hmpx.disable_casts()
+OPTIMIZER = torch.optim.SGD(parameters(), lr=0.1)
+LEFT = {
+    "another of torch's functions": Left("torch.sin", *set_of(torch, "sin", torch.cos)),
+    "a method": Left(
+        "torch.nn.modules.module.Module._apply", *set_of(torch.nn.Module, "_apply", lambda self, fn: self)
+    ),
+    "a function of a module": Left("torch.nn.init.ones_", *set_of(torch.nn.init, "ones_", torch.nn.init.zeros_)),
+    "a variable of a function": Left("clip_grad_norm_", *cell_of(torch.nn.utils.clip_grad_norm_, print)),
+    "the default dtype": Left(
+        "default dtype", lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)
+    ),
+    "a fast path": Left(
+        "fast path",
+        lambda: torch.backends.mha.set_fastpath_enabled(False),
+        lambda: torch.backends.mha.set_fastpath_enabled(True),
+    ),
+    "a level of the log": Left(
+        "logger",
+        lambda: logging.getLogger("hmpx").setLevel(logging.ERROR),
+        lambda: logging.getLogger("hmpx").setLevel(logging.NOTSET),
+    ),
+    "a variable of the environment": Left(
+        "HMPX_LEFT", lambda: os.environ.update(HMPX_LEFT="1"), lambda: os.environ.pop("HMPX_LEFT")
+    ),
+    "a conversion": Left("process_state.installed", hmpx.convert, hmpx.restore),
+    "an open region": Left("regions of this thread", REGION.__enter__, lambda: REGION.__exit__(None, None, None)),
+    "an attached optimizer": Left("users of the hooks", lambda: hmpx.attach(OPTIMIZER), lambda: hmpx.detach(OPTIMIZER)),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_is_left_behind_is_seen_until_it_is_taken_away(what):
+    picture, left = Picture(), LEFT[what]
+    assert picture.changed() == []
+    left.do()
+    try:
+        assert any(left.said in line for line in picture.changed())
+    finally:
+        left.undo()
+    assert picture.changed() == []
+
+
+def test_an_optimizer_that_nobody_holds_is_nothing_left():
+    picture = Picture()
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    optimizer.itself = optimizer  # so that it goes with a collection
+    hmpx.attach(optimizer)
+    del optimizer
+    assert picture.changed() == []
+
+
+def test_what_torch_does_to_itself_is_nothing_left():
+    picture = Picture()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+
+    class Own(torch.optim.SGD):
+        pass
+
+    Own(parameters(), lr=0.1)
+    assert picture.changed() == []
+
+
+def test_after_a_test_that_left_something_the_next_one_starts_clean():
+    picture, optimizer = Picture(), torch.optim.SGD(parameters(), lr=0.1)
+    hmpx.attach(optimizer)
+    hmpx.convert()
+    assert picture.changed()
+    picture.clean_up()
+    assert picture.changed() == [] and step_hooks._users == 0 and not region_state.casts_on()
