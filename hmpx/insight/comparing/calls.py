@@ -70,12 +70,6 @@ class Compared:
         for scores in (self.loss_change, self.shifted):
             scores.extend([0.0] * (batches - len(scores)))
 
-    def forget_tensors(self) -> None:
-        """Let go of the tensors of a batch that is done, but not of how the op was called."""
-        self.deltas.clear()
-        for call in self.calls.values():
-            call.results = []
-
 
 class Asked(NamedTuple):
     """One call that a pass is asked for."""

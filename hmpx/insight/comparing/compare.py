@@ -116,7 +116,7 @@ class _Comparing:
             _modules=sums(rows, lambda site: Row("", module=site.module), self._noise, self._h),
         )
 
-    def _observed(self, now: Pass | None, run: Callable[..., tuple[float, list[Tensor]]], *args: Any) -> Any:
+    def _observed(self, now: Pass | None, run: Callable[..., Any], *args: Any) -> Any:
         """A run of the model that one pass observes."""
         self._sites.now = now
         self._passes += 1
@@ -136,8 +136,10 @@ class _Comparing:
         if self._directions:
             self._noise.add(gradients, low_gradients)
             self._exact.append(gradients)
+            sites.forget_results()
             shift = [v * self._h for v in self._directions[number % noise.DIRECTIONS]]
-            self._observed(Shifted(sites), subject.wide, batch, True, shift)
+            shifted = Shifted(sites)
+            self._observed(shifted, subject.shifted, batch, shift, shifted.wanted)
         self._losses.append((exact, low))
         sites.end_batch()
 

@@ -185,9 +185,23 @@ class Wide(Low):
 class Shifted(Wide):
     """Everything in FP32, at shifted weights; the errors are those that `Wide` has found."""
 
+    def __init__(self, sites: Sites) -> None:
+        super().__init__(sites)
+        self._scored: list[Tensor] = []
+        self._written = False  # whether a result may have been written to afterwards
+
+    def wanted(self) -> list[Tensor] | None:
+        """The tensors whose gradients are looked at, so that none need be computed for weights; None for all there are.
+
+        Of a tensor that was written to since, autograd would give another gradient.
+        """
+        return None if self._written else self._scored
+
     def _result(self, asked: Asked, kept: Call, number: Number, again: bool) -> Any:
         result = in_fp32(asked)
-        _score_in_backward(asked.site.shifted, asked, floating((result,)), asked.site.deltas.get(number, []))
+        self._written = self._written or asked.point.in_place
+        deltas = asked.site.deltas.get(number, [])
+        self._scored += _score_in_backward(asked.site.shifted, asked, floating((result,)), deltas)
         return result
 
 
@@ -215,12 +229,18 @@ def _describe(asked: Asked, seen: Seen, kept: Call) -> None:
     site.reason = reason_of_call(asked.point, seen, conversion.policy) if conversion else ""
 
 
-def _score_in_backward(scores: list[float], asked: Asked, results: list[Tensor], deltas: list[Tensor]) -> None:
-    """Let the backward pass add up what errors in the results of a call do to the loss, to first order."""
+def _score_in_backward(scores: list[float], asked: Asked, results: list[Tensor], deltas: list[Tensor]) -> list[Tensor]:
+    """Let the backward pass add up what errors in the results of a call do to the loss, to first order.
+
+    Returns the results that have a gradient.
+    """
+    found = []
     for result, delta in zip(results, deltas, strict=False):
         handed_on = not asked.point.in_place and any(result is arg for arg in asked.args)
         if result.requires_grad and not handed_on:
             result.register_hook(functools.partial(_score, scores, delta))
+            found.append(result)
+    return found
 
 
 def _score(scores: list[float], delta: Tensor, gradient: Tensor) -> None:

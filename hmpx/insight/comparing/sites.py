@@ -49,9 +49,16 @@ class Sites:
         for site in self._found.values():
             site.begin_batch(number + 1)
 
-    def end_batch(self) -> None:
+    def forget_results(self) -> None:
+        """Let go of the results under the lists."""
         for site in self._found.values():
-            site.forget_tensors()
+            for call in site.calls.values():
+                call.results = []
+
+    def end_batch(self) -> None:
+        self.forget_results()
+        for site in self._found.values():
+            site.deltas.clear()
 
     def compared(self) -> list[Compared]:
         """The sites that ran under the lists, in the order in which they were met."""
