@@ -35,7 +35,7 @@ def run(repeat: int, device: torch.device, models: Sequence[str], compiled: bool
 
 
 def _eager(model: str, repeat: int, device: torch.device) -> list[measure.Row]:
-    subject = _Subject(model, device)
+    subject = Subject(model, device)
     # A forward enters autocast, as it does in users' code; a conversion stands around everything.
     ways: dict[str, measure.Way] = {
         "torch": (contextlib.nullcontext, subject.works()),
@@ -49,7 +49,7 @@ def _eager(model: str, repeat: int, device: torch.device) -> list[measure.Row]:
 def _compiled(model: str, repeat: int, device: torch.device) -> list[measure.Row]:
     """Under one conversion: to convert is to compile anew. Plain torch and autocast run with casts disabled."""
     print(f"compiling {model}", file=sys.stderr)
-    subject = _Subject(model, device, compiled=True)
+    subject = Subject(model, device, compiled=True)
     with peers.hmpx(device):
         ways: dict[str, measure.Way] = {
             "torch": (disable_casts, subject.works()),
@@ -65,17 +65,17 @@ def _cached(device: torch.device) -> Iterator[None]:
         yield
 
 
-class _Subject:
+class Subject:
     """One model, its optimizer and a batch, for all ways: where tensors lie in memory makes a difference."""
 
     def __init__(self, model: str, device: torch.device, compiled: bool = False) -> None:
         torch.manual_seed(0)
         self._compile: Callable = torch.compile if compiled else lambda function: function
         made, inputs = MODELS[model]()
-        self._model, self._inputs = made.to(device), inputs.to(device)
-        self._targets = torch.randint(10, (len(self._inputs),), device=device)
-        self._frozen = copy.deepcopy(self._model).eval()
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        self.model, self.inputs = made.to(device), inputs.to(device)
+        self.targets = torch.randint(10, (len(self.inputs),), device=device)
+        self._frozen = copy.deepcopy(self.model).eval()
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def works(self, forward: Callable = contextlib.nullcontext) -> dict[str, Work]:
         """Name -> what is measured. `forward()` is entered around every forward."""
@@ -100,12 +100,12 @@ class _Subject:
                 frozen(inputs)
 
         return {
-            "inference": lambda: inference(self._inputs),
-            "inference of one": lambda: inference(self._inputs[:1]),
+            "inference": lambda: inference(self.inputs),
+            "inference of one": lambda: inference(self.inputs[:1]),
         }
 
     def _loss(self) -> Tensor:
-        return F.cross_entropy(self._model(self._inputs), self._targets)
+        return F.cross_entropy(self.model(self.inputs), self.targets)
 
 
 def _rows(title: str, times: dict[str, dict[str, float]]) -> list[measure.Row]:

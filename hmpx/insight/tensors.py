@@ -15,6 +15,7 @@ Tensor = torch.Tensor
 LOW = frozenset({torch.bfloat16, torch.float16})
 _sum, _detach, _isfinite, _all = Tensor.sum, Tensor.detach, torch.isfinite, Tensor.all
 _item = Tensor.item
+_unseen = torch._C._DisableTorchDispatch
 
 
 def floating(values: Iterable[Any]) -> list[Tensor]:
@@ -50,13 +51,14 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a readable tensor has neither inf nor NaN. One sum tells, unless that overflows."""
-    tensor = _detach(tensor)
+    """Whether a readable tensor has neither inf nor NaN. One sum tells, unless that overflows.
+
+    No dispatch mode sees what is computed here.
+    """
     dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    if math.isfinite(_item(_sum(tensor, dtype=dtype))):
-        return True
-    with region_state.region(False):  # isfinite has parts, such as mul, that lists name
-        return bool(_item(_all(_isfinite(tensor))))
+    with _unseen():
+        tensor = _detach(tensor)
+        return math.isfinite(_item(_sum(tensor, dtype=dtype))) or bool(_item(_all(_isfinite(tensor))))
 
 
 _WRITE_CONSTANTS = frozenset(
@@ -66,7 +68,7 @@ _WRITE_CONSTANTS = frozenset(
 
 def is_masked(op: str, inputs: Iterable[Tensor], result: Tensor) -> bool:
     """Whether a result that is not finite only has -inf that a mask put there: written as a constant, or handed on."""
-    with torch.no_grad(), region_state.region(False):
+    with _unseen(), torch.no_grad(), region_state.region(False):
         odd = result[~torch.isfinite(result)]
         if not bool((odd == -math.inf).all()):
             return False

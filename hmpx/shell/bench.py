@@ -26,7 +26,7 @@ def _count(text: str) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     # Here, so that the other commands do not pay for torch's profiler.
-    from hmpx.bench import casts, measure, rounding, step, train
+    from hmpx.bench import casts, insight, measure, rounding, step, train
 
     device = _device(options.device)
     if options.threads:
@@ -36,6 +36,7 @@ def _bench(options: argparse.Namespace) -> int:
         "step": lambda: step.run(options.elements, options.repeat, device),
         "casts": lambda: casts.run(options.repeat, device),
         "train": lambda: train.run(options.repeat, device, options.models, not options.eager),
+        "insight": lambda: insight.run(options.repeat, device, options.models),
     }
     _check_json(options.json)
     bench = benches[options.what]()
@@ -102,9 +103,13 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
         command = add_one(name, words)
         command.add_argument("--elements", type=_count, default=elements, metavar="N", help=f"default {elements}")
     add_one("casts", "single ops, beside torch.autocast with the same lists")
-    command = add_one("train", "whole models, beside torch.autocast with the same lists")
     models = ("mlp", "convnet", "transformer")
-    command.add_argument("--models", nargs="+", choices=models, default=models, help="default all")
+    for name, words in (
+        ("insight", "what `record` and `compare` cost, beside a plain step"),
+        ("train", "whole models, beside torch.autocast with the same lists"),
+    ):
+        command = add_one(name, words)
+        command.add_argument("--models", nargs="+", choices=models, default=models, help="default all")
     command.add_argument("--eager", action="store_true", help="without compiled models, which take minutes")
 
     command = what.add_parser(

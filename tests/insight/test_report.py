@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import html
+import importlib.util
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ import hmpx
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.site import RoundTrip, Site
 from hmpx.insight.text_table import Column, table
-from tests.support import browser
+from tests.support import browser, python
 
 
 def site(op="linear", **more):
@@ -191,3 +194,16 @@ def test_sites_of_one_line_are_matched_by_their_dtypes_first():
     low = site(given=("bfloat16",))
     found = log_of(site(), low).diff(log_of(low))
     assert not found.changed and [each.given for each in found.gone] == [("float32",)]
+
+
+def test_the_example_writes_rows_while_a_model_trains(tmp_path):
+    script = Path(__file__).parents[2] / "examples" / "watch_precision.py"
+    done = python.run(script, tmp_path / "rows", check=True, cwd=tmp_path)
+    with open(tmp_path / "rows" / "sites.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["module"] == "0"]
+    assert [(row["step"], row["op"], row["calls"], row["casts"]) for row in rows] == [
+        (str(steps), "linear", str(steps), str(3 * steps)) for steps in (10, 20, 30)
+    ]
+    assert "in 30 steps" in done.stdout
+    events = [*(tmp_path / "rows").glob("events.*")]
+    assert len(events) == (importlib.util.find_spec("tensorboard") is not None)

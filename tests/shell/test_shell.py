@@ -107,6 +107,15 @@ def test_bench_prints_a_table_and_writes_it_as_json(capsys, tmp_path):
 
 
 @pytest.mark.slow
+def test_bench_insight_says_what_looking_costs_and_that_off_is_off(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    status, out, _ = run(capsys, "bench", "insight", "--models", "mlp", "--repeat", "1", "--json", str(file))
+    (row,) = json.loads(file.read_text())["rows"]
+    assert status == 0 and [*row["figures"]] == ["hmpx ms", "off/hmpx", "record/hmpx", "compare/hmpx", "changed"]
+    assert row["figures"]["changed"] == 0 and row["name"] == "mlp" and "record/hmpx" in out
+
+
+@pytest.mark.slow
 def test_bench_sets_casts_and_models_beside_autocast(capsys, tmp_path):
     file = tmp_path / "figures.json"
     status, out, _ = run(capsys, "bench", "casts", "--repeat", "1")
@@ -142,7 +151,7 @@ COMMANDS = ["run", "recipes", "explain", "ops", "check", "audit", "record", "rep
 
 
 @pytest.mark.parametrize("command", [*([each] for each in COMMANDS), ["bench"], *(["bench", t] for t in (
-    "rounding", "step", "casts", "train", "memory"))], ids=" ".join)  # fmt: skip
+    "rounding", "step", "casts", "train", "insight", "memory"))], ids=" ".join)  # fmt: skip
 def test_every_command_has_a_description_an_example_and_its_arguments_explained(command, capsys):
     with pytest.raises(SystemExit):
         main([*command, "--help"])

@@ -1,0 +1,87 @@
+"""``bench insight``: what it costs to look: `hmpx.record` and `hmpx.compare` beside a plain step that is converted."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hmpx.bench import measure, peers
+from hmpx.bench.train import Subject
+from hmpx.casts.ops import catalog
+from hmpx.insight.comparing.compare import compare
+from hmpx.insight.recording.record import record
+
+_BATCHES = 4  # that compare runs through
+_STEP = "step"
+
+
+def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Bench:
+    """Milliseconds of a training step under autocast's lists, and what looking at it takes, in ratios to it.
+
+    ``off``: after `record` has been used, as long as nothing records; ``changed`` counts the entry points of torch that
+    run other code then than before, and is to be 0. ``record``: while it records. ``compare``: a call of `compare`, for
+    each of its batches.
+    """
+    rows = []
+    for name in models:
+        print(f"looking at {name}", file=sys.stderr)
+        subject = Subject(name, device)
+        works = {_STEP: subject.works()[_STEP]}
+        ways: dict[str, measure.Way] = {
+            "hmpx": (lambda: peers.hmpx(device), works),
+            "off": (lambda: _recorded_before(device), works),
+            "record": (lambda: _recording(device), works),
+        }
+        times = {way: taken[_STEP] for way, taken in measure.median_times_in(ways, repeat, device).items()}
+        times["compare"] = _compared(subject, max(1, repeat // 5), device)
+        figures = {"hmpx ms": 1e3 * times["hmpx"]}
+        figures |= {f"{way}/hmpx": seconds / times["hmpx"] for way, seconds in times.items() if way != "hmpx"}
+        rows.append(measure.Row(name, figures | {"changed": _changed(device)}))
+    return measure.Bench(f"A step that is looked at, autocast's lists, {measure.where(device)}", rows)
+
+
+@contextlib.contextmanager
+def _recorded_before(device: torch.device) -> Iterator[None]:
+    with peers.hmpx(device):
+        with record():
+            pass
+        yield
+
+
+@contextlib.contextmanager
+def _recording(device: torch.device) -> Iterator[None]:
+    with peers.hmpx(device), record():
+        yield
+
+
+def _compared(subject: Subject, repeat: int, device: torch.device) -> float:
+    """Seconds that a call of `compare` takes for each batch."""
+
+    def loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model(inputs), targets)
+
+    batches = [(subject.inputs + 0.01 * i, subject.targets) for i in range(_BATCHES)]
+    with peers.hmpx(device):
+        times = measure.median_times({_STEP: lambda: compare(subject.model, batches, loss)}, repeat, device)
+        return times[_STEP] / _BATCHES
+
+
+def _changed(device: torch.device) -> int:
+    """How many entry points run other code after a record than before it."""
+    with peers.hmpx(device):
+        before = _codes()
+        with record():
+            pass
+        return sum(code is not before[label] for label, code in _codes().items())
+
+
+def _codes() -> dict[str, object]:
+    functions = {
+        entry.label: getattr(entry.owner, entry.attribute) for op in catalog().values() for entry in op.entries
+    }
+    return {label: getattr(function, "__code__", function) for label, function in functions.items()}
