@@ -83,8 +83,8 @@ MODELS = {
 
 
 def ran_in(site):
-    """Where the caller says dtype=, torch itself casts inside of the op."""
-    dtypes = site.result if "the caller says dtype=" in site.reason else site.seen
+    """What the kernel ran in: `softmax` may be told by dtype=, and torch then casts inside of it."""
+    dtypes = site.result if site.op == "softmax" else site.seen
     return frozenset(getattr(torch, dtype) for dtype in dtypes)
 
 
@@ -103,6 +103,7 @@ def test_the_dtypes_in_the_record_are_those_that_the_dispatcher_sees(name, recip
         dispatched = {(where, dtypes) for operator, where, dtypes in seen.ops if operator in operators.split()}
         assert recorded == dispatched, ops
         compared += len(recorded)
-    assert compared >= 4 and log.first_nonfinite is None
+    first = log.first_nonfinite
+    assert compared >= 4 and (first is None or (name, first.op) == ("t5", "log"))  # of distance 0, in FP32 as well
     assert str(log).startswith(f"{sum(site.calls for site in log.sites)} calls of ")
     assert attributes_of_torch() == before and not process_state.in_use()
