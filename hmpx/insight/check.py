@@ -13,7 +13,7 @@ from hmpx.casts.listed_names import may_be_user_function, unknown_op
 from hmpx.casts.op_lists import LOW_PRECISION, SIDES, Listed, read_file
 from hmpx.casts.ops import aten_only, canonical, catalog
 from hmpx.errors import HmpxError, OpListError, did_you_mean
-from hmpx.recipes import nxd
+from hmpx.recipes import gaudi, nxd
 from hmpx.recipes.files import recipe_names, recipe_path
 from hmpx.recipes.keys import LISTS
 from hmpx.recipes.recipe import Recipe, read_recipe
@@ -53,7 +53,12 @@ def check_files(paths: Sequence[str]) -> Iterator[str]:
 
 
 def is_recipe(path: str) -> bool:
-    """Whether a YAML file has a key that only a recipe has, or one that is spelt like it and like no list."""
+    """Whether a YAML file has a key that only a recipe has, or one that is spelt like it and like no list.
+
+    A Gaudi configuration is a recipe, too.
+    """
+    if gaudi.is_configuration(path):
+        return True
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
         return False
     try:

@@ -99,7 +99,7 @@ class HmpxPrecision(Precision):
         return self._setting_up.recipe
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.recipe!r})"
+        return self._setting_up.words
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Cast the model, before the strategy wraps it."""

@@ -34,6 +34,8 @@ _of_trainers: WeakSet[Conversion] = WeakSet()  # those that a trainer's plugin h
 class SettingUp:
     """One recipe in the hands of one trainer.
 
+    recipe: what is in force. words: the plugin as a user would write it.
+
     Raises:
         HmpxError: the recipe is wrong, or asks for what this torch does not have.
     """
@@ -43,6 +45,9 @@ class SettingUp:
         if verbose:
             under_zero, recipe = changed(under_zero, verbose=True), changed(recipe, verbose=True)
         self.recipe = recipe
+        self.words = (
+            f"{plugin}({os.fspath(asked)!r})" if isinstance(asked, str | os.PathLike) else f"{plugin}({recipe!r})"
+        )
         self._plugin, self._recipes = plugin, {True: under_zero, False: recipe}
         for each in self._recipes.values():
             with each.naming_lines():

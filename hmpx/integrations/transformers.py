@@ -65,7 +65,7 @@ class HmpxCallback(TrainerCallback):
         return self._setting_up.recipe
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.recipe!r})"
+        return self._setting_up.words
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Module, **more: Any

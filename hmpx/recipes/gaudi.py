@@ -7,6 +7,7 @@ that are left out are those of BERT.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,16 @@ _DEFAULTS = {
 }
 _KEYS = (_SWITCH, "hmp_opt_level", *_LISTS, "hmp_is_verbose")
 _LEVELS = ("O1", "O2")
+
+
+def is_configuration(path: str | os.PathLike[str]) -> bool:
+    """Whether a JSON file is one, and not an op list with HMP's two keys alone."""
+    if Path(path).suffix.lower() != ".json":
+        return False
+    try:
+        return any(key.value == _SWITCH for key, _ in composed(Path(path), _KEYS).value)
+    except HmpxError:
+        return False
 
 
 def recipe_keys(path: Path) -> tuple[dict[str, Any], dict[tuple, int]]:

@@ -45,9 +45,10 @@ def prepare(
     `hmpx.detach(optimizer)`; the parameters keep their dtype.
 
     Args:
-        recipe: a name (``"nxd-standard"``), the path of a YAML file, a dict of a recipe's keys, a `Recipe`, or NxD's
-            own configuration under its one key, ``{"mixed_precision_config": {...}}``, with NxD's defaults (see
-            `Recipe.from_nxd`): under ZeRO-1 means that the optimizer is a `ZeroRedundancyOptimizer`.
+        recipe: a name (``"nxd-standard"``), the path of a YAML file or of a Gaudi configuration
+            (``gaudi_config.json``), a dict of a recipe's keys, a `Recipe`, or NxD's own configuration under its one
+            key, ``{"mixed_precision_config": {...}}``, with NxD's defaults (see `Recipe.from_nxd`): under ZeRO-1 means
+            that the optimizer is a `ZeroRedundancyOptimizer`.
 
     Returns:
         The model and the optimizer, the same objects.

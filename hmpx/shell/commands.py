@@ -14,6 +14,7 @@ from hmpx.insight.recipe_words import recipe_in_words, recipes_table
 from hmpx.insight.sites import explain_site
 from hmpx.recipes import run_script
 from hmpx.recipes.files import recipe_names
+from hmpx.recipes.gaudi import is_configuration
 from hmpx.recipes.recipe import as_recipe, read_recipe
 from hmpx.shell import audit, compare, record
 from hmpx.shell.options import add_recipe_options, recipe_asked, says_a_policy, with_options
@@ -106,7 +107,11 @@ def _explain(options: argparse.Namespace) -> int:
     if site:
         given = recipe_asked(options) if says_a_policy(options) else None
         print(explain_site(site[1], int(site[2]), given))
-    elif options.what in recipe_names() or Path(options.what).suffix in (".yaml", ".yml"):
+    elif (
+        options.what in recipe_names()
+        or Path(options.what).suffix in (".yaml", ".yml")
+        or is_configuration(options.what)
+    ):
         if options.recipe:
             raise HmpxError(f"{options.what} is a recipe itself; --recipe goes with an op or a line")
         print(recipe_in_words(with_options(as_recipe(options.what), options)))

@@ -17,13 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def no_accelerator_is_left():
-    yield
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.state.GradientState._reset_state()
-
-
 class Run:
     """A plain Accelerate loop, and where `hmpx.prepare` stands in it."""
 

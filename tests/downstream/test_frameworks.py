@@ -39,13 +39,6 @@ def ours(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "hmpx"]
 
 
-@pytest.fixture(autouse=True)
-def no_accelerator_is_left():
-    yield
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.state.GradientState._reset_state()
-
-
 CONFLICTS = [
     (by_accelerate, {"mixed_precision": "bf16"}, "hmp-o1", "Accelerator(mixed_precision='bf16') beside a recipe"),
     (by_accelerate, {"gradient_accumulation_steps": 2}, "lean", "Accelerator(gradient_accumulation_steps=2) adds up"),

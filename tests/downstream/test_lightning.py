@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import warnings
 from types import SimpleNamespace
 
@@ -201,6 +202,23 @@ def test_casts_are_on_in_the_forward_contexts_alone_and_torch_is_put_back():
     assert torch.matmul is product
 
 
+def test_a_compiled_module_has_the_bits_of_an_eager_one():
+    eager, compiled, without = Net(), Net(), Net()
+    trainer("hmp-o1").fit(eager, loader())
+    trainer("hmp-o1").fit(torch.compile(compiled, backend="aot_eager"), loader())
+    trainer({"opt_level": None, "parameter_dtype": "float32"}).fit(without, loader())
+    assert bits(eager) == bits(compiled) != bits(without)
+
+
+def test_a_plugin_goes_to_another_process():
+    """As `ddp_spawn` sends it."""
+    plugin = pickle.loads(pickle.dumps(HmpxPrecision(RECIPES["master"])))
+    expected, model = Net(), Net()
+    trainer(RECIPES["master"]).fit(expected, loader())
+    trainer(plugin).fit(model, loader())
+    assert bits(model) == bits(expected)
+
+
 def test_an_error_in_training_puts_torch_back():
     product = torch.matmul
 
@@ -262,8 +280,8 @@ def test_a_second_fit_goes_on_by_the_same_plugin():
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
 def test_lightnings_own_precision_beside_the_plugin_is_refused(precision):
-    with pytest.raises(ValueError, match=r"precision=.*HmpxPrecision"):
-        trainer(RECIPES["stochastic"], precision=precision)
+    with pytest.raises(ValueError, match=r"precision=.*HmpxPrecision\('hmp-o1'\)`. Choose one"):
+        trainer("hmp-o1", precision=precision)
 
 
 def test_two_plugins_are_refused():

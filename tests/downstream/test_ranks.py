@@ -137,6 +137,10 @@ def test_transformers_under_ddp_has_the_bits_of_one_process(tmp_path):
         assert weights == bits(by_hand), name
 
 
+def bits_of_shards(model) -> list[str]:
+    return [digest(p.to_local()) for p in model.parameters()]
+
+
 def _by_accelerate(rank: int, port: int, folder: str) -> dict:
     """The bits of an unbroken run and of one that was resumed half-way, by DDP and FSDP2."""
     _as_torchrun_does(port)
@@ -144,6 +148,7 @@ def _by_accelerate(rank: int, port: int, folder: str) -> dict:
 
     import accelerate
     import torch
+    from torch.distributed.fsdp import fully_shard
 
     import hmpx
 
@@ -176,6 +181,13 @@ def _by_accelerate(rank: int, port: int, folder: str) -> dict:
         hmpx.restore()
         whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in model.named_parameters()}
         return {name.removeprefix("module."): digest(tensor) for name, tensor in whole.items()}
+
+    sharded = net()
+    fully_shard(sharded)
+    optimizer, before = adamw(sharded.parameters()), bits_of_shards(sharded)
+    with pytest.raises(hmpx.HmpxError, match="float32 and replicated or sharded already"):
+        hmpx.prepare(sharded, optimizer, RECIPES["master"])
+    assert bits_of_shards(sharded) == before and torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype is torch.float32
 
     found = {}
     for name in ("DDP, before", "DDP", "FSDP2"):

@@ -10,6 +10,7 @@ import torch
 
 import hmpx
 from hmpx.recipes.recipe import as_recipe
+from hmpx.shell.main import main
 from tests.support import python
 
 # As published for BERT, with what the configuration of another library says beside it.
@@ -89,3 +90,14 @@ def test_prepare_and_run_take_one(written, tmp_path):
     script.write_text("import torch\nprint(torch.nn.Linear(4, 4)(torch.ones(1, 4)).dtype)\n")
     done = python.run("-m", "hmpx", "run", "--recipe", path, script)
     assert done.stdout == "torch.bfloat16\n", done.stderr
+
+
+def test_the_commands_know_one_from_an_op_list(written, tmp_path, capsys):
+    path = written(**PUBLISHED)
+    assert main(["explain", str(path)]) == 0 and "3 in BF16, 2 in FP32" in capsys.readouterr().out
+    assert main(["recipes", str(path)]) == 0 and "bf16: [add, linear, matmul]" in capsys.readouterr().out
+    assert main(["check", str(path)]) == 0
+    assert main(["check", str(written(**PUBLISHED | {"hmp_opt_level": "O3"}))]) == 1
+    assert "gaudi_config.json:5: hmp_opt_level is 'O3'" in capsys.readouterr().out
+    (tmp_path / "list.json").write_text('{"hmp_bf16_ops": ["add"]}')
+    assert main(["explain", str(tmp_path / "list.json")]) == 2 and "is an op list" in capsys.readouterr().err
