@@ -12,6 +12,7 @@ import torch
 
 from hmpx import installation, process_state, region_state
 from hmpx.casts import dynamo, torchscript
+from hmpx.casts.build_policy import build_policy
 from hmpx.casts.captured_names.rebinding import Rebinding, WithCaptures
 from hmpx.casts.decision_log import Announcement, VerboseLog
 from hmpx.casts.dtype_map import DtypeMap
@@ -22,7 +23,7 @@ from hmpx.casts.observing import Several
 from hmpx.casts.op_lists import read_lists
 from hmpx.casts.ops import catalog
 from hmpx.casts.patch_table import Patch, PatchTable
-from hmpx.casts.policy import OptLevel, Policy, build_policy
+from hmpx.casts.policy import OptLevel, Policy
 from hmpx.casts.user_functions import UserFunctions
 from hmpx.changes import Attribute, Changes, Flag, Paired, Part, Put
 from hmpx.installation import Installation

@@ -22,10 +22,10 @@ from torch import nn
 import hmpx
 from hmpx import process_state, region_state
 from hmpx.casts import codegen, wrappers
+from hmpx.casts.build_policy import build_policy
 from hmpx.casts.captured_names import rebinding
 from hmpx.casts.ops import catalog
 from hmpx.casts.patch_table import PatchTable
-from hmpx.casts.policy import build_policy
 from tests.support import python
 
 X = torch.randn(4, 4)

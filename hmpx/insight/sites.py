@@ -10,9 +10,10 @@ from pathlib import Path
 
 import yaml
 
+from hmpx.casts.build_policy import build_policy
 from hmpx.casts.fp32_kernels import Kernels, choose
 from hmpx.casts.op_lists import SIDES, Listed, read_file
-from hmpx.casts.policy import Policy, build_policy
+from hmpx.casts.policy import Policy
 from hmpx.errors import HmpxError
 from hmpx.insight.call_sites import calls_on_line
 from hmpx.insight.check import is_recipe

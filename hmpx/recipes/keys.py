@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from hmpx.casts.build_policy import OPT_LEVELS
 from hmpx.casts.fp32_kernels import KERNELS
 from hmpx.casts.op_lists import LOW_PRECISION, SIDES
-from hmpx.casts.policy import OPT_LEVELS
 from hmpx.dtype_names import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes import nxd

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import torch
 import yaml
 
+from hmpx.casts.build_policy import build_policy
 from hmpx.casts.fp32_kernels import KernelsAsked
 from hmpx.casts.op_lists import LOW_DTYPES, SIDES, Listed, read_lists
-from hmpx.casts.policy import OptLevel, Policy, build_policy
+from hmpx.casts.policy import OptLevel, Policy
 from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.recipes import nxd

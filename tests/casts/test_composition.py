@@ -12,10 +12,11 @@ from torch import nn
 from torch.autograd.profiler import profile
 
 import hmpx
+from hmpx.casts.build_policy import build_policy
 from hmpx.casts.composition import ARITHMETIC, COMPOSED
 from hmpx.casts.op_lists import read_lists
 from hmpx.casts.ops import canonical, catalog
-from hmpx.casts.policy import Rule, build_policy
+from hmpx.casts.policy import Rule
 from hmpx.insight.explain import explain_op
 from tests.support.samples import database, samples
 

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.casts import weight_cache
+from hmpx.casts.build_policy import build_policy
 from hmpx.casts.op_lists import read_lists, shipped
 from hmpx.casts.ops import catalog
-from hmpx.casts.policy import Policy, Rule, build_policy
+from hmpx.casts.policy import Policy, Rule
 from hmpx.recipes.recipe import as_recipe, read_recipe
 from hmpx.shell.main import main
 

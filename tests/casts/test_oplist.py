@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import hmpx
+from hmpx.casts.build_policy import build_policy
 from hmpx.casts.op_lists import default_lists, read_file, read_lists, shipped
-from hmpx.casts.policy import build_policy
 
 WILD = sorted((Path(__file__).parents[1] / "data" / "in_the_wild").glob("*.yaml"))
 

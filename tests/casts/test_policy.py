@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import hmpx
+from hmpx.casts.build_policy import build_policy
 from hmpx.casts.op_lists import read_lists
 from hmpx.casts.ops import catalog
-from hmpx.casts.policy import Policy, Rule, build_policy
+from hmpx.casts.policy import Policy, Rule
 
 
 def read_back(policy: Policy, tmp_path) -> Policy:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from hmpx import conversion, observation
+from hmpx.casts.build_policy import build_policy
 from hmpx.casts.fp32_kernels import KernelsAsked
 from hmpx.casts.op_lists import read_lists
-from hmpx.casts.policy import Policy, build_policy
+from hmpx.casts.policy import Policy
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.comparing import noise
