@@ -89,6 +89,12 @@ def of_lightning(trainer: Any) -> Iterator[Asked]:
         yield Asked(f"Trainer(gradient_clip_val={trainer.gradient_clip_val})", GRADIENT_NORM)
 
 
+def has_accelerator() -> bool:
+    """Whether this process has an `Accelerator`."""
+    states = sys.modules.get("accelerate.state")
+    return states is not None and bool(states.AcceleratorState._shared_state)
+
+
 def conflict(asked: Asked, recipe: Recipe) -> str:
     """Why it does not go with a recipe, and the way out; an empty string if it does."""
     if asked.what == AUTOCAST and recipe.opt_level is not None:
@@ -125,7 +131,10 @@ def refuse(everything: Iterable[Asked], recipe: Recipe) -> None:
 
 def say_version(framework: str) -> None:
     """Say once, at INFO, if a framework has another version than the tests were run with."""
-    version = importlib.metadata.version(framework.replace("_", "-"))
+    try:
+        version = importlib.metadata.version(framework.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:  # it was not installed, but put on the path
+        version = "of unknown version"
     if version != TESTED[framework] and framework not in _told_of_version:
         _told_of_version.add(framework)
         logger.info("hmpx: %s %s is installed; the tests were run with %s", framework, version, TESTED[framework])
@@ -161,7 +170,8 @@ def watch_frameworks(recipes: Iterable[Recipe], changes: Changes) -> None:
     """Warn of each conflict once, when a framework's trainer has been made, until `changes` are undone."""
     recipes, said, ended = list(recipes), set(), []  # type: ignore[var-annotated]
 
-    def made(everything: Iterable[Asked]) -> None:
+    def made(framework: str, everything: Iterable[Asked]) -> None:
+        say_version(framework)
         for asked in everything:
             conflicts = [conflict(asked, recipe) for recipe in recipes]
             if all(conflicts) and asked not in said:
@@ -170,8 +180,8 @@ def watch_frameworks(recipes: Iterable[Recipe], changes: Changes) -> None:
 
     def watch(name: str, read: Callable[[Any], Iterable[Asked]], module: ModuleType) -> None:
         if not ended:
-            cls = getattr(module, name)
-            changes.put(Attribute(cls, "__init__", f"{name}.__init__"), _watched(cls.__init__, read, made, ended))
+            cls, tell = getattr(module, name), functools.partial(made, module.__name__.split(".")[0])
+            changes.put(Attribute(cls, "__init__", f"{name}.__init__"), _watched(cls.__init__, read, tell, ended))
 
     changes.callback(ended.append, True)
     for path, (name, read) in _CONSTRUCTORS.items():

@@ -72,6 +72,8 @@ def prepare(
     recipe = as_recipe(recipe, with_zero=zero.inner(stepping) is not None)
     settings, policy = recipe.settings(), recipe.policy()
     frameworks.refuse(frameworks.of_accelerate(), recipe)
+    if frameworks.has_accelerator():
+        frameworks.say_version("accelerate")
     compare("hmpx.prepare", facts(recipe))
     with recipe.naming_lines(), contextlib.ExitStack() as undo:
         check_names([model], recipe)

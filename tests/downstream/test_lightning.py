@@ -80,6 +80,13 @@ def test_a_fit_has_the_bits_of_a_loop_by_hand(way, accumulate, clip):
     assert bits(model.net) != bits(net().to(model.net[0].weight.dtype))
 
 
+def test_gradients_that_are_released_give_the_same_bits():
+    """The step is a closure's, and each parameter has stepped inside of it, in backward."""
+    model = Net()
+    trainer({**RECIPES["stochastic"], "release_gradients": True}).fit(model, loader())
+    assert bits(model.net) == bits(ByHand(net(), "stochastic", prefix="net.").train(batches()).model)
+
+
 def _scheduled(model):
     optimizer = adamw(model.parameters())
     return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]

@@ -70,13 +70,13 @@ def _by_lightning(rank: int, port: int, folder: str) -> dict:
         def configure_optimizers(self):
             return adamw(self.parameters())
 
-    def fit(way, shards, epochs, path=None):
+    def fit(recipe, shards, epochs, path=None):
         strategy = ModelParallelStrategy() if shards else DDPStrategy(process_group_backend="gloo")
         model = Net(shards)
         run = pl.Trainer(
             accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, logger=False,
             use_distributed_sampler=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, plugins=HmpxPrecision(RECIPES[way]),
+            enable_model_summary=False, plugins=HmpxPrecision(recipe),
         )  # fmt: skip
         run.fit(model, loader(BATCHES), ckpt_path=path)
         whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in model.net.named_parameters()}
@@ -85,16 +85,17 @@ def _by_lightning(rank: int, port: int, folder: str) -> dict:
     found = {}
     for way, shards in (("stochastic", False), ("master", True)):
         path = Path(folder) / f"{way}.ckpt"
-        found[way] = fit(way, shards, 2)[1]
-        half, _ = fit(way, shards, 1)
+        found[way] = fit(RECIPES[way], shards, 2)[1]
+        half, _ = fit(RECIPES[way], shards, 1)
         half.save_checkpoint(path)
-        found[f"{way}, resumed"] = fit(way, shards, 2, path)[1]
+        found[f"{way}, resumed"] = fit(RECIPES[way], shards, 2, path)[1]
+    found["master, FP32 gradients"] = fit({**RECIPES["master"], "use_fp32_grad_acc": True}, False, 2)[1]
     return found
 
 
 def test_lightnings_strategies_have_the_bits_of_one_process(tmp_path):
     found = ranks.run(2, _by_lightning, _free_port(), str(tmp_path))
-    assert found[0] == found[1] and len(found[0]) == 4
+    assert found[0] == found[1] and len(found[0]) == 5
     for name, weights in found[0].items():
         by_hand = ByHand(net(), name.split(",")[0], prefix="net.").train(batches(BATCHES) * 2)
         assert weights == bits(by_hand.model), name
