@@ -51,7 +51,7 @@ class Conversion(Installation):
         rebound: the places that had captured a function of torch before, and hold its wrapper now.
         escaped: what the policy names and the conversion does not reach, one sentence each.
 
-    `restore()` takes it away; nothing happens if it is not the one in force.
+    `restore()` takes it away; nothing happens if it is not the one in force. `put_in_force_again()` is for hmpx itself.
 
     Example:
         >>> with hmpx.convert() as handle:

@@ -42,8 +42,8 @@ class Attachment:
         active: whether this is what the optimizer is attached by now.
 
     `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does. `updates()` counts what rounding to
-    nearest would lose. What else it has (`install`, `take_masters`, `abandon`, `facts`, `before_load`,
-    `sync_parameters`, `step`, `detach_from`) is for hmpx itself.
+    nearest would lose, and `watched` is what it has given, None where nothing is counted. What else it has (`install`,
+    `take_masters`, `abandon`, `facts`, `before_load`, `sync_parameters`, `step`, `detach_from`) is for hmpx itself.
 
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).bfloat16().parameters(), lr=0.1)
@@ -113,6 +113,11 @@ class Attachment:
             self._undo.callback(self._watched.close)
             self._updates.watch = self._watched.counts
         return self._watched
+
+    @property
+    def watched(self) -> Updates | None:
+        """What `updates()` has given, if it was asked for and still counts."""
+        return self._watched if self._watched is not None and self._watched.active else None
 
     def abandon(self) -> None:
         """Take `install` back, as what it was for has failed: state stays, which `detach` brings to BF16."""

@@ -29,6 +29,7 @@ class Log(Recorded):
         unmatched: names in op lists of yours that no call matched. unmatched_of_hmpx: the same of the lists that come
             with hmpx, which serve many models. escaped: listed ops that ran in another dtype than their list says,
             since no patch in Python reaches them, one sentence each. steps: of optimizers, meanwhile.
+            updates: what `Attachment.updates()` has counted of these, where it was asked for, by its `as_json()`.
         unchosen: the sites that ran in a dtype nobody chose. first_nonfinite: the site of the first call of all with a
             result that was not finite; None if there is none. totals: sums over the sites, and the casts' share of
             the time.
@@ -126,6 +127,7 @@ class Log(Recorded):
                 unmatched_of_hmpx=tuple(found["unmatched_of_hmpx"]),
                 escaped=tuple(found["escaped"]),
                 steps=found["steps"],
+                updates=found.get("updates", []),
                 policy=found["policy"],
                 about=found["about"],
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Iterator
+from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -17,6 +18,7 @@ from hmpx.insight.recording.recorder import Recorder
 from hmpx.insight.stance import eager
 from hmpx.observation import observing
 from hmpx.process_state import observers
+from hmpx.updates.attach import attached
 from hmpx.version import __version__
 
 
@@ -27,7 +29,8 @@ def record() -> Iterator[Log]:
     Ops in no list and casts by hand are seen too; not seen are backward passes, and what an optimizer does in its step.
     A conversion may be put in force before, or inside. Compiled functions run eagerly meanwhile. All threads are seen;
     ops that no wrapper sees (`Log.escaped`) only in the thread that records. On CUDA the time of an op holds its casts,
-    and nothing waits for the device before the end. The record grows with the program's lines, not with its calls.
+    and nothing waits for the device before the end. The record grows with the program's lines, not with its calls. What
+    `Attachment.updates()` counts of optimizers that step meanwhile is in it, where that was asked for.
 
     Returns:
         A `Log`, which may be read at any time, and is complete when the region ends, by an exception as well.
@@ -45,7 +48,13 @@ def record() -> Iterator[Log]:
         raise HmpxError("hmpx.record is open already: read the log that it gave, or close it first")
     log = Log(about=_about())
     recorder, watch = Recorder(log), ForwardWatch()
-    counter = register_optimizer_step_post_hook(lambda *_: log._stepped())
+    optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        optimizers.add(optimizer)
+        log._stepped()
+
+    counter = register_optimizer_step_post_hook(stepped)
     try:
         with eager(), observing(recorder), watch:
             yield log
@@ -53,6 +62,8 @@ def record() -> Iterator[Log]:
         counter.remove()
         recorder.finish()
         log.escaped += tuple(map(str, watch.findings()))
+        attachments = filter(None, map(attached, optimizers))
+        log.updates = [each.watched.as_json() for each in attachments if each.watched is not None]
 
 
 def _about() -> dict[str, str]:

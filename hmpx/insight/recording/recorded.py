@@ -20,6 +20,7 @@ class Recorded:
     unmatched_of_hmpx: tuple[str, ...] = ()
     escaped: tuple[str, ...] = ()
     steps: int = 0
+    updates: list[dict[str, Any]] = field(default_factory=list)
     policy: str = ""
     about: dict[str, str] = field(default_factory=dict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from hmpx.insight.recording.alike import alike
 from hmpx.insight.recording.recorded import Recorded
@@ -94,6 +95,7 @@ def attention(log: Recorded) -> Iterator[tuple[str, list[str]]]:
         (f"{_at(site)}: {site.unchosen} ({times(site.calls)})" for site in alike(log.unchosen)),
     )
     yield from _kind("Cast there and back, though no list asks for both", _trips(log, listed=False))
+    yield from _kind("Updates of weights that round-to-nearest would lose", map(_lost, log.updates))
     yield from _kind("What no wrapper reaches", log.escaped)
     yield from _kind("In your lists, and no call matched", log.unmatched)
     yield from _kind("Cast there and back, as the lists ask", _trips(log, listed=True))
@@ -108,6 +110,16 @@ def _kind(heading: str, lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]
 def _at(site: Site) -> str:
     module = f" in {site.module}" if site.module else ""
     return f"{site.where}: {site.op}{module}"
+
+
+def _lost(updates: dict[str, Any]) -> str:
+    """What `Attachment.updates()` has counted, as it stands in the record."""
+    rows, answer = updates["rows"], "needs no stochastic rounding"
+    worst = max(rows, key=lambda row: row["lost"], default=None)
+    if worst is not None and updates["needed"]:
+        answer = f"most of {worst['name']!r}, {100 * worst['lost']:.0f} %"
+    head = f"{updates['optimizer']}, weights={updates['weights']!r}, {number(updates['steps'], 'step')}"
+    return f"{head}: {100 * updates['lost']:.0f} % of all; {answer}"
 
 
 def _trips(log: Recorded, listed: bool) -> list[str]:
