@@ -105,6 +105,30 @@ def test_logits_that_are_cast_up_by_hand_are_no_alarm():
     assert not log.round_trips
 
 
+def test_a_round_trip_by_way_of_an_op_that_leaves_the_dtype_alone(lists):
+    def model(x, linear):
+        y = linear(x) + torch.zeros(8)
+        y = F.dropout(torch.relu(y), 0.5)
+        return linear(y)
+
+    with hmpx.convert(**lists(bf16="linear")), hmpx.record() as log:
+        model(torch.ones(4, 8), nn.Linear(8, 8))
+    (trip,) = log.round_trips
+    assert (trip.first, trip.then, trip.ops) == (line(model, 1), line(model, 3), ("add", "linear"))
+
+
+def test_what_the_caller_casts_up_and_down_is_no_alarm():
+    """As layers do that compute one op in FP32: norms of language models, and attention's softmax."""
+
+    def model(x):
+        y = torch.softmax(x.bfloat16(), -1, dtype=torch.float32).to(torch.bfloat16)
+        return y.float().pow(2).to(torch.bfloat16)
+
+    with hmpx.convert(bf16_file_path="", fp32_file_path=""), hmpx.record() as log, hmpx.disable_casts():
+        model(torch.ones(4, 8))
+    assert len(log.sites) == 6 and not log.round_trips
+
+
 def test_lists_that_ask_for_both_are_told_apart():
     def model(x):
         return torch.softmax(torch.relu(x), -1) @ x

@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import types
-import weakref
 from time import perf_counter
 
 import torch
 
 from hmpx import rounding, updates
-from hmpx.casts import op_facts
 from hmpx.casts.callers import frames, modules, users_frame
 from hmpx.casts.observing import Point, Run, Seen
 from hmpx.casts.op_lists import SIDES, shipped
@@ -27,11 +25,11 @@ from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.recording.device import DeviceSide
 from hmpx.insight.recording.log import Log
-from hmpx.insight.recording.site import SHAPES, RoundTrip, Site
+from hmpx.insight.recording.site import SHAPES, Site
+from hmpx.insight.recording.trips import RoundTrips
 from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, is_masked, is_readable, name
 
 _STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
-_LATEST = 1024  # how many tensors are remembered by what was done to them
 
 
 class Recorder:
@@ -42,7 +40,6 @@ class Recorder:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._sites: dict[tuple, Site | None] = {}
-        self._round_trips: dict[tuple[int, int], RoundTrip] = {}
         self._used: set[str] = set()  # ops that were called, and names in lists that they follow
         self._conversions: list[Conversion] = []  # that were in force
         self._names = ModuleNames()
@@ -50,7 +47,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._calls = 0  # of all sites
         self._codes: dict[int, tuple[types.CodeType, bool]] = {}  # by identity: a function's, and whether of a step
-        self._changed: dict[int, tuple[weakref.ref, Site, str, str]] = {}  # by id: a tensor, its site, before and after
+        self._trips = RoundTrips(log.round_trips)
 
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         if self.leaves(frame.f_code):
@@ -129,38 +126,7 @@ class Recorder:
                 elif not is_finite(tensor) and not is_masked(site.op, given, tensor):
                     site.nonfinite, site.nonfinite_at = site.calls, self._calls
                     break
-        self._follow(site, given, inside, result)
-
-    def _follow(self, site: Site, given: list[Tensor], inside: list[Tensor], result: list[Tensor]) -> None:
-        """Note round trips: a tensor that this call casts, and that the call that made it had cast the other way."""
-        for i, tensor in enumerate(given):
-            after = inside[i].dtype if i < len(inside) else tensor.dtype
-            if site.op == "to":
-                after = result[0].dtype
-            if after is tensor.dtype:
-                continue
-            made = self._changed.get(id(tensor)) or self._changed.get(id(tensor._base))
-            if made is None or made[0]() is None or made[3] != name(tensor.dtype) or made[2] != name(after):
-                continue
-            first = made[1]
-            key = id(first), id(site)
-            if key not in self._round_trips:
-                listed = all(each.rule in ("bf16", "fp16", "fp32", "promote") for each in (first, site))
-                dtypes = made[2], made[3], name(after)
-                trip = RoundTrip(first.where, site.where, (first.op, site.op), dtypes, listed=listed)
-                self._round_trips[key] = trip
-                self._log.round_trips.append(trip)
-            trip = self._round_trips[key]
-            trip.calls += 1
-            trip.bytes += tensor.numel() * (tensor.element_size() + after.itemsize)
-        if not given or not result or site.op in op_facts.O2_BF16:  # products, which continue no tensor
-            return
-        before = _continued(given, result[0])
-        if before is not None:
-            if len(self._changed) >= _LATEST:
-                alive = {key: made for key, made in self._changed.items() if made[0]() is not None}
-                self._changed = alive if len(alive) < _LATEST // 2 else {}
-            self._changed[id(result[0])] = weakref.ref(result[0]), site, name(before), name(result[0].dtype)
+        self._trips.follow(site, given, inside, result)
 
     def _new_site(
         self,
@@ -240,21 +206,3 @@ class Recorder:
         self._log.unmatched = tuple(f"{origins[name]}: {name}" for name in own)
         self._log.unmatched_of_hmpx = tuple(name for name in unused if name not in own)
         self._log.escaped = last.escaped
-
-
-def _continued(given: list[Tensor], result: Tensor) -> torch.dtype | None:
-    """The dtype of the inputs that a result continues in another one; None where it keeps the dtype of one.
-
-    A sum in FP32 of an FP32 activation and a BF16 one continues the first. One of a BF16 activation and an FP32
-    parameter, or a constant, continues the second in another dtype.
-    """
-    dtype = None
-    for tensor in given:
-        if tensor.numel() != result.numel() or isinstance(tensor, torch.nn.Parameter):
-            continue
-        if tensor.dtype is result.dtype:
-            if tensor.grad_fn is not None or not result.requires_grad:
-                return None
-        else:
-            dtype = tensor.dtype
-    return dtype
