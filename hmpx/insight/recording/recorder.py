@@ -69,12 +69,14 @@ class Recorder:
             *(id(point), id(module), seen.casting),
             *(tuple([tensor.dtype for tensor in tensors]) for tensors in (given, inside, result)),
         )
-        if key in self._sites:
-            site = self._sites[key]
-        else:
-            site = self._sites[key] = self._new_site(point, seen, frame, user, module, given, inside, result)
-            if site is not None:
-                self._log.sites.append(site)
+        if key not in self._sites:
+            with self._lock:
+                if key not in self._sites:  # another thread may have been first
+                    made = self._new_site(point, seen, frame, user, module, given, inside, result)
+                    if made is not None:
+                        self._log.sites.append(made)
+                    self._sites[key] = made
+        site = self._sites[key]
         if site is not None:
             self._add(site, seen, None if began else entered, given, inside, result)
             if began:
@@ -126,7 +128,8 @@ class Recorder:
                 elif not is_finite(tensor) and not is_masked(site.op, given, tensor):
                     site.nonfinite, site.nonfinite_at = site.calls, self._calls
                     break
-        self._trips.follow(site, given, inside, result)
+        with self._lock:
+            self._trips.follow(site, given, inside, result)
 
     def _new_site(
         self,
