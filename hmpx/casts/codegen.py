@@ -104,11 +104,18 @@ class Switch:
         return self.retired or bool(self.off and region_state.casts_off())
 
 
-def called_by_torch(args: tuple, kwargs: dict, caller: types.FrameType) -> bool:
-    """Whether a tensor that is no plain one comes from torch's own decompositions, while it compiles."""
+def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:
+    """Whether a tensor that is no plain one comes from torch's own decompositions, while it compiles.
+
+    Args:
+        above: how many frames above the one that asks the caller is. It is looked at last: Dynamo, which has plain
+            tensors, cannot trace a look at frames.
+    """
     if not any(isinstance(a, torch.Tensor) and type(a) not in PLAIN for a in (*args, *kwargs.values())):
         return False
-    return region_state.casts_off_in_graph() or (caller.f_globals.get("__name__", "") + ".").startswith(COMPILER)
+    if region_state.casts_off_in_graph():
+        return True
+    return (sys._getframe(above + 1).f_globals.get("__name__", "") + ".").startswith(COMPILER)
 
 
 class _Missing:
@@ -142,7 +149,7 @@ def _unusual(
     while not args and len(given) > len(layout.lead or ()) and given[-1] is parameters[len(given) - 1].default:
         given.pop()  # of the tail, and the caller has not written it
     args, kwargs = (*given, *args), {**named, **kwargs}
-    if switch.casts_off() or is_explicit(args, kwargs) or called_by_torch(args, kwargs, sys._getframe(2)):
+    if switch.casts_off() or is_explicit(args, kwargs) or called_by_torch(args, kwargs, 2):
         return call(original, args, kwargs)
     return call_cast(run, rule, layout, args, kwargs)
 

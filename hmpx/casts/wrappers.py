@@ -30,7 +30,7 @@ def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch
     inner = _deciding(run) if layout.python else run
 
     def wrapper(*args, **kwargs):
-        if switch.casts_off() or called_by_torch(args, kwargs, sys._getframe(1)):
+        if switch.casts_off() or called_by_torch(args, kwargs, 1):
             return call(original, args, kwargs)
         if is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args):
             return call(inner, args, kwargs)
@@ -75,7 +75,7 @@ def build_uncast(entry: Entry, original: Callable, switch: Switch) -> Callable:
     inner = _deciding(original)
 
     def uncast(*args, **kwargs):
-        if switch.casts_off() or called_by_torch(args, kwargs, sys._getframe(1)):
+        if switch.casts_off() or called_by_torch(args, kwargs, 1):
             return call(original, args, kwargs)
         return call(inner, args, kwargs)
 
@@ -109,7 +109,7 @@ def _observed(
 
     def wrapper(*args, **kwargs):
         caller = sys._getframe(1)
-        if observer.leaves(caller.f_code) or called_by_torch(args, kwargs, caller):
+        if observer.leaves(caller.f_code) or called_by_torch(args, kwargs, 1):
             return plain(*args, **kwargs)
         return observed(point, observer, plain, inner, caller, args, kwargs)
 
@@ -185,7 +185,7 @@ def build_choice(
     def choice(*args, **kwargs):
         # Dynamo, to which every tensor is a plain one, has no frames.
         plain = all(type(a) in PLAIN for a in args if isinstance(a, torch.Tensor))
-        if (observer is None and switch.casts_off()) or (not plain and called_by_torch(args, kwargs, sys._getframe(1))):
+        if (observer is None and switch.casts_off()) or (not plain and called_by_torch(args, kwargs, 1)):
             return call(original, args, kwargs)
         for when, run in choices:
             if _accepts(when, args, kwargs):

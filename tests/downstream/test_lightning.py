@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.integrations.lightning import HmpxPrecision, HPUPrecisionPlugin
@@ -215,6 +216,21 @@ def test_a_compiled_module_has_the_bits_of_an_eager_one():
     trainer("hmp-o1").fit(torch.compile(compiled, backend="aot_eager"), loader())
     trainer({"opt_level": None, "parameter_dtype": "float32"}).fit(without, loader())
     assert bits(eager) == bits(compiled) != bits(without)
+
+
+def test_activation_checkpointing_has_the_bits_of_a_fit_without():
+    """The forward runs again in backward, outside of the forward context."""
+
+    class Recomputing(Net):
+        def training_step(self, batch, index):
+            inputs, targets = batch
+            logits = checkpoint(self.net, inputs.requires_grad_(), use_reentrant=False)
+            return nn.functional.cross_entropy(logits, targets)
+
+    models = Net(), Recomputing()
+    for model in models:
+        trainer("hmp-o1").fit(model, loader())
+    assert bits(models[0]) == bits(models[1])
 
 
 def test_a_plugin_goes_to_another_process():

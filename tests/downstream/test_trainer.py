@@ -106,6 +106,14 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(recipe, tmp_path, caplog)
     assert not [record for record in caplog.records if record.name == "hmpx"]
 
 
+def test_the_same_trainer_resumes_too(tmp_path):
+    model = gpt2()
+    trainer = trained(model, RECIPES["master"], tmp_path, save_strategy="steps", save_steps=4)
+    unbroken = bits(model)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert bits(model) == unbroken
+
+
 def test_masters_that_a_checkpoint_does_not_hold_are_missed(tmp_path, caplog):
     recipe, how = {**AUTOCASTS, "weights": "master"}, {"save_strategy": "steps", "save_steps": 4}
     trained(gpt2(), recipe, tmp_path, **how)
