@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from torch import nn, optim
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -246,6 +247,25 @@ def test_modules_may_be_excepted_by_name(tmp_path):
     hmpx.detach(optimizer)
     with pytest.raises(hmpx.HmpxError, match="'lm_haed' is the name of no module; did you mean 'lm_head'"):
         hmpx.prepare(model, optimizer, {"module_dtypes": {"lm_haed": "float32"}})
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["as it is", "compiled, and a block under checkpointing"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_last_pattern_that_fits_decides_and_a_wrapper_is_no_part_of_a_name(order, wrapped):
+    patterns = {"blocks.*": "float32", "blocks.1": "bfloat16"}
+    block = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(2)]
+    model = nn.ModuleDict({"first": nn.Linear(4, 4), "blocks": nn.ModuleList(block), "last": nn.Linear(4, 4)})
+    model["last"].weight = model["first"].weight  # of a tied one, the first module that holds it decides
+    optimizer = optim.SGD(model.parameters(), lr=1e-2)
+    if wrapped:
+        model["blocks"][1] = checkpoint_wrapper(model["blocks"][1])
+    recipe = {"opt_level": None, "module_dtypes": {**dict([*patterns.items()][::order]), "last": "float32"}}
+    hmpx.prepare(torch.compile(model) if wrapped else model, optimizer, recipe)
+    found = {name.replace("_checkpoint_wrapped_module.", ""): p.dtype for name, p in model.named_parameters()}
+    second = BF16 if order == 1 else torch.float32
+    assert {found[f"blocks.1.{i}.{kind}"] for i in range(2) for kind in ("weight", "bias")} == {second}
+    assert {found[f"blocks.0.{i}.{kind}"] for i in range(2) for kind in ("weight", "bias")} == {torch.float32}
+    assert found["first.weight"] is found["first.bias"] is BF16 and found["last.bias"] is torch.float32
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (shipped() / "recipes").glob("*.yaml")))

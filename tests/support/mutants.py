@@ -33,12 +33,12 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 ROADS = ("casts", "updates", "recipes", "rounding", "insight")
 FILES = ("changes.py", "conversion.py", "installation.py", "process_state.py", "region_state.py", "regions.py")
+WHOLE = "changes conversion docstrings installation process_state region_situations regions torch_private undo"
 NEAR = ("tests/casts", "tests/updates", "tests/recipes", "tests/rounding", "tests/insight")
-NEAR = (*NEAR, *(f"tests/test_{name}.py" for name in ("changes", "conversion", "installation", "process_state")))
-NEAR = (*NEAR, "tests/test_regions.py", "tests/test_torch_private.py", "tests/test_undo.py", "tests/test_docstrings.py")
+NEAR = (*NEAR, *(f"tests/test_{name}.py" for name in WHOLE.split()))
 SLOW = ("test_opinfo", "test_equivalence", "test_torch_features", "test_sharding", "test_replicas", "test_agreement")
 SLOW = (*SLOW, "test_distributed_checkpoints", "test_run", "test_compile", "test_composition", "test_layouts")
-SECONDS = 20  # of tests, for one mutant
+SECONDS = 40  # of tests, for one mutant, as long as they took while their calls were noted
 PATIENCE = 120  # seconds of the clock
 
 SWAPS = {
@@ -222,18 +222,26 @@ def covering(folder: Path, keep: Path) -> dict[str, tuple[float, list]]:
 
 
 def tests_of(mutant: Mutant, found: dict[str, tuple[float, list]]) -> list[str]:
-    """Those that run the function of the mutant, or anything of its file where it is in none."""
+    """Those that run the function of the mutant, or anything of its file where it is in none.
+
+    One variant of each first, the quick ones before the others; then, as long as there is time, more variants.
+    """
     meant = [mutant.file, mutant.function]
     running = {t: s for t, (s, ran) in found.items() if meant in ran}
     if not running or mutant.function is None:
         running = {t: s for t, (s, ran) in found.items() if any(file == mutant.file for file, _ in ran)}
-    chosen, spent = [], 0.0
+    variants: collections.Counter[str] = collections.Counter()
+    turns = {}
     for test in sorted(running, key=running.__getitem__):
-        spent += running[test]
-        if chosen and spent > SECONDS:
-            break
-        chosen.append(test)
-    return chosen[:60]
+        name = test.partition("[")[0]
+        turns[test] = variants[name], running[test]
+        variants[name] += 1
+    chosen, spent = [], 0.0
+    for test in sorted(turns, key=turns.__getitem__):
+        if spent + running[test] <= SECONDS:
+            spent += running[test]
+            chosen.append(test)
+    return chosen
 
 
 def survives(mutant: Mutant, folder: Path, tests: list[str]) -> bool:
