@@ -133,6 +133,7 @@ def settings() -> dict[str, Any]:
         "hooks of all modules": {name: len(getattr(module, name)) for name in hooks},
         "hooks before all optimizer steps": len(optimizer._global_optimizer_pre_hooks),
         "hooks after all optimizer steps": len(optimizer._global_optimizer_post_hooks),
+        "garbage is collected": gc.isenabled(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
         "hooks on saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),

@@ -142,3 +142,16 @@ def test_released_gradients_take_the_kernels_too():
 def test_what_has_no_kernel_is_refused(cls, weights, message):
     with pytest.raises(hmpx.HmpxError, match=message):
         hmpx.attach(cls(parameters()), weights, fused=True)
+
+
+def test_a_step_is_a_write_that_autograd_knows_of():
+    """As torch's in-place ops are: a backward pass that wanted the weight of before is refused."""
+    p = nn.Parameter(torch.ones(3, dtype=BF16))
+    optimizer = optim.SGD([p], lr=0.1)
+    hmpx.attach(optimizer, fused=True)
+    before, out = p._version, (p * p).sum()
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert p._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -210,6 +211,18 @@ def test_checksums_are_what_their_definition_says_in_any_layout(shape, kernel, m
     for order in ((*range(1, x.dim()), 0), tuple(reversed(range(x.dim())))):
         back = tuple(np.argsort(order))
         assert np.array_equal(checksums(x.permute(order).contiguous().permute(back)).numpy(), expected)
+
+
+def test_checksums_do_not_depend_on_the_parts_that_they_are_worked_out_in(monkeypatch):
+    """Of tensors that are laid out in another way, a part is some rows; blocks lie across them."""
+    x = torch.randn(41, 7, 103, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = in_numpy(x, multipliers())
+    for chunk in (BLOCK, 5000):
+        monkeypatch.setattr("hmpx.updates.checksums._CHUNK", chunk)
+        for order in itertools.permutations(range(3)):
+            back = tuple(np.argsort(order))
+            laid_out = x.permute(order).contiguous().permute(back)
+            assert np.array_equal(checksums(laid_out).numpy(), expected), (chunk, order)
 
 
 CHANGES = {
