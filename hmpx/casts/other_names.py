@@ -59,7 +59,7 @@ def _ops_of_classes() -> dict[str, str]:
 
 def op_of(cls: type) -> str | None:
     """The op that the forward of a module calls, read in its source; None where it has several parts or no source."""
-    seen, methods = set(), ["forward"]
+    methods = ["forward"]
     for method in methods:
         try:
             source = inspect.getsource(getattr(cls, method))
@@ -70,6 +70,5 @@ def op_of(cls: type) -> str | None:
         found = functional or next((op for _, op in calls if catalog()[op].computes), None)
         if found:
             return found
-        seen.add(method)
-        methods += [name for name in _OWN_METHOD.findall(source) if name not in (*seen, *methods)]
+        methods += [name for name in _OWN_METHOD.findall(source) if name not in methods]
     return None

@@ -12,6 +12,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates import sliced_step
 from tests.support.numbers import away
+from tests.support.training import needs_grad_dtype
 
 BF16 = torch.bfloat16
 
@@ -177,6 +178,38 @@ def test_torchs_own_classes_write_to_gradients_too(sliced, expanded, monkeypatch
         reference.step()
         assert torch.equal(p.grad, q.grad.bfloat16()) and torch.equal(p, q.bfloat16())
     assert q.grad[0, 0] != p.grad.new_tensor(0.3).float()
+
+
+def test_a_sparse_gradient_that_nobody_writes_to_is_the_same_object_afterwards():
+    p = nn.Parameter(torch.ones(4, 3, dtype=BF16))
+    gradient = torch.sparse_coo_tensor([[1]], torch.ones(1, 3, dtype=BF16), (4, 3), check_invariants=True)
+    optimizer = optim.SGD([p], lr=0.5)
+    hmpx.attach(optimizer)
+    p.grad = gradient
+    optimizer.step()
+    assert p.grad is gradient and p[1].tolist() == [0.5] * 3 and p[0].tolist() == [1.0] * 3
+
+
+class HandsOnItsState(optim.Optimizer):
+    """Puts a tensor of its state in the place of the gradient."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.grad = self.state[p]["mean"] = p.grad * 0.5
+            p.sub_(p.grad)
+
+
+@needs_grad_dtype
+def test_a_gradient_that_a_step_puts_there_shares_no_memory_with_the_state():
+    p = nn.Parameter(torch.ones(5, dtype=BF16))
+    optimizer = HandsOnItsState([p], {})
+    hmpx.attach(optimizer, use_fp32_grad_acc=True)
+    p.sum().backward()
+    optimizer.step()
+    assert p.grad.dtype is torch.float32 and p.grad.tolist() == [0.5] * 5 == p.tolist()
+    p.grad.zero_()
+    assert optimizer.state[p]["mean"].tolist() == [0.5] * 5
 
 
 class OwnList(optim.Optimizer):
