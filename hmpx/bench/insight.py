@@ -25,7 +25,7 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
 
     ``off``: after `record` has been used, as long as nothing records; ``changed`` counts the entry points of torch that
     run other code then than before, and is to be 0. ``record``: while it records. ``compare``: a call of `compare`, for
-    each of its batches.
+    each of its batches; also beside a step in FP32, which two of its three runs are.
     """
     rows = []
     for name in models:
@@ -34,13 +34,15 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
         works = {_STEP: subject.works()[_STEP]}
         ways: dict[str, measure.Way] = {
             "hmpx": (lambda: peers.hmpx(device), works),
+            "torch": (contextlib.nullcontext, works),
             "off": (lambda: _recorded_before(device), works),
             "record": (lambda: _recording(device), works),
         }
         times = {way: taken[_STEP] for way, taken in measure.median_times_in(ways, repeat, device).items()}
         times["compare"] = _compared(subject, max(1, repeat // 5), device)
-        figures = {"hmpx ms": 1e3 * times["hmpx"]}
-        figures |= {f"{way}/hmpx": seconds / times["hmpx"] for way, seconds in times.items() if way != "hmpx"}
+        figures = {"hmpx ms": 1e3 * times["hmpx"], "torch ms": 1e3 * times["torch"]}
+        figures |= {f"{way}/hmpx": times[way] / times["hmpx"] for way in ("off", "record", "compare")}
+        figures["compare/torch"] = times["compare"] / times["torch"]
         rows.append(measure.Row(name, figures | {"changed": _changed(device)}))
     return measure.Bench(f"A step that is looked at, autocast's lists, {measure.where(device)}", rows)
 
