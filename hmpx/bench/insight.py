@@ -16,7 +16,7 @@ from hmpx.casts.ops import catalog
 from hmpx.insight.comparing.compare import compare
 from hmpx.insight.recording.record import record
 
-_BATCHES = 4  # that compare runs through
+_BATCHES = 2, 8  # that compare runs through: the difference is what a batch takes, the rest what it takes to begin
 _STEP = "step"
 
 
@@ -24,8 +24,8 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
     """Milliseconds of a training step under autocast's lists, and what looking at it takes, in ratios to it.
 
     ``off``: after `record` has been used, as long as nothing records; ``changed`` counts the entry points of torch that
-    run other code then than before, and is to be 0. ``record``: while it records. ``compare``: a call of `compare`, for
-    each of its batches; also beside a step in FP32, which two of its three runs are.
+    run other code then than before, and is to be 0. ``record``: while it records. ``compare``: each batch of `compare`,
+    also beside a step in FP32, which two of its three runs are; ``begin``: what a call takes besides.
     """
     rows = []
     for name in models:
@@ -39,8 +39,8 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
             "record": (lambda: _recording(device), works),
         }
         times = {way: taken[_STEP] for way, taken in measure.median_times_in(ways, repeat, device).items()}
-        times["compare"] = _compared(subject, max(1, repeat // 5), device)
-        figures = {"hmpx ms": 1e3 * times["hmpx"], "torch ms": 1e3 * times["torch"]}
+        begin, times["compare"] = _compared(subject, max(1, repeat // 5), device)
+        figures = {"hmpx ms": 1e3 * times["hmpx"], "torch ms": 1e3 * times["torch"], "begin ms": 1e3 * begin}
         figures |= {f"{way}/hmpx": times[way] / times["hmpx"] for way in ("off", "record", "compare")}
         figures["compare/torch"] = times["compare"] / times["torch"]
         rows.append(measure.Row(name, figures | {"changed": _changed(device)}))
@@ -61,16 +61,21 @@ def _recording(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _compared(subject: Subject, repeat: int, device: torch.device) -> float:
-    """Seconds that a call of `compare` takes for each batch."""
+def _compared(subject: Subject, repeat: int, device: torch.device) -> tuple[float, float]:
+    """Seconds that a call of `compare` takes to begin with, and for each batch."""
 
     def loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(inputs), targets)
 
-    batches = [(subject.inputs + 0.01 * i, subject.targets) for i in range(_BATCHES)]
+    def compared(number: int) -> None:
+        compare(subject.model, [(torch.randn_like(subject.inputs), subject.targets) for _ in range(number)], loss)
+
+    few, many = _BATCHES
     with peers.hmpx(device):
-        times = measure.median_times({_STEP: lambda: compare(subject.model, batches, loss)}, repeat, device)
-        return times[_STEP] / _BATCHES
+        calls = {"few": lambda: compared(few), "many": lambda: compared(many)}
+        times = measure.median_times(calls, repeat, device)
+    batch = (times["many"] - times["few"]) / (many - few)
+    return times["few"] - few * batch, batch
 
 
 def _changed(device: torch.device) -> int:
