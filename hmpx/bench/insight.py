@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +72,7 @@ def _compared(subject: Subject, repeat: int, device: torch.device) -> tuple[floa
 
     few, many = _BATCHES
     with peers.hmpx(device):
-        calls = {"few": lambda: compared(few), "many": lambda: compared(many)}
+        calls: dict[str, Callable[[], object]] = {"few": lambda: compared(few), "many": lambda: compared(many)}
         times = measure.median_times(calls, repeat, device)
     batch = (times["many"] - times["few"]) / (many - few)
     return times["few"] - few * batch, batch

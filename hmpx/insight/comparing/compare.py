@@ -86,8 +86,8 @@ class _Comparing:
     def __init__(self, subject: Subject, sites: Sites, policy: Policy) -> None:
         self._subject, self._sites, self._policy = subject, sites, policy
         self._noise = noise.Noise()
-        self._directions = noise.directions(subject.parameters) if subject.parameters else []
         self._h = noise.step_size(subject.parameters) if subject.parameters else 0.0
+        self._shifts = noise.shifts(subject.parameters, self._h) if subject.parameters else []
         self._losses: list[tuple[float, float]] = []  # in FP32, and under the lists
         self._exact: list[list[Tensor]] = []  # FP32 gradients, by batch
         self._passes = 0
@@ -134,13 +134,12 @@ class _Comparing:
         exact, gradients = self._observed(Wide(sites), subject.wide, batch)
         if number == 0:
             self._check_same(exact, batch)
-        if self._directions:
+        if self._shifts:
             self._noise.add(gradients, low_gradients)
             self._exact.append(gradients)
             sites.forget_results()
-            shift = [v * self._h for v in self._directions[number % noise.DIRECTIONS]]
             shifted = Shifted(sites)
-            self._observed(shifted, subject.shifted, batch, shift, shifted.wanted)
+            self._observed(shifted, subject.shifted, batch, self._shifts[number % noise.DIRECTIONS], shifted.wanted)
         self._losses.append((exact, low))
         sites.end_batch()
 
@@ -155,7 +154,7 @@ class _Comparing:
 
     def _suspects(self, rows: Mapping[Compared, Row]) -> list[Compared]:
         """Sites that look broken, and those of which nothing is known because autograd does not see them."""
-        if not self._directions or self._noise.batches < 2:
+        if not self._shifts or self._noise.batches < 2:
             return []
         looks = {site: row.gradient_error if site.differentiable else math.inf for site, row in rows.items()}
         if self._noise.error >= BROKEN and not any(look >= BROKEN for look in looks.values()):
@@ -182,7 +181,7 @@ class _Comparing:
             (batch, _), site = min(wrong, key=lambda each: each[0])
             return site, "forward", batch
         for number, (exact, low) in enumerate(self._losses):
-            if self._directions and math.isfinite(exact) and math.isfinite(low):
+            if self._shifts and math.isfinite(exact) and math.isfinite(low):
                 found = self._backward(number)
                 if found is not None:
                     return found, "backward", number

@@ -43,8 +43,9 @@ class Noise:
         errors = [b - a for a, b in zip(exact, low, strict=True)]
         if not self._sum:
             self._sum, self._error_sum = [torch.zeros_like(g) for g in exact], [torch.zeros_like(g) for g in exact]
-        for total, value in ((self._sum, exact), (self._error_sum, errors)):
-            torch._foreach_add_(total, list(value))
+        for totals, values in ((self._sum, exact), (self._error_sum, errors)):
+            for total, value in zip(totals, values, strict=True):
+                total.add_(value)
         whole, error = square(exact), square(errors)
         self._squares += whole
         self._errors += error
@@ -80,17 +81,17 @@ class Noise:
 
 def square(gradients: Sequence[Tensor]) -> float:
     """The squared norm of all of them; infinite where one is not finite."""
-    norms = torch.stack(torch._foreach_norm(list(gradients))).double()
+    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).double()
     total = float(norms.square().sum())
     return total if math.isfinite(total) else math.inf
 
 
-def directions(parameters: Sequence[Tensor], seed: int = 0) -> list[list[Tensor]]:
-    """Random numbers of unit variance, of the shape of each parameter."""
+def shifts(parameters: Sequence[Tensor], h: float) -> list[list[Tensor]]:
+    """h v for each direction v: random numbers of unit variance, of the shape of each parameter."""
     found = []
     for direction in range(DIRECTIONS):
-        generator = torch.Generator().manual_seed(seed + direction)
-        found.append([torch.randn(p.shape, generator=generator).to(p.device) for p in parameters])
+        generator = torch.Generator().manual_seed(direction)
+        found.append([torch.randn(p.shape, generator=generator).mul_(h).to(p.device) for p in parameters])
     return found
 
 
