@@ -13,10 +13,10 @@ from hmpx.torch_private import NAMES, Private, lost
 
 PACKAGE = Path(hmpx.__file__).parent
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "torch_private.py"]
-PYTHONS = frozenset(  # of Python's own library, of namedtuples, and torchao's
+OTHERS = frozenset(  # of Python's own library, of namedtuples, torchao's and Accelerate's
     """
     _getframe _current_frames _get_running_loop _lru_cache_wrapper _replace _fields _dlopen _SubParsersAction _AdamW
-    _fp32_to_bf16_sr
+    _fp32_to_bf16_sr _shared_state
     """.split()
 )
 LISTED = frozenset(part for private in NAMES for part in re.split(r"\W+", private.name))
@@ -60,7 +60,7 @@ def unlisted(trees: dict[str, ast.Module]) -> list[str]:
         f"{file}:{line}: {name}"
         for file, tree in trees.items()
         for name, line in private_names(tree)
-        if name not in own | PYTHONS | LISTED
+        if name not in own | OTHERS | LISTED
     ]
 
 
