@@ -38,7 +38,7 @@ NEAR = ("tests/casts", "tests/updates", "tests/recipes", "tests/rounding", "test
 NEAR = (*NEAR, *(f"tests/test_{name}.py" for name in WHOLE.split()))
 SLOW = ("test_opinfo", "test_equivalence", "test_torch_features", "test_sharding", "test_replicas", "test_agreement")
 SLOW = (*SLOW, "test_distributed_checkpoints", "test_run", "test_compile", "test_composition", "test_layouts")
-SECONDS = 15  # of tests, for one mutant, as long as they took while their calls were noted
+SECONDS = 60  # of tests, for one mutant, as long as they took while their calls were noted
 PATIENCE = 120  # seconds of the clock
 
 SWAPS = {
