@@ -93,7 +93,12 @@ def serve() -> None:
         listening.bind(os.environ[SOCKET])
         listening.listen(64)
         print("ready", flush=True)
+        starter = os.getppid()
         while True:
+            if not select.select([listening], [], [], 2)[0]:
+                if os.getppid() != starter:  # it was killed
+                    os._exit(0)
+                continue
             connection, _ = listening.accept()
             if not os.fork():
                 break
