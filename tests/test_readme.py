@@ -88,7 +88,9 @@ def test_every_python_snippet_runs_and_prints_what_it_says(name, monkeypatch):
 
 
 def _in_a_shell(command, cwd):
-    return subprocess.run(command, shell=True, cwd=cwd, env=python.environment(), capture_output=True, text=True)
+    """Run a command as in a terminal of 100 columns, which tables take their width from."""
+    environment = {**python.environment(), "COLUMNS": "100"}
+    return subprocess.run(command, shell=True, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 CONSOLES = [block for _, _, kind, block in BLOCKS if kind == "console"]
