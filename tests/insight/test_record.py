@@ -30,7 +30,7 @@ MADE_OF = {  # what record calls it: what the dispatcher runs for it
     "conv2d": "convolution",
     "max_pool2d": "max_pool2d_with_indices",
     "dropout": "",  # nothing, as p is 0
-    "lstm": "mkldnn_rnn_layer",
+    "lstm": "mkldnn_rnn_layer lstm",  # an op of its own where oneDNN has BF16 instructions
 }
 NO_OPS = set(  # views and factories, and parts of the ops above
     "view _unsafe_view transpose t permute reshape expand slice select unsqueeze squeeze unbind as_strided alias clone "
@@ -70,17 +70,22 @@ def named(dtype):
 
 def compared(log, seen):
     """The calls of each line as record has them and as the dispatcher saw them, under the dispatcher's names."""
-    recorded = Counter()
+    recorded, dispatched = Counter(), Counter(seen.ops)
     for site in log.sites:
         if site.op == "to":
             continue
+        parts = [key for key in dispatched if key[0] == site.where]
+        if site.op == "lstm" and len(parts) > 1:  # as on a CPU without BF16 instructions
+            dtypes = frozenset().union(*(dtypes for _, _, dtypes in parts))
+            dispatched = Counter({key: count for key, count in dispatched.items() if key not in parts})
+            dispatched[site.where, "lstm", dtypes] = site.calls
         names = MADE_OF.get(site.op, site.op).split()
         if not names:
             continue
         dtypes = frozenset(map(named, site.seen))
-        name = next((name for name in names if (site.where, name, dtypes) in seen.ops), names[0])
+        name = next((name for name in names if (site.where, name, dtypes) in dispatched), names[0])
         recorded[site.where, name, dtypes] += site.calls
-    return recorded, seen.ops
+    return recorded, dispatched
 
 
 def casts(log, attribute):
