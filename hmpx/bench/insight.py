@@ -73,7 +73,7 @@ def _compared(subject: Subject, repeat: int, device: torch.device) -> tuple[floa
     few, many = _BATCHES
     with peers.hmpx(device):
         calls: dict[str, Callable[[], object]] = {"few": lambda: compared(few), "many": lambda: compared(many)}
-        times = measure.median_times(calls, repeat, device)
+        times = measure.best_times(calls, repeat, device)
     batch = (times["many"] - times["few"]) / (many - few)
     return times["few"] - few * batch, batch
 

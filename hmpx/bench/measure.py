@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hmpx.casts.fp32_kernels import capability
+from hmpx.rounding import native
 
 
 @dataclass
@@ -57,10 +58,13 @@ def _digits(column: str) -> int:
     return 3 if column.endswith("ms") else 2
 
 
-def median_times(candidates: dict[str, Callable[[], object]], repeat: int, device: torch.device) -> dict[str, float]:
-    """Median seconds of each candidate; every round calls each of them once, after two rounds that do not count."""
+def best_times(candidates: Mapping[str, Callable[[], object]], repeat: int, device: torch.device) -> dict[str, float]:
+    """The least seconds that each candidate took; every round calls each of them, after two rounds that do not count.
+
+    For work of some milliseconds that is bound by memory: what other programs do at the same time is only ever added.
+    """
     ways: dict[str, Way] = {name: (contextlib.nullcontext, {"": candidate}) for name, candidate in candidates.items()}
-    return {name: taken[""] for name, taken in median_times_in(ways, repeat, device).items()}
+    return {name: min(taken[""]) for name, taken in _times_in(ways, repeat, device).items()}
 
 
 Way = tuple[Callable[[], AbstractContextManager], Mapping[str, Callable[[], object]]]  # a context, works by name
@@ -72,6 +76,12 @@ def median_times_in(ways: Mapping[str, Way], repeat: int, device: torch.device) 
     A way is a context and the works to be done in it. Every round goes through all ways, after two rounds that do not
     count; in each, a work is done once before it is measured, so that entering the context leaves no trace.
     """
+    times = _times_in(ways, repeat, device)
+    return {way: {name: statistics.median(taken) for name, taken in works.items()} for way, works in times.items()}
+
+
+def _times_in(ways: Mapping[str, Way], repeat: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each piece of work in each round that counts."""
     times: dict[str, dict[str, list[float]]] = {way: {name: [] for name in works} for way, (_, works) in ways.items()}
     for turn in range(repeat + 2):
         for way, (context, works) in ways.items():
@@ -80,7 +90,7 @@ def median_times_in(ways: Mapping[str, Way], repeat: int, device: torch.device) 
                     work()
                     taken = times[way][name]
                     taken.append(_seconds(work, _calls(taken[-1]) if turn else 1, device))
-    return {way: {name: statistics.median(taken[2:]) for name, taken in works.items()} for way, works in times.items()}
+    return {way: {name: taken[2:] for name, taken in works.items()} for way, works in times.items()}
 
 
 def _calls(seconds: float) -> int:
@@ -102,7 +112,9 @@ def where(device: torch.device) -> str:
     threads = torch.get_num_threads()
     if device.type != "cpu":
         return device.type
-    return f"cpu ({capability()}), {threads} thread{'s' if threads > 1 else ''}"
+    built = native.architecture()
+    imitated = "" if built == "native" else f", C kernels for {built}"
+    return f"cpu ({capability()}{imitated}), {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _wait(device: torch.device) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from hmpx.bench import measure
+from hmpx.bench.parameter_lists import LISTS
 from hmpx.updates.attach import attach
 from hmpx.updates.settings import Weights
 
@@ -26,9 +28,7 @@ def run(elements: int, repeat: int, device: torch.device) -> measure.Bench:
     candidates: dict[str, Callable] = {}
     more: dict[str, dict[str, float]] = {}
     for name, (dtype, make) in _ways().items():
-        params = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
-        for p in params:
-            p.grad = torch.randn_like(p)
+        params = _parameters(shapes, dtype, device)
         made: list[Callable] = []
 
         def start(params: Params = params, make: Callable = make, made: list = made) -> None:
@@ -40,10 +40,44 @@ def run(elements: int, repeat: int, device: torch.device) -> measure.Bench:
         weights = 2 * params[0].element_size()
         more[name] = {"B/param": weights + stays / count, "beside": stays / count, "peak": (peak - left) / count}
         candidates[name] = made[0]
-    times = measure.median_times(candidates, repeat, device)
+    times = measure.best_times(candidates, repeat, device)
     return measure.Bench(
         f"AdamW step, {count / 1e6:.1f} M parameters, {measure.where(device)}", measure.rows(times, more)
     )
+
+
+def run_lists(models: Sequence[str], repeat: int, device: torch.device) -> measure.Bench:
+    """One row for the parameters of each model: torch's fused FP32 AdamW, and ratios to it."""
+    ways = _ways()
+    return measure.Bench(
+        f"AdamW step of a model's parameters, ratios to torch's fused FP32 one, {measure.where(device)}",
+        [_row(model, {column: ways[name] for column, name in _COLUMNS.items()}, repeat, device) for model in models],
+    )
+
+
+_COLUMNS = {
+    "torch": "torch fused, FP32 weights",
+    "stochastic": "hmpx stochastic, torch fused",
+    "split": "hmpx split, torch fused",
+    "fused": "hmpx fused",
+    "fused, BF16 states": "hmpx fused, BF16 states",
+}
+
+
+def _row(model: str, ways: dict[str, tuple[torch.dtype, Callable]], repeat: int, device: torch.device) -> measure.Row:
+    shapes = list(LISTS[model]())
+    steps = {column: make(_parameters(shapes, dtype, device)) for column, (dtype, make) in ways.items()}
+    times = measure.best_times(steps, repeat, device)
+    reference = times.pop("torch")
+    name = f"{model}, {len(shapes)} tensors, {sum(map(math.prod, shapes)) / 1e6:.2f} M"
+    return measure.Row(name, {"torch ms": 1e3 * reference, **{k: seconds / reference for k, seconds in times.items()}})
+
+
+def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Params:
+    params = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
 
 
 def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:

@@ -29,7 +29,7 @@ KeyedTensor = tuple[torch.Tensor, int]  # FP32, or BF16 with the key that it is 
 KeyedState = KeyedTensor | tuple[None, int]  # None where the optimizer keeps none
 
 _SOURCE = Path(__file__).with_name("native.c")
-_FLAGS = ("-O3", "-march=native", "-std=c11", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-c")
+_FLAGS = ("-O3", "-std=c11", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-c")
 # OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one
 # pool of threads. Where that one does not offer them, the second variant runs on one thread.
 _VARIANTS = (("-fopenmp",), ("-Wno-unknown-pragmas",))
@@ -129,6 +129,11 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def architecture() -> str:
+    """What the kernels are compiled for, in the compiler's words: HMPX_NATIVE_ARCH, or the CPU that this runs on."""
+    return os.environ.get("HMPX_NATIVE_ARCH") or "native"
+
+
 def _build() -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -143,7 +148,8 @@ def _build() -> ctypes.CDLL:
 
 
 def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
-    built = _SOURCE.read_bytes(), *(part.encode() for part in (compiler, _cpu(), *_FLAGS, *variant))
+    flags = (f"-march={architecture()}", *_FLAGS, *variant)
+    built = _SOURCE.read_bytes(), *(part.encode() for part in (compiler, _cpu(), *flags))
     name = f"native-{hashlib.sha256(b'|'.join(built)).hexdigest()[:16]}.so"
     with open_cache() or contextlib.nullcontext() as cache:
         try:
@@ -155,7 +161,7 @@ def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
             return kept
         with tempfile.TemporaryDirectory() as folder:  # for its owner alone
             unlinked, linked = f"{folder}/native.o", f"{folder}/{name}"
-            _run(compiler, *_FLAGS, *variant, str(_SOURCE), "-o", unlinked)
+            _run(compiler, *flags, str(_SOURCE), "-o", unlinked)
             _run(compiler, "-shared", unlinked, "-lm", "-o", linked)
             with contextlib.suppress(OSError):  # no room, say
                 if cache is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,18 +32,23 @@ def _bench(options: argparse.Namespace) -> int:
     device = _device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    benches = {
-        "rounding": lambda: rounding.run(options.elements, options.repeat, device),
-        "step": lambda: step.run(options.elements, options.repeat, device),
-        "casts": lambda: casts.run(options.repeat, device),
-        "train": lambda: train.run(options.repeat, device, options.models, not options.eager),
-        "insight": lambda: insight.run(options.repeat, device, options.models),
+    tables: dict[str, list[Callable[[], measure.Bench]]] = {
+        "rounding": [lambda: rounding.run(options.elements, options.repeat, device)],
+        "step": [
+            lambda: step.run(options.elements, options.repeat, device),
+            lambda: step.run_lists(options.models, options.repeat, device),
+        ],
+        "casts": [lambda: casts.run(options.repeat, device)],
+        "train": [lambda: train.run(options.repeat, device, options.models, not options.eager)],
+        "insight": [lambda: insight.run(options.repeat, device, options.models)],
     }
     _check_json(options.json)
-    bench = benches[options.what]()
-    print(bench)
+    benches = []
+    for table in tables[options.what]:
+        benches.append(table())
+        print("" if len(benches) == 1 else "\n", benches[-1], sep="")
     if options.json:
-        measure.save([bench], options.json)
+        measure.save(benches, options.json)
     return 0
 
 
@@ -102,6 +108,9 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
     ):
         command = add_one(name, words)
         command.add_argument("--elements", type=_count, default=elements, metavar="N", help=f"default {elements}")
+    lists = ("toy", "resnet50", "bert-base", "gpt2-small")
+    words = "models whose parameters get a table of their own, default all; GPT-2 takes 8 GB"
+    command.add_argument("--models", nargs="*", choices=lists, default=lists, help=words)
     add_one("casts", "single ops, beside torch.autocast with the same lists")
     models = ("mlp", "convnet", "transformer")
     for name, words in (

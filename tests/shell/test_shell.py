@@ -102,8 +102,16 @@ def test_bench_prints_a_table_and_writes_it_as_json(capsys, tmp_path):
     rows = json.loads(file.read_text())["rows"]
     assert status == 0 and rows[0]["name"] == "torch copy_" and rows[0]["figures"]["ratio"] == 1.0
     assert all(row["name"] in out for row in rows) and any(row["name"] == "hmpx eager kernel" for row in rows)
-    status, out, _ = run(capsys, "bench", "step", "--elements", "20000", "--repeat", "1")
-    assert status == 0 and "hmpx split, torch fused" in out
+
+
+def test_bench_step_has_a_table_of_ways_and_one_of_models(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ("--elements", "20000", "--models", "toy", "--repeat", "1", "--json", str(file))
+    status, out, _ = run(capsys, "bench", "step", *arguments)
+    ways, models = json.loads(file.read_text())
+    assert status == 0 and "hmpx split, torch fused" in out and any(row["name"] == "hmpx fused" for row in ways["rows"])
+    (toy,) = models["rows"]
+    assert toy["name"] == "toy, 20 tensors, 0.01 M" and toy["figures"]["fused"] > 0 and toy["name"] in out
 
 
 @pytest.mark.slow
