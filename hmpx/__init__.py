@@ -13,6 +13,10 @@ from hmpx.insight.dispatched import Finding
 from hmpx.insight.explain import explain
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.record import record
+from hmpx.insight.tuning.choice import Choice
+from hmpx.insight.tuning.mark import Mark
+from hmpx.insight.tuning.tune import tune
+from hmpx.insight.tuning.tuned import Tuned
 from hmpx.recipes.activate import Activation, activate
 from hmpx.recipes.activate import activate_from_environment as _activate_from_environment
 from hmpx.recipes.prepare import prepare
@@ -26,17 +30,20 @@ __all__ = [
     "Activation",
     "Attachment",
     "Audit",
+    "Choice",
     "Comparison",
     "Conversion",
     "Finding",
     "HmpxError",
     "Log",
+    "Mark",
     "OpListError",
     "OptLevelError",
     "Policy",
     "Recipe",
     "Row",
     "Rule",
+    "Tuned",
     "UnknownOpError",
     "activate",
     "attach",
@@ -58,6 +65,7 @@ __all__ = [
     "restore",
     "stochastic_round",
     "stochastic_round_",
+    "tune",
 ]
 
 _activate_from_environment()

@@ -13,7 +13,7 @@ import hmpx
 
 HANDLES = (
     *(hmpx.Conversion, hmpx.Attachment, hmpx.Activation, hmpx.Audit, hmpx.Finding, hmpx.Log),
-    *(hmpx.Comparison, hmpx.Row),
+    *(hmpx.Comparison, hmpx.Row, hmpx.Tuned, hmpx.Choice, hmpx.Mark),
     *(hmpx.Rule, hmpx.Recipe, hmpx.Policy),
 )
 FLAGS = doctest.ELLIPSIS

@@ -11,34 +11,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-
-WIDTH = 16
-
-
-class Model(nn.Module):
-    """A small network around one line that may break in BF16."""
-
-    def __init__(self, faulty, scale=1.0):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-        self.faulty, self.scale = faulty, scale
-
-    def forward(self, x):
-        h = self.first(x) * self.scale
-        return self.last(self.faulty(h))
-
-
-def loss_of(model, x, y):
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def batches(number=4, size=32):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(size, WIDTH, generator=generator), torch.randint(4, (size,), generator=generator))
-        for _ in range(number)
-    ]
+from tests.support.planted import (
+    PLANTED,
+    WIDTH,
+    Masked,
+    Model,
+    batches,
+    long_sum,
+    loss_of,
+    masked_loss,
+    padded,
+    position_left_in_bf16,
+    root_of_a_small_difference,
+    sharp_softmax,
+)
 
 
 def policy(bf16, fp32=""):
@@ -48,60 +34,20 @@ def policy(bf16, fp32=""):
 
 def line_of(function, text):
     source, first = inspect.getsourcelines(function)
-    return f"{__file__}:{first + next(i for i, line in enumerate(source) if text in line)}"
-
-
-def variance_by_difference(h):
-    h = h + 30
-    variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True).square()
-    return (h - 30) * torch.rsqrt(variance.abs() + 1e-3)
-
-
-def sharp_softmax(h):
-    return torch.softmax(h * 40 + 300, -1)
-
-
-def long_sum(h):
-    steps = torch.cumsum(torch.sigmoid(h).repeat(1, 32), -1)
-    return torch.sin(steps[:, -WIDTH:])
-
-
-def exponentials(h):
-    return torch.exp(h * 6 + 60) * 1e-26
-
-
-PLANTED = {
-    "variance": (variance_by_difference, "sub mul mean square linear", {"sub", "mean", "mul", "square"}, "variance = "),
-    "softmax": (sharp_softmax, "softmax", {"softmax"}, "torch.softmax"),
-    "cumsum": (long_sum, "cumsum linear", {"cumsum"}, "cumsum"),
-    "exp": (exponentials, "exp linear", {"exp"}, "torch.exp"),
-}
+    return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(source) if text in line)}"
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_named_first(name):
-    faulty, bf16, ops, text = PLANTED[name]
+    fault = PLANTED[name]
     found = hmpx.compare(
-        Model(faulty),
+        Model(fault.function),
         batches(),
         loss_of,
-        lists=policy(bf16, " ".join({*"linear mul add cross_entropy".split()} - {*bf16.split()})),
+        lists=policy(fault.bf16, " ".join({*"linear mul add cross_entropy".split()} - {*fault.bf16.split()})),
     )
     worst = found.worst(1)[0]
-    assert worst.op in ops and worst.where == line_of(faulty, text), str(found)
-
-
-def position_left_in_bf16(h):
-    positions = torch.arange(1000, 1000 + len(h)).float()
-    return torch.sin(positions.to(torch.bfloat16).float()[:, None] * 0.7) * h
-
-
-def one_plus_epsilon(h):
-    cosine = h / (h.norm(dim=-1, keepdim=True) + 1e-6)
-    first = cosine.abs().amax(-1, keepdim=True)
-    squared = (first / first.detach()).square()
-    gap = torch.add(1 + 1e-4, squared, alpha=-1)
-    return h * torch.rsqrt(gap) * 1e-2
+    assert worst.op in fault.ops and worst.where == line_of(fault.function, fault.text), str(found)
 
 
 def test_a_cast_that_was_left_in_by_hand_is_named():
@@ -129,30 +75,6 @@ def test_two_ops_that_each_break_it_are_both_named():
     assert all(row.measured for row in found.broken)
 
 
-class Masked(nn.Module):
-    """Attention over padded positions, whose mask is a product with a huge negative number."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(WIDTH, 4)
-
-    def forward(self, x, keep):
-        mask = (1 - keep) * torch.finfo(torch.float32).min
-        weights = torch.softmax(x + mask, -1)
-        return self.linear(weights * x)
-
-
-def padded(number=4):
-    keep = torch.ones(8, WIDTH)
-    keep[3] = 0  # a whole row
-    return [(x[:8], keep, y[:8]) for x, y in batches(number)]
-
-
-def masked_loss(model, x, keep, y):
-    return nn.functional.cross_entropy(model(x, keep), y)
-
-
 def test_a_mask_that_overflows_is_named_with_what_to_write_instead():
     found = hmpx.compare(Masked(), padded(), masked_loss, lists=policy("mul linear", "softmax cross_entropy"))
     first = found.first_nonfinite
@@ -161,15 +83,14 @@ def test_a_mask_that_overflows_is_named_with_what_to_write_instead():
 
 
 def test_a_backward_that_overflows_while_the_forward_is_fine():
-    """In BF16 the difference is zero, and so is the root; its slope is not finite."""
-
-    def faulty(h):
-        distance = (h * 1e-4 + 1) - 1
-        return torch.sqrt(distance.square()) * 1e4
-
-    found = hmpx.compare(Model(faulty), batches(), loss_of, lists=policy("add sub square sqrt linear", "cross_entropy"))
+    found = hmpx.compare(
+        Model(root_of_a_small_difference),
+        batches(),
+        loss_of,
+        lists=policy("add sub square sqrt linear", "cross_entropy"),
+    )
     first = found.first_nonfinite
-    assert (first.op, first.where, first.phase) == ("sqrt", line_of(faulty, "sqrt"), "backward")
+    assert (first.op, first.where, first.phase) == ("sqrt", line_of(root_of_a_small_difference, "sqrt"), "backward")
     assert found.worst(1) == [first]
 
 

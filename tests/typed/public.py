@@ -146,6 +146,12 @@ def insight(model: torch.nn.Module, x: Tensor) -> list[str]:
     found = hmpx.compare(model, [(x,)], lambda model, x: model(x).sum(), lists="hmp-o1")
     assert_type(found, hmpx.Comparison)
     assert_type(found.worst(3), list[hmpx.Row])
+    tuned = hmpx.tune(model, [(x,)] * 4, lambda model, x: model(x).sum(), objective="coverage", tolerance=0.05)
+    assert_type(tuned, hmpx.Tuned)
+    assert_type(tuned.recipe, hmpx.Recipe)
+    choices: tuple[hmpx.Choice, ...] = tuned.choices
+    marks: tuple[hmpx.Mark, ...] = tuned.marks
+    print(choices[0].reason, marks[0].cost)
     with hmpx.record() as log:
         assert_type(log, hmpx.Log)
         log.every(10, lambda rows: print(rows[0]["op"]))

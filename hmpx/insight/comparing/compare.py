@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,17 +10,13 @@ from typing import Any
 
 import torch
 
-from hmpx import conversion, observation
-from hmpx.casts.build_policy import build_policy
-from hmpx.casts.fp32_kernels import KernelsAsked
-from hmpx.casts.op_lists import read_lists
+from hmpx import observation
 from hmpx.casts.policy import Policy
-from hmpx.conversion import installed
-from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.comparing import noise
 from hmpx.insight.comparing.backward import Backward
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.comparison import Comparison
+from hmpx.insight.comparing.lists import lists_meant
 from hmpx.insight.comparing.passes import Alone, Low, Mended, Shifted, Wide
 from hmpx.insight.comparing.row import BROKEN, Row
 from hmpx.insight.comparing.rows import mask_note, row_of, sums
@@ -29,11 +24,10 @@ from hmpx.insight.comparing.sites import Pass, Sites
 from hmpx.insight.comparing.subject import Loss, Subject
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import Tensor
-from hmpx.recipes.recipe import Recipe, as_recipe
+from hmpx.recipes.recipe import Recipe
 
 SUSPECT = 0.03  # an estimate of a row's gradient error from which on it is measured
 TRIED = 8  # how many rows are measured at most
-_SAME = 1e-5  # relative difference of two FP32 losses that rounding explains
 
 
 def compare(
@@ -70,7 +64,7 @@ def compare(
         >>> found.worst(1)[0].op, found.worst(1)[0].error < 0.01
         ('linear', True)
     """
-    policy, recipe, kernels = _lists(lists)
+    policy, recipe, kernels = lists_meant(lists)
     subject = Subject(model, batches, loss, recipe)
     sites = Sites()
     with contextlib.ExitStack() as undo:
@@ -145,12 +139,7 @@ class _Comparing:
 
     def _check_same(self, exact: float, batch: tuple) -> None:
         again, _ = self._observed(Wide(self._sites, compare=False), self._subject.wide, batch, False)
-        if math.isfinite(exact) and abs(again - exact) > _SAME * max(abs(exact), abs(again)):
-            raise HmpxError(
-                f"compare: the FP32 loss of the first batch is {exact:.9g}, and {again:.9g} when it is computed again, "
-                f"{abs(again - exact):.1e} apart: something changes from run to run that is neither a buffer nor a "
-                "random generator of torch, NumPy or Python; put it back in loss(model, *batch)"
-            )
+        self._subject.check_repeats(exact, again)
 
     def _suspects(self, rows: Mapping[Compared, Row]) -> list[Compared]:
         """Sites that look broken, and those of which nothing is known because autograd does not see them."""
@@ -203,39 +192,3 @@ class _Comparing:
         mended = math.isfinite(loss) and math.isfinite(noise.square(gradients))
         wrong = max(site.accumulated.nonfinite, 1)
         return replace(row, phase=phase, mended=mended, nonfinite=wrong, note=mask_note(site))
-
-
-def _lists(lists: Any) -> tuple[Policy, Recipe | None, KernelsAsked]:
-    """The policy that is meant, the recipe whose parameters go with it, and its kernels."""
-    if lists is None:
-        now = installed()
-        if now is None:
-            return build_policy(), None, "auto"
-        if now.dtype_map is not None:
-            raise HmpxError("compare: the conversion in force maps dtypes, so that there is no FP32 beside it")
-        return now.policy, None, now.kernels.asked
-    if isinstance(lists, Policy):
-        return lists, None, "auto"
-    if isinstance(lists, Mapping) and not isinstance(lists, Recipe):
-        return _of_arguments(dict(lists))
-    recipe = as_recipe(lists)
-    policy = recipe.policy()
-    if policy is None or recipe.dtype_map:
-        why = "leaves ops as they are (opt_level null)" if policy is None else "maps dtypes"
-        raise HmpxError(f"compare: this recipe {why}, so that there are no op lists to compare with FP32")
-    return policy, recipe, recipe.kernels
-
-
-def _of_arguments(arguments: dict[str, Any]) -> tuple[Policy, None, KernelsAsked]:
-    legal = [name for name in inspect.signature(conversion.convert).parameters if name not in ("isVerbose", "enabled")]
-    for name in arguments:
-        if name not in legal or name == "dtype_map":
-            raise HmpxError(f"compare: lists has no {name!r}{did_you_mean(name, legal)}; it takes convert's arguments")
-    paths = [arguments.get(f"{side}_file_path") for side in ("bf16", "fp32", "promote")]
-    policy = build_policy(
-        arguments.get("opt_level", "O1"),
-        read_lists(*paths),
-        arguments.get("unknown", "error"),
-        arguments.get("low_precision"),
-    )
-    return policy, None, arguments.get("kernels", "auto")

@@ -50,13 +50,13 @@ class Comparison(Found):
         found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name[0] != "_"}
         rows = {"rows": self.rows, "by_op": self.by_op(), "by_module": self.by_module()}
         first = None if self.first_nonfinite is None else asdict(self.first_nonfinite)
-        return _plain(
+        return plain(
             {"schema": SCHEMA, **found, "first_nonfinite": first} | {k: [*map(asdict, v)] for k, v in rows.items()}
         )
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Save as one HTML page that needs no network and no other file."""
-        values = {**self.as_json(), "worst": _plain([asdict(row) for row in self.worst(len(self.rows))])}
+        values = {**self.as_json(), "worst": plain([asdict(row) for row in self.worst(len(self.rows))])}
         Path(path).write_text(as_page(self, values), encoding="utf-8")
 
     def json(self, path: str | os.PathLike[str]) -> None:
@@ -67,10 +67,10 @@ class Comparison(Found):
         return as_text(self, terminal_width())
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Without NaN and inf, which JSON does not have: null, and "inf"."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value

@@ -86,11 +86,11 @@ def square(gradients: Sequence[Tensor]) -> float:
     return total if math.isfinite(total) else math.inf
 
 
-def shifts(parameters: Sequence[Tensor], h: float) -> list[list[Tensor]]:
+def shifts(parameters: Sequence[Tensor], h: float, directions: int = DIRECTIONS, seed: int = 0) -> list[list[Tensor]]:
     """h v for each direction v: random numbers of unit variance, of the shape of each parameter."""
     found = []
-    for direction in range(DIRECTIONS):
-        generator = torch.Generator().manual_seed(direction)
+    for direction in range(directions):
+        generator = torch.Generator().manual_seed(seed + direction)
         found.append([torch.randn(p.shape, generator=generator).mul_(h).to(p.device) for p in parameters])
     return found
 
@@ -106,9 +106,14 @@ def mean_square(projected: Sequence[float]) -> float:
     return sum(p * p for p in projected) / len(projected) if projected else math.nan
 
 
-def biased_square(projected: Sequence[float]) -> float:
-    """An estimate of N |mean e_b|^2 from v . e_b, where batch b has direction b modulo `DIRECTIONS`."""
-    whole, by_direction = mean_square(projected), [projected[d::DIRECTIONS] for d in range(DIRECTIONS)]
-    pairs = [(sum(p) ** 2 - sum(x * x for x in p)) / (len(p) * (len(p) - 1)) for p in by_direction if len(p) > 1]
+def by_direction(projected: Sequence[float]) -> list[Sequence[float]]:
+    """v . e_b by direction, where batch b has direction b modulo `DIRECTIONS`."""
+    return [projected[d::DIRECTIONS] for d in range(DIRECTIONS)]
+
+
+def biased_square(projected: Sequence[Sequence[float]], batches: int) -> float:
+    """An estimate of N |mean e_b|^2 from v . e_b, for each direction v those of the batches that have it."""
+    whole = mean_square([each for direction in projected for each in direction])
+    pairs = [(sum(p) ** 2 - sum(x * x for x in p)) / (len(p) * (len(p) - 1)) for p in projected if len(p) > 1]
     common = max(sum(pairs) / len(pairs), 0.0) if pairs else 0.0
-    return whole + (len(projected) - 1) * min(common, whole)
+    return whole + (batches - 1) * min(common, whole)

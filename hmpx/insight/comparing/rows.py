@@ -10,7 +10,7 @@ import torch
 
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.difference import Difference
-from hmpx.insight.comparing.noise import Noise, biased_square, mean_square
+from hmpx.insight.comparing.noise import Noise, biased_square, by_direction, mean_square
 from hmpx.insight.comparing.row import Row
 from hmpx.insight.tensors import LOW, name
 
@@ -79,7 +79,7 @@ def _effects(changes: list[float], projected: list[float], noise: Noise) -> dict
     return {
         "loss_change": math.sqrt(mean_square(changes)),
         "gradient_error": noise.in_noise(mean_square(projected)),
-        "gradient_bias": noise.in_noise(biased_square(projected)),
+        "gradient_bias": noise.in_noise(biased_square(by_direction(projected), len(projected))),
     }
 
 

@@ -18,6 +18,7 @@ from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.recipe import Recipe
 
 Loss = Callable[..., Tensor]
+_SAME = 1e-5  # relative difference of two FP32 losses that rounding explains
 
 
 class Subject:
@@ -28,14 +29,20 @@ class Subject:
     """
 
     def __init__(
-        self, model: torch.nn.Module, batches: Sequence[tuple], loss: Loss | None, recipe: Recipe | None
+        self,
+        model: torch.nn.Module,
+        batches: Sequence[tuple],
+        loss: Loss | None,
+        recipe: Recipe | None,
+        asked: str = "compare",
     ) -> None:
-        self.model, self.batches, self._loss, self._recipe = model, _checked(model, batches, loss), loss, recipe
+        self._asked = asked  # the function that a user has called, for errors
+        self.model, self.batches, self._loss, self._recipe = model, _checked(model, batches, loss, asked), loss, recipe
         self._reentrant: bool | None = None  # whether it has checkpoints that know `backward()` alone
         self.parameters = [p for p in model.parameters() if p.requires_grad] if loss is not None else []
         if loss is not None and not self.parameters:
             raise HmpxError(
-                "compare: no parameter of the model requires a gradient; without `loss` results are compared"
+                f"{asked}: no parameter of the model requires a gradient; without `loss` compare looks at results"
             )
 
     @contextlib.contextmanager
@@ -69,18 +76,38 @@ class Subject:
             self.wide(batch, True, wanted)
 
     def wide(
-        self, batch: tuple, gradients: bool = True, wanted: Callable[[], list[Tensor] | None] | None = None
+        self,
+        batch: tuple,
+        gradients: bool = True,
+        wanted: Callable[[], list[Tensor] | None] | None = None,
+        also: Callable[[], list[Tensor]] = list,
     ) -> tuple[float, list[Tensor]]:
-        """The same with everything in FP32."""
+        """The same with everything in FP32.
+
+        also: gives tensors, after the forward pass, down to which the backward pass is to go too.
+        """
         with contextlib.ExitStack() as undo:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 if tensor.dtype in LOW:
                     undo.callback(setattr, tensor, "data", tensor.data)
                     tensor.data = tensor.data.float()
-            return self._run(tree_map(_wide, batch), gradients, wanted)
+            return self._run(tree_map(_wide, batch), gradients, wanted, also)
+
+    def check_repeats(self, exact: float, again: float) -> None:
+        """Check that two runs in FP32 of the first batch come to one loss."""
+        if math.isfinite(exact) and abs(again - exact) > _SAME * max(abs(exact), abs(again)):
+            raise HmpxError(
+                f"{self._asked}: the FP32 loss of the first batch is {exact:.9g}, and {again:.9g} when it is computed "
+                f"again, {abs(again - exact):.1e} apart: something changes from run to run that is neither a buffer "
+                "nor a random generator of torch, NumPy or Python; put it back in loss(model, *batch)"
+            )
 
     def _run(
-        self, batch: tuple, gradients: bool, wanted: Callable[[], list[Tensor] | None] | None = None
+        self,
+        batch: tuple,
+        gradients: bool,
+        wanted: Callable[[], list[Tensor] | None] | None = None,
+        also: Callable[[], list[Tensor]] = list,
     ) -> tuple[float, list[Tensor]]:
         with kept(self.model):
             if self._loss is None:
@@ -94,13 +121,15 @@ class Subject:
                 what = (
                     f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
                 )
-                raise HmpxError(f"compare: loss(model, *batch) must return a scalar tensor, not {what}")
+                raise HmpxError(f"{self._asked}: loss(model, *batch) must return a scalar tensor, not {what}")
             if not loss.requires_grad:
-                raise HmpxError("compare: the loss has no gradient: it was computed under torch.no_grad, or detached")
-            found = self._gradients(loss, wanted() if wanted is not None else None) if gradients else []
+                raise HmpxError(
+                    f"{self._asked}: the loss has no gradient: it was computed under torch.no_grad, or detached"
+                )
+            found = self._gradients(loss, wanted() if wanted is not None else None, also()) if gradients else []
             return float(loss.detach()), found
 
-    def _gradients(self, loss: Tensor, wanted: list[Tensor] | None) -> list[Tensor]:
+    def _gradients(self, loss: Tensor, wanted: list[Tensor] | None, also: list[Tensor]) -> list[Tensor]:
         """Of the parameters; where other tensors are wanted, those are computed, and none are returned."""
         if self._reentrant is None:
             self._reentrant = _has_reentrant_checkpoint(loss)
@@ -110,8 +139,8 @@ class Subject:
             torch.autograd.grad(loss, wanted, allow_unused=True)
             return []
         else:
-            found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        pairs = zip(self.parameters, found, strict=True)
+            found = torch.autograd.grad(loss, [*self.parameters, *also], allow_unused=True)
+        pairs = zip(self.parameters, found, strict=False)
         with unobserved():
             return [torch.zeros_like(p, dtype=torch.float32) if g is None else g.detach().float() for p, g in pairs]
 
@@ -119,8 +148,8 @@ class Subject:
         """Through checkpoints that know `backward()` alone, which runs what hangs on a parameter's gradient."""
         if any(p._post_accumulate_grad_hooks for p in self.parameters):
             raise HmpxError(
-                "compare: the model has checkpoints with use_reentrant=True, and something steps on its gradients "
-                "(release_gradients?): detach that, or use use_reentrant=False"
+                f"{self._asked}: the model has checkpoints with use_reentrant=True, and something steps on its "
+                "gradients (release_gradients?): detach that, or use use_reentrant=False"
             )
         loss.backward()
         found = tuple(p.grad for p in self.parameters)
@@ -129,16 +158,16 @@ class Subject:
         return found
 
 
-def _checked(model: Any, batches: Any, loss: Any) -> list[tuple]:
+def _checked(model: Any, batches: Any, loss: Any, asked: str) -> list[tuple]:
     if not isinstance(model, torch.nn.Module):
-        raise HmpxError(f"compare: model is a {type(model).__name__}, not a torch.nn.Module")
+        raise HmpxError(f"{asked}: model is a {type(model).__name__}, not a torch.nn.Module")
     if loss is not None and not callable(loss):
-        raise HmpxError(f"compare: loss is a {type(loss).__name__}; it is called as loss(model, *batch)")
+        raise HmpxError(f"{asked}: loss is a {type(loss).__name__}; it is called as loss(model, *batch)")
     if isinstance(batches, Tensor | dict) or not isinstance(batches, Sequence):
-        raise HmpxError(f"compare: batches is a list of tuples of arguments, not a {type(batches).__name__}")
+        raise HmpxError(f"{asked}: batches is a list of tuples of arguments, not a {type(batches).__name__}")
     found = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
     if not found:
-        raise HmpxError("compare: batches is empty")
+        raise HmpxError(f"{asked}: batches is empty")
     return found
 
 

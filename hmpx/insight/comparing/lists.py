@@ -1,0 +1,55 @@
+"""Which op lists a user means."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from hmpx import conversion
+from hmpx.casts.build_policy import build_policy
+from hmpx.casts.fp32_kernels import KernelsAsked
+from hmpx.casts.op_lists import read_lists
+from hmpx.casts.policy import Policy
+from hmpx.conversion import installed
+from hmpx.errors import HmpxError, did_you_mean
+from hmpx.recipes.recipe import Recipe, as_recipe
+
+
+def lists_meant(lists: Any, asked: str = "compare") -> tuple[Policy, Recipe | None, KernelsAsked]:
+    """The policy that is meant, the recipe whose parameters go with it, and its kernels.
+
+    asked: the function that a user has called, for errors.
+    """
+    if lists is None:
+        now = installed()
+        if now is None:
+            return build_policy(), None, "auto"
+        if now.dtype_map is not None:
+            raise HmpxError(f"{asked}: the conversion in force maps dtypes, so that there is no FP32 beside it")
+        return now.policy, None, now.kernels.asked
+    if isinstance(lists, Policy):
+        return lists, None, "auto"
+    if isinstance(lists, Mapping) and not isinstance(lists, Recipe):
+        return _of_arguments(dict(lists), asked)
+    recipe = as_recipe(lists)
+    policy = recipe.policy()
+    if policy is None or recipe.dtype_map:
+        why = "leaves ops as they are (opt_level null)" if policy is None else "maps dtypes"
+        raise HmpxError(f"{asked}: this recipe {why}, so that there are no op lists to compare with FP32")
+    return policy, recipe, recipe.kernels
+
+
+def _of_arguments(arguments: dict[str, Any], asked: str) -> tuple[Policy, None, KernelsAsked]:
+    legal = [name for name in inspect.signature(conversion.convert).parameters if name not in ("isVerbose", "enabled")]
+    for name in arguments:
+        if name not in legal or name == "dtype_map":
+            raise HmpxError(f"{asked}: lists has no {name!r}{did_you_mean(name, legal)}; it takes convert's arguments")
+    paths = [arguments.get(f"{side}_file_path") for side in ("bf16", "fp32", "promote")]
+    policy = build_policy(
+        arguments.get("opt_level", "O1"),
+        read_lists(*paths),
+        arguments.get("unknown", "error"),
+        arguments.get("low_precision"),
+    )
+    return policy, None, arguments.get("kernels", "auto")

@@ -1,0 +1,155 @@
+"""What lists do to batches that were not scored: measured, against FP32."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils._pytree import tree_map
+
+from hmpx import region_state
+from hmpx.casts.observing import Seen, unobserved
+from hmpx.casts.rules import call
+from hmpx.insight.comparing.calls import Asked, Compared
+from hmpx.insight.comparing.computing import in_fp32
+from hmpx.insight.comparing.noise import Noise
+from hmpx.insight.comparing.passes import is_recomputing
+from hmpx.insight.comparing.sites import Pass, Sites
+from hmpx.insight.comparing.subject import Subject
+from hmpx.insight.tensors import LOW, Tensor, floating
+from hmpx.insight.tuning.problem import Effect
+
+_generator = torch.default_generator
+Drawn = dict[tuple[Compared, int], Tensor]  # the state of torch's generator before each call that draws
+
+
+class _Numbered:
+    """A run whose calls draw the random numbers that those of another have drawn."""
+
+    def __init__(self, drawn: Drawn) -> None:
+        self._drawn = drawn
+        self._numbers: Counter[Compared] = Counter()
+
+    def around(self, asked: Asked) -> Seen:
+        if is_recomputing():
+            return self._seen(asked)
+        self._numbers[asked.site] += 1
+        return self._called(asked, (asked.site, self._numbers[asked.site]))
+
+    def _called(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
+        if number in self._drawn:
+            _generator.set_state(self._drawn[number])
+        return self._seen(asked)
+
+    def _seen(self, asked: Asked) -> Seen:
+        raise NotImplementedError
+
+
+class Exact(_Numbered):
+    """Everything in FP32; it notes which calls draw."""
+
+    def _called(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
+        before = _generator.get_state()
+        seen = self._seen(asked)
+        if not torch.equal(before, _generator.get_state()):
+            self._drawn[number] = before
+        return seen
+
+    def _seen(self, asked: Asked) -> Seen:
+        with unobserved():
+            return asked.answer(in_fp32(asked))
+
+
+class Divided(_Numbered):
+    """As lists do that put some sites into BF16 and others into FP32; None of a site: it is in neither list."""
+
+    def __init__(self, drawn: Drawn, is_low: Callable[[Compared], bool | None]) -> None:
+        super().__init__(drawn)
+        self._is_low = is_low
+
+    def _seen(self, asked: Asked) -> Seen:
+        low = self._is_low(asked.site)
+        if asked.point.in_place or low:
+            return asked.plainly()
+        with unobserved():
+            if low is None:
+                return asked.answer(call(asked.point.original, asked.args, asked.kwargs))
+            return asked.answer(in_fp32(asked))
+
+
+class Listed(_Numbered):
+    """Under the lists that are in force. low: takes the sites whose inputs are in low precision."""
+
+    def __init__(self, drawn: Drawn, low: set[Compared]) -> None:
+        super().__init__(drawn)
+        self._low = low
+
+    def _seen(self, asked: Asked) -> Seen:
+        seen = asked.plainly()
+        dtypes = {tensor.dtype for tensor in floating((seen.args, seen.kwargs))}
+        if dtypes and dtypes <= LOW:
+            self._low.add(asked.site)
+        return seen
+
+
+class HeldOut:
+    """Batches that are not scored, with their losses and gradients in FP32. passes: forward and backward, so far."""
+
+    def __init__(self, subject: Subject, sites: Sites, batches: Sequence[tuple]) -> None:
+        self._subject, self._sites, self.batches = subject, sites, batches
+        self._exact: list[tuple[float, list[Tensor], Drawn]] = []
+        self.passes = 0
+
+    def prepare(self) -> None:
+        """The run in FP32."""
+        for batch in self.batches:
+            drawn: Drawn = {}
+            loss, gradients = self.run(Exact(drawn), functools.partial(self._subject.wide, batch))
+            self._exact.append((loss, gradients, drawn))
+
+    def run(self, now: Pass, work: Callable[[], tuple[float, list[Tensor]]]) -> tuple[float, list[Tensor]]:
+        self._sites.now = now
+        self.passes += 1
+        try:
+            return work()
+        finally:
+            self._sites.now = None
+
+    @property
+    def loss(self) -> float:
+        """The mean in FP32."""
+        return statistics.fmean(loss for loss, _, _ in self._exact)
+
+    def measured(self, make: Callable[[Drawn], Pass]) -> Effect:
+        """What a pass does to all batches under the lists that are in force."""
+        return self._effect(make, self._subject.low)
+
+    def shaken(self) -> Effect:
+        """What FP32 does when the floating inputs of the batches are rounded to BF16: the floor of what one can ask."""
+        return self._effect(
+            lambda drawn: Exact(dict(drawn)), lambda batch: self._subject.wide(tree_map(_shaken, batch))
+        )
+
+    def _effect(self, make: Callable[[Drawn], Pass], work: Callable[[tuple], tuple[float, list[Tensor]]]) -> Effect:
+        noise, changes = Noise(), []
+        for batch, (exact, gradients, drawn) in zip(self.batches, self._exact, strict=True):
+            loss, found = self.run(make(drawn), functools.partial(work, batch))
+            noise.add(gradients, found)
+            changes.append(loss - exact)
+        change = math.sqrt(statistics.fmean(change * change for change in changes))
+        return Effect(noise.error, noise.bias, change, change / self._loss_noise)
+
+    @property
+    def _loss_noise(self) -> float:
+        return statistics.stdev([loss for loss, _, _ in self._exact])
+
+
+def _shaken(value: object) -> object:
+    if isinstance(value, Tensor) and value.dtype is torch.float32:
+        with region_state.region(False):
+            return value.bfloat16().float()
+    return value

@@ -1,0 +1,115 @@
+"""`Tuned`: what `tune` found, to be used, printed and saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hmpx.casts.policy import Policy
+from hmpx.insight.comparing.comparison import plain
+from hmpx.insight.tuning import writing
+from hmpx.insight.tuning.choice import Choice, amount, percent
+from hmpx.insight.tuning.mark import Mark
+from hmpx.recipes.recipe import Recipe
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Op lists that were found for a model, and what was measured on the way.
+
+    Attributes:
+        policy: the lists. recipe: the same as a recipe, with the rules of modules, for `prepare` and `activate`.
+        met: whether the tolerance holds on the held-out batches.
+        gradient_error, gradient_bias, loss_change: measured there against FP32: the first two in units of the noise
+            between batches as in `Comparison`, the last the root mean square over batches.
+        predicted: the gradient error that was predicted of these lists from the scores.
+        floor: the gradient error in FP32 of inputs that are rounded to BF16.
+        share: of the FLOPs of matrix products, convolutions and attention, what runs in BF16, from 0 to 1.
+        objective, tolerance: as asked for. cost: what the lists come to, in `unit`: modelled seconds of a step ("s"),
+            FLOPs in FP32 ("FLOP"), bytes saved for the backward pass ("B").
+        choices: a `Choice` for each name, the dearest first.
+        marks: the chosen lists beside the default ones, autocast's, and all in FP32; curve: the choices for other
+            weights of the error, predicted.
+        steps: forward and backward passes that it took. verifications: how many sets of lists were measured.
+        stands_in_the_way: where the tolerance is not met, why not, in words.
+
+    `save(folder)` writes the lists, the recipe and the measurements, `json(path)` the measurements alone, `as_json()`
+    is the same as objects. It prints with the reasons.
+
+    Example:
+        >>> batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(8)]
+        >>> def loss(model, x, y):
+        ...     return torch.nn.functional.mse_loss(model(x), y)
+        >>> tuned = hmpx.tune(model, batches, loss, objective="coverage", progress=False)
+        >>> tuned.met, tuned.share, tuned.gradient_error < 0.1
+        (True, 1.0, True)
+        >>> with hmpx.activate(tuned.recipe):
+        ...     model(inputs).dtype
+        torch.bfloat16
+    """
+
+    policy: Policy
+    recipe: Recipe
+    met: bool
+    gradient_error: float
+    gradient_bias: float
+    loss_change: float
+    predicted: float
+    floor: float
+    share: float
+    objective: str
+    tolerance: float
+    cost: float
+    unit: str
+    choices: tuple[Choice, ...]
+    marks: tuple[Mark, ...]
+    curve: tuple[Mark, ...]
+    steps: int
+    verifications: int
+    stands_in_the_way: str = ""
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml`` and ``tuned.json`` into a folder."""
+        writing.save(folder, self.policy, self.recipe, self.choices, "\n".join(self._verdict()))
+        self.json(Path(folder) / "tuned.json")
+
+    def as_json(self) -> dict[str, Any]:
+        """The attributes; the policy and the recipe as the files they print as."""
+        found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        found |= {"policy": str(self.policy), "recipe": str(self.recipe)}
+        for key in ("choices", "marks", "curve"):
+            found[key] = [dataclasses.asdict(each) for each in found[key]]
+        return plain({"schema": SCHEMA, **found})
+
+    def json(self, path: str | os.PathLike[str]) -> None:
+        """Save everything as JSON, by the names of the attributes."""
+        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+
+    def _verdict(self) -> list[str]:
+        holds = "within" if self.met else "NOT within"
+        lines = [
+            f"gradient error {self.gradient_error:.1e} of the noise between batches, bias {self.gradient_bias:.1e}, "
+            f"loss {self.loss_change:.1e}, on held-out batches: {holds} {self.tolerance:g}",
+            f"{percent(self.share)} of the FLOPs of matrix products in BF16; predicted error {self.predicted:.1e}, "
+            f"{self.steps} steps",
+        ]
+        return [*lines, self.stands_in_the_way] if self.stands_in_the_way else lines
+
+    def __str__(self) -> str:
+        lines = self._verdict()
+        lines += [
+            "",
+            *(
+                f"{mark.name:24} error {mark.gradient_error:.1e}  {amount(mark.cost, self.unit):>10}  "
+                f"{percent(mark.share)} in BF16"
+                for mark in self.marks
+            ),
+            "",
+        ]
+        return "\n".join([*lines, *map(str, self.choices)])

@@ -1,0 +1,49 @@
+"""The lists that a choice comes to: as a policy, as files with a reason for each line, as a recipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hmpx.casts.op_lists import SIDES
+from hmpx.casts.policy import Policy
+from hmpx.insight.tuning.choice import Choice
+from hmpx.recipes.recipe import Recipe
+
+
+def policy_of(base: Policy, low: Collection[str], wide: Collection[str]) -> Policy:
+    """Lists that say so of these names; of any other one what `base` says."""
+    decided = {*low, *wide}
+    kept = {side: [name for name in getattr(base, side) if name not in decided] for side in SIDES}
+    return Policy(
+        bf16=tuple(sorted([*kept["bf16"], *low])),
+        fp32=tuple(sorted([*kept["fp32"], *wide])),
+        promote=tuple(kept["promote"]),
+    )
+
+
+def recipe_of(base: Recipe | None, policy: Policy) -> Recipe:
+    """`base` with other lists; without one, FP32 weights."""
+    lists = {side: getattr(policy, side) for side in SIDES}
+    return replace(base or Recipe(parameter_dtype="float32", low_precision="bfloat16"), **lists)
+
+
+def save(folder: str | os.PathLike[str], policy: Policy, recipe: Recipe, choices: Sequence[Choice], head: str) -> None:
+    """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt`` and ``recipe.yaml``."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    reasons = {choice.name: choice.reason for choice in choices if not choice.module}
+    for side in SIDES:
+        names = getattr(policy, side)
+        width = max((len(name) for name in names if name in reasons), default=0)
+        lines = [f"# {line}" for line in head.splitlines()]
+        lines += [f"{name:{width}}  # {reasons[name]}" for name in names if name in reasons]
+        rest = [name for name in names if name not in reasons]
+        lines += ["# Not called by the batches that were tuned on; as the lists that it began with have it."] * bool(
+            rest
+        )
+        (path / f"{side}.txt").write_text("\n".join([*lines, *rest]) + "\n", encoding="utf-8")
+    said = [f"# {line}" for line in head.splitlines()]
+    (path / "recipe.yaml").write_text("\n".join([*said, str(recipe)]), encoding="utf-8")

@@ -1,0 +1,117 @@
+"""Models around one line that may break in BF16, and what is to be found there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+WIDTH = 16
+
+
+class Model(nn.Module):
+    """A small network around one line that may break in BF16."""
+
+    def __init__(self, faulty, scale=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.faulty, self.scale = faulty, scale
+
+    def forward(self, x):
+        h = self.first(x) * self.scale
+        return self.last(self.faulty(h))
+
+
+def loss_of(model, x, y):
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def batches(number=4, size=32):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, WIDTH, generator=generator), torch.randint(4, (size,), generator=generator))
+        for _ in range(number)
+    ]
+
+
+def variance_by_difference(h):
+    h = h + 30
+    variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True).square()
+    return (h - 30) * torch.rsqrt(variance.abs() + 1e-3)
+
+
+def sharp_softmax(h):
+    return torch.softmax(h * 40 + 300, -1)
+
+
+def long_sum(h):
+    steps = torch.cumsum(torch.sigmoid(h).repeat(1, 32), -1)
+    return torch.sin(steps[:, -WIDTH:])
+
+
+def exponentials(h):
+    return torch.exp(h * 6 + 60) * 1e-26
+
+
+def position_left_in_bf16(h):
+    positions = torch.arange(1000, 1000 + len(h)).float()
+    return torch.sin(positions.to(torch.bfloat16).float()[:, None] * 0.7) * h
+
+
+def root_of_a_small_difference(h):
+    """In BF16 the difference is zero, and so is the root; its slope is not finite."""
+    distance = (h * 1e-4 + 1) - 1
+    return torch.sqrt(distance.square()) * 1e4
+
+
+class Masked(nn.Module):
+    """Attention over padded positions, whose mask is a product with a huge negative number."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, 4)
+
+    def forward(self, x, keep):
+        mask = (1 - keep) * torch.finfo(torch.float32).min
+        weights = torch.softmax(x + mask, -1)
+        return self.linear(weights * x)
+
+
+def padded(number=4):
+    keep = torch.ones(8, WIDTH)
+    keep[3] = 0  # a whole row
+    return [(x[:8], keep, y[:8]) for x, y in batches(number)]
+
+
+def masked_loss(model, x, keep, y):
+    return nn.functional.cross_entropy(model(x, keep), y)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line that breaks under some lists.
+
+    bf16: the names in the list that breaks it. ops: those of which one is to blame. text: of the line.
+    """
+
+    function: Callable
+    bf16: str
+    ops: frozenset[str]
+    text: str
+
+
+PLANTED = {
+    "variance": Fault(
+        variance_by_difference,
+        "sub mul mean square linear",
+        frozenset({"sub", "mean", "mul", "square"}),
+        "variance = ",
+    ),
+    "softmax": Fault(sharp_softmax, "softmax", frozenset({"softmax"}), "torch.softmax"),
+    "cumsum": Fault(long_sum, "cumsum linear", frozenset({"cumsum"}), "cumsum"),
+    "exp": Fault(exponentials, "exp linear", frozenset({"exp"}), "torch.exp"),
+}
