@@ -131,7 +131,7 @@ def _loop(model, optimizer, device, steps):
     return counts, losses
 
 
-@pytest.mark.parametrize("recipe", [name for name in recipe_names() if name not in ("lean", needs_grad_dtype)])
+@pytest.mark.parametrize("recipe", [name for name in recipe_names() if name not in ("lean", "lean8", needs_grad_dtype)])
 def test_a_step_is_one_graph_and_every_step_the_same(recipe, xla):
     """The first step has no state yet, the second is the graph of all that follow: two graphs at most, no fallback."""
     with hmpx.activate(recipe):
@@ -152,10 +152,11 @@ def test_a_step_is_one_graph_and_every_step_the_same(recipe, xla):
     assert all(abs(a.item() - b.item()) < 0.02 for a, b in zip(losses, on_cpu, strict=True))
 
 
-def test_released_gradients(xla):
+@pytest.mark.parametrize("recipe, state_dtype", [("lean", "bfloat16"), ("lean8", "8bit")])
+def test_released_gradients(recipe, state_dtype, xla):
     results = []
-    for recipe in ("lean", {"state_dtype": "bfloat16"}):
-        with hmpx.activate(recipe):
+    for each in (recipe, {"state_dtype": state_dtype}):
+        with hmpx.activate(each):
             torch.manual_seed(1)
             model = Net().to(xla)
             _loop(model, optim.AdamW(model.parameters(), lr=1e-3), xla, 4)

@@ -20,6 +20,11 @@ _UPDATES = {
     "master": "made to FP32 masters, of which the weights are the rounding to nearest",
     "split": "made to FP32 masters, whose lower halves are kept beside the weights",
 }
+_STATE = {
+    "float32": "float32",
+    "bfloat16": "bfloat16, rounded stochastically",
+    "8bit": "8 bits with a scale for 128 elements, rounded stochastically",
+}
 
 
 def recipe_in_words(recipe: Recipe) -> str:
@@ -43,7 +48,7 @@ def recipe_lines(recipe: Recipe) -> list[str]:
         "dtypes": ", ".join(f"{old} becomes {new}" for old, new in recipe.dtype_map.items()),
         "updates": f"of bfloat16 weights: {_UPDATES[recipe.weights]}{_seed(recipe)}",
         "gradients": f"{recipe.parameter_dtype}{released}",
-        "state": f"{recipe.state_dtype}" + (", rounded stochastically" if recipe.state_dtype == "bfloat16" else ""),
+        "state": _STATE[recipe.state_dtype],
         "checkpoints": "weights and state as they are held, step number and seed",
     }
     if recipe.use_fp32_grad_acc:
@@ -93,7 +98,7 @@ def _short(path: str) -> str:
 
 
 def _seed(recipe: Recipe) -> str:
-    if recipe.weights != "stochastic" and recipe.state_dtype != "bfloat16":
+    if recipe.weights != "stochastic" and recipe.state_dtype == "float32":
         return ""
     return f"; seed {recipe.seed}" if recipe.seed is not None else "; seed of the checkpoint, else 0"
 

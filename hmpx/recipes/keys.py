@@ -15,6 +15,7 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes import nxd
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.settings import SWITCHES
+from hmpx.updates.state_forms import STATE_FORMS, state_name
 from hmpx.updates.weights import WAYS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -23,7 +24,7 @@ LISTS = tuple(f"{side}_file_path" for side in SIDES)
 _LEGAL = {
     "opt_level": (*OPT_LEVELS, None),
     "parameter_dtype": tuple(DTYPES),
-    "state_dtype": tuple(DTYPES),
+    "state_dtype": tuple(map(state_name, STATE_FORMS)),
     LOW_PRECISION: ("bfloat16", "float16", None),
     "kernels": KERNELS,
     "weights": tuple(WAYS),

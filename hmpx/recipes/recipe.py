@@ -26,6 +26,7 @@ from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, SWITCHES, problems, spelled
 from hmpx.recipes.origins import Origins
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.settings import Settings, Weights
+from hmpx.updates.state_forms import state_name, state_named
 from hmpx.version import __version__
 
 
@@ -88,7 +89,7 @@ class Recipe:
     parameter_dtype: str = "bfloat16"
     module_dtypes: Mapping[str, str] = field(default_factory=dict)
     weights: Weights = Settings.weights
-    state_dtype: str = dtype_name(Settings.state_dtype)
+    state_dtype: str = state_name(Settings.state_dtype)
     use_fp32_grad_acc: bool = Settings.use_fp32_grad_acc
     use_master_weights_in_ckpt: bool = Settings.use_master_weights_in_ckpt
     release_gradients: bool = Settings.release_gradients
@@ -196,7 +197,7 @@ class Recipe:
         """
         own = {key: getattr(self, key) for key in ("weights", "seed", *SWITCHES)}
         with self.naming_lines():
-            return Settings(state_dtype=DTYPES[self.state_dtype], **own)
+            return Settings(state_dtype=state_named(self.state_dtype), **own)
 
 
 _DEFAULT = Recipe()

@@ -93,6 +93,29 @@ def _round_row(out: Tensor, x: Tensor, key: int, offset: int) -> None:
             out_chunk.copy_(torch.where(x_chunk.abs() <= BF16_MAX, out_chunk, nearest))
 
 
+def numbers_(out: Tensor, _: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
+    """The random numbers by which `round_` rounds: 16 bits each, in int32 `out`, flat."""
+    for row, out_row in enumerate(out.split(width or out.numel())):
+        _numbers_of_row(out_row, key, offset + row * stride)
+
+
+def _numbers_of_row(out: Tensor, key: int, offset: int) -> None:
+    c, odd = _scratch(out.device), offset & 1
+    k2 = torch.tensor(signed(key >> 32), dtype=torch.int32, device=out.device)
+    for start, part in zip(range(0, out.numel(), _CHUNK), out.split(_CHUNK), strict=True):
+        k1 = torch.tensor(signed(key + ((offset + start) // 2) * GOLDEN), dtype=torch.int32, device=out.device)
+        pairs = (part.numel() + odd + 1) // 2
+        h, t = c.hash[:pairs], c.shifted[:pairs]
+        torch.add(c.products[:pairs], k1, out=h)
+        torch.bitwise_right_shift(h, c.by_16, out=t)
+        h.bitwise_xor_(t.bitwise_and_(c.low_16)).mul_(c.multiply_1)
+        torch.bitwise_right_shift(h, c.by_15, out=t)
+        h.bitwise_xor_(t.bitwise_and_(c.low_17)).bitwise_xor_(k2).mul_(c.multiply_2)
+        torch.bitwise_right_shift(h, c.by_15, out=t)
+        h.bitwise_xor_(t.bitwise_and_(c.low_17))
+        part.copy_(h.view(torch.uint16)[odd : odd + part.numel()])
+
+
 def _quiet(x: Tensor) -> Tensor:
     """The BF16 quiet NaN with the sign and the upper payload of an FP32 one; torch's own cast drops them."""
     return (x.view(torch.int32) >> 16).to(torch.int16).bitwise_or_(0x40).view(torch.bfloat16)

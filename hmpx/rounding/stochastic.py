@@ -36,6 +36,7 @@ from hmpx.errors import HmpxError
 from hmpx.rounding import eager, native, triton, xla
 
 Tensor = torch.Tensor
+Kernel = Callable[[Tensor, Tensor, int, int, int, int], None]
 
 _M64 = 2**64 - 1
 
@@ -143,16 +144,28 @@ def round_into(
         return
     source = x.contiguous()
     target = out if out.is_contiguous() else torch.empty_like(source, dtype=out.dtype)
-    _round_flat(target.view(-1), source.view(-1), (seed, step, name), offset, width or x.numel(), stride)
+    place = offset, width or x.numel(), stride
+    _by_key(_kernel(x), target.view(-1), source.view(-1), (seed, step, name), *place)
     if target is out:
         torch.autograd.graph.increment_version(out)  # autograd does not see what a kernel of ours writes
     else:
         out.copy_(target)
 
 
-def _round_flat(out: Tensor, x: Tensor, key_parts: tuple[int, int, str], offset: int, width: int, stride: int) -> None:
+def numbers_into(
+    out: Tensor, seed: int, step: int, name: str, offset: int = 0, width: int = 0, stride: int = 0
+) -> None:
+    """The numbers by which `round_into` rounds, r above, in flat int32 `out`."""
+    if out.numel():
+        kernel = xla.numbers_ if xla.is_lazy(out) else eager.numbers_
+        _by_key(kernel, out, out, (seed, step, name), offset, width or out.numel(), stride)
+
+
+def _by_key(
+    kernel: Kernel, out: Tensor, x: Tensor, key_parts: tuple[int, int, str], offset: int, width: int, stride: int
+) -> None:
     """Call the kernel once for each 2^32 elements of the parameter, which have a key of their own."""
-    kernel, (high, low) = _kernel(x), divmod(offset, 2**32)
+    high, low = divmod(offset, 2**32)
     rows, room = x.numel() // width, 2**32 - low
     if (rows - 1) * stride + width <= room:
         kernel(out, x, derive_key(*key_parts, high), low, width, stride)
@@ -162,11 +175,11 @@ def _round_flat(out: Tensor, x: Tensor, key_parts: tuple[int, int, str], offset:
     else:  # the rows that end before that, or, if there are none, the row that must be cut
         fitting = max((room - width) // stride + 1, 1)
         first, on = fitting * width, fitting * stride
-    _round_flat(out[:first], x[:first], key_parts, offset, min(width, first), stride)
-    _round_flat(out[first:], x[first:], key_parts, offset + on, min(width, x.numel() - first), stride)
+    _by_key(kernel, out[:first], x[:first], key_parts, offset, min(width, first), stride)
+    _by_key(kernel, out[first:], x[first:], key_parts, offset + on, min(width, x.numel() - first), stride)
 
 
-def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, int, int, int, int], None]:
+def _kernel(x: Tensor) -> Kernel:
     """The fastest kernel that can read `x`; all of them give the same bits."""
     if type(x) is Tensor:
         if x.is_cpu and native.library() is not None:

@@ -62,15 +62,25 @@ def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride
         out_row.copy_(_rounded(x_row, key, offset + row * stride))
 
 
-def _rounded(x: Tensor, key: int, offset: int) -> Tensor:
-    odd, count = offset & 1, x.numel()
+def numbers_(out: Tensor, _: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
+    """As `eager.numbers_`."""
+    for row, out_row in enumerate(out.split(width or out.numel())):
+        out_row.copy_(_numbers(out_row.numel(), key, offset + row * stride, out.device))
+
+
+def _numbers(count: int, key: int, offset: int, device: torch.device) -> Tensor:
+    odd = offset & 1
     keys = [signed(key + (offset >> 1) * GOLDEN), signed(key >> 32)]
-    k1, k2 = torch.tensor(keys, dtype=torch.int32, device=x.device).unbind()
-    h = torch.arange((count + odd + 1) // 2, dtype=torch.int32, device=x.device) * signed(GOLDEN) + k1
+    k1, k2 = torch.tensor(keys, dtype=torch.int32, device=device).unbind()
+    h = torch.arange((count + odd + 1) // 2, dtype=torch.int32, device=device) * signed(GOLDEN) + k1
     h = (h ^ (shifted(h, 16) & 0xFFFF)) * MULTIPLY_1
     h = (h ^ (shifted(h, 15) & 0x1FFFF) ^ k2) * MULTIPLY_2
     h = h ^ (shifted(h, 15) & 0x1FFFF)
-    r = torch.stack((h & 0xFFFF, shifted(h, 16) & 0xFFFF), -1).view(-1)[odd : odd + count]
+    return torch.stack((h & 0xFFFF, shifted(h, 16) & 0xFFFF), -1).view(-1)[odd : odd + count]
+
+
+def _rounded(x: Tensor, key: int, offset: int) -> Tensor:
+    r = _numbers(x.numel(), key, offset, x.device)
     bits = reinterpreted(x, torch.int32)
     quiet = shifted(bits, 16).to(torch.int16) | 0x40  # of a NaN
     nearest = reinterpreted(x.to(torch.bfloat16), torch.int16)

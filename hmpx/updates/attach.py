@@ -53,7 +53,8 @@ def attach(
         model, names: where names of parameters come from, if the optimizer was not given `named_parameters()`: the
             model, or one name for each parameter in the order of `param_groups`. The rounding numbers depend on them.
         seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.
-        state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically.
+        state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" what has the
+            shape of its parameter in 8 bits, with one scale for 128 elements (`hmpx.rounding.eight_bits`).
         use_fp32_grad_acc: gradients of BF16 parameters accumulate in FP32 (torch's `grad_dtype`, 2.13 or newer).
         use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
         release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then

@@ -8,6 +8,7 @@ import torch
 
 from hmpx.updates.settings import Settings
 from hmpx.updates.sliced_step import slice_size
+from hmpx.updates.state_forms import STATE_FORMS
 from hmpx.updates.weights import WAYS
 
 # How a model is distributed, and what each rank then holds a part of.
@@ -38,7 +39,7 @@ class Footprint:
     gradients: int
     buckets: int
     masters: float
-    state: int
+    state: float
     slice: int
 
     def transient(self, elements: float) -> int:
@@ -64,12 +65,12 @@ def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footpr
     if dtype is torch.float32:  # a plain step
         return Footprint(_FP32, _FP32, _FP32, 0, states * _FP32, 0)
     wide_gradients = settings.use_fp32_grad_acc
-    narrow_state = settings.state_dtype is torch.bfloat16
+    form = STATE_FORMS[settings.state_dtype]
     return Footprint(
         weights=dtype.itemsize,
         gradients=0 if settings.release_gradients else _FP32 if wide_gradients else dtype.itemsize,
         buckets=dtype.itemsize,
         masters=WAYS[settings.weights].bytes_beside,
-        state=states * settings.state_dtype.itemsize,
-        slice=0 if settings.fused else _FP32 * (4 + (states if narrow_state else 0)),
+        state=states * form.bytes_each,
+        slice=0 if settings.fused and form.in_kernels is not None else _FP32 * (4 + (0 if form.as_left else states)),
     )

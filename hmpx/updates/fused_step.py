@@ -81,7 +81,7 @@ def _maker(optimizer: optim.Optimizer) -> Callable[..., Callable[[dict], None]]:
 def _keyed_state(state: dict, key: str, segment: Segment, write_back: WriteBack) -> native.KeyedTensor:
     """A state tensor, made if it is not there yet."""
     if state.get(key) is None:
-        state[key] = torch.zeros_like(segment.param, dtype=write_back.state_dtype, requires_grad=False)
+        state[key] = torch.zeros_like(segment.param, dtype=write_back.form.in_kernels, requires_grad=False)
     return state[key], write_back.rounding_key.derive(f"{segment.name}.{key}")
 
 

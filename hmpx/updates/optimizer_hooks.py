@@ -17,6 +17,7 @@ from hmpx import region_state
 from hmpx.changes import Attribute, Changes
 from hmpx.updates import step_count
 from hmpx.updates.gradients import claims
+from hmpx.updates.held_state import CODES
 from hmpx.updates.step_count import STEP_KEY
 
 Optimizer = torch.optim.Optimizer
@@ -48,11 +49,16 @@ def wrap(changes: Changes, name: str, wrapper: Callable[[Callable], Callable]) -
 
 
 def _keeping_fp32(is_installed: Callable[[], object], process_value: Callable) -> Callable:
-    """Of what `load_state_dict` makes a state tensor: torch casts it to the parameter's dtype, a resume needs FP32."""
+    """Of what `load_state_dict` makes a state tensor: torch casts it to the parameter's dtype, a resume needs FP32.
+
+    Codes of 8-bit state are no numbers, and are never cast.
+    """
 
     def process(
         param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list, key: Any = None
     ) -> torch.Tensor:
+        if value.dtype is torch.uint8 and str(key).startswith(CODES) and is_installed():
+            return value.to(device=param.device)
         is_fp32_state = param.dtype is torch.bfloat16 and value.dtype is torch.float32 and key != "step"
         if is_fp32_state and is_installed():
             is_ours = getattr(_loading, "attached", False) or region_state.rounding() is not None

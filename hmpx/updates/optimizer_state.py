@@ -1,7 +1,7 @@
 """The dtype of optimizer state.
 
-In a step, the state of a BF16 parameter is FP32. Between steps it is held in FP32, or in BF16 if `state_dtype` says so,
-rounded stochastically. What finds it in another dtype casts it here.
+In a step, the state of a BF16 parameter is FP32. Between steps it is held as `state_dtype` says (`state_forms.py`).
+What finds it in another dtype casts it here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from hmpx.updates.held_state import HeldCodes, entries, held, is_coded
 from hmpx.updates.ranks.sharding import is_sharded
 
 Tensor = torch.Tensor
@@ -27,7 +28,7 @@ _keeping_bf16: weakref.WeakSet = weakref.WeakSet()  # optimizers whose own choic
 
 
 def cast_state(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = True) -> bool:
-    """Cast the state of BF16 parameters to the dtype that it is held in.
+    """Cast the state of BF16 parameters to FP32 or BF16, which both hold 8-bit state exactly.
 
     BF16 state, where FP32 is asked for, comes from earlier plain steps, from a constructor, or from a load that cast it
     down. Then all state of the parameter is BF16.
@@ -42,47 +43,76 @@ def cast_state(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = 
     wrong = torch.float32 if dtype is BF16 else BF16
     for group in optimizer.param_groups:
         for p in group["params"]:
-            state = optimizer.state.get(p) if p.dtype is BF16 else None
-            if not isinstance(state, dict):
+            state = optimizer.state.get(p)
+            if is_coded(state):
+                _widen(state, p, dtype if p.dtype is BF16 else p.dtype)
+            if not isinstance(state, dict) or p.dtype is not BF16:
                 continue
             keys = [key for key, v in state.items() if _holds(v, wrong) and (lists or not isinstance(v, list))]
             if not keys or (dtype is torch.float32 and _is_own(optimizer, state)):
                 continue
             for key in keys:
                 found = found or dtype is torch.float32
-                option = _filled_by(optimizer, key)
-                if option is not None and state["step"] == 0:
-                    state[key] = None  # frees its memory first; made again if there is none for the new tensor
-                    try:
-                        state[key] = torch.full_like(p, group[option], dtype=dtype, requires_grad=False)
-                    finally:
-                        if state[key] is None:
-                            before = torch.empty_like(p, dtype=wrong, requires_grad=False)
-                            state[key] = before.fill_(group[option])
-                else:
+                if not _filled_again(optimizer, group, p, key, dtype):
                     state[key] = _cast(state[key], wrong, dtype)
     return found
 
 
+def fill_again(optimizer: optim.Optimizer) -> None:
+    """Make state that a constructor has filled with an option, in BF16, anew in FP32."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p) if p.dtype is BF16 else None
+            for key in [key for key, value in state.items() if is_bf16(value)] if isinstance(state, dict) else ():
+                _filled_again(optimizer, group, p, key, torch.float32)
+
+
+def _filled_again(optimizer: optim.Optimizer, group: dict, p: Parameter, key: str, dtype: torch.dtype) -> bool:
+    """Whether a state value is what a constructor has filled with an option, and so was made anew in `dtype`."""
+    state, option = optimizer.state[p], _filled_by(optimizer, key)
+    if option is None or state["step"] != 0:
+        return False
+    wrong = state[key].dtype
+    state[key] = None  # frees its memory first; made again if there is none for the new tensor
+    try:
+        state[key] = torch.full_like(p, group[option], dtype=dtype, requires_grad=False)
+    finally:
+        if state[key] is None:
+            state[key] = torch.empty_like(p, dtype=wrong, requires_grad=False).fill_(group[option])
+    return True
+
+
 def has_fp32_state(optimizer: optim.Optimizer) -> bool:
-    """Whether BF16 parameters have FP32 state, which torch's own step cannot use: it computes in one dtype."""
+    """Whether BF16 parameters have FP32 or 8-bit state, which torch's own step cannot use."""
     if not isinstance(optimizer, _OF_TORCH):  # another's may hold FP32 state whatever the parameters are
         return False
     params = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is BF16]
     states = [state for state in map(optimizer.state.get, params) if isinstance(state, dict)]
-    return any(_holds(value, torch.float32) for state in states for value in state.values())
+    return any(is_coded(state) or any(_holds(v, torch.float32) for v in state.values()) for state in states)
 
 
-def cast_state_of(optimizer: optim.Optimizer, p: Parameter, held: torch.dtype) -> None:
-    """Cast BF16 state of a parameter that is not BF16 any more to the parameter's dtype.
+def cast_state_of(optimizer: optim.Optimizer, p: Parameter, held: Any) -> None:
+    """Cast BF16 and 8-bit state of a parameter that is not BF16 any more to the parameter's dtype.
 
     State is BF16 if it was `held` in BF16, or after plain steps and `detach`.
     """
     state = optimizer.state.get(p)
+    if is_coded(state):
+        _widen(state, p, p.dtype)
     if not isinstance(state, dict) or (held is torch.float32 and _is_own(optimizer, state)):
         return
     for key, value in state.items():
         state[key] = _cast(value, BF16, p.dtype)
+
+
+@torch.no_grad()
+def _widen(state: dict, p: Parameter, dtype: torch.dtype) -> None:
+    """Cast the 8-bit state of a parameter to another dtype."""
+    seen = held(state, p)
+    state.clear()
+    for key in list(seen):  # one after the other, for the sake of memory
+        value = seen.pop(key)
+        state[key] = value.whole().to(dtype) if isinstance(value, HeldCodes) else entries({key: value})[key]
 
 
 def _filled_by(optimizer: optim.Optimizer, key: str) -> str | None:
@@ -125,11 +155,6 @@ def is_moment(value: Any) -> bool:
     """Whether a state value is a strided floating tensor with elements, such as a moment: held in `state_dtype`."""
     floating = _is_dense(value) and value.dtype in (BF16, torch.float32)
     return floating and value.dim() > 0 and value.layout is torch.strided
-
-
-def held_dtype(value: Tensor, state_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a tensor of the state is held in between steps."""
-    return BF16 if state_dtype is BF16 and is_moment(value) else value.dtype
 
 
 def is_bf16(value: Any) -> bool:

@@ -25,7 +25,8 @@ class PartialStep:
     """
 
     def __init__(self, call: StepCall, segments: list[Segment], write_back: WriteBack, *, fused: bool) -> None:
-        self._optimizer, self._write_back, self._fused = call.optimizer, write_back, fused
+        self._optimizer, self._write_back = call.optimizer, write_back
+        self._fused = fused and write_back.form.in_kernels is not None
         self._segments = {segment.param: segment for segment in segments}
         self._slices = SlicedStep(call, write_back)
         self._by_element = scope_of(self._optimizer) == "element"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hmpx.rounding.stochastic import derive_key, round_into
+from hmpx.rounding.stochastic import derive_key, numbers_into, round_into
 from hmpx.updates.ranks.sharding import Box
 
 Tensor = torch.Tensor
@@ -42,3 +42,14 @@ class RoundingKey:
             round_into(rounded[here], source[here], self.seed, self.step, name, *place)
         if target is None:
             out.copy_(rounded.view(out.shape))
+
+    def numbers(self, like: Tensor, name: str, start: int, box: Box | None) -> Tensor:
+        """The numbers by which `round_into` rounds a flat tensor of the size of `like`: 16 bits each, in int32."""
+        out = torch.empty(like.numel(), dtype=torch.int32, device=like.device)
+        if box is None:
+            numbers_into(out, self.seed, self.step, name, start)
+            return out
+        for span in box.spans(start, start + out.numel()):
+            here = slice(span.start - start, span.stop - start)
+            numbers_into(out[here], self.seed, self.step, name, span.offset, span.width, span.stride)
+        return out

@@ -7,7 +7,7 @@ and where they stand in the whole parameter: the rounding depends on that.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,10 +64,20 @@ class Segment:
             return None
         return tensor.permute(self.order).reshape(-1)[self.start : self.stop]
 
-    def parts(self, size: int, order: Order | None) -> Iterator[Segment]:
-        """A whole parameter in parts of at most `size` elements."""
-        for start in range(0, self.count or 1, size):  # a rank may hold nothing, and has state all the same
-            yield replace(self, start=start, stop=min(start + size, self.count), order=order, at=start)
+    def parts(self, size: int, order: Order | None, ends: Callable[[int], int] | None = None) -> Iterator[Segment]:
+        """A whole parameter in parts of about `size` elements.
+
+        ends: the last element up to a given one where a part may end; None: any. Where none is near, a part is larger.
+        """
+        start = 0
+        while True:  # a rank may hold nothing, and has state all the same
+            stop = min(start + size, self.count)
+            if ends is not None and stop < self.count:
+                stop = _end(start, stop, self.count, ends)
+            yield replace(self, start=start, stop=stop, order=order, at=start)
+            start = stop
+            if start >= self.count:
+                return
 
     def blocks(self, shown: Tensor) -> list[tuple[Segment, Tensor]]:
         """Segments that `of` can cut out of a tensor shaped like the parameter, each with its part of `shown`.
@@ -119,3 +129,12 @@ class Segment:
     @property
     def is_last(self) -> bool:
         return self.offset + self.count == local(self.param).numel()
+
+
+def _end(start: int, stop: int, count: int, ends: Callable[[int], int]) -> int:
+    """Where a part from `start` to about `stop` ends."""
+    end = ends(stop)
+    while end <= start and stop < count:
+        stop = min(2 * stop - start, count)
+        end = ends(stop)
+    return end if start < end and stop < count else count

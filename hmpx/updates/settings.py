@@ -14,6 +14,7 @@ import torch
 from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.stochastic import check_seed
+from hmpx.updates.state_forms import STATE_FORMS, StateDtype
 from hmpx.updates.weights import WAYS
 
 Weights = Literal["stochastic", "nearest", "master", "split"]
@@ -31,7 +32,7 @@ class Settings:
 
     weights: Weights = "stochastic"
     seed: int | None = None
-    state_dtype: torch.dtype = torch.float32
+    state_dtype: StateDtype = torch.float32
     use_fp32_grad_acc: bool = False
     use_master_weights_in_ckpt: bool = False
     release_gradients: bool = False
@@ -46,8 +47,10 @@ class Settings:
         if self.seed is not None:
             check_seed(self.seed)
         object.__setattr__(self, "state_dtype", dtype_named(self.state_dtype))
-        if self.state_dtype not in (torch.float32, torch.bfloat16):
-            raise HmpxError(f"state_dtype={self.state_dtype!r} is neither torch.float32 nor torch.bfloat16")
+        if not any(type(self.state_dtype) is type(each) and self.state_dtype == each for each in STATE_FORMS):
+            legal, words = ", ".join(map(repr, STATE_FORMS)), [each for each in STATE_FORMS if isinstance(each, str)]
+            hint = did_you_mean(str(self.state_dtype), words)
+            raise HmpxError(f"state_dtype={self.state_dtype!r} is none of {legal}{hint}")
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise HmpxError(f"{name}={getattr(self, name)!r} is neither True nor False")

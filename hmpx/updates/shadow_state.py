@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
+from hmpx.updates.held_state import Held, held, is_coded
 from hmpx.updates.layout import laid_as
-from hmpx.updates.optimizer_state import as_fp32, held_dtype, is_bf16, is_moment, keeps_bf16
-from hmpx.updates.ranks.sharding import box_of, held_part, is_sharded, local
+from hmpx.updates.optimizer_state import as_fp32, is_bf16, is_moment, keeps_bf16
+from hmpx.updates.ranks.sharding import is_sharded, local
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_forms import written
 from hmpx.updates.step_call import WriteBack
 
 Tensor = torch.Tensor
-BF16 = torch.bfloat16
 
 
 class ShadowState:
@@ -38,23 +39,42 @@ class ShadowState:
         states[shadow] = self._shown(self._before, one_layout)
 
     def _shown(self, before: Any, one_layout: bool) -> Any:
-        """What the step sees."""
-        widen = self._write_back.state_dtype is not torch.float32
-        return _for_shadow(before, widen, self._shadow if one_layout else None)
+        """What the step sees; the same object if nothing has to be copied."""
+        if not isinstance(before, dict):
+            return before
+        form, like = self._write_back.form, self._shadow if one_layout else None
+        seen = held(before, self._segment.param) if is_coded(before) else before
+        shown = {key: value.whole() if isinstance(value, Held) else value for key, value in seen.items()}
+        if not form.as_left:
+            shown = {key: as_fp32(value) for key, value in shown.items()}
+        for key, value in shown.items():
+            if like is None:
+                break
+            if is_moment(value) and value.shape == like.shape and local(value).stride() != local(like).stride():
+                shown[key] = laid_as(value, like, value.dtype)
+        return before if seen is before and all(shown[k] is v for k, v in before.items()) else shown
 
     def finish(self) -> None:
         """The step is done: give the state that it left to the parameter."""
         left = self._states.pop(self._shadow, None)
         if left is None:
             return
-        if self._write_back.state_dtype is BF16 and isinstance(left, dict):
-            before = self._before or {}
-            held = {key: self._rounded(key, value, before.get(key)) for key, value in left.items()}
+        if isinstance(left, dict) and not self._is_as_left:
+            before = held(self._before or {}, self._segment.param)
+            form, rounding_key = self._write_back.form, self._write_back.rounding_key
+            after: dict[str, Any] = {}
+            for key, value in left.items():
+                after.update(written(form, self._segment, key, value, before.get(key), rounding_key))
             left.clear()
-            left.update(held)
+            left.update(after)
         elif self._before is None and isinstance(left, dict) and any(map(is_bf16, left.values())):
             keeps_bf16(self._optimizer)
         self._states[self._segment.param] = left
+
+    @property
+    def _is_as_left(self) -> bool:
+        """Whether what the step has left is what the parameter keeps."""
+        return self._write_back.form.as_left
 
     def undo(self) -> str | None:
         """The step raised: give the parameter its old state again.
@@ -72,16 +92,6 @@ class ShadowState:
         is_written = any(tensor._version != version for tensor, version in self._versions)
         return self._segment.name if is_written else None
 
-    def _rounded(self, key: str, value: Any, before: Any) -> Any:
-        """A state value in BF16, in the tensor that held it before the step where there is one."""
-        if not is_moment(value):
-            return value
-        reuse = is_moment(before) and before.dtype is BF16 and before.shape == value.shape
-        out = before if reuse else torch.empty_like(value, dtype=BF16)
-        name = f"{self._segment.name}.{key}"
-        self._write_back.rounding_key.round_into(local(out), local(value), name, 0, box_of(value, name))
-        return out
-
 
 class GatheredShadowState(ShadowState):
     """The state of a sharded parameter, for a step that sees the whole of it; this rank keeps its part of the result.
@@ -90,30 +100,11 @@ class GatheredShadowState(ShadowState):
     """
 
     def _shown(self, before: Any, one_layout: bool) -> Any:
-        return {key: _gathered(value) for key, value in before.items()}
+        return {key: _gathered(value) for key, value in held(before, self._segment.param).items()}
 
-    def finish(self) -> None:
-        left, segment, before = self._states.pop(self._shadow, None), self._segment, self._before or {}
-        if left is None:
-            return
-        for key, value in left.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape == segment.param.shape:
-                left[key] = self._held_part(key, value, before)
-            elif self._write_back.state_dtype is BF16:
-                left[key] = self._rounded(key, value, before.get(key))
-        self._states[segment.param] = left
-
-    def _held_part(self, key: str, whole: Tensor, before: dict[str, Any]) -> Tensor:
-        """What this rank holds of a tensor of the parameter's shape, in the tensor that held it before the step."""
-        segment, dtype = self._segment, held_dtype(whole, self._write_back.state_dtype)
-        held = before[key] if key in before else torch.empty_like(segment.param, dtype=dtype, requires_grad=False)
-        part = held_part(segment.param, whole)
-        if dtype is whole.dtype:
-            local(held).copy_(part)
-        else:
-            name = f"{segment.name}.{key}"
-            self._write_back.rounding_key.round_into(local(held), part, name, 0, segment.box)
-        return held
+    @property
+    def _is_as_left(self) -> bool:
+        return False
 
 
 def _items(state: Any) -> Iterable[tuple[str, Any]]:
@@ -126,24 +117,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield item
 
 
-def _for_shadow(before: Any, widen: bool, like: Tensor | None) -> Any:
-    """State as a step on a shadow sees it; the same object if nothing has to be copied.
-
-    widen: BF16 tensors are cast to FP32. like: tensors of this one's shape get its layout.
-    """
-    if not isinstance(before, dict):
-        return before
-    shown = {k: as_fp32(v) if widen else v for k, v in before.items()}
-    for key, value in shown.items():
-        if like is None:
-            break
-        if is_moment(value) and value.shape == like.shape and local(value).stride() != local(like).stride():
-            shown[key] = laid_as(value, like, value.dtype)
-    return before if all(shown[k] is v for k, v in before.items()) else shown
-
-
 def _gathered(value: Any) -> Any:
     """A copy of a state value in FP32, whole."""
+    value = value.whole() if isinstance(value, Held) else value
     if not isinstance(value, Tensor):
         return value
     return as_fp32(value.full_tensor() if is_sharded(value) else value.clone())

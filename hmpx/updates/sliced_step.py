@@ -109,9 +109,11 @@ class SlicedStep:
             return [segment]
         self._sliced[p] = state = SlicedState(self._optimizer.state, p, self._write_back)
         together = [local(p), self._buffers.grads[p], *state.tensors(), *self._store.held(p)]
+        ends = self._write_back.form.ends(p)
         if all(tensor.is_contiguous() for tensor in together):
-            return segment.parts(self._size, order=None)
-        return segment.parts(self._size, memory_order(p) if segment.box is None else tuple(range(p.dim())))
+            return segment.parts(self._size, None, ends)
+        in_memory = segment.box is None and ends is None
+        return segment.parts(self._size, memory_order(p) if in_memory else tuple(range(p.dim())), ends)
 
     def _batch(self, batch: list[Segment]) -> None:
         states = self._optimizer.state

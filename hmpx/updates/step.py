@@ -11,6 +11,7 @@ from hmpx.errors import HmpxError
 from hmpx.rounding.stochastic import check_seed
 from hmpx.rounding.xla import is_lazy
 from hmpx.updates import optimizer_state, step_count
+from hmpx.updates.held_state import held
 from hmpx.updates.interrupts import DeferredSignals
 from hmpx.updates.names import named, parameters
 from hmpx.updates.optimizer_scope import scope_of
@@ -74,8 +75,8 @@ class WeightUpdates:
                 with torch.enable_grad():
                     result = call.closure()
             call = call.without_arguments()
-        self._cast_state(optimizer, write_back)
         segments = self.segments(optimizer)
+        self._cast_state(optimizer, write_back, segments)
         sliced = by_parts and _is_uniform(optimizer, segments)
         if not sliced or self.settings.has_masters:
             refuse_overlaps(segments)
@@ -106,8 +107,8 @@ class WeightUpdates:
         """Step one parameter, as a part of the next step; under `torch.no_grad()`."""
         if self._open is None:
             write_back = self._write_back(call)
-            self._cast_state(call.optimizer, write_back)
             segments = self.segments(call.optimizer)
+            self._cast_state(call.optimizer, write_back, segments)
             if self.settings.has_masters:
                 refuse_overlaps(segments)
             self._open = PartialStep(call, segments, write_back, fused=self.settings.fused)
@@ -150,9 +151,8 @@ class WeightUpdates:
         """Cast the state to the dtype of its parameter, for plain steps."""
         optimizer_state.cast_state(optimizer, torch.bfloat16)
 
-    def _cast_state(self, optimizer: Optimizer, write_back: WriteBack) -> None:
-        held = self.settings.state_dtype
-        if optimizer_state.cast_state(optimizer, held, lists=held is torch.float32) and write_back.rounding_key.step:
+    def _cast_state(self, optimizer: Optimizer, write_back: WriteBack, segments: list[Segment]) -> None:
+        if write_back.form.adopt(optimizer, segments, write_back.rounding_key) and write_back.rounding_key.step:
             logger.warning(
                 "hmpx: %s: load_state_dict cast the FP32 optimizer state down to BF16, so this run is not the resumed "
                 "one; call it inside `with hmpx.disable_casts():` or after `hmpx.attach()` or `hmpx.convert()`",
@@ -188,9 +188,9 @@ def _is_uniform(optimizer: Optimizer, segments: list[Segment]) -> bool:
             state = optimizer.state.get(p)
             if not isinstance(state, dict) or not state:
                 continue
+            state = held(state, p)
             kinds.setdefault(p.dim() > 1, set()).add(frozenset(state))  # Adafactor: another kind for matrices
-            tensors = (v for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
-            if by_element and any(v.shape != p.shape for v in tensors):
+            if by_element and any(isinstance(v, torch.Tensor) and v.dim() for v in state.values()):  # of other shapes
                 return False
         if any(len(kind) > 1 for kind in kinds.values()):
             return False

@@ -195,7 +195,7 @@ def test_a_recipe_that_differs_between_ranks_and_a_cast_that_comes_too_late():
     assert all("before the model is wrapped" in messages[1] for messages in (first, second))
 
 
-@pytest.mark.parametrize("name", ["neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "torchao-bf16-sr", "lean"])
+@pytest.mark.parametrize("name", ["neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "torchao-bf16-sr", "lean", "lean8"])
 def test_shipped_recipes_prepare_a_model(name):
     recipe = read_recipe(name)
     model = nn.Linear(4, 4)
@@ -205,9 +205,10 @@ def test_shipped_recipes_prepare_a_model(name):
         assert model(torch.ones(2, 4)).dtype is BF16
     model(torch.ones(2, 4, dtype=BF16)).sum().backward()
     optimizer.step()
-    assert model.weight.dtype is BF16 and optimizer.state[model.weight]["exp_avg"].dtype is getattr(
-        torch, recipe.state_dtype
-    )
+    state = optimizer.state[model.weight]
+    eighth = recipe.state_dtype == "8bit"
+    held, dtype = ("hmpx_codes_exp_avg", torch.uint8) if eighth else ("exp_avg", getattr(torch, recipe.state_dtype))
+    assert model.weight.dtype is BF16 and state[held].dtype is dtype
     assert (model.weight.grad is None) == recipe.release_gradients
     hmpx.detach(optimizer)
     hmpx.restore()
@@ -370,7 +371,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(recipe, message):
         ("seed: 1\nmixed_precision_config: {}\n", ":2: 'mixed_precision_config' is NxD's, and no key beside"),
         ("\nmixed_precision_config: {weights: master}\n", ":2: 'weights' is no key of NxD's mixed_precision_config"),
         ("mixed_precision_config: [1]\n", ":1: mixed_precision_config is [1], not a mapping"),
-        ("state_dtype: float16\n", ":1: state_dtype is 'float16', none of float32, bfloat16"),
+        ("state_dtype: float16\n", ":1: state_dtype is 'float16', none of float32, bfloat16, 8bit"),
         ("seed: 1\nseed: 2\n", ":2: 'seed' stands here for the second time"),
         ("- weights\n", ":1: a recipe is a mapping"),
         ("weights: [\n", "not YAML"),

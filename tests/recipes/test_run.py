@@ -57,7 +57,9 @@ def train():
         loss.backward()
         optimizer.step()
         scheduler.step()
-    names = [str(t.dtype)[6:] for t in (model.first.weight, loss, optimizer.state[model.first.weight]["exp_avg"])]
+    state = optimizer.state[model.first.weight]
+    moment = state["exp_avg" if "exp_avg" in state else "hmpx_codes_exp_avg"]
+    names = [str(t.dtype)[6:] for t in (model.first.weight, loss, moment)]
     return " ".join([*names, digest(model)])
 
 
@@ -70,6 +72,7 @@ DTYPES = {  # of the weights, the loss and the state
     **dict.fromkeys(("autocast-cpu", "autocast-cuda", "autocast-xla"), "float32 " * 3),
     **dict.fromkeys(("neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "nxd-standard"), "bfloat16 float32 float32 "),
     "lean": "bfloat16 float32 bfloat16 ",
+    "lean8": "bfloat16 float32 uint8 ",
     **dict.fromkeys(("torchao-bf16-sr", "xla-use-bf16", "xla-downcast-bf16"), "bfloat16 " * 3),
 }
 

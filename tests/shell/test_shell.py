@@ -203,7 +203,7 @@ def test_recipes_are_a_table_and_one_of_them_a_file(capsys, tmp_path):
     assert status == 0 and list(rows) == recipe_names()
     for name, line in rows.items():
         assert float(line.split()[1]) == sum(read_recipe(name).bytes_per_parameter().values())
-    assert rows["lean"].endswith("The least memory")
+    assert rows["lean8"].endswith("The least memory")
     status, out, _ = run(capsys, "recipes", "nxd-standard")
     (tmp_path / "mine.yaml").write_text(out)
     assert status == 0 and read_recipe(tmp_path / "mine.yaml") == read_recipe("nxd-standard").inlined()

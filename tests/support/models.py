@@ -258,14 +258,15 @@ def random_attach(draw: random.Random, cls: type) -> dict[str, Any]:
     if draw.random() < 0.5:
         attach["seed"] = draw.randrange(2**64)
     if draw.random() < 0.3:
-        attach["state_dtype"] = BF16
+        attach["state_dtype"] = draw.choice([BF16, "8bit"])
     if draw.random() < 0.3 and hasattr(torch.Tensor, "grad_dtype"):
         attach["use_fp32_grad_acc"] = True
     if draw.random() < 0.6 and attach["weights"] in ("master", "split"):
         attach["use_master_weights_in_ckpt"] = True
     if draw.random() < 0.25 and cls in [*BY_ELEMENT, optim.Adafactor, optim.Muon]:
         attach["release_gradients"] = True
-    if draw.random() < 0.4 and cls in IN_ONE_KERNEL and attach["weights"] == "stochastic":
+    in_kernel = cls in IN_ONE_KERNEL and attach["weights"] == "stochastic" and attach.get("state_dtype") != "8bit"
+    if draw.random() < 0.4 and in_kernel:
         attach["fused"] = True
     return attach
 

@@ -7,7 +7,9 @@ Written from the rules, not from the code: whole tensors, no slices, no shadows,
 - stochastic, nearest: after the step the FP32 numbers are rounded, and the next step starts from what was rounded.
 - master, split: the FP32 numbers stay. The weight is what they round to, ties to even (master) or away from zero
   (split). An element of the weight that its master rounds to in neither way was written by hand, and counts.
-- `state_dtype=torch.bfloat16`: every state tensor with a dimension is rounded after the step as "parameter.key".
+- `state_dtype=torch.bfloat16`: every state tensor with a dimension is rounded after the step as "parameter.key";
+  `"8bit"`: every one that has the parameter's shape and a dimension, to numbers that `eight_bits.py` lists, and before
+  the step as "parameter.key.moved", which changes what was held in another form.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import nn
 
 import hmpx
+from tests.support.eight_bits import in_8_bits
 from tests.support.models import BF16, FP32, Setup, made_optimizer
 
 Tensor = torch.Tensor
@@ -123,8 +126,10 @@ class Reference:
         """
         numbers, calls = {"seed": self.seed(of_region), "step": self.count}, 0
         entries = self.held()
-        for entry in entries:
+        for entry, name in self.names().items():
             self._show(entry, only is None or entry in only)
+            if entry.weight is not None:
+                self._to_8_bits(entry, name + ".{}.moved", numbers)
 
         def evaluate() -> Any:
             nonlocal calls
@@ -166,7 +171,7 @@ class Reference:
         with torch.no_grad():
             if entry.weight is not None and state.get("step") == 0 and "sum" in state:  # made by Adagrad's constructor
                 started = torch.tensor(self.setup.options.get("initial_accumulator_value", 0.0))
-                state["sum"].fill_(started.to(self.settings.get("state_dtype", FP32)))
+                state["sum"].fill_(started.to(BF16 if self.settings.get("state_dtype") is BF16 else FP32))
             elif entry.weight is not None and self.settings.get("state_dtype") is BF16:  # of a parameter that was FP32
                 state.update({key: v if isinstance(v, list) else _narrowed(v) for key, v in state.items()})
             entry.before = self.read(entry).clone()
@@ -210,6 +215,13 @@ class Reference:
             for key, value in self.optimizer.state.get(entry.q, {}).items():
                 if isinstance(value, Tensor) and value.dtype is FP32 and value.dim():
                     value.copy_(hmpx.stochastic_round(value, **numbers, name=f"{name}.{key}"))
+        self._to_8_bits(entry, name + ".{}", numbers)
+
+    def _to_8_bits(self, entry: Entry, name: str, numbers: dict) -> None:
+        if self.settings.get("state_dtype") == "8bit":
+            for key, value in self.optimizer.state.get(entry.q, {}).items():
+                if isinstance(value, Tensor) and value.dtype is FP32 and value.dim() and value.shape == entry.q.shape:
+                    value.copy_(in_8_bits(value, **numbers, name=name.format(key))[0])
 
     def succeed(self, settings: dict[str, Any]) -> None:
         """A new optimizer, attached with these settings, over the parameters of the old one."""

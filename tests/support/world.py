@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hmpx
+from tests.support.eight_bits import widened
 from tests.support.models import BF16, BY_ELEMENT, CLASSES, FP32, OFF, Setup, made_optimizer, make
 from tests.support.oracle import Entry, Reference
 
@@ -150,7 +151,7 @@ class World:
         real = {id(self[entry.name]) for entry in self.entries}
         _demand(all(id(p) in real for p in ours), "state of something that is no parameter of the model")
         for entry in self.entries:
-            given, meant = ours.get(self[entry.name], {}), theirs.get(entry.q, {})
+            given, meant = widened(ours.get(self[entry.name], {})), theirs.get(entry.q, {})
             _demand(set(given) == set(meant), f"state of {entry.name}", set(given), set(meant))
             if meant.get("step") == 0:  # what a constructor made, which the first step brings into its dtype
                 continue
@@ -163,7 +164,7 @@ class World:
             self.reference.write(entry, self[entry.name].detach())
             for key, value in self.reference.optimizer.state.get(entry.q, {}).items():
                 if isinstance(value, Tensor):
-                    value.copy_(self.optimizer.state[self[entry.name]][key])
+                    value.copy_(widened(self.optimizer.state[self[entry.name]])[key])
 
 
 def _demand(condition: Any, what: str, *sides: Any) -> None:

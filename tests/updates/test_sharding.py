@@ -21,6 +21,7 @@ from tests.support.sharded import Small, digest, fixed_gradients, shard
 
 BF16 = torch.bfloat16
 SHAPES = {"a": (16, 12), "b": (5, 7), "c": (13,), "d": (3, 4, 6), "e": (1, 2), "f": ()}
+WIDE = {"a": (6, 300), "b": (400,), "c": (3, 9, 20), "d": (130, 2), "e": (2, 3, 4, 40)}  # blocks have 128 elements
 MATRICES = {"a": (16, 12), "b": (5, 7), "e": (1, 2)}  # Muon takes nothing else
 
 
@@ -49,6 +50,8 @@ ELEMENT = [
     (optim.AdamW, {"lr": 1e-2, "foreach": False}, {"weights": "split"}, SHAPES),
     (optim.AdamW, {"lr": 1e-2}, {"weights": "master", "state_dtype": BF16}, SHAPES),
     (optim.SGD, {"lr": 1e-2, "momentum": 0.9}, {"state_dtype": BF16}, SHAPES),
+    (optim.AdamW, {"lr": 1e-2}, {"state_dtype": "8bit"}, SHAPES),
+    (optim.SGD, {"lr": 1e-2, "momentum": 0.9}, {"weights": "split", "state_dtype": "8bit"}, WIDE),
     (optim.RAdam, {}, {"weights": "nearest"}, SHAPES),
 ]
 PARAMETER = [
@@ -56,6 +59,8 @@ PARAMETER = [
     (optim.Adafactor, {}, {"weights": "split", "state_dtype": BF16}, SHAPES),
     (optim.Muon, {}, {"weights": "master"}, MATRICES),
     (optim.Muon, {}, {"state_dtype": BF16}, MATRICES),
+    (optim.Muon, {}, {"state_dtype": "8bit"}, {**MATRICES, "g": (6, 300)}),
+    (optim.Adafactor, {}, {"state_dtype": "8bit"}, SHAPES),
 ]
 CASES = [*ELEMENT, *PARAMETER]
 

@@ -12,6 +12,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates import sliced_step
 from hmpx.updates.weights import WAYS
+from tests.support.eight_bits import in_8_bits, read
 from tests.support.oracle import away_from_zero
 from tests.support.training import masters_in
 
@@ -41,10 +42,11 @@ class Copies:
         with torch.no_grad():
             for name, q in self.params.items():
                 key = {"seed": SEED, "step": number}
-                if q.grad is not None and self.state_dtype is BF16:
-                    for part, value in self.optimizer.state[q].items():
-                        if value.dim():
-                            value.copy_(hmpx.stochastic_round(value, **key, name=f"{name}.{part}"))
+                for part, value in self.optimizer.state[q].items() if q.grad is not None else ():
+                    if value.dim() and self.state_dtype is BF16:
+                        value.copy_(hmpx.stochastic_round(value, **key, name=f"{name}.{part}"))
+                    elif value.dim() and self.state_dtype == "8bit":
+                        value.copy_(in_8_bits(value, **key, name=f"{name}.{part}")[0])
                 if q.grad is not None and self.way == "stochastic":
                     q.copy_(hmpx.stochastic_round(q, **key, name=name))
                 elif self.way == "nearest":
@@ -74,12 +76,14 @@ def assert_same(params, optimizer, copies):
         assert torch.equal(params[name], weight), name
         state = optimizer.state[params[name]]
         for part, value in copies.optimizer.state[copies.params[name]].items():
-            assert torch.equal(state[part].float(), value), (name, part)
-            assert not value.dim() or state[part].dtype is copies.state_dtype, (name, part)
+            assert torch.equal(read(state, part).float(), value), (name, part)
+            held = state[f"hmpx_codes_{part}" if copies.state_dtype == "8bit" and value.dim() else part]
+            dtype = torch.uint8 if copies.state_dtype == "8bit" else copies.state_dtype
+            assert not value.dim() or held.dtype is dtype, (name, part)
 
 
 @pytest.mark.parametrize("into", ["fresh", "used"])
-@pytest.mark.parametrize("state_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("state_dtype", [FP32, BF16, "8bit"], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "cls, options",

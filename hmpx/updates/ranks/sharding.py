@@ -149,6 +149,11 @@ def _box(whole: torch.Size, mesh: Any, placements: tuple, held: torch.Size) -> B
     return Box.cut(tuple(whole), tuple(sizes), tuple(offsets))
 
 
+def sizes_and_offsets(sharded: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What this rank holds of a DTensor, by dimension, and where that begins."""
+    return _sizes_and_offsets(sharded.shape, sharded.device_mesh, sharded.placements)
+
+
 def _sizes_and_offsets(whole: torch.Size, mesh: Any, placements: tuple) -> tuple[tuple[int, ...], tuple[int, ...]]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -1,0 +1,195 @@
+"""Optimizer state in 8 bits: small floating-point numbers, and one scale for each block of elements.
+
+**The code.** A block is up to `BLOCK` elements that follow one another. Its scale is a power of two, in BF16, whose
+sign says which of two codes the block has. Both are floating-point numbers with 4 bits of mantissa::
+
+    scale > 0   nowhere negative   4 bits of exponent, top = 15: the least number is 2^-18 of the scale
+    scale < 0   signed             1 bit of sign, 3 of exponent, top = 7: 2^-10 of the scale
+
+    exponent e, mantissa m         (1 + m/16) * 2^(e - top) * |scale|;  m/16 * 2^(1 - top) * |scale| where e = 0
+    e = top, m = 14 and 15         inf and NaN, so 1.8125 * |scale| is the largest number
+
+The scale is the smallest one from 2^-126 to 2^126 that holds the largest finite number of the block. (Numbers past
+1.8125 * 2^126 become that.)
+
+**The rounding** is stochastic, by the number r of an element that `stochastic.py` specifies, of 16 bits::
+
+    y            |x| / |scale|, exact
+    m, e         (bits(y) + 8 r + 4) >> 19, less the exponent of the code's zero
+    e = 0        (floor(y * 2^(top + 22)) + 8 r + 4) >> 19
+
+so what is below the least number becomes it with a probability that keeps the mean. What the code can hold, zero
+included, stays itself. A number has 5 significant bits, so BF16 and FP32 hold it exactly.
+
+**Why this code.** It was measured against other ones of 8 bits. With linear int8, and with any code that is rounded to
+nearest, small second moments become 0 for good, and training takes another curve.
+
+Sources: blocks with a scale each are those of Dettmers et al., "8-bit optimizers via block-wise quantization" (ICLR
+2022), scales that are powers of two those of the "OCP Microscaling formats" specification (2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from hmpx.rounding.xla import reinterpreted, shifted
+
+Tensor = torch.Tensor
+
+BLOCK = 128
+_CHUNK = 1 << 16  # elements that are looked at at a time, for the sake of the temporaries
+_LEAST, _MOST = 1, 253  # exponents of scales: their inverses are normal numbers, too
+_SHIFT = 23 - 4  # bits of an FP32 mantissa that a code has not
+
+
+class Rows(NamedTuple):
+    """How elements lie in blocks: in rows, of which this process holds the columns from `first` on.
+
+    Attributes:
+        width: elements of a row that are held.
+        first: column of the first of them.
+        blocks: in a whole row.
+    """
+
+    width: int
+    first: int
+    blocks: int
+
+    @classmethod
+    def of(cls, length: int) -> Rows:
+        """Whole rows of so many elements."""
+        return cls(length, 0, -(-length // BLOCK))
+
+    def floor(self, element: int) -> int:
+        """The last element up to `element`, counted in what is held, with which a block begins, or its held part."""
+        if not self.width:
+            return 0
+        row, column = divmod(element, self.width)
+        begin = (self.first + column) // BLOCK * BLOCK - self.first
+        return row * self.width + max(begin, 0)
+
+    def range(self, start: int, stop: int) -> slice:
+        """The blocks of elements `start` ... `stop - 1`, counted row by row."""
+        blocks = (
+            element // self.width * self.blocks + (self.first + element % self.width) // BLOCK
+            for element in (start, stop - 1)
+        )
+        first, last = blocks
+        return slice(first, last + 1)
+
+
+class _Sheet(NamedTuple):
+    """Elements `start` ... `stop - 1`: a rectangle, and the rectangle of scales over its blocks."""
+
+    start: int
+    stop: int
+    width: int
+    rows: slice
+    blocks: slice
+    padding: tuple[int, int]  # to whole blocks, at both ends of a row
+
+    def in_blocks(self, x: Tensor, origin: int) -> Tensor:
+        """Its part of `x`, whose first element is `origin`, as [blocks, BLOCK], with zeros where a block has none."""
+        held = x[self.start - origin : self.stop - origin].view(-1, self.width)
+        return (pad(held, self.padding) if any(self.padding) else held).reshape(-1, BLOCK)
+
+    def out_of_blocks(self, blocks: Tensor) -> Tensor:
+        """The inverse of `in_blocks`, flat."""
+        rows = blocks.view(-1, self.width + sum(self.padding))
+        return rows[:, self.padding[0] : self.padding[0] + self.width].reshape(-1)
+
+
+def _sheets(start: int, stop: int, rows: Rows) -> Iterator[_Sheet]:
+    """Elements `start` ... `stop - 1` of what is held, where blocks begin and end, in rectangles of about `_CHUNK`."""
+    while start < stop:
+        row, column = divmod(start, rows.width)
+        count = (stop - start) // rows.width if not column else 0
+        width = rows.width if count else min(rows.width - column, stop - start)
+        if width > _CHUNK:
+            width = rows.floor(start + _CHUNK) - start
+        left, right = (rows.first + column) % BLOCK, -(rows.first + column + width) % BLOCK
+        count = max(min(count, _CHUNK // (left + width + right)), 1) if width == rows.width else 1
+        block = (rows.first + column) // BLOCK
+        blocks = slice(block, block + (left + width + right) // BLOCK)
+        yield _Sheet(start, start + count * width, width, slice(row, row + count), blocks, (left, right))
+        start += count * width
+
+
+def largest(x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
+    """The bits of the largest finite magnitude, and whether a number is negative, of each block of `x`; int32, flat.
+
+    x: FP32 and flat, the elements from `start` on. Of blocks that others hold a part of, this is told of the own part,
+    and 0 of those between two rows that are held.
+    """
+    if not x.numel():
+        return (torch.zeros(0, dtype=torch.int32, device=x.device),) * 2
+    found = rows.range(start, start + x.numel())
+    above, below = start // rows.width, -(-(start + x.numel()) // rows.width)
+    magnitudes = torch.zeros(below - above, rows.blocks, dtype=torch.int32, device=x.device)
+    negatives = torch.zeros_like(magnitudes)
+    for sheet in _sheets(start, start + x.numel(), rows):
+        blocks = sheet.in_blocks(x, start)
+        bits = reinterpreted(blocks, torch.int32) & 0x7FFFFFFF
+        here = slice(sheet.rows.start - above, sheet.rows.stop - above), sheet.blocks
+        shape = magnitudes[here].shape
+        magnitudes[here] = torch.where(bits < 0x7F800000, bits, 0).amax(1).view(shape)
+        negatives[here] = (blocks < 0).any(1).to(torch.int32).view(shape)
+    told = slice(found.start - above * rows.blocks, found.stop - above * rows.blocks)
+    return magnitudes.view(-1)[told], negatives.view(-1)[told]
+
+
+def scales_for(magnitudes: Tensor, negatives: Tensor) -> Tensor:
+    """The scales of blocks of which `largest` has told; BF16."""
+    exponents = shifted(magnitudes + 0x17FFFF, 23).clamp(_LEAST, _MOST)  # the next one where 1.8125 is passed
+    return reinterpreted((exponents * 0x80 - negatives * 0x8000).to(torch.int16), torch.bfloat16)
+
+
+def encode(codes: Tensor, x: Tensor, numbers: Tensor, scales: Tensor, rows: Rows, start: int) -> None:
+    """Write the codes of FP32 `x`, rounded stochastically by `numbers`; all flat, from the element `start` on.
+
+    codes: uint8. numbers: int32, of 16 bits. scales: BF16, of all rows that are held.
+    """
+    for sheet in _sheets(start, start + x.numel(), rows):
+        scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
+        values, r = (sheet.in_blocks(each, start) for each in (x, numbers))
+        signed, magnitude = scale < 0, values.abs()
+        top = _top(signed)
+        y = torch.where(magnitude < math.inf, magnitude, 0) * (1 / scale.float().abs())
+        normal = reinterpreted(y, torch.int32) - (127 - top) * 0x800000
+        below = (y * _power_of_two(top + 22)).clamp(max=2.0**23).to(torch.int32)
+        code = shifted(torch.where(normal < 0x800000, below, normal) + (r * 8 + 4), _SHIFT)
+        code = torch.minimum(code, top * 16 + 13)
+        code = torch.where(magnitude == math.inf, top * 16 + 14, torch.where(values.isnan(), top * 16 + 15, code))
+        code = torch.where(values < 0, code + 0x80, code)
+        codes[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(code).to(torch.uint8)
+
+
+def decode(out: Tensor, codes: Tensor, scales: Tensor, rows: Rows, start: int) -> None:
+    """Write the numbers that `encode` has left to FP32 `out`; all flat, from the element `start` on."""
+    for sheet in _sheets(start, start + out.numel(), rows):
+        scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
+        code = sheet.in_blocks(codes, start).to(torch.int32)
+        signed = scale < 0
+        top = _top(signed)
+        magnitude = torch.where(signed, code & 0x7F, code)
+        bits = magnitude * (1 << _SHIFT) + (127 - top) * 0x800000
+        below = reinterpreted(bits + 0x800000, torch.float32) - _power_of_two(1 - top)
+        y = torch.where(magnitude < 16, below, reinterpreted(bits, torch.float32))
+        y = torch.where(magnitude == top * 16 + 14, math.inf, torch.where(magnitude == top * 16 + 15, math.nan, y))
+        y = y * scale.float().abs()
+        y = torch.where(signed & (code >= 0x80), -y, y)
+        out[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(y)
+
+
+def _top(signed: Tensor) -> Tensor:
+    """The largest exponent of a block's code, int32."""
+    return 15 - 8 * signed.to(torch.int32)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    return reinterpreted((exponents + 127) * 0x800000, torch.float32)

@@ -1,0 +1,244 @@
+"""How one tensor of the optimizer's state is held between two steps: as it is, or in 8 bits.
+
+A tensor in 8 bits stands in the state of its parameter as two tensors, under names that no optimizer knows: a step that
+hmpx does not see fails, and does not take codes for numbers. Both are plain tensors, or DTensors where the parameter is
+one, so that whatever saves, moves or shards optimizer state does so with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from hmpx.rounding.eight_bits import BLOCK, Rows, decode, encode, largest, scales_for
+from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local, sizes_and_offsets
+from hmpx.updates.rounding_key import RoundingKey
+from hmpx.updates.segment import Segment
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+
+CODES, SCALES = "hmpx_codes_", "hmpx_scales_"  # before the optimizer's own name of a state tensor
+
+
+@runtime_checkable
+class Held(Protocol):
+    """A state tensor of a parameter's shape. All methods want `torch.no_grad()`."""
+
+    def part(self, segment: Segment) -> Tensor:
+        """What a step sees of a segment in slices: flat, in FP32; the tensor itself if it is that."""
+
+    def write(self, segment: Segment, value: Tensor, name: str, rounding_key: RoundingKey) -> None:
+        """Take what a step has left of a segment, or of a parameter that it saw the whole of.
+
+        name: what the random numbers depend on.
+        """
+
+    def whole(self) -> Tensor:
+        """All of it, in a dtype that holds it exactly; sharded as the parameter is."""
+
+    def entries(self, key: str) -> dict[str, Tensor]:
+        """What stands in the state of the parameter, for the tensor that the optimizer calls `key`."""
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """An FP32 tensor, or a BF16 one that is written by stochastic rounding."""
+
+    tensor: Tensor
+
+    def part(self, segment: Segment) -> Tensor:
+        view = segment.flat_view(self.tensor)
+        if view is None:
+            view = torch.empty(segment.count, dtype=self.tensor.dtype, device=self.tensor.device)
+            for block, part in segment.blocks(view):
+                part.copy_(block.of(self.tensor))
+        return view.float() if view.dtype is BF16 else view
+
+    def write(self, segment: Segment, value: Tensor, name: str, rounding_key: RoundingKey) -> None:
+        whole = self.tensor
+        view = segment.flat_view(whole)
+        if view is not None and view.dtype is value.dtype and view.data_ptr() == value.data_ptr():
+            return  # the step wrote to the state itself
+        for block, part in segment.blocks(held_part(segment.param, value) if segment.is_gathered else value):
+            if whole.dtype is value.dtype:
+                block.of(whole).copy_(part)
+            else:
+                rounding_key.round_into(block.of(whole), part, name, block.at, block.box)
+
+    def whole(self) -> Tensor:
+        return self.tensor
+
+    def entries(self, key: str) -> dict[str, Tensor]:
+        return {key: self.tensor}
+
+
+@dataclass(frozen=True)
+class HeldCodes:
+    """A tensor in 8 bits; `hmpx.rounding.eight_bits` has the code.
+
+    Attributes:
+        codes: uint8, of the parameter's shape, contiguous.
+        scales: one BF16 number for each block. Of a parameter of n dimensions, the first k are those of the parameter,
+            and the last one counts the blocks of a row; see `Layout`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def new(cls, param: Tensor) -> HeldCodes:
+        """Room for the state of a parameter; its values are whatever they are."""
+        held, layout = local(param), Layout.of(param)
+        codes = torch.empty(held.shape, dtype=torch.uint8, device=held.device)
+        scales = torch.empty(layout.shape, dtype=BF16, device=held.device)
+        return cls(like(param, codes) if is_sharded(param) else codes, _sharded(scales, param, layout))
+
+    def part(self, segment: Segment) -> Tensor:
+        layout = Layout.of(self.codes)
+        if layout.is_scattered:  # a part is all that this rank holds
+            return local(self.whole()).reshape(-1)
+        codes = self._flat(segment)
+        out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        decode(out, codes, local(self.scales), layout.rows, segment.offset)
+        return out
+
+    def write(self, segment: Segment, value: Tensor, name: str, rounding_key: RoundingKey) -> None:
+        layout = Layout.of(self.codes)
+        if layout.is_scattered or (segment.is_gathered and not is_sharded(value)):
+            if value.shape != self.codes.shape or is_sharded(value):
+                value = like(cast("DTensor", self.codes), local(value).view(local(self.codes).shape)).full_tensor()
+            whole = HeldCodes.new(value)
+            whole.write(Segment(segment.param, segment.name), value, name, rounding_key)
+            local(self.codes).copy_(held_part(self.codes, whole.codes))
+            local(self.scales).copy_(held_part(self.scales, whole.scales))
+            return
+        x = local(value).float().contiguous().view(-1)
+        blocks, found = layout.over_ranks(segment.offset, x.numel(), *largest(x, layout.rows, segment.offset))
+        scales = local(self.scales)
+        scales.view(-1)[blocks] = scales_for(*found)
+        numbers = rounding_key.numbers(x, name, segment.at, segment.box)
+        encode(self._flat(segment), x, numbers, scales, layout.rows, segment.offset)
+
+    def _flat(self, segment: Segment) -> Tensor:
+        codes = local(self.codes).view(-1)
+        return codes if segment.start is None else codes[segment.start : segment.stop]
+
+    def whole(self) -> Tensor:
+        if Layout.of(self.codes).is_scattered:
+            codes, scales = cast("DTensor", self.codes), cast("DTensor", self.scales)
+            whole = HeldCodes(codes.full_tensor(), scales.full_tensor()).whole()
+            return like(codes, held_part(codes, whole).contiguous())
+        held = local(self.codes)
+        out = torch.empty(held.shape, dtype=torch.float32, device=held.device)
+        decode(out.view(-1), held.view(-1), local(self.scales), Layout.of(self.codes).rows, 0)
+        return like(self.codes, out) if is_sharded(self.codes) else out
+
+    def entries(self, key: str) -> dict[str, Tensor]:
+        return {CODES + key: self.codes, SCALES + key: self.scales}
+
+
+class Layout(NamedTuple):
+    """How the blocks of a parameter lie.
+
+    A row is the last dimension. Where that is shorter than a block, it is folded with the one before it, up to the
+    second, so that a shard of some rows holds whole blocks. Where the rows themselves are cut, which a sharded
+    parameter of one dimension always is, all ranks that hold a part of a row have all its scales.
+
+    Attributes:
+        rows: of what this rank holds.
+        shape: of the scales that it holds.
+        folded: the first dimension that belongs to a row.
+        cut: the ranks that hold parts of one row, a group for each dimension of the mesh along which rows are cut.
+        is_scattered: whether what this rank holds of a row does not follow one another in it, as the row is cut along
+            another dimension than the first of those that are folded. Such state is gathered to be read and written.
+    """
+
+    rows: Rows
+    shape: tuple[int, ...]
+    folded: int
+    cut: tuple[Any, ...] = ()
+    is_scattered: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """That of a parameter, or of what is shaped and sharded as it is."""
+        shape = tuple(tensor.shape)
+        folded = max(len(shape) - 1, 0)
+        while folded > 1 and math.prod(shape[folded:]) < BLOCK:
+            folded -= 1
+        whole = Rows.of(math.prod(shape[folded:]))
+        if not is_sharded(tensor):
+            return cls(whole, (*shape[:folded], whole.blocks), folded)
+        _, offsets = sizes_and_offsets(tensor)
+        inner = shape[folded + 1 :]
+        held = tuple(local(tensor).shape)
+        rows = Rows(math.prod(held[folded:]), offsets[folded] * math.prod(inner), whole.blocks) if shape else whole
+        mesh, dims = tensor.device_mesh, [getattr(each, "dim", -1) for each in tensor.placements]
+        cut = tuple(mesh.get_group(i) for i, dim in enumerate(dims) if dim == folded and mesh.size(i) > 1)
+        scattered = any(dim > folded and mesh.size(i) > 1 for i, dim in enumerate(dims))
+        return cls(rows, (*held[:folded], whole.blocks), folded, cut, scattered)
+
+    def over_ranks(
+        self, start: int, count: int, magnitudes: Tensor, negatives: Tensor
+    ) -> tuple[slice, tuple[Tensor, Tensor]]:
+        """What `largest` has found in the blocks of some elements, with what other ranks hold of these blocks."""
+        here = self.rows.range(start, start + count) if count else slice(0, 0)
+        if not self.cut:
+            return here, (magnitudes, negatives)
+        both = torch.zeros(2, math.prod(self.shape), dtype=torch.int32, device=magnitudes.device)
+        both[0, here], both[1, here] = magnitudes, negatives
+        for group in self.cut:
+            dist.all_reduce(both, dist.ReduceOp.MAX, group)
+        return slice(None), (both[0], both[1])
+
+
+def _sharded(scales: Tensor, param: Tensor, layout: Layout) -> Tensor:
+    """The scales of a sharded parameter as a DTensor: cut as its rows are, else whole on every rank."""
+    if not is_sharded(param):
+        return scales
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [
+        each if getattr(each, "dim", layout.folded) < layout.folded else Replicate() for each in param.placements
+    ]
+    shape = torch.Size((*param.shape[: layout.folded], layout.rows.blocks))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(scales, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def held(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state of a parameter by the optimizer's own keys, with what has the parameter's shape as `Held`."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        name = key if isinstance(key, str) else ""
+        if name.startswith(CODES):
+            # A load that hmpx does not see casts the codes to the parameter's dtype, which holds them exactly.
+            codes = value if value.dtype is torch.uint8 else value.to(torch.uint8)
+            own = name.removeprefix(CODES)
+            found[own] = HeldCodes(codes, state[SCALES + own].to(BF16))
+        elif not name.startswith(SCALES):
+            is_held = isinstance(value, Tensor) and value.shape == param.shape and value.layout is torch.strided
+            found[key] = HeldTensor(value) if is_held else value
+    return found
+
+
+def entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `held`."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        found.update(value.entries(key) if isinstance(value, Held) else {key: value})
+    return found
+
+
+def is_coded(state: Any) -> TypeGuard[dict]:
+    """Whether some of a parameter's state is in 8 bits."""
+    return isinstance(state, dict) and any(isinstance(key, str) and key.startswith(CODES) for key in state)

@@ -1,0 +1,179 @@
+"""Forms of optimizer state: what the state of BF16 parameters is held in between two steps, which see it in FP32.
+
+================  ================================================================  ==================
+torch.float32     as the step leaves it                                             4 bytes an element
+torch.bfloat16    rounded stochastically                                            2
+"8bit"            rounded stochastically, with a scale for each block of elements   1 and a 64th
+                  (`hmpx.rounding.eight_bits`)
+================  ================================================================  ==================
+
+The random numbers of a state tensor are those of its own name, ``parameter.key``. BF16 state is every floating tensor
+with a dimension, 8-bit state what has the shape of the parameter; counts of steps stay as they are in every form.
+
+To add a form, write a class with the methods of `StateForm` and name it in `STATE_FORMS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from hmpx.dtype_names import dtype_name
+from hmpx.rounding.eight_bits import BLOCK
+from hmpx.updates.held_state import Held, HeldCodes, HeldTensor, Layout, held
+from hmpx.updates.optimizer_state import cast_state, fill_again, is_moment
+from hmpx.updates.ranks.sharding import box_of, local
+from hmpx.updates.rounding_key import RoundingKey
+from hmpx.updates.segment import Segment
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+StateDtype = torch.dtype | Literal["8bit"]
+
+
+class StateForm(Protocol):
+    """What state is held in.
+
+    Attributes:
+        bytes_each: of an element of a state tensor.
+        as_left: whether a step on a whole parameter leaves state as it is to be held.
+        in_kernels: the dtype of the tensors that the fused kernels read and write; None where they do not.
+    """
+
+    bytes_each: ClassVar[float]
+    as_left: ClassVar[bool]
+    in_kernels: ClassVar[torch.dtype | None]
+
+    def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
+        """Before a step, bring state that is held in another form to this one.
+
+        Returns:
+            Whether BF16 state was found where state is held in FP32.
+        """
+
+    def holder(self, param: Tensor, value: Tensor, before: Any) -> Held:
+        """What holds a tensor of the parameter's shape from here on: `before` if that is of this form, or a new one.
+
+        value: the tensor, or a part of it.
+        """
+
+    def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
+        """A value of another shape, as it is held from here on."""
+
+    def ends(self, param: Tensor) -> Callable[[int], int] | None:
+        """The last element up to a given one where a part of a parameter may end, in row-major order; None: any."""
+
+
+def written(
+    form: StateForm, segment: Segment, key: str, value: Any, before: Any, rounding_key: RoundingKey
+) -> dict[str, Any]:
+    """What stands in the state of a whole parameter for a value that a step has left of it."""
+    name = f"{segment.name}.{key}"
+    if not isinstance(value, Tensor) or not value.dim() or value.shape != segment.param.shape:
+        return {key: form.other(value, before.whole() if isinstance(before, Held) else before, name, rounding_key)}
+    holder = form.holder(segment.param, value, before)
+    holder.write(segment, value, name, rounding_key)
+    return holder.entries(key)
+
+
+class AsLeft:
+    """The tensors that the step leaves, in FP32 or whatever else they are."""
+
+    bytes_each: ClassVar[float] = 4.0
+    as_left: ClassVar[bool] = True
+    in_kernels: ClassVar[torch.dtype | None] = torch.float32
+
+    def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
+        return cast_state(optimizer, torch.float32)
+
+    def holder(self, param: Tensor, value: Tensor, before: Any) -> Held:
+        return before if isinstance(before, Held) else _like(param, value.dtype)
+
+    def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
+        return value
+
+    def ends(self, param: Tensor) -> Callable[[int], int] | None:
+        return None
+
+
+class InBF16:
+    """BF16, by stochastic rounding; state of other shapes, such as factored moments, too."""
+
+    bytes_each: ClassVar[float] = 2.0
+    as_left: ClassVar[bool] = False
+    in_kernels: ClassVar[torch.dtype | None] = BF16
+
+    def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
+        return cast_state(optimizer, BF16, lists=False)
+
+    def holder(self, param: Tensor, value: Tensor, before: Any) -> Held:
+        dtype = BF16 if is_moment(value) else value.dtype
+        fits = isinstance(before, HeldTensor) and before.tensor.dtype is dtype
+        return before if fits else _like(param, dtype)
+
+    def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
+        if not is_moment(value):
+            return value
+        reuse = is_moment(before) and before.dtype is BF16 and before.shape == value.shape
+        out = before if reuse else torch.empty_like(value, dtype=BF16)
+        rounding_key.round_into(local(out), local(value).float(), name, 0, box_of(value, name))
+        return out
+
+    def ends(self, param: Tensor) -> Callable[[int], int] | None:
+        return None
+
+
+class In8Bits:
+    """Codes of 8 bits, by stochastic rounding, with a scale for each block."""
+
+    bytes_each: ClassVar[float] = 1 + BF16.itemsize / BLOCK
+    as_left: ClassVar[bool] = False
+    in_kernels: ClassVar[torch.dtype | None] = None
+
+    @torch.no_grad()
+    def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
+        fill_again(optimizer)
+        for segment in segments:
+            state = optimizer.state.get(segment.param)
+            if not isinstance(state, dict):
+                continue
+            for key, value in held(state, segment.param).items():
+                if isinstance(value, HeldTensor) and is_moment(value.tensor):
+                    codes = HeldCodes.new(segment.param)
+                    # Numbers of its own: the step may round the same element again.
+                    codes.write(segment, value.tensor, f"{segment.name}.{key}.moved", rounding_key)
+                    del state[key]
+                    state.update(codes.entries(key))
+        return False
+
+    def holder(self, param: Tensor, value: Tensor, before: Any) -> Held:
+        if not is_moment(value):
+            return before if isinstance(before, HeldTensor) else _like(param, value.dtype)
+        return before if isinstance(before, HeldCodes) else HeldCodes.new(param)
+
+    def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
+        return value
+
+    def ends(self, param: Tensor) -> Callable[[int], int] | None:
+        layout = Layout.of(param)
+        return (lambda element: 0) if layout.cut or layout.is_scattered else layout.rows.floor
+
+
+def _like(param: Tensor, dtype: torch.dtype) -> HeldTensor:
+    return HeldTensor(torch.empty_like(param, dtype=dtype, requires_grad=False))
+
+
+STATE_FORMS: dict[StateDtype, StateForm] = {torch.float32: AsLeft(), BF16: InBF16(), "8bit": In8Bits()}
+
+
+def state_name(dtype: StateDtype) -> str:
+    """``"bfloat16"``, ``"8bit"``: a key of `STATE_FORMS` by its name."""
+    return dtype if isinstance(dtype, str) else dtype_name(dtype)
+
+
+def state_named(name: str) -> StateDtype:
+    """The key of `STATE_FORMS` with this name."""
+    return next(dtype for dtype in STATE_FORMS if state_name(dtype) == name)

@@ -1,0 +1,112 @@
+"""State in 8 bits: every code and scale against an oracle in FP64, the mean, the corners, and parts of a tensor."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hmpx.rounding.eight_bits import Rows
+from hmpx.updates.held_state import HeldCodes, Layout
+from hmpx.updates.rounding_key import RoundingKey
+from hmpx.updates.segment import Segment
+from tests.support.eight_bits import in_8_bits, read, row_length
+from tests.support.numbers import special_values
+
+KEY = {"seed": 7, "step": 3}
+SHAPES = [(5,), (300,), (128,), (3, 128), (5, 300), (40, 9), (8, 4, 3, 3), (2, 3, 130), (7, 1), (0,), (3, 0), (1, 1000)]
+
+
+def written(x, name="w.exp_avg", **key):
+    held = HeldCodes.new(x)
+    held.write(Segment(torch.nn.Parameter(x.bfloat16()), "w"), x, name, RoundingKey(**(key or KEY)))
+    return held
+
+
+def spread(shape, seed=0):
+    """Numbers of many sizes, one in eight of them zero, and whole blocks that are nowhere negative."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * 10 ** torch.empty(shape).uniform_(-6, 2, generator=generator)
+    x = torch.where(torch.rand(shape, generator=generator) < 0.125, 0.0, x)
+    return x.abs() if seed % 2 else x
+
+
+def check(x, **key):
+    held, (values, codes, scales) = written(x, **key), in_8_bits(x, **(key or KEY), name="w.exp_avg")
+    assert torch.equal(held.codes, codes)
+    assert torch.equal(held.scales.double().view(-1), scales)
+    assert torch.equal(held.whole().nan_to_num(nan=5e37), values.nan_to_num(nan=5e37))
+    assert torch.equal(read(held.entries("m"), "m").nan_to_num(nan=5e37), values.nan_to_num(nan=5e37))
+    return held
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@torch.no_grad()
+def test_every_code_and_scale_is_the_oracles(shape):
+    for seed in range(4):
+        check(spread(shape, seed), seed=seed, step=seed + 1)
+
+
+@torch.no_grad()
+def test_special_values_stay_what_they_are():
+    x = special_values()
+    held = check(x)
+    assert torch.equal(held.whole().isnan(), x.isnan()) and torch.equal(held.whole().isinf(), x.isinf())
+    check(x.abs().nan_to_num(nan=1e-40)[x.abs() < 1e-30])  # a block of numbers below the normal range
+    for value in (0.0, math.inf, math.nan, -math.inf, 1.0, -1.8125, 3.4e38, -1e-45):
+        check(torch.full((130,), value))
+    assert not written(torch.zeros(3, 200)).codes.any()
+
+
+@torch.no_grad()
+def test_what_a_code_holds_stays_itself_in_bf16_too():
+    for seed in range(4):
+        held = written(spread((4, 300), seed))
+        once = held.whole()
+        assert torch.equal(once, once.bfloat16().float())
+        assert torch.equal(written(once, seed=99, step=99).whole(), once)
+
+
+@pytest.mark.parametrize("value", [1e-9, 3e-6, 0.013, 0.7, -1e-7, -2e-4, -0.3])
+@torch.no_grad()
+def test_the_mean_is_kept_below_the_least_number_too(value):
+    """Beside a 1 in its block, in many steps."""
+    x = torch.full((100, 128), value)
+    x[:, 0] = 1.0
+    found = torch.stack([written(x, seed=0, step=step).whole()[:, 1:] for step in range(20)]).double()
+    spacing = (found.max() - found.min()).item() if abs(value) > 2e-8 else 2.0**-18
+    noise = math.sqrt(abs(value) * spacing / found.numel())  # at most, of a rounding between two neighbours
+    assert abs(found.mean().item() - value) < 4.5 * noise + abs(value) * 1e-4
+
+
+@torch.no_grad()
+def test_parts_have_the_bits_of_the_whole():
+    for shape in SHAPES:
+        x = spread(shape)
+        whole, parts, p = written(x), HeldCodes.new(x), torch.nn.Parameter(x.bfloat16())
+        parts.codes.fill_(77)
+        parts.scales.fill_(7)
+        segments = list(Segment(p, "w").parts(64, None, Layout.of(x).rows.floor))
+        for segment in segments:
+            parts.write(segment, x.view(-1)[segment.start : segment.stop], "w.exp_avg", RoundingKey(**KEY))
+        assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scales, whole.scales)
+        seen = [parts.part(segment) for segment in segments]
+        assert torch.equal(torch.cat(seen), whole.whole().view(-1))
+        assert [segment.start for segment in segments[1:]] == [segment.stop for segment in segments[:-1]]
+
+
+def test_blocks_lie_in_rows():
+    for shape in SHAPES:
+        length = row_length(shape)
+        assert Layout.of(torch.empty(shape)).rows == Rows(length, 0, -(-length // 128))
+    assert Layout.of(torch.empty(64, 256, 1, 1)).shape == (64, 2)  # a convolution of one pixel
+    assert Layout.of(torch.empty(8, 64, 256)).shape == (8, 64, 2)  # experts, each of them a matrix
+    assert Layout.of(torch.empty(1000, 8)).shape == (1000, 1)
+
+
+def test_what_may_stand_where_a_part_of_cut_rows_ends():
+    """Columns 100 to 400 of rows of 500 elements: worked by hand."""
+    rows = Rows(300, 100, 4)
+    assert [rows.floor(e) for e in (0, 27, 28, 100, 156, 299, 300, 327, 328)] == [0, 0, 28, 28, 156, 284, 300, 300, 328]
+    assert [rows.range(*each) for each in ((0, 300), (28, 300), (300, 600))] == [slice(0, 4), slice(1, 4), slice(4, 8)]
