@@ -2,6 +2,7 @@
 
 from hmpx import hmp
 from hmpx.casts.decorators import bf16, fp16, fp32, promote
+from hmpx.casts.module_rules import ModuleRule, policy_for
 from hmpx.casts.policy import Policy, Rule
 from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
@@ -21,7 +22,7 @@ from hmpx.recipes.activate import Activation, activate
 from hmpx.recipes.activate import activate_from_environment as _activate_from_environment
 from hmpx.recipes.prepare import prepare
 from hmpx.recipes.recipe import Recipe
-from hmpx.regions import cached_weights, disable_casts, enable_casts
+from hmpx.regions import cached_weights, casts, disable_casts, enable_casts
 from hmpx.rounding.stochastic import stochastic_round, stochastic_round_
 from hmpx.updates.attach import Attachment, attach, detach
 from hmpx.version import __version__ as __version__
@@ -37,6 +38,7 @@ __all__ = [
     "HmpxError",
     "Log",
     "Mark",
+    "ModuleRule",
     "OpListError",
     "OptLevelError",
     "Policy",
@@ -50,6 +52,7 @@ __all__ = [
     "audit",
     "bf16",
     "cached_weights",
+    "casts",
     "compare",
     "convert",
     "detach",
@@ -59,6 +62,7 @@ __all__ = [
     "fp16",
     "fp32",
     "hmp",
+    "policy_for",
     "prepare",
     "promote",
     "record",

@@ -6,7 +6,7 @@ Everything that can go wrong (a list that does not read, a name that does not ex
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -19,10 +19,13 @@ from hmpx.casts.dtype_map import DtypeMap
 from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
 from hmpx.casts.garbage import none_collected
 from hmpx.casts.listed_names import Unknown
+from hmpx.casts.module_rules import ForwardWrappers, ModuleRule, places_of_rules
 from hmpx.casts.observing import Several
 from hmpx.casts.op_lists import read_lists
 from hmpx.casts.ops import catalog
+from hmpx.casts.overlays import Overlay
 from hmpx.casts.patch_table import Patch, PatchTable
+from hmpx.casts.places import Policies, number_inside
 from hmpx.casts.policy import OptLevel, Policy
 from hmpx.casts.user_functions import UserFunctions
 from hmpx.changes import Attribute, Changes, Flag, Paired, Part, Put
@@ -35,6 +38,8 @@ _FAST_PATH = Flag(
     torch.backends.mha.set_fastpath_enabled,
 )
 _OBSERVER = Attribute(process_state, "observer", "the observer of ops")
+_KNOWN_PLACES = Attribute(process_state, "known_places", "the places that are known")
+_LEARN = Attribute(process_state, "learn", "what learns places")
 
 
 class Conversion(Installation):
@@ -51,7 +56,8 @@ class Conversion(Installation):
         rebound: the places that had captured a function of torch before, and hold its wrapper now.
         escaped: what the policy names and the conversion does not reach, one sentence each.
 
-    `restore()` takes it away; nothing happens if it is not the one in force. `put_in_force_again()` is for hmpx itself.
+    `restore()` takes it away; nothing happens if it is not the one in force. `rules`, `add_rules`, `expect`,
+    `policy_at` and `put_in_force_again` are for hmpx itself.
 
     Example:
         >>> with hmpx.convert() as handle:
@@ -70,33 +76,71 @@ class Conversion(Installation):
         enabled: bool = True,
         dtype_map: DtypeMap | None = None,
         kernels: Kernels = NATIVE,
+        rules: Sequence[ModuleRule] = (),
     ) -> None:
         super().__init__()
         self.policy, self.kernels = policy, kernels
+        self.rules, self._policies = list(rules), Policies(policy)
         self._verbose, self._enabled, self.dtype_map = verbose, enabled, dtype_map
 
     def _parts(self) -> Iterator[Part]:
         """What is put in force, in order, made of torch as it stands now."""
-        policy, mapping = self.policy, self.dtype_map
+        mapping = self.dtype_map
+        yield from self.rules
+        yield ForwardWrappers()
+        self._policies.know(self._places())
+        yield Put(_KNOWN_PLACES, frozenset(self._policies))
+        yield Put(_LEARN, self._learn)
         yield Paired(step_hooks.install, step_hooks.uninstall)  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None
         observers = [*([log] if log else ()), *process_state.observers]
         observer = Several(observers) if observers else None
-        self._table = PatchTable.build(policy, observer, mapping.patches if mapping else None, self.kernels)
+        self._table = PatchTable.build(self._policies, observer, mapping.patches if mapping else None, self.kernels)
         self._rebinding = Rebinding()
-        self._functions = UserFunctions(policy.user_functions(), policy.origins, self._rebinding)
+        self._functions = UserFunctions(self._policies, self._rebinding)
         if log:
             yield log
         yield Announcement(*self._announced())
         yield Put(_OBSERVER, observer)
         yield WithCaptures(self._rebinding, self._table, self._functions)
-        yield dynamo.Tracing(self._table.originals, f"{policy}{mapping or ''}{self.kernels}")
+        yield dynamo.Tracing(self._table.originals, f"{self._policies}{mapping or ''}{self.kernels}")
         yield torchscript.Scripting(self._table.originals)
-        if policy.bf16 or policy.fp32:
+        if any(each.bf16 or each.fp32 for each in self._policies.values()):
             yield Put(_FAST_PATH, False)  # TransformerEncoder in eval would run in one C++ call that no patch sees
         if mapping:
             yield mapping
         yield region_state.Casting(self._enabled)
+
+    def _places(self) -> set[int]:
+        """Every place that is known to come: of rules of modules, and of regions in them."""
+        places = places_of_rules() | {0}
+        return places | {
+            number_inside(place, number) for place in places for number in process_state.casts_regions.values()
+        }
+
+    def _learn(self, places: Iterable[int]) -> None:
+        """Have wrappers for these places as well."""
+        with process_state.lock:
+            new = {place: self._policies.at(place) for place in places if place not in self._policies}
+            UserFunctions({0: self.policy, **new}).check()
+            if self._policies.know(new) and self.active:
+                self.put_in_force_again()
+
+    def expect(self, overlays: Iterable[Overlay]) -> None:
+        """Have wrappers for rules to come."""
+        self._learn(number_inside(0, overlay.number) for overlay in overlays)
+
+    def add_rules(self, rules: Iterable[ModuleRule]) -> None:
+        """Put rules of modules in force, which end with the conversion."""
+        for rule in rules:
+            self.rules.append(rule)
+            if self.active:
+                rule.apply(self._changes)
+        self._learn(places_of_rules())
+
+    def policy_at(self, place: int) -> Policy:
+        """The policy that holds in a place (`region_state.place`)."""
+        return self._policies.at(place)
 
     def _announced(self) -> Iterator[str]:
         """The two lines that HMP logs, and why ops run in other kernels than the user's."""
@@ -211,11 +255,12 @@ def install(
     enabled: bool = True,
     dtype_map: Mapping[torch.dtype, torch.dtype] | None = None,
     kernels: KernelsAsked = "auto",
+    rules: Sequence[ModuleRule] = (),
 ) -> Conversion:
-    """`convert` by a policy that is built already."""
-    UserFunctions(policy.user_functions(), policy.origins).check()
+    """`convert` by a policy that is built already, with rules of modules that end with it."""
+    UserFunctions({0: policy, **{-i: rule.overlay.over(policy) for i, rule in enumerate(rules, 1)}}).check()
     mapping = DtypeMap(dtype_map) if dtype_map else None
-    conversion = Conversion(policy, verbose, enabled, mapping, choose(kernels))
+    conversion = Conversion(policy, verbose, enabled, mapping, choose(kernels), rules)
     conversion._install()
     return conversion
 

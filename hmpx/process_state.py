@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import threading
 import types
+from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from hmpx.changes import Changes
 
@@ -25,6 +26,20 @@ lock = threading.RLock()
 # an entry for each that does not; exchanged for a new one when a conversion ends, whose wrappers keep the old one.
 converted = False
 off_somewhere: dict[int, bool] = {}
+
+# Lists that lie over others in a module or a region (casts.overlays): `overlays` by number, `places` by number as the
+# place around each and the overlay that makes it. Both begin with the conversion's own lists, and grow with the
+# different lists of a program. `known_places`: those that the conversion in force has wrappers for; `learn` makes them
+# for more. `module_rules` that are in force (casts.module_rules); `wrap_forward` is what a conversion does for one.
+overlays: list[Any] = [None]
+places: list[tuple[int, int]] = [(0, 0)]
+place_numbers: dict[tuple[int, int], int] = {}
+known_places: frozenset[int] = frozenset({0})
+learn: Callable[[Iterable[int]], None] | None = None
+# `casts_regions`: the overlay of each `hmpx.casts` object that is alive.
+module_rules: WeakSet[Any] = WeakSet()
+casts_regions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+wrap_forward: Callable[[Any], None] | None = None
 
 # Of the conversion that is in force: how torch.compile sees its wrappers (casts.dynamo.Tracing), and who observes the
 # calls of ops (casts.observing.Observer). `observers` are those that conversions to come take over.
@@ -57,5 +72,7 @@ def in_use() -> dict[str, Any]:
         "observers": observers,
         "awaited": [module for module, waiting in awaited.items() if waiting],
         "open_caches": open_caches,
+        "module_rules": list(module_rules),
+        "learn": learn,
     }
     return {name: value for name, value in states.items() if value}

@@ -1,8 +1,10 @@
-"""Is casting on, here, in this thread.
+"""Is casting on, here, in this thread, and which lists hold.
 
 Three things decide, the innermost first: a region opened in this thread (`disable_casts`, `enable_casts`, the inside of
 a listed Python function, an optimizer step), the default that `convert(enabled=...)` set, and whether torch is
 converted at all. The first is kept here, by thread and task; the others are the process's, in `process_state`.
+Which lists hold is a *place*, a number: 0 for the conversion's own, another for each nesting of lists that modules and
+regions lay over them (`casts.overlays`).
 
 `process_state.off_somewhere` is empty while every thread casts, so the wrapper of an op pays one truth test for all of
 this. The wrappers of a conversion hold the dict of their time: `retire` leaves it to them, with an entry that stays.
@@ -19,7 +21,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import is_autocast_enabled, set_autocast_enabled
+import torch
+from torch import get_autocast_dtype, is_autocast_enabled, set_autocast_dtype, set_autocast_enabled
+from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
 from hmpx import process_state as state
@@ -38,13 +42,16 @@ class Region(NamedTuple):
 
     casting: None leaves it to the default. maps: whether a `dtype_map` acts, as it does inside of a listed Python
     function and not in an optimizer step. task: of a region opened in an asyncio task, a token that only this task and
-    those it starts carry; None means everybody in the thread.
+    those it starts carry; None means everybody in the thread. place: which lists hold. overlay: the number of those
+    that this region itself has laid over the others, 0 for none.
     """
 
     casting: bool | None = None
     rounding: Rounding | None = None
     maps: bool = True
     task: object | None = None
+    place: int = 0
+    overlay: int = 0
 
 
 class _Thread(threading.local):
@@ -67,8 +74,14 @@ _NONE_OPEN = Region()
 
 # Two device types that torch has no autocast rules for. Their autocast state carries ours into compiled graphs:
 # torch.compile guards on it, and sets it again when it runs the ops of a graph one by one, where it guards on nothing
-# of ours.
+# of ours. The first alone says that casts are off, the second that they are on, and both that they are on in a place
+# whose number is too large for the second alone. The number is written in dtypes, of which 0 is the device's own.
 _OFF, _ON = "maia", "ipu"
+_ONS_OWN, _OFFS_OWN = get_autocast_dtype(_ON), get_autocast_dtype(_OFF)
+_DTYPES = (_ONS_OWN, *sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)} - {_ONS_OWN}, key=str))
+_DIGITS = {dtype: digit for digit, dtype in enumerate(_DTYPES)}
+_BASE = len(_DTYPES)
+PLACES = _BASE**2  # so many can be told apart
 
 _thread = _Thread()
 
@@ -92,12 +105,25 @@ def casts_off() -> bool:
 
 def casts_off_in_graph() -> bool:
     """The same for an op of a graph that is being compiled, which may stand in a region of the compiled code."""
-    return is_autocast_enabled(_OFF) or (not is_autocast_enabled(_ON) and bool(state.off_somewhere) and casts_off())
+    if is_autocast_enabled(_ON):
+        return False
+    return is_autocast_enabled(_OFF) or (bool(state.off_somewhere) and casts_off())
 
 
 def casts_on() -> bool:
     """Whether torch is converted and ops called from this thread, now, are cast."""
     return state.converted and not (state.off_somewhere and casts_off())
+
+
+def place() -> int:
+    """Which lists hold for ops called from here, now."""
+    if is_dynamo_compiling() or not _len_torch_dispatch_stack():
+        return _innermost().place
+    # Perhaps an op of a graph that is being compiled, which may stand in a place of the compiled code.
+    if not is_autocast_enabled(_ON):
+        return _innermost().place
+    high = _DIGITS[get_autocast_dtype(_OFF)] if is_autocast_enabled(_OFF) else 0
+    return _DIGITS[get_autocast_dtype(_ON)] + _BASE * high
 
 
 def casting() -> bool | None:
@@ -142,25 +168,35 @@ def retire() -> None:
     old[_RETIRED] = True
 
 
-def enter(casting: bool | None, how: Rounding | None = None, maps: bool | None = None) -> Region:
+def enter(
+    casting: bool | None,
+    how: Rounding | None = None,
+    maps: bool | None = None,
+    place: int | None = None,
+    overlay: int = 0,
+) -> Region:
     """Turn casts on or off in this thread, or in the asyncio task that runs in it, until `leave` is given the result.
 
-    maps: None maps dtypes exactly where casts are not turned off.
+    maps: None maps dtypes exactly where casts are not turned off. place: None is the one that holds already.
     """
-    opened = _thread.open
-    before = opened[-1].casting if opened else None
     task = None
     if not is_dynamo_compiling() and _get_running_loop() is not None:
         task = object()
         _tasks.set((*_tasks.get(), task))
-    token = Region(casting, how, casting is not False if maps is None else maps, task)
-    opened.append(token)
-    if before is not casting:
-        _announce(casting)
-    return token
+    if place is None:
+        place = _innermost().place
+    return _open(Region(casting, how, casting is not False if maps is None else maps, task, place, overlay))
 
 
-def last_entered(casting: bool | None, how: Rounding | None = None) -> Region:
+def _open(region: Region) -> Region:
+    opened = _thread.open
+    before = opened[-1] if opened else _NONE_OPEN
+    opened.append(region)
+    _announce(before, region)
+    return region
+
+
+def last_entered(casting: bool | None, how: Rounding | None = None, overlay: int = 0) -> Region:
     """What the last `enter` of this kind that is open here has returned, for whoever cannot keep it.
 
     An object that a user enters as a region may be open several times, in several threads and tasks.
@@ -169,7 +205,8 @@ def last_entered(casting: bool | None, how: Rounding | None = None) -> Region:
     if not is_dynamo_compiling():
         carried = _tasks.get()
         for region in reversed(opened):
-            if region.casting is casting and region.rounding is how and (region.task is None or region.task in carried):
+            same = region.casting is casting and region.rounding is how and region.overlay == overlay
+            if same and (region.task is None or region.task in carried):
                 return region
     return opened[-1]
 
@@ -186,18 +223,26 @@ def leave(token: Region) -> None:
     left = opened.pop(index)
     if left.task is not None:
         _tasks.set(tuple(other for other in _tasks.get() if other is not left.task))
-    now = opened[-1].casting if opened else None
-    if now is not left.casting:
-        _announce(now)
+    _announce(left, opened[-1] if opened else _NONE_OPEN)
 
 
-def _announce(casting: bool | None) -> None:
-    set_autocast_enabled(_OFF, casting is False)
-    set_autocast_enabled(_ON, casting is True)
-    if casting is False or (not is_dynamo_compiling() and _off_for_some_task()):
-        state.off_somewhere[_thread.key] = True
-    else:
-        state.off_somewhere.pop(_thread.key, None)
+def _announce(before: Region, now: Region) -> None:
+    """Say where casts are on, and in which place, after `before` as well as `now` may have been the innermost."""
+    casting = now.casting
+    was, place = (before.place if before.casting else 0), (now.place if casting else 0)
+    if before.casting is not casting:
+        set_autocast_enabled(_ON, casting is True)
+        if casting is False or (not is_dynamo_compiling() and _off_for_some_task()):
+            state.off_somewhere[_thread.key] = True
+        else:
+            state.off_somewhere.pop(_thread.key, None)
+    if was != place:
+        set_autocast_dtype(_ON, _DTYPES[place % _BASE])
+    if was >= _BASE or place >= _BASE:
+        set_autocast_dtype(_OFF, _DTYPES[place // _BASE] if place >= _BASE else _OFFS_OWN)
+    elif before.casting is casting:
+        return
+    set_autocast_enabled(_OFF, casting is False or place >= _BASE)
 
 
 def _off_for_some_task() -> bool:
@@ -224,12 +269,25 @@ def run_uncast(function, args, kwargs):
         leave(token)
 
 
+def run_at(place, function, args, kwargs):
+    """Call `function` in a place: the lists of a module hold in its forward."""
+    here = _innermost()
+    token = _open(Region(True, here.rounding, here.maps, None, place))
+    try:
+        return function(*args, **kwargs)
+    finally:
+        leave(token)
+
+
 def carrying(function: Callable) -> Callable:
     """`function`, made to run in the region that is open now, whatever is open when it is called."""
     now = _innermost()
 
     def carried(*args, **kwargs):
-        with region(now.casting, now.rounding, now.maps):
+        token = enter(now.casting, now.rounding, now.maps, now.place)
+        try:
             return function(*args, **kwargs)
+        finally:
+            leave(token)
 
     return carried

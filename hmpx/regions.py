@@ -7,14 +7,19 @@ One object may be entered many times, nested and from several threads: what is o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from hmpx import region_state
 from hmpx.casts import dynamo, weight_cache
+from hmpx.casts.overlays import overlay_by_hand
+from hmpx.casts.places import place_inside
+from hmpx.casts.policy import Policy
 from hmpx.errors import HmpxError
+from hmpx.process_state import casts_regions
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates import step_hooks
 
@@ -116,6 +121,59 @@ class enable_casts(_Region):
         region_state.leave(region_state.last_entered(True))
 
 
+class casts(contextlib.ContextDecorator):
+    """Casts by other lists inside: a region, nestable, per thread, exception-safe, also a decorator.
+
+    Lists lie over those that hold around it: they move the ops that they name and leave the others. Casts are on, in
+    `disable_casts()` and under ``convert(enabled=False)`` too. Without `convert()`, nothing happens. Lists that are new
+    to a conversion make it anew, which takes a part of a second; make the region before a loop, not in it.
+
+    Args:
+        rule, bf16, fp32, promote, low_precision: as of `hmpx.policy_for`.
+
+    Raises:
+        HmpxError, UnknownOpError, OpListError: as `hmpx.policy_for`.
+
+    Example:
+        >>> with hmpx.convert(), hmpx.casts(fp32=["linear"]):
+        ...     model(inputs).dtype
+        torch.float32
+    """
+
+    def __init__(
+        self,
+        rule: Policy | torch.dtype | str | Mapping[str, Any] | None = None,
+        /,
+        *,
+        bf16: Iterable[str] | None = None,
+        fp32: Iterable[str] | None = None,
+        promote: Iterable[str] | None = None,
+        low_precision: torch.dtype | str | None = None,
+    ) -> None:
+        self._overlay = _overlay(rule, bf16, fp32, promote, low_precision)
+        if not torch.compiler.is_dynamo_compiling():
+            casts_regions[self] = self._overlay
+
+    def __enter__(self) -> casts:
+        place = place_inside(region_state.place(), self._overlay)
+        region_state.enter(True, None, None, place, self._overlay)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        region_state.leave(region_state.last_entered(True, None, self._overlay))
+
+
+def _overlay(rule: Any, bf16: Any, fp32: Any, promote: Any, low_precision: Any) -> int:
+    """The number of what a `casts` region is made with."""
+    lists = {"bf16": bf16, "fp32": fp32, "promote": promote, "low_precision": low_precision}
+    number = overlay_by_hand("casts", rule, lists, sys._getframe(2)).number
+    place_inside(0, number)
+    return number
+
+
+vars(_overlay)["_dynamo_marked_constant"] = True
+
+
 class cached_weights(_Region):
     """Cast each weight once, for inference: ops get the cast that was kept, until the region ends.
 
@@ -171,4 +229,5 @@ class cached_weights(_Region):
 dynamo.never_compile_alone(
     *(region_state.enter, region_state.last_entered, region_state.leave, region_state.run_uncast),
     *(disable_casts.__enter__, disable_casts.__exit__, enable_casts.__enter__, enable_casts.__exit__),
+    *(region_state.run_at, casts.__enter__, casts.__exit__),
 )

@@ -13,7 +13,7 @@ import hmpx
 
 HANDLES = (
     *(hmpx.Conversion, hmpx.Attachment, hmpx.Activation, hmpx.Audit, hmpx.Finding, hmpx.Log),
-    *(hmpx.Comparison, hmpx.Row, hmpx.Tuned, hmpx.Choice, hmpx.Mark),
+    *(hmpx.Comparison, hmpx.Row, hmpx.Tuned, hmpx.Choice, hmpx.Mark, hmpx.ModuleRule),
     *(hmpx.Rule, hmpx.Recipe, hmpx.Policy),
 )
 FLAGS = doctest.ELLIPSIS
@@ -61,7 +61,7 @@ def test_a_handle_documents_all_that_it_has(handle):
 def test_every_public_name_is_looked_at():
     classes = {each for name in hmpx.__all__ if isinstance(each := getattr(hmpx, name), type)}
     errors = {each for each in classes if issubclass(each, Exception)}
-    regions = {hmpx.disable_casts, hmpx.enable_casts, hmpx.cached_weights}
+    regions = {hmpx.disable_casts, hmpx.enable_casts, hmpx.casts, hmpx.cached_weights}
     assert classes - errors - regions == set(HANDLES)
     functions = [name for name in hmpx.__all__ if isinstance(getattr(hmpx, name), types.FunctionType)]
     assert "convert" in functions and set(functions) <= set(documented())

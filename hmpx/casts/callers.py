@@ -18,6 +18,7 @@ _TORCH, _WRAPT, _HMPX = (
     for file in (torch.__file__, wrapt.__file__, os.path.dirname(os.path.abspath(__file__)))
 )
 
+_passed_over: dict[int, types.CodeType] = {}
 _libraries: dict[int, tuple[types.CodeType, bool]] = {}
 
 
@@ -29,6 +30,18 @@ def register(code: types.CodeType, rule: Rule) -> None:
 def rule_of(frame: types.FrameType) -> Rule | None:
     """The rule of the wrapper that runs in `frame`; None where it is another function's."""
     return rules.get(id(frame.f_code), (None, None))[1]
+
+
+def pass_over(code: types.CodeType) -> None:
+    """This code only hands a call on: what calls it is the caller."""
+    _passed_over[id(code)] = code
+
+
+def calling(frame: types.FrameType) -> types.FrameType:
+    """`frame`, or where it only hands a call on, the one that it does that for."""
+    while id(frame.f_code) in _passed_over and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:

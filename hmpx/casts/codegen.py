@@ -54,7 +54,7 @@ from typing import Any
 import torch
 
 from hmpx import process_state, region_state
-from hmpx.casts.callers import WRITTEN, register
+from hmpx.casts.callers import WRITTEN, calling, register
 from hmpx.casts.layouts import Argument, Layout
 from hmpx.casts.policy import Rule
 from hmpx.casts.rules import (
@@ -115,7 +115,7 @@ def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:
         return False
     if region_state.casts_off_in_graph():
         return True
-    return (sys._getframe(above + 1).f_globals.get("__name__", "") + ".").startswith(COMPILER)
+    return (calling(sys._getframe(above + 1)).f_globals.get("__name__", "") + ".").startswith(COMPILER)
 
 
 class _Missing:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -24,14 +24,17 @@ from hmpx.casts.rules import cast_arguments
 from hmpx.errors import HmpxError
 
 _LAYOUT = Layout(python=True)
+Rules = Mapping[int, Rule | None]  # by place
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def wrap(function: Any, rule: Rule, name: str, active: Callable[[], bool]) -> Any:
-    """`function` with its inputs cast while `active()`."""
+def wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool]) -> Any:
+    """`function` with its inputs cast while `active()`, as the rule of the place says that it is called from."""
+    decides = len(set(rules.values())) > 1
+    some = next(filter(None, rules.values()))
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if not callable(plain) or isinstance(plain, type):
-        raise HmpxError(f"{name} is no function but {plain!r}; {rule} is for functions and methods")
+        raise HmpxError(f"{name} is no function but {plain!r}; {some} is for functions and methods")
     if any(
         test(plain) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     ):
@@ -40,8 +43,9 @@ def wrap(function: Any, rule: Rule, name: str, active: Callable[[], bool]) -> An
         )
 
     def call(wrapped, instance, args, kwargs):
+        rule = rules.get(region_state.place(), rules[0]) if decides else some
         observer = process_state.observer
-        if observer is None:
+        if observer is None or rule is None:
             return _called(wrapped, rule, active, *args, **kwargs)
         plain, run = (functools.partial(each, wrapped, rule, active) for each in (_called, _seen))
         return observed(Point(name, name, rule, wrapped), observer, plain, run, sys._getframe(1), args, kwargs)
@@ -57,8 +61,8 @@ def wrap(function: Any, rule: Rule, name: str, active: Callable[[], bool]) -> An
     return caller
 
 
-def _called(function: Callable, rule: Rule, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
-    if not active():
+def _called(function: Callable, rule: Rule | None, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
+    if rule is None or not active():
         return function(*args, **kwargs)
     return region_state.run_uncast(function, *cast_arguments(rule, _LAYOUT, args, kwargs))
 
@@ -86,7 +90,7 @@ class UserFunction(wrapt.FunctionWrapper):
 
 
 def _decorator(function: Function, rule: Rule) -> Function:
-    return wrap(function, rule, getattr(function, "__qualname__", repr(function)), region_state.casts_on)
+    return wrap(function, {0: rule}, getattr(function, "__qualname__", repr(function)), region_state.casts_on)
 
 
 def bf16(function: Function) -> Function:

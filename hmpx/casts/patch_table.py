@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,11 @@ from hmpx.casts.layouts import Layout
 from hmpx.casts.observing import Observer
 from hmpx.casts.ops import Entry, catalog
 from hmpx.casts.policy import Case, Policy, Rule
-from hmpx.casts.wrappers import build_carrying, build_check, build_choice, build_uncast
+from hmpx.casts.wrappers import build_carrying, build_check, build_choice, build_placed, build_uncast
 from hmpx.changes import Attribute, Changes
 
-Wanted = tuple[str, Entry, tuple[Case, ...]]  # an op's name, one of its entry points, and what it does there
+Cases = tuple[Case, ...]
+Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entry points, and what it does in each place
 
 
 class Patching(enum.Enum):
@@ -80,31 +81,31 @@ class PatchTable:
     @classmethod
     def build(
         cls,
-        policy: Policy,
+        policies: Policy | Mapping[int, Policy],
         observer: Observer | None = None,
         around: Callable[[tuple[Patch, ...], Switch], Iterator[Patch]] | None = None,
         kernels: Kernels = NATIVE,
     ) -> PatchTable:
-        """Work out what `policy` changes.
+        """Work out what policies change.
 
-        observer: is handed the calls of ops; if it wants them all, those that `policy` leaves alone are patched too.
-        around: puts wrappers of its own around those of the policy.
+        policies: the one that holds everywhere, or those that hold in places by their number, 0 among them.
+        observer: is handed the calls of ops; if it wants them all, those that no policy concerns are patched too.
+        around: puts wrappers of its own around those of the policies.
         kernels: what computes the ops that run in BF16 or FP16 on a CPU.
         """
         switch = Switch()
         patches = []
-        wrappers: dict[tuple[int, tuple[Case, ...], bool], Callable] = {}
-        wanted = _wanted(policy)
+        wrappers: dict[tuple[int, tuple, bool], Callable] = {}
+        wanted = _wanted({0: policies} if isinstance(policies, Policy) else policies)
         if observer is not None and observer.everything:
             wanted = _with_the_others(wanted)
         for op, entry, cases in wanted:
             original, inherited = _read(entry.owner, entry.attribute)
-            rule = next((case.rule for case in cases if case.rule is not None), None)
+            rule = next((case.rule for each in cases.values() for case in each if case.rule is not None), None)
             # One object under several names gets one wrapper, and so stays one object.
-            key = id(original), cases, entry.in_place
+            key = id(original), tuple(cases.items()), entry.in_place
             if key not in wrappers:
-                run = kernels.wrap(op, [case.rule for case in cases], original)
-                wrappers[key] = build_choice(op, entry, cases, original, switch, run, observer)
+                wrappers[key] = _wrapper(op, entry, cases, original, switch, kernels, observer)
             how = Patching.OBSERVED if rule is None else Patching.CAST
             patches.append(_patch(op, how, rule, entry, original, wrappers[key], inherited))
         patches += _beside_casts(switch)
@@ -128,6 +129,27 @@ class PatchTable:
         return [(patch.original, patch.wrapper) for patch in self.patches]
 
 
+def _wrapper(
+    op: str,
+    entry: Entry,
+    cases: Mapping[int, Cases],
+    original: Callable,
+    switch: Switch,
+    kernels: Kernels,
+    observer: Observer | None,
+) -> Callable:
+    """The wrapper of one entry point: of one rule where that is the same in all places."""
+
+    def build(cases: Cases) -> Callable:
+        run = kernels.wrap(op, [case.rule for case in cases], original)
+        return build_choice(op, entry, cases, original, switch, run, observer)
+
+    built = {each: build(each) for each in dict.fromkeys(cases.values())}
+    if len(built) == 1:
+        return built[cases[0]]
+    return build_placed(entry, original, {place: built[each] for place, each in cases.items()})
+
+
 def _beside_casts(switch: Switch) -> Iterator[Patch]:
     """What is no op of a model, but must know of casts."""
     uncast: dict[int, Callable] = {}
@@ -144,17 +166,17 @@ def _beside_casts(switch: Switch) -> Iterator[Patch]:
         yield _beside_ops(path, Patching.CARRYING, functools.partial(build_carrying, position, switch))
 
 
-def _wanted(policy: Policy) -> Iterator[Wanted]:
+def _wanted(policies: Mapping[int, Policy]) -> Iterator[Wanted]:
     """Every entry point that some rule needs, with its cases."""
     for op in catalog().values():
-        cases = policy.cases(op)
+        cases = {place: policy.cases(op) for place, policy in policies.items()}
         for entry in op.entries:
             if entry.in_place:
                 # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
                 # something to do. Its own conversion rounds once where a cast before it would round twice.
                 if op.refuses_mixed:
-                    yield op.name, entry, (Case(Rule.FIRST_INPUT),)
-            elif any(case.rule is not None for case in cases):
+                    yield op.name, entry, {0: (Case(Rule.FIRST_INPUT),)}
+            elif any(case.rule is not None for each in cases.values() for case in each):
                 yield op.name, entry, cases
 
 
@@ -167,7 +189,7 @@ def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:
     for op, entry, cases in wanted:
         found.add((id(entry.owner), entry.attribute))
         yield op, entry, cases
-    nothing = (Case(None),)
+    nothing = {0: (Case(None),)}
     for each in catalog().values():
         if each.computes and not each.view and not each.name.startswith("_"):
             for entry in each.entries:

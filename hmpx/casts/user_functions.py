@@ -22,7 +22,7 @@ from hmpx.casts.captured_names.rebinding import Rebinding
 from hmpx.casts.decorators import wrap
 from hmpx.casts.op_lists import read_file, shipped
 from hmpx.casts.patch_table import Patch, Patching
-from hmpx.casts.policy import Rule
+from hmpx.casts.policy import Policy
 from hmpx.changes import Changes
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
 
@@ -36,14 +36,17 @@ def _imported(module: Any) -> None:
 
 
 class UserFunctions:
-    """The dotted names of one policy: patched where they stand now, or as soon as their module is imported."""
+    """The dotted names of policies: patched where they stand now, or as soon as their module is imported.
 
-    def __init__(
-        self, rules: Mapping[str, Rule], origins: Mapping[str, str], rebinding: Rebinding | None = None
-    ) -> None:
+    policies: by the place in which each holds, 0 among them.
+    """
+
+    def __init__(self, policies: Mapping[int, Policy], rebinding: Rebinding | None = None) -> None:
         self._rebinding = rebinding
-        self.rules = rules
-        self.origins = origins
+        listed = {place: policy.user_functions() for place, policy in policies.items()}
+        names = dict.fromkeys(name for rules in listed.values() for name in rules)
+        self.rules = {name: {place: rules.get(name) for place, rules in listed.items()} for name in names}
+        self.origins = {name: where for policy in policies.values() for name, where in policy.origins.items()}
         self.patched: dict[str, Patch] = {}
         self._retired = False
 
@@ -94,8 +97,9 @@ class UserFunctions:
         if found is None:
             return False
         owner, attribute, original = found
-        rule, inherited = self.rules[name], attribute not in vars(owner)
-        wrapper = wrap(original, rule, name, self._active)
+        rules, inherited = self.rules[name], attribute not in vars(owner)
+        rule = next(filter(None, rules.values()))
+        wrapper = wrap(original, rules, name, self._active)
         patch = Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper, inherited)
         if self._rebinding is not None:
             self._rebinding.expect(lambda: _replacements([patch]))

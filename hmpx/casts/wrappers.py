@@ -10,17 +10,18 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from hmpx import region_state
-from hmpx.casts.callers import register
+from hmpx.casts.callers import calling, pass_over, register
 from hmpx.casts.codegen import Switch, called_by_torch, make_wrapper
 from hmpx.casts.observing import Observer, Point, observed, stand_in
 from hmpx.casts.ops import Entry
 from hmpx.casts.policy import Case, Rule
 from hmpx.casts.rules import PLAIN, call, call_cast, cast, is_explicit, public
+from hmpx.region_state import place
 
 
 def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
@@ -108,7 +109,7 @@ def _observed(
         inner = _built(entry, rule, stand_in(run, casting=True), stand_in(original, casting=False), switch)
 
     def wrapper(*args, **kwargs):
-        caller = sys._getframe(1)
+        caller = calling(sys._getframe(1))
         if observer.leaves(caller.f_code) or called_by_torch(args, kwargs, 1):
             return plain(*args, **kwargs)
         return observed(point, observer, plain, inner, caller, args, kwargs)
@@ -193,6 +194,25 @@ def build_choice(
         return otherwise(*args, **kwargs)
 
     return _named(choice, entry, original)
+
+
+def build_placed(entry: Entry, original: Callable, runs: Mapping[int, Callable]) -> Callable:
+    """The wrapper of one entry point whose rule is not the same everywhere: it asks where it is.
+
+    runs: what is called in each place, as `build_choice` makes it.
+    """
+
+    def uncast(*args, **kwargs):
+        return call(original, args, kwargs)
+
+    runs = {place: uncast if run is original else run for place, run in runs.items()}
+    elsewhere = runs[0]
+
+    def placed(*args, **kwargs):
+        return runs.get(place(), elsewhere)(*args, **kwargs)
+
+    pass_over(placed.__code__)
+    return _named(placed, entry, original)
 
 
 def _accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:

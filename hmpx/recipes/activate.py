@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -17,7 +18,8 @@ from hmpx.errors import HmpxError
 from hmpx.installation import Installation
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
 from hmpx.recipes.frameworks import watch_frameworks
-from hmpx.recipes.prepare import cast_model, check_names, convert, facts
+from hmpx.recipes.module_patterns import check_names, rules_for
+from hmpx.recipes.prepare import cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe, with_and_without_zero
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.names import parameters
@@ -54,6 +56,8 @@ class Activation(Installation):
         self._policy = recipe.policy()
         self.recipe, self._under_zero = recipe.inlined(), under_zero
         self._settings = {True: under_zero.settings(), False: recipe.settings()}
+        self._overlays = recipe.overlays()
+        self._ruled: WeakSet[torch.nn.Module] = WeakSet()  # models that have the recipe's rules
         self._changes = Changes()
 
     def __enter__(self) -> Activation:
@@ -72,6 +76,7 @@ class Activation(Installation):
         try:
             self._conversion = convert(self.recipe, self._policy)
             if self._conversion is not None:
+                self._conversion.expect(self._overlays.values())
                 self._changes.callback(self._conversion.restore)
                 if self._entered:
                     self._conversion.__enter__()
@@ -86,7 +91,15 @@ class Activation(Installation):
         self._changes.close()
 
     def _distributes(self, module: torch.nn.Module) -> None:
-        cast_models_of(list(module.parameters()), self.recipe)
+        self._take(cast_models_of(list(module.parameters()), self.recipe))
+
+    def _take(self, models: list[torch.nn.Module]) -> None:
+        """Give models the recipe's rules for their modules."""
+        new = [model for model in models if model not in self._ruled]
+        if self._conversion is not None and new:
+            with self.recipe.naming_lines():
+                self._conversion.add_rules(rules_for(new, self.recipe))
+            self._ruled.update(new)
 
     def _made(self, optimizer: torch.optim.Optimizer) -> None:
         if any(isinstance(held, torch.optim.Optimizer) and attached(held) for held in vars(optimizer).values()):
@@ -94,6 +107,7 @@ class Activation(Installation):
         params = parameters(optimizer)
         compare("hmpx.activate", facts(self.recipe))
         models = cast_models_of(params, self.recipe)
+        self._take(models)
         if any(p.dtype is torch.bfloat16 for p in params):
             whole = next((model for model in models if set(params) <= set(model.parameters())), None)
             named = any("param_names" in group for group in optimizer.param_groups)

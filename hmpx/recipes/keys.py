@@ -10,6 +10,7 @@ import torch
 from hmpx.casts.build_policy import OPT_LEVELS
 from hmpx.casts.fp32_kernels import KERNELS
 from hmpx.casts.op_lists import LOW_PRECISION, SIDES
+from hmpx.casts.policy import Policy
 from hmpx.dtype_names import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes import nxd
@@ -20,6 +21,7 @@ from hmpx.updates.weights import WAYS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map
+MODULES = "modules"
 LISTS = tuple(f"{side}_file_path" for side in SIDES)
 _LEGAL = {
     "opt_level": (*OPT_LEVELS, None),
@@ -34,9 +36,27 @@ _LEGAL = {
 
 def spelled_out(key: Any, value: Any) -> Any:
     """The value of a key with dtypes by their names in torch, for ``bf16``, ``fp32`` and torch's own dtypes."""
+    if key == MODULES and isinstance(value, Mapping):
+        return {pattern: _rule_spelled_out(rule) for pattern, rule in value.items()}
     if isinstance(value, Mapping):
         return {_spelled_out(k) if key == "dtype_map" else k: _spelled_out(v) for k, v in value.items()}
     return _spelled_out(value) if key in ("parameter_dtype", "state_dtype", LOW_PRECISION) else value
+
+
+def _rule_spelled_out(rule: Any) -> Any:
+    """A rule for modules in words and lists alone, so that it can be written to a file."""
+    if isinstance(rule, Policy):
+        rule = {
+            "opt_level": "O1",
+            **{side: getattr(rule, side) for side in SIDES},
+            LOW_PRECISION: rule.low_precision,
+        }
+    if not isinstance(rule, Mapping):
+        return _spelled_out(rule)
+    return {
+        key: _spelled_out(names) if isinstance(names, str | torch.dtype | None) else list(names)
+        for key, names in rule.items()
+    }
 
 
 def _spelled_out(value: Any) -> Any:
@@ -70,6 +90,9 @@ def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, s
     elif key in SIDES and value is not None:
         if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
             yield None, f"{key} is {value!r}, not a list of names; a file goes to {key}_file_path"
+    elif key == MODULES:
+        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
+            yield None, f"{key} is {value!r}, not a mapping of modules' names to dtypes or lists of ops"
     elif key in ("module_dtypes", "dtype_map"):
         what = "modules' names" if key == "module_dtypes" else "dtypes"
         if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):

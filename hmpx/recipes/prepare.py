@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,15 +16,16 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hmpx import conversion
+from hmpx.casts.module_rules import ModuleRule
 from hmpx.casts.policy import Policy
 from hmpx.conversion import Conversion
-from hmpx.errors import HmpxError, did_you_mean
+from hmpx.errors import HmpxError
 from hmpx.recipes import frameworks
 from hmpx.recipes.keys import DTYPES, LISTS
+from hmpx.recipes.module_patterns import check_names, module_names, rules_for
 from hmpx.recipes.recipe import Recipe, as_recipe
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.gradients.accumulation import replicas
-from hmpx.updates.names import plain_names
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.ranks.sharding import is_sharded
@@ -77,28 +78,38 @@ def prepare(
     compare("hmpx.prepare", facts(recipe))
     with recipe.naming_lines(), contextlib.ExitStack() as undo:
         check_names([model], recipe)
+        rules = rules_for([model], recipe)
         cast_model(model, recipe, undo)
         if any(p.dtype is torch.bfloat16 for p in model.parameters()):
             before, attachment = attached(stepping), attach(stepping, model=model, **vars(settings))
             if attachment is not before:
                 undo.callback(attachment.abandon)
-        convert(recipe, policy)
+        convert(recipe, policy, rules=[*_of_other_models(model), *rules])
         undo.pop_all()
     _refuse_later(stepping, recipe)
     logger.info("hmpx: prepared by this recipe:\n%s", recipe)
     return model, optimizer
 
 
-def convert(recipe: Recipe, policy: Policy | None, *, enabled: bool = True) -> Conversion | None:
+def _of_other_models(model: torch.nn.Module) -> list[ModuleRule]:
+    """The rules of models that were prepared before this one."""
+    before, own = conversion.installed(), set(model.modules())
+    return [rule for rule in before.rules if own.isdisjoint(rule.modules())] if before else []
+
+
+def convert(
+    recipe: Recipe, policy: Policy | None, *, enabled: bool = True, rules: Sequence[ModuleRule] = ()
+) -> Conversion | None:
     """Convert torch's ops as a recipe says; None if it leaves them alone.
 
     Args:
         policy: ``recipe.policy()``, which reads files.
         enabled: False casts in `enable_casts()` regions only.
+        rules: of modules, which end with the conversion.
     """
     if policy is None:
         return None
-    return conversion.install(policy, recipe.verbose, enabled, recipe.mapped(), recipe.kernels)
+    return conversion.install(policy, recipe.verbose, enabled, recipe.mapped(), recipe.kernels, rules)
 
 
 def _refuse_later(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
@@ -165,32 +176,6 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
             _assign(buffer, buffer.data.to(mapped[buffer.dtype]), None)
 
 
-def check_names(models: list[torch.nn.Module], recipe: Recipe) -> None:
-    """Check that each pattern in `module_dtypes` fits some module.
-
-    Raises:
-        HmpxError: one does not; with the name of a module that was probably meant.
-    """
-    modules = {
-        name: module for model in models for name, module in zip(_module_names(model), model.modules(), strict=True)
-    }
-    wrong = []
-    for pattern in recipe.module_dtypes:
-        if not any(fnmatchcase(name, pattern) for name in modules):
-            meant = next((name for name, module in modules.items() if name and type(module).__name__ == pattern), None)
-            hint = did_you_mean(pattern, filter(None, modules), meant=meant)
-            what = "a class and not the name of a module" if meant else "the name of no module"
-            wrong.append(f"module_dtypes: {pattern!r} is {what}{hint}")
-    if wrong:
-        raise HmpxError("\n".join(wrong))
-
-
-def _module_names(model: torch.nn.Module) -> list[str]:
-    """Those of ``model.modules()``, without what torch puts around modules."""
-    _, *inside = (f"{name}." for name, _ in model.named_modules())
-    return ["", *(name.removesuffix(".") for name in plain_names(inside))]
-
-
 def _refuse_lazy(model: torch.nn.Module) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, torch.nn.parameter.UninitializedParameter):
@@ -203,7 +188,7 @@ def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, 
     """The dtype that each parameter is to have; of a tied one, what the first module that holds it says."""
     found: dict[torch.nn.Parameter, torch.dtype] = {}
     mapped = recipe.mapped()
-    for name, module in zip(_module_names(model), model.modules(), strict=True):
+    for name, module in zip(module_names(model), model.modules(), strict=True):
         parts = name.split(".")
         within = [".".join(parts[: i + 1]) for i in range(len(parts))]
         exceptions = [d for pattern, d in recipe.module_dtypes.items() if any(fnmatchcase(n, pattern) for n in within)]

@@ -17,12 +17,13 @@ import yaml
 from hmpx.casts.build_policy import build_policy
 from hmpx.casts.fp32_kernels import KernelsAsked
 from hmpx.casts.op_lists import LOW_DTYPES, SIDES, Listed, read_lists
+from hmpx.casts.overlays import Overlay, read_overlay
 from hmpx.casts.policy import OptLevel, Policy
 from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.recipes import nxd
 from hmpx.recipes.files import named_twice, read_keys, recipe_path
-from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, SWITCHES, problems, spelled_out
+from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, SWITCHES, problems, spelled_out
 from hmpx.recipes.origins import Origins
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.settings import Settings, Weights
@@ -40,6 +41,10 @@ class Recipe:
         bf16, fp32, promote: the same, name by name, in place of a file.
         low_precision: "bfloat16" or "float16", what the ops in the bf16 list run in. None: what a list file says, else
             bfloat16.
+        modules: rules for parts of the model, by the name of a module or a pattern (``"lm_head"``, ``"*.attn"``): a
+            dtype for every op in it, lists that lie over those around it (``{"fp32": ["linear"]}``), or, with
+            `opt_level`, a whole policy; see `hmpx.policy_for`. The innermost module decides, of two patterns for one
+            the last.
         kernels: "auto", "native" or "float32", what computes the ops that run in it on a CPU; see `hmpx.convert`.
         verbose: log each distinct decision of the op lists once; `hmpx.convert`'s `isVerbose`.
         dtype_map: dtypes that become others wherever one is asked for; see `hmpx.convert`, with dtypes by name.
@@ -49,9 +54,9 @@ class Recipe:
         weights, state_dtype, use_fp32_grad_acc, use_master_weights_in_ckpt, release_gradients, fused, seed: see
             `hmpx.attach`, with dtypes by name (``"bf16"``, ``"fp32"`` for short).
 
-    `from_nxd()` makes one of NxD's configuration, `inlined()` one without paths. `policy()`, `mapped()` and
-    `settings()` say what it means for `hmpx.convert` and `hmpx.attach`, `bytes_per_parameter()` and `footprint()` what
-    it takes. `listed()` and `naming_lines()` are for hmpx itself.
+    `from_nxd()` makes one of NxD's configuration, `inlined()` one without paths. `policy()`, `overlays()`, `mapped()`
+    and `settings()` say what it means for `hmpx.convert`, `hmpx.policy_for` and `hmpx.attach`, `bytes_per_parameter()`
+    and `footprint()` what it takes. `listed()` and `naming_lines()` are for hmpx itself.
 
     Example:
         >>> recipe = hmpx.Recipe(bf16=("linear",), fp32=("softmax",), promote=(), weights="split")
@@ -83,6 +88,7 @@ class Recipe:
     fp32: Sequence[str] | None = None
     promote: Sequence[str] | None = None
     low_precision: str | None = None
+    modules: Mapping[str, Any] = field(default_factory=dict)
     kernels: KernelsAsked = "auto"
     verbose: bool = False
     dtype_map: Mapping[str, str] = field(default_factory=dict)
@@ -120,6 +126,8 @@ class Recipe:
         """As a file that is complete in itself: every list name by name, and the versions that it was written with."""
         keys = {key: value for key, value in asdict(self.inlined()).items() if value not in ("", {}, None)}
         keys = {key: value for key, value in keys.items() if key != "verbose" or value}
+        if self.modules:
+            keys[MODULES] = spelled_out(MODULES, self.modules)
         keys |= {"opt_level": self.opt_level, **{side: list(keys[side]) for side in SIDES if side in keys}}
         text = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=116)
         return f"# Written by hmpx {__version__} with torch {torch.__version__}.\n{text}"
@@ -162,9 +170,34 @@ class Recipe:
                 raise HmpxError(f"low_precision {self.low_precision}: opt_level null leaves torch's ops as they are")
             if self.kernels == "float32":
                 raise HmpxError("kernels float32: opt_level null leaves torch's ops as they are")
+            if self.modules:
+                raise HmpxError("modules: opt_level null leaves torch's ops as they are, so it takes no rules")
             if listed := [key for key in (*SIDES, *LISTS) if getattr(self, key)]:
                 raise HmpxError(f"{listed[0]}: opt_level null leaves torch's ops as they are, so it takes no list")
             return None
+
+    def overlays(self) -> dict[str, Overlay]:
+        """What `modules` says, by pattern.
+
+        Raises:
+            HmpxError: a rule that says nothing, or names no op. With the recipe's file and line, if it has one.
+        """
+        found: dict[str, Overlay] = {}
+        wrong: list[str] = []
+        lines = self._origins.lines
+        for pattern, rule in self.modules.items():
+            where = f"{self._origins.where(MODULES, pattern) or 'recipe'}, {MODULES} {pattern!r}"
+            of_names = {
+                key[2:]: f"{self._origins.path}:{line}" for key, line in lines.items() if key[:2] == (MODULES, pattern)
+            }
+            try:
+                with self.naming_lines():
+                    found[pattern] = read_overlay(rule, where, f"{MODULES}: {pattern!r}", of_names)
+            except HmpxError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise HmpxError("\n".join(wrong))
+        return found
 
     def listed(self, side: str) -> tuple[Listed, ...]:
         """The recipe's own names on a side, each with its line in the recipe's file."""
@@ -230,6 +263,7 @@ def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Rec
     recipe = _from(_made(keys), origins)
     if any(keys.get(side) for side in SIDES) and recipe.opt_level == "O1":
         changed(recipe, **dict.fromkeys(LISTS, "")).policy()  # for the errors in its own lists
+    recipe.overlays()
     return recipe
 
 

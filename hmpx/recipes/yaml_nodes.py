@@ -35,9 +35,17 @@ def constructed(value: yaml.Node) -> Any:
 
 
 def lines_inside(key: str, value: yaml.Node) -> dict[tuple, int]:
-    """Where the keys of a mapping, and the names of a list, stand."""
+    """Where the keys of a mapping, and the names of a list, stand; of those in it, too."""
+    return _lines((key,), value)
+
+
+def _lines(path: tuple, value: yaml.Node) -> dict[tuple, int]:
+    inside: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(value, yaml.MappingNode):
-        return {(key, inner.value): inner.start_mark.line + 1 for inner, _ in value.value}
-    if isinstance(value, yaml.SequenceNode):
-        return {(key, i): inner.start_mark.line + 1 for i, inner in enumerate(value.value)}
-    return {}
+        inside = [(key.value, key, inner) for key, inner in value.value]
+    elif isinstance(value, yaml.SequenceNode):
+        inside = [(i, inner, inner) for i, inner in enumerate(value.value)]
+    found: dict[tuple, int] = {}
+    for name, where, inner in inside:
+        found |= {(*path, name): where.start_mark.line + 1, **_lines((*path, name), inner)}
+    return found

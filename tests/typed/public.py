@@ -55,6 +55,14 @@ def regions(optimizer: torch.optim.Optimizer, model: torch.nn.Module, x: Tensor)
         optimizer.step()
     with hmp.disable_casts(), hmpx.enable_casts(), hmp.enable_casts():
         model(x)
+    with hmpx.casts(torch.float32), hmpx.casts("bf16"), hmpx.casts(fp32=["softmax"]) as region:
+        assert_type(region, hmpx.casts)
+    rule = hmpx.policy_for(model, bf16=["linear"], low_precision=torch.float16)
+    assert_type(rule, hmpx.ModuleRule)
+    hmpx.policy_for(model, hmpx.Policy(bf16=("linear",)))
+    hmpx.policy_for(model, {"fp32": ["softmax"]})
+    assert_type(rule.where, str)
+    rule.remove()
     with torch.no_grad(), hmpx.cached_weights() as cache:
         assert_type(cache, hmpx.cached_weights)
         model(x)

@@ -1,0 +1,280 @@
+"""Lists that hold in the forward of a module, and in everything that it calls.
+
+A module carries its rules as an attribute, so that copies, replicas and pickled modules carry them too. While torch is
+converted, the forward of its class is wrapped, and looks at that attribute; a forward that stands in the module itself
+(`module.forward = ...`, as Accelerate does it) is wrapped there. Hooks would not do: after Ctrl-C, the hook that leaves
+the place would not be called.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hmpx import process_state as state
+from hmpx import region_state
+from hmpx.casts.overlays import Overlay, overlay_by_hand
+from hmpx.casts.places import number_inside, place_inside
+from hmpx.casts.policy import Policy
+from hmpx.casts.rules import cast
+from hmpx.changes import Attribute, Changes
+from hmpx.errors import HmpxError
+
+Module = torch.nn.Module
+_RULES = "_hmpx_rules"  # the attribute: rules, each with the number of containers between it and the module
+_NO_FORWARD = Module.forward  # what a container has
+
+
+class ModuleRule:
+    """One rule of a module: what `hmpx.policy_for` returns.
+
+    Attributes:
+        where: what says so, as file:line.
+        active: whether it has not been removed.
+
+    `remove()` takes it away, from copies of the module too; what the module had before is in force again. `overlay`,
+    `modules` and `apply` are for hmpx itself.
+
+    Example:
+        >>> rule = hmpx.policy_for(model, fp32=["linear"])
+        >>> with hmpx.convert():
+        ...     before = model(inputs).dtype
+        ...     rule.remove()
+        ...     before, model(inputs).dtype
+        (torch.float32, torch.bfloat16)
+    """
+
+    def __init__(self, module: Module, overlay: Overlay) -> None:
+        self.overlay = overlay
+        self.active = False
+        self._modules = [(weakref.ref(each), distance) for each, distance in _with_forward(module)]
+
+    @property
+    def where(self) -> str:
+        return self.overlay.where
+
+    def __repr__(self) -> str:
+        return f"<hmpx.ModuleRule, {'active' if self.active else 'removed'}: {self.where}>"
+
+    def __copy__(self) -> ModuleRule:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> ModuleRule:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _unpickled, (self.overlay, self.active)
+
+    def modules(self) -> Iterator[Module]:
+        """Those whose forward it is about and that are alive."""
+        return (module for module, _ in self._alive())
+
+    def _alive(self) -> Iterator[tuple[Module, int]]:
+        return ((module, distance) for reference, distance in self._modules if (module := reference()) is not None)
+
+    def apply(self, changes: Changes | None = None) -> None:
+        """Put it in force, over the rules that the module has; until `changes` are undone, if they are given."""
+        with state.lock:
+            self.active = True
+            state.module_rules.add(self)
+            for module, distance in self._alive():
+                # Containers first; of rules for the same one, the last is the last that was given.
+                vars(module)[_RULES] = tuple(sorted((*rules_of(module), (distance, self)), key=lambda each: -each[0]))
+                if state.wrap_forward is not None:
+                    state.wrap_forward(module)
+        if changes is not None:
+            changes.callback(self.remove)
+
+    def remove(self) -> None:
+        """Take it away; nothing happens the second time."""
+        with state.lock:
+            self.active = False
+            state.module_rules.discard(self)
+            for module in self.modules():
+                others = tuple(each for each in rules_of(module) if each[1] is not self)
+                if others:
+                    vars(module)[_RULES] = others
+                else:
+                    vars(module).pop(_RULES, None)
+
+
+def policy_for(
+    module: Module,
+    rule: Policy | torch.dtype | str | Mapping[str, Any] | None = None,
+    /,
+    *,
+    bf16: Iterable[str] | None = None,
+    fp32: Iterable[str] | None = None,
+    promote: Iterable[str] | None = None,
+    low_precision: torch.dtype | str | None = None,
+) -> ModuleRule:
+    """Say in which precision ops run in the forward of a module, and in all that it calls.
+
+    Lists lie over what holds around the module: they move the ops that they name and leave the others. Of nested
+    modules the innermost decides, of several rules for one module the last. It may be said before `convert()` or after
+    it, and does nothing while nothing is converted, or in `disable_casts()`. Copies of the module have the rule too.
+
+    Args:
+        module: any module; the rule of a container without a forward (`ModuleList`) is one of each module in it.
+        rule: torch.float32, torch.bfloat16, torch.float16 or its name, for every op that computes; the floating tensors
+            that the module is called with are cast once, as by hand. Or a `Policy`, in the place of the one around. Or
+            a mapping of the arguments below, as a recipe has it.
+        bf16, fp32, promote: names of ops.
+        low_precision: what the ops in the bf16 list run in from here on; None for what they run in around.
+
+    Returns:
+        A handle, whose `remove()` takes the rule away.
+
+    Raises:
+        HmpxError: a scripted module, or one whose forward is a generator or coroutine; a rule that says nothing.
+        UnknownOpError, OpListError: a name that is no op, or on two sides.
+
+    Example:
+        >>> rule = hmpx.policy_for(model, fp32=["linear"])
+        >>> with hmpx.convert():
+        ...     model(inputs).dtype
+        torch.float32
+        >>> rule.remove()
+    """
+    if not isinstance(module, Module):
+        raise HmpxError(f"policy_for takes a torch.nn.Module, not a {type(module).__name__}")
+    lists = {"bf16": bf16, "fp32": fp32, "promote": promote, "low_precision": low_precision}
+    made = ModuleRule(module, overlay_by_hand("policy_for", rule, lists, sys._getframe(1)))
+    made.apply()
+    if state.learn is not None:
+        state.learn(places_of_rules())
+    return made
+
+
+def _unpickled(overlay: Overlay, active: bool) -> ModuleRule:
+    rule = ModuleRule(torch.nn.ModuleList(), overlay)
+    rule.active = active
+    state.module_rules.add(rule)
+    return rule
+
+
+def rules_of(module: Module) -> tuple[tuple[int, ModuleRule], ...]:
+    """The rules of a module, each with the number of containers between it and the module, the outermost first."""
+    return vars(module).get(_RULES, ())
+
+
+def _deciding(rules):
+    """Those that decide, from the outermost inwards: of each level the last that is active."""
+    if len(rules) == 1:
+        return [rules[0][1]] if rules[0][1].active else []
+    return list({distance: rule for distance, rule in rules if rule.active}.values())
+
+
+def _with_forward(module: Module, distance: int = 0) -> Iterator[tuple[Module, int]]:
+    """The module; of a container, which has no forward of its own, what it contains."""
+    if type(module).forward is not _NO_FORWARD or "forward" in vars(module):
+        _check(module)
+        yield module, distance
+        return
+    for child in module.children():
+        yield from _with_forward(child, distance + 1)
+
+
+def _check(module: Module) -> None:
+    kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        raise HmpxError(f"a rule for a {kind}: a scripted module is compiled, and no rule reaches its ops")
+    forward = inspect.unwrap(module.forward)
+    for is_later in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
+        if is_later(forward):
+            raise HmpxError(
+                f"a rule for a {kind}: its forward is a generator or coroutine function, whose body runs after the call"
+            )
+
+
+class ForwardWrappers:
+    """A part: the forwards of all modules with rules are wrapped, of those too that get one while it is applied."""
+
+    def __init__(self) -> None:
+        self._wrapped: set[int] = set()  # by identity: what holds the forward
+
+    def apply(self, changes: Changes) -> None:
+        self._changes = changes
+        changes.put(Attribute(state, "wrap_forward", "hmpx.process_state.wrap_forward"), self._wrap)
+        for rule in list(state.module_rules):
+            for module in rule.modules():
+                self._wrap(module)
+
+    def _wrap(self, module: Module) -> None:
+        if "forward" in vars(module):
+            inner = vars(module)["forward"]
+            if not (isinstance(inner, functools.partial) and inner.func is _forward_of):
+                outer = functools.update_wrapper(functools.partial(_forward_of, module, inner), inner)
+                self._changes.put(Attribute(module, "forward", f"the forward of a {type(module).__name__}"), outer)
+            return
+        cls = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+        if id(cls) not in self._wrapped:
+            self._wrapped.add(id(cls))
+            name = f"{cls.__module__}.{cls.__qualname__}"
+            self._changes.put(Attribute(cls, _RULES, f"{name}.{_RULES}"), ())
+            self._changes.put(Attribute(cls, "forward", f"{name}.forward"), _placing(vars(cls)["forward"]))
+
+
+def _placing(original: Callable) -> Callable:
+    """The forward of a class, in the place of the module that it is called for."""
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        rules = self._hmpx_rules
+        if not rules or not region_state.casts_on():
+            return original(self, *args, **kwargs)
+        return _run(rules, original, (self, *args), kwargs)
+
+    return forward
+
+
+def _forward_of(module, inner, *args, **kwargs):
+    """The forward that stands in a module itself, in its place."""
+    rules = rules_of(module)
+    if not rules or not region_state.casts_on():
+        return inner(*args, **kwargs)
+    return _run(rules, inner, args, kwargs)
+
+
+def _run(rules, function, args, kwargs):
+    """Call a forward in the place that its rules make; a copy may carry some that were removed."""
+    place = region_state.place()
+    for rule in _deciding(rules):
+        overlay = rule.overlay
+        if overlay.dtype is not None:
+            args = tuple([_cast_once(value, overlay.dtype) for value in args])
+            kwargs = {key: _cast_once(value, overlay.dtype) for key, value in kwargs.items()}
+        place = place_inside(place, overlay.number)
+    return region_state.run_at(place, function, args, kwargs)
+
+
+def _cast_once(value: Any, dtype: torch.dtype) -> Any:
+    """An argument as a cast by hand would make it. A list or dict stays: the module may write to it."""
+    return cast(value, dtype) if isinstance(value, torch.Tensor | tuple) else value
+
+
+def places_of_rules() -> set[int]:
+    """The places that the rules in force make, in modules and in modules inside of these."""
+    found: set[int] = set()
+    seen: set[tuple[int, int]] = set()
+
+    def walk(module: Module, place: int) -> None:
+        for rule in _deciding(rules_of(module)):
+            place = number_inside(place, rule.overlay.number)
+            found.add(place)
+        if (id(module), place) not in seen:
+            seen.add((id(module), place))
+            for child in module.children():
+                walk(child, place)
+
+    for rule in list(state.module_rules):
+        found.add(number_inside(0, rule.overlay.number))
+        for module in rule.modules():
+            walk(module, 0)
+    return found

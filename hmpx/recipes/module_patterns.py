@@ -1,0 +1,73 @@
+"""The modules of a model that a recipe's patterns fit, and the rules that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+import torch
+
+from hmpx.casts.module_rules import ModuleRule
+from hmpx.errors import HmpxError, did_you_mean
+from hmpx.recipes.keys import MODULES
+from hmpx.recipes.recipe import Recipe
+from hmpx.updates.names import plain_names
+
+Module = torch.nn.Module
+
+
+def module_names(model: Module, *, all_names: bool = False) -> list[str]:
+    """Those of ``model.modules()``, without what torch puts around modules; of ``named_modules()`` with all names."""
+    _, *inside = (f"{name}." for name, _ in model.named_modules(remove_duplicate=not all_names))
+    return ["", *(name.removesuffix(".") for name in plain_names(inside))]
+
+
+def check_names(models: list[Module], recipe: Recipe) -> None:
+    """Check that each pattern in `module_dtypes` and `modules` fits some module.
+
+    Raises:
+        HmpxError: one does not; with the name of a module that was probably meant.
+    """
+    modules = {name: module for model in models for name, module in _named(model)}
+    wrong = []
+    for key, patterns in (("module_dtypes", recipe.module_dtypes), (MODULES, recipe.modules)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in modules):
+                classes = (name for name, module in modules.items() if name and type(module).__name__ == pattern)
+                meant = next(classes, None)
+                hint = did_you_mean(pattern, filter(None, modules), meant=meant)
+                what = "a class and not the name of a module" if meant else "the name of no module"
+                wrong.append(f"{key}: {pattern!r} is {what}{hint}")
+    if wrong:
+        raise HmpxError("\n".join(wrong))
+
+
+def rules_for(models: Iterable[Module], recipe: Recipe) -> list[ModuleRule]:
+    """The rules that a recipe has for the modules of some models, not in force yet; the last pattern that fits one of
+    a module's names is its rule.
+
+    Raises:
+        HmpxError: a module that can have none, with the name of its pattern.
+    """
+    overlays = recipe.overlays()
+    if not overlays:
+        return []
+    found: list[ModuleRule] = []
+    for model in models:
+        names: dict[Module, list[str]] = {}
+        for name, module in _named(model):
+            names.setdefault(module, []).append(name)
+        for module, its in names.items():
+            fitting = [pattern for pattern in overlays if any(fnmatchcase(name, pattern) for name in its)]
+            if fitting:
+                try:
+                    found.append(ModuleRule(module, overlays[fitting[-1]]))
+                except HmpxError as error:
+                    raise HmpxError(f"{MODULES}: {fitting[-1]!r}: {error}") from None
+    return found
+
+
+def _named(model: Module) -> Iterator[tuple[str, Module]]:
+    """Every module under every name that it has."""
+    modules = (module for _, module in model.named_modules(remove_duplicate=False))
+    return zip(module_names(model, all_names=True), modules, strict=True)

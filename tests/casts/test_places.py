@@ -1,0 +1,373 @@
+"""Lists that hold in a part of a model or of a program: module rules and `casts` regions."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+import hmpx
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(F.softmax(q @ k.transpose(-1, -2) / 3, -1) @ v)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.LayerNorm(8), Attention(), nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))
+        return x + self.mlp(x)
+
+
+class Net(nn.Module):
+    """A small transformer whose forward ends in the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 5)
+
+    def features(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x):
+        return F.cross_entropy(self.head(self.features(x)).flatten(0, 1), torch.arange(6) % 5)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(1)
+    return Net()
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(2)
+    return torch.randn(2, 3, 8)
+
+
+def results(model, x, forward=None):
+    """The loss and every gradient, that of the input last."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    loss = (forward or model)(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), x.grad]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+POLICIES = {
+    "default lists": lambda: hmpx.Recipe().policy(),
+    "O2": lambda: hmpx.Recipe(opt_level="O2").policy(),
+    "autocast": lambda: hmpx.Recipe(
+        bf16=("linear", "matmul"), fp32=("softmax", "layer_norm"), low_precision="float16"
+    ).policy(),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("other", ["no lists", "float32", "O2"])
+def test_a_rule_over_the_whole_model_is_the_global_lists(name, other, model, x, lists):
+    """To the bit, forward and gradients, whatever holds around it."""
+    policy = POLICIES[name]()
+    with hmpx.conversion.install(policy):
+        expected = results(model, x)
+    around = {
+        "no lists": lambda: hmpx.convert(**lists()),
+        "float32": lambda: hmpx.convert(**lists(fp32="linear matmul softmax div layer_norm cross_entropy gelu")),
+        "O2": lambda: hmpx.convert("O2"),
+    }
+    rule = hmpx.policy_for(model, policy)
+    with around[other]():
+        found = results(model, x)
+        rule.remove()
+        without = results(model, x)
+    assert same(found, expected)
+    assert other == name or not same(without, expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        *(("blocks.1", "fp32"), ("blocks.1.attn", "fp32"), ("head", "fp32"), ("blocks.0.mlp", "fp32")),
+        *(("blocks.1", "bf16"), ("blocks.1.attn", "bf16")),
+    ],
+)
+def test_a_dtype_for_a_module_is_its_code_between_casts_by_hand(name, part, model, x):
+    """As if its input and its weights were cast, and nothing in it."""
+    dtype, module = {"fp32": FP32, "bf16": BF16}[name], model.get_submodule(part)
+
+    def by_hand(*args):
+        inner = {key: p.to(dtype) for key, p in module.named_parameters()}
+        with hmpx.disable_casts():
+            return functional_call(module, inner, tuple(a.to(dtype) for a in args))
+
+    with hmpx.convert():
+        plain = results(model, x)
+        vars(module)["forward"] = by_hand_once(module, by_hand)
+        expected = results(model, x)
+        del module.forward
+        rule = hmpx.policy_for(module, name)
+        found = results(model, x)
+        rule.remove()
+        assert same(found, expected)
+        assert same(results(model, x), plain)
+    assert not same(plain, expected)
+
+
+def by_hand_once(module, by_hand):
+    """A forward that stands in a module: `by_hand`, which calls the module again with the forward of its class."""
+
+    def forward(*args):
+        del module.forward
+        try:
+            return by_hand(*args)
+        finally:
+            vars(module)["forward"] = forward
+
+    return forward
+
+
+def product(x, y=None):
+    return (x @ (x if y is None else y)).dtype
+
+
+X = torch.randn(4, 4)
+
+
+class Product(nn.Module):
+    """What dtype a product has inside, and inside of what it holds."""
+
+    def __init__(self, inner=None):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x=X):
+        return [product(x), *(self.inner(x) if self.inner is not None else [])]
+
+
+def test_a_rule_on_a_part_is_the_mixture_by_hand(model, x, lists):
+    """The part under its own lists, everything else under the others."""
+    mine, others = lists(fp32="linear softmax"), {}
+    handle = hmpx.convert(**mine)
+    policy = handle.policy
+    hmpx.restore()
+
+    part = model.blocks[0]
+    own = type(part).forward
+
+    def switching(hidden):
+        with hmpx.convert(**mine):
+            return own(part, hidden)
+
+    with hmpx.convert(**others):
+        vars(part)["forward"] = switching
+        expected = results(model, x)
+        del part.forward
+        rule = hmpx.policy_for(part, policy)
+        assert same(results(model, x), expected)
+        rule.remove()
+        assert not same(results(model, x), expected)
+
+
+def test_of_nested_modules_the_innermost_decides_and_its_lists_lie_over_those_around():
+    inner = Product()
+    outer = Product(inner)
+    with hmpx.convert():
+        assert outer() == [BF16, BF16]
+        first = hmpx.policy_for(outer, fp32=["matmul", "linear"])
+        assert outer() == [FP32, FP32] and inner() == [BF16]
+        second = hmpx.policy_for(inner, bf16=["exp"])
+        assert outer() == [FP32, FP32] and inner() == [BF16]
+        third = hmpx.policy_for(inner, bf16=["matmul"])
+        assert outer() == [FP32, BF16]
+        third.remove()
+        third.remove()
+        assert outer() == [FP32, FP32]
+        first.remove()
+        assert outer() == [BF16, BF16]
+        second.remove()
+    assert not hmpx.process_state.module_rules and outer() == [FP32, FP32]
+
+
+def test_a_rule_may_come_before_the_conversion_and_outlives_it():
+    module = Product()
+    rule = hmpx.policy_for(module, "fp32")
+    assert module() == [FP32] and module(X.bfloat16()) == [BF16] and type(module).forward is Product.forward
+    for _ in range(2):
+        with hmpx.convert():
+            assert product(X) is BF16 and module(X.bfloat16()) == [FP32]
+            with hmpx.disable_casts():
+                assert module(X.bfloat16()) == [BF16]
+    rule.remove()
+    assert "_hmpx_rules" not in vars(module) and "_hmpx_rules" not in vars(Product)
+
+
+def test_a_region_has_lists_of_its_own():
+    @hmpx.casts("fp32")
+    def inside(x):
+        return product(x)
+
+    region = hmpx.casts(fp32=["matmul"])
+    with region:  # nothing is converted
+        assert product(X.bfloat16()) is BF16
+    with hmpx.convert():
+        with region:
+            assert product(X) is FP32
+            with hmpx.casts(bf16=["matmul"]), region, hmpx.casts(bf16=["matmul"]):
+                assert product(X) is BF16
+            with hmpx.disable_casts():
+                assert product(X.bfloat16()) is BF16
+                with region:  # casts are on in it
+                    assert product(X.bfloat16()) is FP32
+            with pytest.raises(KeyError), region:
+                raise KeyError
+            assert product(X) is FP32
+        assert product(X) is BF16 and inside(X) is FP32
+        with hmpx.casts(bf16=["exp"]):
+            assert inside(X) is FP32 and X.exp().dtype is BF16
+    with hmpx.convert(enabled=False):
+        with region:
+            assert product(X.bfloat16()) is FP32
+        assert product(X) is FP32
+
+
+def test_a_module_in_a_region_and_a_region_in_a_module():
+    module = Product()
+    rule = hmpx.policy_for(module, bf16=["matmul"])
+    with hmpx.convert():
+        with hmpx.casts("fp32"):
+            assert product(X) is FP32 and module() == [BF16]
+        with hmpx.casts(fp32=["matmul"]):
+            assert module() == [BF16]
+    rule.remove()
+
+
+def test_whatever_raises_the_place_is_left():
+    class Failing(nn.Module):
+        def forward(self, error):
+            raise error
+
+    module = Failing()
+    rule = hmpx.policy_for(module, fp32=["matmul"])
+    with hmpx.convert():
+        for error in (KeyError, KeyboardInterrupt, SystemExit):
+            with pytest.raises(error):
+                module(error)
+            assert product(X) is BF16 and not hmpx.region_state._thread.open
+    rule.remove()
+
+
+def test_places_belong_to_their_thread():
+    module, seen, inside, go_on = Product(), [], threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def forward(self):
+            inside.set()
+            assert go_on.wait(10)
+            seen.append(product(X))
+
+    waiting = Waiting()
+    rules = [hmpx.policy_for(waiting, "fp32"), hmpx.policy_for(module, fp32=["exp"])]
+    with hmpx.convert():
+        thread = threading.Thread(target=waiting)
+        thread.start()
+        assert inside.wait(10)
+        assert product(X) is BF16 and module() == [BF16]
+        go_on.set()
+        thread.join()
+    assert seen == [FP32]
+    for rule in rules:
+        rule.remove()
+
+
+def test_copies_and_pickled_modules_carry_the_rule():
+    module = Product()
+    rule = hmpx.policy_for(module, fp32=["matmul"])
+    copies = [copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    with hmpx.convert():
+        assert [each() for each in copies] == [[FP32]] * 3
+        rule.remove()
+        assert [each() for each in copies] == [[BF16], [BF16], [FP32]]  # the last came from elsewhere
+        module = Product()
+        assert module() == [BF16]
+    vars(copies[-1])["_hmpx_rules"][0][1].remove()
+
+
+def test_a_rule_for_a_container_holds_in_each_module_in_it_and_around_their_own():
+    modules = nn.ModuleList([Product(), nn.ModuleDict({"a": Product()})])
+    rules = [hmpx.policy_for(modules[1], bf16=["exp"]), hmpx.policy_for(modules, fp32=["matmul", "exp"])]
+    with hmpx.convert():
+        assert modules[0]() == [FP32] and modules[1]["a"]() == [FP32]
+        rules.append(hmpx.policy_for(modules[0], bf16=["matmul"]))
+        assert modules[0]() == [BF16] and modules[1]["a"]() == [FP32]
+    for rule in rules:
+        rule.remove()
+
+
+def test_a_forward_that_stands_in_the_module_itself_is_wrapped_there():
+    module = Product()
+    module.forward = lambda x: [product(x)]
+    own = module.forward
+    rule = hmpx.policy_for(module, "fp32")
+    with hmpx.convert():
+        assert module(X) == [FP32] and module.forward(X) == [FP32]
+    assert module.forward is own
+    rule.remove()
+
+
+def test_arguments_are_cast_once_and_what_a_module_may_write_to_is_not():
+    class Takes(nn.Module):
+        def forward(self, x, pair, *, items, flag=None):
+            return x, *pair, *items, flag
+
+    low = X.bfloat16()
+    module = Takes()
+    rule = hmpx.policy_for(module, "fp32")
+    with hmpx.convert():
+        x, a, b, kept, flag = module(low, (low, 1), items=[low], flag=low.double())
+    assert x.dtype is a.dtype is FP32 and b == 1 and kept is low and flag.dtype is torch.float64
+    rule.remove()
+
+
+def test_a_name_of_a_users_function_has_its_own_rule_in_a_place(lists, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "mine", __import__("types").ModuleType("mine"))
+    import mine
+
+    mine.first = lambda x: x.dtype
+    mine.first.__qualname__ = "first"
+    module = nn.Identity()
+    with hmpx.convert(**lists(bf16="mine.first")), contextlib.ExitStack():
+        assert mine.first(X) is BF16
+        with hmpx.casts(fp32=["mine.first"]):
+            assert mine.first(X) is FP32
+        assert mine.first(X) is BF16
+    assert module is not None

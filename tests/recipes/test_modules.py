@@ -1,0 +1,125 @@
+"""The key `modules` of a recipe: rules for parts of a model, by pattern."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hmpx
+
+BF16, FP32 = torch.bfloat16, torch.float32
+X = torch.randn(4, 4)
+
+
+class Product(nn.Module):
+    def forward(self, x):
+        return x @ x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(Product(), Product())
+        self.layers = nn.ModuleList([Product(), Product()])
+        self.again = self.layers[0]
+        self.lm_head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        dtypes = [module(x).dtype for module in (*self.encoder, *self.layers, self.again)]
+        return [self.encoder(x).dtype, *dtypes, self.lm_head(x).dtype]
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Prepare a model by the lines of a recipe, and return it."""
+
+    def prepare(text, model=None):
+        model = model or Net()
+        path = tmp_path / "mine.yaml"
+        path.write_text("parameter_dtype: float32\nmodules:\n" + text)
+        hmpx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), path)
+        return model
+
+    yield prepare
+    hmpx.restore()
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("  encoder: fp32", "f b b b b b b"),  # of the encoder's own call; its parts are called alone after that
+        ("  encoder.*: fp32", "f f f b b b b"),
+        ("  layers: {fp32: [matmul]}", "b b b f f f b"),
+        ("  layers.0: fp32", "b b b f b f b"),
+        ("  again: fp32", "b b b f b f b"),
+        ("  '*': fp32", "f f f f f f f"),
+        ("  '': fp32", "f f f f f f f"),
+        ("  '*': fp32\n  lm_head: {bf16: [linear]}", "f f f f f f b"),
+        ("  lm_head: {bf16: [linear]}\n  '*': fp32", "f f f f f f f"),  # of two patterns for a module the last
+        ("  '': fp32\n  layers: {bf16: [matmul]}\n  layers.1: {fp32: [matmul]}", "f f f b f b f"),
+        ("  layers: {bf16: [matmul]}\n  '*': fp32", "f f f f f f f"),  # which fits each module in `layers`, too
+        ("  '': {opt_level: O1, bf16: [], fp32: [matmul]}", "f f f f f f f"),
+        ("  lm_head: {opt_level: O2, low_precision: fp16}", "b b b b b b h"),
+    ],
+)
+def test_the_innermost_decides_and_of_two_patterns_the_last(prepared, text, inside):
+    model = prepared(text)
+    assert " ".join(str(dtype).removeprefix("torch.")[0] for dtype in model(X)) == inside.replace("h", "f")
+    assert ("h" in inside) == (model.lm_head(X).dtype is torch.float16)
+    hmpx.restore()
+    assert set(model(X)) == {FP32} and "_hmpx_rules" not in vars(model.lm_head)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("  lm_haed: fp32", "mine.yaml:3: modules: 'lm_haed' is the name of no module; did you mean 'lm_head'?"),
+        ("  Linear: fp32", "mine.yaml:3: modules: 'Linear' is a class and not the name of a module; did you mean 'lm_"),
+        ("  lm_head: fp23", "mine.yaml:3: modules: 'lm_head': 'fp23' is no dtype of ops; did you mean 'fp32'? (legal"),
+        ("  lm_head:\n    fp32: [linear,\n      sofmax]", "mine.yaml:5: unknown op 'sofmax'; did you mean 'softmax'?"),
+        ("  lm_head:\n    fp23: [linear]", "mine.yaml:4: modules: 'lm_head': 'fp23' is no list; did you mean 'fp32'?"),
+        ("  lm_head: {fp32: linear}", "mine.yaml:3: modules: 'lm_head': fp32 is 'linear', not a list of names"),
+        ("  lm_head: {fp32: [exp], bf16: [exp]}", "mine.yaml:3: 'exp' is on both sides"),
+        ("  lm_head: {}", "mine.yaml:3: modules: 'lm_head': says nothing"),
+        (
+            "  - lm_head",
+            "mine.yaml:2: modules is ['lm_head'], not a mapping of modules' names to dtypes or lists of ops",
+        ),
+        ("  lm_head: fp32\nopt_level: null", "mine.yaml:4: modules: opt_level null leaves torch's ops as they are"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line_and_nothing_is_changed(prepared, tmp_path, text, message):
+    with pytest.raises(hmpx.HmpxError) as raised:
+        prepared(text)
+    assert str(raised.value).startswith(f"{tmp_path}/{message}")
+    assert torch.matmul is torch._C._VariableFunctions.matmul and not hmpx.process_state.module_rules
+
+
+def test_models_that_are_prepared_one_after_the_other_keep_their_rules(prepared):
+    first = prepared("  lm_head: fp32")
+    second = prepared("  layers.1: fp32")
+    assert first(X)[-1] is FP32 and second(X)[-1] is BF16 and second(X)[4] is FP32
+    prepared("  layers.0: fp32", first)
+    assert first(X)[-1] is BF16 and first(X)[3] is FP32 and second(X)[4] is FP32
+
+
+def test_a_model_that_is_made_after_activate_has_its_rules_when_its_optimizer_is_made():
+    recipe = {"parameter_dtype": "float32", "modules": {"lm_head": "fp32"}}
+    with hmpx.activate(recipe):
+        model = Net()
+        assert model(X)[-1] is BF16
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+        assert model(X)[-1] is FP32 and len(optimizers) == 2
+        with hmpx.convert(), hmpx.enable_casts():
+            assert model(X)[-1] is BF16
+        assert model(X)[-1] is FP32
+    assert "_hmpx_rules" not in vars(model.lm_head)
+
+
+def test_a_printed_recipe_says_the_same():
+    recipe = hmpx.Recipe(modules={"a": torch.float32, "*.b": {"fp32": ("linear",)}, "c": hmpx.Policy(bf16=("mm",))})
+    read = hmpx.prepare.__globals__["as_recipe"](__import__("yaml").safe_load(str(recipe)))
+    assert list(read.overlays()) == ["a", "*.b", "c"]
+    for name, overlay in read.overlays().items():
+        assert overlay.over(hmpx.Policy()) == recipe.overlays()[name].over(hmpx.Policy())
