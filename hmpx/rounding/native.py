@@ -16,7 +16,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,36 +28,58 @@ from hmpx.rounding.kernel_cache import Refused, open_cache, say
 logger = logging.getLogger("hmpx")
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
-KeyedTensor = tuple[torch.Tensor, int]  # FP32, or BF16 with the key that it is rounded by when it is written
-KeyedState = KeyedTensor | tuple[None, int]  # None where the optimizer keeps none
 
-_SOURCE = Path(__file__).with_name("native.c")
-_FLAGS = ("-O3", "-std=c11", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-c")
+_SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "native.h", "native_steps.c")]  # the first has all
+_FLAGS = ("-O3", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC", "-c")
 # OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one
 # pool of threads. Where that one does not offer them, the second variant runs on one thread.
 _VARIANTS = (("-fopenmp",), ("-Wno-unknown-pragmas",))
-_POINTER, _INT64, _UINT64, _INT, _FLOAT = (
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_uint64,
-    ctypes.c_int,
-    ctypes.c_float,
-)
-
-
-class KernelArray(ctypes.Structure):
-    _fields_ = (("at", _POINTER), ("bf16", ctypes.c_int32), ("key", _UINT64))
+_POINTER, _INT64, _UINT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int
 
 
 _SIGNATURES = {
     "round_stochastic": (_POINTER, _POINTER, _INT64, _UINT64, _UINT64, _INT64, _INT64, _INT),
+    "round_list": (_POINTER, _INT64, _UINT64, _INT),
     "split_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "join_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "read_masters": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "block_checksums": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
-    "adam": (*(KernelArray,) * 4, _INT64, *(_FLOAT,) * 9, _INT),
-    "sgd": (*(KernelArray,) * 3, _INT64, *(_FLOAT,) * 5, _INT, _FLOAT, _INT),
+    "step_list": (_INT, _POINTER, _POINTER, _INT64, _UINT64, _INT),
 }
+KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
+_STATES, _SCALARS = 3, 12
+_KINDS = {torch.float32: 1, torch.bfloat16: 2}
+
+
+class Rounding(NamedTuple):
+    """One tensor of `round_list`: `out` bfloat16 and `x` float32, of one shape, contiguous, on the CPU.
+
+    Rows of `width` elements begin `stride` elements apart in the parameter, the first at `offset`. The upper 32 bits of
+    all indices are the same. name: the hash of the parameter's name.
+    """
+
+    out: torch.Tensor
+    x: torch.Tensor
+    name: int
+    offset: int
+    width: int
+    stride: int
+
+
+class Stepped(NamedTuple):
+    """One parameter of `step_list`.
+
+    weight, grad, states: FP32 or BF16, plain and of one shape; states in the order that `native_steps.c` has them, None
+        where the optimizer keeps none. name, state_names: the hashes of the names that they are rounded by.
+    scalars: at most 12, which `native_steps.c` names.
+    """
+
+    weight: torch.Tensor
+    name: int
+    grad: torch.Tensor
+    states: tuple[torch.Tensor | None, ...]
+    state_names: tuple[int, ...]
+    scalars: tuple[float, ...]
 
 
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
@@ -66,21 +91,28 @@ def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int
     _kernels().round_stochastic(x.data_ptr(), out.data_ptr(), n, key, offset, width or n, stride, threads)
 
 
-def adam(weight: KeyedTensor, grad: KeyedTensor, mean: KeyedState, square: KeyedState, *scalars: float) -> None:
-    """A step of Adam or AdamW in place; `native.c` names the scalars. Needs `library()`."""
-    held = (_kernel_array(each) for each in (weight, grad, mean, square))
-    _kernels().adam(*held, weight[0].numel(), *scalars, torch.get_num_threads())
+def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
+    """Round all of them in one call. step_key: of the seed and the step. Needs `library()`."""
+    words = array("Q")
+    for out, x, name, offset, width, stride in roundings:
+        words.extend((x.data_ptr(), out.data_ptr(), x.numel(), name, offset, width, stride))
+    _kernels().round_list(words.buffer_info()[0], len(roundings), step_key, torch.get_num_threads())
 
 
-def sgd(weight: KeyedTensor, grad: KeyedTensor, buffer: KeyedState, *scalars: float) -> None:
-    """A step of SGD in place; `native.c` names the scalars. Needs `library()`."""
-    held = (_kernel_array(each) for each in (weight, grad, buffer))
-    _kernels().sgd(*held, weight[0].numel(), *scalars, torch.get_num_threads())
-
-
-def _kernel_array(held: KeyedState) -> KernelArray:
-    tensor, key = held
-    return KernelArray() if tensor is None else KernelArray(tensor.data_ptr(), tensor.dtype is torch.bfloat16, key)
+def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:
+    """Step all of these parameters in place, in one call, by one of `KERNELS`. Needs `library()`."""
+    words, scalars = array("Q"), array("f")
+    for each in stepped:
+        weight, grad = each.weight, each.grad
+        words.extend((weight.numel(), weight.data_ptr(), _KINDS[weight.dtype], each.name))
+        words.extend((grad.data_ptr(), _KINDS[grad.dtype], 0))
+        for state, name in zip(each.states, each.state_names, strict=True):
+            words.extend((0, 0, 0) if state is None else (state.data_ptr(), _KINDS[state.dtype], name))
+        words.extend((0, 0, 0) * (_STATES - len(each.states)))
+        scalars.extend(each.scalars)
+        scalars.extend((0.0,) * (_SCALARS - len(each.scalars)))
+    addresses = words.buffer_info()[0], scalars.buffer_info()[0]
+    _kernels().step_list(KERNELS.index(kernel), *addresses, len(stepped), step_key, torch.get_num_threads())
 
 
 def block_checksums(weights: torch.Tensor, out: torch.Tensor, multipliers: torch.Tensor) -> None:
@@ -149,7 +181,7 @@ def _build() -> ctypes.CDLL:
 
 def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
     flags = (f"-march={architecture()}", *_FLAGS, *variant)
-    built = _SOURCE.read_bytes(), *(part.encode() for part in (compiler, _cpu(), *flags))
+    built = *(source.read_bytes() for source in _SOURCES), *(part.encode() for part in (compiler, _cpu(), *flags))
     name = f"native-{hashlib.sha256(b'|'.join(built)).hexdigest()[:16]}.so"
     with open_cache() or contextlib.nullcontext() as cache:
         try:
@@ -161,7 +193,7 @@ def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
             return kept
         with tempfile.TemporaryDirectory() as folder:  # for its owner alone
             unlinked, linked = f"{folder}/native.o", f"{folder}/{name}"
-            _run(compiler, *flags, str(_SOURCE), "-o", unlinked)
+            _run(compiler, *flags, str(_SOURCES[0]), "-o", unlinked)
             _run(compiler, "-shared", unlinked, "-lm", "-o", linked)
             with contextlib.suppress(OSError):  # no room, say
                 if cache is not None:

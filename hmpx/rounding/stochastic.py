@@ -26,48 +26,22 @@ is Gupta et al., "Deep learning with limited numerical precision" (ICML 2015).
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import eager, native, triton, xla
+from hmpx.rounding.keys import MAX_UINT64, derive_key, name_id, step_key
 
 Tensor = torch.Tensor
 Kernel = Callable[[Tensor, Tensor, int, int, int, int], None]
 
-_M64 = 2**64 - 1
-
-
-def _splitmix64(x: int) -> int:
-    z = (x + 0x9E3779B97F4A7C15) & _M64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _M64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _M64
-    return z ^ (z >> 31)
-
-
-@functools.lru_cache(maxsize=65536)
-def name_id(name: str) -> int:
-    """The 64 bits that stand for a parameter's name in the key."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-
-
-def derive_key(seed: int, step: int, name: str, high: int = 0) -> int:
-    """The 64-bit key of the elements whose index has `high` above its low 32 bits."""
-    return _splitmix64(_splitmix64(_step_key(seed, step) ^ name_id(name)) ^ high)
-
-
-@functools.lru_cache(maxsize=64)
-def _step_key(seed: int, step: int) -> int:
-    """The part of the chain that is the same for a whole step."""
-    return _splitmix64(_splitmix64(seed) ^ (step & _M64))
-
 
 def check_seed(seed: int) -> int:
     """`seed` itself, if it is an integer in [0, 2^64)."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _M64:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_UINT64:
         raise HmpxError(f"seed {seed!r} is out of range: an integer from 0 to 2**64 - 1")
     return seed
 
@@ -121,7 +95,7 @@ def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str
         raise HmpxError(f"the shapes differ: {tuple(x.shape)} into {tuple(out.shape)}")
     check_seed(seed)
     for what, number in (("step", step), ("offset", offset)):
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= _M64:
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_UINT64:
             raise HmpxError(f"{what} {number!r} is out of range: an integer from 0 to 2**64 - 1")
     if offset + x.numel() > 2**64:
         raise HmpxError(
@@ -159,6 +133,41 @@ def numbers_into(
     if out.numel():
         kernel = xla.numbers_ if xla.is_lazy(out) else eager.numbers_
         _by_key(kernel, out, out, (seed, step, name), offset, width or out.numel(), stride)
+
+
+class Rounding(NamedTuple):
+    """The arguments of `round_into` that are a tensor's own."""
+
+    out: Tensor
+    x: Tensor
+    name: str
+    offset: int = 0
+    width: int = 0
+    stride: int = 0
+
+
+def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
+    """`round_into` for many tensors, those that the C kernels can read in one call of theirs."""
+    together = []
+    for rounding in roundings:
+        out, x, name, offset, width, stride = rounding
+        count = x.numel()
+        width = width or count
+        if not (
+            type(x) is Tensor
+            and x.is_cpu
+            and x.is_contiguous()
+            and out.is_contiguous()
+            and count
+            and (offset & 0xFFFFFFFF) + (count // width - 1) * stride + width <= 2**32
+            and native.library() is not None
+        ):
+            round_into(out, x, seed, step, name, offset, width, stride)
+        else:
+            together.append(native.Rounding(out, x, name_id(name), offset, width, stride))
+    if together:
+        native.round_list(together, step_key(seed, step))
+        torch.autograd.graph.increment_version([each.out for each in together])
 
 
 def _by_key(

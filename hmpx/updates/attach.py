@@ -12,7 +12,7 @@ from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError
 from hmpx.updates import optimizer_state
 from hmpx.updates.attachment import Attachment
-from hmpx.updates.fused_step import FUSED
+from hmpx.updates.fused_formulas import FUSED, formula_of
 from hmpx.updates.gradients.accumulation import replicas
 from hmpx.updates.names import given_names, has_bf16, parameters
 from hmpx.updates.optimizer_hooks import attachment_of
@@ -59,8 +59,9 @@ def attach(
         use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
         release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then
             finishes the step. Same bits. Not for accumulation, gradient clipping or GradScaler, which raise.
-        fused: Adam, AdamW and SGD run in one kernel of hmpx's own. Faster; the order of its operations is its own, so
-            results agree with torch's to rounding and not to the bit.
+        fused: Adam, AdamW, SGD, NAdam, RMSprop, Adagrad and Lion (of lion_pytorch) run in a kernel of hmpx's own, one
+            call for all parameters. Faster; the order of its operations is its own, so results agree with the
+            optimizer's to rounding and not to the bit.
         process_group: in a distributed job, the ranks that hold the same optimizer; all of them must attach. None: all
             ranks of the job.
 
@@ -158,9 +159,8 @@ def _check(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parame
         )
     if settings.release_gradients and any(p in replicas() for p in parameters(optimizer)[:1]):
         raise HmpxError("release_gradients steps before DistributedDataParallel has reduced the gradients")
-    if settings.fused and type(optimizer) not in FUSED:
-        listed = ", ".join(cls.__name__ for cls in FUSED)
-        raise HmpxError(f"fused has kernels for {listed}, not for {type(optimizer).__name__}")
+    if settings.fused and formula_of(optimizer) is None:
+        raise HmpxError(f"fused has kernels for {FUSED}, not for {type(optimizer).__name__}")
     if settings.fused and settings.weights != "stochastic":
         raise HmpxError(f"fused goes with weights='stochastic', not with {settings.weights!r}")
     check_torch(settings)

@@ -30,11 +30,13 @@ SCOPES = {
     optim.Adafactor: "parameter",
     optim.Muon: "parameter",
 }
+_BY_NAME = {"lion_pytorch.lion_pytorch.Lion": "element"}  # of packages that may not be there
 
 
 def scope_of(optimizer: optim.Optimizer) -> str:
     """``element``, ``parameter`` or ``whole``."""
-    return SCOPES.get(type(optimizer), "whole")
+    cls = type(optimizer)
+    return SCOPES.get(cls) or _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}", "whole")
 
 
 def by_memory(*optimizers: optim.Optimizer) -> bool:

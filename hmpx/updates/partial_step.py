@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from hmpx.updates import fused_step
+from hmpx.updates.fused_step import FusedStep, Launch
 from hmpx.updates.interrupts import mark_incomplete
 from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.segment import Segment
@@ -26,7 +28,7 @@ class PartialStep:
 
     def __init__(self, call: StepCall, segments: list[Segment], write_back: WriteBack, *, fused: bool) -> None:
         self._optimizer, self._write_back = call.optimizer, write_back
-        self._fused = fused and write_back.form.in_kernels is not None
+        self._fused = FusedStep(call.optimizer, write_back) if fused and write_back.form.in_kernels else None
         self._segments = {segment.param: segment for segment in segments}
         self._slices = SlicedStep(call, write_back)
         self._by_element = scope_of(self._optimizer) == "element"
@@ -34,24 +36,39 @@ class PartialStep:
 
     def run(self, params: list[Parameter]) -> None:
         """Step `params`, which have gradients."""
-        sliced, kernels = [], []
+        sliced: list[Segment] = []
+        taken: list[tuple[dict, Segment]] = []
         for segment in (self._segments[p] for p in params if p in self._segments):
             group = self._group[segment.param]
-            if self._fused and fused_step.takes(self._optimizer, group, segment):
-                kernel = fused_step.prepare(self._optimizer, group, segment, self._write_back)
-                if self._write_back.counts is not None:
-                    exact = fused_step.exact(self._optimizer, group, segment, self._write_back)
-                    kernel = watched_kernel(self._write_back.counts, segment, kernel, exact)
-                kernels.append((segment.name, kernel))
+            if self._fused is not None and self._fused.takes(group, segment):
+                taken.append((group, segment))
             else:
                 sliced.append(segment)
+        kernels = self._kernels(taken)
         try:
             self._slices.run(sliced, [p for p in params if p not in self._segments], self._by_element)
-            for name, kernel in kernels:
-                self._slices.written.append(name)
+            for names, kernel in kernels:
+                self._slices.written += names
                 kernel()
         except BaseException as error:
             if self._slices.written:
                 step = self._write_back.rounding_key.step
                 mark_incomplete(self._optimizer, step, self._slices.written, error)
             raise
+
+    def _kernels(self, taken: list[tuple[dict, Segment]]) -> list[tuple[list[str], Launch]]:
+        """What steps these parameters with fused kernels, each with the names of those that it steps."""
+        fused, counts = self._fused, self._write_back.counts
+        if fused is None or not taken:
+            return []
+        if counts is None:
+            return [([segment.name for _, segment in taken], fused.prepare(taken))]
+        return [
+            (
+                [segment.name],
+                watched_kernel(
+                    counts, segment, fused.prepare([(group, segment)]), functools.partial(fused.exact, group, segment)
+                ),
+            )
+            for group, segment in taken
+        ]

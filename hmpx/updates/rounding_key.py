@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hmpx.rounding.stochastic import derive_key, numbers_into, round_into
+from hmpx.rounding.keys import step_key
+from hmpx.rounding.stochastic import numbers_into, round_into
 from hmpx.updates.ranks.sharding import Box
 
 Tensor = torch.Tensor
@@ -19,9 +20,10 @@ class RoundingKey:
     seed: int
     step: int
 
-    def derive(self, name: str) -> int:
-        """The 64-bit key of the first 2^32 elements of a parameter or a state tensor."""
-        return derive_key(self.seed, self.step, name)
+    @property
+    def of_step(self) -> int:
+        """What the key of every tensor is derived from, with its name."""
+        return step_key(self.seed, self.step)
 
     def round_into(self, out: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
         """Round FP32 `x` into BF16 `out`, of the same shape.

@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
     """A cache to be, and kernels that are compiled in no time."""
     source = tmp_path / "native.c"
     source.write_text("".join(f"void {name}(void) {{}}\n" for name in native._SIGNATURES))
-    monkeypatch.setattr(native, "_SOURCE", source)
+    monkeypatch.setattr(native, "_SOURCES", [source])
     monkeypatch.setattr(kernel_cache, "_said", set())
     monkeypatch.setenv("HMPX_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"

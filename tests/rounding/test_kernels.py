@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hmpx.rounding import eager, halves, native
-from hmpx.rounding.stochastic import derive_key
+from hmpx.rounding.keys import derive_key, key_of, name_id, step_key
 from tests.support import python
 from tests.support.numbers import special_values
 
@@ -48,6 +48,59 @@ def test_c_and_eager_give_the_same_bits(offset, count, threads):
         torch.set_num_threads(before)
 
 
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_list_of_tensors_gets_the_bits_that_each_gets_alone(threads):
+    """Tensors of all sizes around a block, in rows too; their shares for threads end in the middle of some."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        sizes = (1, 255, 256, 257, 70_001, 3, 512, 40_000, 0)
+        pieces = [(numbers(size)[:size], f"p{i}", 7 * i, size, 0) for i, size in enumerate(sizes)]
+        pieces.append((numbers(6000)[:6000], "rows", 2**31 + 5, 60, 101))
+        roundings = [
+            native.Rounding(torch.empty_like(x, dtype=torch.bfloat16), x, name_id(name), *place)
+            for x, name, *place in pieces
+        ]
+        native.round_list(roundings, step_key(5, 9))
+        for (x, name, *place), rounding in zip(pieces, roundings, strict=True):
+            alone = torch.empty_like(x, dtype=torch.bfloat16)
+            if x.numel():
+                eager.round_(alone, x, derive_key(5, 9, name), *place)
+            assert torch.equal(rounding.out.view(torch.int16), alone.view(torch.int16)), name
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_list_of_steps_rounds_by_the_numbers_of_the_specification(threads):
+    """What a kernel computes for FP32 tensors is what it rounds for BF16 ones, whatever their place in the list."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        drawn = [[torch.randn(n, generator=generator).bfloat16() for _ in range(4)] for n in (1, 300, 70_001, 2, 256)]
+        adam = (1.0, 0.1, 0.99, 0.9, 0.1, 0.999, 0.001, 1e-2, 1e-8)
+        results = {}
+        for dtype in (torch.bfloat16, torch.float32):
+            stepped = results[dtype] = [
+                native.Stepped(p.to(dtype), 3 * i, g, (m.to(dtype), v.abs().to(dtype)), (3 * i + 1, 3 * i + 2), adam)
+                for i, (p, g, m, v) in enumerate([[t.clone() for t in each] for each in drawn])
+            ]
+            native.step_list("adam", stepped, step_key(5, 9))
+        for bf16, fp32 in zip(*results.values(), strict=True):
+            assert not torch.equal(bf16.weight.float(), fp32.weight)
+            for got, exact, name in zip(
+                (bf16.weight, *bf16.states), (fp32.weight, *fp32.states), (bf16.name, *bf16.state_names), strict=True
+            ):
+                rounded = torch.empty_like(got)
+                eager.round_(rounded, exact, key_of(step_key(5, 9), name), 0)
+                assert torch.equal(got, rounded)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_triton_gives_the_same_bits_in_its_interpreter():
     pytest.importorskip("triton", reason="Triton is not installed")
     said_by(
@@ -63,37 +116,65 @@ def test_triton_gives_the_same_bits_in_its_interpreter():
     )
 
 
+STEPS = {  # the scalars of `native_steps.c`, with all that they can switch
+    "adam": [(-1.0, 0.1, 0.99, 0.9, 0.1, 0.999, 0.001, 1e-2, 1e-8)],
+    "sgd": [
+        *((1.0, 0.1, 1e-2, 0.9, 0.9, 1.0, nesterov) for nesterov in (0.0, 1.0)),
+        (1.0, 0.0, 0.1, -1.0, 0.0, 1.0, 0.0),
+    ],
+    "lion": [(1.0, 0.0, 0.99, 0.9, 0.1, 0.99, 0.01, 1e-3)],
+    "adagrad": [(-1.0, 0.1, 1e-2, 1e-10)],
+    "rmsprop": [
+        (1.0, 0.1, 1e-2, 0.99, 0.01, 1e-8, momentum, centered) for momentum in (-1.0, 0.9) for centered in (0.0, 1.0)
+    ],
+    "nadam": [(1.0, 0.1, 0.99, 0.1, 0.999, 0.001, 1e-3, 1e-2, 1e-8, 0.1)],
+}
+STATES = {"adam": 2, "sgd": 1, "lion": 1, "adagrad": 1, "rmsprop": 3, "nadam": 2}
+
+
+def stepped(kernel, scalars, weight_dtype, state_dtype, grad_dtype, sizes=(2501, 1, 600)):
+    """What a list of steps is given: the same numbers each time, tensors of their own."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for n, size in enumerate(sizes):
+        p, g, *states = (torch.randn(size, generator=generator) for _ in range(2 + STATES[kernel]))
+        states = [state.to(state_dtype) if i else state.square().to(state_dtype) for i, state in enumerate(states)]
+        if kernel in ("adam", "nadam"):
+            states[1] = states[1].square()
+        if (kernel == "sgd" and scalars[3] < 0) or (kernel == "rmsprop" and scalars[6] < 0):
+            states[0 if kernel == "sgd" else 1] = None
+        if kernel == "rmsprop":
+            states[2] = (states[2] * 0.1).to(state_dtype) if scalars[7] else None
+            states[0] = (states[0] + 1).to(state_dtype)  # so that the variance is positive
+        names = tuple(range(10 * n, 10 * n + len(states)))
+        p = p.bfloat16().to(weight_dtype)
+        found.append(native.Stepped(p, 2**64 - 3 - n, g.to(grad_dtype), tuple(states), names, scalars))
+    return found
+
+
 def test_the_triton_steps_agree_with_the_c_ones_in_its_interpreter():
     pytest.importorskip("triton", reason="Triton is not installed")
     said_by(
         """
         import torch
         from hmpx.rounding import native, triton
+        from tests.rounding.test_kernels import STEPS, stepped
         from tests.support.numbers import nearly_equal
-        assert native.library() is not None
-        bf16 = torch.bfloat16
-        def tensors(state_dtype, grad_dtype):
-            generator = torch.Generator().manual_seed(0)
-            random = [torch.randn(2501, generator=generator) for _ in range(4)]
-            p, g, m, v = random[0].bfloat16(), random[1].to(grad_dtype), random[2].to(state_dtype), random[3].square()
-            return p, g, m, v.to(state_dtype)
-        adam = (-1.0, 0.99, 0.1, 0.9, 0.1, 0.999, 0.001, 1e-2, 1e-8)
-        sgds = [(1.0, 0.1, 0.9, 0.9, 1.0, nesterov, 1e-2) for nesterov in (True, False)]
-        sgds.append((1.0, 0.0, -1.0, 0, 0, False, 0.1))
-        for dtypes in ((torch.float32, bf16), (bf16, torch.float32)):
-            for name, numbers in (("adam", adam), *(("sgd", each) for each in sgds)):
-                results = []
-                for kernels in (native, triton):
-                    p, g, m, v = tensors(*dtypes)
-                    held = [(p, 2**64 - 3), (g, 0), (m, 77), (v, 2**63)]
-                    if name == "sgd":
-                        held = held[:2] + [(m, 77) if numbers[2] >= 0 else (None, 0)]
-                    getattr(kernels, name)(*held, *numbers)
-                    results.append((p, m, v))
-                for one, other in zip(*results):
-                    near = nearly_equal(one, other, 3) if one.dtype is bf16 else torch.allclose(one, other, rtol=1e-6)
-                    assert near, (name, dtypes)
-                assert not torch.equal(results[0][0], tensors(*dtypes)[0])
+        assert native.library() is not None and triton.KERNELS == native.KERNELS == tuple(STEPS)
+        bf16, fp32 = torch.bfloat16, torch.float32
+        for state_dtype, grad_dtype in ((fp32, bf16), (bf16, fp32)):
+            for kernel in STEPS:
+                for scalars in STEPS[kernel]:
+                    results = []
+                    for kernels in (native, triton):
+                        results.append(stepped(kernel, scalars, bf16, state_dtype, grad_dtype))
+                        kernels.step_list(kernel, results[-1], 2**63 + 5)
+                    for one, other, before in zip(*results, stepped(kernel, scalars, bf16, state_dtype, grad_dtype)):
+                        for a, b in zip((one.weight, *one.states), (other.weight, *other.states)):
+                            if a is not None:
+                                near = nearly_equal(a, b, 3) if a.dtype is bf16 else torch.allclose(a, b, rtol=1e-5)
+                                assert near, (kernel, scalars, state_dtype)
+                        assert one.weight.numel() == 1 or not torch.equal(one.weight, before.weight)
         """,
         TRITON_INTERPRET="1",
     )
@@ -102,23 +183,23 @@ def test_the_triton_steps_agree_with_the_c_ones_in_its_interpreter():
 def test_a_triton_step_of_fp32_weights_is_what_one_of_bf16_weights_rounds():
     """Of the C kernels, `tests/updates/test_update_counts.py` says so."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    python(
+    said_by(
         """
         import torch
         from hmpx.rounding import triton
-        adam = (-1.0, 0.99, 0.1, 0.9, 0.1, 0.999, 0.001, 1e-2, 1e-8)
-        for name, numbers in (("adam", adam), ("sgd", (1.0, 0.1, 0.9, 0.9, 1.0, False, 1e-2))):
-            results = {}
-            for dtype in (torch.bfloat16, torch.float32):
-                generator = torch.Generator().manual_seed(0)
-                p, g, m, v = (torch.randn(2501, generator=generator).bfloat16() for _ in range(4))
-                p = results[dtype] = p.to(dtype)
-                held = [(p, 2**64 - 3), (g, 0), (m, 77), (v.abs(), 2**63)]
-                getattr(triton, name)(*held[: 4 if name == "adam" else 3], *numbers)
-            rounded = torch.empty_like(results[torch.bfloat16])
-            triton.round_(rounded, results[torch.float32], 2**64 - 3, 0)
-            assert torch.equal(rounded, results[torch.bfloat16])
-            assert not torch.equal(rounded.float(), results[torch.float32])
+        from hmpx.rounding.keys import key_of
+        from tests.rounding.test_kernels import STEPS, stepped
+        for kernel in STEPS:
+            scalars, dtypes = STEPS[kernel][0], (torch.bfloat16, torch.float32)
+            bf16, fp32 = (stepped(kernel, scalars, dtype, torch.float32, dtype) for dtype in dtypes)
+            fp32 = [wide._replace(grad=low.grad.float()) for wide, low in zip(fp32, bf16)]
+            for each in (bf16, fp32):
+                triton.step_list(kernel, each, 77)
+            for low, wide in zip(bf16, fp32):
+                rounded = torch.empty_like(low.weight)
+                triton.round_(rounded, wide.weight, key_of(77, low.name), 0)
+                assert torch.equal(rounded, low.weight)
+                assert low.weight.numel() == 1 or not torch.equal(rounded.float(), wide.weight)
         """,
         TRITON_INTERPRET="1",
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.rounding import stochastic
+from hmpx.rounding import keys as keys_of
 from tests.support.numbers import special_values
 
 KEYS = {"seed": 7, "step": 3, "name": "blocks.0.weight"}
@@ -79,7 +79,7 @@ def test_seed_step_and_name_make_the_key(keys):
 
 def test_the_published_numbers_stay():
     """The first numbers of a parameter called "weight", as literals: a change here breaks every resumed run."""
-    assert stochastic.derive_key(0, 0, "weight") == oracle_key(0, 0, "weight", 0) == 0xFA185ADD6E8C1FFC
+    assert keys_of.derive_key(0, 0, "weight") == oracle_key(0, 0, "weight", 0) == 0xFA185ADD6E8C1FFC
     assert [oracle_random(i, 0, 0, "weight") for i in range(4)] == [0x7850, 0xD861, 0xD277, 0xFFFC]
     x = torch.full((8,), 1.0 + 2**-9)  # a quarter of the way from 1.0 to the next BF16 number
     up = [int(oracle_random(i, 0, 0, "weight") >= 0xC000) for i in range(8)]
@@ -170,7 +170,7 @@ def test_an_average_of_weights_in_bf16_moves_only_with_stochastic_rounding():
 def draws(count=1 << 20, **changes):
     """The 16-bit numbers of a run of elements, in NumPy; a test below holds this twin against the kernel."""
     keys = {**KEYS, **changes}
-    key = stochastic.derive_key(**keys)
+    key = keys_of.derive_key(**keys)
     i = np.arange(count, dtype=np.uint64)
     with np.errstate(over="ignore"):
         h = ((i >> 1).astype(np.uint32) * np.uint32(0x9E3779B9)) + np.uint32(key & 0xFFFFFFFF)

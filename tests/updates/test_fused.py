@@ -1,9 +1,10 @@
-"""The fused kernels of Adam, AdamW and SGD, beside torch's own classes in float64."""
+"""The fused kernels, beside the optimizers' own classes in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from lion_pytorch import Lion
 from torch import nn, optim
 
 import hmpx
@@ -22,6 +23,16 @@ CONFIGURATIONS = {
     "SGD maximize": (optim.SGD, {"maximize": True, "weight_decay": 0.1}),
     "SGD momentum": (optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
     "SGD nesterov": (optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "Adagrad": (optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "Adagrad maximize": (optim.Adagrad, {"maximize": True, "weight_decay": 0.1}),
+    "RMSprop": (optim.RMSprop, {"weight_decay": 0.1}),
+    "RMSprop centered": (optim.RMSprop, {"centered": True, "maximize": True}),
+    "RMSprop momentum": (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "NAdam": (optim.NAdam, {"momentum_decay": 0.1}),
+    "NAdam weight decay": (optim.NAdam, {"weight_decay": 0.1, "maximize": True}),
+    "NAdam decoupled": (optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "Lion": (Lion, {"weight_decay": 0.1}),
+    "Lion decoupled": (Lion, {"weight_decay": 0.01, "decoupled_weight_decay": True}),
 }
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here, so the kernels do not run")
 
@@ -135,7 +146,11 @@ def test_released_gradients_take_the_kernels_too():
 @pytest.mark.parametrize(
     "cls, weights, message",
     [
-        (optim.RMSprop, "stochastic", "kernels for Adam, AdamW, SGD, not for RMSprop"),
+        (
+            optim.Adadelta,
+            "stochastic",
+            "kernels for Adagrad, Adam, AdamW, NAdam, RMSprop, SGD, Lion of .*, not for Adadelta",
+        ),
         (optim.AdamW, "split", "fused goes with weights='stochastic', not with 'split'"),
     ],
 )

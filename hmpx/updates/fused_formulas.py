@@ -1,0 +1,178 @@
+"""What the fused kernels of each optimizer read: which state, and numbers made of a group's options.
+
+The formulas are those of torch's classes and of `lion_pytorch`; `rounding/native_steps.c` has the loops, and says what
+each number is. To add an optimizer, write its loop there and in `rounding/triton.py`, and a class here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import optim
+
+State = dict[str, Any]
+
+
+class Formula:
+    """One optimizer. The methods get a group of `param_groups`, and the number of the step, from 1.
+
+    Attributes:
+        kernel: its name in `native.KERNELS`.
+        counts: whether a parameter's state has a count of steps.
+    """
+
+    kernel: ClassVar[str]
+    counts: ClassVar[bool] = True
+
+    def takes(self, group: dict, state: State) -> bool:
+        """Whether the kernel has what these options ask for."""
+        return not group.get("amsgrad") and not group.get("differentiable")
+
+    def states(self, group: dict) -> tuple[str | None, ...]:
+        """The keys of the state tensors, in the kernel's order; None for one that these options do not keep."""
+        raise NotImplementedError
+
+    def depends_on(self, state: State) -> Any:
+        """What of a parameter's state, beside the count of steps, the scalars depend on."""
+        return None
+
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: Any) -> tuple[float, ...]:
+        """The kernel's scalars. seen: what `depends_on` has found."""
+        raise NotImplementedError
+
+    def beside(self, group: dict, step: float, seen: Any) -> State:
+        """State that is no tensor of the parameter's shape and no count of steps, as it is after the step."""
+        return {}
+
+
+def _sign(group: dict) -> float:
+    return -1.0 if group.get("maximize") else 1.0
+
+
+def _decay(group: dict, rate: float, decoupled: bool) -> tuple[float, float]:
+    """What the weight is multiplied with before it is added to the gradient, and what itself is multiplied with."""
+    decay = group["weight_decay"]
+    return (0.0, 1.0 - rate * decay) if decoupled else (decay, 1.0)
+
+
+class _Adam(Formula):
+    kernel = "adam"
+
+    def states(self, group: dict) -> tuple[str | None, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: Any) -> tuple[float, ...]:
+        rate = float(group["lr"])
+        beta1, beta2 = map(float, group["betas"])
+        correction = math.sqrt(1.0 - beta2**step)
+        decay = _decay(group, rate, group.get("decoupled_weight_decay", False))
+        rates = rate * correction / (1.0 - beta1**step), group["eps"] * correction
+        return _sign(group), *decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, *rates
+
+
+class _SGD(Formula):
+    kernel = "sgd"
+    counts = False
+
+    def states(self, group: dict) -> tuple[str | None, ...]:
+        return ("momentum_buffer" if group["momentum"] else None,)
+
+    def depends_on(self, state: State) -> bool:
+        return state.get("momentum_buffer") is None
+
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: bool) -> tuple[float, ...]:
+        momentum = float(group["momentum"])
+        weights = (0.0, 1.0) if seen else (momentum, 1.0 - group["dampening"])
+        plain = _sign(group), group["weight_decay"], float(group["lr"])
+        return *plain, momentum if momentum else -1.0, *weights, float(group["nesterov"])
+
+
+class _Lion(Formula):
+    kernel = "lion"
+    counts = False
+
+    def states(self, group: dict) -> tuple[str | None, ...]:
+        return ("exp_avg",)
+
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: Any) -> tuple[float, ...]:
+        rate, decay = group["lr"], group["weight_decay"]
+        if getattr(optimizer, "decoupled_wd", False):
+            decay /= optimizer._init_lr  # type: ignore[attr-defined]
+        beta1, beta2 = group["betas"]
+        return 1.0, 0.0, 1.0 - rate * decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, rate
+
+
+class _Adagrad(Formula):
+    kernel = "adagrad"
+
+    def takes(self, group: dict, state: State) -> bool:
+        return super().takes(group, state) and "sum" in state  # which the constructor has made
+
+    def states(self, group: dict) -> tuple[str | None, ...]:
+        return ("sum",)
+
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: Any) -> tuple[float, ...]:
+        rate = float(group["lr"]) / (1.0 + (step - 1.0) * group["lr_decay"])
+        return _sign(group), group["weight_decay"], rate, group["eps"]
+
+
+class _RMSprop(Formula):
+    kernel = "rmsprop"
+
+    def states(self, group: dict) -> tuple[str | None, ...]:
+        momentum = "momentum_buffer" if group["momentum"] > 0 else None
+        return "square_avg", momentum, "grad_avg" if group["centered"] else None
+
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: Any) -> tuple[float, ...]:
+        alpha, momentum = group["alpha"], group["momentum"]
+        averages = alpha, 1.0 - alpha, group["eps"], momentum if momentum > 0 else -1.0, float(group["centered"])
+        return _sign(group), group["weight_decay"], float(group["lr"]), *averages
+
+
+class _NAdam(Formula):
+    kernel = "nadam"
+
+    def states(self, group: dict) -> tuple[str | None, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    def depends_on(self, state: State) -> float:
+        """The product of momenta so far."""
+        return state["mu_product"].item() if "mu_product" in state else 1.0
+
+    def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: float) -> tuple[float, ...]:
+        rate = float(group["lr"])
+        beta1, beta2 = group["betas"]
+        now, then = _momentum(group, step), _momentum(group, step + 1.0)
+        product = seen * now
+        averages = 1.0 - beta1, beta2, 1.0 - beta2
+        rates = rate * (1.0 - now) / (1.0 - product), rate * then / (1.0 - product * then)
+        decay = _decay(group, rate, group["decoupled_weight_decay"])
+        return _sign(group), *decay, *averages, *rates, group["eps"], 1.0 - beta2**step
+
+    def beside(self, group: dict, step: float, seen: float) -> State:
+        return {"mu_product": torch.tensor(seen * _momentum(group, step), dtype=torch.float32)}
+
+
+def _momentum(group: dict, step: float) -> float:
+    """NAdam's, of one step."""
+    return group["betas"][0] * (1.0 - 0.5 * 0.96 ** (step * group["momentum_decay"]))
+
+
+_FORMULAS: dict[type, Formula] = {
+    optim.Adagrad: _Adagrad(),
+    optim.Adam: _Adam(),
+    optim.AdamW: _Adam(),
+    optim.NAdam: _NAdam(),
+    optim.RMSprop: _RMSprop(),
+    optim.SGD: _SGD(),
+}
+_BY_NAME: dict[str, Formula] = {"lion_pytorch.lion_pytorch.Lion": _Lion()}  # of packages that may not be there
+FUSED = ", ".join((*(cls.__name__ for cls in _FORMULAS), "Lion of lion_pytorch"))
+
+
+def formula_of(optimizer: optim.Optimizer) -> Formula | None:
+    """The formula of the optimizer's class; None if there is no kernel for it."""
+    cls = type(optimizer)
+    return _FORMULAS.get(cls) or _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
