@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -52,6 +53,17 @@ class Noise:
         self._wrong.append(math.isfinite(whole) and not math.isfinite(error))
         self.batches += 1
 
+    def state(self) -> dict[str, Any]:
+        """What `of` makes another of."""
+        return {key: getattr(self, key) for key in ("_squares", "_sum", "_errors", "_error_sum", "_wrong", "batches")}
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Noise:
+        """The noise that `state` is of."""
+        found = cls()
+        vars(found).update(state)
+        return found
+
     def is_wrong(self, batch: int) -> bool:
         """Whether the gradient of a batch is finite in FP32, and not under the lists."""
         return self._wrong[batch]
@@ -72,6 +84,12 @@ class Noise:
     def error(self) -> float:
         """Of the lists as a whole."""
         return self.in_noise(self._errors / self.batches)
+
+    @property
+    def shared(self) -> float:
+        """The part of the error that is the same in every batch, in units of the noise: of pairs of batches."""
+        pairs = (square(self._error_sum) - self._errors) / (self.batches * (self.batches - 1))
+        return self.in_noise(max(pairs, 0.0)) if math.isfinite(self._errors) else math.inf
 
     @property
     def bias(self) -> float:
@@ -114,6 +132,10 @@ def by_direction(projected: Sequence[float]) -> list[Sequence[float]]:
 def biased_square(projected: Sequence[Sequence[float]], batches: int) -> float:
     """An estimate of N |mean e_b|^2 from v . e_b, for each direction v those of the batches that have it."""
     whole = mean_square([each for direction in projected for each in direction])
+    return whole + (batches - 1) * min(shared_square(projected), whole)
+
+
+def shared_square(projected: Sequence[Sequence[float]]) -> float:
+    """An estimate of |mean e|^2 over all batches there could be from v . e_b, of pairs of batches with one v."""
     pairs = [(sum(p) ** 2 - sum(x * x for x in p)) / (len(p) * (len(p) - 1)) for p in projected if len(p) > 1]
-    common = max(sum(pairs) / len(pairs), 0.0) if pairs else 0.0
-    return whole + (batches - 1) * min(common, whole)
+    return max(sum(pairs) / len(pairs), 0.0) if pairs else 0.0

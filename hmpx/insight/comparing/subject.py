@@ -64,16 +64,23 @@ class Subject:
                 cast_model(self.model, self._recipe, undo)
             return self._run(batch, gradients)
 
-    def shifted(self, batch: tuple, shift: Sequence[Tensor], wanted: Callable[[], list[Tensor] | None]) -> None:
+    def shifted(
+        self,
+        batch: tuple,
+        shift: Sequence[Tensor],
+        wanted: Callable[[], list[Tensor] | None],
+        also: Callable[[], list[Tensor]] = list,
+    ) -> None:
         """A run in FP32 at weights to which `shift` is added, with its backward pass.
 
-        wanted: gives the tensors whose gradients matter, after the forward pass; None for all parameters.
+        wanted: gives the tensors whose gradients matter, after the forward pass; None for all parameters and what
+            `also` gives.
         """
         with contextlib.ExitStack() as undo:
             for p, step in zip(self.parameters, shift, strict=True):
                 undo.callback(setattr, p, "data", p.data)
                 p.data = p.data.float() + step
-            self.wide(batch, True, wanted)
+            self.wide(batch, True, wanted, also)
 
     def wide(
         self,

@@ -72,7 +72,8 @@ class Scored:
     """A call site that lists can put into BF16 or FP32.
 
     charge: of its own. edges: by the site that a tensor comes from, None for what is FP32 whatever lists say. calls: in
-    one batch. pinned: why it stays in FP32, in words. unseen: autograd does not see it, so that nothing is known.
+    one batch. pinned: why it stays in FP32, in words. scored: whether autograd sees it, so that anything is known.
+    worth: what BF16 brings, see `worth`.
     """
 
     site: Compared
@@ -81,6 +82,7 @@ class Scored:
     calls: int = 0
     pinned: str = ""
     scored: bool = False
+    worth: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -45,7 +45,7 @@ class Choice:
     def reason(self) -> str:
         """As a comment of a list."""
         said = [f"loss {self.loss_change:.1e}", f"gradients {self.gradient_error:.1e}"]
-        said.append(f"{percent(self.budget)} of the budget")
+        said.append(f"{percent(self.budget)} of the budget" if self.budget < 10 else _times(self.budget))
         if self.gain:
             said.append(f"{'+' if self.gain < 0 else '-'}{amount(abs(self.gain), self.unit)}")
         worst = f"worst: {self.worst}" if self.worst else ""
@@ -57,10 +57,12 @@ class Choice:
 
 
 def percent(share: float) -> str:
-    """A share with two digits; of one that is huge, that it is."""
-    if share >= 10:
-        return f"{share:.0f} times" if share < 1e4 else "far more than all"
+    """A share with two digits."""
     return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %" if share else "0 %"
+
+
+def _times(budget: float) -> str:
+    return f"{budget:.0f} times the budget" if budget < 1e4 else "far beyond the budget"
 
 
 def amount(value: float, unit: str) -> str:

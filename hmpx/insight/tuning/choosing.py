@@ -37,21 +37,17 @@ def choose(problem: Problem, tolerance: float) -> tuple[Point, list[Point]]:
 
     wide = problem.cost(())
     fastest, unit = at(0.0), max(wide, 1e-30)
-    least = _bisected(lambda weight: at(weight).effect.meets(tolerance), unit) if not _met(fastest, tolerance) else 0.0
+    least = (
+        _bisected(lambda weight: at(weight).effect.meets(tolerance), unit)
+        if not fastest.effect.meets(tolerance)
+        else 0.0
+    )
     bound = at(least).cost + SLACK * max(wide - at(least).cost, 0.0)
     for exponent in range(-12, 13):
         at(unit * 10.0 ** (exponent / 2))
-    within = [point for point in points.values() if point.cost <= bound and _met(point, tolerance)]
-    best = min(within or [at(least)], key=lambda point: (_size(point.effect), point.cost))
+    within = [point for point in points.values() if point.cost <= bound and point.effect.meets(tolerance)]
+    best = min(within or [at(least)], key=lambda point: (point.effect.size, point.cost))
     return best, sorted(points.values(), key=lambda point: point.cost)
-
-
-def _met(point: Point, tolerance: float) -> bool:
-    return point.effect.meets(tolerance)
-
-
-def _size(effect: Effect) -> float:
-    return max(effect.gradient_error, 2 * effect.gradient_bias, effect.loss_error)
 
 
 def _bisected(is_enough: Callable[[float], bool], unit: float) -> float:

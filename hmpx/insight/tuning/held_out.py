@@ -18,7 +18,7 @@ from hmpx.insight.comparing.calls import Asked, Compared
 from hmpx.insight.comparing.computing import in_fp32
 from hmpx.insight.comparing.noise import Noise
 from hmpx.insight.comparing.passes import is_recomputing
-from hmpx.insight.comparing.sites import Pass, Sites
+from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.tuning.problem import Effect
@@ -33,12 +33,16 @@ class _Numbered:
     def __init__(self, drawn: Drawn) -> None:
         self._drawn = drawn
         self._numbers: Counter[Compared] = Counter()
+        self.by_hand: list[str] = []  # lines of casts to low precision that the program makes itself
 
     def around(self, asked: Asked) -> Seen:
         if is_recomputing():
             return self._seen(asked)
         self._numbers[asked.site] += 1
-        return self._called(asked, (asked.site, self._numbers[asked.site]))
+        seen = self._called(asked, (asked.site, self._numbers[asked.site]))
+        if asked.point.op == "to" and _dtypes(seen.result) & LOW - _dtypes(asked.args):
+            self.by_hand.append(asked.site.where)
+        return seen
 
     def _called(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
         if number in self._drawn:
@@ -82,27 +86,35 @@ class Divided(_Numbered):
 
 
 class Listed(_Numbered):
-    """Under the lists that are in force. low: takes the sites whose inputs are in low precision."""
+    """Under the lists that are in force. low: takes of each site whether its inputs are in low precision."""
 
-    def __init__(self, drawn: Drawn, low: set[Compared]) -> None:
+    def __init__(self, drawn: Drawn, low: dict[Compared, bool]) -> None:
         super().__init__(drawn)
         self._low = low
 
     def _seen(self, asked: Asked) -> Seen:
         seen = asked.plainly()
         dtypes = {tensor.dtype for tensor in floating((seen.args, seen.kwargs))}
-        if dtypes and dtypes <= LOW:
-            self._low.add(asked.site)
+        self._low[asked.site] = bool(dtypes) and dtypes <= LOW
         return seen
 
 
 class HeldOut:
-    """Batches that are not scored, with their losses and gradients in FP32. passes: forward and backward, so far."""
+    """Batches that are not scored, with their losses and gradients in FP32.
+
+    passes: forward and backward, so far. by_hand: lines where the program itself casts to low precision.
+    """
 
     def __init__(self, subject: Subject, sites: Sites, batches: Sequence[tuple]) -> None:
         self._subject, self._sites, self.batches = subject, sites, batches
         self._exact: list[tuple[float, list[Tensor], Drawn]] = []
         self.passes = 0
+        self.by_hand: dict[str, None] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """That of the model."""
+        return self._subject.parameters[0].device
 
     def prepare(self) -> None:
         """The run in FP32."""
@@ -111,20 +123,21 @@ class HeldOut:
             loss, gradients = self.run(Exact(drawn), functools.partial(self._subject.wide, batch))
             self._exact.append((loss, gradients, drawn))
 
-    def run(self, now: Pass, work: Callable[[], tuple[float, list[Tensor]]]) -> tuple[float, list[Tensor]]:
+    def run(self, now: _Numbered, work: Callable[[], tuple[float, list[Tensor]]]) -> tuple[float, list[Tensor]]:
         self._sites.now = now
         self.passes += 1
         try:
             return work()
         finally:
             self._sites.now = None
+            self.by_hand |= dict.fromkeys(now.by_hand)
 
     @property
     def loss(self) -> float:
         """The mean in FP32."""
         return statistics.fmean(loss for loss, _, _ in self._exact)
 
-    def measured(self, make: Callable[[Drawn], Pass]) -> Effect:
+    def measured(self, make: Callable[[Drawn], _Numbered]) -> Effect:
         """What a pass does to all batches under the lists that are in force."""
         return self._effect(make, self._subject.low)
 
@@ -134,18 +147,24 @@ class HeldOut:
             lambda drawn: Exact(dict(drawn)), lambda batch: self._subject.wide(tree_map(_shaken, batch))
         )
 
-    def _effect(self, make: Callable[[Drawn], Pass], work: Callable[[tuple], tuple[float, list[Tensor]]]) -> Effect:
+    def _effect(
+        self, make: Callable[[Drawn], _Numbered], work: Callable[[tuple], tuple[float, list[Tensor]]]
+    ) -> Effect:
         noise, changes = Noise(), []
         for batch, (exact, gradients, drawn) in zip(self.batches, self._exact, strict=True):
             loss, found = self.run(make(drawn), functools.partial(work, batch))
             noise.add(gradients, found)
             changes.append(loss - exact)
         change = math.sqrt(statistics.fmean(change * change for change in changes))
-        return Effect(noise.error, noise.bias, change, change / self._loss_noise)
+        return Effect(noise.error, noise.shared, change, change / self._loss_noise)
 
     @property
     def _loss_noise(self) -> float:
         return statistics.stdev([loss for loss, _, _ in self._exact])
+
+
+def _dtypes(value: object) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in floating((value,))}
 
 
 def _shaken(value: object) -> object:

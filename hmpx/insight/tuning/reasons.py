@@ -5,7 +5,7 @@ from __future__ import annotations
 from hmpx.insight.recording.words import short_places
 from hmpx.insight.tuning.charges import Scored
 from hmpx.insight.tuning.choice import Choice
-from hmpx.insight.tuning.problem import Chosen, Effect, Part, Problem
+from hmpx.insight.tuning.problem import Chosen, Part, Problem
 
 
 def choices_of(problem: Problem, chosen: Chosen, tolerance: float, unit: str) -> tuple[Choice, ...]:
@@ -16,9 +16,9 @@ def choices_of(problem: Problem, chosen: Chosen, tolerance: float, unit: str) ->
 
 def _choice(problem: Problem, part: Part, chosen: Chosen, tolerance: float, unit: str) -> Choice:
     effect, gain = problem.alone(part, chosen)
-    budget = (size(effect) / tolerance) ** 2 if tolerance else 0.0
+    budget = (effect.size / tolerance) ** 2 if tolerance else 0.0
     sites = problem.sites[part]
-    worst = max(sites, key=lambda site: size(problem.scale.effect(site.charge)))
+    worst = max(sites, key=lambda site: problem.scale.effect(site.charge).size)
     return Choice(
         name=part.name,
         module=part.module,
@@ -45,11 +45,6 @@ def _why(problem: Problem, part: Part, chosen: Chosen, budget: float, gain: floa
     if gain <= 0:
         return f"BF16 brings nothing here{unseen}"
     return f"costs more than it brings{unseen}"
-
-
-def size(effect: Effect) -> float:
-    """An effect as one number that a tolerance bounds."""
-    return max(effect.gradient_error, 2 * effect.gradient_bias, effect.loss_error)
 
 
 def _place(site: Scored) -> str:

@@ -8,77 +8,68 @@ from collections.abc import Callable
 from hmpx.insight.tuning.choosing import SLACK
 from hmpx.insight.tuning.problem import Chosen, Effect, Part, Problem
 
-_OTHERS = 3  # verifications that are not of a repair: of the lists that are written, and of two that are known
 _HOPELESS = 3.0  # a prediction so many times the tolerance need not be tried
-Verify = Callable[[Chosen], Effect]
+_OTHERS = 4  # verifications beside those of a repair: of the lists that are written, of two known ones, of FP32
+
+
+class Budget:
+    """How many verifications are left, of 2 log2 N + 10 for N names."""
+
+    def __init__(self, names: int) -> None:
+        self.left = 2 * math.ceil(math.log2(max(names, 1))) + 10 - _OTHERS
 
 
 class Repair:
-    """Finds the choice that holds on held-out batches.
+    """Makes a choice one that holds on held-out batches, as far as the budget goes.
 
-    tried: each choice that was verified, and what it does.
+    verify: what a choice does there, from memory where it was measured already.
     """
 
-    def __init__(self, problem: Problem, verify: Verify, tolerance: float) -> None:
-        self._problem, self._verify, self._tolerance = problem, verify, tolerance
-        self.tried: dict[Chosen, Effect] = {}
+    def __init__(self, problem: Problem, verify: Callable[[Chosen], Effect], tolerance: float, budget: Budget) -> None:
+        self._problem, self._verify, self._tolerance, self._budget = problem, verify, tolerance, budget
+        self._known: dict[Chosen, bool] = {}
         self._least = SLACK * (problem.cost(()) - problem.cost(problem.cheapest(0.0)))
-        self.budget = 2 * math.ceil(math.log2(max(len(problem.parts), 1))) + 10 - _OTHERS
 
-    def _effect(self, chosen: Chosen) -> Effect:
-        if chosen not in self.tried:
-            self.tried[chosen] = self._verify(chosen)
-        return self.tried[chosen]
+    def holds(self, chosen: Chosen) -> bool:
+        """Whether a choice is within the tolerance."""
+        if chosen not in self._known:
+            self._budget.left -= 1
+            self._known[chosen] = self._verify(chosen).meets(self._tolerance)
+        return self._known[chosen]
 
-    def _holds(self, chosen: Chosen) -> bool:
-        return self._effect(chosen).meets(self._tolerance)
-
-    @property
-    def _left(self) -> int:
-        return self.budget - len(self.tried)
-
-    def run(self, chosen: Chosen, wished: Chosen) -> Chosen:
-        """The best choice found, from a first one.
-
-        wished: what would be in BF16 if errors were free.
-        """
-        if not self._holds(chosen):
-            chosen = self._less(chosen)
-        return self._more(chosen, wished - chosen - self._problem.pinned.keys())
-
-    def _less(self, chosen: Chosen) -> Chosen:
+    def less(self, chosen: Chosen) -> Chosen:
         """Without the worst part, the two, four ... worst; then of these as few as will do."""
+        if self.holds(chosen):
+            return chosen
         worst = self._worst_first(chosen)
-        moved = 1
-        while not self._holds(chosen - set(worst[:moved])) and moved < len(worst) and self._left > 1:
+        moved = min(1, len(worst))
+        while not self.holds(chosen - set(worst[:moved])):
+            if moved == len(worst) or self._budget.left <= 1:
+                return frozenset()
             moved = min(2 * moved, len(worst))
-        if not self._holds(chosen - set(worst[:moved])):
-            return frozenset()
         few = moved // 2  # with which it did not hold
-        while moved - few > 1 and self._left:
+        while moved - few > 1 and self._budget.left > 0:
             middle = (few + moved) // 2
-            few, moved = (few, middle) if self._holds(chosen - set(worst[:middle])) else (middle, moved)
+            few, moved = (few, middle) if self.holds(chosen - set(worst[:middle])) else (middle, moved)
         return chosen - set(worst[:moved])
 
-    def _more(self, chosen: Chosen, candidates: Chosen) -> Chosen:
-        """With as many of the candidates as will do: in halves, those that are thought to do least first."""
-        groups = [[*reversed(self._worst_first(frozenset(candidates)))]]
-        while groups and self._left:
-            group = [part for part in groups.pop(0) if part not in chosen]
-            if not group:
-                continue
-            more = chosen | set(group)
-            if self._is_promising(chosen, more) and self._holds(more):
-                chosen = more
-                continue
-            if len(group) > 1:
+    def more(self, chosen: Chosen, wished: Chosen) -> Chosen:
+        """With as much of what is wished for as will do: in halves, what is thought to do least first."""
+        candidates = frozenset(wished - chosen - self._problem.pinned.keys())
+        groups = [[*reversed(self._worst_first(candidates))]]
+        while groups and self._budget.left > 0:
+            group = groups.pop(0)
+            larger = chosen | set(group)
+            if self._is_promising(chosen, larger) and self.holds(larger):
+                chosen = larger
+            elif len(group) > 1:
                 groups += [group[: len(group) // 2], group[len(group) // 2 :]]
         return chosen
 
-    def _is_promising(self, chosen: Chosen, more: Chosen) -> bool:
+    def _is_promising(self, chosen: Chosen, larger: Chosen) -> bool:
         """Whether a choice is worth a run: it saves something, and is not predicted to be far too wrong."""
-        saved = self._problem.cost(chosen) - self._problem.cost(more)
-        return saved > self._least and self._problem.predicted(more).meets(_HOPELESS * self._tolerance)
+        saved = self._problem.cost(chosen) - self._problem.cost(larger)
+        return saved > self._least and self._problem.predicted(larger).meets(_HOPELESS * self._tolerance)
 
     def _worst_first(self, parts: Chosen) -> list[Part]:
         """What nothing is known of first, then by what is known."""

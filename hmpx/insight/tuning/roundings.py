@@ -90,7 +90,8 @@ class Backward:
         self.positions = [i for i, t in enumerate(floating((asked.args, asked.kwargs))) if t.requires_grad]
         self.tensors = [tensors[i] for i in self.positions]
         beside = [t + rounded.inputs[i] if i in rounded.inputs else t for i, t in enumerate(tensors)]
-        with redrawing():
+        # A checkpoint around the call must not see what is saved here for a backward pass of its own.
+        with redrawing(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
             _generator.set_state(drawn)
             with region_state.region(True):
                 low = self._leaves(tensors)
@@ -102,12 +103,12 @@ class Backward:
     def _leaves(self, tensors: list[Tensor]) -> list[Tensor]:
         return [t.detach().requires_grad_() if i in self.positions else t for i, t in enumerate(tensors)]
 
-    def roundings(self, result: int, gradient: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Of a gradient of one result: position and value of an input, and how its gradient is rounded."""
+    def roundings(self, result: int, gradient: Tensor) -> Iterator[tuple[int, Tensor, Tensor, bool]]:
+        """Of a gradient of one result: position and value of an input, how its gradient is rounded, if it is finite."""
         pairs = zip(*(self._gradients(*each, result, gradient) for each in (self._low, self._exact)), strict=True)
         for i, t, (low, exact) in zip(self.positions, self.tensors, pairs, strict=True):
             if low is not None and exact is not None:
-                yield i, t, difference(low, exact)
+                yield i, t, difference(low, exact), bool(torch.isfinite(low).all())
 
     def _gradients(
         self, inputs: list[Tensor], results: list[Tensor], which: int, gradient: Tensor
@@ -117,6 +118,10 @@ class Backward:
             return (None,) * len(wanted)
         gradient = gradient.bfloat16().to(result.dtype)
         return torch.autograd.grad(result, wanted, gradient, retain_graph=len(results) > 1, allow_unused=True)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def difference(low: Tensor, exact: Tensor) -> Tensor:

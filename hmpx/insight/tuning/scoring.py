@@ -19,6 +19,7 @@ from hmpx.insight.comparing.computing import in_fp32
 from hmpx.insight.comparing.passes import is_recomputing
 from hmpx.insight.tensors import Tensor, floating
 from hmpx.insight.tuning.charges import Charge, Edge, Scored
+from hmpx.insight.tuning.found import Found
 from hmpx.insight.tuning.roundings import Backward, Rounded, computed, difference, dot, redrawing, rounded
 
 Call = tuple[Compared, int]  # a site, and which of its calls in a run
@@ -43,7 +44,7 @@ class _Run:
     found: the sites that can be scored. batch, run: whose charges these are, see `Charge`.
     """
 
-    def __init__(self, found: dict[Compared, Scored], kept: Kept, batch: int, run: int) -> None:
+    def __init__(self, found: Found, kept: Kept, batch: int, run: int) -> None:
         self._found, self._kept, self._key = found, kept, (batch, run)
         self._numbers: Counter[tuple[Compared, bool]] = Counter()
         self._dots: list[tuple[Sums, Tensor]] = []
@@ -103,7 +104,7 @@ class Scoring(_Run):
 
     def __init__(
         self,
-        found: dict[Compared, Scored],
+        found: Found,
         kept: Kept,
         batch: int,
         names: Collection[str],
@@ -121,14 +122,14 @@ class Scoring(_Run):
             return in_fp32(asked) if keeps_precision else self._made_by(None, in_fp32(asked))
         known = self._kept.forward.get(call)
         if known is not None:  # a checkpoint makes it again
-            return self._made_by(self._found[call[0]], computed(asked, known[0].inputs)[1])
+            return self._made_by(self._found.made(call[0]), computed(asked, known[0].inputs)[1])
         with redrawing() as drawn:
             found = self._rounded(asked)
         inputs, result = computed(asked, found.inputs if found is not None else ())
         results = floating((result,))
         if found is None or not results:
             return self._made_by(None, result)
-        site = self._found.setdefault(asked.site, Scored(asked.site))
+        site = self._found.made(asked.site)
         if found.nonfinite:
             site.pinned = f"{found.nonfinite} values of a result are not finite in BF16"
         if any(each.requires_grad for each in results):
@@ -146,7 +147,7 @@ class Scoring(_Run):
         try:
             return rounded(asked)
         except RuntimeError as error:  # NotImplementedError is one
-            site = self._found.setdefault(asked.site, Scored(asked.site))
+            site = self._found.made(asked.site)
             site.pinned = f"it does not run in BF16: {str(error).splitlines()[0]}"
             return None
 
@@ -181,16 +182,18 @@ class Scoring(_Run):
         backward = Backward(asked, found, drawn)
         for which, result in enumerate(results):
             if result.requires_grad:
-                result.register_hook(functools.partial(self._computed, kept, site.charge, backward, which))
+                result.register_hook(functools.partial(self._computed, kept, site, backward, which))
 
     def _handed_on(self, kept: list, charge: Charge, i: int, t: Tensor, gradient: Tensor) -> None:
         with unobserved(), torch.no_grad():
             self._rounds(kept, charge, i, t, difference(gradient.bfloat16(), gradient))
 
-    def _computed(self, kept: list, charge: Charge, backward: Backward, which: int, gradient: Tensor) -> None:
+    def _computed(self, kept: list, site: Scored, backward: Backward, which: int, gradient: Tensor) -> None:
         with unobserved():
-            for i, t, delta in backward.roundings(which, gradient):
-                self._rounds(kept, charge, i, t, delta)
+            for i, t, delta, finite in backward.roundings(which, gradient):
+                self._rounds(kept, site.charge, i, t, delta)
+                if not finite and bool(torch.isfinite(gradient).all()):
+                    site.pinned = site.pinned or "its gradient is not finite in BF16"
 
     def _rounds(self, kept: list, charge: Charge, i: int, t: Tensor, delta: Tensor) -> None:
         kept.append((i, charge, delta))
@@ -200,12 +203,19 @@ class Scoring(_Run):
 class Rescoring(_Run):
     """The run at weights that are shifted a little; the roundings are those that `Scoring` has found."""
 
+    def __init__(self, found: Found, kept: Kept, batch: int, run: int) -> None:
+        super().__init__(found, kept, batch, run)
+        self._done: set[Call] = set()
+
     def _result(self, asked: Asked, call: Call) -> Any:
         known = self._kept.forward.get(call)
         if known is None:
             return in_fp32(asked)
         inputs, result = computed(asked, known[0].inputs)
-        self._score_call(self._found[call[0]], call, inputs, floating((result,)))
+        if not torch.is_grad_enabled() or call in self._done:  # a checkpoint runs twice
+            return result
+        self._done.add(call)
+        self._score_call(self._found.made(call[0]), call, inputs, floating((result,)))
         tensors = floating((asked.args, asked.kwargs))
         for i, charge, delta in self._kept.backward.get(call, ()):
             self._add(charge.backward, delta, tensors[i])

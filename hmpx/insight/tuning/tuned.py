@@ -26,8 +26,9 @@ class Tuned:
     Attributes:
         policy: the lists. recipe: the same as a recipe, with the rules of modules, for `prepare` and `activate`.
         met: whether the tolerance holds on the held-out batches.
-        gradient_error, gradient_bias, loss_change: measured there against FP32: the first two in units of the noise
-            between batches as in `Comparison`, the last the root mean square over batches.
+        gradient_error, gradient_bias, loss_change: measured there against FP32: the error, and the part of it that is
+            the same in every batch, in units of the noise between batches; the last in the loss's own. The first and
+            the last are root mean squares over batches.
         predicted: the gradient error that was predicted of these lists from the scores.
         floor: the gradient error in FP32 of inputs that are rounded to BF16.
         share: of the FLOPs of matrix products, convolutions and attention, what runs in BF16, from 0 to 1.
@@ -37,7 +38,7 @@ class Tuned:
         marks: the chosen lists beside the default ones, autocast's, and all in FP32; curve: the choices for other
             weights of the error, predicted.
         steps: forward and backward passes that it took. verifications: how many sets of lists were measured.
-        stands_in_the_way: where the tolerance is not met, why not, in words.
+        unmet: where the tolerance is not met, what stands in the way, in words.
 
     `save(folder)` writes the lists, the recipe and the measurements, `json(path)` the measurements alone, `as_json()`
     is the same as objects. It prints with the reasons.
@@ -72,7 +73,7 @@ class Tuned:
     curve: tuple[Mark, ...]
     steps: int
     verifications: int
-    stands_in_the_way: str = ""
+    unmet: str = ""
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml`` and ``tuned.json`` into a folder."""
@@ -99,7 +100,7 @@ class Tuned:
             f"{percent(self.share)} of the FLOPs of matrix products in BF16; predicted error {self.predicted:.1e}, "
             f"{self.steps} steps",
         ]
-        return [*lines, self.stands_in_the_way] if self.stands_in_the_way else lines
+        return [*lines, self.unmet] if self.unmet else lines
 
     def __str__(self) -> str:
         lines = self._verdict()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal
 
@@ -28,15 +27,8 @@ _LEAST = 2e-4  # seconds that a round takes at least
 _SIZES = 1 << 12, 1 << 20  # elements of the two casts of which the time is measured
 
 
-@dataclass
-class Worth:
-    """Of one site in one batch: seconds of its forward and backward passes, FLOPs, and bytes saved for backward."""
-
-    low_seconds: float = 0.0
-    wide_seconds: float = 0.0
-    flops: float = 0.0
-    low_bytes: float = 0.0
-    wide_bytes: float = 0.0
+Worth = dict[str, float]  # of one site in one batch, by the names below
+LOW, WIDE, FLOPS = "low", "wide", "flops"  # seconds or bytes in BF16 and in FP32; FLOPs forward
 
 
 class Measuring:
@@ -44,7 +36,6 @@ class Measuring:
 
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
-        self.found: dict[Scored, Worth] = {}
         self._known: dict[tuple, Worth] = {}
 
     def look(self, site: Scored, asked: Asked, rounded: Rounded) -> None:
@@ -53,22 +44,25 @@ class Measuring:
         shapes = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
         key = asked.point.label, shapes, repr(rest) if not any(isinstance(each, list) for each in rest) else ""
         if key not in self._known:
-            with unobserved(), redrawing():
+            with unobserved(), redrawing(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
                 self._known[key] = self._measured(asked, rounded)
-        whole, once = self.found.setdefault(site, Worth()), self._known[key]
-        for name, value in vars(once).items():
-            setattr(whole, name, getattr(whole, name) + value)
+        for name, value in self._known[key].items():
+            site.worth[name] = site.worth.get(name, 0.0) + value
 
     def _measured(self, asked: Asked, rounded: Rounded) -> Worth:
-        worth = Worth(flops=_flops(asked))
         grad = torch.is_grad_enabled()
         if self._objective == "speed":
-            worth.low_seconds = seconds(_work(asked, rounded.seen.args, rounded.seen.kwargs, True, grad))
-            worth.wide_seconds = seconds(_work(asked, asked.args, asked.kwargs, False, grad))
+            low = seconds(_work(asked, rounded.seen.args, rounded.seen.kwargs, True, grad))
+            wide = seconds(_work(asked, asked.args, asked.kwargs, False, grad))
         elif self._objective == "memory":
-            worth.low_bytes = _saved(asked, True)
-            worth.wide_bytes = _saved(asked, False)
-        return worth
+            low, wide = _saved(asked, True), _saved(asked, False)
+        else:
+            low, wide = 0.0, _flops(asked)
+        return {LOW: low, WIDE: wide, FLOPS: _flops(asked)}
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _work(asked: Asked, args: tuple, kwargs: dict, low: bool, grad: bool) -> Callable[[], object]:
@@ -157,11 +151,8 @@ def _saved(asked: Asked, low: bool) -> float:
             held[memory.data_ptr()] = memory.nbytes()
         return tensor
 
-    def unpack(tensor: Tensor) -> Tensor:
-        return tensor
-
     alive: Any
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), region_state.region(low):
+    with torch.autograd.graph.saved_tensors_hooks(pack, _itself), region_state.region(low):
         alive = asked.run(*asked.args, **asked.kwargs).result if low else in_fp32(asked)
     del alive
     return float(sum(held.values()))

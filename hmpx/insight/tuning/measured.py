@@ -1,0 +1,78 @@
+"""What was measured so far, in a file, so that a tuning that was interrupted goes on from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.insight.comparing.noise import Noise
+from hmpx.insight.tuning.found import Found
+from hmpx.insight.tuning.problem import Effect
+
+_SCHEMA = 1
+Divided = frozenset[tuple[str, str, bool]]  # of each part its name and module, and whether it is in BF16
+
+
+@dataclass
+class Measured:
+    """Scores of the batches so far, and the choices that were verified.
+
+    about: what it was measured of; only a tuning of the same goes on from it. losses: of the scored batches, in FP32.
+    noise: of their gradients. verified: effects on the held-out batches.
+    """
+
+    about: dict[str, Any]
+    found: Found = field(default_factory=Found)
+    noise: Noise = field(default_factory=Noise)
+    losses: list[float] = field(default_factory=list)
+    verified: dict[Divided, Effect] = field(default_factory=dict)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it, in one piece or not at all."""
+        state = {
+            "schema": _SCHEMA,
+            "about": self.about,
+            "found": self.found.as_plain(),
+            "noise": self.noise.state(),
+            "losses": self.losses,
+            "verified": [([*divided], astuple(effect)) for divided, effect in self.verified.items()],
+        }
+        beside = Path(f"{os.fspath(path)}.writing")
+        torch.save(state, beside)
+        os.replace(beside, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], about: dict[str, Any]) -> Measured:
+        """What a file holds; nothing yet where there is none.
+
+        Raises:
+            HmpxError: it is another file, or of another tuning.
+        """
+        if not Path(path).exists():
+            return cls(about)
+        try:
+            state = torch.load(path, weights_only=True)
+        except Exception as error:
+            raise HmpxError(
+                f"resume: {os.fspath(path)} is no file of hmpx.tune: {str(error).splitlines()[0]}"
+            ) from None
+        if not isinstance(state, dict) or state.get("schema") != _SCHEMA:
+            raise HmpxError(f"resume: {os.fspath(path)} is no file of hmpx.tune, or of another version")
+        for key, value in about.items():
+            if state["about"].get(key) != value:
+                raise HmpxError(
+                    f"resume: {os.fspath(path)} was measured with {key} {_short(state['about'].get(key))}, and this is "
+                    f"{_short(value)}; give another file"
+                )
+        verified = {frozenset(map(tuple, parts)): Effect(*effect) for parts, effect in state["verified"]}
+        return cls(about, Found(state["found"]), Noise.of(state["noise"]), state["losses"], verified)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) < 80 else f"{text[:77]}..."

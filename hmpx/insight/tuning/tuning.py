@@ -1,0 +1,240 @@
+"""One tuning: scores, a choice, its verification and repair."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from hmpx import observation
+from hmpx.casts.ops import catalog
+from hmpx.casts.policy import Policy, Rule
+from hmpx.errors import HmpxError
+from hmpx.insight.comparing import noise
+from hmpx.insight.comparing.calls import Compared
+from hmpx.insight.comparing.sites import Sites
+from hmpx.insight.comparing.subject import Subject
+from hmpx.insight.tuning.charges import Scored
+from hmpx.insight.tuning.choosing import choose
+from hmpx.insight.tuning.dividing import Division, spoiled
+from hmpx.insight.tuning.held_out import Divided, Exact, HeldOut
+from hmpx.insight.tuning.measured import Measured
+from hmpx.insight.tuning.problem import Chosen, Effect, Problem, Scale
+from hmpx.insight.tuning.progress import Progress
+from hmpx.insight.tuning.repairing import Budget, Repair
+from hmpx.insight.tuning.result import Asked, Outcome, result
+from hmpx.insight.tuning.scoring import Kept, Rescoring, Scoring
+from hmpx.insight.tuning.tuned import Tuned
+from hmpx.insight.tuning.worth import LOW, WIDE, Measuring, cast_seconds, free
+
+_DIRECTIONS = 3  # along which the weights are shifted, for each batch
+
+
+def decidable() -> frozenset[str]:
+    """The names that are put into a list: of ops that make new values."""
+    return frozenset(name for name, op in catalog().items() if op.computes and not op.view and name[0] != "_")
+
+
+class Tuning:
+    """One tuning while it is made."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        scored: list[tuple],
+        verified: list[tuple],
+        asked: Asked,
+        resume: str | os.PathLike[str] | None,
+    ) -> None:
+        self._subject, self._batches, self._asked, self._resume = subject, scored, asked, resume
+        self._sites = Sites()
+        self._held_out = HeldOut(subject, self._sites, verified)
+        self._measured = Measured(self._about())
+        self._steps = 0
+        self._progress = Progress(len(scored) * (1 + _DIRECTIONS) + 8 * len(verified), asked.progress)
+
+    def run(self) -> Tuned:
+        if self._resume is not None:
+            self._measured = Measured.load(self._resume, self._measured.about)
+        try:
+            with self._kept_when_interrupted():
+                with observation.observed(self._everything(), self._asked.kernels, self._sites):
+                    outcome = self._chosen(self._score())
+                return result(outcome, self._asked, self._sites, self._held_out)
+        finally:
+            self._progress.end()
+
+    def _about(self) -> dict[str, Any]:
+        """What makes two tunings the same."""
+        parameters = {name: [*p.shape] for name, p in self._subject.model.named_parameters()}
+        return {
+            "torch": str(torch.__version__),
+            "parameters": str(parameters),
+            "batches": len(self._batches),
+            "held_out": len(self._held_out.batches),
+            "objective": self._asked.objective,
+            "seed": self._asked.seed,
+            "kernels": self._asked.kernels,
+        }
+
+    @contextlib.contextmanager
+    def _kept_when_interrupted(self) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            path = self._resume
+            if path is None:
+                number, path = tempfile.mkstemp(prefix="hmpx-tune-", suffix=".pt")
+                os.close(number)
+                self._measured.save(path)
+            print(f"\ntune: what was measured is in {path}; go on with resume={os.fspath(path)!r}", file=sys.stderr)
+            raise
+
+    def _everything(self) -> Policy:
+        """Every op that can be decided about in the bf16 list; a user's own functions as they are listed."""
+        own = self._asked.base.user_functions()
+        low = [name for name, rule in own.items() if rule is Rule.BF16]
+        return Policy(
+            bf16=(*sorted(decidable()), *low), fp32=tuple(name for name, rule in own.items() if rule is Rule.FP32)
+        )
+
+    def _keep(self) -> None:
+        if self._resume is not None:
+            self._measured.save(self._resume)
+
+    def _score(self) -> Scale:
+        subject, measured = self._subject, self._measured
+        h = noise.step_size(subject.parameters)
+        shifts = noise.shifts(subject.parameters, h, _DIRECTIONS, self._asked.seed)
+        self._check_repeats()
+        for number in range(len(measured.losses), len(self._batches)):
+            self._score_batch(number, shifts)
+            self._keep()
+        if not len(measured.found):
+            raise HmpxError("tune: nothing to choose from: the model calls no op that a list could name")
+        if math.isnan(measured.noise.noise):
+            raise HmpxError("tune: the batches are all alike, so there is no noise between them; give some that differ")
+        spread = statistics.stdev(measured.losses) or math.inf
+        return Scale(len(self._batches), _DIRECTIONS, h, measured.noise.noise, spread)
+
+    def _check_repeats(self) -> None:
+        """The loss of the first batch is the same each time; on resuming, the same as it was then."""
+
+        def exact() -> float:
+            return self._run(Exact({}), partial(self._subject.wide, self._batches[0], False))[0]
+
+        self._subject.check_repeats(self._measured.losses[0] if self._measured.losses else exact(), exact())
+
+    def _score_batch(self, number: int, shifts: list) -> None:
+        """The passes over one batch; kept together or, when interrupted, not at all."""
+        measured, batch = self._measured, self._batches[number]
+        self._sites.begin_batch(number)
+        kept = Kept()
+        measuring = Measuring(self._asked.objective)
+        scoring = Scoring(measured.found, kept, number, decidable(), measuring.look if number == 0 else None)
+        exact, gradients = self._run(scoring, partial(self._subject.wide, batch, also=scoring.inputs))
+        runs: list[Scoring | Rescoring] = [scoring]
+        for direction, shift in enumerate(shifts, 1):
+            rescoring = Rescoring(measured.found, kept, number, direction)
+            self._run(rescoring, partial(self._subject.shifted, batch, shift, rescoring.wanted, rescoring.inputs))
+            runs.append(rescoring)
+        for each in runs:
+            each.settle()
+        measured.noise.add(gradients, gradients)
+        measured.losses.append(exact)
+
+    def _run(self, now: Any, work: Callable[[], Any]) -> Any:
+        self._sites.now = now
+        self._steps += 1
+        try:
+            return work()
+        finally:
+            self._sites.now = None
+            self._progress.step("scoring")
+
+    def _chosen(self, scale: Scale) -> Outcome:
+        """A choice of names, verified; then names that some modules spoil, module by module."""
+        self._held_out.prepare()
+        cast: Callable[[int, int], float] = free
+        if self._asked.objective == "speed":
+            cast = cast_seconds(self._subject.parameters[0].device)
+        whole = Division()
+        problem = self._problem(whole, cast, scale)
+        first, curve = choose(problem, self._asked.tolerance)
+        verified = partial(self._verified, problem, whole)
+        tolerance, unmet = self._within_reach(verified, first.chosen)
+        budget = Budget(len(problem.parts))
+        wished = problem.cheapest(0.0)
+        chosen = Repair(problem, verified, tolerance, budget).less(first.chosen)
+        modules: set[str] = set()
+        split = spoiled(problem, chosen, wished, modules)
+        if split:
+            division = Division(split, modules)
+            finer = self._problem(division, cast, scale)
+            wished = finer.cheapest(0.0)
+            verified = partial(self._verified, finer, division)
+            repair = Repair(finer, verified, tolerance, budget)
+            start = frozenset(part for part in finer.parts if part._replace(module="") in chosen)
+            better, _ = choose(finer, tolerance)
+            if better.cost < problem.cost(chosen) and repair.holds(better.chosen):
+                start = better.chosen
+            problem, chosen = finer, start
+        chosen = Repair(problem, verified, tolerance, budget).more(chosen, wished)
+        floor = self._held_out.shaken()
+        return Outcome(
+            problem=problem,
+            by_site=lambda part_of: Problem(self._measured.found, part_of, costs, cast, scale),
+            found=self._measured.found,
+            chosen=chosen,
+            curve=curve,
+            floor=floor,
+            unmet=unmet,
+            steps=self._steps + self._held_out.passes,
+            verified=len(self._measured.verified) + 1,  # and that of rounded inputs
+            done=self._progress.step,
+        )
+
+    def _problem(self, division: Division, cast: Callable[[int, int], float], scale: Scale) -> Problem:
+        return Problem(self._measured.found, division.part_of, costs, cast, scale)
+
+    def _within_reach(self, verified: Callable[[Chosen], Effect], first: Chosen) -> tuple[float, str]:
+        """The tolerance, widened by the error that is there with every op in FP32; and what that is, in words."""
+        tolerance = self._asked.tolerance
+        if verified(first).meets(tolerance):
+            return tolerance, ""
+        everywhere = verified(frozenset())
+        if everywhere.meets(tolerance):
+            return tolerance, ""
+        lines = ", ".join(self._held_out.by_hand)
+        what = f"casts that the program makes itself, at {lines}" if lines else "ops that no wrapper reaches"
+        error = f"{everywhere.gradient_error:.1e}"
+        said = f"with every op in FP32 the gradient error is {error} already: lists do not decide about {what}"
+        return math.hypot(tolerance, everywhere.size), said
+
+    def _verified(self, problem: Problem, division: Division, chosen: Chosen) -> Effect:
+        """What a choice does to the held-out batches, from memory where it was measured already."""
+        key = frozenset((*part, part in chosen) for part in problem.parts)
+        if key not in self._measured.verified:
+            decided = {*problem.parts}
+
+            def is_low(site: Compared) -> bool | None:
+                part = division.part(site)
+                return part in chosen if part in decided else None
+
+            self._measured.verified[key] = self._held_out.measured(lambda drawn: Divided(drawn, is_low))
+            self._progress.step("verifying")
+            self._keep()
+        return self._measured.verified[key]
+
+
+def costs(site: Scored) -> tuple[float, float]:
+    """What a site costs in BF16 and in FP32, in the unit of the objective."""
+    return site.worth.get(LOW, 0.0), site.worth.get(WIDE, 0.0)
