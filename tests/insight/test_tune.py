@@ -273,6 +273,53 @@ def test_bad_input_is_told_and_nothing_is_changed(arguments, options, said):
     assert torch.nn.functional.linear is function
 
 
+class Attention(nn.Module):
+    def __init__(self, sharp):
+        super().__init__()
+        self.first, self.last, self.sharp = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), sharp
+
+    def forward(self, x):
+        h = self.first(x)
+        weights = torch.softmax(h * 40 + 300, -1) if self.sharp else torch.softmax(h, -1)
+        return x + self.last(weights * x)
+
+
+class Decoder(nn.Module):
+    """One bad softmax among several."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Attention(sharp=i == 2) for i in range(6))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_where_one_module_spoils_a_name_it_is_given_up_there_alone(tmp_path):
+    model, data = Decoder(), batches(8)
+    found = tuned(model, data, objective="memory")
+    assert found.met and found.recipe.modules == {"blocks.2": {"fp32": ["softmax"]}}, str(found)
+    assert "softmax" in found.policy.bf16
+    exceptions = [(choice.name, choice.module, choice.dtype) for choice in found.choices if choice.module]
+    assert exceptions == [("softmax", "blocks.2", "float32")] and "softmax in blocks.2: float32" in str(found)
+    hmpx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), found.recipe)
+    with hmpx.record() as log:
+        loss_of(model, *data[0])
+    hmpx.restore()
+    ran = {site.module: site.seen for site in log.sites if site.op == "softmax"}
+    assert [ran[f"blocks.{i}"] for i in range(6)] == [("float32",) if i == 2 else ("bfloat16",) for i in range(6)]
+    found.save(tmp_path)
+    assert re.search(
+        r"^softmax .*with recipe.yaml in BF16, and in FP32 in blocks.2$", (tmp_path / "fp32.txt").read_text(), re.M
+    )
+    assert hmpx.Recipe(bf16_file_path=str(tmp_path / "bf16.txt")).policy()
+    assert "# softmax in blocks.2: float32  # loss" in (tmp_path / "recipe.yaml").read_text()
+
+
 def test_what_is_written_says_why_and_is_read_again(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     found = of_planted("softmax")

@@ -112,6 +112,11 @@ class HeldOut:
         self.by_hand: dict[str, None] = {}
 
     @property
+    def model(self) -> torch.nn.Module:
+        """The model."""
+        return self._subject.model
+
+    @property
     def device(self) -> torch.device:
         """That of the model."""
         return self._subject.parameters[0].device

@@ -167,15 +167,16 @@ class Problem:
             cost for (source, part), (_, _, cost) in self._arcs.items() if (part in chosen) is not (source in chosen)
         )
 
-    def alone(self, part: Part, chosen: Chosen) -> tuple[Effect, float]:
-        """What a part does in BF16 while the others are as chosen, and what it saves."""
-        others = chosen - {part}
-        charges = [self._own[part]]
-        charges += [
-            link.down for (source, other), link in self._links.items() if other == part and source not in others
-        ]
-        charges += [link.up for (source, other), link in self._links.items() if source == part and other not in others]
-        return self.scale.effect(total(charges)), self.cost(others) - self.cost(others | {part})
+    def alone(self, parts: Collection[Part], chosen: Chosen) -> tuple[Effect, float]:
+        """What parts do in BF16 while the others are as chosen, and what that saves."""
+        others, those = chosen - {*parts}, {*parts}
+        charges = [self._own[part] for part in parts]
+        for (source, part), link in self._links.items():
+            if part in those and source not in those and source not in others:
+                charges.append(link.down)
+            elif source in those and part not in those and part not in others:
+                charges.append(link.up)
+        return self.scale.effect(total(charges)), self.cost(others) - self.cost(others | those)
 
     def harm(self, part: Part, chosen: Chosen) -> float:
         """What is known to be gone, as a square, if a part of those chosen goes to FP32."""

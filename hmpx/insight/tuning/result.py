@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from hmpx.insight.tuning.reasons import choices_of
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import FLOPS, Objective
 from hmpx.insight.tuning.writing import policy_of, recipe_of
+from hmpx.recipes.module_patterns import rules_for
 from hmpx.recipes.recipe import Recipe, as_recipe
 
 _UNITS = {"speed": "s", "coverage": "FLOP", "memory": "B"}
@@ -87,11 +89,16 @@ class _Marking:
 def result(outcome: Outcome, asked: Asked, sites: Sites, held_out: HeldOut) -> Tuned:
     """The lists of a choice, what they do, and what others do."""
     problem, chosen = outcome.problem, outcome.chosen
-    low, wide, _ = lists_and_rules(problem.parts, chosen)
+    low, wide, rules = lists_and_rules(problem.parts, chosen)
     policy = policy_of(asked.base, low, wide)
+    recipe = recipe_of(asked.recipe, policy, rules)
     before = held_out.passes
     marking = _Marking(outcome, asked, sites, held_out)
-    effect, mark = marking.mark("tuned", policy)
+    with contextlib.ExitStack() as undo:
+        for rule in rules_for([held_out.model], recipe):
+            undo.callback(rule.remove)
+            rule.apply()
+        effect, mark = marking.mark("tuned", policy)
     device = "cuda" if held_out.device.type == "cuda" else "cpu"
     others = {"default lists": build_policy(), f"autocast-{device}": as_recipe(f"autocast-{device}").policy()}
     marks = [mark, *(marking.mark(name, other)[1] for name, other in others.items() if other is not None)]
@@ -99,7 +106,7 @@ def result(outcome: Outcome, asked: Asked, sites: Sites, held_out: HeldOut) -> T
     unit = _UNITS[asked.objective]
     return Tuned(
         policy=policy,
-        recipe=recipe_of(asked.recipe, policy),
+        recipe=recipe,
         met=met,
         gradient_error=effect.gradient_error,
         gradient_bias=effect.gradient_bias,
@@ -111,7 +118,7 @@ def result(outcome: Outcome, asked: Asked, sites: Sites, held_out: HeldOut) -> T
         tolerance=asked.tolerance,
         cost=mark.cost,
         unit=unit,
-        choices=choices_of(problem, chosen, asked.tolerance, unit),
+        choices=tuple(choices_of(problem, chosen, low, asked.tolerance, unit)),
         marks=(*marks, Mark("all in FP32", problem.cost(()), 0.0, 0.0, True)),
         curve=tuple(
             Mark("", at.cost, at.effect.gradient_error, marking.share(_within(at.chosen)), False)

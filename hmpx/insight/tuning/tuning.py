@@ -34,6 +34,7 @@ from hmpx.insight.tuning.result import Asked, Outcome, result
 from hmpx.insight.tuning.scoring import Kept, Rescoring, Scoring
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import LOW, WIDE, Measuring, cast_seconds, free
+from hmpx.recipes.module_patterns import module_names
 
 _DIRECTIONS = 3  # along which the weights are shifted, for each batch
 
@@ -174,7 +175,7 @@ class Tuning:
         budget = Budget(len(problem.parts))
         wished = problem.cheapest(0.0)
         chosen = Repair(problem, verified, tolerance, budget).less(first.chosen)
-        modules: set[str] = set()
+        modules = {*filter(None, module_names(self._subject.model, all_names=True))}
         split = spoiled(problem, chosen, wished, modules)
         if split:
             division = Division(split, modules)

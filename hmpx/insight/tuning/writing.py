@@ -10,6 +10,7 @@ from pathlib import Path
 from hmpx.casts.op_lists import SIDES
 from hmpx.casts.policy import Policy
 from hmpx.insight.tuning.choice import Choice
+from hmpx.insight.tuning.dividing import Rules
 from hmpx.recipes.recipe import Recipe
 
 
@@ -24,26 +25,36 @@ def policy_of(base: Policy, low: Collection[str], wide: Collection[str]) -> Poli
     )
 
 
-def recipe_of(base: Recipe | None, policy: Policy) -> Recipe:
-    """`base` with other lists; without one, FP32 weights."""
+def recipe_of(base: Recipe | None, policy: Policy, rules: Rules) -> Recipe:
+    """`base` with other lists and rules of modules; without one, FP32 weights."""
     lists = {side: getattr(policy, side) for side in SIDES}
-    return replace(base or Recipe(parameter_dtype="float32", low_precision="bfloat16"), **lists)
+    return replace(base or Recipe(parameter_dtype="float32", low_precision="bfloat16"), modules=rules, **lists)
 
 
 def save(folder: str | os.PathLike[str], policy: Policy, recipe: Recipe, choices: Sequence[Choice], head: str) -> None:
-    """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt`` and ``recipe.yaml``."""
+    """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt`` and ``recipe.yaml``.
+
+    The lists know no modules: a name that the recipe has in FP32 in some of them is in FP32 there.
+    """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     reasons = {choice.name: choice.reason for choice in choices if not choice.module}
+    divided: dict[str, list[str]] = {}
+    for choice in choices:
+        if choice.module:
+            divided.setdefault(choice.name, []).append(choice.module)
+    for name, modules in divided.items():
+        but, others = ("BF16", "FP32") if name in policy.bf16 else ("FP32", "BF16")
+        reasons[name] += f"; with recipe.yaml in {but}, and in {others} in {', '.join(modules)}"
+    lists = policy_of(policy, {*policy.bf16} - {*divided}, {*policy.fp32, *divided})
+    comments = [f"# {line}" for line in head.splitlines()]
     for side in SIDES:
-        names = getattr(policy, side)
+        names = getattr(lists, side)
         width = max((len(name) for name in names if name in reasons), default=0)
-        lines = [f"# {line}" for line in head.splitlines()]
-        lines += [f"{name:{width}}  # {reasons[name]}" for name in names if name in reasons]
+        lines = [*comments, *(f"{name:{width}}  # {reasons[name]}" for name in names if name in reasons)]
         rest = [name for name in names if name not in reasons]
-        lines += ["# Not called by the batches that were tuned on; as the lists that it began with have it."] * bool(
-            rest
-        )
+        if rest:
+            lines.append("# Not called by the batches that it was tuned on: as in the lists that it began with.")
         (path / f"{side}.txt").write_text("\n".join([*lines, *rest]) + "\n", encoding="utf-8")
-    said = [f"# {line}" for line in head.splitlines()]
-    (path / "recipe.yaml").write_text("\n".join([*said, str(recipe)]), encoding="utf-8")
+    comments += [f"# {choice}" for choice in choices]
+    (path / "recipe.yaml").write_text("\n".join([*comments, str(recipe)]), encoding="utf-8")
