@@ -14,6 +14,8 @@ from hmpx.insight.comparing.comparison import plain
 from hmpx.insight.tuning import writing
 from hmpx.insight.tuning.choice import Choice, amount, percent
 from hmpx.insight.tuning.mark import Mark
+from hmpx.insight.tuning.page import as_page
+from hmpx.insight.tuning.plot import as_svg
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 1
@@ -40,8 +42,9 @@ class Tuned:
         steps: forward and backward passes that it took. verifications: how many sets of lists were measured.
         unmet: where the tolerance is not met, what stands in the way, in words.
 
-    `save(folder)` writes the lists, the recipe and the measurements, `json(path)` the measurements alone, `as_json()`
-    is the same as objects. It prints with the reasons.
+    `save(folder)` writes the lists, the recipe and all below. `json(path)` saves the measurements, `as_json()` is the
+    same as objects, `plot(path)` draws error against cost as SVG, `html(path)` is a page with that and the reasons. It
+    prints with the reasons.
 
     Example:
         >>> batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(8)]
@@ -76,9 +79,23 @@ class Tuned:
     unmet: str = ""
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml`` and ``tuned.json`` into a folder."""
+        """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``; ``tuned`` as .json, .html and .svg."""
         writing.save(folder, self.policy, self.recipe, self.choices, "\n".join(self._verdict()))
         self.json(Path(folder) / "tuned.json")
+        self.html(Path(folder) / "tuned.html")
+        self.plot(Path(folder) / "tuned.svg")
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Save as one HTML page that needs no network and no other file: the plot, and each name with its reason."""
+        page = as_page(str(self), self._verdict(), self.choices, self._svg(), self.as_json())
+        Path(path).write_text(page, encoding="utf-8")
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Save error against cost as SVG: the curve of choices, these lists, and those that are known."""
+        Path(path).write_text(self._svg(), encoding="utf-8")
+
+    def _svg(self) -> str:
+        return as_svg(self.marks, self.curve, self.tolerance, self.unit)
 
     def as_json(self) -> dict[str, Any]:
         """The attributes; the policy and the recipe as the files they print as."""

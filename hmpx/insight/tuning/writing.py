@@ -42,6 +42,8 @@ def save(folder: str | os.PathLike[str], policy: Policy, recipe: Recipe, choices
     divided: dict[str, list[str]] = {}
     for choice in choices:
         if choice.module:
+            if choice.name not in divided:
+                reasons[choice.name] = choice.reason
             divided.setdefault(choice.name, []).append(choice.module)
     for name, modules in divided.items():
         but, others = ("BF16", "FP32") if name in policy.bf16 else ("FP32", "BF16")

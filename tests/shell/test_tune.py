@@ -1,0 +1,85 @@
+"""`python -m hmpx tune`."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+import hmpx
+from hmpx.shell.main import main
+
+SCRIPT = """
+import torch
+
+def setup():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    batches = [(torch.randn(16, 8), torch.randint(4, (16,))) for _ in range(6)]
+    return model, batches, lambda model, x, y: torch.nn.functional.cross_entropy(model(x), y)
+
+def divided():
+    model, batches, loss = setup()
+    return model, batches[:4], loss, batches[4:]
+
+def narrow():
+    model, batches, _ = setup()
+    return model, batches, lambda model, x, y: torch.nn.functional.cross_entropy(model(x).bfloat16().float(), y)
+
+def model():
+    return setup()[0]
+"""
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    yield
+    sys.modules.pop("mine", None)
+
+
+def names(path):
+    return [line.partition("#")[0].strip() for line in path.read_text().splitlines() if line[:1] != "#"]
+
+
+def test_it_writes_lists_that_the_other_commands_read_and_goes_on_from_what_was_measured(capsys, tmp_path):
+    command = ["tune", "mine.py:setup", "--objective", "coverage"]
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    assert re.search(r"tune: #+\.* scoring, step \d+ of about \d+, \d+ s left", shown.err)
+    assert "100 % of the FLOPs of matrix products in BF16" in shown.out and "linear: bfloat16  # loss" in shown.out
+    files = "bf16.txt, fp32.txt, measured.pt, promote.txt, recipe.yaml, tuned.html, tuned.json, tuned.svg"
+    assert shown.out.splitlines()[-1] == f"hmpx: wrote tuned: {files}"
+    assert main(["check", "tuned/bf16.txt", "tuned/fp32.txt", "tuned/promote.txt", "tuned/recipe.yaml"]) == 0
+    assert main(["explain", "gelu", "--recipe", "tuned/recipe.yaml"]) == 0
+    assert "tuned" in capsys.readouterr().out
+    before = names(tmp_path / "tuned" / "fp32.txt")
+    assert main([*command, "--quiet"]) == 0 and names(tmp_path / "tuned" / "fp32.txt") == before
+    steps = [int(re.search(r"(\d+) steps", text)[1]) for text in (shown.out, capsys.readouterr().out)]
+    assert steps[1] < steps[0] - 10
+
+
+def test_held_out_batches_may_be_given_and_an_error_that_stays_is_the_exit_status(capsys):
+    assert main(["tune", "mine.py:divided", "--objective", "coverage", "--quiet", "--out", "other"]) == 0
+    assert main(["tune", "mine.py:narrow", "--tolerance", "1e-4", "--quiet", "--out", "third"]) == 1
+    shown = capsys.readouterr()
+    assert "casts that the program makes itself, at" in shown.out and "mine.py:" in shown.out and not shown.err
+
+
+@pytest.mark.parametrize(
+    "command, said",
+    [
+        (
+            ["mine.py:model"],
+            "mine.py:model must return (model, batches, loss), or these and held_out, not a Sequential",
+        ),
+        (["mine.py:setup", "--out", "mine.py"], "--out mine.py is no folder"),
+        (["mine.py:setpu"], "did you mean 'setup'"),
+    ],
+)
+def test_bad_input_is_told(command, said, capsys):
+    function = torch.nn.functional.linear
+    assert main(["tune", *command, "--quiet"]) == 2 and said in capsys.readouterr().err
+    assert torch.nn.functional.linear is function and hmpx.conversion.installed() is None
