@@ -14,7 +14,7 @@ class HmpxError(Exception):
         ...     hmpx.attach(optimizer, "masters")
         ... except hmpx.HmpxError as error:
         ...     print(error)
-        weights='masters' is none of 'stochastic', 'nearest', 'master', 'split'; did you mean 'master'?
+        weights='masters' is none of 'stochastic', 'nearest', 'master', 'split', 'split8'; did you mean 'master'?
     """
 
 

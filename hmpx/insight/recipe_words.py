@@ -13,12 +13,14 @@ from hmpx.casts.policy import LOW_RULES, Policy
 from hmpx.recipes.files import recipe_names, recipe_path
 from hmpx.recipes.keys import DTYPES, LISTS
 from hmpx.recipes.recipe import Recipe, read_recipe
+from hmpx.updates.weights import WAYS
 
 _UPDATES = {
     "stochastic": "computed in FP32 and written back by stochastic rounding",
     "nearest": "computed in FP32 and written back by rounding to nearest, which loses small ones",
     "master": "made to FP32 masters, of which the weights are the rounding to nearest",
     "split": "made to FP32 masters, whose lower halves are kept beside the weights",
+    "split8": "made to masters of 24 bits, whose lower 8 are rounded stochastically and kept beside the weights",
 }
 _STATE = {
     "float32": "float32",
@@ -37,7 +39,7 @@ def recipe_lines(recipe: Recipe) -> list[str]:
     narrow = recipe.parameter_dtype == "bfloat16"
     exceptions = "".join(f"; {pattern} in {dtype}" for pattern, dtype in recipe.module_dtypes.items())
     released = ", each released as soon as its parameter has stepped" if recipe.release_gradients else ""
-    masters = recipe.weights in ("master", "split")
+    masters = WAYS[recipe.weights].has_masters
     policy = recipe.policy()
     scaled = policy is not None and policy.bf16 and policy.low_precision is torch.float16
     lines = {
@@ -98,7 +100,7 @@ def _short(path: str) -> str:
 
 
 def _seed(recipe: Recipe) -> str:
-    if recipe.weights != "stochastic" and recipe.state_dtype == "float32":
+    if recipe.weights not in ("stochastic", "split8") and recipe.state_dtype == "float32":
         return ""
     return f"; seed {recipe.seed}" if recipe.seed is not None else "; seed of the checkpoint, else 0"
 

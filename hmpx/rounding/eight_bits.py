@@ -31,18 +31,21 @@ Sources: blocks with a scale each are those of Dettmers et al., "8-bit optimizer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
+from hmpx.rounding import native
+from hmpx.rounding.keys import derive_key
+from hmpx.rounding.places import Keys, Place, numbers_of
 from hmpx.rounding.xla import reinterpreted, shifted
 
 Tensor = torch.Tensor
 
 BLOCK = 128
-_CHUNK = 1 << 16  # elements that are looked at at a time, for the sake of the temporaries
+_CHUNK = 1 << 15  # elements that are looked at at a time, for the sake of the temporaries
 _LEAST, _MOST = 1, 253  # exponents of scales: their inverses are normal numbers, too
 _SHIFT = 23 - 4  # bits of an FP32 mantissa that a code has not
 
@@ -149,11 +152,32 @@ def scales_for(magnitudes: Tensor, negatives: Tensor) -> Tensor:
     return reinterpreted((exponents * 0x80 - negatives * 0x8000).to(torch.int16), torch.bfloat16)
 
 
-def encode(codes: Tensor, x: Tensor, numbers: Tensor, scales: Tensor, rows: Rows, start: int) -> None:
-    """Write the codes of FP32 `x`, rounded stochastically by `numbers`; all flat, from the element `start` on.
+def encode(
+    codes: Tensor,
+    x: Tensor,
+    scales: Tensor,
+    rows: Rows,
+    start: int,
+    places: Sequence[Place],
+    keys: Keys,
+    given: bool = False,
+) -> None:
+    """Write the codes of FP32 `x`, rounded stochastically; flat, from the element `start` on.
 
-    codes: uint8. numbers: int32, of 16 bits. scales: BF16, of all rows that are held.
+    Args:
+        codes: uint8.
+        scales: BF16, of all rows that are held.
+        places, keys: what the random numbers of the elements of `x` depend on.
+        given: whether the scales are there; else those of these elements are written.
     """
+    if not x.numel():
+        return
+    if native.can_read(x, codes) and native.is_plain(scales) and all(place.has_one_key for place in places):
+        native.encode_8bit(x, codes, scales, rows, start, places, derive_key(*keys), given)
+        return
+    if not given:
+        scales.view(-1)[rows.range(start, start + x.numel())] = scales_for(*largest(x, rows, start))
+    numbers = numbers_of(x, places, keys)
     for sheet in _sheets(start, start + x.numel(), rows):
         scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
         values, r = (sheet.in_blocks(each, start) for each in (x, numbers))
@@ -171,6 +195,9 @@ def encode(codes: Tensor, x: Tensor, numbers: Tensor, scales: Tensor, rows: Rows
 
 def decode(out: Tensor, codes: Tensor, scales: Tensor, rows: Rows, start: int) -> None:
     """Write the numbers that `encode` has left to FP32 `out`; all flat, from the element `start` on."""
+    if out.numel() and native.can_read(codes, out) and native.is_plain(scales):
+        native.decode_8bit(codes, scales, out, rows, start)
+        return
     for sheet in _sheets(start, start + out.numel(), rows):
         scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
         code = sheet.in_blocks(codes, start).to(torch.int32)

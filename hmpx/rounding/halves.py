@@ -1,17 +1,25 @@
-"""An FP32 number as a BF16 one and an int16.
+"""An FP32 number as a BF16 one and an int16, or one of 24 bits as a BF16 one and an int8.
 
 ``upper = (bits + 0x8000) >> 16``, ``lower = int16(bits)``, ``bits = (upper << 16) + lower``. The upper half is the
 number rounded to nearest, ties away from zero. Exact for every number and for inf. NaN stays NaN in the upper half and
 in the whole; payloads that rounding would carry out of the NaNs become the quiet NaN's.
+
+A number of 24 bits is an FP32 one whose last 8 bits are zero: ``bits = (upper << 16) + (lower << 8)``. FP32 numbers
+are rounded to it stochastically, ``(bits + (r >> 8)) & ~0xFF`` with the 16-bit number r of an element that
+`stochastic.py` specifies; those past the largest one are cut off.
 
 All functions want `torch.no_grad()`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hmpx.rounding import native
+from hmpx.rounding.keys import derive_key
+from hmpx.rounding.places import Keys, Place, numbers_of
 from hmpx.rounding.xla import is_lazy, reinterpreted, shifted
 
 Tensor = torch.Tensor
@@ -34,6 +42,32 @@ def join(upper: Tensor, lower: Tensor, out: Tensor) -> None:
         native.call("join_halves", upper, lower, out)
         return
     bits = reinterpreted(upper, torch.int16).to(torch.int32) * 0x10000 + lower
+    out.copy_(reinterpreted(bits, torch.float32))
+
+
+def split_24(x: Tensor, upper: Tensor, lower: Tensor, places: Sequence[Place], keys: Keys) -> None:
+    """Write FP32 `x`, rounded to 24 bits, to BF16 `upper` and int8 `lower`; `join_24` is the inverse.
+
+    places, keys: what the random numbers of the elements of `x`, row by row, depend on.
+    """
+    if native.can_read(x, upper, lower) and all(place.has_one_key for place in places):
+        native.split_24(x.view(-1), upper.view(-1), lower.view(-1), places, derive_key(*keys))
+        torch.autograd.graph.increment_version(upper)
+        return
+    bits = _kept_bits(x)
+    bits = bits + torch.where(
+        (bits & 0x7FFFFFFF) <= 0x7F7FFF00, shifted(numbers_of(x, places, keys), 8).view(x.shape), 0
+    )
+    lower.copy_(shifted(bits, 8))  # to the low 8 bits, as C casts
+    upper.copy_(_upper(bits & -0x100))
+
+
+def join_24(upper: Tensor, lower: Tensor, out: Tensor) -> None:
+    """Write the FP32 numbers with these halves to `out`."""
+    if native.can_read(upper, lower, out):
+        native.call("join_24", upper, lower, out)
+        return
+    bits = reinterpreted(upper, torch.int16).to(torch.int32) * 0x10000 + lower.to(torch.int32) * 0x100
     out.copy_(reinterpreted(bits, torch.float32))
 
 

@@ -98,4 +98,5 @@ void read_masters(const float *restrict masters, const uint16_t *restrict weight
   })
 }
 
-#include "native_steps.c" /* one library */
+#include "native_codes.c" /* one library */
+#include "native_steps.c"

@@ -29,7 +29,9 @@ logger = logging.getLogger("hmpx")
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "native.h", "native_steps.c")]  # the first has all
+_SOURCES = [
+    Path(__file__).with_name(name) for name in ("native.c", "native.h", "native_steps.c", "native_codes.c")
+]  # the first has all
 _FLAGS = ("-O3", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC", "-c")
 # OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one
 # pool of threads. Where that one does not offer them, the second variant runs on one thread.
@@ -44,6 +46,10 @@ _SIGNATURES = {
     "join_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "read_masters": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "block_checksums": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
+    "split_24": (_POINTER, _POINTER, _POINTER, _INT64, _UINT64, _UINT64, _INT64, _INT64, _INT),
+    "join_24": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
+    "encode_8bit": (_POINTER, _POINTER, _POINTER, _INT64, _UINT64, _UINT64, *(_INT64,) * 6, _INT, _INT),
+    "decode_8bit": (_POINTER, _POINTER, _POINTER, *(_INT64,) * 5, _INT),
     "step_list": (_INT, _POINTER, _POINTER, _INT64, _UINT64, _INT),
 }
 KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
@@ -113,6 +119,38 @@ def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:
         scalars.extend((0.0,) * (_SCALARS - len(each.scalars)))
     addresses = words.buffer_info()[0], scalars.buffer_info()[0]
     _kernels().step_list(KERNELS.index(kernel), *addresses, len(stepped), step_key, torch.get_num_threads())
+
+
+def split_24(
+    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, places: Sequence[Sequence[int]], key: int
+) -> None:
+    """`halves.split_24` on flat tensors, within one key; of each place first, last, offset, width and stride."""
+    for first, last, offset, width, stride in places:
+        pointers = (tensor[first:last].data_ptr() for tensor in (x, upper, lower))
+        _kernels().split_24(*pointers, last - first, key, offset, width, stride, torch.get_num_threads())
+
+
+def encode_8bit(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    rows: Sequence[int],
+    start: int,
+    places: Sequence[Sequence[int]],
+    key: int,
+    given: bool,
+) -> None:
+    """`eight_bits.encode` within one key, of tensors with elements; of each place as `split_24`."""
+    for first, last, offset, width, stride in places:
+        pointers = x[first:last].data_ptr(), codes[first:last].data_ptr(), scales.data_ptr()
+        where = last - first, key, offset, width, stride, start + first, *rows
+        _kernels().encode_8bit(*pointers, *where, given, torch.get_num_threads())
+
+
+def decode_8bit(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, rows: Sequence[int], start: int) -> None:
+    """`eight_bits.decode`, of tensors with elements."""
+    pointers = codes.data_ptr(), scales.data_ptr(), out.data_ptr()
+    _kernels().decode_8bit(*pointers, out.numel(), start, *rows, torch.get_num_threads())
 
 
 def block_checksums(weights: torch.Tensor, out: torch.Tensor, multipliers: torch.Tensor) -> None:

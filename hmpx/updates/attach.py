@@ -49,7 +49,8 @@ def attach(
     Args:
         optimizer: any `torch.optim.Optimizer`.
         weights: "stochastic" (rounding; nothing beside the BF16 weights), "nearest", "master" (FP32 copies, 4 bytes a
-            parameter more) or "split" (the same masters exactly, 2 bytes more).
+            parameter more), "split" (the same masters exactly, 2 bytes more) or "split8" (their upper 24 bits, rounded
+            stochastically, 1 byte more).
         model, names: where names of parameters come from, if the optimizer was not given `named_parameters()`: the
             model, or one name for each parameter in the order of `param_groups`. The rounding numbers depend on them.
         seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.

@@ -28,9 +28,10 @@ class Footprint:
         weights, gradients: between backward and step. Released gradients count as none.
         buckets: in which DistributedDataParallel exchanges gradients, unless they are views of it
             (``gradient_as_bucket_view=True``, not with use_fp32_grad_acc).
-        masters: beside the weights, 4 (FP32) or 2.0625 (the lower halves and their checks; 4 for parameters of at most
-            4096 elements).
-        state: of the optimizer, between two steps.
+        masters: beside the weights, 4 (FP32), 2.0625 or 1.0625 (the lower halves, of 16 or 8 bits, and their checks;
+            these take 2 bytes in parameters of at most 4096 elements).
+        state: of the optimizer, between two steps. In 8 bits, with the scales of rows that are whole blocks; of one
+            with fewer than 128 elements, and of others' last blocks, each scale serves fewer.
         slice: in a step, for each element of a slice: FP32 weight and gradient, FP32 state where it is held in BF16,
             and two temporaries of torch's own. `hmpx.updates.sliced_step` has the size of a slice.
     """

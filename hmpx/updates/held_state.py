@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast, ru
 import torch
 import torch.distributed as dist
 
-from hmpx.rounding.eight_bits import BLOCK, Rows, decode, encode, largest, scales_for
+from hmpx.rounding.eight_bits import BLOCK, Rows, decode, largest, scales_for
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local, sizes_and_offsets
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
@@ -121,12 +121,11 @@ class HeldCodes:
             local(self.codes).copy_(held_part(self.codes, whole.codes))
             local(self.scales).copy_(held_part(self.scales, whole.scales))
             return
-        x = local(value).float().contiguous().view(-1)
-        blocks, found = layout.over_ranks(segment.offset, x.numel(), *largest(x, layout.rows, segment.offset))
-        scales = local(self.scales)
-        scales.view(-1)[blocks] = scales_for(*found)
-        numbers = rounding_key.numbers(x, name, segment.at, segment.box)
-        encode(self._flat(segment), x, numbers, scales, layout.rows, segment.offset)
+        x, scales = local(value).float().contiguous().view(-1), local(self.scales)
+        if layout.cut:
+            scales.view(-1).copy_(scales_for(*layout.over_ranks(*largest(x, layout.rows, 0))))
+        place = layout.rows, segment.offset, name, segment.at, segment.box
+        rounding_key.encode_into(self._flat(segment), x, scales, *place, given=bool(layout.cut))
 
     def _flat(self, segment: Segment) -> Tensor:
         codes = local(self.codes).view(-1)
@@ -187,18 +186,15 @@ class Layout(NamedTuple):
         scattered = any(dim > folded and mesh.size(i) > 1 for i, dim in enumerate(dims))
         return cls(rows, (*held[:folded], whole.blocks), folded, cut, scattered)
 
-    def over_ranks(
-        self, start: int, count: int, magnitudes: Tensor, negatives: Tensor
-    ) -> tuple[slice, tuple[Tensor, Tensor]]:
-        """What `largest` has found in the blocks of some elements, with what other ranks hold of these blocks."""
-        here = self.rows.range(start, start + count) if count else slice(0, 0)
-        if not self.cut:
-            return here, (magnitudes, negatives)
+    def over_ranks(self, magnitudes: Tensor, negatives: Tensor) -> tuple[Tensor, Tensor]:
+        """What `largest` has found in all that is held of cut rows, with what the other ranks hold of them."""
         both = torch.zeros(2, math.prod(self.shape), dtype=torch.int32, device=magnitudes.device)
-        both[0, here], both[1, here] = magnitudes, negatives
+        if magnitudes.numel():
+            here = self.rows.range(0, self.rows.width * math.prod(self.shape[:-1]))
+            both[0, here], both[1, here] = magnitudes, negatives
         for group in self.cut:
             dist.all_reduce(both, dist.ReduceOp.MAX, group)
-        return slice(None), (both[0], both[1])
+        return both[0], both[1]
 
 
 def _sharded(scales: Tensor, param: Tensor, layout: Layout) -> Tensor:

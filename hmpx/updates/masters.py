@@ -1,6 +1,6 @@
-"""Stores with FP32 masters: beside the weights, or in two halves of which the weight is one.
+"""Stores with masters: FP32 beside the weights, or in two halves of which the weight is one.
 
-In both, a weight that is not what its master rounds to was written by somebody else, and counts. `halves.py` has the
+In all, a weight that is not what its master rounds to was written by somebody else, and counts. `halves.py` has the
 arithmetic of the split: its weight is the master rounded to nearest with ties away from zero. `Master` has torch's ties
 to even.
 """
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from hmpx.rounding.halves import join, read_masters, split
+from hmpx.rounding.halves import join, join_24, read_masters, split
 from hmpx.updates.checksums import BLOCK, checksums, clear_written
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 from hmpx.updates.rounding_key import RoundingKey
@@ -70,8 +70,8 @@ class Master(_Copies):
         self._masters.clear()
 
 
-class Split(_Copies):
-    """FP32 masters in two halves: the upper one is the weight itself, the lower one an int16 beside it.
+class _InHalves(_Copies):
+    """What stores have in common that hold masters in two halves: the upper one is the weight itself.
 
     Two halves cannot tell whether somebody wrote to a weight; checksums can. A block of weights keeps its lower halves
     if its values are those that the last step left. Else its lower halves become zero, so that the weights count.
@@ -80,7 +80,15 @@ class Split(_Copies):
     checkpoint may be of a run with "master", which rounds ties to even.
     """
 
-    bytes_beside: ClassVar[float] = 2 + 2 / BLOCK
+    _dtype: ClassVar[torch.dtype]  # of lower halves
+
+    def _split(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
+        """Write the halves of `x`."""
+        raise NotImplementedError
+
+    def _join(self, segment: Segment, out: Tensor) -> None:
+        """Write the numbers with these halves to `out`."""
+        raise NotImplementedError
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +102,7 @@ class Split(_Copies):
         if segment.offset == 0:
             self._update_lower(segment.param)
         if segment.param in self._lower:
-            join(segment.of(segment.param), segment.of(self._lower[segment.param]), out)
+            self._join(segment, out)
         else:
             out.copy_(segment.of(segment.param))
 
@@ -112,9 +120,9 @@ class Split(_Copies):
     def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
         held = local(segment.param)
         if segment.param not in self._lower:
-            self._lower[segment.param] = torch.zeros(held.shape, dtype=torch.int16, device=held.device)
+            self._lower[segment.param] = torch.zeros(held.shape, dtype=self._dtype, device=held.device)
         self._checksums.pop(segment.param, None)
-        split(x, segment.of(segment.param), segment.of(self._lower[segment.param]))
+        self._split(segment, x, rounding_key)
         if segment.is_last:
             self._masters.pop(segment.param, None)
             self._checksums[segment.param] = checksums(held)
@@ -129,3 +137,30 @@ class Split(_Copies):
     def forget(self) -> None:
         for held in (self._masters, self._lower, self._checksums):
             held.clear()
+
+
+class Split(_InHalves):
+    """FP32 masters, exactly: an int16 beside each weight."""
+
+    bytes_beside: ClassVar[float] = 2 + 2 / BLOCK
+    _dtype = torch.int16
+
+    def _split(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
+        split(x, segment.of(segment.param), segment.of(self._lower[segment.param]))
+
+    def _join(self, segment: Segment, out: Tensor) -> None:
+        join(segment.of(segment.param), segment.of(self._lower[segment.param]), out)
+
+
+class Split8(_InHalves):
+    """Masters of 24 bits, rounded stochastically: an int8 beside each weight."""
+
+    bytes_beside: ClassVar[float] = 1 + 2 / BLOCK
+    _dtype = torch.int8
+
+    def _split(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
+        halves = segment.of(segment.param), segment.of(self._lower[segment.param])
+        rounding_key.split_into(*halves, x, segment.name, segment.at, segment.box)
+
+    def _join(self, segment: Segment, out: Tensor) -> None:
+        join_24(segment.of(segment.param), segment.of(self._lower[segment.param]), out)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hmpx.rounding import eight_bits, halves
 from hmpx.rounding.keys import step_key
-from hmpx.rounding.stochastic import numbers_into, round_into
+from hmpx.rounding.places import Place
+from hmpx.rounding.stochastic import round_into
 from hmpx.updates.ranks.sharding import Box
 
 Tensor = torch.Tensor
@@ -45,13 +47,31 @@ class RoundingKey:
         if target is None:
             out.copy_(rounded.view(out.shape))
 
-    def numbers(self, like: Tensor, name: str, start: int, box: Box | None) -> Tensor:
-        """The numbers by which `round_into` rounds a flat tensor of the size of `like`: 16 bits each, in int32."""
-        out = torch.empty(like.numel(), dtype=torch.int32, device=like.device)
+    def split_into(self, upper: Tensor, lower: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
+        """Round FP32 `x` to 24 bits, which go to BF16 `upper` and int8 `lower`, all of one shape; as `round_into`."""
+        halves.split_24(x, upper, lower, self._places(x.numel(), start, box), (self.seed, self.step, name))
+
+    def encode_into(
+        self,
+        codes: Tensor,
+        x: Tensor,
+        scales: Tensor,
+        rows: eight_bits.Rows,
+        begin: int,
+        name: str,
+        start: int,
+        box: Box | None,
+        given: bool,
+    ) -> None:
+        """Round flat FP32 `x` to flat `codes` of 8 bits, and write the scales unless they are `given`; as `round_into`.
+
+        begin: the first element, counted in `rows`.
+        """
+        places, keys = self._places(x.numel(), start, box), (self.seed, self.step, name)
+        eight_bits.encode(codes, x, scales, rows, begin, places, keys, given)
+
+    def _places(self, count: int, start: int, box: Box | None) -> list[Place]:
         if box is None:
-            numbers_into(out, self.seed, self.step, name, start)
-            return out
-        for span in box.spans(start, start + out.numel()):
-            here = slice(span.start - start, span.stop - start)
-            numbers_into(out[here], self.seed, self.step, name, span.offset, span.width, span.stride)
-        return out
+            return [Place(0, count, start, max(count, 1), 0)]
+        spans = box.spans(start, start + count)
+        return [Place(each.start - start, each.stop - start, *each[2:]) for each in spans]

@@ -17,7 +17,7 @@ from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.state_forms import STATE_FORMS, StateDtype
 from hmpx.updates.weights import WAYS
 
-Weights = Literal["stochastic", "nearest", "master", "split"]
+Weights = Literal["stochastic", "nearest", "master", "split", "split8"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Settings:
                 raise HmpxError(f"{name}={getattr(self, name)!r} is neither True nor False")
         if self.use_master_weights_in_ckpt and not self.has_masters:
             raise HmpxError(
-                f"weights={self.weights!r} has no masters; use_master_weights_in_ckpt needs master or split"
+                f"weights={self.weights!r} has no masters; use_master_weights_in_ckpt needs master, split or split8"
             )
 
     @property

@@ -130,7 +130,7 @@ def _done(weights: str, rows: Sequence[UpdateRow]) -> str:
     if weights == "nearest":
         return "weights='nearest' loses them."
     if weights != "stochastic":
-        where = "int16 halves" if weights == "split" else "FP32 masters"
+        where = {"split": "int16 halves", "split8": "int8 parts"}.get(weights, "FP32 masters")
         return f"weights={weights!r} loses none: the {where} beside the weights keep what BF16 cannot."
     updates, error = sum(row.updates for row in rows), mean(rows, "error")
     noise = math.sqrt(error / 2 / updates)

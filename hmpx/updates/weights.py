@@ -7,6 +7,8 @@ master      BF16 weights beside FP32 masters that the optimizer works   + 4
             on (Neuron's FP32ParamsCopy, NxD's use_master_weights)
 split       the same masters, bit for bit: the BF16 weight is their     + 2
             upper half, an int16 the rest (2.06 with `checksums.py`)
+split8      masters of 24 bits: an int8 is the rest, rounded            + 1
+            stochastically (1.06 with `checksums.py`)
 ==========  ==========================================================  =======================
 
 To add a store, write a class with the methods of `WeightStore` (and of `MasterStore`, if it holds masters) and name it
@@ -19,7 +21,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from hmpx.updates.masters import Master, Split
+from hmpx.updates.masters import Master, Split, Split8
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
 
@@ -98,4 +100,10 @@ class Nearest(_Bare):
         segment.of(segment.param).copy_(x)
 
 
-WAYS: dict[str, type[WeightStore]] = {"stochastic": Stochastic, "nearest": Nearest, "master": Master, "split": Split}
+WAYS: dict[str, type[WeightStore]] = {
+    "stochastic": Stochastic,
+    "nearest": Nearest,
+    "master": Master,
+    "split": Split,
+    "split8": Split8,
+}

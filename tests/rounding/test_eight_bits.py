@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from hmpx.rounding.eight_bits import Rows
+from hmpx.rounding import native
+from hmpx.rounding.eight_bits import Rows, decode, encode
+from hmpx.rounding.halves import join_24, split_24
+from hmpx.rounding.places import Place
 from hmpx.updates.held_state import HeldCodes, Layout
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
 from tests.support.eight_bits import in_8_bits, read, row_length
 from tests.support.numbers import special_values
+from tests.support.oracle import to_24_bits
+
+
+@pytest.fixture(params=["C", "eager"], autouse=True)
+def kernel(request, monkeypatch):
+    if request.param == "eager":
+        monkeypatch.setattr(native, "can_read", lambda *tensors: False)
+    elif native.library() is None:
+        pytest.skip("no C kernels")
+
 
 KEY = {"seed": 7, "step": 3}
 SHAPES = [(5,), (300,), (128,), (3, 128), (5, 300), (40, 9), (8, 4, 3, 3), (2, 3, 130), (7, 1), (0,), (3, 0), (1, 1000)]
@@ -110,3 +124,56 @@ def test_what_may_stand_where_a_part_of_cut_rows_ends():
     rows = Rows(300, 100, 4)
     assert [rows.floor(e) for e in (0, 27, 28, 100, 156, 299, 300, 327, 328)] == [0, 0, 28, 28, 156, 284, 300, 300, 328]
     assert [rows.range(*each) for each in ((0, 300), (28, 300), (300, 600))] == [slice(0, 4), slice(1, 4), slice(4, 8)]
+
+
+def both(kernel, arguments, monkeypatch):
+    """What a kernel makes of the same arguments in C and in eager torch; `arguments` makes them anew."""
+    found = []
+    for can_read in (native.can_read, lambda *tensors: False):
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "can_read", can_read)
+            made = arguments()
+            kernel(*made)
+            found.append([each for each in made if isinstance(each, torch.Tensor)])
+    return found
+
+
+def test_the_c_kernels_have_the_bits_of_the_eager_ones(kernel, monkeypatch):
+    """Rows of any width, from any column on, of a parameter of nearly 2^32 elements."""
+    if native.can_read(torch.zeros(1)) is False:
+        return  # nothing to compare
+    for i, (width, first, count) in enumerate(itertools.product((1, 127, 129, 300), (0, 5, 128, 250), (1, 7))):
+        x = spread((width * count,), i)
+        special = special_values()[: len(x)]
+        x[: len(special)] = special if i % 5 == 0 else x[: len(special)]
+        begin = 2**32 - count * (width + 9) - 9 if i % 2 else i
+        places, keys = [Place(0, len(x), begin + i % 7, width, width + i % 9)], (1, 2, "w")
+        rows = Rows(width, first, -(-(first + width) // 128))
+
+        def coded(x=x, rows=rows, count=count, places=places, keys=keys):
+            codes, scales = torch.empty(len(x), dtype=torch.uint8), torch.ones(count * rows.blocks).bfloat16()
+            return codes, x, scales, rows, 0, places, keys
+
+        (codes, _, scales), (eager_codes, _, eager_scales) = both(encode, coded, monkeypatch)
+        assert torch.equal(codes, eager_codes), (width, first, count)
+        seen = both(decode, lambda c=codes, s=scales, r=rows: (torch.empty(len(c)), c, s, r, 0), monkeypatch)
+        decode(out := torch.empty(len(x)), codes, eager_scales, rows, 0)  # those of blocks that are not held may differ
+        assert torch.equal(out.nan_to_num(nan=3e30), seen[0][0].nan_to_num(nan=3e30))
+        assert torch.equal(*(each[0].nan_to_num(nan=3e30) for each in seen))
+
+        def halved(x=x, places=places, keys=keys):
+            return x, torch.empty(len(x)).bfloat16(), torch.empty(len(x), dtype=torch.int8), places, keys
+
+        (_, upper, lower), (_, eager_upper, eager_lower) = both(split_24, halved, monkeypatch)
+        assert torch.equal(lower, eager_lower) and torch.equal(upper.view(torch.int16), eager_upper.view(torch.int16))
+
+
+@torch.no_grad()
+def test_numbers_of_24_bits_are_the_oracles():
+    for x in (spread((1000,)), special_values()):
+        upper, lower, out = torch.empty(len(x)).bfloat16(), torch.empty(len(x), dtype=torch.int8), torch.empty(len(x))
+        split_24(x, upper, lower, [Place(0, len(x), 0, len(x), 0)], (7, 3, "w"))
+        join_24(upper, lower, out)
+        expected = to_24_bits(x, seed=7, step=3, name="w")
+        assert torch.equal(out.nan_to_num(nan=3e30), expected.nan_to_num(nan=3e30))
+        assert torch.equal(out.isnan(), x.isnan()) and torch.equal(out.isinf(), x.isinf())

@@ -254,14 +254,14 @@ def random_setup(draw: random.Random) -> Setup:
 
 def random_attach(draw: random.Random, cls: type) -> dict[str, Any]:
     """Arguments of `attach` that the class allows."""
-    attach: dict[str, Any] = {"weights": draw.choice(["stochastic", "nearest", "master", "split", "master", "split"])}
+    attach: dict[str, Any] = {"weights": draw.choice(["stochastic", "nearest", "master", "split", "split8", "split"])}
     if draw.random() < 0.5:
         attach["seed"] = draw.randrange(2**64)
     if draw.random() < 0.3:
         attach["state_dtype"] = draw.choice([BF16, "8bit"])
     if draw.random() < 0.3 and hasattr(torch.Tensor, "grad_dtype"):
         attach["use_fp32_grad_acc"] = True
-    if draw.random() < 0.6 and attach["weights"] in ("master", "split"):
+    if draw.random() < 0.6 and attach["weights"] in ("master", "split", "split8"):
         attach["use_master_weights_in_ckpt"] = True
     if draw.random() < 0.25 and cls in [*BY_ELEMENT, optim.Adafactor, optim.Muon]:
         attach["release_gradients"] = True

@@ -6,7 +6,8 @@ Written from the rules, not from the code: whole tensors, no slices, no shadows,
 - The optimizer is torch's own, on FP32 parameters, with FP32 gradients and state.
 - stochastic, nearest: after the step the FP32 numbers are rounded, and the next step starts from what was rounded.
 - master, split: the FP32 numbers stay. The weight is what they round to, ties to even (master) or away from zero
-  (split). An element of the weight that its master rounds to in neither way was written by hand, and counts.
+  (split, and split8, whose numbers are first rounded to 24 bits). An element of the weight that its master rounds to
+  in neither way was written by hand, and counts.
 - `state_dtype=torch.bfloat16`: every state tensor with a dimension is rounded after the step as "parameter.key";
   `"8bit"`: every one that has the parameter's shape and a dimension, to numbers that `eight_bits.py` lists, and before
   the step as "parameter.key.moved", which changes what was held in another form.
@@ -24,9 +25,11 @@ from torch import nn
 
 import hmpx
 from tests.support.eight_bits import in_8_bits
+from tests.support.eight_bits import numbers as drawn
 from tests.support.models import BF16, FP32, Setup, made_optimizer
 
 Tensor = torch.Tensor
+MASTERS = ("master", "split", "split8")
 
 
 def away_from_zero(x: Tensor) -> Tensor:
@@ -36,6 +39,20 @@ def away_from_zero(x: Tensor) -> Tensor:
     unit = torch.ldexp(torch.ones_like(wide), exponent - 8)
     rounded = torch.copysign(torch.floor(wide.abs() / unit + 0.5) * unit, wide)
     return torch.where(torch.isfinite(wide), rounded, wide).to(BF16)
+
+
+def to_24_bits(x: Tensor, *, seed: int, step: int, name: str) -> Tensor:
+    """FP32 to numbers with 16 significant bits, stochastically; worked out in FP64 from the numbers, not from bits."""
+    wide = x.double()
+    exponent = torch.frexp(wide.abs())[1].clamp(min=-125)
+    unit = torch.ldexp(torch.ones_like(wide), exponent - 16)
+    whole = torch.floor(wide.abs() / unit)
+    r = torch.from_numpy(drawn(x.numel(), seed, step, name) // 256).view(x.shape)
+    up = torch.floor((wide.abs() / unit - whole) * 256) + r >= 256
+    rounded = torch.copysign((whole + up) * unit, wide)
+    largest = (2 - 2.0**-15) * 2.0**127
+    rounded = torch.where(wide.abs() > largest, torch.copysign(torch.full_like(wide, largest), wide), rounded)
+    return torch.where(torch.isfinite(wide), rounded, wide).float()
 
 
 class Stopped(Exception):
@@ -108,7 +125,7 @@ class Reference:
         """The FP32 number of each element that the next step works on."""
         if entry.weight is None:
             return entry.q.detach()
-        if entry.master is None or self.way not in ("master", "split"):
+        if entry.master is None or self.way not in MASTERS:
             return entry.weight.float()
         kept = away_from_zero(entry.master) == entry.weight
         if self.way == "master" or entry.loaded:  # split knows which way its own ties went
@@ -207,6 +224,9 @@ class Reference:
             entry.weight = hmpx.stochastic_round(x, **numbers, name=name)
         elif self.way == "split":
             entry.weight, entry.master, entry.loaded = away_from_zero(x), x.clone(), False
+        elif self.way == "split8":
+            entry.master, entry.loaded = to_24_bits(x, **numbers, name=name), False
+            entry.weight = away_from_zero(entry.master)
         else:
             entry.weight, entry.master = x.bfloat16(), x.clone()
 

@@ -8,7 +8,7 @@ from torch import nn, optim
 import hmpx
 
 BF16 = torch.bfloat16
-WAYS = ("stochastic", "nearest", "master", "split")
+WAYS = ("stochastic", "nearest", "master", "split", "split8")
 SHAPES = {"long": (1000,), "matrix": (24, 40), "tall": (33, 5), "one": (1,), "scalar": ()}
 
 

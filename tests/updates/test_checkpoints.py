@@ -76,11 +76,15 @@ def test_a_state_of_another_moment_without_masters_warns(options, caplog):
         assert caplog.text.count("the checkpoint has no masters") == 2
 
 
-@pytest.mark.parametrize("way", ["stochastic", "nearest", "master", "split"])
-@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("way", ["stochastic", "nearest", "master", "split", "split8"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit"])
 @pytest.mark.parametrize("model_first", [True, False])
 def test_a_resumed_run_is_the_run(way, state_dtype, model_first, tmp_path):
-    options = {"state_dtype": state_dtype, "seed": 9, "use_master_weights_in_ckpt": way in ("master", "split")}
+    options = {
+        "state_dtype": state_dtype,
+        "seed": 9,
+        "use_master_weights_in_ckpt": way in ("master", "split", "split8"),
+    }
 
     def fresh(seed):
         named = parameters()

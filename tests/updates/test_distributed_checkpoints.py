@@ -24,7 +24,10 @@ CASES = {
     "master": (optim.AdamW, {"weights": "master", "use_master_weights_in_ckpt": True}),
     "split": (optim.SGD, {"weights": "split", "use_master_weights_in_ckpt": True}),
     "momentum": (optim.SGD, {"weights": "split", "use_master_weights_in_ckpt": True, "state_dtype": BF16}),
-    "8bit": (optim.AdamW, {"state_dtype": "8bit", "seed": 5}),
+    "flash": (
+        optim.AdamW,
+        {"weights": "split8", "use_master_weights_in_ckpt": True, "state_dtype": "8bit", "seed": 5},
+    ),
     "factored": (optim.Adafactor, {"state_dtype": BF16}),
 }
 

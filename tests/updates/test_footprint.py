@@ -28,6 +28,8 @@ SETTINGS = [
     {"weights": "split"},
     {"state_dtype": BF16},
     {"weights": "split", "state_dtype": BF16},
+    {"state_dtype": "8bit"},
+    {"weights": "split8", "state_dtype": "8bit"},
     {"fused": True},
 ]
 

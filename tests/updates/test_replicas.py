@@ -21,7 +21,7 @@ from tests.support.sharded import digest
 from tests.support.training import needs_grad_dtype
 
 BF16 = torch.bfloat16
-WAYS = ("stochastic", "master", "split")
+WAYS = ("stochastic", "master", "split", "split8")
 
 
 class Net(nn.Module):

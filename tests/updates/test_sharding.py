@@ -51,7 +51,7 @@ ELEMENT = [
     (optim.AdamW, {"lr": 1e-2}, {"weights": "master", "state_dtype": BF16}, SHAPES),
     (optim.SGD, {"lr": 1e-2, "momentum": 0.9}, {"state_dtype": BF16}, SHAPES),
     (optim.AdamW, {"lr": 1e-2}, {"state_dtype": "8bit"}, SHAPES),
-    (optim.SGD, {"lr": 1e-2, "momentum": 0.9}, {"weights": "split", "state_dtype": "8bit"}, WIDE),
+    (optim.SGD, {"lr": 1e-2, "momentum": 0.9}, {"weights": "split8", "state_dtype": "8bit"}, WIDE),
     (optim.RAdam, {}, {"weights": "nearest"}, SHAPES),
 ]
 PARAMETER = [
@@ -168,7 +168,7 @@ def test_gradients_may_be_sharded_in_another_way_than_the_parameter():
 
 def _fully_sharded(rank, how):
     found = {}
-    for weights in ("stochastic", "master", "split"):
+    for weights in ("stochastic", "master", "split", "split8"):
         model = shard(Small(), how)
         optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
         hmpx.attach(optimizer, weights)
@@ -185,7 +185,7 @@ def _fully_sharded(rank, how):
 @pytest.fixture(scope="module")
 def one_process():
     found = {}
-    for weights in ("stochastic", "master", "split"):
+    for weights in ("stochastic", "master", "split", "split8"):
         model = Small()
         optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
         handle = hmpx.attach(optimizer, weights)

@@ -100,6 +100,22 @@ WRITES = [
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_split8_loses_nothing_by_such_a_write_either(write, sliced):
+    both = []
+    for _ in range(2):
+        named = parameters(BF16, SIZES)
+        both.append((named, optim.AdamW(named, lr=1e-2)))
+        hmpx.attach(both[-1][1], "split8", use_master_weights_in_ckpt=True)
+    for number in range(4):
+        step(both, number)
+        with torch.no_grad():
+            write(*both[0])
+        assert all(map(torch.equal, *(masters_in(optimizer) for _, optimizer in both)))
+    bits = torch.cat([m.view(-1).view(torch.int32) for m in masters_in(both[0][1])])
+    assert not (bits & 0xFF).any() and (bits & 0xFF00).any()
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_write_that_changes_no_value_loses_nothing(write, foreach, sliced):
     both = pair(foreach=foreach)

@@ -13,6 +13,7 @@ from hmpx.rounding import native
 from hmpx.updates import update_counts
 from tests.support import ranks
 from tests.support.models import SharpnessAware
+from tests.support.oracle import to_24_bits
 from tests.support.watched import (
     BF16,
     WAYS,
@@ -84,6 +85,8 @@ def watched(params, optimizer, way, closure=False):
             expected[name].add(*before[name], twins[name].detach(), p.detach())
             if way in ("stochastic", "nearest"):
                 twins[name].data.copy_(p.data)
+            elif way == "split8":
+                twins[name].data.copy_(to_24_bits(twins[name].detach(), seed=0, step=step, name=name))
             before[name] = twins[name].detach().clone(), p.detach().clone()
 
     train(params, optimizer, closure=closure, after=follow)

@@ -11,6 +11,7 @@ import torch
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
 from hmpx.updates.weights import WAYS, MasterStore, WeightStore
+from tests.support.oracle import to_24_bits
 
 
 def methods(protocol):
@@ -24,7 +25,7 @@ def test_no_store_is_derived_from_another():
 @pytest.mark.parametrize("way", WAYS)
 def test_a_store_has_the_methods_of_its_protocol(way):
     store = WAYS[way]()
-    assert store.has_masters == (way in ("master", "split"))
+    assert store.has_masters == (way in ("master", "split", "split8"))
     assert methods(MasterStore if store.has_masters else WeightStore) <= methods(type(store))
 
 
@@ -41,7 +42,8 @@ def test_a_store_reads_what_was_written_in_parts_and_drops_what_it_held(way):
         store.read_all([part], [torch.empty(part.count)])
         store.write(part, new.view(-1)[part.start : part.stop], key)
     store.read_all([whole], [read])
-    assert torch.equal(read, new if store.has_masters else p.float())
+    expected = {"master": new, "split": new, "split8": to_24_bits(new, seed=1, step=2, name="p")}
+    assert torch.equal(read, expected.get(way, p.float()))
     assert ((p.float() - new).abs() <= new.abs() * 2**-7).all()
     if store.has_masters:
         assert sum(t.nbytes for t in store.held(p)) == p.numel() * int(store.bytes_beside)

@@ -13,7 +13,7 @@ import hmpx
 from hmpx.updates import sliced_step
 from hmpx.updates.weights import WAYS
 from tests.support.eight_bits import in_8_bits, read
-from tests.support.oracle import away_from_zero
+from tests.support.oracle import away_from_zero, to_24_bits
 from tests.support.training import masters_in
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -51,16 +51,18 @@ class Copies:
                     q.copy_(hmpx.stochastic_round(q, **key, name=name))
                 elif self.way == "nearest":
                     q.copy_(q.bfloat16())
+                elif q.grad is not None and self.way == "split8":
+                    q.copy_(to_24_bits(q, **key, name=name))
 
     def weights(self):
-        rounded = away_from_zero if self.way == "split" else torch.Tensor.bfloat16
+        rounded = away_from_zero if self.way in ("split", "split8") else torch.Tensor.bfloat16
         return {name: rounded(q.detach()) for name, q in self.params.items()}
 
 
 def made(cls, options, way, state_dtype, seed, start):
     params = {name: nn.Parameter(weight) for name, weight in start.items()}
     optimizer = cls([*params.items()], **options)
-    masters = way in ("master", "split")
+    masters = WAYS[way].has_masters
     hmpx.attach(optimizer, way, seed=seed, state_dtype=state_dtype, use_master_weights_in_ckpt=masters)
     return params, optimizer
 
@@ -97,7 +99,7 @@ def test_an_optimizer_lives_as_its_fp32_copies(cls, options, way, state_dtype, i
         copies.step(number)
         stepped(params, optimizer, number)
         assert_same(params, optimizer, copies)
-    if way in ("master", "split"):
+    if WAYS[way].has_masters:
         assert all(torch.equal(*each) for each in zip(masters_in(optimizer), copies.params.values(), strict=True))
 
     file = io.BytesIO()

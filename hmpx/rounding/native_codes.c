@@ -1,0 +1,123 @@
+/* What is held in fewer bits than FP32 beside BF16: optimizer state in 8 bits, and masters of 24. */
+
+#include "native.h"
+
+/* eight_bits.py: state in 8 bits. A block of up to CODES elements has one scale. */
+#define CODES 128
+
+static inline float float_of(uint32_t bits) {
+  union { uint32_t bits; float value; } u = {.bits = bits};
+  return u.value;
+}
+
+/* The scale of a block, as BF16: a power of two, negative where a number is. */
+static inline uint16_t scale_of(const float *restrict x, int64_t count) {
+  uint32_t largest = 0, negative = 0;
+  for (int64_t j = 0; j < count; j++) {
+    uint32_t magnitude = bits_of(x[j]) & 0x7FFFFFFFu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  if (largest >= 0x7F800000u) { /* of the finite ones */
+    largest = 0;
+    for (int64_t j = 0; j < count; j++) {
+      uint32_t magnitude = bits_of(x[j]) & 0x7FFFFFFFu;
+      if (magnitude > largest && magnitude < 0x7F800000u) largest = magnitude;
+    }
+  }
+  for (int64_t j = 0; j < count; j++) negative |= bits_of(x[j]) - 0x80000001u < 0x7F800000u ? 1u : 0u; /* to -inf */
+  uint32_t exponent = (largest + 0x17FFFFu) >> 23; /* the next one where 1.8125 is passed */
+  exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
+  return (uint16_t)(exponent << 7 | negative << 15);
+}
+
+static inline void encode_block(const float *restrict x, uint8_t *restrict codes, int64_t count, uint16_t scale,
+                                uint64_t key, uint64_t offset) {
+  Numbers numbers;
+  const uint16_t *restrict r = draw(&numbers, count, key, offset);
+  int32_t top = scale & 0x8000u ? 7 : 15, zero = (127 - top) << 23;
+  float inverse = float_of((254u - (scale >> 7 & 0xFFu)) << 23), below = float_of((uint32_t)(top + 22 + 127) << 23);
+  for (int64_t j = 0; j < count; j++) {
+    uint32_t magnitude = bits_of(x[j]) & 0x7FFFFFFFu;
+    float y = (magnitude < 0x7F800000u ? float_of(magnitude) : 0.0f) * inverse, fixed = y * below;
+    int32_t normal = (int32_t)bits_of(y) - zero;
+    int32_t least = (int32_t)(fixed < 8388608.0f ? fixed : 8388608.0f);
+    int32_t code = ((normal < 0x800000 ? least : normal) + (r[j] * 8 + 4)) >> 19;
+    code = code < top * 16 + 13 ? code : top * 16 + 13;
+    code = magnitude == 0x7F800000u ? top * 16 + 14 : magnitude > 0x7F800000u ? top * 16 + 15 : code;
+    codes[j] = (uint8_t)(x[j] < 0.0f ? code + 0x80 : code);
+  }
+}
+
+static inline void decode_block(const uint8_t *restrict codes, float *restrict x, int64_t count, uint16_t scale) {
+  int32_t is_signed = scale >> 15, top = is_signed ? 7 : 15, mask = is_signed ? 0x7F : 0xFF;
+  uint32_t zero = (uint32_t)(127 - top) << 23;
+  float factor = float_of((uint32_t)(scale & 0x7FFFu) << 16), least = float_of((uint32_t)(1 - top + 127) << 23);
+  for (int64_t j = 0; j < count; j++) {
+    int32_t magnitude = codes[j] & mask;
+    uint32_t bits = ((uint32_t)magnitude << 19) + zero;
+    float y = (magnitude < 16 ? float_of(bits + 0x800000u) - least : float_of(bits)) * factor;
+    y = magnitude == top * 16 + 14 ? INFINITY : magnitude == top * 16 + 15 ? NAN : y;
+    x[j] = is_signed && (codes[j] & 0x80) ? -y : y;
+  }
+}
+
+/* Goes through the blocks, or the held parts of them, of elements `start` ... `start + n - 1` of rows of `row`
+   elements, which begin at column `first` of whole rows of `blocks` blocks. */
+#define FOR_EACH_CODED(BODY)                                                                             \
+  int64_t left = first / CODES, parts = (first + row - 1) / CODES - left + 1;                            \
+  int64_t from = start / row * parts + (first + start % row) / CODES - left, last = start + n - 1;       \
+  int64_t to = last / row * parts + (first + last % row) / CODES - left;                                 \
+  _Pragma("omp parallel for schedule(static) num_threads(threads) if (n > PARALLEL_FROM)")               \
+  for (int64_t part = from; part <= to; part++) {                                                        \
+    int64_t r = part / parts, b = part % parts + left;                                                   \
+    int64_t begin = b * CODES > first ? b * CODES - first : 0;                                           \
+    int64_t end = (b + 1) * CODES - first < row ? (b + 1) * CODES - first : row;                         \
+    int64_t at = r * row + begin - start, count = end - begin, scale = r * blocks + b;                   \
+    BODY                                                                                                 \
+  }
+
+/* Element i of the n is element `offset + i / width * stride + i % width` of the parameter; no block goes over the end
+   of such a row. `given`: whether the scales are there, else they are written. */
+void encode_8bit(const float *x, uint8_t *codes, uint16_t *scales, int64_t n, uint64_t key, uint64_t offset,
+                 int64_t width, int64_t stride, int64_t start, int64_t row, int64_t first, int64_t blocks, int given,
+                 int threads) {
+  FOR_EACH_CODED({
+    if (!given) scales[scale] = scale_of(x + at, count);
+    encode_block(x + at, codes + at, count, scales[scale], key, offset + at / width * stride + at % width);
+  })
+}
+
+void decode_8bit(const uint8_t *codes, const uint16_t *scales, float *out, int64_t n, int64_t start, int64_t row,
+                 int64_t first, int64_t blocks, int threads) {
+  FOR_EACH_CODED({ decode_block(codes + at, out + at, count, scales[scale]); })
+}
+
+/* halves.py: a number of 24 bits as a BF16 one and an int8. */
+static inline void split_block(const float *restrict x, uint16_t *restrict upper, uint8_t *restrict lower, int64_t n,
+                               uint64_t key, uint64_t offset) {
+  Numbers numbers;
+  const uint16_t *restrict r = draw(&numbers, n, key, offset);
+  for (int64_t j = 0; j < n; j++) {
+    uint32_t bits = kept_bits(bits_of(x[j]));
+    bits += (bits & 0x7FFFFFFFu) <= 0x7F7FFF00u ? r[j] >> 8 : 0;
+    lower[j] = (uint8_t)(bits >> 8);
+    upper[j] = (uint16_t)(((bits & 0xFFFFFF00u) + 0x8000u) >> 16);
+  }
+}
+
+void split_24(const float *x, uint16_t *upper, uint8_t *lower, int64_t n, uint64_t key, uint64_t offset, int64_t width,
+              int64_t stride, int threads) {
+  FOR_EACH_BLOCK(for (int64_t stop = at + count; at < stop;) {
+    int64_t row = at / width;
+    int64_t column = at - row * width;
+    int64_t length = width - column < stop - at ? width - column : stop - at;
+    split_block(x + at, upper + at, lower + at, length, key, offset + (uint64_t)(row * stride + column));
+    at += length;
+  })
+}
+
+void join_24(const uint16_t *restrict upper, const int8_t *restrict lower, uint32_t *restrict out, int64_t n,
+             int threads) {
+  FOR_EACH_BLOCK(for (int64_t j = at; j < at + count; j++)
+      out[j] = ((uint32_t)upper[j] << 16) + (uint32_t)((int32_t)lower[j] * 256);)
+}

@@ -1,0 +1,37 @@
+"""Where the elements of a flat tensor stand in the whole parameter, on which their random numbers depend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hmpx.rounding.stochastic import numbers_into
+
+Tensor = torch.Tensor
+Keys = tuple[int, int, str]  # seed, step, name
+
+
+class Place(NamedTuple):
+    """Elements `start` ... `stop - 1`: rows of `width` elements, which begin `stride` apart from `offset` on."""
+
+    start: int
+    stop: int
+    offset: int
+    width: int
+    stride: int
+
+    @property
+    def has_one_key(self) -> bool:
+        """Whether all of them are among the first 2^32 elements of the parameter."""
+        rows = max(self.stop - self.start - 1, 0) // self.width
+        return self.offset + rows * self.stride + self.width <= 2**32
+
+
+def numbers_of(like: Tensor, places: Sequence[Place], keys: Keys) -> Tensor:
+    """The numbers by which `round_into` rounds the elements of a flat tensor of this size: 16 bits each, in int32."""
+    out = torch.empty(like.numel(), dtype=torch.int32, device=like.device)
+    for place in places:
+        numbers_into(out[place.start : place.stop], *keys, place.offset, place.width, place.stride)
+    return out
