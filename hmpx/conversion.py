@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from hmpx import installation, process_state, region_state
-from hmpx.casts import dynamo, torchscript
+from hmpx.casts import dynamo
 from hmpx.casts.build_policy import build_policy
-from hmpx.casts.captured_names.rebinding import Rebinding, WithCaptures
+from hmpx.casts.casts_of_policies import CastsOfPolicies
 from hmpx.casts.decision_log import Announcement, VerboseLog
 from hmpx.casts.dtype_map import DtypeMap
 from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
@@ -22,23 +22,18 @@ from hmpx.casts.listed_names import Unknown
 from hmpx.casts.module_rules import ForwardWrappers, ModuleRule, places_of_rules
 from hmpx.casts.observing import Several
 from hmpx.casts.op_lists import read_lists
+from hmpx.casts.op_wrappers import Patch
 from hmpx.casts.ops import catalog
 from hmpx.casts.overlays import Overlay
-from hmpx.casts.patch_table import Patch, PatchTable
 from hmpx.casts.places import Policies, number_inside
 from hmpx.casts.policy import OptLevel, Policy
 from hmpx.casts.user_functions import UserFunctions
-from hmpx.changes import Attribute, Changes, Flag, Paired, Part, Put
+from hmpx.changes import Attribute, Changes, Paired, Part, Put
 from hmpx.installation import Installation
+from hmpx.process_state import casts_regions
 from hmpx.updates import step_hooks
 
-_FAST_PATH = Flag(
-    "the fast path of torch.nn.MultiheadAttention",
-    torch.backends.mha.get_fastpath_enabled,
-    torch.backends.mha.set_fastpath_enabled,
-)
 _OBSERVER = Attribute(process_state, "observer", "the observer of ops")
-_KNOWN_PLACES = Attribute(process_state, "known_places", "the places that are known")
 _LEARN = Attribute(process_state, "learn", "what learns places")
 
 
@@ -85,50 +80,43 @@ class Conversion(Installation):
 
     def _parts(self) -> Iterator[Part]:
         """What is put in force, in order, made of torch as it stands now."""
-        mapping = self.dtype_map
         yield from self.rules
         yield ForwardWrappers()
         self._policies.know(self._places())
-        yield Put(_KNOWN_PLACES, frozenset(self._policies))
         yield Put(_LEARN, self._learn)
         yield Paired(step_hooks.install, step_hooks.uninstall)  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None
         observers = [*([log] if log else ()), *process_state.observers]
         observer = Several(observers) if observers else None
-        self._table = PatchTable.build(self._policies, observer, mapping.patches if mapping else None, self.kernels)
-        self._rebinding = Rebinding()
-        self._functions = UserFunctions(self._policies, self._rebinding)
+        self._casts = CastsOfPolicies(self._policies, observer, self.dtype_map, self.kernels)
         if log:
             yield log
         yield Announcement(*self._announced())
         yield Put(_OBSERVER, observer)
-        yield WithCaptures(self._rebinding, self._table, self._functions)
-        yield dynamo.Tracing(self._table.originals, f"{self._policies}{mapping or ''}{self.kernels}")
-        yield torchscript.Scripting(self._table.originals)
-        if any(each.bf16 or each.fp32 for each in self._policies.values()):
-            yield Put(_FAST_PATH, False)  # TransformerEncoder in eval would run in one C++ call that no patch sees
-        if mapping:
-            yield mapping
+        yield self._casts
         yield region_state.Casting(self._enabled)
 
     def _places(self) -> set[int]:
         """Every place that is known to come: of rules of modules, and of regions in them."""
         places = places_of_rules() | {0}
-        return places | {
-            number_inside(place, number) for place in places for number in process_state.casts_regions.values()
-        }
+        return places | {number_inside(place, number) for place in places for number in casts_regions.values()}
 
     def _learn(self, places: Iterable[int]) -> None:
         """Have wrappers for these places as well."""
         with process_state.lock:
             new = {place: self._policies.at(place) for place in places if place not in self._policies}
             UserFunctions({0: self.policy, **new}).check()
-            if self._policies.know(new) and self.active:
+            if not self._policies.know(new) or not self.active:
+                return
+            if self.dtype_map:  # its wrappers stand around ours
                 self.put_in_force_again()
+            else:
+                self._casts.further(self._changes)
+        dynamo.trace_anew()
 
     def expect(self, overlays: Iterable[Overlay]) -> None:
         """Have wrappers for rules to come."""
-        self._learn(number_inside(0, overlay.number) for overlay in overlays)
+        self._learn([number_inside(0, overlay.number) for overlay in overlays])
 
     def add_rules(self, rules: Iterable[ModuleRule]) -> None:
         """Put rules of modules in force, which end with the conversion."""
@@ -152,12 +140,12 @@ class Conversion(Installation):
     @property
     def patched(self) -> tuple[Patch, ...]:
         """Every attribute that this conversion changes: `label`, `op`, `rule`, `owner`, `original` and more."""
-        return (*self._table.patches, *self._functions.patched.values())
+        return self._casts.patched
 
     @property
     def rebound(self) -> tuple[str, ...]:
         """Names that had been captured before `convert` and now hold the wrapper."""
-        return tuple(str(capture) for capture in self._rebinding.captures if capture.rebound)
+        return tuple(str(capture) for capture in self._casts.captures if capture.rebound)
 
     @property
     def escaped(self) -> tuple[str, ...]:
@@ -169,8 +157,8 @@ class Conversion(Installation):
             for name in names
             if name not in ops and "." not in name
         ]
-        waiting = [f"{name} is not imported yet" for name in self._functions.waiting]
-        captured = dict.fromkeys(str(capture) for capture in self._rebinding.captures if not capture.rebound)
+        waiting = [f"{name} is not imported yet" for name in self._casts.waiting]
+        captured = dict.fromkeys(str(capture) for capture in self._casts.captures if not capture.rebound)
         return (*unreachable, *waiting, *captured)
 
     def __repr__(self) -> str:

@@ -236,13 +236,13 @@ def _announce(before: Region, now: Region) -> None:
             state.off_somewhere[_thread.key] = True
         else:
             state.off_somewhere.pop(_thread.key, None)
-    if was != place:
+    if was != place or (casting and not before.casting):  # a compilation that failed may have left another one
         set_autocast_dtype(_ON, _DTYPES[place % _BASE])
     if was >= _BASE or place >= _BASE:
         set_autocast_dtype(_OFF, _DTYPES[place // _BASE] if place >= _BASE else _OFFS_OWN)
-    elif before.casting is casting:
-        return
-    set_autocast_enabled(_OFF, casting is False or place >= _BASE)
+        set_autocast_enabled(_OFF, casting is False or place >= _BASE)
+    elif (before.casting is False) is not (casting is False):
+        set_autocast_enabled(_OFF, casting is False)
 
 
 def _off_for_some_task() -> bool:

@@ -154,6 +154,9 @@ class casts(contextlib.ContextDecorator):
         if not torch.compiler.is_dynamo_compiling():
             casts_regions[self] = self._overlay
 
+    def _recreate_cm(self) -> casts:  # of ContextDecorator: torch.compile wants one made inside the function
+        return casts(self._overlay)  # type: ignore[arg-type]  # its number stands for all the arguments
+
     def __enter__(self) -> casts:
         place = place_inside(region_state.place(), self._overlay)
         region_state.enter(True, None, None, place, self._overlay)
@@ -164,7 +167,9 @@ class casts(contextlib.ContextDecorator):
 
 
 def _overlay(rule: Any, bf16: Any, fp32: Any, promote: Any, low_precision: Any) -> int:
-    """The number of what a `casts` region is made with."""
+    """The number of what a `casts` region is made with, which may be the number itself."""
+    if type(rule) is int:
+        return rule
     lists = {"bf16": bf16, "fp32": fp32, "promote": promote, "low_precision": low_precision}
     number = overlay_by_hand("casts", rule, lists, sys._getframe(2)).number
     place_inside(0, number)

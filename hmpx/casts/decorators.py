@@ -29,8 +29,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool]) -> Any:
-    """`function` with its inputs cast while `active()`, as the rule of the place says that it is called from."""
-    decides = len(set(rules.values())) > 1
+    """`function` with its inputs cast while `active()`, as the rule says of the place that it is called from.
+
+    rules: by place; it may get more.
+    """
     some = next(filter(None, rules.values()))
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if not callable(plain) or isinstance(plain, type):
@@ -43,7 +45,7 @@ def wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool]) -> 
         )
 
     def call(wrapped, instance, args, kwargs):
-        rule = rules.get(region_state.place(), rules[0]) if decides else some
+        rule = some if len(rules) == 1 else rules.get(region_state.place(), rules[0])
         observer = process_state.observer
         if observer is None or rule is None:
             return _called(wrapped, rule, active, *args, **kwargs)

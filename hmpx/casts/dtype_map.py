@@ -25,8 +25,9 @@ from hmpx.casts import op_facts
 from hmpx.casts.callers import frames
 from hmpx.casts.codegen import COMPILER, Switch
 from hmpx.casts.layouts import schemas
+from hmpx.casts.op_wrappers import Patch, Patching
 from hmpx.casts.ops import catalog
-from hmpx.casts.patch_table import Patch, Patching, patch_at, uncast_functions
+from hmpx.casts.patch_table import patch_at, uncast_functions
 from hmpx.casts.rules import METHODS, call
 from hmpx.changes import Attribute, Changes, Flag
 from hmpx.errors import HmpxError

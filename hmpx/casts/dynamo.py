@@ -62,12 +62,13 @@ class Tracing:
         self._find = find
         self._originals: dict[int, Callable] = {}  # by identity of the wrapper, while it is applied
         self._codes: set[types.CodeType] = set()  # of the wrappers
-        self._tag = f"hmpx {hashlib.blake2b(what.encode(), digest_size=8).hexdigest()}"
+        self._what = what
+        self._tags: list[str] = []
 
     def apply(self, changes: Changes) -> None:
         process_state.tracing, self._changes = self, changes
         changes.callback(self._end)
-        config.cache_key_tag += self._tag
+        self._tag_with(self._what)
         originals = self._find()
         self._originals.update({id(wrapper): original for wrapper, original in originals.items()})
         self._codes.update(wrapper.__code__ for wrapper in originals if isinstance(wrapper, types.FunctionType))
@@ -79,8 +80,31 @@ class Tracing:
 
     def _end(self) -> None:
         process_state.tracing = None
-        config.cache_key_tag = config.cache_key_tag.replace(self._tag, "")  # a user may have added to it
+        config.cache_key_tag = self._untagged()
         self._originals.clear()
+
+    def further(self, originals: Mapping[Callable, Callable], what: str) -> None:
+        """More wrappers stand in their places. What is compiled already has none of them in it, and stays."""
+        self._originals.update({id(wrapper): original for wrapper, original in originals.items()})
+        self._tag_with(what)
+        eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+        for wrapper in originals:
+            if isinstance(wrapper, types.FunctionType):
+                self._codes.add(wrapper.__code__)
+                if eval_frame is not None:
+                    eval_frame.skip_code(wrapper.__code__)
+
+    def _tag_with(self, what: str) -> None:
+        tag = f"hmpx {hashlib.blake2b(what.encode(), digest_size=8).hexdigest()}"
+        config.cache_key_tag = f"{self._untagged()}{tag}"
+        self._tags.append(tag)
+
+    def _untagged(self) -> str:
+        """The tag as it is without ours; a user may have added to it. It is another one in each asyncio task."""
+        found = config.cache_key_tag
+        for tag in self._tags:
+            found = found.replace(tag, "")
+        return found
 
     def exchange(self, rules: ModuleType) -> None:
         load_object, get_tensor_method, originals = rules.load_object, rules.get_tensor_method, self._originals
@@ -122,3 +146,13 @@ def _imported(rules: ModuleType) -> None:
 
 def _forget_compiled() -> None:
     sys.modules["torch._dynamo"].reset()
+
+
+def trace_anew() -> None:
+    """Wrappers have been put in their places: if Dynamo is tracing, what it has looked at may be something else now.
+
+    So it begins anew, and forgets what it has found out.
+    """
+    guards = sys.modules.get("torch._guards")
+    if _RULES in sys.modules and guards is not None and guards.CompileContext.try_get() is not None:
+        raise sys.modules["torch._dynamo.exc"].UnspecializeRestartAnalysis(restart_reason="wrappers of hmpx")

@@ -173,7 +173,10 @@ def _deciding(rules):
 
 def _with_forward(module: Module, distance: int = 0) -> Iterator[tuple[Module, int]]:
     """The module; of a container, which has no forward of its own, what it contains."""
-    if type(module).forward is not _NO_FORWARD or "forward" in vars(module):
+    if isinstance(module, torch.jit.ScriptModule):
+        what = "a scripted module is compiled, and no rule reaches its ops"
+        raise HmpxError(f"a rule for a {type(module).__name__}: {what}")
+    if "forward" in vars(module) or type(module).forward is not _NO_FORWARD:
         _check(module)
         yield module, distance
         return
@@ -183,8 +186,6 @@ def _with_forward(module: Module, distance: int = 0) -> Iterator[tuple[Module, i
 
 def _check(module: Module) -> None:
     kind = type(module).__name__
-    if isinstance(module, torch.jit.ScriptModule):
-        raise HmpxError(f"a rule for a {kind}: a scripted module is compiled, and no rule reaches its ops")
     forward = inspect.unwrap(module.forward)
     for is_later in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
         if is_later(forward):

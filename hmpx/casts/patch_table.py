@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 import wrapt
 
 from hmpx.casts import op_facts
@@ -19,53 +16,11 @@ from hmpx.casts.codegen import Switch
 from hmpx.casts.fp32_kernels import NATIVE, Kernels
 from hmpx.casts.layouts import Layout
 from hmpx.casts.observing import Observer
-from hmpx.casts.ops import Entry, catalog
-from hmpx.casts.policy import Case, Policy, Rule
-from hmpx.casts.wrappers import build_carrying, build_check, build_choice, build_placed, build_uncast
-from hmpx.changes import Attribute, Changes
-
-Cases = tuple[Case, ...]
-Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entry points, and what it does in each place
-
-
-class Patching(enum.Enum):
-    """What a patch does to the calls of an entry point."""
-
-    CAST = "cast"  # the arguments are cast as its rule says
-    UNCAST = "uncast"  # no casts inside: not the model's forward
-    CHECK = "check"  # a layer's check of its input's dtype accepts what will be cast
-    CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
-    OBSERVED = "observed"  # nothing but that an observer sees them
-    DTYPE_MAP = "dtype map"  # a dtype that is asked for becomes another
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One attribute, before and after.
-
-    how: what the patch does. rule: of one that casts, what the policy says (where that depends on the arguments of a
-    call, the first of its cases); else None.
-    """
-
-    op: str
-    how: Patching
-    rule: Rule | None
-    label: str
-    owner: Any
-    attribute: str
-    original: Any
-    wrapper: Any
-    inherited: bool
-
-    def __str__(self) -> str:
-        return f"{self.label:45} {self.rule or self.how}"
-
-    @property
-    def place(self) -> Attribute:
-        return Attribute(self.owner, self.attribute, self.label)
+from hmpx.casts.op_wrappers import Patch, Patching, Wrappers, made_patch, read_attribute
+from hmpx.casts.ops import Entry
+from hmpx.casts.policy import Policy
+from hmpx.casts.wrappers import build_carrying, build_check, build_uncast
+from hmpx.changes import Changes
 
 
 class PatchTable:
@@ -74,9 +29,9 @@ class PatchTable:
     patches: every attribute that is changed, in order.
     """
 
-    def __init__(self, patches: tuple[Patch, ...], switch: Switch) -> None:
+    def __init__(self, patches: tuple[Patch, ...], wrappers: Wrappers, beginning: bool = True) -> None:
         self.patches = patches
-        self.switch = switch
+        self._wrappers, self._beginning = wrappers, beginning
 
     @classmethod
     def build(
@@ -94,22 +49,14 @@ class PatchTable:
         kernels: what computes the ops that run in BF16 or FP16 on a CPU.
         """
         switch = Switch()
-        patches = []
-        wrappers: dict[tuple[int, tuple, bool], Callable] = {}
-        wanted = _wanted({0: policies} if isinstance(policies, Policy) else policies)
-        if observer is not None and observer.everything:
-            wanted = _with_the_others(wanted)
-        for op, entry, cases in wanted:
-            original, inherited = _read(entry.owner, entry.attribute)
-            rule = next((case.rule for each in cases.values() for case in each if case.rule is not None), None)
-            # One object under several names gets one wrapper, and so stays one object.
-            key = id(original), tuple(cases.items()), entry.in_place
-            if key not in wrappers:
-                wrappers[key] = _wrapper(op, entry, cases, original, switch, kernels, observer)
-            how = Patching.OBSERVED if rule is None else Patching.CAST
-            patches.append(_patch(op, how, rule, entry, original, wrappers[key], inherited))
-        patches += _beside_casts(switch)
-        return cls(tuple(around(tuple(patches), switch) if around else patches), switch)
+        wrappers = Wrappers(switch, kernels, observer)
+        by_place = {0: policies} if isinstance(policies, Policy) else policies
+        patches = (*wrappers.patches(by_place), *_beside_casts(switch))
+        return cls(tuple(around(patches, switch)) if around else patches, wrappers)
+
+    def further(self, policies: Mapping[int, Policy]) -> PatchTable:
+        """What changes when these policies hold in places too: a table over this one, which ends before it."""
+        return PatchTable(tuple(self._wrappers.patches(policies)), self._wrappers, beginning=False)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.patches))
@@ -122,32 +69,12 @@ class PatchTable:
         """Put every wrapper in its place, until `changes` are undone, which makes the wrappers inert."""
         for patch in self.patches:
             changes.put(patch.place, patch.wrapper)
-        changes.callback(self.switch.retire)
+        if self._beginning:
+            changes.callback(self._wrappers.switch.retire)
 
     def replacements(self) -> list[tuple[Any, Any]]:
-        """Originals and their wrappers, for names captured elsewhere."""
-        return [(patch.original, patch.wrapper) for patch in self.patches]
-
-
-def _wrapper(
-    op: str,
-    entry: Entry,
-    cases: Mapping[int, Cases],
-    original: Callable,
-    switch: Switch,
-    kernels: Kernels,
-    observer: Observer | None,
-) -> Callable:
-    """The wrapper of one entry point: of one rule where that is the same in all places."""
-
-    def build(cases: Cases) -> Callable:
-        run = kernels.wrap(op, [case.rule for case in cases], original)
-        return build_choice(op, entry, cases, original, switch, run, observer)
-
-    built = {each: build(each) for each in dict.fromkeys(cases.values())}
-    if len(built) == 1:
-        return built[cases[0]]
-    return build_placed(entry, original, {place: built[each] for place, each in cases.items()})
+        """What stood there and its wrapper, for names captured elsewhere."""
+        return [(patch.before, patch.wrapper) for patch in self.patches]
 
 
 def _beside_casts(switch: Switch) -> Iterator[Patch]:
@@ -157,59 +84,20 @@ def _beside_casts(switch: Switch) -> Iterator[Patch]:
         owner, attribute = _split(path)
         if hasattr(owner, attribute):
             entry = Entry(owner, attribute, path, Layout(python=True))
-            original, inherited = _read(owner, attribute)
+            original, inherited = read_attribute(owner, attribute)
             wrapper = uncast.setdefault(id(original), build_uncast(entry, original, switch))
-            yield _patch(attribute, Patching.UNCAST, None, entry, original, wrapper, inherited)
+            yield made_patch(attribute, Patching.UNCAST, None, entry, original, wrapper, inherited)
     for path, weights in op_facts.INPUT_CHECKS.items():
         yield _beside_ops(path, Patching.CHECK, functools.partial(build_check, weights, switch))
     for path, position in op_facts.CALLED_LATER.items():
         yield _beside_ops(path, Patching.CARRYING, functools.partial(build_carrying, position, switch))
 
 
-def _wanted(policies: Mapping[int, Policy]) -> Iterator[Wanted]:
-    """Every entry point that some rule needs, with its cases."""
-    for op in catalog().values():
-        cases = {place: policy.cases(op) for place, policy in policies.items()}
-        for entry in op.entries:
-            if entry.in_place:
-                # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
-                # something to do. Its own conversion rounds once where a cast before it would round twice.
-                if op.refuses_mixed:
-                    yield op.name, entry, {0: (Case(Rule.FIRST_INPUT),)}
-            elif any(case.rule is not None for each in cases.values() for case in each):
-                yield op.name, entry, cases
-
-
-def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:
-    """`wanted`, and the ops that no rule concerns, with casts by hand.
-
-    Not among them: views, what makes no new values, and Python functions of torch, whose parts are seen.
-    """
-    found = set()
-    for op, entry, cases in wanted:
-        found.add((id(entry.owner), entry.attribute))
-        yield op, entry, cases
-    nothing = {0: (Case(None),)}
-    for each in catalog().values():
-        if each.computes and not each.view and not each.name.startswith("_"):
-            for entry in each.entries:
-                if not entry.layout.python and (id(entry.owner), entry.attribute) not in found:
-                    yield each.name, entry, nothing
-    for method in op_facts.CASTS_BY_HAND:
-        yield "to", Entry(torch.Tensor, method, f"Tensor.{method}", Layout()), nothing
-
-
-def _patch(
-    op: str, how: Patching, rule: Rule | None, entry: Entry, original: Any, wrapper: Any, inherited: bool
-) -> Patch:
-    return Patch(op, how, rule, entry.label, entry.owner, entry.attribute, original, wrapper, inherited)
-
-
 def patch_at(path: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
     """The patch of one dotted name in torch that casts nothing. `build` makes what stands there of what stood there."""
     owner, attribute, original = wrapt.resolve_path(*_split(path))
     inherited = attribute not in vars(owner)
-    return Patch(attribute, how, None, path, owner, attribute, original, build(original), inherited)
+    return Patch(attribute, how, None, path, owner, attribute, original, build(original), inherited, original)
 
 
 def _beside_ops(path: str, how: Patching, build: Callable[[Any], Callable]) -> Patch:
@@ -239,9 +127,3 @@ def uncast_functions() -> Iterator[str]:
         for attribute, value in vars(importlib.import_module(name)).items():
             if inspect.isfunction(value) and attribute.endswith("_") and not attribute.startswith("_"):
                 yield f"{name}.{attribute}"
-
-
-def _read(owner: Any, attribute: str) -> tuple[Any, bool]:
-    """The attribute as it stands in the namespace, or along a class's MRO; and whether it is inherited."""
-    _, _, original = wrapt.resolve_path(owner, attribute)
-    return original, attribute not in vars(owner)

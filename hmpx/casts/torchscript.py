@@ -32,13 +32,17 @@ class Scripting:
 
     def apply(self, changes: Changes) -> None:
         changes.callback(self._originals.clear)
-        for wrapper, original in self._find().items():
-            self._originals[id(wrapper)] = original
-            if id(original) in _table:
-                changes.put(Item(_table, id(wrapper), "TorchScript's table of builtins"), _table[id(original)])
+        self.further(self._find(), changes)
         for name in ("try_compile_fn", "make_stub"):
             seeing = self._seeing(getattr(_recursive, name))
             changes.put(Attribute(_recursive, name, f"torch.jit._recursive.{name}"), seeing)
+
+    def further(self, originals: Mapping[Callable, Callable], changes: Changes) -> None:
+        """More wrappers, by which originals are to be seen until `changes` are undone."""
+        for wrapper, original in originals.items():
+            self._originals[id(wrapper)] = original
+            if id(original) in _table:
+                changes.put(Item(_table, id(wrapper), "TorchScript's table of builtins"), _table[id(original)])
 
     def _seeing(self, compile_function: Callable) -> Callable:
         """A function of TorchScript's that takes another one first, so that it is given the original of a wrapper."""

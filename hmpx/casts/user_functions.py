@@ -21,8 +21,8 @@ from hmpx import process_state, region_state
 from hmpx.casts.captured_names.rebinding import Rebinding
 from hmpx.casts.decorators import wrap
 from hmpx.casts.op_lists import read_file, shipped
-from hmpx.casts.patch_table import Patch, Patching
-from hmpx.casts.policy import Policy
+from hmpx.casts.op_wrappers import Patch, Patching
+from hmpx.casts.policy import Policy, Rule
 from hmpx.changes import Changes
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
 
@@ -43,12 +43,28 @@ class UserFunctions:
 
     def __init__(self, policies: Mapping[int, Policy], rebinding: Rebinding | None = None) -> None:
         self._rebinding = rebinding
-        listed = {place: policy.user_functions() for place, policy in policies.items()}
-        names = dict.fromkeys(name for rules in listed.values() for name in rules)
-        self.rules = {name: {place: rules.get(name) for place, rules in listed.items()} for name in names}
-        self.origins = {name: where for policy in policies.values() for name, where in policy.origins.items()}
+        self.rules: dict[str, dict[int, Rule | None]] = {}
+        self.origins: dict[str, str] = {}
+        self._know(policies)
         self.patched: dict[str, Patch] = {}
         self._retired = False
+
+    def _know(self, policies: Mapping[int, Policy]) -> list[str]:
+        """Take in policies; the names that are new."""
+        listed = {place: policy.user_functions() for place, policy in policies.items()}
+        names = dict.fromkeys(name for rules in listed.values() for name in rules)
+        new = [name for name in names if name not in self.rules]
+        for name in (*self.rules, *new):
+            rules = {place: each.get(name) for place, each in listed.items()}
+            self.rules.setdefault(name, {}).update(rules)
+        for policy in policies.values():
+            self.origins = dict(policy.origins) | self.origins
+        return new
+
+    def further(self, policies: Mapping[int, Policy]) -> None:
+        """Know these policies, too: all that there are. What is new is patched until the others end."""
+        for name in self._know(policies):
+            self._take_or_await(name)
 
     def check(self) -> None:
         """Raise `UnknownOpError` for a name that its imported module does not have; nothing is changed."""
@@ -77,9 +93,12 @@ class UserFunctions:
         self._changes = changes
         changes.callback(self._retire)
         for name in self.rules:
-            module = _longest_module(name)
-            if module is None or not self._patch(name, *module):
-                self._await(name)
+            self._take_or_await(name)
+
+    def _take_or_await(self, name: str) -> None:
+        module = _longest_module(name)
+        if module is None or not self._patch(name, *module):
+            self._await(name)
 
     def _find(self, name: str, prefix: str, module: Any) -> tuple[Any, str, Any] | None:
         """Owner, attribute and function; None where a submodule of that name may still come."""
@@ -100,7 +119,7 @@ class UserFunctions:
         rules, inherited = self.rules[name], attribute not in vars(owner)
         rule = next(filter(None, rules.values()))
         wrapper = wrap(original, rules, name, self._active)
-        patch = Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper, inherited)
+        patch = Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper, inherited, original)
         if self._rebinding is not None:
             self._rebinding.expect(lambda: _replacements([patch]))
         self._changes.put(patch.place, patch.wrapper)

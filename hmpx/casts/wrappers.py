@@ -196,16 +196,20 @@ def build_choice(
     return _named(choice, entry, original)
 
 
+def build_untouched(original: Callable) -> Callable:
+    """The function as torch made it, called as torch would be without hmpx."""
+
+    def untouched(*args, **kwargs):
+        return call(original, args, kwargs)
+
+    return untouched
+
+
 def build_placed(entry: Entry, original: Callable, runs: Mapping[int, Callable]) -> Callable:
     """The wrapper of one entry point whose rule is not the same everywhere: it asks where it is.
 
-    runs: what is called in each place, as `build_choice` makes it.
+    runs: what is called in each place; it may get more.
     """
-
-    def uncast(*args, **kwargs):
-        return call(original, args, kwargs)
-
-    runs = {place: uncast if run is original else run for place, run in runs.items()}
     elsewhere = runs[0]
 
     def placed(*args, **kwargs):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hmpx
 from hmpx.casts import codegen
 from hmpx.casts.callers import frames, rule_of
-from hmpx.casts.patch_table import Patching
+from hmpx.casts.op_wrappers import Patching
 
 
 class RulesAbove(TorchDispatchMode):

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.casts.dtype_map import DtypeMap
-from hmpx.casts.patch_table import Patching
+from hmpx.casts.op_wrappers import Patching
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 USE, DOWNCAST = {FP32: BF16, FP64: BF16}, {FP32: BF16, FP64: FP32}

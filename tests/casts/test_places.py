@@ -73,7 +73,7 @@ def results(model, x, forward=None):
     """The loss and every gradient, that of the input last."""
     x = x.clone().requires_grad_()
     model.zero_grad()
-    loss = (forward or model)(x)
+    loss = (model if forward is None else forward)(x)
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), x.grad]
 

@@ -1,0 +1,182 @@
+"""What stands in the places of torch's functions: one wrapper for each, by what its op does in each place."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import wrapt
+
+from hmpx.casts import op_facts
+from hmpx.casts.codegen import Switch
+from hmpx.casts.fp32_kernels import Kernels
+from hmpx.casts.layouts import Layout
+from hmpx.casts.observing import Observer
+from hmpx.casts.ops import Entry, catalog
+from hmpx.casts.policy import Case, Policy, Rule
+from hmpx.casts.wrappers import build_choice, build_placed, build_untouched
+from hmpx.changes import Attribute
+
+Cases = tuple[Case, ...]
+Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entry points, and what it does in each place
+
+
+class Patching(enum.Enum):
+    """What a patch does to the calls of an entry point."""
+
+    CAST = "cast"  # the arguments are cast as its rule says
+    UNCAST = "uncast"  # no casts inside: not the model's forward
+    CHECK = "check"  # a layer's check of its input's dtype accepts what will be cast
+    CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
+    OBSERVED = "observed"  # nothing but that an observer sees them
+    DTYPE_MAP = "dtype map"  # a dtype that is asked for becomes another
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute, before and after.
+
+    how: what the patch does. rule: of one that casts, what the policy says (where that depends on the arguments of a
+    call, or on the place, the first of its cases); else None. before: what it takes the place of: the original, or an
+    older wrapper of ours.
+    """
+
+    op: str
+    how: Patching
+    rule: Rule | None
+    label: str
+    owner: Any
+    attribute: str
+    original: Any
+    wrapper: Any
+    inherited: bool
+    before: Any
+
+    def __str__(self) -> str:
+        return f"{self.label:45} {self.rule or self.how}"
+
+    @property
+    def place(self) -> Attribute:
+        return Attribute(self.owner, self.attribute, self.label)
+
+
+class Wrappers:
+    """The wrappers of one conversion. It may learn more places while it is in force."""
+
+    def __init__(self, switch: Switch, kernels: Kernels, observer: Observer | None) -> None:
+        self.switch, self._kernels, self._observer = switch, kernels, observer
+        self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
+        self._standing: dict[tuple[int, str], Patch] = {}
+
+    def patches(self, policies: Mapping[int, Policy]) -> Iterator[Patch]:
+        """Those of functions that have none yet, or another wrapper from now on.
+
+        policies: by place, all that are known.
+        """
+        wanted = _wanted(policies)
+        if self._observer is not None and self._observer.everything:
+            wanted = _with_the_others(wanted)
+        for op, entry, cases in wanted:
+            key = id(entry.owner), entry.attribute
+            old = self._standing.get(key)
+            if old is None:
+                original, inherited = read_attribute(entry.owner, entry.attribute)
+            else:
+                original, inherited = old.original, old.inherited
+            function = self._functions.get((id(original), entry.in_place))
+            if function is None:
+                function = self._functions[id(original), entry.in_place] = _Function(op, entry, original, self._build)
+            wrapper = function.wrapper(cases)
+            if old is None or old.wrapper is not wrapper:
+                rule = next((case.rule for each in cases.values() for case in each if case.rule is not None), None)
+                how = Patching.OBSERVED if rule is None else Patching.CAST
+                before = None if old is None else old.wrapper
+                patch = made_patch(op, how, rule, entry, original, wrapper, inherited, before)
+                self._standing[key] = patch
+                yield patch
+
+    def _build(self, op: str, entry: Entry, original: Callable, cases: Cases) -> Callable:
+        run = self._kernels.wrap(op, [case.rule for case in cases], original)
+        return build_choice(op, entry, cases, original, self.switch, run, self._observer)
+
+
+class _Function:
+    """One function of torch, and what is called in its place."""
+
+    def __init__(self, op: str, entry: Entry, original: Callable, build: Callable[..., Callable]) -> None:
+        self._op, self._entry, self._original, self._build = op, entry, original, build
+        self._built: dict[Cases, Callable] = {}
+        self._runs: dict[int, Callable] = {}  # by place; the placed wrapper looks here
+        self._placed: Callable | None = None
+
+    def wrapper(self, cases: Mapping[int, Cases]) -> Callable:
+        """Of one rule, where that is the same in all places; else one that asks where it is."""
+        for place, each in cases.items():
+            if place not in self._runs:
+                if each not in self._built:
+                    built = self._build(self._op, self._entry, self._original, each)
+                    self._built[each] = build_untouched(built) if built is self._original else built
+                self._runs[place] = self._built[each]
+        if self._placed is None and len(self._built) > 1:
+            self._placed = build_placed(self._entry, self._original, self._runs)
+        return self._runs[0] if self._placed is None else self._placed
+
+
+def _wanted(policies: Mapping[int, Policy]) -> Iterator[Wanted]:
+    """Every entry point that some rule needs, with its cases."""
+    for op in catalog().values():
+        cases = {place: policy.cases(op) for place, policy in policies.items()}
+        for entry in op.entries:
+            if entry.in_place:
+                # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
+                # something to do. Its own conversion rounds once where a cast before it would round twice.
+                if op.refuses_mixed:
+                    yield op.name, entry, {0: (Case(Rule.FIRST_INPUT),)}
+            elif any(case.rule is not None for each in cases.values() for case in each):
+                yield op.name, entry, cases
+
+
+def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:
+    """`wanted`, and the ops that no rule concerns, with casts by hand.
+
+    Not among them: views, what makes no new values, and Python functions of torch, whose parts are seen.
+    """
+    found = set()
+    for op, entry, cases in wanted:
+        found.add((id(entry.owner), entry.attribute))
+        yield op, entry, cases
+    nothing = {0: (Case(None),)}
+    for each in catalog().values():
+        if each.computes and not each.view and not each.name.startswith("_"):
+            for entry in each.entries:
+                if not entry.layout.python and (id(entry.owner), entry.attribute) not in found:
+                    yield each.name, entry, nothing
+    for method in op_facts.CASTS_BY_HAND:
+        yield "to", Entry(torch.Tensor, method, f"Tensor.{method}", Layout()), nothing
+
+
+def made_patch(
+    op: str,
+    how: Patching,
+    rule: Rule | None,
+    entry: Entry,
+    original: Any,
+    wrapper: Any,
+    inherited: bool,
+    before: Any = None,
+) -> Patch:
+    """The patch of an entry point; `before` where that is no longer the original."""
+    before = original if before is None else before
+    return Patch(op, how, rule, entry.label, entry.owner, entry.attribute, original, wrapper, inherited, before)
+
+
+def read_attribute(owner: Any, attribute: str) -> tuple[Any, bool]:
+    """The attribute as it stands in the namespace, or along a class's MRO; and whether it is inherited."""
+    _, _, original = wrapt.resolve_path(owner, attribute)
+    return original, attribute not in vars(owner)
