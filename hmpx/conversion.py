@@ -52,7 +52,7 @@ class Conversion(Installation):
         escaped: what the policy names and the conversion does not reach, one sentence each.
 
     `restore()` takes it away; nothing happens if it is not the one in force. `rules`, `add_rules`, `expect`,
-    `policy_at` and `put_in_force_again` are for hmpx itself.
+    `policy_here` and `put_in_force_again` are for hmpx itself.
 
     Example:
         >>> with hmpx.convert() as handle:
@@ -126,9 +126,10 @@ class Conversion(Installation):
                 rule.apply(self._changes)
         self._learn(places_of_rules())
 
-    def policy_at(self, place: int) -> Policy:
-        """The policy that holds in a place (`region_state.place`)."""
-        return self._policies.at(place)
+    @property
+    def policy_here(self) -> Policy:
+        """The policy that holds for ops called from here, now: the innermost rule's or region's over the others."""
+        return self._policies.at(region_state.place())
 
     def _announced(self) -> Iterator[str]:
         """The two lines that HMP logs, and why ops run in other kernels than the user's."""

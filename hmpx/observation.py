@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hmpx.casts.fp32_kernels import KernelsAsked
+from hmpx.casts.module_rules import ModuleRule
 from hmpx.casts.observing import Observer
 from hmpx.casts.policy import Policy
 from hmpx.conversion import Conversion, install, installed
@@ -27,13 +28,15 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def observed(policy: Policy, kernels: KernelsAsked, observer: Observer) -> Iterator[Conversion]:
+def observed(
+    policy: Policy, kernels: KernelsAsked, observer: Observer, rules: Sequence[ModuleRule] = ()
+) -> Iterator[Conversion]:
     """A conversion of its own, that one observer alone sees; what was in force before is again at the end."""
     with lock:
         others = observers[:]
         observers[:] = [observer]
         try:
-            conversion = install(policy, kernels=kernels)
+            conversion = install(policy, kernels=kernels, rules=rules)
         finally:
             observers[:] = others
     with conversion:

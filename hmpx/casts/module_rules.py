@@ -13,6 +13,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from hmpx import region_state
 from hmpx.casts.overlays import Overlay, overlay_by_hand
 from hmpx.casts.places import number_inside, place_inside
 from hmpx.casts.policy import Policy
-from hmpx.casts.rules import cast
+from hmpx.casts.rules import is_eligible
 from hmpx.changes import Attribute, Changes
 from hmpx.errors import HmpxError
 
@@ -249,15 +250,25 @@ def _run(rules, function, args, kwargs):
     for rule in _deciding(rules):
         overlay = rule.overlay
         if overlay.dtype is not None:
-            args = tuple([_cast_once(value, overlay.dtype) for value in args])
-            kwargs = {key: _cast_once(value, overlay.dtype) for key, value in kwargs.items()}
+            args = tuple([_cast_once(value, overlay) for value in args])
+            kwargs = {key: _cast_once(value, overlay) for key, value in kwargs.items()}
         place = place_inside(place, overlay.number)
     return region_state.run_at(place, function, args, kwargs)
 
 
-def _cast_once(value: Any, dtype: torch.dtype) -> Any:
+def _cast_once(value: Any, overlay: Overlay) -> Any:
     """An argument as a cast by hand would make it. A list or dict stays: the module may write to it."""
-    return cast(value, dtype) if isinstance(value, torch.Tensor | tuple) else value
+    if isinstance(value, torch.Tensor):
+        return value.to(overlay.dtype) if value.dtype is not overlay.dtype and is_eligible(value) else value
+    if isinstance(value, tuple):
+        items = [_cast_once(item, overlay) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+def rule_that_casts(frame: FrameType) -> str:
+    """What says so, where `frame` casts an argument of a module; else nothing."""
+    return frame.f_locals["overlay"].where if frame.f_code is _cast_once.__code__ else ""
 
 
 def places_of_rules() -> set[int]:

@@ -76,6 +76,23 @@ class Overlay:
             low_precision=self.low_precision or policy.low_precision,
         )
 
+    def in_words(self) -> str:
+        """What it says: ``everything in float32``, ``linear and matmul in FP32``."""
+        if self.policy is not None:
+            return f"a policy of its own ({self.policy.opt_level})"
+        if self.dtype is not None:
+            return f"everything in {dtype_name(self.dtype)}"
+        low = LOW_RULES[self.low_precision].name if self.low_precision else "low precision"
+        how = {"bf16": f"in {low}", "fp32": "in FP32", "promote": "promoted"}
+        parts = []
+        for side, word in how.items():
+            names = [name for name, its, _ in self.names if its == side]
+            if names:
+                parts.append(f"{', '.join(names)} {word}")
+        if self.low_precision and not any(side == "bf16" for _, side, _ in self.names):
+            parts.append(f"the bf16 list in {low}")
+        return " and ".join(parts) or "as around it"
+
     def __reduce__(self) -> tuple:
         return _unpickled, (self.where, self.names, self.low_precision, self.dtype, self.policy)
 

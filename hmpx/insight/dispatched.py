@@ -32,6 +32,7 @@ class Finding:
     Attributes:
         op: its list name. aten: the operator that ran, with its overload. rule: what the list says.
         dtypes: of its floating inputs, each once. where: the line of the caller's code, as file:line. calls: how many.
+        listed: where a rule of a module or a region lists it; "" where the conversion's own lists do.
 
     Example:
         >>> with hmpx.convert():
@@ -49,11 +50,13 @@ class Finding:
     dtypes: tuple[torch.dtype, ...]
     where: str
     calls: int
+    listed: str = ""
 
     def __str__(self) -> str:
         dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         times = f", {self.calls} times" if self.calls > 1 else ""
-        return f"{self.where}: {self.op} is in the {self.rule} list and ran in {dtypes} ({self.aten}{times})"
+        listed = f" at {self.listed}" if self.listed else ""
+        return f"{self.where}: {self.op} is in the {self.rule} list{listed} and ran in {dtypes} ({self.aten}{times})"
 
 
 class Watch(TorchDispatchMode):
@@ -65,8 +68,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._seen: Counter[tuple] = Counter()
         self._conversion: Conversion | None = None
-        # Under its policy, by identity, as operators have a hash in Python: the operator, what may have called it.
-        self._known: dict[int, tuple[Any, list[Op], dict[str, Rule]]] = {}
+        # By place, and by identity, as operators have a hash in Python: the operator, what may have called it.
+        self._known: dict[tuple[int, int], tuple[Any, list[Op], dict[str, Rule]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if kwargs is None:
@@ -75,9 +78,10 @@ class Watch(TorchDispatchMode):
         if conversion is not None:
             if conversion is not self._conversion:
                 self._conversion, self._known = conversion, {}
-            known = self._known.get(id(func))
+            key = region_state.place(), id(func)
+            known = self._known.get(key)
             if known is None:
-                known = self._known[id(func)] = (func, *_listed(func, conversion.policy))
+                known = self._known[key] = (func, *_listed(func, conversion.policy_here))
             # Left out, as no part of the model's forward: backward passes, and regions without casts.
             if known[2] and torch._C._current_autograd_node() is None and region_state.casts_on():
                 self._look(*known, args, kwargs)
@@ -99,12 +103,13 @@ class Watch(TorchDispatchMode):
         if any(rule in (*TARGETS, Rule.PROMOTE) for rule in deciding):
             return
         name, rule = next(iter(wrong.items()))
-        self._seen[name, str(func), rule, dtypes, users_line(caller)] += 1
+        listed = _listed_at(name, self._conversion)
+        self._seen[name, str(func), rule, dtypes, users_line(caller), listed] += 1
 
     def findings(self) -> tuple[Finding, ...]:
         return tuple(
-            Finding(op, aten, rule, dtypes, where, calls)
-            for (op, aten, rule, dtypes, where), calls in self._seen.items()
+            Finding(op, aten, rule, dtypes, where, calls, listed)
+            for (op, aten, rule, dtypes, where, listed), calls in self._seen.items()
         )
 
 
@@ -117,6 +122,14 @@ def _listed(func: Any, policy: Policy) -> tuple[list[Op], dict[str, Rule]]:
         return [], {}
     ops = _meant(func._schema.name.removeprefix("aten::"), policy)
     return ops, {op.name: rule for op in ops if not op.view and (rule := policy.listed_as(op)) in TARGETS}
+
+
+def _listed_at(name: str, conversion: Conversion | None) -> str:
+    """Where the place lists an op; nothing where the conversion's own lists do."""
+    if conversion is None:
+        return ""
+    here = conversion.policy_here.origins.get(name, "")
+    return "" if here == conversion.policy.origins.get(name, "") else here
 
 
 def _meant(aten: str, policy: Policy) -> list[Op]:

@@ -9,6 +9,7 @@ from typing import Any
 from hmpx.casts.fp32_kernels import NATIVE, Kernels
 from hmpx.casts.listed_names import unknown_op
 from hmpx.casts.ops import Op, aten_only, canonical, catalog, legal_names
+from hmpx.casts.overlays import Overlay
 from hmpx.casts.policy import Policy, Rule
 from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.reasons import reason
@@ -32,8 +33,14 @@ def ops_table(policy: Policy, containing: str = "") -> str:
     return "\n".join(lines) if len(lines) > 1 else f"no op has {containing!r} in its name"
 
 
-def explain_op(name: str, policy: Policy, kernels: Kernels = NATIVE, recipes: Iterable[str] = ()) -> str:
-    """Which entry points an op has, which rule it gets under `policy`, and why.
+def explain_op(
+    name: str,
+    policy: Policy,
+    kernels: Kernels = NATIVE,
+    recipes: Iterable[str] = (),
+    modules: Mapping[str, Overlay] | None = None,
+) -> str:
+    """Which entry points an op has, which rule it gets under `policy`, and in some modules, and why.
 
     Raises:
         UnknownOpError: `name` is no op; with the nearest op, or the nearest of `recipes` if that is nearer.
@@ -51,6 +58,10 @@ def explain_op(name: str, policy: Policy, kernels: Kernels = NATIVE, recipes: It
         raise UnknownOpError(unknown_op(name))
     title = op.name if op.name == name else f"{name} is {op.name}"
     lines = [title, f"  rule          {reason(op, policy)}"]
+    for pattern, overlay in (modules or {}).items():
+        inside = overlay.over(policy)
+        if inside.cases(op) != policy.cases(op):
+            lines.append(f"  in {pattern:10} {reason(op, inside)}")
     if kernels.computed(op.name, [case.rule for case in policy.cases(op)]):
         lines.append(f"  kernels       {kernels}")
     for in_place, heading in ((False, "entry points"), (True, "in place")):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import FrameType
+
+from hmpx.casts.module_rules import rule_that_casts
 from hmpx.casts.observing import Point, Seen
 from hmpx.casts.ops import Op, catalog
 from hmpx.casts.policy import Policy, Rule
@@ -25,11 +28,12 @@ def reason(op: Op, policy: Policy) -> str:
     return "none: in no list; torch's own function, untouched"
 
 
-def reason_of_call(point: Point, seen: Seen, policy: Policy) -> str:
-    """Why one call was cast as it was, or was not."""
+def reason_of_call(point: Point, seen: Seen, policy: Policy, frame: FrameType | None = None) -> str:
+    """Why one call, made in `frame`, was cast as it was, or was not."""
     op = catalog().get(point.op)
     if point.op == "to":
-        return "cast by hand"
+        where = rule_that_casts(frame) if frame is not None else ""
+        return f"cast before the module's forward: {where}" if where else "cast by hand"
     if point.rule is not None and not seen.casting:
         said = is_explicit(seen.args, seen.kwargs)
         return "left alone: the caller says dtype= or out=" if said else "left alone: casts are off here"

@@ -11,7 +11,7 @@ from hmpx.casts.fp32_kernels import GAINING, choose
 from hmpx.casts.op_lists import SIDES, shipped
 from hmpx.casts.policy import LOW_RULES, Policy
 from hmpx.recipes.files import recipe_names, recipe_path
-from hmpx.recipes.keys import DTYPES, LISTS
+from hmpx.recipes.keys import DTYPES, LISTS, MODULES
 from hmpx.recipes.recipe import Recipe, read_recipe
 from hmpx.updates.weights import WAYS
 
@@ -45,6 +45,7 @@ def recipe_lines(recipe: Recipe) -> list[str]:
     lines = {
         "weights": f"{recipe.parameter_dtype}{exceptions}",
         "ops": _ops_in_words(recipe, policy),
+        MODULES: _modules_in_words(recipe),
         "kernels": _kernels_in_words(recipe, policy),
         "loss": "to be scaled (torch.amp.GradScaler), for FP16 loses gradients below 6e-8" if scaled else "",
         "dtypes": ", ".join(f"{old} becomes {new}" for old, new in recipe.dtype_map.items()),
@@ -84,6 +85,11 @@ def _ops_in_words(recipe: Recipe, policy: Policy | None) -> str:
     if recipe.opt_level == "O1" and not where:
         where.append("the default lists")
     return f"{recipe.opt_level}: {rules}" + (f" ({', '.join(where)})" if where else "")
+
+
+def _modules_in_words(recipe: Recipe) -> str:
+    """What holds in parts of the model."""
+    return "; ".join(f"{pattern}: {overlay.in_words()}" for pattern, overlay in recipe.overlays().items())
 
 
 def _kernels_in_words(recipe: Recipe, policy: Policy | None) -> str:

@@ -124,7 +124,7 @@ def _explain(options: argparse.Namespace) -> int:
         policy = recipe.policy()
         if policy is None:
             raise HmpxError(f"recipe {options.recipe} leaves torch's ops as they are (opt_level null)")
-        print(explain_op(options.what, policy, choose(recipe.kernels), recipe_names()))
+        print(explain_op(options.what, policy, choose(recipe.kernels), recipe_names(), recipe.overlays()))
     return 0
 
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
+from tests.support import ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4)
@@ -280,3 +283,82 @@ def test_the_softmax_of_torchs_own_attention_has_the_rule_of_its_module():
         rule.remove()
         assert attention(x, x, x)[0].dtype is BF16
         assert F.linear(x, x[0]).dtype is BF16
+
+
+def _gradients_of(model, rank):
+    """Of one rank's batch."""
+    torch.manual_seed(10 + rank)
+    model.zero_grad()
+    model(torch.randn(2, 3, 8)).float().square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def _distributed(rank, how, after):
+    """Gradients on this rank, and what they are by hand."""
+    model = net()
+    given = rules(model)
+    with hmpx.convert():
+        expected = [sum(each) / 2 for each in zip(*(_gradients_of(model, r) for r in (0, 1)), strict=True)]
+        for rule in given:
+            rule.remove()
+        plain = [sum(each) / 2 for each in zip(*(_gradients_of(model, r) for r in (0, 1)), strict=True)]
+        if not after:
+            rules(model)
+        wrapped = model
+        if how == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        else:
+            mesh = init_device_mesh("cpu", (2,))
+            for layer in (*model[1].children(), *model, model):
+                fully_shard(layer, mesh=mesh)
+        if after:
+            rules(model)
+        found = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in _gradients_of(wrapped, rank)]
+    return same(found, expected), same(found, plain)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("after", [False, True])
+def test_replicated_and_sharded_models_keep_their_rules(how, after):
+    """Given before or after the model was wrapped: the gradients are the mean of what each batch has by itself."""
+    assert ranks.run(2, _distributed, how, after) == [(True, False)] * 2
+
+
+def _prepared_and_wrapped(rank):
+    model = nn.parallel.DistributedDataParallel(net())
+    recipe = {"parameter_dtype": "float32", "modules": {"3": "fp32"}}
+    hmpx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe)
+    return model(torch.randn(2, 3, 8)).dtype
+
+
+def test_patterns_are_of_names_without_what_torch_puts_around_modules():
+    assert ranks.run(1, _prepared_and_wrapped) == [FP32]
+
+
+@pytest.mark.parametrize("kernels", ["native", "float32"])
+def test_kept_weights_and_fp32_kernels_are_those_of_the_place(kernels):
+    """One weight in two places: each has its cast, and the bits are those without the cache, and without places."""
+    torch.manual_seed(1)
+    weight = nn.Linear(8, 8)
+    model = nn.Sequential(nn.Sequential(weight), nn.Sequential(weight), nn.Sequential(weight)).requires_grad_(False)
+    x = torch.randn(3, 8)
+    given = [hmpx.policy_for(model[0], "fp32"), hmpx.policy_for(model[1], {"bf16": ["linear"]})]
+    given.append(hmpx.policy_for(model[2], bf16=["linear"], low_precision="fp16"))
+
+    def by_hand():
+        with hmpx.disable_casts():
+            one = F.linear(x, weight.weight, weight.bias)
+        with hmpx.convert(kernels=kernels):
+            two = weight(one)
+        with hmpx.convert(kernels=kernels, low_precision=torch.float16):
+            return weight(two)
+
+    expected = by_hand()
+    with hmpx.convert(kernels=kernels):
+        plain = model(x)
+        with hmpx.cached_weights() as cache:
+            kept = [model(x) for _ in range(2)]
+            assert repr(cache).startswith("<hmpx.cached_weights: 4 casts")  # weight and bias, in each of two dtypes
+        for rule in given:
+            rule.remove()
+    assert same([expected, expected, expected], [plain, *kept]) and expected.dtype is torch.float16

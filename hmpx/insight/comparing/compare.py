@@ -16,7 +16,7 @@ from hmpx.insight.comparing import noise
 from hmpx.insight.comparing.backward import Backward
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.comparison import Comparison
-from hmpx.insight.comparing.lists import lists_meant
+from hmpx.insight.comparing.lists import lists_meant, rules_meant
 from hmpx.insight.comparing.passes import Alone, Low, Mended, Shifted, Wide
 from hmpx.insight.comparing.row import BROKEN, Row
 from hmpx.insight.comparing.rows import mask_note, row_of, sums
@@ -52,8 +52,8 @@ def compare(
         batches: a list of tuples of positional arguments. Noise between batches needs two, four are better.
         loss: called as ``loss(model, *batch)``, returns a scalar tensor. None: only results of ``model(*batch)`` are
             compared.
-        lists: a policy, a recipe or its name, or a dict of `convert`'s arguments. None: what is installed, else the
-            default lists.
+        lists: a policy, a recipe or its name (its rules for modules hold, too), or a dict of `convert`'s arguments.
+            None: what is installed, else the default lists.
 
     Raises:
         HmpxError: something above does not fit; the loss in FP32 is another one when it is computed again.
@@ -70,7 +70,7 @@ def compare(
     with contextlib.ExitStack() as undo:
         undo.enter_context(subject.gradients_kept())
         undo.enter_context(eager())
-        undo.enter_context(observation.observed(policy, kernels, sites))
+        undo.enter_context(observation.observed(policy, kernels, sites, rules_meant(lists, recipe, model)))
         return _Comparing(subject, sites, policy).run()
 
 

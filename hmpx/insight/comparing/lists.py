@@ -6,13 +6,17 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from hmpx import conversion
 from hmpx.casts.build_policy import build_policy
 from hmpx.casts.fp32_kernels import KernelsAsked
+from hmpx.casts.module_rules import ModuleRule
 from hmpx.casts.op_lists import read_lists
 from hmpx.casts.policy import Policy
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError, did_you_mean
+from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.recipe import Recipe, as_recipe
 
 
@@ -38,6 +42,18 @@ def lists_meant(lists: Any, asked: str = "compare") -> tuple[Policy, Recipe | No
         why = "leaves ops as they are (opt_level null)" if policy is None else "maps dtypes"
         raise HmpxError(f"{asked}: this recipe {why}, so that there are no op lists to compare with FP32")
     return policy, recipe, recipe.kernels
+
+
+def rules_meant(lists: Any, recipe: Recipe | None, model: torch.nn.Module) -> list[ModuleRule]:
+    """The rules for modules that go with these lists: of the recipe, or of the conversion that is in force."""
+    now = installed() if lists is None else None
+    if now is not None:
+        return list(now.rules)
+    if recipe is None or not recipe.modules:
+        return []
+    with recipe.naming_lines():
+        check_names([model], recipe)
+        return rules_for([model], recipe)
 
 
 def _of_arguments(arguments: dict[str, Any], asked: str) -> tuple[Policy, None, KernelsAsked]:

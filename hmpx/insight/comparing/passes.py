@@ -226,7 +226,7 @@ def _describe(asked: Asked, seen: Seen, kept: Call) -> None:
     words = [" and ".join(dict.fromkeys(map(name, step))) for step in steps]
     site.dtypes = " -> ".join(word for i, word in enumerate(words) if word and (i == 0 or word != words[i - 1]))
     site.rule = str(asked.point.rule) if asked.point.rule is not None and seen.casting else ""
-    site.reason = reason_of_call(asked.point, seen, conversion.policy) if conversion else ""
+    site.reason = reason_of_call(asked.point, seen, conversion.policy_here) if conversion else ""
 
 
 def _score_in_backward(scores: list[float], asked: Asked, results: list[Tensor], deltas: list[Tensor]) -> list[Tensor]:

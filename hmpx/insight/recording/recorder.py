@@ -13,11 +13,9 @@ from time import perf_counter
 
 import torch
 
-from hmpx import rounding, updates
+from hmpx import region_state, rounding, updates
 from hmpx.casts.callers import frames, modules, users_frame
 from hmpx.casts.observing import Point, Run, Seen
-from hmpx.casts.op_lists import SIDES, shipped
-from hmpx.casts.ops import catalog
 from hmpx.casts.policy import Policy, Rule
 from hmpx.casts.rules import TARGETS
 from hmpx.conversion import Conversion, installed
@@ -27,6 +25,7 @@ from hmpx.insight.recording.device import DeviceSide
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.site import SHAPES, Site
 from hmpx.insight.recording.trips import RoundTrips
+from hmpx.insight.recording.unmatched import unmatched
 from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, is_masked, is_readable, name
 
 _STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
@@ -40,7 +39,7 @@ class Recorder:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._sites: dict[tuple, Site | None] = {}
-        self._used: set[str] = set()  # ops that were called, and names in lists that they follow
+        self._used: dict[int, set[str]] = {}  # by place: ops that were called, and names in lists that they follow
         self._conversions: list[Conversion] = []  # that were in force
         self._names = ModuleNames()
         self._device = DeviceSide()
@@ -145,17 +144,17 @@ class Recorder:
         if any(each.f_code.co_filename.startswith(_STEPS) for each in frames(frame)):
             return None
         conversion = installed()
-        policy = self._of(conversion) if conversion else Policy()
+        policy = self._of(conversion).policy_here if conversion else Policy()
         listed = policy.listed(point.op)
         rule = point.rule if seen.casting else listed if listed is Rule.PROMOTE and point.rule is None else None
-        self._used.update((point.op, *point.follows))
+        self._used.setdefault(region_state.place(), set()).update((point.op, *point.follows))
         return Site(
             op=point.op,
             entry=point.label,
             where="?" if user is None else f"{user.f_code.co_filename}:{user.f_lineno}",
             module=self._names.of_module(module, frame),
             rule=str(rule or ""),
-            reason=reason_of_call(point, seen, policy),
+            reason=reason_of_call(point, seen, policy, frame),
             given=tuple([name(tensor.dtype) for tensor in given]),
             seen=tuple([name(tensor.dtype) for tensor in inside]),
             result=tuple([name(tensor.dtype) for tensor in result]),
@@ -186,11 +185,11 @@ class Recorder:
         said = [named or f"a tensor of {shape}" for named, shape in zip(names, shapes, strict=True)]
         return f"float32 comes out, as {' and '.join(said)} in float32 met {name(low[0].dtype)}"
 
-    def _of(self, conversion: Conversion) -> Policy:
-        """The policy of a conversion, which is remembered."""
+    def _of(self, conversion: Conversion) -> Conversion:
+        """The conversion, which is remembered."""
         if conversion not in self._conversions:
             self._conversions.append(conversion)
-        return conversion.policy
+        return conversion
 
     def finish(self) -> None:
         """Complete the log: what has been gathered on devices, which is waited for once; what of the lists was used."""
@@ -200,12 +199,7 @@ class Recorder:
             self._of(conversion)
         if not self._conversions:
             return
-        ops, last = catalog(), self._conversions[-1]
-        used = self._used | {follows for name in self._used if name in ops and (follows := ops[name].follows)}
-        unused = [name for side in SIDES for name in getattr(last.policy, side) if name not in used]
-        origins = {name: last.policy.origins.get(name, "") for name in unused}
-        own = [name for name, origin in origins.items() if origin and not origin.startswith(str(shipped()))]
+        last = self._conversions[-1]
         self._log.policy = str(last.policy)
-        self._log.unmatched = tuple(f"{origins[name]}: {name}" for name in own)
-        self._log.unmatched_of_hmpx = tuple(name for name in unused if name not in own)
+        self._log.unmatched, self._log.unmatched_of_hmpx = unmatched(last.policy, self._used)
         self._log.escaped = last.escaped

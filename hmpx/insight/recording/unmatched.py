@@ -1,0 +1,55 @@
+"""What lists say and no call matched: of the conversion's own, and of rules for modules and of regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hmpx import process_state
+from hmpx.casts.op_lists import SIDES, shipped
+from hmpx.casts.ops import catalog
+from hmpx.casts.overlays import Overlay
+from hmpx.casts.policy import Policy
+
+
+def unmatched(policy: Policy, used: Mapping[int, set[str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names in a user's lists, each with its line, and those in lists that come with hmpx.
+
+    used: by place, the ops that were called there and the names that they follow.
+    """
+    everywhere = _with_followed(set().union(*used.values()))
+    unused = [name for side in SIDES for name in getattr(policy, side) if name not in everywhere]
+    origins = {name: policy.origins.get(name, "") for name in unused}
+    own = [name for name, origin in origins.items() if origin and not origin.startswith(str(shipped()))]
+    of_places = [line for overlay in _in_force() for line in _of_overlay(overlay, used)]
+    return (
+        tuple([*(f"{origins[name]}: {name}" for name in own), *of_places]),
+        tuple(name for name in unused if name not in own),
+    )
+
+
+def _with_followed(names: set[str]) -> set[str]:
+    ops = catalog()
+    return names | {follows for name in names if name in ops and (follows := ops[name].follows)}
+
+
+def _in_force() -> list[Overlay]:
+    """What modules have as rules now."""
+    rules = {rule.overlay.number: rule.overlay for rule in list(process_state.module_rules)}
+    return [rules[number] for number in sorted(rules)]
+
+
+def _of_overlay(overlay: Overlay, used: Mapping[int, set[str]]) -> Iterator[str]:
+    """The names that an overlay lists, or all of it, if no call in its places was one of them."""
+    inside = [names for place, names in used.items() if overlay.number in _overlays_of(place)]
+    if not inside:
+        yield f"{overlay.where}: no op was called in it"
+        return
+    called = _with_followed(set().union(*inside))
+    yield from (f"{where}: {name}" for name, _, where in overlay.names if name not in called)
+
+
+def _overlays_of(place: int) -> Iterator[int]:
+    """The numbers of the overlays of a place, from the innermost outwards."""
+    while place:
+        place, overlay = process_state.places[place]
+        yield overlay
