@@ -54,7 +54,8 @@ _SIGNATURES = {
 }
 KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
 _STATES, _SCALARS = 3, 12
-_KINDS = {torch.float32: 1, torch.bfloat16: 2}
+_WORDS, _GRAD = 7 + 3 * _STATES, 4  # of a parameter; the place of its gradient's pointer
+KINDS = {torch.float32: 1, torch.bfloat16: 2}
 
 
 class Rounding(NamedTuple):
@@ -107,18 +108,37 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
 
 def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:
     """Step all of these parameters in place, in one call, by one of `KERNELS`. Needs `library()`."""
-    words, scalars = array("Q"), array("f")
+    scalars = array("f")
     for each in stepped:
-        weight, grad = each.weight, each.grad
-        words.extend((weight.numel(), weight.data_ptr(), _KINDS[weight.dtype], each.name))
-        words.extend((grad.data_ptr(), _KINDS[grad.dtype], 0))
+        scalars.extend(scalars_of(each.scalars))
+    step_words(kernel, words_of(stepped), scalars, [each.grad for each in stepped], step_key)
+
+
+def words_of(stepped: Sequence[Stepped]) -> array[int]:
+    """What the kernels are told of each parameter, but for its gradient, which another step has another one of."""
+    words = array("Q")
+    for each in stepped:
+        weight = each.weight
+        words.extend((weight.numel(), weight.data_ptr(), KINDS[weight.dtype], each.name, 0, 0, 0))
         for state, name in zip(each.states, each.state_names, strict=True):
-            words.extend((0, 0, 0) if state is None else (state.data_ptr(), _KINDS[state.dtype], name))
+            words.extend((0, 0, 0) if state is None else (state.data_ptr(), KINDS[state.dtype], name))
         words.extend((0, 0, 0) * (_STATES - len(each.states)))
-        scalars.extend(each.scalars)
-        scalars.extend((0.0,) * (_SCALARS - len(each.scalars)))
+    return words
+
+
+def scalars_of(scalars: tuple[float, ...]) -> tuple[float, ...]:
+    """As many as the kernels have room for."""
+    return (*scalars, *(0.0,) * (_SCALARS - len(scalars)))
+
+
+def step_words(
+    kernel: str, words: array[int], scalars: array[float], grads: Sequence[torch.Tensor], step_key: int
+) -> None:
+    """`step_list`, for the words and scalars of parameters, which get these gradients."""
+    words[_GRAD::_WORDS] = array("Q", [grad.data_ptr() for grad in grads])
+    words[_GRAD + 1 :: _WORDS] = array("Q", [KINDS[grad.dtype] for grad in grads])
     addresses = words.buffer_info()[0], scalars.buffer_info()[0]
-    _kernels().step_list(KERNELS.index(kernel), *addresses, len(stepped), step_key, torch.get_num_threads())
+    _kernels().step_list(KERNELS.index(kernel), *addresses, len(grads), step_key, torch.get_num_threads())
 
 
 def split_24(

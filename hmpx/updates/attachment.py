@@ -66,6 +66,7 @@ class Attachment:
         release = functools.partial(_call_if_alive, weakref.WeakMethod(self._release))
         self._claim = Claim(fp32=settings.use_fp32_grad_acc, release=release if settings.release_gradients else None)
         self._watched: Updates | None = None
+        self._seen: tuple[list[int], list[torch.dtype]] = ([], [])
         self._dtypes: dict[Parameter, torch.dtype] = {}  # of its parameters, when they were last looked at
 
     @property
@@ -194,6 +195,7 @@ class Attachment:
             raise
 
     def _remove(self) -> None:
+        self._updates.look_again()
         self._gone.detach()
         self._undo.close()
         vars(self.optimizer).pop(ATTRIBUTE, None)
@@ -203,7 +205,11 @@ class Attachment:
 
     def sync_parameters(self) -> None:
         """Look at the optimizer's parameters again: some may be new, gone, or cast since the last time."""
-        now = dict.fromkeys(parameters(self._outer() or self._alive))
+        params = parameters(self._outer() or self._alive)
+        if self._seen == (seen := ([*map(id, params)], [p.dtype for p in params])):
+            return
+        self._seen = seen
+        now = dict.fromkeys(params)
         gone = [p for p in self._dtypes if p not in now]
         for p in gone:
             del self._dtypes[p]
@@ -221,6 +227,7 @@ class Attachment:
     def before_load(self, optimizer: Optimizer) -> None:
         """`optimizer.load_state_dict` is about to run."""
         if optimizer is self.optimizer:  # and no copy that took every attribute along
+            self._updates.look_again()
             self._checkpoints.hook_last(optimizer)
 
     def step(self, call: StepCall) -> Any:

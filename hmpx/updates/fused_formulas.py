@@ -21,10 +21,12 @@ class Formula:
     Attributes:
         kernel: its name in `native.KERNELS`.
         counts: whether a parameter's state has a count of steps.
+        tensors_alone: whether beside that its state is the kernel's tensors.
     """
 
     kernel: ClassVar[str]
     counts: ClassVar[bool] = True
+    tensors_alone: ClassVar[bool] = True
 
     def takes(self, group: dict, state: State) -> bool:
         """Whether the kernel has what these options ask for."""
@@ -133,6 +135,7 @@ class _RMSprop(Formula):
 
 class _NAdam(Formula):
     kernel = "nadam"
+    tensors_alone = False
 
     def states(self, group: dict) -> tuple[str | None, ...]:
         return "exp_avg", "exp_avg_sq"
@@ -176,3 +179,8 @@ def formula_of(optimizer: optim.Optimizer) -> Formula | None:
     """The formula of the optimizer's class; None if there is no kernel for it."""
     cls = type(optimizer)
     return _FORMULAS.get(cls) or _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def is_scaled(optimizer: optim.Optimizer) -> bool:
+    """Whether a GradScaler leaves the unscaling to torch's own kernels."""
+    return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None

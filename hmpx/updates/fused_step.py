@@ -16,7 +16,8 @@ from torch import optim
 
 from hmpx.rounding import native, triton
 from hmpx.rounding.keys import name_id
-from hmpx.updates.fused_formulas import Formula, formula_of
+from hmpx.updates.fused_formulas import Formula, formula_of, is_scaled
+from hmpx.updates.fused_plan import FusedPlan
 from hmpx.updates.segment import Segment
 from hmpx.updates.step_call import WriteBack
 
@@ -29,7 +30,9 @@ class FusedStep:
 
     def __init__(self, optimizer: optim.Optimizer, write_back: WriteBack) -> None:
         self._optimizer, self._write_back = optimizer, write_back
-        self._formula = None if _is_scaled(optimizer) else formula_of(optimizer)
+        self._formula = None if is_scaled(optimizer) else formula_of(optimizer)
+        self._taken: list[tuple[dict, Segment]] = []
+        self._done: list[native.Stepped] = []
         self._scalars: dict[Any, tuple[float, ...]] = {}  # most parameters of a group have the same
 
     def takes(self, group: dict, segment: Segment) -> bool:
@@ -49,12 +52,14 @@ class FusedStep:
         """A function that steps parameters that a kernel `takes`. Nothing changes before it is called."""
         states = [self._optimizer.state.get(segment.param) or {} for _, segment in taken]
         weights: list[Tensor] = [segment.param for _, segment in taken]
-        launch = self._launch(taken, weights, [segment.grad for _, segment in taken], states)
+        stepped, new = self._stepped(taken, weights, [segment.grad for _, segment in taken], states)
 
         def run() -> None:
-            for segment, state in zip(taken, launch(), strict=True):
-                self._optimizer.state[segment[1].param].update(state)
+            self._launch(stepped)
+            for (_, segment), state in zip(taken, new, strict=True):
+                self._optimizer.state[segment.param].update(state)
             torch.autograd.graph.increment_version(weights)
+            self._taken, self._done = taken, stepped
 
         return run
 
@@ -66,18 +71,25 @@ class FusedStep:
         held = self._optimizer.state.get(segment.param) or {}
         state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}
         weights = segment.param.float()
-        self._launch([(group, segment)], [weights], [segment.grad.float()], [state])()
+        self._launch(self._stepped([(group, segment)], [weights], [segment.grad.float()], [state])[0])
         return weights
 
-    def _launch(
+    def plan(self) -> FusedPlan | None:
+        """What the next step can do again, after one that was prepared; None if it must look at all parameters."""
+        formula = self._formula
+        if formula is None or not self._taken or not FusedPlan.can_be(self._optimizer, formula, self._taken):
+            return None
+        return FusedPlan(self._optimizer, formula, self._taken, self._done)
+
+    def _stepped(
         self, taken: list[tuple[dict, Segment]], weights: list[Tensor], grads: list[Tensor], states: list[dict]
-    ) -> Callable[[], list[dict]]:
-        """What steps `weights` with `grads`; it returns the state that is new."""
+    ) -> tuple[list[native.Stepped], list[dict]]:
+        """What kernels are given to step `weights` with `grads`, and the state that is new afterwards."""
         formula = self._formula
         assert formula is not None, "a kernel takes these parameters"
         counts = _counted(states) if formula.counts else []
         steps = [count.item() for count in counts] or [0.0] * len(taken)
-        by_device: dict[torch.device, list[native.Stepped]] = {}
+        stepped: list[native.Stepped] = []
         new: list[dict] = [{"step": count} for count in counts] or [{} for _ in taken]
         for i, ((group, segment), weight, state) in enumerate(zip(taken, weights, states, strict=True)):
             keys, seen = formula.states(group), formula.depends_on(state)
@@ -90,27 +102,27 @@ class FusedStep:
             held = tuple([None if key is None else new[i].get(key, state.get(key)) for key in keys])
             names = tuple([name_id(f"{segment.name}.{key}") for key in keys])
             scalars = self._scalars_of(formula, group, steps[i], seen)
-            stepped = native.Stepped(weight, name_id(segment.name), grads[i], held, names, scalars)
-            by_device.setdefault(weight.device, []).append(stepped)
+            stepped.append(native.Stepped(weight, name_id(segment.name), grads[i], held, names, scalars))
+        return stepped, new
 
-        def launch() -> list[dict]:
-            for device, stepped in by_device.items():
-                kernels = native if device.type == "cpu" else triton
-                kernels.step_list(formula.kernel, stepped, self._write_back.rounding_key.of_step)
-            return new
+    def _launch(self, stepped: list[native.Stepped]) -> None:
+        by_device: dict[torch.device, list[native.Stepped]] = {}
+        for each in stepped:
+            by_device.setdefault(each.weight.device, []).append(each)
+        for device, here in by_device.items():
+            kernels = native if device.type == "cpu" else triton
+            kernels.step_list(self._kernel, here, self._write_back.rounding_key.of_step)
 
-        return launch
+    @property
+    def _kernel(self) -> str:
+        assert self._formula is not None, "a kernel takes these parameters"
+        return self._formula.kernel
 
     def _scalars_of(self, formula: Formula, group: dict, step: float, seen: Any) -> tuple[float, ...]:
         key = id(group), step, seen
         if key not in self._scalars:
             self._scalars[key] = formula.scalars(self._optimizer, group, step, seen)
         return self._scalars[key]
-
-
-def _is_scaled(optimizer: optim.Optimizer) -> bool:
-    """Whether a GradScaler leaves the unscaling to torch's own kernels."""
-    return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
 
 
 def _kernels(p: Tensor) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ BF16 = torch.bfloat16
 CODES, SCALES = "hmpx_codes_", "hmpx_scales_"  # before the optimizer's own name of a state tensor
 
 
-@runtime_checkable
 class Held(Protocol):
     """A state tensor of a parameter's shape. All methods want `torch.no_grad()`."""
 
@@ -145,6 +144,9 @@ class HeldCodes:
         return {CODES + key: self.codes, SCALES + key: self.scales}
 
 
+HELD = (HeldTensor, HeldCodes)  # what is `Held`; a protocol is slow to ask
+
+
 class Layout(NamedTuple):
     """How the blocks of a parameter lie.
 
@@ -231,10 +233,14 @@ def entries(state: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `held`."""
     found: dict[str, Any] = {}
     for key, value in state.items():
-        found.update(value.entries(key) if isinstance(value, Held) else {key: value})
+        found.update(value.entries(key) if isinstance(value, HELD) else {key: value})
     return found
 
 
 def is_coded(state: Any) -> TypeGuard[dict]:
     """Whether some of a parameter's state is in 8 bits."""
-    return isinstance(state, dict) and any(isinstance(key, str) and key.startswith(CODES) for key in state)
+    if isinstance(state, dict):
+        for key in state:  # a loop, as every step asks this of every parameter
+            if isinstance(key, str) and key.startswith(CODES):
+                return True
+    return False

@@ -52,6 +52,18 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
             index += 1
 
 
+def fingerprint(optimizer: Optimizer) -> tuple | None:
+    """What `named`, and what lies where in memory, depends on: while it is the same, so are they. None: nobody knows.
+
+    The names that `attach` was given do not change.
+    """
+    params = parameters(optimizer)
+    if optimizer in _shared_names or not all(type(p) is Parameter and (p.is_cpu or p.is_cuda) for p in params):
+        return None
+    given = [list(group.get("param_names", ())) for group in optimizer.param_groups]
+    return list(map(id, params)), [p.data_ptr() for p in params], [p.dtype for p in params], given
+
+
 def share(outer: Optimizer, inner: Optimizer) -> None:
     """Give the parameters of `inner` the names, or the positions, that they have in `outer`."""
     shared = _shared_names.setdefault(inner, {})

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from hmpx.updates.fused_plan import FusedPlan
 from hmpx.updates.fused_step import FusedStep, Launch
 from hmpx.updates.interrupts import mark_incomplete
 from hmpx.updates.optimizer_scope import scope_of
@@ -34,8 +35,12 @@ class PartialStep:
         self._by_element = scope_of(self._optimizer) == "element"
         self._group = {p: group for group in self._optimizer.param_groups for p in group["params"]}
 
-    def run(self, params: list[Parameter]) -> None:
-        """Step `params`, which have gradients."""
+    def run(self, params: list[Parameter]) -> FusedPlan | None:
+        """Step `params`, which have gradients.
+
+        Returns:
+            What the next step can do again, if it is one of the same parameters.
+        """
         sliced: list[Segment] = []
         taken: list[tuple[dict, Segment]] = []
         for segment in (self._segments[p] for p in params if p in self._segments):
@@ -55,6 +60,9 @@ class PartialStep:
                 step = self._write_back.rounding_key.step
                 mark_incomplete(self._optimizer, step, self._slices.written, error)
             raise
+        if self._fused is None or len(taken) != len(params) or self._write_back.counts is not None:
+            return None
+        return self._fused.plan()
 
     def _kernels(self, taken: list[tuple[dict, Segment]]) -> list[tuple[list[str], Launch]]:
         """What steps these parameters with fused kernels, each with the names of those that it steps."""

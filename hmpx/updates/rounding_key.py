@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from hmpx.rounding import eight_bits, halves
 from hmpx.rounding.keys import step_key
 from hmpx.rounding.places import Place
-from hmpx.rounding.stochastic import round_into
+from hmpx.rounding.stochastic import Rounding, round_all
 from hmpx.updates.ranks.sharding import Box
 
 Tensor = torch.Tensor
@@ -36,16 +36,23 @@ class RoundingKey:
             box: where the elements that this rank holds stand; None if it holds the whole parameter.
         """
         if box is None:
-            round_into(out, x, self.seed, self.step, name, start)
+            self._round(Rounding(out, x, name, start))
             return
         source, target = x.contiguous().view(-1), out.view(-1) if out.is_contiguous() else None
         rounded = torch.empty_like(source, dtype=out.dtype) if target is None else target
         for span in box.spans(start, start + x.numel()):
             here = slice(span.start - start, span.stop - start)
             place = span.offset, span.width, span.stride
-            round_into(rounded[here], source[here], self.seed, self.step, name, *place)
+            self._round(Rounding(rounded[here], source[here], name, *place))
         if target is None:
+            self.flush()
             out.copy_(rounded.view(out.shape))
+
+    def _round(self, rounding: Rounding) -> None:
+        round_all([rounding], self.seed, self.step)
+
+    def flush(self) -> None:
+        """Do what `Deferred` has put off."""
 
     def split_into(self, upper: Tensor, lower: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
         """Round FP32 `x` to 24 bits, which go to BF16 `upper` and int8 `lower`, all of one shape; as `round_into`."""
@@ -75,3 +82,18 @@ class RoundingKey:
             return [Place(0, count, start, max(count, 1), 0)]
         spans = box.spans(start, start + count)
         return [Place(each.start - start, each.stop - start, *each[2:]) for each in spans]
+
+
+@dataclass(frozen=True)
+class Deferred(RoundingKey):
+    """The key of a step whose roundings are put off until `flush`, which does them all at once."""
+
+    pending: list[Rounding] = field(default_factory=list, compare=False)
+
+    def _round(self, rounding: Rounding) -> None:
+        self.pending.append(rounding)
+
+    def flush(self) -> None:
+        pending = self.pending[:]
+        self.pending.clear()
+        round_all(pending, self.seed, self.step)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from hmpx.updates.held_state import Held, held, is_coded
+from hmpx.updates.held_state import HELD, held, is_coded
 from hmpx.updates.layout import laid_as
 from hmpx.updates.optimizer_state import as_fp32, is_bf16, is_moment, keeps_bf16
 from hmpx.updates.ranks.sharding import is_sharded, local
@@ -35,7 +35,7 @@ class ShadowState:
         if self._before is None:
             return
         self._kept = {k: list(v) if isinstance(v, list) else v for k, v in _items(self._before)}
-        self._versions = [(tensor, tensor._version) for _, value in _items(self._before) for tensor in _tensors(value)]
+        self._versions = [(t, t._version) for _, value in _items(self._before) for t in _tensors(value)]
         states[shadow] = self._shown(self._before, one_layout)
 
     def _shown(self, before: Any, one_layout: bool) -> Any:
@@ -43,8 +43,10 @@ class ShadowState:
         if not isinstance(before, dict):
             return before
         form, like = self._write_back.form, self._shadow if one_layout else None
+        if form.as_left and not is_coded(before) and (like is None or _are_contiguous(like, *before.values())):
+            return before
         seen = held(before, self._segment.param) if is_coded(before) else before
-        shown = {key: value.whole() if isinstance(value, Held) else value for key, value in seen.items()}
+        shown = {key: value.whole() if isinstance(value, HELD) else value for key, value in seen.items()}
         if not form.as_left:
             shown = {key: as_fp32(value) for key, value in shown.items()}
         for key, value in shown.items():
@@ -107,19 +109,24 @@ class GatheredShadowState(ShadowState):
         return False
 
 
+def _are_contiguous(*values: Any) -> bool:
+    """Whether all tensors among these are, and so have one layout."""
+    return all(local(value).is_contiguous() for value in values if isinstance(value, Tensor))
+
+
 def _items(state: Any) -> Iterable[tuple[str, Any]]:
     return state.items() if isinstance(state, dict) else ()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, Tensor):
-            yield item
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list) else []
 
 
 def _gathered(value: Any) -> Any:
     """A copy of a state value in FP32, whole."""
-    value = value.whole() if isinstance(value, Held) else value
+    value = value.whole() if isinstance(value, HELD) else value
     if not isinstance(value, Tensor):
         return value
     return as_fp32(value.full_tensor() if is_sharded(value) else value.clone())

@@ -5,6 +5,7 @@ One pair of buffers serves every slice of a step and stays in the cache.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
@@ -44,35 +45,55 @@ class SliceBuffers:
     def shadows(self, batch: list[Segment]) -> list[Tensor]:
         """FP32 weights with FP32 gradients; plain tensors, which the listed classes take for parameters."""
         counts = [segment.count for segment in batch]
-        weights, grads = self._room(sum(counts), batch[0].param.device)
+        wide = [not self._is_ready(segment) for segment in batch]
+        room = sum(counts), sum(itertools.compress(counts, wide))
+        weights, grads = self._room(*room, batch[0].param.device)
         shadows = [
             _laid_out(segment, segment.param, flat) for segment, flat in zip(batch, weights.split(counts), strict=True)
         ]
         self._store.read_all(*_blocks(batch, shadows))
         shadows = [_gathered(*each) if each[0].is_gathered else each[1] for each in zip(batch, shadows, strict=True)]
-        copied, wide = [], []
-        for segment, shadow, flat in zip(batch, shadows, grads.split(counts), strict=True):
+        copied, outs = [], []
+        widths = grads.split([count if widen else 0 for count, widen in zip(counts, wide, strict=True)])
+        for segment, shadow, flat, widen in zip(batch, shadows, widths, wide, strict=True):
             grad = self.grads[segment.param]
             if segment.is_gathered:
                 continue
             if grad.layout is not torch.strided:
                 shadow.grad = grad.float()
-                continue
-            copied.append(segment)
-            wide.append(
-                _laid_out(segment, segment.param if self._by_memory else grad, flat).data
-            )  # a version of its own
-            shadow.grad = wide[-1]
-        if wide:
-            segments, outs = _blocks(copied, wide)
+            elif widen:
+                copied.append(segment)
+                outs.append(_laid_out(segment, segment.param if self._by_memory else grad, flat))
+                shadow.grad = outs[-1].data  # a version of its own
+            else:
+                shadow.grad = segment.of(grad).data
+        if copied:
+            segments, outs = _blocks(copied, outs)
             torch._foreach_copy_(outs, [segment.of(self.grads[segment.param]) for segment in segments])
         return shadows
 
-    def _room(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        if self._buffers is None or self._buffers[0].numel() < count or self._buffers[0].device != device:
-            weights, grads = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
-            self._buffers = weights, grads
-        return self._buffers[0][:count], self._buffers[1][:count]
+    def _is_ready(self, segment: Segment) -> bool:
+        """Whether the optimizer can be shown the parameter's own gradient: it is FP32, and lies as the shadow does."""
+        grad = self.grads[segment.param]
+        return (
+            grad.dtype is torch.float32
+            and grad.layout is torch.strided
+            and segment.order is None
+            and not segment.is_gathered
+            and grad.is_contiguous()
+            and local(segment.param).is_contiguous()
+            and self._by_memory  # torch's own classes, which read gradients and do not write to them
+        )
+
+    def _room(self, weights: int, grads: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._buffers is None or self._buffers[0].device != device:
+            self._buffers = torch.empty(0, device=device), torch.empty(0, device=device)
+        first, second = (
+            buffer if buffer.numel() >= count else torch.empty(count, dtype=torch.float32, device=device)
+            for buffer, count in zip(self._buffers, (weights, grads), strict=True)
+        )
+        self._buffers = first, second
+        return first[:weights], second[:grads]
 
 
 def _gathered(segment: Segment, shadow: Tensor) -> Tensor:
@@ -87,6 +108,8 @@ def _laid_out(segment: Segment, like: Tensor, flat: Tensor) -> Tensor:
     if segment.start is not None:
         return flat
     held = local(like)
+    if held.is_contiguous():
+        return flat.view(held.shape)
     return unfolded(flat, held.shape, memory_order(held))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hmpx.updates.held_state import Held, HeldTensor, entries, held
+from hmpx.updates.held_state import HELD, HeldTensor, entries, held
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.segment import Segment
 from hmpx.updates.step_call import WriteBack
@@ -36,7 +36,7 @@ class SlicedState:
             return
         shown = {}
         for key, value in self._before.items():
-            if isinstance(value, Held):
+            if isinstance(value, HELD):
                 value = value.part(segment)
             elif isinstance(value, Tensor):
                 value = value.clone()

@@ -64,6 +64,8 @@ class SlicedStep:
     """One step of an optimizer that treats each element, or each parameter, by itself."""
 
     def __init__(self, call: StepCall, write_back: WriteBack) -> None:
+        if write_back.counts is None:  # else each is looked at as soon as it is written
+            write_back = write_back.deferred()
         self._call, self._write_back, self._store = call, write_back, write_back.store
         self._optimizer = optimizer = call.optimizer
         self._by_memory = by_memory(optimizer)
@@ -153,6 +155,7 @@ class SlicedStep:
             segment.mark_written()
             for block, x in segment.blocks(held_part(segment.param, shadow) if segment.is_gathered else shadow):
                 self._store.write(block, x, self._write_back.rounding_key)
+        self._write_back.rounding_key.flush()
 
     def _has_moved(self, shadow: Tensor) -> bool:
         """Whether a step that raised has written to a shadow's state. Fused kernels show it by the count of steps."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from hmpx.dtype_names import dtype_name
 from hmpx.rounding.eight_bits import BLOCK
-from hmpx.updates.held_state import Held, HeldCodes, HeldTensor, Layout, held
+from hmpx.updates.held_state import HELD, Held, HeldCodes, HeldTensor, Layout, held
 from hmpx.updates.optimizer_state import cast_state, fill_again, is_moment
 from hmpx.updates.ranks.sharding import box_of, local
 from hmpx.updates.rounding_key import RoundingKey
@@ -72,8 +72,9 @@ def written(
 ) -> dict[str, Any]:
     """What stands in the state of a whole parameter for a value that a step has left of it."""
     name = f"{segment.name}.{key}"
-    if not isinstance(value, Tensor) or not value.dim() or value.shape != segment.param.shape:
-        return {key: form.other(value, before.whole() if isinstance(before, Held) else before, name, rounding_key)}
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+    if not is_dense or not value.dim() or value.shape != segment.param.shape:
+        return {key: form.other(value, before.whole() if isinstance(before, HELD) else before, name, rounding_key)}
     holder = form.holder(segment.param, value, before)
     holder.write(segment, value, name, rounding_key)
     return holder.entries(key)
@@ -90,7 +91,7 @@ class AsLeft:
         return cast_state(optimizer, torch.float32)
 
     def holder(self, param: Tensor, value: Tensor, before: Any) -> Held:
-        return before if isinstance(before, Held) else _like(param, value.dtype)
+        return before if isinstance(before, HELD) else _like(param, value.dtype)
 
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
         return value

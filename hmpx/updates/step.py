@@ -11,14 +11,16 @@ from hmpx.errors import HmpxError
 from hmpx.rounding.stochastic import check_seed
 from hmpx.rounding.xla import is_lazy
 from hmpx.updates import optimizer_state, step_count
-from hmpx.updates.held_state import held
+from hmpx.updates.fused_plan import FusedPlan
+from hmpx.updates.held_state import held, is_coded
 from hmpx.updates.interrupts import DeferredSignals
-from hmpx.updates.names import named, parameters
+from hmpx.updates.names import fingerprint, named, parameters
 from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.overlap import Overlaps, refuse_overlaps
 from hmpx.updates.partial_step import PartialStep
 from hmpx.updates.ranks import checks
 from hmpx.updates.ranks.sharding import box_of
+from hmpx.updates.remembered import Remembered
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
 from hmpx.updates.settings import Settings
@@ -43,6 +45,8 @@ class WeightUpdates:
         self.names = names or {}
         self.store: WeightStore = WAYS[settings.weights]()
         self._overlaps = Overlaps()
+        self._segments: Remembered[tuple[Any, list[Segment]]] = Remembered()
+        self._plans: Remembered[FusedPlan] = Remembered()
         self._open: PartialStep | None = None
         self.watch: UpdateCounts | None = None  # what counts the updates, from the next step on
         self._counts: UpdateCounts | None = None  # what counts those of the step that has begun
@@ -75,6 +79,12 @@ class WeightUpdates:
                 with torch.enable_grad():
                     result = call.closure()
             call = call.without_arguments()
+        plan = self._plans.pop(optimizer, None)
+        if plan is not None and self._open is None and write_back.counts is None and plan.fits(optimizer):
+            signals.begin()
+            plan.run(optimizer, write_back.rounding_key)
+            self._plans[optimizer] = plan
+            return result
         segments = self.segments(optimizer)
         self._cast_state(optimizer, write_back, segments)
         sliced = by_parts and _is_uniform(optimizer, segments)
@@ -84,7 +94,9 @@ class WeightUpdates:
             signals.begin()
             params = [p for p in parameters(optimizer) if p.grad is not None]
             with torch.no_grad():
-                PartialStep(call, segments, write_back, fused=self.settings.fused).run(params)
+                plan = PartialStep(call, segments, write_back, fused=self.settings.fused).run(params)
+            if plan is not None:
+                self._plans[optimizer] = plan
             return result
         of_whole = WholeStep(call, segments, write_back).run(signals)
         return result if by_parts else of_whole
@@ -159,16 +171,26 @@ class WeightUpdates:
                 type(optimizer).__name__,
             )
 
+    def look_again(self) -> None:
+        """Forget what was seen at the last step, and let go of the tensors: a load is about to put others in place."""
+        self._plans.clear()
+        self._segments.clear()
+
     def segments(self, optimizer: Optimizer) -> list[Segment]:
         """The BF16 parameters, whole, with their names."""
+        known, now = self._segments.get(optimizer), fingerprint(optimizer)
+        if known is not None and now is not None and known[0] == now:
+            return known[1]
         ours = self._named_bf16(optimizer)
         with torch.no_grad():
             shared = self._overlaps.among([p for _, p in ours])
-            return [
+            found = [
                 Segment(p, name, box=box_of(p, name), overlaps=shared.get(p))
                 for name, p in ours
                 if _is_supported(name, p)
             ]
+        self._segments[optimizer] = now, found
+        return found
 
     def _named_bf16(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
         return [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
@@ -188,10 +210,14 @@ def _is_uniform(optimizer: Optimizer, segments: list[Segment]) -> bool:
             state = optimizer.state.get(p)
             if not isinstance(state, dict) or not state:
                 continue
-            state = held(state, p)
+            if is_coded(state):
+                state = held(state, p)
             kinds.setdefault(p.dim() > 1, set()).add(frozenset(state))  # Adafactor: another kind for matrices
-            if by_element and any(isinstance(v, torch.Tensor) and v.dim() for v in state.values()):  # of other shapes
-                return False
+            if by_element:
+                shape = p.shape
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
+                        return False
         if any(len(kind) > 1 for kind in kinds.values()):
             return False
     grads = (segment.param.grad for segment in segments)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hmpx.updates.rounding_key import RoundingKey
+from hmpx.updates.rounding_key import Deferred, RoundingKey
 from hmpx.updates.state_forms import STATE_FORMS, StateDtype, StateForm
 from hmpx.updates.update_counts import UpdateCounts, WatchedStore
 from hmpx.updates.weights import StepStore
@@ -80,3 +80,7 @@ class WriteBack:
     def counted(self, counts: UpdateCounts) -> WriteBack:
         """The same, with the updates counted."""
         return replace(self, store=WatchedStore(self.store, counts), counts=counts)
+
+    def deferred(self) -> WriteBack:
+        """The same, with roundings put off until `rounding_key.flush()`."""
+        return replace(self, rounding_key=Deferred(self.rounding_key.seed, self.rounding_key.step))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from lion_pytorch import Lion
@@ -170,3 +172,58 @@ def test_a_step_is_a_write_that_autograd_knows_of():
     assert p._version > before
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
+
+
+CHANGES = {  # between two steps that would be one plan: what a plan must notice
+    "lr": lambda o, ps: o.param_groups[0].update(lr=0.5),
+    "a gradient less": lambda o, ps: setattr(ps[1], "grad", None),
+    "strided gradients": lambda o, ps: setattr(ps[0], "grad", torch.full((5, 63), 2.0, dtype=BF16).t()),
+    "weights elsewhere": lambda o, ps: setattr(ps[0], "data", ps[0].data.clone()),
+    "other state": lambda o, ps: o.state[ps[0]].update(exp_avg=torch.ones_like(o.state[ps[0]]["exp_avg"])),
+    "no state": lambda o, ps: o.state.pop(ps[0]),
+    "maximize": lambda o, ps: o.param_groups[0].update(maximize=True),
+    "a load": lambda o, ps: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    "a parameter less": lambda o, ps: o.param_groups[0]["params"].pop(),
+    "a parameter more": lambda o, ps: o.add_param_group({"params": [("new", like_first(ps))]}),
+    "another seed": lambda o, ps: o.param_groups[0].update(hmpx_seed=5),
+}
+
+
+def like_first(params):
+    new = nn.Parameter(params[0].detach().clone())
+    new.grad = torch.ones_like(new)
+    return new
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_remembered_of_a_step_is_forgotten_when_something_changes(change):
+    """Beside a twin that remembers nothing."""
+    results = []
+    for forget in (False, True):
+        named = parameters()
+        optimizer = optim.AdamW(named, lr=1e-2)
+        handle = hmpx.attach(optimizer, fused=True)
+        for turn in range(4):
+            for p in [p for group in optimizer.param_groups for p in group["params"]]:
+                p.grad = torch.full_like(p, 0.1 + turn)
+            if turn == 2:
+                CHANGES[change](optimizer, [p for _, p in named])
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+        states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+        results.append([*(p.detach() for _, p in named), *(v for s in states for v in s.values())])
+    assert len(results[0]) == len(results[1])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_step_is_remembered():
+    named = parameters()
+    optimizer = optim.AdamW(named, lr=1e-2)
+    handle = hmpx.attach(optimizer, fused=True)
+    train(named, optimizer, 0, 1)
+    plan = handle._updates._plans[optimizer]
+    train(named, optimizer, 1, 3)
+    assert handle._updates._plans[optimizer] is plan and optimizer.state[named[0][1]]["step"] == 3
+    hmpx.detach(optimizer)
+    assert not handle._updates._plans

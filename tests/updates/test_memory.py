@@ -51,6 +51,21 @@ def test_what_stays_beside_weights_and_gradients(weights, stays, state_dtype):
     assert beside / 4_000_000 == pytest.approx(expected, abs=0.001)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="FP32 gradients of BF16 weights want torch 2.13")
+def test_gradients_that_are_fp32_already_are_not_copied():
+    """The buffers of a step hold FP32 weights and gradients of a slice: without the latter, half of them."""
+    peaks = []
+    for dtype in (BF16, torch.float32):
+        params, optimizer = prepared(optim.AdamW, [(2000, 2000)], fused=True)
+        hmpx.attach(optimizer, use_fp32_grad_acc=dtype is torch.float32)
+        params[0].grad = torch.ones(2000, 2000, dtype=dtype)
+        optimizer.step()
+        before = params[0].grad
+        peaks.append(memory(optimizer.step, torch.device("cpu"))[0])
+        assert params[0].grad is before and (before == 1).all()
+    assert peaks[1] == pytest.approx(peaks[0] / 2, rel=0.02)
+
+
 def test_the_fused_kernels_take_nothing():
     _, optimizer = prepared(optim.AdamW, [(2000, 2000)])
     hmpx.attach(optimizer, fused=True, state_dtype=BF16)

@@ -69,8 +69,9 @@ def refuse_scaled(optimizer: torch.optim.Optimizer) -> None:
 
 def finish(params: Iterable[Parameter]) -> None:
     """The step in which these gradients were released is done, or will never be."""
-    for p in params:
-        _gone.pop(p, None)
+    if _gone:
+        for p in params:
+            _gone.pop(p, None)
 
 
 def watch(changes: Changes) -> None:

@@ -1,0 +1,113 @@
+"""A fused step of all parameters, remembered from one step to the next.
+
+A step looks at each parameter, gradient and state tensor in several places: names, dtypes, overlaps, what a kernel can
+read. For small parameters that takes longer than the step. A plan holds what those looks have found, with what the
+kernels are given, and one look says whether all of it is as it was.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple, cast
+
+import torch
+from torch import optim
+
+from hmpx.rounding import native
+from hmpx.updates.fused_formulas import Formula, is_scaled
+from hmpx.updates.names import fingerprint, parameters
+from hmpx.updates.rounding_key import RoundingKey
+from hmpx.updates.segment import Segment
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+
+class _Planned(NamedTuple):
+    """One parameter."""
+
+    param: Parameter
+    shape: torch.Size
+    group: dict
+    keys: tuple[str | None, ...]  # of its state tensors, in the kernel's order
+    state: dict
+    entries: dict[str, Tensor]  # that the state had
+    pointers: list[int]  # of these
+
+
+class FusedPlan:
+    """The step of an optimizer of which C kernels have taken every parameter.
+
+    Args:
+        taken: the parameters, each with its group; their state is there.
+        stepped: what the kernels were given.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        formula: Formula,
+        taken: list[tuple[dict, Segment]],
+        stepped: list[native.Stepped],
+    ) -> None:
+        self._formula, self._states, self._fingerprint = formula, optimizer.state, fingerprint(optimizer)
+        self._planned = []
+        for group, segment in taken:
+            state = optimizer.state[segment.param]
+            entries = dict(state)
+            keys, pointers = formula.states(group), [value.data_ptr() for value in entries.values()]
+            shape = segment.param.shape
+            self._planned.append(_Planned(segment.param, shape, group, keys, state, entries, pointers))
+        self._counts = [each.state["step"] for each in self._planned] if formula.counts else []
+        self._weights = [each.param for each in self._planned]
+        self._words = native.words_of(stepped)
+
+    @staticmethod
+    def can_be(optimizer: optim.Optimizer, formula: Formula, taken: list[tuple[dict, Segment]]) -> bool:
+        """Whether a step can be remembered: all parameters are on the CPU, with tensors alone in their state."""
+        return (
+            formula.tensors_alone
+            and fingerprint(optimizer) is not None
+            and all(
+                segment.param.is_cpu
+                and segment.overlaps is None
+                and all(isinstance(value, Tensor) for value in optimizer.state[segment.param].values())
+                for _, segment in taken
+            )
+        )
+
+    def fits(self, optimizer: optim.Optimizer) -> bool:
+        """Whether the next step is that of the plan: nothing but gradients and options has changed."""
+        if optimizer.state is not self._states or is_scaled(optimizer) or fingerprint(optimizer) != self._fingerprint:
+            return False
+        states, group = self._states, None
+        for param, shape, own_group, keys, state, entries, pointers in self._planned:
+            if own_group is not group:
+                group = own_group
+                if not self._formula.takes(group, state) or self._formula.states(group) != keys:
+                    return False
+            grad = param.grad
+            if grad is None or not native.is_plain(grad) or not grad.is_cpu or grad.shape != shape:
+                return False
+            if grad.dtype not in native.KINDS or states.get(param) is not state or len(state) != len(entries):
+                return False
+            for (key, value), pointer in zip(entries.items(), pointers, strict=True):
+                if state.get(key) is not value or value.data_ptr() != pointer:
+                    return False
+        with_gradient = sum(p.grad is not None for p in parameters(optimizer))
+        return with_gradient == len(self._planned)
+
+    def run(self, optimizer: optim.Optimizer, rounding_key: RoundingKey) -> None:
+        """Take the step."""
+        steps = [count.item() + 1.0 for count in self._counts] or [0.0] * len(self._planned)
+        scalars, known = array("f"), {}
+        for each, step in zip(self._planned, steps, strict=True):
+            of = id(each.group), step, self._formula.depends_on(each.state)
+            if of not in known:
+                known[of] = native.scalars_of(self._formula.scalars(optimizer, each.group, step, of[2]))
+            scalars.extend(known[of])
+        grads = [cast(Tensor, p.grad) for p in self._weights]
+        native.step_words(self._formula.kernel, self._words, scalars, grads, rounding_key.of_step)
+        if self._counts:
+            torch._foreach_add_(self._counts, 1)
+        torch.autograd.graph.increment_version(self._weights)
