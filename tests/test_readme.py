@@ -18,6 +18,9 @@ import torch
 
 import hmpx
 from hmpx.recipes.files import recipe_names
+from hmpx.recipes.recipe import read_recipe
+from hmpx.updates.state_forms import STATE_FORMS
+from hmpx.updates.weights import WAYS
 from tests.support import python
 from tests.support.foreign import never_called, stand_ins
 
@@ -53,6 +56,20 @@ def _rows(head, column):
     """A column of the table whose first cell is `head`."""
     table = re.search(rf"^\| {head} \|.*\n\|[-|]*\n((?:\|.*\n)*)", README, re.MULTILINE).group(1)
     return "\n".join(line.split("|")[1 + column] for line in table.splitlines())
+
+
+def test_bytes_a_parameter_are_those_of_the_recipes():
+    for names, given in zip(_rows("recipe", 0).splitlines(), _rows("recipe", 2).splitlines(), strict=True):
+        sums = [sum(read_recipe(name).bytes_per_parameter().values()) for name in re.findall(r"`([^`]*)`", names)]
+        assert [f"{each:.3g}" for each in sums if each != sums[0]] == given.strip().split(", ")[1:], names
+        assert f"{sums[0]:.3g}" == given.strip().split(", ")[0], names
+
+
+def test_bytes_of_each_way_are_those_that_it_holds():
+    text = (ROOT / "hmpx" / "updates" / "README.md").read_text()
+    ways = dict(re.findall(r'^\| `"(\w+)"` \|.*\| ([\d.]+)(?:\[.*\])? \|$', text, re.MULTILINE))
+    assert ways.pop("8bit") == f"{STATE_FORMS['8bit'].bytes_each:.4g}"
+    assert ways == {name: f"{8 + way.bytes_beside:.3g}" for name, way in WAYS.items()}  # with two FP32 tensors of state
 
 
 @pytest.mark.parametrize("name", READMES)

@@ -12,6 +12,8 @@ _WAYS = {
     "FP32 weights": Recipe(parameter_dtype="float32"),
     "stochastic or nearest": Recipe(),
     "stochastic, BF16 state": Recipe(state_dtype="bfloat16"),
+    "stochastic, 8-bit state": Recipe(state_dtype="8bit"),
+    "split8, 8-bit state": Recipe(weights="split8", state_dtype="8bit"),
     "split": Recipe(weights="split"),
     "master": Recipe(weights="master"),
     "master, FP32 gradients": Recipe(weights="master", use_fp32_grad_acc=True),

@@ -12,6 +12,7 @@ from hmpx.bench import measure
 from hmpx.bench.parameter_lists import LISTS
 from hmpx.updates.attach import attach
 from hmpx.updates.settings import Weights
+from hmpx.updates.state_forms import StateDtype
 
 _LR = 1e-4
 Params = list[nn.Parameter]
@@ -92,6 +93,8 @@ def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
         "hmpx master, torch fused": (bf16, lambda params: _hmpx(params, "master")),
         "hmpx split, torch fused": (bf16, lambda params: _hmpx(params, "split")),
         "hmpx BF16 states, torch fused": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype=bf16)),
+        "hmpx 8-bit states, torch fused": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype="8bit")),
+        "hmpx split8, 8-bit states, torch fused": (bf16, lambda params: _hmpx(params, "split8", state_dtype="8bit")),
         "hmpx fused": (bf16, lambda params: _hmpx(params, "stochastic", own=True)),
         "hmpx fused, BF16 states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype=bf16, own=True)),
     }
@@ -121,7 +124,7 @@ def _hmpx(
     fused: bool = True,
     foreach: bool | None = None,
     own: bool = False,
-    state_dtype: torch.dtype = torch.float32,
+    state_dtype: StateDtype = torch.float32,
 ) -> Callable:
     optimizer = _torch(params, fused, foreach)
     attach(optimizer, weights, names=[str(i) for i in range(len(params))], fused=own, state_dtype=state_dtype)

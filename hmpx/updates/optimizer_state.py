@@ -44,7 +44,7 @@ def cast_state(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = 
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state.get(p)
-            if is_coded(state):
+            if isinstance(state, dict):
                 _widen(state, p, dtype if p.dtype is BF16 else p.dtype)
             if not isinstance(state, dict) or p.dtype is not BF16:
                 continue
@@ -58,12 +58,20 @@ def cast_state(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = 
     return found
 
 
-def fill_again(optimizer: optim.Optimizer) -> None:
-    """Make state that a constructor has filled with an option, in BF16, anew in FP32."""
+def prepare_for_8_bits(optimizer: optim.Optimizer) -> None:
+    """Bring state to a dtype that can be rounded to 8 bits, or that parameters of other dtypes want.
+
+    What a constructor has filled with an option, in BF16, is made anew in FP32.
+    """
     for group in optimizer.param_groups:
         for p in group["params"]:
-            state = optimizer.state.get(p) if p.dtype is BF16 else None
-            for key in [key for key, value in state.items() if is_bf16(value)] if isinstance(state, dict) else ():
+            state = optimizer.state.get(p)
+            if not isinstance(state, dict):
+                continue
+            if p.dtype is not BF16:
+                _widen(state, p, p.dtype)
+                continue
+            for key in [key for key, value in state.items() if is_bf16(value)]:
                 _filled_again(optimizer, group, p, key, torch.float32)
 
 
@@ -97,7 +105,7 @@ def cast_state_of(optimizer: optim.Optimizer, p: Parameter, held: Any) -> None:
     State is BF16 if it was `held` in BF16, or after plain steps and `detach`.
     """
     state = optimizer.state.get(p)
-    if is_coded(state):
+    if isinstance(state, dict):
         _widen(state, p, p.dtype)
     if not isinstance(state, dict) or (held is torch.float32 and _is_own(optimizer, state)):
         return
@@ -107,7 +115,9 @@ def cast_state_of(optimizer: optim.Optimizer, p: Parameter, held: Any) -> None:
 
 @torch.no_grad()
 def _widen(state: dict, p: Parameter, dtype: torch.dtype) -> None:
-    """Cast the 8-bit state of a parameter to another dtype."""
+    """Cast the 8-bit state of a parameter, if it has any, to another dtype."""
+    if not is_coded(state):
+        return
     seen = held(state, p)
     state.clear()
     for key in list(seen):  # one after the other, for the sake of memory

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from hmpx.dtype_names import dtype_name
 from hmpx.rounding.eight_bits import BLOCK
 from hmpx.updates.held_state import HELD, Held, HeldCodes, HeldTensor, Layout, held
-from hmpx.updates.optimizer_state import cast_state, fill_again, is_moment
+from hmpx.updates.optimizer_state import cast_state, is_moment, prepare_for_8_bits
 from hmpx.updates.ranks.sharding import box_of, local
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
@@ -136,7 +136,7 @@ class In8Bits:
 
     @torch.no_grad()
     def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
-        fill_again(optimizer)
+        prepare_for_8_bits(optimizer)
         for segment in segments:
             state = optimizer.state.get(segment.param)
             if not isinstance(state, dict):

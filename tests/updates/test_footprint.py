@@ -16,27 +16,23 @@ from hmpx.bench.measure import memory
 from hmpx.shell.main import main
 from hmpx.updates.footprint import footprint
 from hmpx.updates.settings import Settings
+from hmpx.updates.state_forms import STATE_FORMS
+from hmpx.updates.weights import WAYS
 from tests.support import python, ranks
 from tests.support.sharded import Small, shard
 
 BF16 = torch.bfloat16
 COUNT = 8_000_000
-SETTINGS = [
-    {},
-    {"weights": "nearest"},
-    {"weights": "master"},
-    {"weights": "split"},
-    {"state_dtype": BF16},
-    {"weights": "split", "state_dtype": BF16},
-    {"state_dtype": "8bit"},
-    {"weights": "split8", "state_dtype": "8bit"},
-    {"fused": True},
-]
+EVERY_WAY = [{"weights": way, "state_dtype": dtype} for way in WAYS for dtype in STATE_FORMS]
+FUSED = [{"fused": True, "state_dtype": dtype} for dtype in STATE_FORMS]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("foreach", [False, True])
-def test_one_rank(settings, foreach):
+@pytest.mark.parametrize(
+    "settings, foreach",
+    [*((each, i % 2 == 1) for i, each in enumerate(EVERY_WAY)), *((each, None) for each in FUSED)],
+    ids=str,
+)
+def test_every_way_takes_what_the_table_says(settings, foreach):
     params = [nn.Parameter(torch.ones(2000, 1000, dtype=BF16)) for _ in range(4)]
     for p in params:
         p.grad = torch.ones_like(p)
