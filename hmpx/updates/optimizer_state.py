@@ -134,6 +134,8 @@ def _holds(value: Any, dtype: torch.dtype) -> bool:
 
     A count of steps is FP32 without a dimension, and is not meant.
     """
+    if type(value) is Tensor:
+        return value.dtype is dtype and (dtype is BF16 or value.dim() > 0)
     if isinstance(value, list):
         return any(_holds(item, dtype) for item in value)
     return _is_dense(value) and value.dtype is dtype and (value.dim() > 0 or dtype is BF16)

@@ -10,7 +10,7 @@ import torch
 from hmpx.updates.held_state import HELD, held, is_coded
 from hmpx.updates.layout import laid_as
 from hmpx.updates.optimizer_state import as_fp32, is_bf16, is_moment, keeps_bf16
-from hmpx.updates.ranks.sharding import is_sharded, local
+from hmpx.updates.ranks.sharding import PLAIN, is_sharded, local
 from hmpx.updates.segment import Segment
 from hmpx.updates.state_forms import written
 from hmpx.updates.step_call import WriteBack
@@ -110,8 +110,11 @@ class GatheredShadowState(ShadowState):
 
 
 def _are_contiguous(*values: Any) -> bool:
-    """Whether all tensors among these are, and so have one layout."""
-    return all(local(value).is_contiguous() for value in values if isinstance(value, Tensor))
+    """Whether all tensors among these are plain and contiguous, and so have one layout."""
+    for value in values:  # a loop, as every step asks this of every small parameter
+        if isinstance(value, Tensor) and not (type(value) in PLAIN and value.is_contiguous()):
+            return False
+    return True
 
 
 def _items(state: Any) -> Iterable[tuple[str, Any]]:

@@ -6,7 +6,6 @@ One pair of buffers serves every slice of a step and stays in the cache.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -52,7 +51,8 @@ class SliceBuffers:
             _laid_out(segment, segment.param, flat) for segment, flat in zip(batch, weights.split(counts), strict=True)
         ]
         self._store.read_all(*_blocks(batch, shadows))
-        shadows = [_gathered(*each) if each[0].is_gathered else each[1] for each in zip(batch, shadows, strict=True)]
+        if batch[0].is_gathered:  # a batch of its own
+            shadows = [_gathered(batch[0], shadows[0])]
         copied, outs = [], []
         widths = grads.split([count if widen else 0 for count, widen in zip(counts, wide, strict=True)])
         for segment, shadow, flat, widen in zip(batch, shadows, widths, wide, strict=True):
@@ -113,7 +113,9 @@ def _laid_out(segment: Segment, like: Tensor, flat: Tensor) -> Tensor:
     return unfolded(flat, held.shape, memory_order(held))
 
 
-def _blocks(segments: Iterable[Segment], shown: Iterable[Tensor]) -> tuple[list[Segment], list[Tensor]]:
+def _blocks(segments: list[Segment], shown: list[Tensor]) -> tuple[list[Segment], list[Tensor]]:
     """The blocks of all segments, and the part of the shown tensors that each block has."""
+    if all(segment.order is None for segment in segments):  # each is one block
+        return segments, shown
     spread = [each for segment, tensor in zip(segments, shown, strict=True) for each in segment.blocks(tensor)]
     return [segment for segment, _ in spread], [tensor for _, tensor in spread]

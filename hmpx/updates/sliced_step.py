@@ -72,7 +72,8 @@ class SlicedStep:
         self._group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         with torch.no_grad():
             self._size = slice_size(sum(local(p).numel() for p in self._group))
-        self._versions: dict[Tensor, dict[str, int] | None] = {}
+        self._versions: list[dict[str, int] | None] = []  # of the state of each shadow of a batch
+        self._is_scaled = getattr(optimizer, "grad_scale", None) is not None  # fused kernels then write to gradients
         self.written: list[str] = []  # names of parameters whose weights or state may have changed
         self._buffers = SliceBuffers(self._store, self._by_memory)
         self._sliced: dict[Parameter, SlicedState] = {}
@@ -129,14 +130,16 @@ class SlicedStep:
                     whole.append(kind(self._optimizer, segment, shadow, self._write_back, self._by_memory))
                 else:
                     self._sliced[segment.param].show(segment, shadow)
-            shown = {segment.param: shadow for segment, shadow in zip(batch, shadows, strict=True)}
-            self._versions = {shadow: _versions(states.get(shadow)) for shadow in shadows}
+            shown = [(segment.param, shadow) for segment, shadow in zip(batch, shadows, strict=True)]
+            self._versions = [_versions(states.get(shadow)) for shadow in shadows]
             grads = [(g, g._version) for shadow in shadows if (g := shadow.grad) is not None]
-            with self._only(shown | {p: p for p in others}):
+            with self._only([*shown, *((p, p) for p in others)]):
                 self._call.run()
         except BaseException:
             self.written += [
-                segment.name for segment, shadow in zip(batch, shadows, strict=True) if self._has_moved(shadow)
+                segment.name
+                for segment, shadow, before in zip(batch, shadows, self._versions, strict=False)  # none yet, perhaps
+                if before is not None and _versions(states.get(shadow)) != before
             ]
             for state in whole:
                 state.undo()
@@ -157,15 +160,9 @@ class SlicedStep:
                 self._store.write(block, x, self._write_back.rounding_key)
         self._write_back.rounding_key.flush()
 
-    def _has_moved(self, shadow: Tensor) -> bool:
-        """Whether a step that raised has written to a shadow's state. Fused kernels show it by the count of steps."""
-        before = self._versions.get(shadow)
-        return before is not None and _versions(self._optimizer.state.get(shadow)) != before
-
     def _hand_back(self, segment: Segment, left: Tensor | None, shown: Tensor, version: int) -> None:
         """Do to the parameter's gradient what the step did to the shadow's."""
-        scaled = getattr(self._optimizer, "grad_scale", None) is not None  # fused kernels then write to gradients
-        if left is shown and left._version == version and not scaled:
+        if left is shown and left._version == version and not self._is_scaled:
             return
         p = segment.param
         if left is None:
@@ -180,9 +177,9 @@ class SlicedStep:
         for block, part in segment.blocks(held_part(p, left) if segment.is_gathered else left):
             block.of(self._buffers.grads[p]).copy_(part)
 
-    def _only(self, shown: dict[Parameter, Tensor]) -> OnlyParameters:
+    def _only(self, shown: list[tuple[Parameter, Tensor]]) -> OnlyParameters:
         lists: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
-        for p, q in shown.items():
+        for p, q in shown:
             lists[self._group[p]].append(q)
         return OnlyParameters(self._optimizer.param_groups, lists)
 
@@ -204,4 +201,5 @@ class OnlyParameters:
 
 
 def _versions(state: dict | None) -> dict[str, int] | None:
+    """In them it shows whether a step that raised has written to the state; of fused kernels in the count of steps."""
     return state and {key: value._version for key, value in state.items() if isinstance(value, Tensor)}

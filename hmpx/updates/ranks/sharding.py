@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)  # classes that are no DTensor's
 
 
 class Span(NamedTuple):
@@ -90,7 +90,7 @@ class Box(NamedTuple):
 
 def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     """Whether `tensor` is a DTensor."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")  # not imported here, which takes long: a DTensor's maker has
     return module is not None and isinstance(tensor, module.DTensor)
