@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
+from examples import charlm
+from hmpx.bench.models import Residual
 from hmpx.insight.tuning import tuning
 from tests.support.planted import (
     PLANTED,
@@ -149,7 +151,7 @@ class Steps(nn.Module):
         self.last, self.drop, self.reentrant = nn.Linear(WIDTH, 4), nn.Dropout(0.3), reentrant
 
     def inner(self, x):
-        return self.drop(nn.functional.relu(self.norm(self.linear(x)), inplace=True))
+        return self.drop(nn.functional.silu(self.norm(self.linear(x)), inplace=True))
 
     def forward(self, x):
         h = checkpoint(self.inner, self.linear(x), use_reentrant=self.reentrant)
@@ -334,6 +336,42 @@ def test_what_is_written_says_why_and_is_read_again(tmp_path, monkeypatch):
     assert saved["gradient_error"] == found.gradient_error and saved["schema"] == 1
     assert [each["name"] for each in saved["marks"]] == ["tuned", "default lists", "autocast-cpu", "all in FP32"]
     assert "conv2d" in found.policy.bf16  # not called: as in the lists that it began with
+
+
+def small_resnet():
+    torch.manual_seed(0)
+    stem = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+    model = nn.Sequential(*stem, Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    return model, random_batches(16, 3, 8, 8)
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(80, 5)), random_batches(16, 5, 16)
+
+
+def random_batches(*shape):
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(shape, generator=draw), torch.randint(5, shape[:1], generator=draw)) for _ in range(6)]
+
+
+def character_transformer():
+    train, _, characters = charlm.load_text()
+    draw = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    return charlm.CharTransformer(characters), [charlm.batch(train, draw, 8) for _ in range(6)]
+
+
+@pytest.mark.parametrize("make", [small_resnet, encoder, character_transformer])
+def test_the_lists_do_no_more_than_the_default_ones_at_the_same_share(make):
+    model, data = make()
+    loss = charlm.loss_of if make is character_transformer else loss_of
+    found = tuned(model, data, loss, tolerance=0.2)  # the default lists take 0.1 of the small ResNet
+    default = mark(found, "default lists")
+    assert found.gradient_error <= default.gradient_error and found.share >= default.share == 1, str(found)
+    assert found.gradient_error / 2 < found.predicted < 2 * found.gradient_error, str(found)
+    assert math.isnan(found.floor) if make is character_transformer else 0 < found.floor < found.gradient_error
 
 
 def test_progress_is_shown_on_standard_error(capsys):

@@ -113,10 +113,10 @@ def shifts(parameters: Sequence[Tensor], h: float, directions: int = DIRECTIONS,
     return found
 
 
-def step_size(parameters: Sequence[Tensor]) -> float:
-    """h: how far the weights are shifted along a direction."""
+def step_size(parameters: Sequence[Tensor], shift: float = SHIFT) -> float:
+    """h: how far the weights are shifted along a direction, for a shift of their root mean square."""
     elements = sum(p.numel() for p in parameters)
-    return SHIFT * (math.sqrt(square([p.detach().float() for p in parameters]) / elements) or 1.0)
+    return shift * (math.sqrt(square([p.detach().float() for p in parameters]) / elements) or 1.0)
 
 
 def mean_square(projected: Sequence[float]) -> float:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from hmpx.casts.ops import catalog
+from hmpx.casts.policy import Policy, Rule
+from hmpx.casts.rules import TARGETS
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.tuning.charges import Scored
 from hmpx.insight.tuning.problem import Chosen, Part, Problem
@@ -37,6 +40,17 @@ def spoiled(problem: Problem, chosen: Chosen, wished: Chosen, modules: Collectio
         if part.name in given_up and len(places) > 1 and places & {*modules}:
             found.add(part.name)
     return found
+
+
+def as_listed(problem: Problem, policy: Policy) -> Chosen:
+    """What is in BF16 under lists that are known; a name that they leave to its inputs, where all of these are."""
+    low: set[Part] = set()
+    for part in problem.parts:  # in the order in which they are met
+        rule = policy.rule(catalog()[part.name])
+        sources = problem.sources(part) - {None}
+        if part not in problem.pinned and (rule is Rule.BF16 or (rule not in TARGETS and sources and sources <= low)):
+            low.add(part)
+    return frozenset(low)
 
 
 def lists_and_rules(parts: Iterable[Part], chosen: Chosen) -> tuple[set[str], set[str], Rules]:

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from hmpx import region_state
 from hmpx.casts.observing import Seen, unobserved
 from hmpx.casts.rules import call
 from hmpx.insight.comparing.calls import Asked, Compared
@@ -146,11 +145,17 @@ class HeldOut:
         """What a pass does to all batches under the lists that are in force."""
         return self._effect(make, self._subject.low)
 
-    def shaken(self) -> Effect:
-        """What FP32 does when the floating inputs of the batches are rounded to BF16: the floor of what one can ask."""
-        return self._effect(
-            lambda drawn: Exact(dict(drawn)), lambda batch: self._subject.wide(tree_map(_shaken, batch))
-        )
+    def shaken(self) -> Effect | None:
+        """What FP32 does when the floating inputs of the batches are rounded to BF16: the floor of what one can ask.
+
+        None where batches have no such inputs.
+        """
+        with unobserved():
+            inputs = [tree_map(_rounded, batch) for batch in self.batches]
+        if not any(isinstance(each, Tensor) and each.dtype is torch.float32 for each in tree_leaves(inputs)):
+            return None
+        rest = iter(inputs)
+        return self._effect(lambda drawn: Exact(dict(drawn)), lambda batch: self._subject.wide(next(rest)))
 
     def _effect(
         self, make: Callable[[Drawn], _Numbered], work: Callable[[tuple], tuple[float, list[Tensor]]]
@@ -172,8 +177,7 @@ def _dtypes(value: object) -> set[torch.dtype]:
     return {tensor.dtype for tensor in floating((value,))}
 
 
-def _shaken(value: object) -> object:
+def _rounded(value: object) -> object:
     if isinstance(value, Tensor) and value.dtype is torch.float32:
-        with region_state.region(False):
-            return value.bfloat16().float()
+        return value.bfloat16().float()
     return value

@@ -167,6 +167,10 @@ class Problem:
             cost for (source, part), (_, _, cost) in self._arcs.items() if (part in chosen) is not (source in chosen)
         )
 
+    def sources(self, part: Part) -> set[Part | None]:
+        """The parts that a part's inputs come from; None for what is FP32 whatever lists say."""
+        return {source for source, other in self._links if other == part}
+
     def alone(self, parts: Collection[Part], chosen: Chosen) -> tuple[Effect, float]:
         """What parts do in BF16 while the others are as chosen, and what that saves."""
         others, those = chosen - {*parts}, {*parts}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hmpx.insight.tuning.choosing import SLACK
 from hmpx.insight.tuning.problem import Chosen, Effect, Part, Problem
 
 _HOPELESS = 3.0  # a prediction so many times the tolerance need not be tried
-_OTHERS = 4  # verifications beside those of a repair: of the lists that are written, of two known ones, of FP32
+_OTHERS = 6  # verifications beside those of a repair: of the lists that are written, of known ones, of FP32
 
 
 class Budget:
@@ -64,6 +64,13 @@ class Repair:
                 chosen = larger
             elif len(group) > 1:
                 groups += [group[: len(group) // 2], group[len(group) // 2 :]]
+        return chosen
+
+    def best(self, chosen: Chosen, others: Iterable[Chosen]) -> Chosen:
+        """The choice, or another one that costs no more and does less."""
+        for other in others:
+            if self._problem.cost(other) <= self._problem.cost(chosen) + self._least and self.holds(other):
+                chosen = min(chosen, other, key=lambda each: self._verify(each).size)
         return chosen
 
     def _is_promising(self, chosen: Chosen, larger: Chosen) -> bool:

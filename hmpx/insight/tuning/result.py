@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import NamedTuple
+
+import torch
 
 from hmpx import observation
 from hmpx.casts.build_policy import build_policy
@@ -54,7 +57,7 @@ class Outcome(NamedTuple):
     found: Found
     chosen: Chosen
     curve: list[Point]
-    floor: Effect
+    floor: Effect | None
     unmet: str
     steps: int
     verified: int
@@ -99,9 +102,7 @@ def result(outcome: Outcome, asked: Asked, sites: Sites, held_out: HeldOut) -> T
             undo.callback(rule.remove)
             rule.apply()
         effect, mark = marking.mark("tuned", policy)
-    device = "cuda" if held_out.device.type == "cuda" else "cpu"
-    others = {"default lists": build_policy(), f"autocast-{device}": as_recipe(f"autocast-{device}").policy()}
-    marks = [mark, *(marking.mark(name, other)[1] for name, other in others.items() if other is not None)]
+    marks = [mark, *(marking.mark(name, other)[1] for name, other in known(held_out.device).items())]
     met = effect.meets(asked.tolerance)
     unit = _UNITS[asked.objective]
     return Tuned(
@@ -112,7 +113,7 @@ def result(outcome: Outcome, asked: Asked, sites: Sites, held_out: HeldOut) -> T
         gradient_bias=effect.gradient_bias,
         loss_change=effect.loss_change,
         predicted=problem.predicted(chosen).gradient_error,
-        floor=outcome.floor.gradient_error,
+        floor=math.nan if outcome.floor is None else outcome.floor.gradient_error,
         share=mark.share,
         objective=asked.objective,
         tolerance=asked.tolerance,
@@ -128,6 +129,14 @@ def result(outcome: Outcome, asked: Asked, sites: Sites, held_out: HeldOut) -> T
         verifications=outcome.verified + len(marks),
         unmet="" if met else outcome.unmet or "many errors add up: see what takes most of the budget below",
     )
+
+
+def known(device: torch.device) -> dict[str, Policy]:
+    """Lists that others use: the default ones, and those of `torch.autocast` on a device."""
+    autocast = "autocast-cuda" if device.type == "cuda" else "autocast-cpu"
+    policy = as_recipe(autocast).policy()
+    assert policy is not None
+    return {"default lists": build_policy(), autocast: policy}
 
 
 def _within(chosen: Chosen) -> Callable[[Scored], bool]:

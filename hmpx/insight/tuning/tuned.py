@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ class Tuned:
             the same in every batch, in units of the noise between batches; the last in the loss's own. The first and
             the last are root mean squares over batches.
         predicted: the gradient error that was predicted of these lists from the scores.
-        floor: the gradient error in FP32 of inputs that are rounded to BF16.
+        floor: the gradient error in FP32 when the inputs are rounded to BF16: less is not to be asked. NaN where the
+            batches hold integers.
         share: of the FLOPs of matrix products, convolutions and attention, what runs in BF16, from 0 to 1.
         objective, tolerance: as asked for. cost: what the lists come to, in `unit`: modelled seconds of a step ("s"),
             FLOPs in FP32 ("FLOP"), bytes saved for the backward pass ("B").
@@ -114,8 +116,9 @@ class Tuned:
         lines = [
             f"gradient error {self.gradient_error:.1e} of the noise between batches, bias {self.gradient_bias:.1e}, "
             f"loss {self.loss_change:.1e}, on held-out batches: {holds} {self.tolerance:g}",
-            f"{percent(self.share)} of the FLOPs of matrix products in BF16; predicted error {self.predicted:.1e}, "
-            f"{self.steps} steps",
+            f"{percent(self.share)} of the FLOPs of matrix products in BF16; predicted {self.predicted:.1e}"
+            + ("" if math.isnan(self.floor) else f", inputs in BF16 alone {self.floor:.1e}")
+            + f"; {self.steps} steps",
         ]
         return [*lines, self.unmet] if self.unmet else lines
 
