@@ -62,6 +62,7 @@ _COLUMNS = {
     "split": "hmpx split, torch fused",
     "fused": "hmpx fused",
     "fused, BF16 states": "hmpx fused, BF16 states",
+    "fused, 8-bit states": "hmpx fused, 8-bit states",
 }
 
 
@@ -97,6 +98,7 @@ def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
         "hmpx split8, 8-bit states, torch fused": (bf16, lambda params: _hmpx(params, "split8", state_dtype="8bit")),
         "hmpx fused": (bf16, lambda params: _hmpx(params, "stochastic", own=True)),
         "hmpx fused, BF16 states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype=bf16, own=True)),
+        "hmpx fused, 8-bit states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype="8bit", own=True)),
     }
     try:
         from torchao.optim import _AdamW

@@ -54,8 +54,8 @@ _SIGNATURES = {
 }
 KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
 _STATES, _SCALARS = 3, 12
-_WORDS, _GRAD = 7 + 3 * _STATES, 4  # of a parameter; the place of its gradient's pointer
-KINDS = {torch.float32: 1, torch.bfloat16: 2}
+_WORDS, _GRAD = 2 + 4 * (2 + _STATES), 6  # of a parameter; the place of its gradient's pointer
+KINDS, _CODED = {torch.float32: 1, torch.bfloat16: 2}, 3
 
 
 class Rounding(NamedTuple):
@@ -73,18 +73,27 @@ class Rounding(NamedTuple):
     stride: int
 
 
+class Coded(NamedTuple):
+    """A state tensor in 8 bits, as `eight_bits` has it: contiguous codes and scales, in rows of `row` elements."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    row: int
+
+
 class Stepped(NamedTuple):
     """One parameter of `step_list`.
 
-    weight, grad, states: FP32 or BF16, plain and of one shape; states in the order that `native_steps.c` has them, None
-        where the optimizer keeps none. name, state_names: the hashes of the names that they are rounded by.
+    weight, grad, states: FP32 or BF16, plain and of one shape, states in 8 bits too; they stand in the order that
+        `native_steps.c` has them, None where the optimizer keeps none. name, state_names: the hashes of the names that
+        they are rounded by.
     scalars: at most 12, which `native_steps.c` names.
     """
 
     weight: torch.Tensor
     name: int
     grad: torch.Tensor
-    states: tuple[torch.Tensor | None, ...]
+    states: tuple[torch.Tensor | Coded | None, ...]
     state_names: tuple[int, ...]
     scalars: tuple[float, ...]
 
@@ -119,10 +128,14 @@ def words_of(stepped: Sequence[Stepped]) -> array[int]:
     words = array("Q")
     for each in stepped:
         weight = each.weight
-        words.extend((weight.numel(), weight.data_ptr(), KINDS[weight.dtype], each.name, 0, 0, 0))
+        row = next((state.row for state in each.states if isinstance(state, Coded)), weight.numel())
+        words.extend((weight.numel(), row, weight.data_ptr(), KINDS[weight.dtype], each.name, 0, 0, 0, 0, 0))
         for state, name in zip(each.states, each.state_names, strict=True):
-            words.extend((0, 0, 0) if state is None else (state.data_ptr(), KINDS[state.dtype], name))
-        words.extend((0, 0, 0) * (_STATES - len(each.states)))
+            if isinstance(state, Coded):
+                words.extend((state.codes.data_ptr(), _CODED, name, state.scales.data_ptr()))
+            else:
+                words.extend((0, 0, 0, 0) if state is None else (state.data_ptr(), KINDS[state.dtype], name, 0))
+        words.extend((0, 0, 0, 0) * (_STATES - len(each.states)))
     return words
 
 

@@ -6,24 +6,45 @@
 #define STATES 3
 #define SCALARS 12
 
-/* A tensor of a step: absent, FP32, or BF16, which is read through FP32 and written by stochastic rounding. `name` is
-   the hash of its name. native.py has the same. */
-enum { ABSENT, FP32, BF16 };
-typedef struct { uint64_t at, kind, name; } Held;
-typedef struct { int64_t n; Held weight, grad, state[STATES]; } Stepped;
+/* A tensor of a step: absent, FP32, or BF16 or 8 bits, which are read through FP32 and written by stochastic rounding.
+   `name` is the hash of its name; `scales` are those of codes of 8 bits, whose blocks lie in rows of `row` elements.
+   native.py has the same. */
+enum { ABSENT, FP32, BF16, CODED };
+typedef struct { uint64_t at, kind, name, scales; } Held;
+typedef struct { int64_t n, row; Held weight, grad, state[STATES]; } Stepped;
 
-/* `count` elements in FP32: in their place, or copied into `room`. */
-static inline float *opened(const Held *held, int64_t at, int64_t count, float *restrict room) {
+static inline uint16_t *scale_at(const Held *held, int64_t at, int64_t row) {
+  return (uint16_t *)(uintptr_t)held->scales + at / row * ((row + CODES - 1) / CODES) + at % row / CODES;
+}
+
+/* `count` elements in FP32: in their place, or copied into `room`. Where there are codes, `at` begins a block. */
+static inline float *opened(const Held *held, int64_t at, int64_t count, int64_t row, float *restrict room) {
   if (held->kind == FP32) return (float *)(uintptr_t)held->at + at;
   if (held->kind == BF16) {
     const uint16_t *restrict from = (const uint16_t *)(uintptr_t)held->at + at;
     for (int64_t j = 0; j < count; j++) room[j] = from_bf16(from[j]);
   }
+  if (held->kind == CODED)
+    for (int64_t j = 0; j < count; j += CODES)
+      decode_block((const uint8_t *)(uintptr_t)held->at + at + j, room + j, count - j < CODES ? count - j : CODES,
+                   *scale_at(held, at + j, row));
   return room;
 }
 
-static inline void closed(const Held *held, int64_t at, int64_t count, const float *restrict room, uint64_t key) {
+static inline void closed(const Held *held, int64_t at, int64_t count, int64_t row, const float *restrict room,
+                          uint64_t key) {
   if (held->kind == BF16) round_block(room, (uint16_t *)(uintptr_t)held->at + at, count, key, (uint64_t)at);
+  if (held->kind == CODED)
+    for (int64_t j = 0; j < count; j += CODES) {
+      int64_t n = count - j < CODES ? count - j : CODES;
+      uint16_t scale = *scale_at(held, at + j, row) = scale_of(room + j, n);
+      encode_block(room + j, (uint8_t *)(uintptr_t)held->at + at + j, n, scale, key, (uint64_t)(at + j));
+    }
+}
+
+static inline int64_t rows_end(int64_t element, int64_t row, int64_t n) {
+  int64_t end = (element + row - 1) / row * row;
+  return end < n ? end : n;
 }
 
 #define KERNEL(NAME, A, B, C)                                                                            \
@@ -131,18 +152,21 @@ void step_list(int kernel, const Stepped *list, const float *scalars, int64_t co
     const float *s = scalars;
     for (const Stepped *one = list; one < list + count; begin += one++->n, s += SCALARS) {
       Share share = share_of(total, thread, threads, begin, one->n);
+      int64_t row = one->row, whole = row % CODES == 0 || row == one->n; /* blocks of codes begin every CODES elements */
+      if (!whole) share = (Share){rows_end(share.from, row, one->n), rows_end(share.to, row, one->n)};
       if (share.from == share.to) continue;
       uint64_t keys[1 + STATES];
       for (int i = 0; i <= STATES; i++)
         keys[i] = derive_key(step_key, (i ? &one->state[i - 1] : &one->weight)->name, 0);
-      for (int64_t at = share.from; at < share.to; at += BLOCK) {
+      for (int64_t at = share.from, n; at < share.to; at += n) {
         float rooms[2 + STATES][BLOCK], *state[STATES];
-        int64_t n = share.to - at < BLOCK ? share.to - at : BLOCK;
-        float *weight = opened(&one->weight, at, n, rooms[0]), *grad = opened(&one->grad, at, n, rooms[1]);
-        for (int i = 0; i < STATES; i++) state[i] = opened(&one->state[i], at, n, rooms[2 + i]);
+        n = share.to - at < BLOCK ? share.to - at : BLOCK;
+        if (!whole && n > row - at % row) n = row - at % row;
+        float *weight = opened(&one->weight, at, n, row, rooms[0]), *grad = opened(&one->grad, at, n, row, rooms[1]);
+        for (int i = 0; i < STATES; i++) state[i] = opened(&one->state[i], at, n, row, rooms[2 + i]);
         KERNELS[kernel](weight, grad, state[0], state[1], state[2], s, n);
-        closed(&one->weight, at, n, weight, keys[0]);
-        for (int i = 0; i < STATES; i++) closed(&one->state[i], at, n, state[i], keys[1 + i]);
+        closed(&one->weight, at, n, row, weight, keys[0]);
+        for (int i = 0; i < STATES; i++) closed(&one->state[i], at, n, row, state[i], keys[1 + i]);
       }
     }
   }

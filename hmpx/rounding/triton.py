@@ -7,6 +7,7 @@ where there is no GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -46,7 +47,8 @@ def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:
     """
     by_dtypes: dict[tuple, list[Stepped]] = {}
     for each in stepped:
-        held = (each.weight, each.grad, *each.states, *(None,) * (_STATES - len(each.states)))
+        states = cast(tuple[torch.Tensor | None, ...], each.states)  # codes of 8 bits go to the C kernels
+        held = (each.weight, each.grad, *states, *(None,) * (_STATES - len(states)))
         by_dtypes.setdefault(tuple([None if t is None else t.dtype for t in held]), []).append(each)
     for dtypes, alike in by_dtypes.items():
         _launch_list(kernel, alike, dtypes, step_key)
@@ -58,7 +60,7 @@ def _launch_list(kernel: str, stepped: list[Stepped], dtypes: tuple, step_key: i
     for number, (weight, name, grad, states, names, own) in enumerate(stepped):
         programs = triton.cdiv((weight.numel() + 1) // 2, _PAIRS)
         owners += [[number, program] for program in range(programs)]
-        addresses = [0 if state is None else state.data_ptr() for state in states]
+        addresses = [0 if state is None else cast(torch.Tensor, state).data_ptr() for state in states]
         keys = [half for each in (name, *names) for half in _halves(key_of(step_key, each))]
         missing = _STATES - len(states)
         row = [weight.numel(), weight.data_ptr(), grad.data_ptr(), *addresses, *(0,) * missing]

@@ -73,5 +73,5 @@ def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footpr
         buckets=dtype.itemsize,
         masters=WAYS[settings.weights].bytes_beside,
         state=states * form.bytes_each,
-        slice=0 if settings.fused and form.in_kernels is not None else _FP32 * (4 + (0 if form.as_left else states)),
+        slice=0 if settings.fused else _FP32 * (4 + (0 if form.as_left else states)),
     )

@@ -7,12 +7,13 @@ each number is. To add an optimizer, write its loop there and in `rounding/trito
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import optim
 
-State = dict[str, Any]
+State = Mapping[str, Any]
 
 
 class Formula:

@@ -8,13 +8,15 @@ kernels are given, and one look says whether all of it is as it was.
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import optim
 
 from hmpx.rounding import native
 from hmpx.updates.fused_formulas import Formula, is_scaled
+from hmpx.updates.held_state import by_own_keys
 from hmpx.updates.names import fingerprint, parameters
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
@@ -31,6 +33,7 @@ class _Planned(NamedTuple):
     group: dict
     keys: tuple[str | None, ...]  # of its state tensors, in the kernel's order
     state: dict
+    known: Mapping[str, Any]  # the state, by the optimizer's own keys
     entries: dict[str, Tensor]  # that the state had
     pointers: list[int]  # of these
 
@@ -57,7 +60,8 @@ class FusedPlan:
             entries = dict(state)
             keys, pointers = formula.states(group), [value.data_ptr() for value in entries.values()]
             shape = segment.param.shape
-            self._planned.append(_Planned(segment.param, shape, group, keys, state, entries, pointers))
+            known = by_own_keys(state)
+            self._planned.append(_Planned(segment.param, shape, group, keys, state, known, entries, pointers))
         self._counts = [each.state["step"] for each in self._planned] if formula.counts else []
         self._weights = [each.param for each in self._planned]
         self._words = native.words_of(stepped)
@@ -81,10 +85,10 @@ class FusedPlan:
         if optimizer.state is not self._states or is_scaled(optimizer) or fingerprint(optimizer) != self._fingerprint:
             return False
         states, group = self._states, None
-        for param, shape, own_group, keys, state, entries, pointers in self._planned:
+        for param, shape, own_group, keys, state, known, entries, pointers in self._planned:
             if own_group is not group:
                 group = own_group
-                if not self._formula.takes(group, state) or self._formula.states(group) != keys:
+                if not self._formula.takes(group, known) or self._formula.states(group) != keys:
                     return False
             grad = param.grad
             if grad is None or not native.is_plain(grad) or not grad.is_cpu or grad.shape != shape:
@@ -102,7 +106,7 @@ class FusedPlan:
         steps = [count.item() + 1.0 for count in self._counts] or [0.0] * len(self._planned)
         scalars, known = array("f"), {}
         for each, step in zip(self._planned, steps, strict=True):
-            of = id(each.group), step, self._formula.depends_on(each.state)
+            of = id(each.group), step, self._formula.depends_on(each.known)
             if of not in known:
                 known[of] = native.scalars_of(self._formula.scalars(optimizer, each.group, step, of[2]))
             scalars.extend(known[of])

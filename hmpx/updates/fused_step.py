@@ -3,7 +3,8 @@
 Opt-in, ``attach(optimizer, fused=True)``. The formulas are the optimizer's and the order of operations is the kernel's
 own, so results agree with the optimizer's to rounding and not to the bit. State has the optimizer's keys and shapes, so
 a training run may change between fused and sliced steps. Parameters that no kernel takes (no C compiler, a device that
-is neither CPU nor CUDA, sparse gradients, strides, amsgrad) are stepped in slices.
+is neither CPU nor CUDA, sparse gradients, strides, amsgrad; with 8-bit state, CUDA and rows of fewer than 64 elements)
+are stepped in slices.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import torch
 from torch import optim
 
 from hmpx.rounding import native, triton
+from hmpx.rounding.eight_bits import BLOCK
 from hmpx.rounding.keys import name_id
 from hmpx.updates.fused_formulas import Formula, formula_of, is_scaled
 from hmpx.updates.fused_plan import FusedPlan
+from hmpx.updates.held_state import CODES, SCALES, Layout, by_own_keys
 from hmpx.updates.segment import Segment
 from hmpx.updates.step_call import WriteBack
 
@@ -39,9 +42,11 @@ class FusedStep:
         """Whether a kernel can step this parameter."""
         p, grad, formula = segment.param, segment.grad, self._formula
         state = self._optimizer.state.get(p, {})
-        if formula is None or not formula.takes(group, state) or formula.kernel not in _kernels(p):
+        if formula is None or not formula.takes(group, by_own_keys(state)) or formula.kernel not in _kernels(p):
             return False
-        held = [v for v in state.values() if isinstance(v, Tensor) and v.dim()]
+        if self._write_back.state_dtype == "8bit" and not _has_blocks(p, state):
+            return False
+        held = [v for v in by_own_keys(state).values() if isinstance(v, Tensor) and v.dim()]
         return (
             p.numel() < 2**32
             and grad.dtype in (torch.bfloat16, torch.float32)
@@ -92,14 +97,13 @@ class FusedStep:
         stepped: list[native.Stepped] = []
         new: list[dict] = [{"step": count} for count in counts] or [{} for _ in taken]
         for i, ((group, segment), weight, state) in enumerate(zip(taken, weights, states, strict=True)):
-            keys, seen = formula.states(group), formula.depends_on(state)
+            keys, known = formula.states(group), by_own_keys(state)
+            seen = formula.depends_on(known)
             for key in keys:
-                if key is not None and state.get(key) is None:
-                    new[i][key] = torch.zeros_like(
-                        segment.param, dtype=self._write_back.form.in_kernels, requires_grad=False
-                    )
+                if key is not None and known.get(key) is None:
+                    new[i].update(self._write_back.form.zeros(segment.param).entries(key))
             new[i].update(formula.beside(group, steps[i], seen))
-            held = tuple([None if key is None else new[i].get(key, state.get(key)) for key in keys])
+            held = tuple([None if key is None else _in_kernel({**state, **new[i]}, key) for key in keys])
             names = tuple([name_id(f"{segment.name}.{key}") for key in keys])
             scalars = self._scalars_of(formula, group, steps[i], seen)
             stepped.append(native.Stepped(weight, name_id(segment.name), grads[i], held, names, scalars))
@@ -123,6 +127,21 @@ class FusedStep:
         if key not in self._scalars:
             self._scalars[key] = formula.scalars(self._optimizer, group, step, seen)
         return self._scalars[key]
+
+
+def _in_kernel(state: dict, key: str) -> Tensor | native.Coded:
+    """A tensor of the state as a kernel gets it."""
+    codes = state.get(CODES + key)
+    if codes is None:
+        return state[key]
+    return native.Coded(codes, state[SCALES + key], Layout.of(codes).rows.width)
+
+
+def _has_blocks(p: Tensor, state: dict) -> bool:
+    """Whether a kernel can step a parameter whose state is in 8 bits: in C, in rows that are worth a call each."""
+    scales = [value for key, value in state.items() if key.startswith(SCALES)]
+    worth = Layout.of(p).rows.width >= BLOCK // 2 or p.dim() == 1
+    return p.is_cpu and worth and all(native.is_plain(each) for each in scales)
 
 
 def _kernels(p: Tensor) -> tuple[str, ...]:

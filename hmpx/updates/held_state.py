@@ -237,6 +237,13 @@ def entries(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def by_own_keys(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of a parameter by the optimizer's own keys, with the codes of what is in 8 bits."""
+    if not is_coded(state):
+        return state
+    return {key.removeprefix(CODES): value for key, value in state.items() if not key.startswith(SCALES)}
+
+
 def is_coded(state: Any) -> TypeGuard[dict]:
     """Whether some of a parameter's state is in 8 bits."""
     if isinstance(state, dict):

@@ -29,7 +29,7 @@ class PartialStep:
 
     def __init__(self, call: StepCall, segments: list[Segment], write_back: WriteBack, *, fused: bool) -> None:
         self._optimizer, self._write_back = call.optimizer, write_back
-        self._fused = FusedStep(call.optimizer, write_back) if fused and write_back.form.in_kernels else None
+        self._fused = FusedStep(call.optimizer, write_back) if fused else None
         self._segments = {segment.param: segment for segment in segments}
         self._slices = SlicedStep(call, write_back)
         self._by_element = scope_of(self._optimizer) == "element"

@@ -40,12 +40,10 @@ class StateForm(Protocol):
     Attributes:
         bytes_each: of an element of a state tensor.
         as_left: whether a step on a whole parameter leaves state as it is to be held.
-        in_kernels: the dtype of the tensors that the fused kernels read and write; None where they do not.
     """
 
     bytes_each: ClassVar[float]
     as_left: ClassVar[bool]
-    in_kernels: ClassVar[torch.dtype | None]
 
     def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
         """Before a step, bring state that is held in another form to this one.
@@ -59,6 +57,9 @@ class StateForm(Protocol):
 
         value: the tensor, or a part of it.
         """
+
+    def zeros(self, param: Tensor) -> Held:
+        """What holds zeros of the parameter's shape, for a kernel to begin with."""
 
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
         """A value of another shape, as it is held from here on."""
@@ -85,13 +86,15 @@ class AsLeft:
 
     bytes_each: ClassVar[float] = 4.0
     as_left: ClassVar[bool] = True
-    in_kernels: ClassVar[torch.dtype | None] = torch.float32
 
     def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
         return cast_state(optimizer, torch.float32)
 
     def holder(self, param: Tensor, value: Tensor, before: Any) -> Held:
         return before if isinstance(before, HELD) else _like(param, value.dtype)
+
+    def zeros(self, param: Tensor) -> Held:
+        return HeldTensor(torch.zeros_like(param, dtype=torch.float32, requires_grad=False))
 
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
         return value
@@ -105,7 +108,6 @@ class InBF16:
 
     bytes_each: ClassVar[float] = 2.0
     as_left: ClassVar[bool] = False
-    in_kernels: ClassVar[torch.dtype | None] = BF16
 
     def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
         return cast_state(optimizer, BF16, lists=False)
@@ -114,6 +116,9 @@ class InBF16:
         dtype = BF16 if is_moment(value) else value.dtype
         fits = isinstance(before, HeldTensor) and before.tensor.dtype is dtype
         return before if fits else _like(param, dtype)
+
+    def zeros(self, param: Tensor) -> Held:
+        return HeldTensor(torch.zeros_like(param, dtype=BF16, requires_grad=False))
 
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
         if not is_moment(value):
@@ -132,7 +137,6 @@ class In8Bits:
 
     bytes_each: ClassVar[float] = 1 + BF16.itemsize / BLOCK
     as_left: ClassVar[bool] = False
-    in_kernels: ClassVar[torch.dtype | None] = None
 
     @torch.no_grad()
     def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
@@ -154,6 +158,12 @@ class In8Bits:
         if not is_moment(value):
             return before if isinstance(before, HeldTensor) else _like(param, value.dtype)
         return before if isinstance(before, HeldCodes) else HeldCodes.new(param)
+
+    def zeros(self, param: Tensor) -> Held:
+        made = HeldCodes.new(param)
+        made.codes.zero_()
+        made.scales.fill_(1)
+        return made
 
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
         return value

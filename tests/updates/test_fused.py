@@ -11,6 +11,8 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
+from hmpx.updates.sliced_step import SlicedStep
+from tests.support.eight_bits import in_8_bits, read
 from tests.support.numbers import nearly_equal
 
 BF16 = torch.bfloat16
@@ -227,3 +229,34 @@ def test_a_step_is_remembered():
     assert handle._updates._plans[optimizer] is plan and optimizer.state[named[0][1]]["step"] == 3
     hmpx.detach(optimizer)
     assert not handle._updates._plans
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_8_bit_state_is_that_of_the_fp32_kernel_rounded(name, monkeypatch):
+    """Rows that are whole blocks and rows that are not; the second step and the others are planned ones, too."""
+    cls, options = CONFIGURATIONS[name]
+    sizes = ((40, 128), (9, 300), (1001,), (6, 2, 77), (3,), (300, 200))
+    both = []
+    for state_dtype in (torch.float32, "8bit"):
+        named = parameters(sizes=sizes)
+        both.append((named, cls(named, **{"lr": 1e-2, **options})))
+        hmpx.attach(both[-1][1], fused=True, state_dtype=state_dtype, seed=4)
+    (wide, reference), (named, optimizer) = both
+    if cls is optim.Adagrad:  # whose constructor has made the state
+        for key, p in wide:
+            reference.state[p]["sum"] = in_8_bits(
+                torch.full(p.shape, 0.1 if "initial_accumulator_value" in options else 0.0),
+                **{"seed": 4, "step": 0, "name": f"{key}.sum.moved"},
+            )[0]
+            reference.state[p]["step"] += 0
+    monkeypatch.setattr(SlicedStep, "_batch", None)  # nothing is left to it
+    for step in range(4):
+        train(wide, reference, step, step + 1)
+        train(named, optimizer, step, step + 1)
+        for (key, q), (_, p) in zip(wide, named, strict=True):
+            assert torch.equal(p, q), (key, step)
+            for part, value in reference.state[q].items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    value.copy_(in_8_bits(value, seed=4, step=step, name=f"{key}.{part}")[0])
+                    assert torch.equal(read(optimizer.state[p], part), value), (key, part, step)
+    assert any("hmpx_codes" in str(optimizer.state[p].keys()) for _, p in named) == bool(reference.state[wide[0][1]])
