@@ -16,16 +16,17 @@ from hmpx.casts.build_policy import build_policy
 from hmpx.casts.casts_of_policies import CastsOfPolicies
 from hmpx.casts.decision_log import Announcement, VerboseLog
 from hmpx.casts.dtype_map import DtypeMap
+from hmpx.casts.forwards import ForwardWrappers
 from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
 from hmpx.casts.garbage import none_collected
 from hmpx.casts.listed_names import Unknown
-from hmpx.casts.module_rules import ForwardWrappers, ModuleRule, places_of_rules
+from hmpx.casts.module_rules import ModuleRule, places_of_rules
 from hmpx.casts.observing import Several
 from hmpx.casts.op_lists import read_lists
 from hmpx.casts.op_wrappers import Patch
 from hmpx.casts.ops import catalog
 from hmpx.casts.overlays import Overlay
-from hmpx.casts.places import Policies, number_inside
+from hmpx.casts.places import Policies, made_of, number_inside
 from hmpx.casts.policy import OptLevel, Policy
 from hmpx.casts.user_functions import UserFunctions
 from hmpx.changes import Attribute, Changes, Paired, Part, Put
@@ -99,7 +100,9 @@ class Conversion(Installation):
     def _places(self) -> set[int]:
         """Every place that is known to come: of rules of modules, and of regions in them."""
         places = places_of_rules() | {0}
-        return places | {number_inside(place, number) for place in places for number in casts_regions.values()}
+        places |= {number_inside(place, number) for place in places for number in casts_regions.values()}
+        alive = {*casts_regions.values(), *(rule.overlay.number for rule in process_state.module_rules)}
+        return places | made_of(alive)  # those in which something may be running now
 
     def _learn(self, places: Iterable[int]) -> None:
         """Have wrappers for these places as well."""

@@ -21,11 +21,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import get_autocast_dtype, is_autocast_enabled, set_autocast_dtype, set_autocast_enabled
 from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
+from hmpx import autocast_state
 from hmpx import process_state as state
 from hmpx.changes import Changes
 
@@ -72,17 +71,6 @@ _DEFAULT = 0  # the key under which off_somewhere says "off unless a region turn
 _RETIRED = -1  # the key in the off_somewhere of wrappers whose conversion is gone
 _NONE_OPEN = Region()
 
-# Two device types that torch has no autocast rules for. Their autocast state carries ours into compiled graphs:
-# torch.compile guards on it, and sets it again when it runs the ops of a graph one by one, where it guards on nothing
-# of ours. The first alone says that casts are off, the second that they are on, and both that they are on in a place
-# whose number is too large for the second alone. The number is written in dtypes, of which 0 is the device's own.
-_OFF, _ON = "maia", "ipu"
-_ONS_OWN, _OFFS_OWN = get_autocast_dtype(_ON), get_autocast_dtype(_OFF)
-_DTYPES = (_ONS_OWN, *sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)} - {_ONS_OWN}, key=str))
-_DIGITS = {dtype: digit for digit, dtype in enumerate(_DTYPES)}
-_BASE = len(_DTYPES)
-PLACES = _BASE**2  # so many can be told apart
-
 _thread = _Thread()
 
 
@@ -105,9 +93,8 @@ def casts_off() -> bool:
 
 def casts_off_in_graph() -> bool:
     """The same for an op of a graph that is being compiled, which may stand in a region of the compiled code."""
-    if is_autocast_enabled(_ON):
-        return False
-    return is_autocast_enabled(_OFF) or (bool(state.off_somewhere) and casts_off())
+    written = autocast_state.casting()
+    return not written if written is not None else bool(state.off_somewhere) and casts_off()
 
 
 def casts_on() -> bool:
@@ -117,13 +104,9 @@ def casts_on() -> bool:
 
 def place() -> int:
     """Which lists hold for ops called from here, now."""
-    if is_dynamo_compiling() or not _len_torch_dispatch_stack():
-        return _innermost().place
-    # Perhaps an op of a graph that is being compiled, which may stand in a place of the compiled code.
-    if not is_autocast_enabled(_ON):
-        return _innermost().place
-    high = _DIGITS[get_autocast_dtype(_OFF)] if is_autocast_enabled(_OFF) else 0
-    return _DIGITS[get_autocast_dtype(_ON)] + _BASE * high
+    if not is_dynamo_compiling() and _len_torch_dispatch_stack() and autocast_state.casting():
+        return autocast_state.place()  # perhaps of an op of a graph that is being compiled
+    return _innermost().place
 
 
 def casting() -> bool | None:
@@ -228,21 +211,12 @@ def leave(token: Region) -> None:
 
 def _announce(before: Region, now: Region) -> None:
     """Say where casts are on, and in which place, after `before` as well as `now` may have been the innermost."""
-    casting = now.casting
-    was, place = (before.place if before.casting else 0), (now.place if casting else 0)
-    if before.casting is not casting:
-        set_autocast_enabled(_ON, casting is True)
-        if casting is False or (not is_dynamo_compiling() and _off_for_some_task()):
+    if before.casting is not now.casting:
+        if now.casting is False or (not is_dynamo_compiling() and _off_for_some_task()):
             state.off_somewhere[_thread.key] = True
         else:
             state.off_somewhere.pop(_thread.key, None)
-    if was != place or (casting and not before.casting):  # a compilation that failed may have left another one
-        set_autocast_dtype(_ON, _DTYPES[place % _BASE])
-    if was >= _BASE or place >= _BASE:
-        set_autocast_dtype(_OFF, _DTYPES[place // _BASE] if place >= _BASE else _OFFS_OWN)
-        set_autocast_enabled(_OFF, casting is False or place >= _BASE)
-    elif (before.casting is False) is not (casting is False):
-        set_autocast_enabled(_OFF, casting is False)
+    autocast_state.write(before.casting, before.place, now.casting, now.place)
 
 
 def _off_for_some_task() -> bool:

@@ -1,35 +1,31 @@
-"""Lists that hold in the forward of a module, and in everything that it calls.
+"""Rules of modules: lists that hold in the forward of a module, and in everything that it calls.
 
-A module carries its rules as an attribute, so that copies, replicas and pickled modules carry them too. While torch is
-converted, the forward of its class is wrapped, and looks at that attribute; a forward that stands in the module itself
-(`module.forward = ...`, as Accelerate does it) is wrapped there. Hooks would not do: after Ctrl-C, the hook that leaves
-the place would not be called.
+A module carries its rules as an attribute, so that copies, replicas and pickled modules carry them too. `forwards`
+looks at it.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from hmpx import process_state as state
-from hmpx import region_state
 from hmpx.casts.overlays import Overlay, overlay_by_hand
-from hmpx.casts.places import number_inside, place_inside
+from hmpx.casts.places import number_inside
 from hmpx.casts.policy import Policy
-from hmpx.casts.rules import is_eligible
-from hmpx.changes import Attribute, Changes
+from hmpx.changes import Changes
 from hmpx.errors import HmpxError
 
 Module = torch.nn.Module
-_RULES = "_hmpx_rules"  # the attribute: rules, each with the number of containers between it and the module
+RULES = "_hmpx_rules"  # the attribute: rules, each with the number of containers between it and the module
 _NO_FORWARD = Module.forward  # what a container has
+# Classes of torch whose forward nobody calls, and who takes their weights.
+_NOT_CALLED = {"NonDynamicallyQuantizableLinear": "MultiheadAttention takes its weights; give that the rule"}
 
 
 class ModuleRule:
@@ -40,7 +36,7 @@ class ModuleRule:
         active: whether it has not been removed.
 
     `remove()` takes it away, from copies of the module too; what the module had before is in force again. `overlay`,
-    `modules` and `apply` are for hmpx itself.
+    `classes`, `modules` and `apply` are for hmpx itself.
 
     Example:
         >>> rule = hmpx.policy_for(model, fp32=["linear"])
@@ -54,7 +50,11 @@ class ModuleRule:
     def __init__(self, module: Module, overlay: Overlay) -> None:
         self.overlay = overlay
         self.active = False
-        self._modules = [(weakref.ref(each), distance) for each, distance in _with_forward(module)]
+        targets = list(_with_forward(module))
+        if nothing := never_called(module):
+            raise HmpxError(f"a rule for a {type(module).__name__}: {nothing}")
+        self._modules = [(weakref.ref(each), distance) for each, distance in targets]
+        self.classes = {forward_class(each) for each, _ in targets if "forward" not in vars(each)}
 
     @property
     def where(self) -> str:
@@ -70,7 +70,7 @@ class ModuleRule:
         return self
 
     def __reduce__(self) -> tuple:
-        return _unpickled, (self.overlay, self.active)
+        return _unpickled, (self.overlay, self.active, self.classes)
 
     def modules(self) -> Iterator[Module]:
         """Those whose forward it is about and that are alive."""
@@ -84,10 +84,13 @@ class ModuleRule:
         with state.lock:
             self.active = True
             state.module_rules.add(self)
+            if state.wrap_forward is not None:
+                for cls in self.classes:
+                    state.wrap_forward(cls)
             for module, distance in self._alive():
                 # Containers first; of rules for the same one, the last is the last that was given.
-                vars(module)[_RULES] = tuple(sorted((*rules_of(module), (distance, self)), key=lambda each: -each[0]))
-                if state.wrap_forward is not None:
+                vars(module)[RULES] = tuple(sorted((*rules_of(module), (distance, self)), key=lambda each: -each[0]))
+                if state.wrap_forward is not None and "forward" in vars(module):
                     state.wrap_forward(module)
         if changes is not None:
             changes.callback(self.remove)
@@ -100,9 +103,9 @@ class ModuleRule:
             for module in self.modules():
                 others = tuple(each for each in rules_of(module) if each[1] is not self)
                 if others:
-                    vars(module)[_RULES] = others
+                    vars(module)[RULES] = others
                 else:
-                    vars(module).pop(_RULES, None)
+                    vars(module).pop(RULES, None)
 
 
 def policy_for(
@@ -153,23 +156,38 @@ def policy_for(
     return made
 
 
-def _unpickled(overlay: Overlay, active: bool) -> ModuleRule:
-    rule = ModuleRule(torch.nn.ModuleList(), overlay)
-    rule.active = active
-    state.module_rules.add(rule)
+def _unpickled(overlay: Overlay, active: bool, classes: set[type]) -> ModuleRule:
+    """A rule that came with a module, which holds it; no other one is known to have it."""
+    rule = ModuleRule.__new__(ModuleRule)
+    rule.overlay, rule.active, rule.classes, rule._modules = overlay, active, classes, []
+    if active:
+        rule.apply()
     return rule
 
 
 def rules_of(module: Module) -> tuple[tuple[int, ModuleRule], ...]:
     """The rules of a module, each with the number of containers between it and the module, the outermost first."""
-    return vars(module).get(_RULES, ())
+    return vars(module).get(RULES, ())
 
 
-def _deciding(rules):
+def deciding(rules):
     """Those that decide, from the outermost inwards: of each level the last that is active."""
     if len(rules) == 1:
         return [rules[0][1]] if rules[0][1].active else []
     return list({distance: rule for distance, rule in rules if rule.active}.values())
+
+
+def forward_class(module: Module) -> type:
+    """The class that defines the forward of a module."""
+    return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+
+
+def never_called(module: Module) -> str:
+    """Why a rule of this module would do nothing; nothing where it does something."""
+    kinds = [type(each).__name__ for each, _ in _with_forward(module)]
+    if not kinds:
+        return "there is no forward in it"
+    return "" if set(kinds) - _NOT_CALLED.keys() else f"its forward is never called: {_NOT_CALLED[kinds[0]]}"
 
 
 def _with_forward(module: Module, distance: int = 0) -> Iterator[tuple[Module, int]]:
@@ -195,89 +213,13 @@ def _check(module: Module) -> None:
             )
 
 
-class ForwardWrappers:
-    """A part: the forwards of all modules with rules are wrapped, of those too that get one while it is applied."""
-
-    def __init__(self) -> None:
-        self._wrapped: set[int] = set()  # by identity: what holds the forward
-
-    def apply(self, changes: Changes) -> None:
-        self._changes = changes
-        changes.put(Attribute(state, "wrap_forward", "hmpx.process_state.wrap_forward"), self._wrap)
-        for rule in list(state.module_rules):
-            for module in rule.modules():
-                self._wrap(module)
-
-    def _wrap(self, module: Module) -> None:
-        if "forward" in vars(module):
-            inner = vars(module)["forward"]
-            if not (isinstance(inner, functools.partial) and inner.func is _forward_of):
-                outer = functools.update_wrapper(functools.partial(_forward_of, module, inner), inner)
-                self._changes.put(Attribute(module, "forward", f"the forward of a {type(module).__name__}"), outer)
-            return
-        cls = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-        if id(cls) not in self._wrapped:
-            self._wrapped.add(id(cls))
-            name = f"{cls.__module__}.{cls.__qualname__}"
-            self._changes.put(Attribute(cls, _RULES, f"{name}.{_RULES}"), ())
-            self._changes.put(Attribute(cls, "forward", f"{name}.forward"), _placing(vars(cls)["forward"]))
-
-
-def _placing(original: Callable) -> Callable:
-    """The forward of a class, in the place of the module that it is called for."""
-
-    @functools.wraps(original)
-    def forward(self, *args, **kwargs):
-        rules = self._hmpx_rules
-        if not rules or not region_state.casts_on():
-            return original(self, *args, **kwargs)
-        return _run(rules, original, (self, *args), kwargs)
-
-    return forward
-
-
-def _forward_of(module, inner, *args, **kwargs):
-    """The forward that stands in a module itself, in its place."""
-    rules = rules_of(module)
-    if not rules or not region_state.casts_on():
-        return inner(*args, **kwargs)
-    return _run(rules, inner, args, kwargs)
-
-
-def _run(rules, function, args, kwargs):
-    """Call a forward in the place that its rules make; a copy may carry some that were removed."""
-    place = region_state.place()
-    for rule in _deciding(rules):
-        overlay = rule.overlay
-        if overlay.dtype is not None:
-            args = tuple([_cast_once(value, overlay) for value in args])
-            kwargs = {key: _cast_once(value, overlay) for key, value in kwargs.items()}
-        place = place_inside(place, overlay.number)
-    return region_state.run_at(place, function, args, kwargs)
-
-
-def _cast_once(value: Any, overlay: Overlay) -> Any:
-    """An argument as a cast by hand would make it. A list or dict stays: the module may write to it."""
-    if isinstance(value, torch.Tensor):
-        return value.to(overlay.dtype) if value.dtype is not overlay.dtype and is_eligible(value) else value
-    if isinstance(value, tuple):
-        items = [_cast_once(item, overlay) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value
-
-
-def rule_that_casts(frame: FrameType) -> str:
-    """What says so, where `frame` casts an argument of a module; else nothing."""
-    return frame.f_locals["overlay"].where if frame.f_code is _cast_once.__code__ else ""
-
-
 def places_of_rules() -> set[int]:
     """The places that the rules in force make, in modules and in modules inside of these."""
     found: set[int] = set()
     seen: set[tuple[int, int]] = set()
 
     def walk(module: Module, place: int) -> None:
-        for rule in _deciding(rules_of(module)):
+        for rule in deciding(rules_of(module)):
             place = number_inside(place, rule.overlay.number)
             found.add(place)
         if (id(module), place) not in seen:

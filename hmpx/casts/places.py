@@ -6,10 +6,10 @@ policy a place has depends on the conversion in force, which is around all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from hmpx import process_state as state
-from hmpx import region_state
+from hmpx.autocast_state import PLACES
 from hmpx.casts.policy import Policy
 from hmpx.errors import HmpxError
 
@@ -28,13 +28,22 @@ def _new(place: int, overlay: int) -> int:
                 state.place_numbers[key] = place  # once more the same
             elif place and state.overlays[overlay].policy is not None:
                 state.place_numbers[key] = number_inside(0, overlay)  # whatever is around
-            elif len(state.places) < region_state.PLACES:
+            elif len(state.places) < PLACES:
                 state.place_numbers[key] = len(state.places)
                 state.places.append(key)
             else:
                 where = state.overlays[overlay].where
-                raise HmpxError(f"{where}: more than {region_state.PLACES} nestings of lists in one process")
+                raise HmpxError(f"{where}: more than {PLACES} nestings of lists in one process")
         return state.place_numbers[key]
+
+
+def made_of(overlays: Collection[int]) -> set[int]:
+    """The places that are known, of these overlays alone."""
+    found = {0}
+    for place, (around, overlay) in enumerate(state.places):  # what is around has a smaller number
+        if around in found and overlay in overlays:
+            found.add(place)
+    return found
 
 
 def place_inside(place: int, overlay: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import FrameType
 
-from hmpx.casts.module_rules import rule_that_casts
+from hmpx.casts.forwards import rule_that_casts
 from hmpx.casts.observing import Point, Seen
 from hmpx.casts.ops import Op, catalog
 from hmpx.casts.policy import Policy, Rule

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
 import torch
 
-from hmpx.casts.module_rules import ModuleRule
+from hmpx.casts.module_rules import ModuleRule, never_called
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes.keys import MODULES
 from hmpx.recipes.recipe import Recipe
@@ -47,12 +48,13 @@ def rules_for(models: Iterable[Module], recipe: Recipe) -> list[ModuleRule]:
     a module's names is its rule.
 
     Raises:
-        HmpxError: a module that can have none, with the name of its pattern.
+        HmpxError: a module that can have no rule, or a pattern that would do nothing.
     """
     overlays = recipe.overlays()
     if not overlays:
         return []
     found: list[ModuleRule] = []
+    idle: dict[str, str] = {}  # why a pattern has done nothing so far
     for model in models:
         names: dict[Module, list[str]] = {}
         for name, module in _named(model):
@@ -60,11 +62,25 @@ def rules_for(models: Iterable[Module], recipe: Recipe) -> list[ModuleRule]:
         for module, its in names.items():
             fitting = [pattern for pattern in overlays if any(fnmatchcase(name, pattern) for name in its)]
             if fitting:
-                try:
-                    found.append(ModuleRule(module, overlays[fitting[-1]]))
-                except HmpxError as error:
-                    raise HmpxError(f"{MODULES}: {fitting[-1]!r}: {error}") from None
+                pattern = fitting[-1]
+                why = never_called(module)
+                idle[pattern] = why if pattern not in idle else why and idle[pattern]
+                if not why:
+                    with _of_pattern(pattern):
+                        found.append(ModuleRule(module, overlays[pattern]))
+    for pattern, why in idle.items():
+        with _of_pattern(pattern):
+            if why:
+                raise HmpxError(why)
     return found
+
+
+@contextlib.contextmanager
+def _of_pattern(pattern: str) -> Iterator[None]:
+    try:
+        yield
+    except HmpxError as error:
+        raise HmpxError(f"{MODULES}: {pattern!r}: {error}") from None
 
 
 def _named(model: Module) -> Iterator[tuple[str, Module]]:

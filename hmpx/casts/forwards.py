@@ -1,0 +1,103 @@
+"""The forwards of modules with rules: each runs in the place that its rules make.
+
+While torch is converted, the forward of a class is wrapped once a module of it has a rule; the wrapper looks at the
+module's own attribute. A forward that stands in the module itself (`module.forward = ...`, as Accelerate does it) is
+wrapped there. Hooks would not do: after Ctrl-C, the hook that leaves the place would not be called.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from hmpx import process_state as state
+from hmpx import region_state
+from hmpx.casts.module_rules import RULES, deciding, rules_of
+from hmpx.casts.overlays import Overlay
+from hmpx.casts.places import place_inside
+from hmpx.casts.rules import is_eligible
+from hmpx.changes import Attribute, Changes
+
+Module = torch.nn.Module
+
+
+class ForwardWrappers:
+    """A part: the forwards of all modules with rules are wrapped, of those too that get one while it is applied."""
+
+    def __init__(self) -> None:
+        self._wrapped: set[int] = set()  # by identity: what holds the forward
+
+    def apply(self, changes: Changes) -> None:
+        self._changes = changes
+        changes.put(Attribute(state, "wrap_forward", "hmpx.process_state.wrap_forward"), self._wrap)
+        for rule in list(state.module_rules):
+            for cls in rule.classes:
+                self._wrap(cls)
+            for module in rule.modules():
+                if "forward" in vars(module):
+                    self._wrap(module)
+
+    def _wrap(self, owner: Any) -> None:
+        """Wrap the forward that stands in a class or in a module."""
+        inner = vars(owner)["forward"]
+        if isinstance(owner, Module):
+            if not (isinstance(inner, functools.partial) and inner.func is _forward_of):
+                outer = functools.update_wrapper(functools.partial(_forward_of, owner, inner), inner)
+                self._changes.put(Attribute(owner, "forward", f"the forward of a {type(owner).__name__}"), outer)
+        elif id(owner) not in self._wrapped:
+            self._wrapped.add(id(owner))
+            name = f"{owner.__module__}.{owner.__qualname__}"
+            self._changes.put(Attribute(owner, RULES, f"{name}.{RULES}"), ())
+            self._changes.put(Attribute(owner, "forward", f"{name}.forward"), _placing(inner))
+
+
+def _placing(original: Callable) -> Callable:
+    """The forward of a class, in the place of the module that it is called for."""
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        rules = self._hmpx_rules
+        if not rules or not region_state.casts_on():
+            return original(self, *args, **kwargs)
+        return _run(rules, original, (self, *args), kwargs)
+
+    return forward
+
+
+def _forward_of(module, inner, *args, **kwargs):
+    """The forward that stands in a module itself, in its place."""
+    rules = rules_of(module)
+    if not rules or not region_state.casts_on():
+        return inner(*args, **kwargs)
+    return _run(rules, inner, args, kwargs)
+
+
+def _run(rules, function, args, kwargs):
+    """Call a forward in the place that its rules make; a copy may carry some that were removed."""
+    place = region_state.place()
+    for rule in deciding(rules):
+        overlay = rule.overlay
+        if overlay.dtype is not None:
+            args = tuple([_cast_once(value, overlay) for value in args])
+            kwargs = {key: _cast_once(value, overlay) for key, value in kwargs.items()}
+        place = place_inside(place, overlay.number)
+    return region_state.run_at(place, function, args, kwargs)
+
+
+def _cast_once(value: Any, overlay: Overlay) -> Any:
+    """An argument as a cast by hand would make it. A list or dict stays: the module may write to it."""
+    if isinstance(value, torch.Tensor):
+        return value.to(overlay.dtype) if value.dtype is not overlay.dtype and is_eligible(value) else value
+    if isinstance(value, tuple):
+        items = [_cast_once(item, overlay) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+def rule_that_casts(frame: FrameType) -> str:
+    """What says so, where `frame` casts an argument of a module; else nothing."""
+    return frame.f_locals["overlay"].where if frame.f_code is _cast_once.__code__ else ""
