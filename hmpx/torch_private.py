@@ -64,6 +64,13 @@ NAMES: tuple[Private, ...] = (
     Private("torch._dynamo.eval_frame.FrameExecStrategy", "the same"),
     Private("torch._dynamo.decorators:_torchdynamo_disable", "marks a function that Dynamo does not trace into"),
     Private("torch._dynamo.comptime.comptime", "calls hmpx while a function with a region in it is compiled"),
+    Private(
+        "torch._dynamo.decorators:_dynamo_marked_constant",
+        "marks a function that is called while it traces: which place lists make",
+        "2.13.0",
+    ),
+    Private("torch._dynamo.exc.UnspecializeRestartAnalysis", "traces anew where wrappers came in the middle", "2.13.0"),
+    Private("torch._guards.CompileContext", "whether it is tracing then", "2.13.0"),
     Private("torch._dynamo.eval_frame.OptimizedModule()._orig_mod", "no part of a parameter's name"),
     # TorchScript
     Private("torch.jit._builtins._get_builtin_table", "takes a wrapper for the builtin that it stands for"),

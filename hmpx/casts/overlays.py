@@ -140,7 +140,8 @@ def read_overlay(
     dtype = dtype_named(rule)
     if dtype not in DTYPES:
         legal = [dtype_name(each) for each in DTYPES]
-        hint = did_you_mean(str(rule), [*SHORT, *legal])
+        short = [name for name, full in SHORT.items() if full in legal]
+        hint = did_you_mean(rule, [*short, *legal]) if isinstance(rule, str) else ""
         raise HmpxError(
             f"{what}: {rule!r} is no dtype of ops{hint} (legal: {', '.join(legal)}, lists of ops, a policy)"
         )

@@ -14,6 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 import hmpx
+from tests.support import python
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -371,3 +372,81 @@ def test_a_name_of_a_users_function_has_its_own_rule_in_a_place(lists, monkeypat
             assert mine.first(X) is FP32
         assert mine.first(X) is BF16
     assert module is not None
+
+
+def test_a_pickled_module_has_its_rule_in_a_process_that_knows_no_other(tmp_path):
+    """What wraps the forward of its class comes with it."""
+    module = nn.Sequential(nn.Linear(4, 4))
+    rule = hmpx.policy_for(module, "fp32")
+    torch.save(module, tmp_path / "model.pt")
+    rule.remove()
+    program = f"""
+import torch, hmpx
+model, x = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False), torch.ones(1, 4)
+with hmpx.convert():
+    print(model(x).dtype, model[0](x).dtype)
+    late = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+    print(late(x).dtype)
+"""
+    done = python.run("-c", program, check=True)
+    assert done.stdout.split() == ["torch.float32", "torch.bfloat16", "torch.float32"]
+
+
+def test_regions_and_modules_that_are_running_keep_their_lists_under_another_conversion(lists):
+    class Converting(nn.Module):
+        def forward(self):
+            with hmpx.convert(**lists(bf16="exp matmul sigmoid")):
+                return X.exp().dtype, product(X)
+
+    module = Converting()
+    rule = hmpx.policy_for(module, fp32=["matmul"])
+    with hmpx.convert(), hmpx.casts(fp32=["exp"]), hmpx.casts(bf16=["tanh"]):
+        assert module() == (FP32, FP32)
+        with hmpx.convert(**lists(bf16="exp matmul sigmoid")):
+            assert (X.exp().dtype, product(X), X.sigmoid().dtype, X.tanh().dtype) == (FP32, BF16, BF16, BF16)
+    rule.remove()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: hmpx.policy_for(nn.Linear(1, 1)),
+            "hmpx.policy_for: says nothing: hmpx.policy_for(torch.float32), or l",
+        ),
+        (lambda: hmpx.casts(), "hmpx.casts: says nothing: hmpx.casts(torch.float32), or lists of ops"),
+        (lambda: hmpx.casts("fp32", bf16=["exp"]), "hmpx.casts: a rule and bf16=: which of the two?"),
+        (lambda: hmpx.casts("fp23"), "hmpx.casts: 'fp23' is no dtype of ops; did you mean 'fp32'? (legal: float32, "),
+        (
+            lambda: hmpx.casts(torch.float64),
+            "hmpx.casts: torch.float64 is no dtype of ops (legal: float32, bfloat16, f",
+        ),
+        (lambda: hmpx.casts(fp32="exp"), "hmpx.casts: fp32 is 'exp', not a list of names"),
+        (lambda: hmpx.casts(fp32=["sofmax"]), f"{__file__}:"),
+        (lambda: hmpx.casts(bf16=["exp"], fp32=["exp"]), f"{__file__}:"),
+        (lambda: hmpx.casts(bf16=["exp"], low_precision="fp8"), "hmpx.casts: low_precision is 'fp8', none of bfloat16"),
+        (
+            lambda: hmpx.policy_for(F.linear, "fp32"),
+            "policy_for takes a torch.nn.Module, not a builtin_function_or_meth",
+        ),
+        (lambda: hmpx.policy_for(nn.ModuleList(), "fp32"), "a rule for a ModuleList: there is no forward in it"),
+        (
+            lambda: hmpx.policy_for(nn.MultiheadAttention(4, 2).out_proj, "fp32"),
+            "a rule for a NonDynamicallyQuantizableLinear: its forward is never called: MultiheadAttention takes its w",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(make, message):
+    with pytest.raises(hmpx.HmpxError) as raised:
+        make()
+    assert str(raised.value).startswith(message)
+    assert not hmpx.process_state.module_rules
+
+
+def test_a_forward_that_runs_after_the_call_can_have_no_rule():
+    class Later(nn.Module):
+        def forward(self, x):
+            yield x
+
+    with pytest.raises(hmpx.HmpxError, match="a rule for a Later: its forward is a generator or coroutine function"):
+        hmpx.policy_for(Later(), "fp32")
