@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import hmpx
 from examples import charlm
 from hmpx.bench.models import Residual
 from hmpx.insight.tuning import tuning
+from tests.support import python
 from tests.support.planted import (
     PLANTED,
     WIDTH,
@@ -395,3 +397,12 @@ class Classifier(nn.Module):
 def test_a_compiled_model_runs_as_it_is_written():
     found = tuned(Classifier(), batches(4), lambda model, x, y: model(x, y))
     assert {choice.name for choice in found.choices} == {"linear", "mul", "relu", "cross_entropy"}
+
+
+@pytest.mark.slow
+def test_the_example_learns_under_the_lists_that_it_finds(tmp_path):
+    script = Path(__file__).parents[2] / "examples" / "tune_lists.py"
+    done = python.run(script, "--steps", "60", "--out", "tuned", check=True, cwd=tmp_path)
+    reached = {name: float(value) for name, value in re.findall(r"^(.+?) +accuracy (\S+)$", done.stdout, re.M)}
+    assert reached["default lists"] < reached["FP32"] - 0.1 and reached["tuned lists"] > reached["FP32"] - 0.05, reached
+    assert (tmp_path / "tuned" / "tuned.svg").exists()

@@ -38,7 +38,7 @@ from hmpx.recipes.module_patterns import module_names
 
 _DIRECTIONS = 3  # along which the weights are shifted, for each batch
 # How far: by what BF16 rounds. A kink (of relu) that a rounding steps over adds to its error as often as a shift of
-# that size steps over it; a smaller shift steps over fewer, and makes more of each: its squares then come out too large.
+# that size steps over it; a smaller shift steps over fewer, makes more of each, and its squares come out too large.
 _SHIFT = 2.0**-9
 
 
