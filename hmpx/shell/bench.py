@@ -27,7 +27,7 @@ def _count(text: str) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     # Here, so that the other commands do not pay for torch's profiler.
-    from hmpx.bench import casts, insight, measure, rounding, step, train
+    from hmpx.bench import casts, insight, measure, rounding, step, train, tune
 
     device = _device(options.device)
     if options.threads:
@@ -41,6 +41,7 @@ def _bench(options: argparse.Namespace) -> int:
         "casts": [lambda: casts.run(options.repeat, device)],
         "train": [lambda: train.run(options.repeat, device, options.models, not options.eager)],
         "insight": [lambda: insight.run(options.repeat, device, options.models)],
+        "tune": [lambda: tune.run(device, options.models)],
     }
     _check_json(options.json)
     benches = []
@@ -115,6 +116,7 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
     models = ("mlp", "convnet", "transformer")
     for name, words in (
         ("insight", "what `record` and `compare` cost, beside a plain step"),
+        ("tune", "`tune` beside falling back one op at a time, once each"),
         ("train", "whole models, beside torch.autocast with the same lists"),
     ):
         command = add_one(name, words)

@@ -126,6 +126,15 @@ def test_bench_insight_says_what_looking_costs_and_that_off_is_off(capsys, tmp_p
 
 
 @pytest.mark.slow
+def test_bench_tune_sets_the_usual_way_beside_it_to_the_same_error(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    status, out, _ = run(capsys, "bench", "tune", "--models", "mlp", "--json", str(file))
+    usual, tuned = json.loads(file.read_text())["rows"]
+    assert status == 0 and [usual["name"], tuned["name"]] == ["mlp, one by one, 10 sites", "mlp, tune"]
+    assert usual["figures"]["asked"] == tuned["figures"]["asked"] >= tuned["figures"]["error"] and "passes" in out
+
+
+@pytest.mark.slow
 def test_bench_sets_casts_and_models_beside_autocast(capsys, tmp_path):
     file = tmp_path / "figures.json"
     status, out, _ = run(capsys, "bench", "casts", "--repeat", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import statistics
@@ -42,6 +43,7 @@ _DIRECTIONS = 3  # along which the weights are shifted, for each batch
 _SHIFT = 2.0**-9
 
 
+@functools.cache
 def decidable() -> frozenset[str]:
     """The names that are put into a list: of ops that make new values."""
     return frozenset(name for name, op in catalog().items() if op.computes and not op.view and name[0] != "_")

@@ -1,0 +1,99 @@
+"""``bench tune``: `hmpx.tune` beside the usual way, in which one op after another falls back to FP32."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hmpx import observation
+from hmpx.bench import measure
+from hmpx.bench.train import Subject
+from hmpx.casts.policy import Policy
+from hmpx.insight.comparing import subject as comparing
+from hmpx.insight.comparing.calls import Compared
+from hmpx.insight.comparing.sites import Sites
+from hmpx.insight.tuning.held_out import Divided, HeldOut
+from hmpx.insight.tuning.problem import Effect
+from hmpx.insight.tuning.tune import tune
+from hmpx.insight.tuning.tuning import decidable
+
+_BATCHES, _HELD_OUT = 4, 2
+_ASKED = 0.5  # of the gradient error that everything in BF16 makes
+
+
+def run(device: torch.device, models: Sequence[str]) -> measure.Bench:
+    """Forward and backward passes, and seconds, until half of the gradient error of everything in BF16 is left.
+
+    ``one by one``: each call site alone is put into FP32 and measured; then they fall back together, what helped most
+    first, until the error, and that of the loss, is as small. ``share``: of the FLOPs of matrix products in BF16, where it is known.
+    """
+    rows = []
+    for name in models:
+        print(f"tuning {name}", file=sys.stderr)
+        model = Subject(name, device)
+        batches = [(torch.randn_like(model.inputs), model.targets) for _ in range(_BATCHES + _HELD_OUT)]
+        usual = _OneByOne(model.model, batches[_BATCHES:])
+        began = perf_counter()
+        left = usual.run()
+        seconds = perf_counter() - began
+        figures = {"asked": usual.asked, "passes": usual.passes, "s": seconds, "error": left.gradient_error}
+        rows.append(measure.Row(f"{name}, one by one, {usual.sites} sites", figures))
+        began = perf_counter()
+        found = tune(model.model, batches, _loss, objective="coverage", tolerance=usual.asked, progress=False)
+        seconds = perf_counter() - began
+        figures = {"asked": usual.asked, "passes": found.steps, "s": seconds, "error": found.gradient_error}
+        rows.append(measure.Row(f"{name}, tune", figures | {"share": found.share}))
+    return measure.Bench(f"Half of BF16's gradient error, {measure.where(device)}", rows)
+
+
+def _loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs), targets)
+
+
+class _OneByOne:
+    """The usual way. asked: the error; passes: forward and backward; sites: how many can fall back."""
+
+    def __init__(self, model: torch.nn.Module, batches: list[tuple]) -> None:
+        self._subject = comparing.Subject(model, batches, _loss, None)
+        self._watched = Sites()
+        self._held_out = HeldOut(self._subject, self._watched, batches)
+        self._sites: dict[Compared, None] = {}
+        self.asked = 0.0
+
+    @property
+    def passes(self) -> int:
+        return self._held_out.passes
+
+    @property
+    def sites(self) -> int:
+        return len(self._sites)
+
+    def run(self) -> Effect:
+        everything = Policy(bf16=tuple(sorted(decidable())))
+        with self._subject.gradients_kept(), observation.observed(everything, "auto", self._watched):
+            self._held_out.prepare()
+            self.asked = _ASKED * self._without(set()).gradient_error
+            worst = sorted(self._sites, key=lambda site: self._without({site}).size)
+            fallen: set[Compared] = set()
+            for site in worst:
+                fallen.add(site)
+                effect = self._without(fallen)
+                if effect.meets(self.asked):
+                    break
+            return effect
+
+    def _without(self, fallen: set[Compared]) -> Effect:
+        """With everything in BF16 but some sites."""
+
+        def is_low(site: Compared) -> bool | None:
+            if site.op not in decidable():
+                return None
+            self._sites.setdefault(site)
+            return site not in fallen
+
+        return self._held_out.measured(lambda drawn: Divided(drawn, is_low))
