@@ -7,9 +7,10 @@ One object may be entered many times, nested and from several threads: what is o
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,7 +24,9 @@ from hmpx.process_state import casts_regions
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates import step_hooks
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _UNSEEDED = region_state.Rounding()
+_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 class _Bare(type):
@@ -153,6 +156,13 @@ class casts(contextlib.ContextDecorator):
         self._overlay = _overlay(rule, bf16, fp32, promote, low_precision)
         if not torch.compiler.is_dynamo_compiling():
             casts_regions[self] = self._overlay
+
+    def __call__(self, func: Function) -> Function:
+        if any(test(func) for test in _LATER):
+            raise HmpxError(
+                "casts over a generator or coroutine function, whose body runs after the call: use it inside"
+            )
+        return super().__call__(func)
 
     def _recreate_cm(self) -> casts:  # of ContextDecorator: torch.compile wants one made inside the function
         return casts(self._overlay)  # type: ignore[arg-type]  # its number stands for all the arguments

@@ -130,8 +130,11 @@ class _Function:
 
 def _wanted(policies: Mapping[int, Policy]) -> Iterator[Wanted]:
     """Every entry point that some rule needs, with its cases."""
+    same: dict[Policy, int] = {}  # many places have one policy
+    first = {place: same.setdefault(policy, place) for place, policy in policies.items()}
     for op in catalog().values():
-        cases = {place: policy.cases(op) for place, policy in policies.items()}
+        found = {place: policies[place].cases(op) for place in same.values()}
+        cases = {place: found[like] for place, like in first.items()}
         for entry in op.entries:
             if entry.in_place:
                 # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there

@@ -63,8 +63,11 @@ class UserFunctions:
 
     def further(self, policies: Mapping[int, Policy]) -> None:
         """Know these policies, too: all that there are. What is new is patched until the others end."""
-        for name in self._know(policies):
+        new = self._know(policies)
+        for name in new:
             self._take_or_await(name)
+        if self._rebinding is not None:
+            self._rebinding.add(_replacements([self.patched[name] for name in new if name in self.patched]))
 
     def check(self) -> None:
         """Raise `UnknownOpError` for a name that its imported module does not have; nothing is changed."""

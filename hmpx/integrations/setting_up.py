@@ -14,13 +14,15 @@ from weakref import WeakSet
 import torch
 
 from hmpx import installation, region_state
+from hmpx.casts.module_rules import ModuleRule
 from hmpx.changes import Changes
 from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError
 from hmpx.recipes import frameworks
 from hmpx.recipes.activate import Activation, cast_models_of
 from hmpx.recipes.constructor_hooks import watch_distribution
-from hmpx.recipes.prepare import cast_model, check_names, convert, facts
+from hmpx.recipes.module_patterns import check_names, rules_for
+from hmpx.recipes.prepare import cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe, changed, with_and_without_zero
 from hmpx.updates.attach import attach, attached, check_torch
 from hmpx.updates.names import has_bf16, parameters
@@ -54,6 +56,8 @@ class SettingUp:
                 check_torch(each.settings())
         self._policy = recipe.policy()  # lists are read now: a script may change its folder
         self._conversion: Conversion | None = None
+        self._rules: list[ModuleRule] = []
+        self._ruled: WeakSet[torch.nn.Module] = WeakSet()  # the models that these are for
         frameworks.say_version(framework)
 
     def refuse(self, asked: Iterable[frameworks.Asked]) -> None:
@@ -77,6 +81,12 @@ class SettingUp:
         compare(self._plugin, facts(self.recipe))
         with self.recipe.naming_lines():
             check_names([model], self.recipe)
+            if self._policy is not None and model not in self._ruled:
+                rules = rules_for([model], self.recipe)
+                self._rules += rules
+                self._ruled.add(model)
+                if self._conversion is not None and self._conversion.active:
+                    self._conversion.add_rules(rules)
             cast_model(model, self.recipe, undo)
 
     @contextlib.contextmanager
@@ -102,7 +112,7 @@ class SettingUp:
     def install(self) -> None:
         """Convert torch; casts stay off but in `casts()`."""
         if self._conversion is None or not self._conversion.active:
-            self._conversion = convert(self.recipe, self._policy, enabled=False)
+            self._conversion = convert(self.recipe, self._policy, enabled=False, rules=self._rules)
             if self._conversion is not None:
                 _of_trainers.add(self._conversion)
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from hmpx.conversion import installed
 from hmpx.errors import HmpxError
 from hmpx.insight.audit import Audit, audit
 from hmpx.recipes.activate import activate
-from hmpx.recipes.prepare import cast_model, check_names
+from hmpx.recipes.module_patterns import check_names, rules_for
+from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.recipe import Recipe
 from hmpx.shell.functions import function_named
 from hmpx.shell.options import add_recipe_options, recipe_asked
@@ -54,8 +56,12 @@ def _found(function: Callable[[], Any], recipe: Recipe) -> Audit:
         case (torch.nn.Module() as model, inputs):
             with recipe.naming_lines(), contextlib.ExitStack() as undo:
                 check_names([model], recipe)
+                rules = rules_for([model], recipe)
                 cast_model(model, recipe, undo)
                 undo.pop_all()
+            conversion = installed()
+            if conversion is not None:
+                conversion.add_rules(rules)
             return audit(model, inputs)
         case torch.nn.Module() as model:
             name = type(model).__name__

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
+import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -360,18 +361,18 @@ def test_arguments_are_cast_once_and_what_a_module_may_write_to_is_not():
 
 
 def test_a_name_of_a_users_function_has_its_own_rule_in_a_place(lists, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "mine", __import__("types").ModuleType("mine"))
-    import mine
-
-    mine.first = lambda x: x.dtype
-    mine.first.__qualname__ = "first"
-    module = nn.Identity()
-    with hmpx.convert(**lists(bf16="mine.first")), contextlib.ExitStack():
-        assert mine.first(X) is BF16
-        with hmpx.casts(fp32=["mine.first"]):
-            assert mine.first(X) is FP32
-        assert mine.first(X) is BF16
-    assert module is not None
+    mine = types.ModuleType("mine")
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    mine.first, mine.second = (lambda x: x.dtype), (lambda x: x.dtype)
+    taken = [mine.second]
+    with hmpx.convert(**lists(bf16="mine.first")):
+        assert mine.first(X) is BF16 and mine.second(X) is FP32
+        with hmpx.casts(fp32=["mine.first"], bf16=["mine.second"]):
+            assert mine.first(X.bfloat16()) is FP32 and mine.second(X) is taken[0](X) is BF16
+        assert mine.first(X) is BF16 and mine.second(X) is FP32
+    assert mine.first(X) is FP32
+    with hmpx.convert(**lists()), pytest.raises(hmpx.UnknownOpError, match="mine has no 'third'"):
+        hmpx.casts(fp32=["mine.third"])
 
 
 def test_a_pickled_module_has_its_rule_in_a_process_that_knows_no_other(tmp_path):
@@ -450,3 +451,42 @@ def test_a_forward_that_runs_after_the_call_can_have_no_rule():
 
     with pytest.raises(hmpx.HmpxError, match="a rule for a Later: its forward is a generator or coroutine function"):
         hmpx.policy_for(Later(), "fp32")
+
+
+def test_a_forward_that_was_captured_meanwhile_is_the_modules_own_afterwards():
+    module = Product()
+    rule = hmpx.policy_for(module, "fp32")
+    with hmpx.convert():
+        captured, other = module.forward, Product().forward
+        assert captured(X.bfloat16()) == [FP32] and other(X) == [BF16]
+    assert captured(X.bfloat16()) == [BF16] and other(X) == [FP32]
+    rule.remove()
+    with hmpx.convert():
+        assert captured(X) == other(X) == [BF16]
+
+
+def test_a_region_over_a_function_whose_body_runs_later_is_refused():
+    async def later():
+        pass
+
+    with pytest.raises(hmpx.HmpxError, match="casts over a generator or coroutine function"):
+        hmpx.casts("fp32")(later)
+
+
+def test_record_sees_lists_that_are_new_and_names_what_listed_them():
+    class Two(nn.Module):
+        def forward(self, x):
+            with hmpx.casts(bf16=["sigmoid"]):
+                return (x @ x).sigmoid()
+
+    module = Two()
+    rule = hmpx.policy_for(module, fp32=["matmul", "exp"])
+    with hmpx.convert(), hmpx.record() as log:
+        module(X)
+        audited = hmpx.audit(lambda: hmpx.casts(fp32=["mm"])(torch.ops.aten.mm)(X.bfloat16(), X.bfloat16()))
+    sites = {site.op: site for site in log.sites}
+    assert sites["matmul"].reason.startswith(f"fp32: listed at {__file__}:") and sites["matmul"].rule == "fp32"
+    assert sites["matmul"].reason.endswith(", hmpx.policy_for") and sites["sigmoid"].reason.endswith(", hmpx.casts")
+    assert len(log.unmatched) == 1 and log.unmatched[0].endswith(", hmpx.policy_for: exp")
+    assert "mm is in the fp32 list at " in str(audited) and "hmpx.casts and ran in bfloat16" in str(audited)
+    rule.remove()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import hmpx
+from hmpx.conversion import installed
+from hmpx.integrations.setting_up import SettingUp
+from hmpx.recipes.recipe import as_recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4)
@@ -117,9 +123,24 @@ def test_a_model_that_is_made_after_activate_has_its_rules_when_its_optimizer_is
     assert "_hmpx_rules" not in vars(model.lm_head)
 
 
+def test_a_trainers_plugin_has_the_rules_too():
+    """Lightning and transformers cast the model first, and put the conversion in force then, perhaps several times."""
+    plugin = SettingUp("HmpxCallback", "accelerate", {"parameter_dtype": "float32", "modules": {"lm_head": "fp32"}})
+    model = Net()
+    for _ in range(2):
+        with contextlib.ExitStack() as undo:
+            plugin.cast(model, undo)
+        plugin.install()
+        assert model(X)[-1] is FP32 and len(installed().rules) == 1
+        with plugin.casts():
+            assert model(X)[:2] == [BF16, BF16] and model.lm_head(X.bfloat16()).dtype is FP32
+    plugin.restore()
+    assert "_hmpx_rules" not in vars(model.lm_head)
+
+
 def test_a_printed_recipe_says_the_same():
     recipe = hmpx.Recipe(modules={"a": torch.float32, "*.b": {"fp32": ("linear",)}, "c": hmpx.Policy(bf16=("mm",))})
-    read = hmpx.prepare.__globals__["as_recipe"](__import__("yaml").safe_load(str(recipe)))
+    read = as_recipe(yaml.safe_load(str(recipe)))
     assert list(read.overlays()) == ["a", "*.b", "c"]
     for name, overlay in read.overlays().items():
         assert overlay.over(hmpx.Policy()) == recipe.overlays()[name].over(hmpx.Policy())
