@@ -364,11 +364,11 @@ def test_a_name_of_a_users_function_has_its_own_rule_in_a_place(lists, monkeypat
     mine = types.ModuleType("mine")
     monkeypatch.setitem(sys.modules, "mine", mine)
     mine.first, mine.second = (lambda x: x.dtype), (lambda x: x.dtype)
-    taken = [mine.second]
+    mine.table = {"second": mine.second}
     with hmpx.convert(**lists(bf16="mine.first")):
         assert mine.first(X) is BF16 and mine.second(X) is FP32
         with hmpx.casts(fp32=["mine.first"], bf16=["mine.second"]):
-            assert mine.first(X.bfloat16()) is FP32 and mine.second(X) is taken[0](X) is BF16
+            assert mine.first(X.bfloat16()) is FP32 and mine.second(X) is mine.table["second"](X) is BF16
         assert mine.first(X) is BF16 and mine.second(X) is FP32
     assert mine.first(X) is FP32
     with hmpx.convert(**lists()), pytest.raises(hmpx.UnknownOpError, match="mine has no 'third'"):
