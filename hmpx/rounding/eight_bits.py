@@ -21,8 +21,23 @@ The scale is the smallest one from 2^-126 to 2^126 that holds the largest finite
 so what is below the least number becomes it with a probability that keeps the mean. What the code can hold, zero
 included, stays itself. A number has 5 significant bits, so BF16 and FP32 hold it exactly.
 
-**Why this code.** It was measured against other ones of 8 bits. With linear int8, and with any code that is rounded to
-nearest, small second moments become 0 for good, and training takes another curve.
+**Why this code.** The character transformer of `examples/charlm.py`, BF16 weights with stochastic rounding, 400 steps,
+state coded after each one: validation loss less that with FP32 state, in thousandths, the mean of three seeds.
+`a.b | c.d` are bits of exponent and mantissa, of the signed code and of the unsigned one; companded is FlashOptim's::
+
+                               AdamW   Lion  RMSprop  Adagrad  Adafactor  AdEMAMix  Sophia-like
+    linear int8                 -4.0   -0.1     -2.1     -0.8       -0.8       NaN         +0.2
+    companded, to nearest       -6.3   +3.7     -0.6     -0.2       +0.2     +15.3         -0.2
+    4.3 | 5.3, to nearest      -48.5
+    4.3 | 5.3                   -1.8   -4.6     -1.3     -1.2       -0.1      -1.9         -0.2
+    4.3 | 4.4                   -0.5   -4.6     -0.5     -0.2       +0.3
+    3.4 | 4.4, this one         -0.5   -1.5     -0.5     -0.2       +0.3      -0.5         +0.0
+    2.5 | 4.4                   -0.6   -0.4                                   -0.8
+
+Blocks of 64 elements; 32 for companded, 128 for the last row and for this code under AdEMAMix and Sophia-like (under
+AdamW and Lion: -0.6, -2.2). Rounding is stochastic where nothing else is said. Adafactor has its unfactored second
+moment. To nearest, small numbers become 0 for good; linear codes have too few of them. Where the sizes in a block
+differ much, 2.5 keeps no more than the mean of what is below a hundredth of the largest: so it is not taken.
 
 Sources: blocks with a scale each are those of Dettmers et al., "8-bit optimizers via block-wise quantization" (ICLR
 2022), scales that are powers of two those of the "OCP Microscaling formats" specification (2023).

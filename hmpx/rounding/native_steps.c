@@ -13,8 +13,10 @@ enum { ABSENT, FP32, BF16, CODED };
 typedef struct { uint64_t at, kind, name, scales; } Held;
 typedef struct { int64_t n, row; Held weight, grad, state[STATES]; } Stepped;
 
+/* row: 0 where a block begins every CODES elements, which saves divisions. */
 static inline uint16_t *scale_at(const Held *held, int64_t at, int64_t row) {
-  return (uint16_t *)(uintptr_t)held->scales + at / row * ((row + CODES - 1) / CODES) + at % row / CODES;
+  int64_t block = row ? at / row * ((row + CODES - 1) / CODES) + at % row / CODES : at / CODES;
+  return (uint16_t *)(uintptr_t)held->scales + block;
 }
 
 /* `count` elements in FP32: in their place, or copied into `room`. Where there are codes, `at` begins a block. */
@@ -152,8 +154,8 @@ void step_list(int kernel, const Stepped *list, const float *scalars, int64_t co
     const float *s = scalars;
     for (const Stepped *one = list; one < list + count; begin += one++->n, s += SCALARS) {
       Share share = share_of(total, thread, threads, begin, one->n);
-      int64_t row = one->row, whole = row % CODES == 0 || row == one->n; /* blocks of codes begin every CODES elements */
-      if (!whole) share = (Share){rows_end(share.from, row, one->n), rows_end(share.to, row, one->n)};
+      int64_t row = one->row % CODES == 0 || one->row == one->n ? 0 : one->row;
+      if (row) share = (Share){rows_end(share.from, row, one->n), rows_end(share.to, row, one->n)};
       if (share.from == share.to) continue;
       uint64_t keys[1 + STATES];
       for (int i = 0; i <= STATES; i++)
@@ -161,7 +163,7 @@ void step_list(int kernel, const Stepped *list, const float *scalars, int64_t co
       for (int64_t at = share.from, n; at < share.to; at += n) {
         float rooms[2 + STATES][BLOCK], *state[STATES];
         n = share.to - at < BLOCK ? share.to - at : BLOCK;
-        if (!whole && n > row - at % row) n = row - at % row;
+        if (row && n > row - at % row) n = row - at % row;
         float *weight = opened(&one->weight, at, n, row, rooms[0]), *grad = opened(&one->grad, at, n, row, rooms[1]);
         for (int i = 0; i < STATES; i++) state[i] = opened(&one->state[i], at, n, row, rooms[2 + i]);
         KERNELS[kernel](weight, grad, state[0], state[1], state[2], s, n);
