@@ -30,7 +30,7 @@ def run(device: torch.device, models: Sequence[str]) -> measure.Bench:
     """Forward and backward passes, and seconds, until half of the gradient error of everything in BF16 is left.
 
     ``one by one``: each call site alone is put into FP32 and measured; then they fall back together, what helped most
-    first, until the error, and that of the loss, is as small. ``share``: of the FLOPs of matrix products in BF16, where it is known.
+    first, until the error, and that of the loss, is as small. ``share``: of the FLOPs of matrix products, in BF16.
     """
     rows = []
     for name in models:

@@ -203,7 +203,7 @@ def test_the_same_seed_gives_the_same_lists_in_few_steps():
 
 def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path, monkeypatch, capsys):
     data, file = batches(8), tmp_path / "measured.pt"
-    scored = []
+    whole, scored = of_planted("softmax"), []
     score = tuning.Tuning._score_batch
 
     def until(number):
@@ -222,7 +222,6 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path, monkeypatch
     monkeypatch.setattr(tuning.Tuning, "_score_batch", until(-1))
     found = tuned(Model(sharp_softmax), data, resume=file)
     assert scored == [0, 1, 2, 3, 4, 5]
-    whole = of_planted("softmax")
     assert found.policy == whole.policy and found.choices == whole.choices and found.predicted == whole.predicted
     tighter = tuned(Model(sharp_softmax), data, resume=file, tolerance=0.01)
     assert scored == [0, 1, 2, 3, 4, 5] and tighter.gradient_error <= 0.01
@@ -233,6 +232,25 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path, monkeypatch
     file.write_text("something else")
     with pytest.raises(hmpx.HmpxError, match=r"is no file of hmpx\.tune"):
         tuned(Model(sharp_softmax), data, resume=file)
+
+
+@pytest.mark.parametrize("at", [2, 40])
+def test_a_batch_that_was_interrupted_is_scored_again(at, monkeypatch, capsys):
+    """By Ctrl-C in the middle of a run; without `resume=`, the message says where the file is."""
+    model, calls = Model(sharp_softmax), []
+
+    def interrupted(model, x, y):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return loss_of(model, x, y)
+
+    with pytest.raises(KeyboardInterrupt):
+        tuned(model, batches(8), interrupted)
+    file = re.search(r"go on with resume='(.+)'", capsys.readouterr().err)[1]
+    found, whole = tuned(model, batches(8), resume=file), of_planted("softmax")
+    Path(file).unlink()
+    assert found.choices == whole.choices and found.predicted == whole.predicted
 
 
 class Counting(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,41 +49,41 @@ class Found:
             self._all.append(found)
         return found
 
-    def as_plain(self) -> list[dict[str, Any]]:
-        """What `Found` takes, of plain objects."""
+    def as_plain(self, batches: int) -> list[dict[str, Any]]:
+        """What `Found` takes, of plain objects; of so many batches, for one may have been interrupted."""
+        if not batches:
+            return []
         number = {site: i for i, site in enumerate(self._all)}
         return [
             {
                 "identity": _identity(site.site),
-                "charge": _plain(site.charge),
+                "charge": _plain(site.charge, batches),
                 "calls": site.calls,
                 "pinned": site.pinned,
                 "scored": site.scored,
                 "worth": site.worth,
                 "edges": [
-                    (None if m is None else number[m], _plain(e.down), _plain(e.up), e.casts, e.elements)
-                    for m, e in site.edges.items()
+                    (
+                        None if maker is None else number[maker],
+                        *(_plain(charge, batches) for charge in (edge.down, edge.up)),
+                        edge.casts,
+                        edge.elements,
+                    )
+                    for maker, edge in site.edges.items()
                 ],
             }
             for site in self._all
         ]
 
 
-def modules_of(sites: Found, name: str) -> Counter[str]:
-    """How many calls of a list name each module makes."""
-    found: Counter[str] = Counter()
-    for site in sites:
-        if site.name == name:
-            found[site.site.module] += site.calls
-    return found
-
-
 def _identity(site: Compared) -> Identity:
     return site.op, site.where, site.module
 
 
-def _plain(charge: Charge) -> list[dict[tuple[int, int], float]]:
-    return [dict(charge.forward), dict(charge.backward)]
+def _plain(charge: Charge, batches: int) -> list[dict[tuple[int, int], float]]:
+    return [
+        {key: value for key, value in sums.items() if key[0] < batches} for sums in (charge.forward, charge.backward)
+    ]
 
 
 def _charge(plain: list[dict[tuple[int, int], float]]) -> Charge:

@@ -37,7 +37,7 @@ class Measured:
         state = {
             "schema": _SCHEMA,
             "about": self.about,
-            "found": self.found.as_plain(),
+            "found": self.found.as_plain(len(self.losses)),
             "noise": self.noise.state(),
             "losses": self.losses,
             "verified": [([*divided], astuple(effect)) for divided, effect in self.verified.items()],
