@@ -1,0 +1,114 @@
+"""State in 8 bits goes to and from other dtypes: through checkpoints, before and after `attach`, and by `detach`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.recipes.recipe import changed, read_recipe
+from tests.support.eight_bits import in_8_bits, read, widened
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SHAPES = {"a": (20, 300), "b": (77,)}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def made(state_dtype=None, steps=0):
+    generator = torch.Generator().manual_seed(0)
+    params = {name: nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for name, shape in SHAPES.items()}
+    optimizer = optim.AdamW([*params.items()], lr=1e-2)
+    if state_dtype is not None:
+        hmpx.attach(optimizer, state_dtype=state_dtype)
+    step(params, optimizer, steps)
+    return params, optimizer
+
+
+def step(params, optimizer, count=1):
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        for p in params.values():
+            p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+        optimizer.step()
+
+
+def in_fp32(params, optimizer):
+    return {n: {k: read(optimizer.state[p], k).float() for k in MOMENTS} for n, p in params.items()}
+
+
+def same(one, other):
+    return all(torch.equal(one[n][k], other[n][k]) for n in SHAPES for k in MOMENTS)
+
+
+@pytest.mark.parametrize("into", [FP32, BF16])
+@pytest.mark.parametrize("attached_first", [True, False])
+def test_a_checkpoint_in_8_bits_is_read_exactly_into_wider_state(into, attached_first):
+    params, optimizer = made("8bit", 3)
+    others, wide = made(into if attached_first else None)
+    wide.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if not attached_first:
+        hmpx.attach(wide, state_dtype=into)  # torch has cast the codes to BF16, which holds them exactly
+    for p in others.values():
+        p.grad = None
+    wide.step()  # of nothing, by which state comes to its dtype
+    assert same(in_fp32(params, optimizer), in_fp32(others, wide))
+    assert all(wide.state[p][k].dtype is into for p in others.values() for k in MOMENTS)
+
+
+@pytest.mark.parametrize("held", [FP32, BF16])
+def test_wider_state_is_rounded_stochastically_when_it_comes_to_8_bits(held):
+    params, optimizer = made(held, 3)
+    others, narrow = made("8bit")
+    narrow.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p in others.values():
+        p.grad = None
+    narrow.step()
+    for name, p in others.items():
+        for key in MOMENTS:
+            before = optimizer.state[params[name]][key].float()
+            expected, codes, _ = in_8_bits(before, seed=0, step=3, name=f"{name}.{key}.moved")
+            assert torch.equal(narrow.state[p][f"hmpx_codes_{key}"], codes)
+            assert torch.equal(read(narrow.state[p], key), expected)
+
+
+def test_detach_leaves_the_same_numbers_in_bf16_and_plain_steps_go_on():
+    params, optimizer = made("8bit", 3)
+    before = in_fp32(params, optimizer)
+    hmpx.detach(optimizer)
+    assert same(before, in_fp32(params, optimizer))
+    assert all(set(state) == {"step", *MOMENTS} for state in optimizer.state.values())
+    assert all(state[key].dtype is BF16 for state in optimizer.state.values() for key in MOMENTS)
+    step(params, optimizer)
+
+
+def test_torch_itself_does_not_take_codes_for_numbers():
+    _, optimizer = made("8bit", 3)
+    params, plain = made()
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.raises(KeyError, match="exp_avg"):
+        step(params, plain)
+
+
+def test_a_resumed_run_is_the_run_also_if_it_was_loaded_before_attach():
+    params, optimizer = made("8bit", 3)
+    others, resumed = made()
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    hmpx.attach(resumed, state_dtype="8bit")
+    with torch.no_grad():
+        for name, p in others.items():
+            p.copy_(params[name])
+    for each in ((params, optimizer), (others, resumed)):
+        step(*each)
+    assert all(torch.equal(params[name], p) for name, p in others.items())
+    for name, p in others.items():
+        ours, theirs = widened(resumed.state[p]), widened(optimizer.state[params[name]])
+        assert all(torch.equal(ours[key], theirs[key]) for key in (*MOMENTS, "step"))
+
+
+def test_the_records_of_the_recipes():
+    lean8, flash = read_recipe("lean8"), changed(read_recipe("flash"), release_gradients=True)
+    assert sum(lean8.bytes_per_parameter().values()) <= 4.1  # `test_footprint.py` measures what these are sums of
+    assert sum(flash.bytes_per_parameter().values()) <= 5.1
