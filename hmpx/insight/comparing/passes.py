@@ -18,6 +18,7 @@ import torch
 from hmpx.casts.observing import Seen, unobserved
 from hmpx.casts.rules import TARGETS
 from hmpx.conversion import installed
+from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked, Call, Compared, Number
 from hmpx.insight.comparing.computing import as_listed, in_fp32, of_rounded_inputs, widened
 from hmpx.insight.comparing.difference import Difference
@@ -25,7 +26,6 @@ from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.tensors import LOW, Tensor, floating, name
 
-_state = torch.default_generator.get_state
 _equal = torch.equal
 
 
@@ -43,10 +43,10 @@ class Low:
             return asked.plainly()
         if asked.point.in_place:
             self._keep_what_is_overwritten(asked.args)
-        before = _state()
+        before = generators.get_state()
         seen = asked.plainly()
         with unobserved():
-            self._keep(asked, seen, None if _equal(before, _state()) else before)
+            self._keep(asked, seen, None if _equal(before, generators.get_state()) else before)
         return seen
 
     def _keep(self, asked: Asked, seen: Seen, drawn: Tensor | None) -> None:
@@ -250,7 +250,7 @@ def _score(scores: list[float], delta: Tensor, gradient: Tensor) -> None:
 
 def _draw_again(kept: Call) -> None:
     if kept.drawn is not None:
-        torch.default_generator.set_state(kept.drawn)
+        generators.set_state(kept.drawn)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hmpx.casts.observing import Seen, unobserved
 from hmpx.casts.rules import call
+from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked, Compared
 from hmpx.insight.comparing.computing import in_fp32
 from hmpx.insight.comparing.noise import Noise
@@ -22,7 +23,6 @@ from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.tuning.problem import Effect
 
-_generator = torch.default_generator
 Drawn = dict[tuple[Compared, int], Tensor]  # the state of torch's generator before each call that draws
 
 
@@ -45,7 +45,7 @@ class _Numbered:
 
     def _called(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
         if number in self._drawn:
-            _generator.set_state(self._drawn[number])
+            generators.set_state(self._drawn[number])
         return self._seen(asked)
 
     def _seen(self, asked: Asked) -> Seen:
@@ -56,9 +56,9 @@ class Exact(_Numbered):
     """Everything in FP32; it notes which calls draw."""
 
     def _called(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
-        before = _generator.get_state()
+        before = generators.get_state()
         seen = self._seen(asked)
-        if not torch.equal(before, _generator.get_state()):
+        if not torch.equal(before, generators.get_state()):
             self._drawn[number] = before
         return seen
 

@@ -10,12 +10,11 @@ import torch
 
 from hmpx import region_state
 from hmpx.casts.observing import Seen
+from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked
 from hmpx.insight.comparing.computing import in_fp32
 from hmpx.insight.comparing.difference import Difference
 from hmpx.insight.tensors import LOW, Tensor, floating
-
-_generator = torch.default_generator
 
 
 class Rounded(NamedTuple):
@@ -35,11 +34,11 @@ class Rounded(NamedTuple):
 @contextlib.contextmanager
 def redrawing() -> Iterator[Tensor]:
     """The state of torch's generator, that what runs here may set again and again; it is back at the end."""
-    state = _generator.get_state()
+    state = generators.get_state()
     try:
         yield state
     finally:
-        _generator.set_state(state)
+        generators.set_state(state)
 
 
 def rounded(asked: Asked) -> Rounded | None:
@@ -53,9 +52,9 @@ def rounded(asked: Asked) -> Rounded | None:
         inputs = {i: difference(b, a) for i, (a, b) in enumerate(zip(given, cast, strict=True)) if _is_cast(a, b)}
         if not inputs:
             return None
-        _generator.set_state(drawn)
+        generators.set_state(drawn)
         exact = floating((in_fp32(asked),))
-        _generator.set_state(drawn)
+        generators.set_state(drawn)
         beside = floating((in_fp32(asked.with_arguments(seen.args, seen.kwargs)),))
     whole = Difference()
     for low, other in zip(floating((seen.result,)), exact, strict=False):
@@ -92,11 +91,11 @@ class Backward:
         beside = [t + rounded.inputs[i] if i in rounded.inputs else t for i, t in enumerate(tensors)]
         # A checkpoint around the call must not see what is saved here for a backward pass of its own.
         with redrawing(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-            _generator.set_state(drawn)
+            generators.set_state(drawn)
             with region_state.region(True):
                 low = self._leaves(tensors)
                 self._low = low, floating((asked.run(*_arguments(asked, low)[0], **_arguments(asked, low)[1]).result,))
-            _generator.set_state(drawn)
+            generators.set_state(drawn)
             exact = self._leaves(beside)
             self._exact = exact, floating((in_fp32(with_inputs(asked, exact)),))
 
