@@ -113,16 +113,16 @@ def cast_state_of(optimizer: optim.Optimizer, p: Parameter, held: Any) -> None:
         state[key] = _cast(value, BF16, p.dtype)
 
 
-@torch.no_grad()
 def _widen(state: dict, p: Parameter, dtype: torch.dtype) -> None:
     """Cast the 8-bit state of a parameter, if it has any, to another dtype."""
     if not is_coded(state):
         return
     seen = held(state, p)
     state.clear()
-    for key in list(seen):  # one after the other, for the sake of memory
-        value = seen.pop(key)
-        state[key] = value.whole().to(dtype) if isinstance(value, HeldCodes) else entries({key: value})[key]
+    with torch.no_grad():
+        for key in list(seen):  # one after the other, for the sake of memory
+            value = seen.pop(key)
+            state[key] = value.whole().to(dtype) if isinstance(value, HeldCodes) else entries({key: value})[key]
 
 
 def _filled_by(optimizer: optim.Optimizer, key: str) -> str | None:
