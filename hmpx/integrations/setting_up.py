@@ -57,7 +57,6 @@ class SettingUp:
         self._policy = recipe.policy()  # lists are read now: a script may change its folder
         self._conversion: Conversion | None = None
         self._rules: list[ModuleRule] = []
-        self._ruled: WeakSet[torch.nn.Module] = WeakSet()  # the models that these are for
         frameworks.say_version(framework)
 
     def refuse(self, asked: Iterable[frameworks.Asked]) -> None:
@@ -81,10 +80,10 @@ class SettingUp:
         compare(self._plugin, facts(self.recipe))
         with self.recipe.naming_lines():
             check_names([model], self.recipe)
-            if self._policy is not None and model not in self._ruled:
+            own = set(model.modules())
+            if self._policy is not None and all(own.isdisjoint(rule.modules()) for rule in self._rules):
                 rules = rules_for([model], self.recipe)
                 self._rules += rules
-                self._ruled.add(model)
                 if self._conversion is not None and self._conversion.active:
                     self._conversion.add_rules(rules)
             cast_model(model, self.recipe, undo)
