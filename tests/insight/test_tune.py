@@ -286,6 +286,11 @@ class Nothing(nn.Module):
         (lambda: (Model(torch.relu), batches(), None), {}, "it needs a loss"),
         (lambda: (torch.relu, batches(), loss_of), {}, "tune: model is a builtin_function_or_method"),
         (lambda: (Model(torch.relu), batches(), loss_of), {"lists": "xla-use-bf16"}, "maps dtypes"),
+        (
+            lambda: (Model(torch.relu), batches(), loss_of),
+            {"lists": hmpx.Recipe(modules={"first": "float32"})},
+            "the recipe has rules for modules already",
+        ),
     ],
 )
 def test_bad_input_is_told_and_nothing_is_changed(arguments, options, said):
@@ -340,6 +345,16 @@ def test_where_one_module_spoils_a_name_it_is_given_up_there_alone(tmp_path):
     )
     assert hmpx.Recipe(bf16_file_path=str(tmp_path / "bf16.txt")).policy()
     assert "# softmax in blocks.2: float32  # loss" in (tmp_path / "recipe.yaml").read_text()
+
+
+def test_a_recipe_keeps_its_other_keys_and_brings_its_weights():
+    """Verified on BF16 weights, and on those of a recipe with FP32 ones."""
+    found = tuned(Model(torch.relu), batches(4), lists="neuron-bf16-sr")
+    assert (found.recipe.parameter_dtype, found.recipe.weights) == ("bfloat16", "stochastic") and found.met
+    assert found.recipe.policy() == found.policy and "linear" in found.policy.bf16
+    exact, narrow = (tuned(Model(torch.relu), batches(4), lists=name, tolerance=0) for name in ("hmp-o1", "lean"))
+    assert exact.recipe.parameter_dtype == "float32" and exact.met and exact.gradient_error == 0
+    assert not narrow.met and narrow.gradient_error > 0 and "the weights in BF16" in narrow.unmet
 
 
 def test_what_is_written_says_why_and_is_read_again(tmp_path, monkeypatch):

@@ -61,7 +61,8 @@ class Subject:
         """The loss and the gradients in FP32, of a run with the parameters that the lists go with."""
         with contextlib.ExitStack() as undo:
             if self._recipe is not None:
-                cast_model(self.model, self._recipe, undo)
+                with unobserved():  # it is no cast that the program makes
+                    cast_model(self.model, self._recipe, undo)
             return self._run(batch, gradients)
 
     def shifted(

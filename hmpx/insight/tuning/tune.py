@@ -79,6 +79,8 @@ def tune(
     if loss is None:
         raise HmpxError("tune: it needs a loss, called as loss(model, *batch), whose gradients are looked at")
     policy, recipe, kernels = lists_meant(lists, "tune")
+    if recipe is not None and recipe.modules:
+        raise HmpxError("tune: the recipe has rules for modules already, which tune is to find: leave `modules` out")
     subject = Subject(model, batches, loss, recipe, "tune")
     scored, verified = _divided(subject.batches, held_out)
     low = [name for name, p in model.named_parameters() if p.dtype in LOW]

@@ -223,6 +223,8 @@ class Tuning:
             return tolerance, ""
         lines = ", ".join(self._held_out.by_hand)
         what = f"casts that the program makes itself, at {lines}" if lines else "ops that no wrapper reaches"
+        if self._asked.recipe is not None and self._asked.recipe.parameter_dtype == "bfloat16":
+            what = f"the weights, which the recipe has in BF16, nor about {what}" if lines else "the weights in BF16"
         error = f"{everywhere.gradient_error:.1e}"
         said = f"with every op in FP32 the gradient error is {error} already: lists do not decide about {what}"
         return math.hypot(tolerance, everywhere.size), said
