@@ -104,6 +104,8 @@ NAMES: tuple[Private, ...] = (
     Private("torch.optim.Optimizer()._optimizer_state_dict_post_hooks", "the user's hooks see the masters"),
     Private("torch.optim.Optimizer()._optimizer_load_state_dict_pre_hooks", "the user's hooks run before ours"),
     Private("torch._foreach_copy_", "copies many small tensors in one call"),
+    Private("torch._foreach_add", "counts the step of many parameters in one call"),
+    Private("torch._foreach_add_", "the same, in place"),
     # Gradients
     Private("torch.Tensor._post_accumulate_grad_hooks", "hooks on a parameter whose content was swapped"),
     Private("torch._C._current_graph_task_id", "tells one backward pass from the next"),
