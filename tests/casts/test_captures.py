@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,6 +49,7 @@ def closure():
 
 
 CLOSURE = closure()
+CELLS = [types.CellType(F.linear)]
 
 
 def results():
@@ -63,6 +65,7 @@ def results():
         instance.static(X, X),
         *instance_with_state.method(X),
         CLOSURE(X),
+        CELLS[0].cell_contents(X, X),
     ]
 
 
