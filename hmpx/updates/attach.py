@@ -57,6 +57,7 @@ def attach(
         state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" what has the
             shape of its parameter in 8 bits, with one scale for 128 elements (`hmpx.rounding.eight_bits`).
         use_fp32_grad_acc: gradients of BF16 parameters accumulate in FP32 (torch's `grad_dtype`, 2.13 or newer).
+            torch cannot unset it: whoever casts the model to FP32 after `detach` sets ``p.grad_dtype = p.dtype``.
         use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
         release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then
             finishes the step. Same bits. Not for accumulation, gradient clipping or GradScaler, which raise.

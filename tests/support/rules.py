@@ -434,6 +434,8 @@ def cast(w: World, to: torch.dtype, swap: bool) -> None:
     for entry in w.entries:
         if entry.seen.dtype is not to:
             w.reference.cast(entry, to)
+        if not wide and getattr(w[entry.name], "grad_dtype", None) not in (None, to):
+            w[entry.name].grad_dtype = to  # as whoever casts has to do where it was ever set: torch cannot unset it
     w.adopted()
 
 
