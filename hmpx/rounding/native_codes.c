@@ -34,7 +34,7 @@ static inline void encode_block(const float *restrict x, uint8_t *restrict codes
                                 uint64_t key, uint64_t offset) {
   Numbers numbers;
   const uint16_t *restrict r = draw(&numbers, count, key, offset);
-  int32_t top = scale & 0x8000u ? 7 : 15, zero = (127 - top) << 23;
+  int32_t is_signed = scale >> 15, top = is_signed ? 7 : 15, zero = (127 - top) << 23;
   float inverse = float_of((254u - (scale >> 7 & 0xFFu)) << 23), below = float_of((uint32_t)(top + 22 + 127) << 23);
   for (int64_t j = 0; j < count; j++) {
     uint32_t magnitude = bits_of(x[j]) & 0x7FFFFFFFu;
@@ -42,6 +42,7 @@ static inline void encode_block(const float *restrict x, uint8_t *restrict codes
     int32_t normal = (int32_t)bits_of(y) - zero;
     int32_t least = (int32_t)(fixed < 8388608.0f ? fixed : 8388608.0f);
     int32_t code = ((normal < 0x800000 ? least : normal) + (r[j] * 8 + 4)) >> 19;
+    code |= (code == 0) & (magnitude != 0) & !is_signed; /* no positive number becomes 0 */
     code = code < top * 16 + 13 ? code : top * 16 + 13;
     code = magnitude == 0x7F800000u ? top * 16 + 14 : magnitude > 0x7F800000u ? top * 16 + 15 : code;
     codes[j] = (uint8_t)(x[j] < 0.0f ? code + 0x80 : code);

@@ -82,16 +82,26 @@ def test_what_a_code_holds_stays_itself_in_bf16_too():
         assert torch.equal(written(once, seed=99, step=99).whole(), once)
 
 
-@pytest.mark.parametrize("value", [1e-9, 3e-6, 0.013, 0.7, -1e-7, -2e-4, -0.3])
+@pytest.mark.parametrize("value", [4e-6, 0.013, 0.7, -1e-7, -2e-4, -0.3])
 @torch.no_grad()
-def test_the_mean_is_kept_below_the_least_number_too(value):
+def test_the_mean_is_kept_and_of_signed_blocks_below_the_least_number_too(value):
     """Beside a 1 in its block, in many steps."""
     x = torch.full((100, 128), value)
     x[:, 0] = 1.0
     found = torch.stack([written(x, seed=0, step=step).whole()[:, 1:] for step in range(20)]).double()
-    spacing = (found.max() - found.min()).item() if abs(value) > 2e-8 else 2.0**-18
+    spacing = (found.max() - found.min()).item()
     noise = math.sqrt(abs(value) * spacing / found.numel())  # at most, of a rounding between two neighbours
     assert abs(found.mean().item() - value) < 4.5 * noise + abs(value) * 1e-4
+
+
+@torch.no_grad()
+def test_no_positive_number_becomes_0_where_none_is_negative():
+    """The least number is 2^-18 beside a 1; zero stays zero, and with a -1 both are met."""
+    x = torch.tensor([1.0, 0.0, 1e-45, 1e-30, 2.0**-19, 2.0**-18, -0.0])
+    for step in range(40):
+        assert written(x, seed=0, step=step).whole().tolist() == [1.0, 0.0, *[2.0**-18] * 4, 0.0]
+    signed = torch.cat([torch.full((100,), 2.0**-11), torch.tensor([-1.0])])
+    assert written(signed).whole().unique().tolist() == [-1.0, 0.0, 2.0**-10]
 
 
 @torch.no_grad()

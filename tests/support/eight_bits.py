@@ -81,6 +81,8 @@ def _block(x, r):
         if below < len(code) - 1:
             part = (y - code[below]) / (code[below + 1] - code[below])
             below += math.floor(part * 2**19) + 8 * int(r[i]) + 4 >= 2**19
+        if value > 0 and not signed:
+            below = max(below, 1)
         codes[i], held[i] = sign + below, math.copysign(code[below], value) * scale
     return held, codes, -scale if signed else scale
 

@@ -1,0 +1,50 @@
+"""State in 8 bits where gradients differ in size within a block: updates stay as large as with FP32 state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+
+BF16 = torch.bfloat16
+
+
+def one_large():
+    return torch.full((4, 128), 1e-3).index_fill_(1, torch.tensor([5]), 1.0)
+
+
+def lognormal(sigma):
+    return torch.exp(sigma * torch.randn(16, 128, generator=torch.Generator().manual_seed(0)))
+
+
+SIZES = {"a column x 1000": one_large(), "lognormal 1": lognormal(1.0), "lognormal 1.5": lognormal(1.5)}
+OPTIMIZERS = {
+    "AdamW": (optim.AdamW, {"weight_decay": 0.0}),
+    "Adam amsgrad": (optim.Adam, {"amsgrad": True}),
+    "NAdam": (optim.NAdam, {}),
+}
+
+
+def largest_update(cls, options, sizes, **settings):
+    """Of an element in one step, in units of the learning rate."""
+    p = nn.Parameter(torch.zeros(sizes.shape, dtype=BF16))
+    optimizer = cls([("p", p)], lr=1e-3, **options)
+    hmpx.attach(optimizer, **settings)
+    generator, before, found = torch.Generator().manual_seed(1), torch.zeros(sizes.shape), 0.0
+    for _ in range(120):
+        p.grad = (torch.randn(sizes.shape, generator=generator) * sizes).bfloat16()
+        optimizer.step()
+        after = p.detach().float()
+        found, before = max(found, (after - before).abs().max().item()), after
+    return found / 1e-3
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_update_is_twice_the_largest_one_of_fp32_state(optimizer, sizes):
+    case = *OPTIMIZERS[optimizer], SIZES[sizes]
+    reference = largest_update(*case, weights="split")
+    assert largest_update(*case, weights="split", state_dtype="8bit") <= 2 * reference
+    assert largest_update(*case, fused=True, state_dtype="8bit") <= 2 * reference
