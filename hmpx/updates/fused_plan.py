@@ -74,7 +74,6 @@ class FusedPlan:
             and fingerprint(optimizer) is not None
             and all(
                 segment.param.is_cpu
-                and segment.overlaps is None
                 and all(isinstance(value, Tensor) for value in optimizer.state[segment.param].values())
                 for _, segment in taken
             )

@@ -3,8 +3,8 @@
 Opt-in, ``attach(optimizer, fused=True)``. The formulas are the optimizer's and the order of operations is the kernel's
 own, so results agree with the optimizer's to rounding and not to the bit. State has the optimizer's keys and shapes, so
 a training run may change between fused and sliced steps. Parameters that no kernel takes (no C compiler, a device that
-is neither CPU nor CUDA, sparse gradients, strides, amsgrad; with 8-bit state, CUDA and rows of fewer than 64 elements)
-are stepped in slices.
+is neither CPU nor CUDA, elements that another parameter has too, sparse gradients, strides, amsgrad; with 8-bit state,
+CUDA and rows of fewer than 64 elements) are stepped in slices.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class FusedStep:
 
     def takes(self, group: dict, segment: Segment) -> bool:
         """Whether a kernel can step this parameter."""
+        if segment.overlaps is not None:  # a kernel's threads would write to the same elements
+            return False
         p, grad, formula = segment.param, segment.grad, self._formula
         state = self._optimizer.state.get(p, {})
         if formula is None or not formula.takes(group, by_own_keys(state)) or formula.kernel not in _kernels(p):

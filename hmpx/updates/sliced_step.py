@@ -98,10 +98,13 @@ class SlicedStep:
             self._batch([])
 
     def _each_group_first(self, segments: list[Segment]) -> list[Segment]:
-        """The smallest parameter of each group first: a wrong setting of a group raises before much is written."""
+        """The smallest parameter of each group first: a wrong setting of a group raises before much is written.
+
+        Parameters that share memory stay in the optimizer's order, which their weights depend on.
+        """
+        alone = [segment for segment in segments if segment.overlaps is None]
         smallest = {
-            self._group[segment.param]: segment
-            for segment in sorted(segments, key=lambda segment: -segment.param.numel())
+            self._group[segment.param]: segment for segment in sorted(alone, key=lambda segment: -segment.param.numel())
         }
         first = list(smallest.values())
         return first + [segment for segment in segments if segment not in first]

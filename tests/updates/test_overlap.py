@@ -7,7 +7,9 @@ import torch
 from torch import nn, optim
 
 import hmpx
+from hmpx.rounding import native
 from hmpx.updates import sliced_step
+from hmpx.updates.fused_step import FusedStep
 from hmpx.updates.overlap import Overlaps
 from tests.support.training import step_by
 
@@ -109,3 +111,40 @@ def test_parameters_that_share_memory_are_stepped_one_after_the_other():
     with hmpx.disable_casts():
         step_by(optim.SGD([p, q], lr=0.25))
     assert (p == 0.5).all()
+
+
+def on_threads(threads, fused, state_dtype, large=100_000):
+    """A weight that is two parameters, after steps beside another one: more elements than one thread takes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        generator = torch.Generator().manual_seed(1)
+        one, other = (torch.randn(large, generator=generator).bfloat16() for _ in range(2))
+        params = [nn.Parameter(one), nn.Parameter(one.view(-1, 1000)), nn.Parameter(other)]
+        optimizer = optim.AdamW(list(zip("abc", params, strict=True)), lr=0.1)
+        hmpx.attach(optimizer, fused=fused, state_dtype=state_dtype)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+            optimizer.step()
+    finally:
+        torch.set_num_threads(before)
+    return one
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit"])
+def test_the_threads_of_a_kernel_do_not_race_for_shared_elements(state_dtype, monkeypatch):
+    by_kernel = []
+    prepare = FusedStep.prepare
+
+    def told(self, taken):
+        by_kernel.append([segment.name for _, segment in taken])
+        return prepare(self, taken)
+
+    monkeypatch.setattr(FusedStep, "prepare", told)
+    expected = on_threads(1, False, state_dtype)
+    assert not by_kernel
+    for threads in (1, 2):
+        assert torch.equal(on_threads(threads, False, state_dtype), expected)
+        assert torch.equal(on_threads(threads, True, state_dtype), expected)
+    assert by_kernel == ([["c"]] * 6 if native.library() is not None else [])
