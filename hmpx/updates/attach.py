@@ -125,7 +125,7 @@ def attached(optimizer: Optimizer) -> Attachment | None:
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Make an attached optimizer, or one that has stepped in regions, a plain torch one again; else nothing happens.
+    """Make an attached optimizer a plain torch one again, or one with state of regions or in 8 bits; else do nothing.
 
     Its state goes to the dtype of each parameter, as torch's own `load_state_dict` does, and masters are dropped: save
     `state_dict()` before if you want them back.
@@ -142,7 +142,7 @@ def detach(optimizer: Optimizer) -> None:
     optimizer, attachment = zero.inner(optimizer) or optimizer, attached(optimizer)
     if attachment is not None:
         attachment.detach_from(optimizer)
-    elif allow_plain_steps(optimizer):
+    elif allow_plain_steps(optimizer) or optimizer_state.has_codes(optimizer):
         optimizer_state.cast_state(optimizer, torch.bfloat16)
 
 

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hmpx.errors import HmpxError
 from hmpx.updates import step_count
+from hmpx.updates.held_state import check_codes, is_coded
 from hmpx.updates.names import parameters
 from hmpx.updates.ranks.sharding import is_sharded, local
 from hmpx.updates.segment import Segment
@@ -96,6 +97,9 @@ class Checkpoints:
         self._is_own = _is_present_state(optimizer, state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = dict(zip(ids, parameters(optimizer), strict=False))
+        for i, values in state_dict["state"].items():
+            if i in params and is_coded(values):
+                check_codes(values, params[i], i)
         self._incoming, state = {}, {}
         for i, values in state_dict["state"].items():
             if not isinstance(values, dict) or MASTER_KEY not in values:

@@ -18,9 +18,10 @@ from torch import optim
 from hmpx.rounding import native, triton
 from hmpx.rounding.eight_bits import BLOCK
 from hmpx.rounding.keys import name_id
+from hmpx.updates.block_layout import Layout
 from hmpx.updates.fused_formulas import Formula, formula_of, is_scaled
 from hmpx.updates.fused_plan import FusedPlan
-from hmpx.updates.held_state import CODES, SCALES, Layout, by_own_keys
+from hmpx.updates.held_state import CODES, SCALES, by_own_keys
 from hmpx.updates.segment import Segment
 from hmpx.updates.step_call import WriteBack
 

@@ -7,16 +7,16 @@ one, so that whatever saves, moves or shards optimizer state does so with them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 import torch
-import torch.distributed as dist
 
-from hmpx.rounding.eight_bits import BLOCK, Rows, decode, largest, scales_for
-from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local, sizes_and_offsets
+from hmpx.errors import HmpxError
+from hmpx.rounding.eight_bits import decode, largest, scales_for
+from hmpx.updates.block_layout import Layout, sharded_scales
+from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
 
@@ -99,7 +99,7 @@ class HeldCodes:
         held, layout = local(param), Layout.of(param)
         codes = torch.empty(held.shape, dtype=torch.uint8, device=held.device)
         scales = torch.empty(layout.shape, dtype=BF16, device=held.device)
-        return cls(like(param, codes) if is_sharded(param) else codes, _sharded(scales, param, layout))
+        return cls(like(param, codes) if is_sharded(param) else codes, sharded_scales(scales, param, layout))
 
     def part(self, segment: Segment) -> Tensor:
         layout = Layout.of(self.codes)
@@ -147,74 +147,42 @@ class HeldCodes:
 HELD = (HeldTensor, HeldCodes)  # what is `Held`; a protocol is slow to ask
 
 
-class Layout(NamedTuple):
-    """How the blocks of a parameter lie.
+def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> None:
+    """Hold what a parameter's state has in 8 bits against the parameter: it may be that of another one.
 
-    A row is the last dimension. Where that is shorter than a block, it is folded with the one before it, up to the
-    second, so that a shard of some rows holds whole blocks. Where the rows themselves are cut, which a sharded
-    parameter of one dimension always is, all ranks that hold a part of a row have all its scales.
+    name: of the parameter, or its position, for the error; "" where nobody knows.
 
-    Attributes:
-        rows: of what this rank holds.
-        shape: of the scales that it holds.
-        folded: the first dimension that belongs to a row.
-        cut: the ranks that hold parts of one row, a group for each dimension of the mesh along which rows are cut.
-        is_scattered: whether what this rank holds of a row does not follow one another in it, as the row is cut along
-            another dimension than the first of those that are folded. Such state is gathered to be read and written.
+    Raises:
+        HmpxError: codes or scales have not the shapes that the parameter's have, or a rank holds another part of them.
     """
-
-    rows: Rows
-    shape: tuple[int, ...]
-    folded: int
-    cut: tuple[Any, ...] = ()
-    is_scattered: bool = False
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
-        """That of a parameter, or of what is shaped and sharded as it is."""
-        shape = tuple(tensor.shape)
-        folded = max(len(shape) - 1, 0)
-        while folded > 1 and math.prod(shape[folded:]) < BLOCK:
-            folded -= 1
-        whole = Rows.of(math.prod(shape[folded:]))
-        if not is_sharded(tensor):
-            return cls(whole, (*shape[:folded], whole.blocks), folded)
-        _, offsets = sizes_and_offsets(tensor)
-        inner = shape[folded + 1 :]
-        held = tuple(local(tensor).shape)
-        rows = Rows(math.prod(held[folded:]), offsets[folded] * math.prod(inner), whole.blocks) if shape else whole
-        mesh, dims = tensor.device_mesh, [getattr(each, "dim", -1) for each in tensor.placements]
-        cut = tuple(mesh.get_group(i) for i, dim in enumerate(dims) if dim == folded and mesh.size(i) > 1)
-        scattered = any(dim > folded and mesh.size(i) > 1 for i, dim in enumerate(dims))
-        return cls(rows, (*held[:folded], whole.blocks), folded, cut, scattered)
-
-    def over_ranks(self, magnitudes: Tensor, negatives: Tensor) -> tuple[Tensor, Tensor]:
-        """What `largest` has found in all that is held of cut rows, with what the other ranks hold of them."""
-        both = torch.zeros(2, math.prod(self.shape), dtype=torch.int32, device=magnitudes.device)
-        if magnitudes.numel():
-            here = self.rows.range(0, self.rows.width * math.prod(self.shape[:-1]))
-            both[0, here], both[1, here] = magnitudes, negatives
-        for group in self.cut:
-            dist.all_reduce(both, dist.ReduceOp.MAX, group)
-        return both[0], both[1]
+    for key, codes in state.items():
+        if not isinstance(key, str) or not key.startswith(CODES):
+            continue
+        layout, own = Layout.of(param), key.removeprefix(CODES)
+        scales, of = state.get(SCALES + own), "a parameter" if name == "" else f"parameter {name!r}"
+        if scales is None:
+            raise HmpxError(f"{own!r} of {of} is in 8 bits without its scales: there is no {SCALES + own!r}")
+        whole = layout.of_all(param)
+        if (codes.shape, scales.shape) != (param.shape, whole):
+            raise HmpxError(
+                f"{own!r} of {of} is in 8 bits for another shape: {tuple(codes.shape)} with scales "
+                f"{tuple(scales.shape)}; the parameter's is {tuple(param.shape)} with scales {tuple(whole)}"
+            )
+        if (local(codes).shape, local(scales).shape) != (local(param).shape, layout.shape):
+            raise HmpxError(
+                f"{own!r} of {of} is in 8 bits and sharded in another way: this rank has {tuple(local(codes).shape)} "
+                f"of it with scales {tuple(local(scales).shape)}; of the parameter {tuple(local(param).shape)}, which "
+                f"goes with scales {layout.shape}"
+            )
 
 
-def _sharded(scales: Tensor, param: Tensor, layout: Layout) -> Tensor:
-    """The scales of a sharded parameter as a DTensor: cut as its rows are, else whole on every rank."""
-    if not is_sharded(param):
-        return scales
-    from torch.distributed.tensor import DTensor, Replicate
+def held(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[str, Any]:
+    """The state of a parameter by the optimizer's own keys, with what has the parameter's shape as `Held`.
 
-    placements = [
-        each if getattr(each, "dim", layout.folded) < layout.folded else Replicate() for each in param.placements
-    ]
-    shape = torch.Size((*param.shape[: layout.folded], layout.rows.blocks))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(scales, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def held(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """The state of a parameter by the optimizer's own keys, with what has the parameter's shape as `Held`."""
+    Raises:
+        HmpxError: as `check_codes`.
+    """
+    check_codes(state, param, name)
     found: dict[str, Any] = {}
     for key, value in state.items():
         name = key if isinstance(key, str) else ""

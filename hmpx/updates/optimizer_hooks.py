@@ -31,11 +31,14 @@ def attachment_of(optimizer: Optimizer) -> Any:
     return vars(optimizer).get(ATTRIBUTE)
 
 
-def install(changes: Changes, is_installed: Callable[[], object]) -> None:
-    """Wrap these functions until `changes` are undone. `is_installed`: whether they are still wrapped."""
+def install(changes: Changes, is_installed: Callable[[], object], loaded: Callable[[Optimizer], None]) -> None:
+    """Wrap these functions until `changes` are undone.
+
+    is_installed: whether they are still wrapped. loaded: is told of optimizers that have loaded and are not attached.
+    """
     wrap(changes, "_process_value_according_to_param_policy", functools.partial(_keeping_fp32, is_installed))
     wrap(changes, "add_param_group", _telling_of_groups)
-    wrap(changes, "load_state_dict", _telling_of_loads)
+    wrap(changes, "load_state_dict", functools.partial(_telling_of_loads, loaded))
     swap = Attribute(torch.utils, "swap_tensors", "torch.utils.swap_tensors")
     changes.put(swap, _telling_of_swaps(torch.utils.swap_tensors))
 
@@ -80,7 +83,7 @@ def _telling_of_groups(add_param_group: Callable) -> Callable:
     return add
 
 
-def _telling_of_loads(load_state_dict: Callable) -> Callable:
+def _telling_of_loads(loaded: Callable[[Optimizer], None], load_state_dict: Callable) -> Callable:
     @functools.wraps(load_state_dict)
     def load(self: Optimizer, state_dict: dict) -> None:  # torch.distributed.checkpoint gives `self` by its name
         attachment, before = attachment_of(self), getattr(_loading, "attached", False)
@@ -92,6 +95,8 @@ def _telling_of_loads(load_state_dict: Callable) -> Callable:
         finally:
             _loading.attached = before
         step_count.forget(self)
+        if attachment is None:
+            loaded(self)
 
     return load
 

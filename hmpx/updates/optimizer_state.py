@@ -6,6 +6,7 @@ What finds it in another dtype casts it here.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -41,11 +42,12 @@ def cast_state(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = 
     """
     found = False
     wrong = torch.float32 if dtype is BF16 else BF16
+    positions = itertools.count()
     for group in optimizer.param_groups:
-        for p in group["params"]:
+        for p, i in zip(group["params"], positions, strict=False):
             state = optimizer.state.get(p)
             if isinstance(state, dict):
-                _widen(state, p, dtype if p.dtype is BF16 else p.dtype)
+                _widen(state, p, dtype if p.dtype is BF16 else p.dtype, i)
             if not isinstance(state, dict) or p.dtype is not BF16:
                 continue
             keys = [key for key, v in state.items() if _holds(v, wrong) and (lists or not isinstance(v, list))]
@@ -99,6 +101,11 @@ def has_fp32_state(optimizer: optim.Optimizer) -> bool:
     return any(is_coded(state) or any(_holds(v, torch.float32) for v in state.values()) for state in states)
 
 
+def has_codes(optimizer: optim.Optimizer) -> bool:
+    """Whether there is state in 8 bits."""
+    return any(map(is_coded, optimizer.state.values()))
+
+
 def cast_state_of(optimizer: optim.Optimizer, p: Parameter, held: Any) -> None:
     """Cast BF16 and 8-bit state of a parameter that is not BF16 any more to the parameter's dtype.
 
@@ -113,11 +120,11 @@ def cast_state_of(optimizer: optim.Optimizer, p: Parameter, held: Any) -> None:
         state[key] = _cast(value, BF16, p.dtype)
 
 
-def _widen(state: dict, p: Parameter, dtype: torch.dtype) -> None:
+def _widen(state: dict, p: Parameter, dtype: torch.dtype, name: str | int = "") -> None:
     """Cast the 8-bit state of a parameter, if it has any, to another dtype."""
     if not is_coded(state):
         return
-    seen = held(state, p)
+    seen = held(state, p, name)
     state.clear()
     with torch.no_grad():
         for key in list(seen):  # one after the other, for the sake of memory

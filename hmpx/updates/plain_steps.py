@@ -10,30 +10,55 @@ import torch
 
 from hmpx import region_state
 from hmpx.errors import HmpxError
-from hmpx.updates import optimizer_state
+from hmpx.updates import optimizer_state, step_count
 from hmpx.updates.names import has_bf16
 from hmpx.updates.optimizer_hooks import attachment_of
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
 
-_hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # of optimizers that have stepped in a region
+_hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # what `refuse_plain_steps` has put on them
 _warned = False
 
 
 def refuse_plain_steps(optimizer: Optimizer) -> None:
-    """After a step in a region, refuse plain ones, by a hook on the optimizer: hmpx may not be installed by then."""
+    """After a step in a region or a load of state in 8 bits, refuse plain steps.
+
+    By a hook on the optimizer: hmpx may not be installed by then.
+    """
     if optimizer not in _hooks and hasattr(optimizer, "_optimizer_step_pre_hooks"):
         _hooks[optimizer] = optimizer.register_step_pre_hook(_refuse)
 
 
 def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     is_plain = region_state.rounding() is None and attachment_of(optimizer) is None
+    if is_plain:
+        refuse_codes(optimizer)
     if is_plain and optimizer_state.has_fp32_state(optimizer):
         raise HmpxError(
             f"{type(optimizer).__name__} has stepped in hmpx.disable_casts(), so its state is FP32, which a plain step "
             "on BF16 parameters cannot go on with. Write `with hmpx.disable_casts(): optimizer.step()` for every step, "
             "or hmpx.attach(optimizer) once; hmpx.detach(optimizer) brings the state to BF16 for plain steps"
+        )
+
+
+def refuse_steps_on_codes(optimizer: Optimizer) -> None:
+    """After a load, refuse plain steps if it has brought state in 8 bits."""
+    if optimizer_state.has_codes(optimizer):
+        refuse_plain_steps(optimizer)
+
+
+def refuse_codes(optimizer: Optimizer) -> None:
+    """Refuse a plain step on state in 8 bits. One that asks for its state by `get`, as SGD, would begin anew.
+
+    Raises:
+        HmpxError: there is state in 8 bits.
+    """
+    if step_count.stored(optimizer) and optimizer_state.has_codes(optimizer):
+        raise HmpxError(
+            f"{type(optimizer).__name__} has state in 8 bits, from a checkpoint of an optimizer with "
+            'state_dtype="8bit", which a plain step cannot read: hmpx.attach(optimizer) takes it over, '
+            "hmpx.detach(optimizer) brings it to the dtype of the parameters"
         )
 
 

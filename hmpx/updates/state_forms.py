@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from hmpx.dtype_names import dtype_name
 from hmpx.rounding.eight_bits import BLOCK
-from hmpx.updates.held_state import HELD, Held, HeldCodes, HeldTensor, Layout, held
+from hmpx.updates.block_layout import Layout
+from hmpx.updates.held_state import HELD, Held, HeldCodes, HeldTensor, held
 from hmpx.updates.optimizer_state import cast_state, is_moment, prepare_for_8_bits
 from hmpx.updates.ranks.sharding import box_of, local
 from hmpx.updates.rounding_key import RoundingKey
@@ -145,7 +146,7 @@ class In8Bits:
             state = optimizer.state.get(segment.param)
             if not isinstance(state, dict):
                 continue
-            for key, value in held(state, segment.param).items():
+            for key, value in held(state, segment.param, segment.name).items():
                 if isinstance(value, HeldTensor) and is_moment(value.tensor):
                     codes = HeldCodes.new(segment.param)
                     # Numbers of its own: the step may round the same element again.

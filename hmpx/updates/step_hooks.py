@@ -30,7 +30,7 @@ from hmpx.updates import optimizer_hooks, step_count
 from hmpx.updates.gradients import released
 from hmpx.updates.names import has_bf16, parameters
 from hmpx.updates.optimizer_hooks import attachment_of
-from hmpx.updates.plain_steps import refuse_plain_steps, warn_of_nearest
+from hmpx.updates.plain_steps import refuse_codes, refuse_plain_steps, refuse_steps_on_codes, warn_of_nearest
 from hmpx.updates.ranks import zero
 from hmpx.updates.settings import Settings
 from hmpx.updates.step import WeightUpdates
@@ -75,7 +75,7 @@ def _watch() -> None:
     for cls, cell in _cells():
         _changes.put(Cell(cell, f"{cls.__name__}.step"), _watched(cell.cell_contents))
     optimizer_hooks.wrap(_changes, "profile_hook_step", _hooking)
-    optimizer_hooks.install(_changes, lambda: _users)
+    optimizer_hooks.install(_changes, lambda: _users, refuse_steps_on_codes)
     released.watch(_changes)
 
 
@@ -158,6 +158,7 @@ def _watched(step: Callable) -> Callable:
                     return _in_region.step(call)
                 if how is not None and step_count.stored(optimizer):  # from steps of parameters that are BF16 no more
                     step_count.keep(optimizer)
+                refuse_codes(optimizer)
                 warn_of_nearest(optimizer)
                 return call.run()
         finally:

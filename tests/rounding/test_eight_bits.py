@@ -12,7 +12,8 @@ from hmpx.rounding import native
 from hmpx.rounding.eight_bits import Rows, decode, encode
 from hmpx.rounding.halves import join_24, split_24
 from hmpx.rounding.places import Place
-from hmpx.updates.held_state import HeldCodes, Layout
+from hmpx.updates.block_layout import Layout
+from hmpx.updates.held_state import HeldCodes
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
 from tests.support.eight_bits import in_8_bits, read, row_length

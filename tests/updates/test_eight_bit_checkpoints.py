@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
 
 import pytest
 import torch
@@ -84,12 +86,96 @@ def test_detach_leaves_the_same_numbers_in_bf16_and_plain_steps_go_on():
     step(params, optimizer)
 
 
-def test_torch_itself_does_not_take_codes_for_numbers():
-    _, optimizer = made("8bit", 3)
-    params, plain = made()
-    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+@pytest.mark.parametrize("saved, own", [((40, 64), (64, 40)), ((64, 32), (32, 32)), ((200,), (300,))])
+@pytest.mark.parametrize("state_dtype", ["8bit", BF16])
+def test_state_in_8_bits_of_another_shape_is_refused(saved, own, state_dtype):
+    """When it is loaded, or by the first step if `attach` comes after the load; nothing changes."""
+
+    def of_shape(shape):
+        p = nn.Parameter(torch.ones(shape).bfloat16())
+        return p, optim.AdamW([("layer.weight", p)], lr=1e-2)
+
+    p, optimizer = of_shape(saved)
+    hmpx.attach(optimizer, state_dtype="8bit")
+    step({"p": p}, optimizer)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    p, optimizer = of_shape(own)
+    hmpx.attach(optimizer, state_dtype=state_dtype)
+    step({"p": p}, optimizer)
+    before = p.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    shapes = rf"parameter {{}} .*{re.escape(str(saved))} with .*{re.escape(str(own))} with".format
+    with pytest.raises(hmpx.HmpxError, match=shapes(0)):
+        optimizer.load_state_dict(copy.deepcopy(checkpoint))
+    after = optimizer.state_dict()
+    assert str(before[1]) == str(after) and torch.equal(before[0], p)
+    p, optimizer = of_shape(own)
+    optimizer.load_state_dict(copy.deepcopy(checkpoint))
+    hmpx.attach(optimizer, state_dtype=state_dtype)
+    for _ in range(2):
+        with pytest.raises(hmpx.HmpxError, match=shapes("('layer.weight'|0)")):
+            step({"p": p}, optimizer)
+        assert torch.equal(p, torch.ones(own).bfloat16())
+
+
+def test_scales_that_are_not_there_are_missed():
+    _, optimizer = made("8bit", 1)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    del checkpoint["state"][1]["hmpx_scales_exp_avg"]
+    with pytest.raises(hmpx.HmpxError, match="parameter 1 is in 8 bits without its scales"):
+        optimizer.load_state_dict(checkpoint)
+
+
+def loaded_by_torch(cls, options, active):
+    """A plain optimizer with the 8-bit state of another one; `active`: whether hmpx stands in torch meanwhile."""
+    made = []
+    for _ in range(2):
+        p = nn.Parameter(torch.ones(20, 300).bfloat16())
+        made.append((p, cls([("p", p)], **options)))
+    (p, optimizer), (q, plain) = made
+    hmpx.attach(optimizer, state_dtype="8bit")
+    step({"p": p}, optimizer, 2)
+    checkpoint, before = copy.deepcopy(optimizer.state_dict()), widened(optimizer.state[p])
+    if not active:
+        hmpx.detach(optimizer)
+    plain.load_state_dict(checkpoint)
+    hmpx.detach(optimizer)
+    return q, plain, before
+
+
+OF_TORCH = {
+    "AdamW": (optim.AdamW, {}),
+    "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Muon": (optim.Muon, {}),
+    "RMSprop": (optim.RMSprop, {"momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_plain_steps_on_codes_are_refused_and_go_on_after_detach(name):
+    """Those that ask for their state by `get` or `in` would begin anew, without a word."""
+    p, plain, before = loaded_by_torch(*OF_TORCH[name], active=True)
+    for region in (contextlib.nullcontext, hmpx.convert):
+        with region(), pytest.raises(hmpx.HmpxError, match=r"state in 8 bits, .* hmpx\.attach\(optimizer\)"):
+            step({"p": p}, plain)
+    assert torch.equal(p, torch.ones_like(p))
+    hmpx.detach(plain)
+    assert plain.state[p].keys() == before.keys()
+    assert all(torch.equal(value.float(), before[key].float()) for key, value in plain.state[p].items())
+    step({"p": p}, plain)
+
+
+def test_a_load_that_hmpx_does_not_see_is_found_by_the_steps_that_it_sees():
+    p, plain, before = loaded_by_torch(*OF_TORCH["SGD"], active=False)
+    with hmpx.convert(), pytest.raises(hmpx.HmpxError, match="state in 8 bits"):
+        step({"p": p}, plain)
+    hmpx.detach(plain)
+    assert torch.equal(plain.state[p]["momentum_buffer"].float(), before["momentum_buffer"])
+
+
+def test_torch_by_itself_does_not_take_codes_for_numbers():
+    p, plain, _ = loaded_by_torch(*OF_TORCH["AdamW"], active=False)
     with pytest.raises(KeyError, match="exp_avg"):
-        step(params, plain)
+        step({"p": p}, plain)
 
 
 def test_a_resumed_run_is_the_run_also_if_it_was_loaded_before_attach():
