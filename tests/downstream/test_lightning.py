@@ -317,7 +317,7 @@ REFUSED = {
     "schedule": ("lean", {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 2})]}, "release_gradients"),
     "clipping": ("lean", {"gradient_clip_val": 1.0}, r"gradient_clip_val=1.0\) clips or measures"),
     "pattern": ({"module_dtypes": {"nosuch": "float32"}}, {}, "'nosuch' is the name of no module"),
-    "fused": ({"fused": True}, {"optimizer": torch.optim.Adagrad}, "fused has kernels for"),
+    "fused": ({"fused": True}, {"optimizer": torch.optim.Adamax}, "fused has kernels for"),
 }
 
 
