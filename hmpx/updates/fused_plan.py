@@ -34,8 +34,7 @@ class _Planned(NamedTuple):
     keys: tuple[str | None, ...]  # of its state tensors, in the kernel's order
     state: dict
     known: Mapping[str, Any]  # the state, by the optimizer's own keys
-    entries: dict[str, Tensor]  # that the state had
-    pointers: list[int]  # of these
+    held: list[tuple[str, Tensor, int, int]]  # in the state: key, tensor, address, how many elements follow one another
 
 
 class FusedPlan:
@@ -57,11 +56,9 @@ class FusedPlan:
         self._planned = []
         for group, segment in taken:
             state = optimizer.state[segment.param]
-            entries = dict(state)
-            keys, pointers = formula.states(group), [value.data_ptr() for value in entries.values()]
-            shape = segment.param.shape
-            known = by_own_keys(state)
-            self._planned.append(_Planned(segment.param, shape, group, keys, state, known, entries, pointers))
+            held = [(key, value, value.data_ptr(), value.numel()) for key, value in state.items()]
+            param, keys, known = segment.param, formula.states(group), by_own_keys(state)
+            self._planned.append(_Planned(param, param.shape, group, keys, state, known, held))
         self._counts = [each.state["step"] for each in self._planned] if formula.counts else []
         self._weights = [each.param for each in self._planned]
         self._words = native.words_of(stepped)
@@ -84,7 +81,7 @@ class FusedPlan:
         if optimizer.state is not self._states or is_scaled(optimizer) or fingerprint(optimizer) != self._fingerprint:
             return False
         states, group = self._states, None
-        for param, shape, own_group, keys, state, known, entries, pointers in self._planned:
+        for param, shape, own_group, keys, state, known, held in self._planned:
             if own_group is not group:
                 group = own_group
                 if not self._formula.takes(group, known) or self._formula.states(group) != keys:
@@ -92,13 +89,15 @@ class FusedPlan:
             grad = param.grad
             if grad is None or not native.is_plain(grad) or not grad.is_cpu or grad.shape != shape:
                 return False
-            if grad.dtype not in native.KINDS or states.get(param) is not state or len(state) != len(entries):
+            if grad.dtype not in native.KINDS or states.get(param) is not state or len(state) != len(held):
                 return False
-            for (key, value), pointer in zip(entries.items(), pointers, strict=True):
+            for key, value, pointer, count in held:
                 if state.get(key) is not value or value.data_ptr() != pointer:
                     return False
-        with_gradient = sum(p.grad is not None for p in parameters(optimizer))
-        return with_gradient == len(self._planned)
+                if value.numel() != count or not value.is_contiguous():
+                    return False
+        params = parameters(optimizer)
+        return len(params) == len(self._planned) or sum(p.grad is not None for p in params) == len(self._planned)
 
     def run(self, optimizer: optim.Optimizer, rounding_key: RoundingKey) -> None:
         """Take the step."""

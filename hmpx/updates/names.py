@@ -58,10 +58,13 @@ def fingerprint(optimizer: Optimizer) -> tuple | None:
     The names that `attach` was given do not change.
     """
     params = parameters(optimizer)
-    if optimizer in _shared_names or not all(type(p) is Parameter and (p.is_cpu or p.is_cuda) for p in params):
+    if optimizer in _shared_names or not set(map(type, params)) <= {Parameter}:
+        return None
+    if not all([p.is_cpu or p.is_cuda for p in params]):
         return None
     given = [list(group.get("param_names", ())) for group in optimizer.param_groups]
-    return list(map(id, params)), [p.data_ptr() for p in params], [p.dtype for p in params], given
+    places = [p.data_ptr() for p in params], [p.shape for p in params], [p.stride() for p in params]
+    return list(map(id, params)), *places, [p.dtype for p in params], given
 
 
 def share(outer: Optimizer, inner: Optimizer) -> None:

@@ -31,16 +31,16 @@ def refuse_overlaps(segments: Sequence[Segment]) -> None:
 
 
 class Overlaps:
-    """Which parameters of one optimizer share elements; looked for again only after one has moved in memory."""
+    """Which parameters of one optimizer share elements; looked for again only after one has moved, or its strides have."""
 
     def __init__(self) -> None:
-        self._places: tuple[int, ...] = ()
+        self._places: list[tuple] = []
         self._found: dict[Parameter, Parameter] = {}
 
     def among(self, params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
         """Each parameter that shares an element with another one, with that other one; under `torch.no_grad()`."""
         held = {p: local(p) for p in params if not is_lazy(p)}
-        places = tuple(part for p, tensor in held.items() for part in (id(p), tensor.data_ptr()))
+        places = [(id(p), tensor.data_ptr(), tensor.shape, tensor.stride()) for p, tensor in held.items()]
         if places != self._places:
             by_storage: dict[int, dict[Parameter, Tensor]] = {}
             for p, tensor in held.items():

@@ -219,6 +219,69 @@ def test_what_is_remembered_of_a_step_is_forgotten_when_something_changes(change
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def transposed(tensor):
+    tensor.data = tensor.data.t()
+
+
+def transposed_in_place(tensor):
+    with torch.no_grad():
+        tensor.t_()
+
+
+LAID = {  # where a tensor of the same shape lies at the same address, its elements in another order
+    "a parameter": lambda o, p: p,
+    "its gradient": lambda o, p: p.grad,
+    "exp_avg": lambda o, p: o.state[p]["exp_avg"],
+    "exp_avg_sq": lambda o, p: o.state[p]["exp_avg_sq"],
+}
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("lay", [transposed, transposed_in_place])
+@pytest.mark.parametrize("which", LAID)
+def test_what_is_remembered_is_forgotten_when_a_tensor_lies_otherwise(which, lay, state_dtype):
+    """Beside a twin that remembers nothing, and one whose elements are never laid otherwise but copied."""
+    results = []
+    for road in ("remembers", "forgets", "copies"):
+        named = parameters(sizes=((64, 64), (7,)))
+        first = named[0][1]
+        optimizer = optim.AdamW(named, lr=1e-2)
+        handle = hmpx.attach(optimizer, fused=road != "copies", state_dtype=state_dtype)
+        generator = torch.Generator().manual_seed(3)
+        for turn in range(6):
+            for _, p in named:
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+            if turn == 3:
+                tensor = LAID[which](optimizer, first)
+                if road == "copies":
+                    tensor.data.copy_(tensor.data.t().clone())
+                else:
+                    lay(tensor)
+                    assert not tensor.is_contiguous()
+            if road == "forgets":
+                handle._updates.look_again()
+            optimizer.step()
+        results.append([first.detach(), *optimizer.state[first].values()])
+    assert all(torch.equal(one, other) for one, other in zip(*results[:2], strict=True))
+    (weight, *state), _, (copied, *copied_state) = results
+    assert nearly_equal(weight, copied, 1 + weight.numel() // 100)
+    for one, other in zip(state, copied_state, strict=True):
+        assert (one - other).abs().max() <= 2**-6 * other.abs().max()  # BF16 state rounds either way
+
+
+def test_codes_that_lie_otherwise_are_not_read_as_they_lay():
+    named = parameters(sizes=((64, 64),))
+    p = named[0][1]
+    optimizer = optim.AdamW(named, lr=1e-2)
+    hmpx.attach(optimizer, fused=True, state_dtype="8bit")
+    train(named, optimizer, 0, 3)
+    before = p.detach().clone()
+    transposed(optimizer.state[p]["hmpx_codes_exp_avg"])
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        train(named, optimizer, 3, 4)
+    assert torch.equal(p, before)
+
+
 def test_a_step_is_remembered():
     named = parameters()
     optimizer = optim.AdamW(named, lr=1e-2)

@@ -105,6 +105,29 @@ def test_parameters_that_come_to_share_memory_later_are_found():
         optimizer.step()
 
 
+@pytest.mark.parametrize("lay", ["shape", "strides"])
+def test_parameters_that_come_to_share_memory_where_they_are_are_found(lay):
+    """At the same address, but longer, or in rows where they were in columns."""
+    buffer = torch.ones(48, dtype=BF16)
+    p, q = (nn.Parameter(view) for view in (buffer.view(8, 6)[:, :3], buffer.view(8, 6)[:, 3:]))
+    if lay == "shape":
+        p.data = buffer.view(8, 6)[:2, :3]
+    optimizer = Whole([p, q], lr=0.25)
+    hmpx.attach(optimizer)
+    found = Overlaps()
+    for _ in range(2):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+        optimizer.step()
+        with torch.no_grad():
+            assert not found.among([p, q])
+    p.data = buffer.view(8, 6)[:2, :4] if lay == "shape" else buffer[:24].view(8, 3)
+    with torch.no_grad():
+        assert set(found.among([p, q])) == {p, q}
+    p.grad = torch.ones_like(p)
+    with pytest.raises(hmpx.HmpxError, match="share memory"):
+        optimizer.step()
+
+
 def test_parameters_that_share_memory_are_stepped_one_after_the_other():
     base = torch.ones(4, dtype=BF16)
     p, q = nn.Parameter(base), nn.Parameter(base)
