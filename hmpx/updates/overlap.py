@@ -31,7 +31,7 @@ def refuse_overlaps(segments: Sequence[Segment]) -> None:
 
 
 class Overlaps:
-    """Which parameters of one optimizer share elements; looked for again only after one has moved, or its strides have."""
+    """Which parameters of one optimizer share elements; looked for again only after one lies otherwise in memory."""
 
     def __init__(self) -> None:
         self._places: list[tuple] = []
