@@ -2,9 +2,17 @@
 
 Opt-in, ``attach(optimizer, fused=True)``. The formulas are the optimizer's and the order of operations is the kernel's
 own, so results agree with the optimizer's to rounding and not to the bit. State has the optimizer's keys and shapes, so
-a training run may change between fused and sliced steps. Parameters that no kernel takes (no C compiler, a device that
-is neither CPU nor CUDA, elements that another parameter has too, sparse gradients, strides, amsgrad; with 8-bit state,
-CUDA and rows of fewer than 64 elements) are stepped in slices.
+a training run may change between fused and sliced steps.
+
+Parameters that no kernel takes are stepped in slices:
+
+- where there is no C compiler, or no Triton; on a device that is neither CPU nor CUDA;
+- sharded ones (DTensors), and other subclasses of tensors; ones with 2^32 elements or more;
+- ones that share elements with another parameter;
+- where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
+- with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer;
+- with state in 8 bits: on CUDA, and rows of fewer than 64 elements, unless the parameter has one dimension. A row is
+  the last dimension, or the last few, as in `block_layout.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +55,8 @@ class FusedStep:
         state = self._optimizer.state.get(p, {})
         if formula is None or not formula.takes(group, by_own_keys(state)) or formula.kernel not in _kernels(p):
             return False
-        if self._write_back.state_dtype == "8bit" and not _has_blocks(p, state):
+        in_8_bits = self._write_back.state_dtype == "8bit" and any(formula.states(group))
+        if in_8_bits and not _has_blocks(p, state):
             return False
         held = [v for v in by_own_keys(state).values() if isinstance(v, Tensor) and v.dim()]
         return (

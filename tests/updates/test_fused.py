@@ -323,3 +323,29 @@ def test_8_bit_state_is_that_of_the_fp32_kernel_rounded(name, monkeypatch):
                     value.copy_(in_8_bits(value, seed=4, step=step, name=f"{key}.{part}")[0])
                     assert torch.equal(read(optimizer.state[p], part), value), (key, part, step)
     assert any("hmpx_codes" in str(optimizer.state[p].keys()) for _, p in named) == bool(reference.state[wide[0][1]])
+
+
+@pytest.mark.parametrize(
+    "cls, options, taken",
+    [
+        (optim.AdamW, {}, {(40, 64), (3,), (64, 16, 3, 3)}),
+        (optim.AdamW, {"amsgrad": True}, set()),
+        (optim.SGD, {"momentum": 0.9}, {(40, 64), (3,), (64, 16, 3, 3)}),
+        (optim.SGD, {}, {(40, 63), (40, 64), (3,), (), (8, 4, 3, 3), (64, 16, 3, 3)}),  # keeps no state
+    ],
+)
+def test_which_parameters_with_8_bit_state_the_kernels_take(cls, options, taken, monkeypatch):
+    named = parameters(sizes=((40, 63), (40, 64), (3,), (), (8, 4, 3, 3), (64, 16, 3, 3)))
+    optimizer = cls(named, lr=1.0, **options)
+    hmpx.attach(optimizer, fused=True, state_dtype="8bit")
+    by_kernel, step_words = [], native.step_words
+
+    def told(kernel, words, scalars, grads, step_key):
+        by_kernel.append({tuple(grad.shape) for grad in grads})
+        step_words(kernel, words, scalars, grads, step_key)
+
+    monkeypatch.setattr(native, "step_words", told)
+    before = [p.detach().clone() for _, p in named]
+    train(named, optimizer, 0, 3)
+    assert by_kernel == ([taken] * 3 if taken else [])
+    assert not any(torch.equal(p, was) for (_, p), was in zip(named, before, strict=True))
