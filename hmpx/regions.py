@@ -43,7 +43,19 @@ class _Bare(type):
         cls().__exit__(*exception)
 
 
-class _Region(contextlib.ContextDecorator, metaclass=_Bare):
+class _Decorator(contextlib.ContextDecorator):
+    """A context manager that is a decorator, too: of functions whose body runs in the call."""
+
+    def __call__(self, func: Function) -> Function:
+        if any(test(func) for test in _LATER):
+            name = next(cls.__name__ for cls in type(self).__mro__ if not cls.__name__.startswith("_"))
+            raise HmpxError(
+                f"{name} over a generator or coroutine function, whose body runs after the call: use it inside"
+            )
+        return super().__call__(func)
+
+
+class _Region(_Decorator, metaclass=_Bare):
     """A context manager and a decorator, both with and without parentheses."""
 
     def __new__(cls, function: Callable | None = None, /, **how: Any) -> Any:
@@ -124,7 +136,7 @@ class enable_casts(_Region):
         region_state.leave(region_state.last_entered(True))
 
 
-class casts(contextlib.ContextDecorator):
+class casts(_Decorator):
     """Casts by other lists inside: a region, nestable, per thread, exception-safe, also a decorator.
 
     Lists lie over those that hold around it: they move the ops that they name and leave the others. Casts are on, in
@@ -157,15 +169,8 @@ class casts(contextlib.ContextDecorator):
         if not torch.compiler.is_dynamo_compiling():
             casts_regions[self] = self._overlay
 
-    def __call__(self, func: Function) -> Function:
-        if any(test(func) for test in _LATER):
-            raise HmpxError(
-                "casts over a generator or coroutine function, whose body runs after the call: use it inside"
-            )
-        return super().__call__(func)
-
     def _recreate_cm(self) -> casts:  # of ContextDecorator: torch.compile wants one made inside the function
-        return casts(self._overlay)  # type: ignore[arg-type]  # its number stands for all the arguments
+        return _CastsAgain(self._overlay)
 
     def __enter__(self) -> casts:
         place = place_inside(region_state.place(), self._overlay)
@@ -176,10 +181,15 @@ class casts(contextlib.ContextDecorator):
         region_state.leave(region_state.last_entered(True, None, self._overlay))
 
 
+class _CastsAgain(casts):
+    """The region of a decorated function, for one call of it."""
+
+    def __init__(self, overlay: int) -> None:
+        self._overlay = overlay
+
+
 def _overlay(rule: Any, bf16: Any, fp32: Any, promote: Any, low_precision: Any) -> int:
-    """The number of what a `casts` region is made with, which may be the number itself."""
-    if type(rule) is int:
-        return rule
+    """The number of what a `casts` region is made with."""
     lists = {"bf16": bf16, "fp32": fp32, "promote": promote, "low_precision": low_precision}
     number = overlay_by_hand("casts", rule, lists, sys._getframe(2)).number
     place_inside(0, number)

@@ -23,6 +23,9 @@ from hmpx.casts.rules import is_eligible
 from hmpx.changes import Attribute, Changes
 
 Module = torch.nn.Module
+# Attribute of a class with a wrapped forward, inherited by the classes below: its identity. Of a module in which a
+# wrapped forward stands: 0. So a wrapper knows whether another one, further out, has put the module's rules in force.
+_OUTERMOST = "_hmpx_outermost"
 
 
 class ForwardWrappers:
@@ -48,20 +51,25 @@ class ForwardWrappers:
             if not (isinstance(inner, functools.partial) and inner.func is _forward_of):
                 outer = functools.update_wrapper(functools.partial(_forward_of, owner, inner), inner)
                 self._changes.put(Attribute(owner, "forward", f"the forward of a {type(owner).__name__}"), outer)
+                self._changes.put(Attribute(owner, _OUTERMOST, f"a {type(owner).__name__}.{_OUTERMOST}"), 0)
         elif id(owner) not in self._wrapped:
             self._wrapped.add(id(owner))
             name = f"{owner.__module__}.{owner.__qualname__}"
             self._changes.put(Attribute(owner, RULES, f"{name}.{RULES}"), ())
-            self._changes.put(Attribute(owner, "forward", f"{name}.forward"), _placing(inner))
+            self._changes.put(Attribute(owner, _OUTERMOST, f"{name}.{_OUTERMOST}"), id(owner))
+            self._changes.put(Attribute(owner, "forward", f"{name}.forward"), _placing(inner, id(owner)))
 
 
-def _placing(original: Callable) -> Callable:
-    """The forward of a class, in the place of the module that it is called for."""
+def _placing(original: Callable, owner: int) -> Callable:
+    """The forward of a class, in the place of the module that it is called for; `owner` is the class by identity.
+
+    A forward that calls the one of its base class has its rules already.
+    """
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
         rules = getattr(self, RULES, ())  # the class has none any more where somebody has kept this wrapper
-        if not rules or not region_state.casts_on():
+        if not rules or getattr(self, _OUTERMOST, owner) != owner or not region_state.casts_on():
             return original(self, *args, **kwargs)
         return _run(rules, original, (self, *args), kwargs)
 

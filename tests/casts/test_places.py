@@ -422,6 +422,7 @@ def test_regions_and_modules_that_are_running_keep_their_lists_under_another_con
             lambda: hmpx.casts(torch.float64),
             "hmpx.casts: torch.float64 is no dtype of ops (legal: float32, bfloat16, f",
         ),
+        (lambda: hmpx.casts(0), "hmpx.casts: 0 is no dtype of ops (legal: float32, "),
         (lambda: hmpx.casts(fp32="exp"), "hmpx.casts: fp32 is 'exp', not a list of names"),
         (lambda: hmpx.casts(fp32=["sofmax"]), f"{__file__}:"),
         (lambda: hmpx.casts(bf16=["exp"], fp32=["exp"]), f"{__file__}:"),
@@ -465,12 +466,57 @@ def test_a_forward_that_was_captured_meanwhile_is_the_modules_own_afterwards():
         assert captured(X) == other(X) == [BF16]
 
 
-def test_a_region_over_a_function_whose_body_runs_later_is_refused():
+@pytest.mark.parametrize(
+    ("decorator", "name"),
+    [
+        (lambda: hmpx.casts("fp32"), "casts"),
+        (lambda: hmpx.casts("fp32")._recreate_cm(), "casts"),
+        (hmpx.disable_casts, "disable_casts"),
+        (lambda: hmpx.disable_casts, "disable_casts"),
+        (hmpx.enable_casts, "enable_casts"),
+        (hmpx.cached_weights, "cached_weights"),
+    ],
+)
+def test_a_region_over_a_function_whose_body_runs_later_is_refused(decorator, name):
     async def later():
         pass
 
-    with pytest.raises(hmpx.HmpxError, match="casts over a generator or coroutine function"):
-        hmpx.casts("fp32")(later)
+    def generator():
+        yield
+
+    for function in (later, generator):
+        with pytest.raises(hmpx.HmpxError, match=f"^{name} over a generator or coroutine function"):
+            decorator()(function)
+
+
+def test_a_module_has_its_rules_once_whichever_classes_have_others():
+    """A forward that calls the one of its base class, in a region too, is in the module's lists already."""
+
+    class Base(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    class Derived(Base):
+        def forward(self, x):
+            with hmpx.casts(bf16=["linear"]):
+                return super().forward(x)
+
+    def beside(x):
+        with hmpx.casts(bf16=["linear"]):
+            return Base.forward(own, x)
+
+    derived, own, base, plain = Derived(4, 4), Base(4, 4), Base(4, 4), nn.Linear(4, 4)
+    own.forward = beside
+    with hmpx.convert():
+        given = [hmpx.policy_for(derived, fp32=["linear"]), hmpx.policy_for(own, fp32=["linear"])]
+        assert derived(X).dtype is own(X).dtype is BF16
+        given += [hmpx.policy_for(each, fp32=["linear"]) for each in (base, plain)]
+        assert derived(X).dtype is own(X).dtype is BF16 and base(X).dtype is plain(X).dtype is FP32
+        given[2].remove()
+        assert base(X).dtype is BF16
+    for rule in given:
+        rule.remove()
+    assert not {"_hmpx_rules", "_hmpx_outermost"} & {*vars(Base), *vars(Derived), *vars(nn.Linear), *vars(own)}
 
 
 def test_record_sees_lists_that_are_new_and_names_what_listed_them():
