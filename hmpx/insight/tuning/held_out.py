@@ -22,6 +22,7 @@ from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.tuning.problem import Effect
+from hmpx.insight.tuning.raising import said
 
 Drawn = dict[tuple[Compared, int], Tensor]  # the state of torch's generator before each call that draws
 
@@ -162,7 +163,10 @@ class HeldOut:
     ) -> Effect:
         noise, changes = Noise(), []
         for batch, (exact, gradients, drawn) in zip(self.batches, self._exact, strict=True):
-            loss, found = self.run(make(drawn), functools.partial(work, batch))
+            try:
+                loss, found = self.run(make(drawn), functools.partial(work, batch))
+            except Exception as error:  # a choice with which the program does not run is one that does not hold
+                return Effect(*(math.inf,) * 4, said(error))
             noise.add(gradients, found)
             changes.append(loss - exact)
         change = math.sqrt(statistics.fmean(change * change for change in changes))

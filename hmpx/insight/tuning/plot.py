@@ -101,7 +101,8 @@ def _labelled(
         yield _line("leader", x, y, _WIDTH - _RIGHT + 10, below)
         yield _dot(kind, x, y, 6 if kind == "tuned" else 4.5)
         yield _text(_WIDTH - _RIGHT + 14, below + 4, mark.name, kind)
-        error = "not finite" if not mark.gradient_error < math.inf else f"error {mark.gradient_error:.1e}"
+        error = f"error {mark.gradient_error:.1e}" if mark.gradient_error < math.inf else "not finite"
+        error = "does not run" if mark.raised else error
         said = f"{error}, {amount(mark.cost, unit)}, {percent(mark.share)} in BF16"
         yield _text(_WIDTH - _RIGHT + 14, below + 4 + _LINE, said, "faint", size=11)
 

@@ -36,13 +36,14 @@ class Effect:
 
     gradient_error: root mean square over batches, in units of the noise between them. gradient_bias: the part of it
     that is the same in every batch, in the same units. loss_change: root mean square over batches; loss_error: that in
-    units of the noise between the losses of batches.
+    units of the noise between the losses of batches. raised: what the program has raised; all of it is infinite then.
     """
 
     gradient_error: float
     gradient_bias: float
     loss_change: float
     loss_error: float
+    raised: str = ""
 
     @property
     def size(self) -> float:

@@ -17,7 +17,7 @@ from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.tuning.charges import Scored
 from hmpx.insight.tuning.choosing import Point
-from hmpx.insight.tuning.dividing import lists_and_rules
+from hmpx.insight.tuning.dividing import as_listed, lists_and_rules
 from hmpx.insight.tuning.found import Found
 from hmpx.insight.tuning.held_out import HeldOut, Listed
 from hmpx.insight.tuning.mark import Mark
@@ -78,6 +78,10 @@ class _Marking:
         with observation.observed(policy, self._asked.kernels, self._sites):
             effect = self._held_out.measured(lambda drawn: Listed(drawn, low))
         self._outcome.done("verifying")
+        if effect.raised:
+            chosen = as_listed(self._outcome.problem, policy)
+            cost, share = self._outcome.problem.cost(chosen), self.share(_within(chosen))
+            return effect, Mark(name, cost, effect.gradient_error, share, True, effect.raised)
         sites = {site for each, is_low in low.items() if (site := self._outcome.found.at(each)) is not None and is_low}
         cost = self._prices.cost({self._parts[site] for site in sites})
         return effect, Mark(name, cost, effect.gradient_error, self.share(sites.__contains__), True)
@@ -105,6 +109,7 @@ def result(outcome: Outcome, asked: Asked, sites: Sites, held_out: HeldOut) -> T
     marks = [mark, *(marking.mark(name, other)[1] for name, other in known(held_out.device).items())]
     met = effect.meets(asked.tolerance)
     unit = _UNITS[asked.objective]
+    unmet = f"under these lists the program raises {effect.raised}" if effect.raised else outcome.unmet
     return Tuned(
         policy=policy,
         recipe=recipe,
@@ -127,7 +132,7 @@ def result(outcome: Outcome, asked: Asked, sites: Sites, held_out: HeldOut) -> T
         ),
         steps=outcome.steps + held_out.passes - before,
         verifications=outcome.verified + len(marks),
-        unmet="" if met else outcome.unmet or "many errors add up: see what takes most of the budget below",
+        unmet="" if met else unmet or "many errors add up: see what takes most of the budget below",
     )
 
 

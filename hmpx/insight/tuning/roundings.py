@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -66,16 +66,47 @@ def rounded(asked: Asked) -> Rounded | None:
 def computed(asked: Asked, cast: Collection[int]) -> tuple[list[Tensor], Any]:
     """The op in FP32; what stands for each of its floating inputs, so that its own gradient can be told from others'.
 
-    cast: positions of inputs whose gradient is asked for even where autograd needs none, if it needs another's.
+    cast: positions of inputs whose gradient is asked for even where autograd needs none, if it needs another's and the
+        op has one (`cross_entropy` has none for its `weight`).
     """
     tensors = floating((asked.args, asked.kwargs))
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         return tensors, in_fp32(asked)
-    inputs = [
-        t.view_as(t) if t.requires_grad else t.detach().requires_grad_() if i in cast else t
-        for i, t in enumerate(tensors)
-    ]
-    return inputs, in_fp32(with_inputs(asked, inputs))
+
+    def run(more: Collection[int]) -> tuple[list[Tensor], Any]:
+        inputs = [
+            t.view_as(t) if t.requires_grad else t.detach().requires_grad_() if i in more else t
+            for i, t in enumerate(tensors)
+        ]
+        return inputs, in_fp32(with_inputs(asked, inputs))
+
+    more = [i for i in cast if not tensors[i].requires_grad]
+    if not more:
+        return run(())
+    drawn = generators.get_state()
+    try:
+        return run(more)
+    except RuntimeError:
+        more = [i for i in more if _has_gradient(run, i)]
+        generators.set_state(drawn)
+        return run(more)
+
+
+def _has_gradient(run: Callable[[Collection[int]], object], i: int) -> bool:
+    """Whether an op runs with an input whose gradient is asked for; torch says that it has none by raising."""
+    try:
+        run((i,))
+    except RuntimeError:
+        return False
+    return True
+
+
+def moved(asked: Asked, inputs: list[Tensor], i: int, delta: Tensor, results: list[Tensor]) -> list[Tensor]:
+    """What the rounding of one input changes in the results; for an op that draws no random numbers."""
+    with torch.no_grad(), redrawing():
+        beside = [t + delta if k == i else t for k, t in enumerate(inputs)]
+        found = floating((in_fp32(with_inputs(asked, beside)),))
+    return [difference(a, b) for a, b in zip(found, results, strict=True)]
 
 
 class Backward:

@@ -20,7 +20,8 @@ from hmpx.insight.comparing.passes import is_recomputing
 from hmpx.insight.tensors import Tensor, floating
 from hmpx.insight.tuning.charges import Charge, Edge, Scored
 from hmpx.insight.tuning.found import Found
-from hmpx.insight.tuning.roundings import Backward, Rounded, computed, difference, dot, redrawing, rounded
+from hmpx.insight.tuning.raising import said
+from hmpx.insight.tuning.roundings import Backward, Rounded, computed, difference, dot, moved, redrawing, rounded
 
 Call = tuple[Compared, int]  # a site, and which of its calls in a run
 Sums = dict[tuple[int, int], float]  # of a charge, by batch and run
@@ -77,14 +78,18 @@ class _Run:
                 sums[self._key] += value
         self._dots.clear()
 
-    def _score_call(self, site: Scored, call: Call, inputs: list[Tensor], results: list[Tensor]) -> None:
+    def _score_call(self, site: Scored, call: Call, asked: Asked, inputs: list[Tensor], results: list[Tensor]) -> None:
         """Let the backward pass tell what the roundings of a call do to the loss, to first order."""
         found, edges = self._kept.forward[call]
         for result, delta in zip(results, found.results, strict=False):
             if not any(result is given for given in inputs):
                 self._score(result, site.charge.forward, delta)
         for i, edge in edges.items():
-            self._score(inputs[i], edge.down.forward, found.inputs[i])
+            if inputs[i].requires_grad:
+                self._score(inputs[i], edge.down.forward, found.inputs[i])
+            else:  # the op has no gradient for it
+                for result, delta in zip(results, moved(asked, inputs, i, found.inputs[i], results), strict=True):
+                    self._score(result, edge.down.forward, delta)
 
     def _score(self, tensor: Tensor, sums: Sums, delta: Tensor) -> None:
         if tensor.requires_grad:
@@ -134,7 +139,7 @@ class Scoring(_Run):
             site.pinned = f"{found.nonfinite} values of a result are not finite in BF16"
         if any(each.requires_grad for each in results):
             self._kept.forward[call] = found, self._edges(site, asked, found)
-            self._score_call(site, call, inputs, results)
+            self._score_call(site, call, asked, inputs, results)
             self._score_backward(site, call, asked, inputs, results, drawn)
             site.scored = True
         if self._key[0] == 0:
@@ -146,9 +151,8 @@ class Scoring(_Run):
     def _rounded(self, asked: Asked) -> Rounded | None:
         try:
             return rounded(asked)
-        except RuntimeError as error:  # NotImplementedError is one
-            site = self._found.made(asked.site)
-            site.pinned = f"it does not run in BF16: {str(error).splitlines()[0]}"
+        except Exception as error:
+            self._found.made(asked.site).pinned = f"it does not run in BF16: {said(error)}"
             return None
 
     def _made_by(self, site: Scored | None, result: Any) -> Any:
@@ -179,7 +183,11 @@ class Scoring(_Run):
         for i, edge in edges.items():
             if inputs[i].requires_grad and self._maker(tensors[i]) is not None:
                 inputs[i].register_hook(functools.partial(self._handed_on, kept, edge.up, i, tensors[i].detach()))
-        backward = Backward(asked, found, drawn)
+        try:
+            backward = Backward(asked, found, drawn)
+        except Exception as error:
+            site.pinned = f"it does not run in BF16: {said(error)}"
+            return
         for which, result in enumerate(results):
             if result.requires_grad:
                 result.register_hook(functools.partial(self._computed, kept, site, backward, which))
@@ -190,7 +198,12 @@ class Scoring(_Run):
 
     def _computed(self, kept: list, site: Scored, backward: Backward, which: int, gradient: Tensor) -> None:
         with unobserved():
-            for i, t, delta, finite in backward.roundings(which, gradient):
+            try:
+                roundings = [*backward.roundings(which, gradient)]
+            except Exception as error:
+                site.pinned = f"its backward pass does not run in BF16: {said(error)}"
+                return
+            for i, t, delta, finite in roundings:
                 self._rounds(kept, site.charge, i, t, delta)
                 if not finite and bool(torch.isfinite(gradient).all()):
                     site.pinned = site.pinned or "its gradient is not finite in BF16"
@@ -215,7 +228,7 @@ class Rescoring(_Run):
         if not torch.is_grad_enabled() or call in self._done:  # a checkpoint runs twice
             return result
         self._done.add(call)
-        self._score_call(self._found.made(call[0]), call, inputs, floating((result,)))
+        self._score_call(self._found.made(call[0]), call, asked, inputs, floating((result,)))
         tensors = floating((asked.args, asked.kwargs))
         for i, charge, delta in self._kept.backward.get(call, ()):
             self._add(charge.backward, delta, tensors[i])

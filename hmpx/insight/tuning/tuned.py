@@ -126,11 +126,13 @@ class Tuned:
         lines = self._verdict()
         lines += [
             "",
-            *(
-                f"{mark.name:24} error {mark.gradient_error:.1e}  {amount(mark.cost, self.unit):>10}  "
-                f"{percent(mark.share)} in BF16"
-                for mark in self.marks
-            ),
+            *map(self._line, self.marks),
             "",
         ]
         return "\n".join([*lines, *map(str, self.choices)])
+
+    def _line(self, mark: Mark) -> str:
+        if mark.raised:
+            return f"{mark.name:24} does not run: {mark.raised}"
+        figures = f"error {mark.gradient_error:.1e}  {amount(mark.cost, self.unit):>10}  {percent(mark.share)} in BF16"
+        return f"{mark.name:24} {figures}"

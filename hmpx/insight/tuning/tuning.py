@@ -221,6 +221,8 @@ class Tuning:
         everywhere = verified(frozenset())
         if everywhere.meets(tolerance):
             return tolerance, ""
+        if everywhere.raised:
+            return tolerance, f"with every op in FP32 the program raises {everywhere.raised}"
         lines = ", ".join(self._held_out.by_hand)
         what = f"casts that the program makes itself, at {lines}" if lines else "ops that no wrapper reaches"
         if self._asked.recipe is not None and self._asked.recipe.parameter_dtype == "bfloat16":

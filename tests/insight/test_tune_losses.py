@@ -1,0 +1,92 @@
+"""`hmpx.tune` with losses that autograd or BF16 knows in part: weights without a gradient, ops that raise."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hmpx
+
+WEIGHT = torch.tensor([0.1, 1.0, 5.0, 2.0])
+
+
+def tuned(loss, batches, **options):
+    torch.manual_seed(0)
+    return hmpx.tune(nn.Linear(16, 4), batches, loss, **{"objective": "coverage", "progress": False, **options})
+
+
+def classes(number=6, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [(torch.randn(16, 16, generator=g), torch.randint(4, (16,), generator=g)) for _ in range(number)]
+
+
+def one_hot(y):
+    return F.one_hot(y, 4).float()
+
+
+WEIGHTED = {
+    "cross_entropy": lambda z, y: F.cross_entropy(z, y, weight=WEIGHT),
+    "nll_loss": lambda z, y: F.nll_loss(torch.log_softmax(z, 1), y, weight=WEIGHT),
+    "binary_cross_entropy": lambda z, y: F.binary_cross_entropy(torch.sigmoid(z), one_hot(y), weight=WEIGHT),
+    "binary_cross_entropy_with_logits": lambda z, y: F.binary_cross_entropy_with_logits(
+        z, one_hot(y), pos_weight=WEIGHT
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_a_loss_with_weights_is_tuned(name):
+    found = tuned(lambda m, a, y: WEIGHTED[name](m(a), y), classes())
+    assert found.met and "linear" in found.policy.bf16
+    choice = next(each for each in found.choices if each.name == name)
+    assert 0 < choice.loss_change < math.inf and 0 < choice.gradient_error < 0.1
+
+
+def test_the_rounding_of_a_weight_that_has_no_gradient_is_scored_as_a_hand_measures_it():
+    weight = torch.tensor([1.003, 2.006, 1.003, 2.006])  # BF16 has 1 and 2
+    torch.manual_seed(0)
+    model, data = nn.Linear(16, 4), classes(8)
+
+    def of(z, y, weight):
+        return F.binary_cross_entropy_with_logits(z, y, pos_weight=weight, weight=weight)
+
+    def loss(m, a, y):
+        return of(m(a), one_hot(y), weight)
+
+    found = tuned(loss, data)
+    changes = []
+    with torch.no_grad():
+        for a, y in data[:6]:
+            z = model(a)
+            low = of(z.bfloat16(), one_hot(y).bfloat16(), weight.bfloat16())
+            changes.append(float(low.float() - of(z, one_hot(y), weight)))
+    expected = math.sqrt(sum(change**2 for change in changes) / len(changes))
+    choice = next(each for each in found.choices if each.name == "binary_cross_entropy_with_logits")
+    assert choice.loss_change == pytest.approx(expected, rel=0.05)
+
+
+def test_an_op_that_does_not_run_in_bf16_stays_in_fp32_and_lists_that_have_it_there_do_not_run(tmp_path):
+    found = tuned(lambda m, a, y: F.multi_margin_loss(m(a), y), classes())
+    assert found.met and found.share == 1 and "multi_margin_loss" in found.policy.fp32
+    default = next(mark for mark in found.marks if mark.name == "default lists")
+    assert default.raised.startswith("NotImplementedError: ") and default.gradient_error == math.inf
+    assert "default lists            does not run: NotImplementedError" in str(found)
+    found.save(tmp_path)
+    assert "does not run" in (tmp_path / "tuned.svg").read_text()
+
+
+def only_fp32(m, a, y):
+    z = m(a)
+    if z.dtype is not torch.float32:
+        raise ValueError("logits are to be FP32")
+    return F.cross_entropy(z, y)
+
+
+def test_a_choice_with_which_the_program_raises_does_not_hold():
+    linear = F.linear
+    found = tuned(only_fp32, classes())
+    assert found.met and found.share == 0 and "linear" in found.policy.fp32
+    assert [mark.raised for mark in found.marks if mark.raised] == ["ValueError: logits are to be FP32"] * 2
+    assert F.linear is linear
