@@ -20,7 +20,7 @@ The scale is the smallest one from 2^-126 to 2^126 that holds the largest finite
 
 so a number below the least one of a signed block becomes that or 0, with a probability that keeps the mean. In a
 block that is nowhere negative, a positive number never becomes 0: it is the least number at least. What the code can
-hold, zero included, stays itself. A number has 5 significant bits, so BF16 and FP32 hold it exactly.
+hold, zero included, stays itself. A number has 5 significant bits, so FP32 holds it exactly, and BF16 from 2^-129 on.
 
 Were a second moment rounded to 0 under a first one that is not, Adam would divide by eps alone. The least second
 moment has a root of 2^-9 of the block's, and the least first moment is 2^-10 of the block's, so that an update stays of
@@ -44,6 +44,23 @@ Blocks of 64 elements; 32 for companded, 128 for the last row and for this code 
 AdamW and Lion: -0.6, -2.2). Rounding is stochastic where nothing else is said. Adafactor has its unfactored second
 moment. To nearest, small numbers become 0 for good; linear codes have too few of them. Where the sizes in a block
 differ much, 2.5 keeps no more than the mean of what is below a hundredth of the largest: so it is not taken.
+
+The table was taken with positive numbers that could become 0 in unsigned blocks, too. Now, and so in the same runs
+(blocks of 128; learning rates 3e-4, 3e-3, 3e-4 and 3e-3)::
+
+                               AdamW  AdamW  RMSprop  Adagrad
+    a positive number may be 0  -0.6   -1.1     -0.6     -0.7
+    it is the least one         -0.7   -1.7     -0.5     -0.7
+
+That model does not show the difference. Gradients do that differ in size: the largest update of AdamW in 120 steps, in
+learning rates, where one column has 1000 times the others' gradients, and where the sizes are lognormal::
+
+                               column  sigma 1  sigma 1.5
+    FP32 state                    1.0      1.0        1.0
+    a positive number may be 0  21925      293      37938
+    it is the least one           1.2      1.1        1.4
+
+What only grows, such as the maximum of amsgrad, keeps what was rounded up: by 3000 steps on noise it is 11 % larger.
 
 Sources: blocks with a scale each are those of Dettmers et al., "8-bit optimizers via block-wise quantization" (ICLR
 2022), scales that are powers of two those of the "OCP Microscaling formats" specification (2023).

@@ -145,7 +145,7 @@ def detach(optimizer: Optimizer) -> None:
     if attachment is not None:
         attachment.detach_from(optimizer)
     elif allow_plain_steps(optimizer) or optimizer_state.has_codes(optimizer):
-        optimizer_state.cast_state(optimizer, torch.bfloat16)
+        optimizer_state.release_state(optimizer)
 
 
 def _check(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parameter, str]) -> None:

@@ -25,11 +25,14 @@ _FILLED_BY = ((optim.Adagrad, "sum", "initial_accumulator_value"),)
 
 _OF_TORCH = tuple(c for c in vars(optim).values() if isinstance(c, type) and c is not optim.Optimizer)
 
+# FP32 without a dimension in the state of torch's optimizers, whatever the parameter is: counts, rates, products.
+_SCALARS = frozenset({"step", "mu_product", "eta", "mu", "H_diag", "t"})
+
 _keeping_bf16: weakref.WeakSet = weakref.WeakSet()  # optimizers whose own choice it is to keep some state in BF16
 
 
 def cast_state(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = True) -> bool:
-    """Cast the state of BF16 parameters to FP32 or BF16, which both hold 8-bit state exactly.
+    """Cast the state of BF16 parameters to FP32 or BF16, which hold 8-bit state exactly (BF16: from 2^-129 on).
 
     BF16 state, where FP32 is asked for, comes from earlier plain steps, from a constructor, or from a load that cast it
     down. Then all state of the parameter is BF16.
@@ -58,6 +61,15 @@ def cast_state(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = 
                 if not _filled_again(optimizer, group, p, key, dtype):
                     state[key] = _cast(state[key], wrong, dtype)
     return found
+
+
+def release_state(optimizer: optim.Optimizer) -> None:
+    """Cast the state of BF16 parameters to BF16, for plain steps: that of parameters without a dimension, too."""
+    cast_state(optimizer, BF16)
+    for p in _without_dimension(optimizer):
+        state = optimizer.state.get(p, {})
+        for key in _scalar_moments(state):
+            state[key] = state[key].to(BF16)
 
 
 def prepare_for_8_bits(optimizer: optim.Optimizer) -> None:
@@ -98,7 +110,23 @@ def has_fp32_state(optimizer: optim.Optimizer) -> bool:
         return False
     params = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is BF16]
     states = [state for state in map(optimizer.state.get, params) if isinstance(state, dict)]
-    return any(is_coded(state) or any(_holds(v, torch.float32) for v in state.values()) for state in states)
+    held = any(is_coded(state) or any(_holds(v, torch.float32) for v in state.values()) for state in states)
+    return held or any(_scalar_moments(optimizer.state.get(p, {})) for p in _without_dimension(optimizer))
+
+
+def _without_dimension(optimizer: optim.Optimizer) -> list[Parameter]:
+    """BF16 parameters of torch's optimizers; of another one, nobody knows which of its scalars are moments."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    ours = isinstance(optimizer, _OF_TORCH)
+    return [p for p in params if ours and not p.dim() and p.dtype is BF16]
+
+
+def _scalar_moments(state: Any) -> list[str]:
+    """The keys of FP32 moments of a parameter without a dimension."""
+    if not isinstance(state, dict):
+        return []
+    fp32 = (key for key, value in state.items() if _is_dense(value) and value.dtype is torch.float32)
+    return [key for key in fp32 if key not in _SCALARS and not state[key].dim()]
 
 
 def has_codes(optimizer: optim.Optimizer) -> bool:

@@ -3,8 +3,8 @@
 ================  ================================================================  ==================
 torch.float32     as the step leaves it                                             4 bytes an element
 torch.bfloat16    rounded stochastically                                            2
-"8bit"            rounded stochastically, with a scale for each block of elements   1 and a 64th
-                  (`hmpx.rounding.eight_bits`)
+"8bit"            rounded stochastically, with a scale for each block of elements   1 and a 64th; more in
+                  (`hmpx.rounding.eight_bits`)                                      rows below 128
 ================  ================================================================  ==================
 
 The random numbers of a state tensor are those of its own name, ``parameter.key``. BF16 state is every floating tensor

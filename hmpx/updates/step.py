@@ -161,7 +161,7 @@ class WeightUpdates:
 
     def release_state(self, optimizer: Optimizer) -> None:
         """Cast the state to the dtype of its parameter, for plain steps."""
-        optimizer_state.cast_state(optimizer, torch.bfloat16)
+        optimizer_state.release_state(optimizer)
 
     def _cast_state(self, optimizer: Optimizer, write_back: WriteBack, segments: list[Segment]) -> None:
         if write_back.form.adopt(optimizer, segments, write_back.rounding_key) and write_back.rounding_key.step:

@@ -29,6 +29,7 @@ from tests.support.eight_bits import numbers as drawn
 from tests.support.models import BF16, FP32, Setup, made_optimizer
 
 Tensor = torch.Tensor
+SCALARS = ("step", "mu_product", "eta", "mu", "H_diag", "t")  # of torch's optimizers: these are no moments
 MASTERS = ("master", "split", "split8")
 
 
@@ -186,15 +187,24 @@ class Reference:
     def _show(self, entry: Entry, with_grad: bool) -> None:
         state = self.optimizer.state.get(entry.q, {})
         with torch.no_grad():
-            if entry.weight is not None and state.get("step") == 0 and "sum" in state:  # made by Adagrad's constructor
-                started = torch.tensor(self.setup.options.get("initial_accumulator_value", 0.0))
-                state["sum"].fill_(started.to(BF16 if self.settings.get("state_dtype") is BF16 else FP32))
+            if entry.weight is not None and self._is_filled(state):
+                state["sum"].fill_(self._fill(BF16 if self.settings.get("state_dtype") is BF16 else FP32))
             elif entry.weight is not None and self.settings.get("state_dtype") is BF16:  # of a parameter that was FP32
                 state.update({key: v if isinstance(v, list) else _narrowed(v) for key, v in state.items()})
             entry.before = self.read(entry).clone()
             entry.q.copy_(entry.before)
         entry.stepped = False
         self._show_grad(entry) if with_grad else setattr(entry.q, "grad", None)
+
+    def _fill(self, dtype: torch.dtype = FP32) -> Tensor:
+        """What Adagrad's constructor fills its state with, in an FP32 tensor."""
+        return torch.tensor(self.setup.options.get("initial_accumulator_value", 0.0)).to(dtype).float()
+
+    def _is_filled(self, state: dict) -> bool:
+        """Whether a state is what Adagrad's constructor has made. The first step in 8 bits rounds it, for good."""
+        if state.get("step") != 0 or "sum" not in state:
+            return False
+        return bool(torch.isin(state["sum"], torch.stack([self._fill(), self._fill(BF16)])).all())
 
     def _show_grad(self, entry: Entry) -> None:
         if entry.grad is None:
@@ -255,8 +265,12 @@ class Reference:
         """State goes to the parameter's dtype, masters are dropped, and so are seed and step number."""
         for entry in self.held():
             state = self.optimizer.state.get(entry.q, {})
-            if entry.weight is not None and state.get("step") != 0:
+            if entry.weight is not None and state.get("step") == 0 and "sum" in state:
+                state["sum"].fill_(self._fill())
+            elif entry.weight is not None:
                 state.update({key: _narrowed(value) for key, value in state.items()})
+                if not entry.q.dim() and type(self.optimizer).__module__.startswith("torch.optim"):
+                    state.update({key: _as_bf16(value) for key, value in state.items() if key not in SCALARS})
         for entry in self.entries:
             entry.master = None
         self.count, self.stored_seed = 0, None
@@ -322,6 +336,10 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
     return isinstance(one, int | float | str) and one == other
+
+
+def _as_bf16(value: Any) -> Any:
+    return value.bfloat16().float() if isinstance(value, Tensor) and value.dtype is FP32 else value
 
 
 def _narrowed(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
+from tests.support.optimizers import CONFIGURATIONS
 from tests.support.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
@@ -53,6 +55,34 @@ def test_detach_brings_the_state_of_steps_in_a_region_to_bf16():
         set_gradients(its, 1)
         each.step()
     assert all(torch.equal(p, q) for (_, p), (_, q) in zip(named, twin, strict=True))
+
+
+@pytest.mark.parametrize("how", ["region", torch.float32, BF16, "8bit"], ids=str)
+@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name != "Muon"])
+def test_detach_brings_moments_of_a_scalar_to_bf16_as_those_of_one_element(name, how):
+    """And no count of steps; torch's own step goes on with both."""
+    cls, options = CONFIGURATIONS[name]
+    made = []
+    for shape in ((), (1,)):
+        p = nn.Parameter(torch.full(shape, 0.5).bfloat16())
+        optimizer = cls([("p", p)], **options)
+        if how != "region":
+            hmpx.attach(optimizer, state_dtype=how)
+        for gradient in (0.7, -0.3):
+            p.grad = torch.full_like(p, gradient)
+            with hmpx.disable_casts() if how == "region" else contextlib.nullcontext():
+                optimizer.step()
+        hmpx.detach(optimizer)
+        made.append((p, optimizer))
+    (p, scalar), (q, single) = made
+    assert scalar.state[p].keys() == single.state[q].keys()
+    for key, value in scalar.state[p].items():
+        assert getattr(value, "dtype", None) == getattr(single.state[q][key], "dtype", None), key
+        if key != "step" and isinstance(value, torch.Tensor) and how in ("region", torch.float32):
+            assert torch.equal(value.view(-1), single.state[q][key].view(-1)), key
+    for p, optimizer in made:
+        p.grad = torch.full_like(p, 0.7)
+        optimizer.step()
 
 
 def test_plain_steps_of_optimizers_without_state_go_on():
