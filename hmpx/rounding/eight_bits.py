@@ -61,6 +61,8 @@ learning rates, where one column has 1000 times the others' gradients, and where
     it is the least one           1.2      1.1        1.4
 
 What only grows, such as the maximum of amsgrad, keeps what was rounded up: by 3000 steps on noise it is 11 % larger.
+RMSprop with `centered` takes the root of a difference of two moments, which rounding can make negative: with gradients
+of mean 1 and standard deviation 0.05, 1.8 % of the weights were NaN after 100 steps, and none with BF16 or FP32 state.
 
 Sources: blocks with a scale each are those of Dettmers et al., "8-bit optimizers via block-wise quantization" (ICLR
 2022), scales that are powers of two those of the "OCP Microscaling formats" specification (2023).
