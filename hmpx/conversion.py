@@ -16,7 +16,7 @@ from hmpx.casts.build_policy import build_policy
 from hmpx.casts.casts_of_policies import CastsOfPolicies
 from hmpx.casts.decision_log import Announcement, VerboseLog
 from hmpx.casts.dtype_map import DtypeMap
-from hmpx.casts.forwards import ForwardWrappers
+from hmpx.casts.forwards import ForwardWrappers, replaced_forwards
 from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
 from hmpx.casts.garbage import none_collected
 from hmpx.casts.listed_names import Unknown
@@ -163,7 +163,7 @@ class Conversion(Installation):
         ]
         waiting = [f"{name} is not imported yet" for name in self._casts.waiting]
         captured = dict.fromkeys(str(capture) for capture in self._casts.captures if not capture.rebound)
-        return (*unreachable, *waiting, *captured)
+        return (*unreachable, *waiting, *captured, *(replaced_forwards() if self.active else ()))
 
     def __repr__(self) -> str:
         state = "not in force" if not self.active else "active" if self._enabled else "active in enable_casts() only"

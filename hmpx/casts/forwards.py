@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FrameType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any
 
 import torch
 
 from hmpx import process_state as state
 from hmpx import region_state
-from hmpx.casts.module_rules import RULES, deciding, rules_of
+from hmpx.casts.module_rules import RULES, deciding, forward_class, rules_of
 from hmpx.casts.overlays import Overlay
 from hmpx.casts.places import place_inside
 from hmpx.casts.rules import is_eligible
 from hmpx.changes import Attribute, Changes
+from hmpx.errors import HmpxError
 
 Module = torch.nn.Module
 # Attribute of a class with a wrapped forward, inherited by the classes below: its identity. Of a module in which a
 # wrapped forward stands: 0. So a wrapper knows whether another one, further out, has put the module's rules in force.
 _OUTERMOST = "_hmpx_outermost"
+_LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)  # what computes later
 
 
 class ForwardWrappers:
@@ -40,9 +42,8 @@ class ForwardWrappers:
         for rule in list(state.module_rules):
             for cls in rule.classes:
                 self._wrap(cls)
-            for module in rule.modules():
-                if "forward" in vars(module):
-                    self._wrap(module)
+            for module in rule.modules():  # whose class may be another one than before
+                self._wrap(module if "forward" in vars(module) else forward_class(module))
 
     def _wrap(self, owner: Any) -> None:
         """Wrap the forward that stands in a class or in a module."""
@@ -86,14 +87,22 @@ def _forward_of(module, inner, *args, **kwargs):
 
 def _run(rules, function, args, kwargs):
     """Call a forward in the place that its rules make; a copy may carry some that were removed."""
-    place = region_state.place()
+    place, overlay, casting = region_state.place(), None, None
     for rule in deciding(rules):
         overlay = rule.overlay
-        if overlay.dtype is not None:
-            args = tuple([_cast_once(value, overlay) for value in args])
-            kwargs = {key: _cast_once(value, overlay) for key, value in kwargs.items()}
+        if overlay.whole:  # what is around decides nothing any more
+            casting = overlay if overlay.dtype is not None and rule.casts_arguments else None
         place = place_inside(place, overlay.number)
-    return region_state.run_at(place, function, args, kwargs)
+    if casting is not None:
+        args = tuple([_cast_once(value, casting) for value in args])
+        kwargs = {key: _cast_once(value, casting) for key, value in kwargs.items()}
+    result = region_state.run_at(place, function, args, kwargs)
+    if overlay is not None and isinstance(result, _LAZY):
+        raise HmpxError(
+            f"{overlay.where}: the forward returned a {type(result).__name__}, whose ops run after the call, where the "
+            f"rule does not hold; return a list or tuple"
+        )
+    return result
 
 
 def _cast_once(value: Any, overlay: Overlay) -> Any:
@@ -104,6 +113,34 @@ def _cast_once(value: Any, overlay: Overlay) -> Any:
         items = [_cast_once(item, overlay) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
+
+
+def replaced_forwards() -> list[str]:
+    """The rules in force for modules whose forward is another one than that which was wrapped, in words."""
+    if state.wrap_forward is None:
+        return []
+    return [
+        f"{rule.where}: the forward of a {type(module).__name__} was replaced after convert(), and the rule may not "
+        f"hold in the new one: call convert() again"
+        for rule in list(state.module_rules)
+        for module in rule.modules()
+        if not _is_wrapped(module.forward)
+    ]
+
+
+def _is_wrapped(forward: Any) -> bool:
+    """Whether a forward is a wrapper, or one that was put around a wrapper and says so, as `functools.wraps` does."""
+    while forward is not None:
+        if isinstance(forward, functools.partial):
+            if forward.func is _forward_of:
+                return True
+        elif getattr(forward, "__code__", None) is _WRAPPER:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+_WRAPPER = _placing(Module.forward, 0).__code__
 
 
 def rule_that_casts(frame: FrameType) -> str:

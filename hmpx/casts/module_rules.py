@@ -36,7 +36,7 @@ class ModuleRule:
         active: whether it has not been removed.
 
     `remove()` takes it away, from copies of the module too; what the module had before is in force again. `overlay`,
-    `classes`, `modules` and `apply` are for hmpx itself.
+    `classes`, `casts_arguments`, `modules` and `apply` are for hmpx itself.
 
     Example:
         >>> rule = hmpx.policy_for(model, fp32=["linear"])
@@ -47,8 +47,8 @@ class ModuleRule:
         (torch.float32, torch.bfloat16)
     """
 
-    def __init__(self, module: Module, overlay: Overlay) -> None:
-        self.overlay = overlay
+    def __init__(self, module: Module, overlay: Overlay, *, casts_arguments: bool = True) -> None:
+        self.overlay, self.casts_arguments = overlay, casts_arguments
         self.active = False
         targets = list(_with_forward(module))
         if nothing := never_called(module):
@@ -70,7 +70,7 @@ class ModuleRule:
         return self
 
     def __reduce__(self) -> tuple:
-        return _unpickled, (self.overlay, self.active, self.classes)
+        return _unpickled, (self.overlay, self.active, self.classes, self.casts_arguments)
 
     def modules(self) -> Iterator[Module]:
         """Those whose forward it is about and that are alive."""
@@ -125,10 +125,11 @@ def policy_for(
     it, and does nothing while nothing is converted, or in `disable_casts()`. Copies of the module have the rule too.
 
     Args:
-        module: any module; the rule of a container without a forward (`ModuleList`) is one of each module in it.
+        module: any module; the rule of a container without a forward (`ModuleList`) is one of each module that is in it
+            now, and of none that is appended later.
         rule: torch.float32, torch.bfloat16, torch.float16 or its name, for every op that computes; the floating tensors
-            that the module is called with are cast once, as by hand. Or a `Policy`, in the place of the one around. Or
-            a mapping of the arguments below, as a recipe has it.
+            that the module is called with are cast once, as by hand, so that an in-place write to one goes to a copy.
+            Or a `Policy`, in the place of the one around. Or a mapping of the arguments below, as a recipe has it.
         bf16, fp32, promote: names of ops.
         low_precision: what the ops in the bf16 list run in from here on; None for what they run in around.
 
@@ -136,7 +137,8 @@ def policy_for(
         A handle, whose `remove()` takes the rule away.
 
     Raises:
-        HmpxError: a scripted module, or one whose forward is a generator or coroutine; a rule that says nothing.
+        HmpxError: a scripted module, or one whose forward is a generator or coroutine; a rule that says nothing. When
+            the module is called: its forward returned a generator, a `map` or the like, whose ops run later.
         UnknownOpError, OpListError: a name that is no op, or on two sides.
 
     Example:
@@ -156,10 +158,11 @@ def policy_for(
     return made
 
 
-def _unpickled(overlay: Overlay, active: bool, classes: set[type]) -> ModuleRule:
+def _unpickled(overlay: Overlay, active: bool, classes: set[type], casts_arguments: bool = True) -> ModuleRule:
     """A rule that came with a module, which holds it; no other one is known to have it."""
     rule = ModuleRule.__new__(ModuleRule)
     rule.overlay, rule.active, rule.classes, rule._modules = overlay, active, classes, []
+    rule.casts_arguments = casts_arguments
     if active:
         rule.apply()
     return rule
@@ -188,6 +191,11 @@ def never_called(module: Module) -> str:
     if not kinds:
         return "there is no forward in it"
     return "" if set(kinds) - _NOT_CALLED.keys() else f"its forward is never called: {_NOT_CALLED[kinds[0]]}"
+
+
+def modules_called_in(module: Module) -> list[Module]:
+    """The modules one level further in that have a forward which is called."""
+    return [each for child in module.children() for each, _ in _with_forward(child) if not never_called(each)]
 
 
 def _with_forward(module: Module, distance: int = 0) -> Iterator[tuple[Module, int]]:

@@ -76,6 +76,20 @@ class Overlay:
             low_precision=self.low_precision or policy.low_precision,
         )
 
+    @property
+    def whole(self) -> bool:
+        """Whether it decides every op, so that nothing around it does."""
+        return self.dtype is not None or self.policy is not None
+
+    def hides(self, around: Overlay) -> bool:
+        """Whether `around` decides nothing inside of this one."""
+        if self.whole or around.whole:
+            return self.whole
+        own = {name for name, _, _ in self.names}
+        if around.low_precision and not self.low_precision:
+            return False
+        return all(name in own or op_facts.FOLLOWS.get(name) in own for name, _, _ in around.names)
+
     def in_words(self) -> str:
         """What it says: ``everything in float32``, ``linear and matmul in FP32``."""
         if self.policy is not None:
@@ -141,7 +155,8 @@ def read_overlay(
     if dtype not in DTYPES:
         legal = [dtype_name(each) for each in DTYPES]
         short = [name for name, full in SHORT.items() if full in legal]
-        hint = did_you_mean(rule, [*short, *legal]) if isinstance(rule, str) else ""
+        misspelt = isinstance(rule, str) and not isinstance(dtype, torch.dtype)
+        hint = did_you_mean(rule, [*short, *legal]) if misspelt else ""
         raise HmpxError(
             f"{what}: {rule!r} is no dtype of ops{hint} (legal: {', '.join(legal)}, lists of ops, a policy)"
         )

@@ -92,15 +92,21 @@ def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, s
             yield None, f"{key} is {value!r}, not a list of names; a file goes to {key}_file_path"
     elif key == MODULES:
         if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
-            yield None, f"{key} is {value!r}, not a mapping of modules' names to dtypes or lists of ops"
+            yield None, f"{key} is {value!r}, not a mapping of modules' names to dtypes or lists of ops{_quotes(value)}"
     elif key in ("module_dtypes", "dtype_map"):
         what = "modules' names" if key == "module_dtypes" else "dtypes"
         if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
-            yield None, f"{key} is {value!r}, not a mapping of {what} to dtypes"
+            yield None, f"{key} is {value!r}, not a mapping of {what} to dtypes{_quotes(value)}"
             return
         for old, new in value.items():
             wrong = [*_wrong(key, old, tuple(MAPPED))] if key == "dtype_map" else []
             yield from ((old, problem) for problem in (*wrong, *_wrong(f"{key}, {old!r}", new, tuple(DTYPES))))
+
+
+def _quotes(value: Any) -> str:
+    """What to write for a name that YAML takes for a number."""
+    numbers = [key for key in value if type(key) in (int, float)] if isinstance(value, Mapping) else []
+    return f'; names are strings: write "{numbers[0]}" for {numbers[0]}' if numbers else ""
 
 
 def _wrong(what: str, value: Any, legal: tuple) -> Iterator[str]:

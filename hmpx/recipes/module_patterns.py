@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import torch
 
-from hmpx.casts.module_rules import ModuleRule, never_called
+from hmpx.casts.module_rules import ModuleRule, modules_called_in, never_called
+from hmpx.casts.overlays import Overlay
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes.keys import MODULES
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.names import plain_names
 
 Module = torch.nn.Module
+logger = logging.getLogger("hmpx")
 
 
 def module_names(model: Module, *, all_names: bool = False) -> list[str]:
@@ -56,23 +59,50 @@ def rules_for(models: Iterable[Module], recipe: Recipe) -> list[ModuleRule]:
     found: list[ModuleRule] = []
     idle: dict[str, str] = {}  # why a pattern has done nothing so far
     for model in models:
-        names: dict[Module, list[str]] = {}
-        for name, module in _named(model):
-            names.setdefault(module, []).append(name)
-        for module, its in names.items():
-            fitting = [pattern for pattern in overlays if any(fnmatchcase(name, pattern) for name in its)]
-            if fitting:
-                pattern = fitting[-1]
-                why = never_called(module)
-                idle[pattern] = why if pattern not in idle else why and idle[pattern]
-                if not why:
-                    with _of_pattern(pattern):
-                        found.append(ModuleRule(module, overlays[pattern]))
+        chosen = _patterns(model, list(overlays))
+        for module, pattern in chosen.items():
+            why = never_called(module)
+            idle[pattern] = why if pattern not in idle else why and idle[pattern]
+            if not why:
+                hiding = _hiding(module, chosen, overlays)
+                if hiding:
+                    _warn(pattern, module, hiding)
+                with _of_pattern(pattern):
+                    found.append(ModuleRule(module, overlays[pattern], casts_arguments=not hiding))
     for pattern, why in idle.items():
         with _of_pattern(pattern):
             if why:
                 raise HmpxError(why)
     return found
+
+
+def _patterns(model: Module, patterns: list[str]) -> dict[Module, str]:
+    """The last pattern that fits one of the names of each module that one fits."""
+    names: dict[Module, list[str]] = {}
+    for name, module in _named(model):
+        names.setdefault(module, []).append(name)
+    fitting = {
+        module: [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in its)]
+        for module, its in names.items()
+    }
+    return {module: its[-1] for module, its in fitting.items() if its}
+
+
+def _hiding(module: Module, chosen: Mapping[Module, str], overlays: Mapping[str, Overlay]) -> set[str]:
+    """The patterns before that of a module that leave it nothing to decide in the modules inside."""
+    order, own = list(overlays), chosen[module]
+    found = {chosen.get(each, own) for each in modules_called_in(module)}
+    hidden = all(order.index(each) < order.index(own) and overlays[each].hides(overlays[own]) for each in found)
+    return found if hidden else set()
+
+
+def _warn(pattern: str, module: Module, hiding: set[str]) -> None:
+    them = " and ".join(sorted(map(repr, hiding)))
+    logger.warning(
+        f"{MODULES}: {pattern!r} decides the ops in the forward of {type(module).__name__} itself and none in the "
+        f"modules inside: each has a rule of its own from {them}, and the innermost decides. '' is the whole model as "
+        f"one module; {pattern + '.*'!r} is what is inside of {pattern!r}"
+    )
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import sys
 import threading
@@ -15,6 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 import hmpx
+from hmpx.casts.forwards import replaced_forwards
 from tests.support import python
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -346,6 +348,75 @@ def test_a_forward_that_stands_in_the_module_itself_is_wrapped_there():
     rule.remove()
 
 
+def _set_forward(module):
+    module.forward = lambda x: F.linear(x, module.weight)
+
+
+def _set_class(module):
+    module.__class__ = type("Other", (nn.Linear,), {"forward": lambda self, x: F.linear(x, self.weight)})
+
+
+def _patch_class(module):
+    type(module).forward = lambda self, x: F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("replace", [_set_forward, _set_class, _patch_class])
+def test_a_forward_that_was_replaced_after_convert_is_said_and_has_its_rule_in_the_next_conversion(replace):
+    module = type("Mine", (nn.Linear,), {"forward": lambda self, x: F.linear(x, self.weight)})(4, 4)
+    rule = hmpx.policy_for(module, "fp32")
+    with hmpx.convert() as handle:
+        assert module(X).dtype is FP32 and not replaced_forwards()
+        replace(module)
+        assert module(X).dtype is BF16
+        (said,) = replaced_forwards()
+        assert said.startswith(f"{rule.where}: the forward of a ")
+        assert said in handle.escaped and said in hmpx.audit(module, X).escaped
+        with hmpx.record() as log:
+            module(X)
+        assert log.escaped.count(said) == 1
+    with hmpx.convert():
+        assert module(X).dtype is FP32 and not replaced_forwards()
+        module.forward = types.FunctionType.__get__(_around(module.forward), module)
+        assert module(X).dtype is FP32 and not replaced_forwards()  # the new one calls the wrapper, and says so
+    rule.remove()
+
+
+def _around(forward):
+    @functools.wraps(forward)
+    def around(self, x):
+        return forward(x)
+
+    return around
+
+
+@pytest.mark.parametrize("later", [lambda x: map(torch.exp, [x]), lambda x: (each.exp() for each in [x])])
+def test_a_forward_that_returns_what_computes_later_is_an_error(later):
+    class Later(nn.Module):
+        def forward(self, x):
+            return later(x)
+
+    module = Later()
+    rule = hmpx.policy_for(module, "fp32")
+    with (
+        hmpx.convert(),
+        pytest.raises(hmpx.HmpxError, match=r"the forward returned a \w+, whose ops run after the call"),
+    ):
+        module(X)
+    rule.remove()
+    with hmpx.convert():
+        assert len(list(module(X))) == 1
+
+
+def test_of_a_container_and_a_module_in_it_the_innermost_dtype_casts_the_arguments():
+    modules = nn.ModuleList([nn.Identity()])
+    given = [hmpx.policy_for(modules, "bf16"), hmpx.policy_for(modules[0], "fp32")]
+    with hmpx.convert():
+        assert modules[0](X) is X
+        given[1].remove()
+        assert modules[0](X).dtype is BF16
+    given[0].remove()
+
+
 def test_arguments_are_cast_once_and_what_a_module_may_write_to_is_not():
     class Takes(nn.Module):
         def forward(self, x, pair, *, items, flag=None):
@@ -423,6 +494,7 @@ def test_regions_and_modules_that_are_running_keep_their_lists_under_another_con
             "hmpx.casts: torch.float64 is no dtype of ops (legal: float32, bfloat16, f",
         ),
         (lambda: hmpx.casts(0), "hmpx.casts: 0 is no dtype of ops (legal: float32, "),
+        (lambda: hmpx.casts("float64"), "hmpx.casts: 'float64' is no dtype of ops (legal: float32, "),
         (lambda: hmpx.casts(fp32="exp"), "hmpx.casts: fp32 is 'exp', not a list of names"),
         (lambda: hmpx.casts(fp32=["sofmax"]), f"{__file__}:"),
         (lambda: hmpx.casts(bf16=["exp"], fp32=["exp"]), f"{__file__}:"),

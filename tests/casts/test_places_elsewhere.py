@@ -271,6 +271,11 @@ def test_a_module_that_is_scripted_has_no_rule_and_a_rule_is_no_bar_to_scripting
         assert torch.jit.trace(module, X)(X).dtype is FP32 and module(X.bfloat16()).dtype is FP32
         assert torch.export.export(module, (X,)).module()(X).dtype is FP32
         assert torch.fx.symbolic_trace(nn.Sequential(module))(X).dtype is FP32
+        traced = torch.fx.symbolic_trace(module)  # goes through its forward, without its rule
+        assert traced(X).dtype is BF16
+        given = hmpx.policy_for(traced, "fp32")
+        assert traced(X).dtype is FP32
+        given.remove()
     rule.remove()
 
 

@@ -92,6 +92,11 @@ def test_the_innermost_decides_and_of_two_patterns_the_last(prepared, text, insi
             "  - lm_head",
             "mine.yaml:2: modules is ['lm_head'], not a mapping of modules' names to dtypes or lists of ops",
         ),
+        (
+            "  0: fp32",
+            "mine.yaml:2: modules is {0: 'float32'}, not a mapping of modules' names to dtypes or lists "
+            'of ops; names are strings: write "0" for 0',
+        ),
         ("  lm_head: fp32\nopt_level: null", "mine.yaml:4: modules: opt_level null leaves torch's ops as they are"),
     ],
 )
@@ -100,6 +105,57 @@ def test_what_is_wrong_is_said_with_its_line_and_nothing_is_changed(prepared, tm
         prepared(text)
     assert str(raised.value).startswith(f"{tmp_path}/{message}")
     assert torch.matmul is torch._C._VariableFunctions.matmul and not hmpx.process_state.module_rules
+
+
+class Around(nn.Module):
+    def __init__(self, product=False):
+        super().__init__()
+        self.a, self.product = nn.Linear(4, 4), product
+
+    def forward(self, x):
+        return self.a(x @ x if self.product else x)
+
+
+@pytest.mark.parametrize(
+    ("text", "unmatched"),
+    [
+        ("  '*': fp32\n  '0': bf16", "every op that was called in it was in a module or region with a rule of its own"),
+        ("  '*': {fp32: [linear]}\n  '0': {bf16: [linear]}", "linear"),
+    ],
+)
+def test_a_pattern_that_an_earlier_one_leaves_nothing_to_is_said_and_rounds_nothing(prepared, caplog, text, unmatched):
+    model = nn.Sequential(Around(), Around())
+    expected = model(X)
+    prepared(text, model)
+    with hmpx.record() as log:
+        assert torch.equal(model(X), expected)
+    (said,) = [record.message for record in caplog.records if "'0'" in record.message]
+    assert said.startswith("modules: '0' decides the ops in the forward of Around itself and none in the modules insid")
+    assert "each has a rule of its own from '*', and the innermost decides" in said
+    assert len(log.unmatched) == 1 and log.unmatched[0].endswith(f"modules '0': {unmatched}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "  '': fp32\n  '0': bf16",
+        "  '0': bf16\n  '*': fp32",
+        "  '*': fp32\n  '0.a': bf16",
+        "  '0': bf16\n  '0.a': fp32",
+        "  '*': {fp32: [softmax]}\n  '0': bf16",
+    ],
+)
+def test_no_word_of_patterns_that_decide_something(prepared, caplog, text):
+    prepared(text, nn.Sequential(Around(), Around()))
+    assert not [record.message for record in caplog.records if "'0'" in record.message]
+
+
+def test_a_hidden_pattern_decides_the_ops_of_its_own_forward(prepared):
+    model = prepared("  '*': fp32\n  '0': bf16", nn.Sequential(Around(product=True), Around()))
+    with hmpx.record() as log:
+        model(X)
+    assert {site.op: site.rule for site in log.sites if site.module in ("0", "1")}["matmul"] == "bf16"
+    assert not log.unmatched
 
 
 def test_models_that_are_prepared_one_after_the_other_keep_their_rules(prepared):

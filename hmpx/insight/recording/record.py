@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hmpx.casts.forwards import replaced_forwards
 from hmpx.casts.fp32_kernels import capability
 from hmpx.errors import HmpxError
 from hmpx.insight.recording.forward_watch import ForwardWatch
@@ -55,13 +56,14 @@ def record() -> Iterator[Log]:
         log._stepped()
 
     counter = register_optimizer_step_post_hook(stepped)
+    replaced = replaced_forwards()  # which `observing` wraps: the conversion is put in force again
     try:
         with eager(), observing(recorder), watch:
             yield log
     finally:
         counter.remove()
         recorder.finish()
-        log.escaped += tuple(map(str, watch.findings()))
+        log.escaped += (*(line for line in replaced if line not in log.escaped), *map(str, watch.findings()))
         attachments = filter(None, map(attached, optimizers))
         log.updates = [each.watched.as_json() for each in attachments if each.watched is not None]
 

@@ -10,6 +10,8 @@ from hmpx.casts.ops import catalog
 from hmpx.casts.overlays import Overlay
 from hmpx.casts.policy import Policy
 
+_HIDDEN = "every op that was called in it was in a module or region with a rule of its own"
+
 
 def unmatched(policy: Policy, used: Mapping[int, set[str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names in a user's lists, each with its line, and those in lists that come with hmpx.
@@ -39,13 +41,27 @@ def _in_force() -> list[Overlay]:
 
 
 def _of_overlay(overlay: Overlay, used: Mapping[int, set[str]]) -> Iterator[str]:
-    """The names that an overlay lists, or all of it, if no call in its places was one of them."""
-    inside = [names for place, names in used.items() if overlay.number in _overlays_of(place)]
+    """The names that an overlay lists, or all of it, if it decided no call of one of them."""
+    inside = [
+        names for place, called in used.items() for number, names in _decided(place, called) if number == overlay.number
+    ]
     if not inside:
-        yield f"{overlay.where}: no op was called in it"
+        entered = any(overlay.number in _overlays_of(place) for place in used)
+        yield f"{overlay.where}: {_HIDDEN if entered else 'no op was called in it'}"
         return
-    called = _with_followed(set().union(*inside))
+    called = set().union(*inside)
     yield from (f"{where}: {name}" for name, _, where in overlay.names if name not in called)
+
+
+def _decided(place: int, called: set[str]) -> Iterator[tuple[int, set[str]]]:
+    """Each overlay of a place that has a say, by number, and those of the names called there that are left to it."""
+    left = _with_followed(called)
+    for number in _overlays_of(place):
+        yield number, left
+        overlay = process_state.overlays[number]
+        if overlay.whole:
+            return
+        left = left - {name for name, _, _ in overlay.names}
 
 
 def _overlays_of(place: int) -> Iterator[int]:
