@@ -110,6 +110,12 @@ def attach(
     _check(target, settings, given)
     if not has_bf16(optimizer):
         logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
+    if settings.state_dtype == "8bit" and any(group.get("centered") for group in target.param_groups):
+        logger.warning(
+            "hmpx: %s(centered=True) takes the root of a difference, which can be NaN with state_dtype='8bit'; "
+            "torch.bfloat16 does not have that",
+            type(target).__name__,
+        )
     attachment = Attachment(target, settings, given)
     compare(f"hmpx.attach({type(target).__name__})", attachment.facts(optimizer), process_group)
     attachment.install(optimizer)

@@ -48,3 +48,11 @@ def test_no_update_is_twice_the_largest_one_of_fp32_state(optimizer, sizes):
     reference = largest_update(*case, weights="split")
     assert largest_update(*case, weights="split", state_dtype="8bit") <= 2 * reference
     assert largest_update(*case, fused=True, state_dtype="8bit") <= 2 * reference
+
+
+def test_a_root_of_a_difference_is_warned_of(caplog):
+    for options, warned in (({"centered": True}, 1), ({}, 0)):
+        caplog.clear()
+        optimizer = optim.RMSprop([nn.Parameter(torch.ones(4, 128, dtype=torch.bfloat16))], **options)
+        hmpx.attach(optimizer, state_dtype="8bit")
+        assert caplog.text.count("RMSprop(centered=True) takes the root of a difference") == warned
