@@ -19,6 +19,7 @@ from hmpx import region_state
 from hmpx.casts.module_rules import RULES, deciding, forward_class, rules_of
 from hmpx.casts.overlays import Overlay
 from hmpx.casts.places import place_inside
+from hmpx.casts.policy import LOW_RULES, Rule
 from hmpx.casts.rules import is_eligible
 from hmpx.changes import Attribute, Changes
 from hmpx.errors import HmpxError
@@ -146,3 +147,11 @@ _WRAPPER = _placing(Module.forward, 0).__code__
 def rule_that_casts(frame: FrameType) -> str:
     """What says so, where `frame` casts an argument of a module; else nothing."""
     return frame.f_locals["overlay"].where if frame.f_code is _cast_once.__code__ else ""
+
+
+def side_that_casts(frame: FrameType) -> str:
+    """The rule, as an op's is called, where `frame` casts an argument of a module; else nothing."""
+    if frame.f_code is not _cast_once.__code__:
+        return ""
+    dtype = frame.f_locals["overlay"].dtype
+    return str(Rule.FP32 if dtype is torch.float32 else LOW_RULES[dtype])

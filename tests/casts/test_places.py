@@ -417,6 +417,18 @@ def test_of_a_container_and_a_module_in_it_the_innermost_dtype_casts_the_argumen
     given[0].remove()
 
 
+@pytest.mark.parametrize(("dtype", "side"), [("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16")])
+def test_record_names_the_rule_that_casts_a_modules_arguments(dtype, side):
+    module = nn.Linear(4, 4)
+    rule = hmpx.policy_for(module, dtype)
+    with hmpx.convert(), hmpx.record() as log:
+        module(X.bfloat16() if dtype == "fp32" else X)
+        X.bfloat16()
+    rows = {site.reason: site.rule for site in log.sites if site.op == "to"}
+    assert rows == {f"cast before the module's forward: {rule.where}": side, "cast by hand": ""}
+    rule.remove()
+
+
 def test_arguments_are_cast_once_and_what_a_module_may_write_to_is_not():
     class Takes(nn.Module):
         def forward(self, x, pair, *, items, flag=None):

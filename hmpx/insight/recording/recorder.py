@@ -15,6 +15,7 @@ import torch
 
 from hmpx import region_state, rounding, updates
 from hmpx.casts.callers import frames, modules, users_frame
+from hmpx.casts.forwards import side_that_casts
 from hmpx.casts.observing import Point, Run, Seen
 from hmpx.casts.policy import Policy, Rule
 from hmpx.casts.rules import TARGETS
@@ -153,7 +154,7 @@ class Recorder:
             entry=point.label,
             where="?" if user is None else f"{user.f_code.co_filename}:{user.f_lineno}",
             module=self._names.of_module(module, frame),
-            rule=str(rule or ""),
+            rule=str(rule or "") or side_that_casts(frame),
             reason=reason_of_call(point, seen, policy, frame),
             given=tuple([name(tensor.dtype) for tensor in given]),
             seen=tuple([name(tensor.dtype) for tensor in inside]),
