@@ -216,7 +216,7 @@ def test_whatever_ends_the_pass_half_way_everything_is_as_it_was(monkeypatch, er
             raise error
         running(self)
 
-    monkeypatch.setattr("hmpx.casts.captured_names.sweep.Sweep._running_functions", interrupted)
+    monkeypatch.setattr(sweep.Sweep, "_running_functions", interrupted)
     with pytest.raises(error):
         hmpx.convert()
     monkeypatch.undo()
@@ -234,7 +234,8 @@ def test_an_interrupt_of_the_undo_does_not_stop_it(monkeypatch, untouched):
             raise KeyboardInterrupt
         write(*args)
 
-    for place in handle._rebinding._places._places.values():
+    (rebinding,) = handle._casts._rebindings
+    for place in rebinding._places._places.values():
         if getattr(place.write, "func", None) is write:
             object.__setattr__(place, "write", functools.partial(interrupted, *place.write.args))
     with pytest.raises(KeyboardInterrupt):
