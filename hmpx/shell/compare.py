@@ -9,7 +9,7 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.insight.comparing.compare import compare
-from hmpx.shell.functions import function_named
+from hmpx.shell.functions import result_of
 from hmpx.shell.options import add_recipe_options, recipe_asked
 
 
@@ -36,7 +36,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     recipe = recipe_asked(options)
-    given = function_named(options.what)()
+    given = result_of(options.what)
     if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], torch.nn.Module):
         raise HmpxError(f"{options.what} must return (model, batches, loss) or (model, batches), not {_kind(given)}")
     found = compare(*given, lists=recipe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -33,6 +34,22 @@ def function_named(what: str) -> Callable[[], Any]:
     if not callable(function):
         raise HmpxError(f"{what} is no function but a {type(function).__name__}")
     return function
+
+
+def result_of(what: str) -> Any:
+    """What the function that ``module:name`` stands for returns, called without arguments.
+
+    Raises:
+        HmpxError: no such function, or one that takes arguments.
+    """
+    function = function_named(what)
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise HmpxError(f"{what} is called without arguments, and wants some: {error}") from None
+    except ValueError:  # it has no signature to look at
+        pass
+    return function()
 
 
 def _from_file(file: str) -> Any:

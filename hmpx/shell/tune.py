@@ -11,7 +11,7 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.worth import OBJECTIVES
-from hmpx.shell.functions import function_named
+from hmpx.shell.functions import result_of
 from hmpx.shell.options import add_recipe_options, recipe_asked
 
 _MEASURED = "measured.pt"  # what a later call goes on from
@@ -48,7 +48,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _tune(options: argparse.Namespace) -> int:
     recipe = recipe_asked(options)
-    given = function_named(options.what)()
+    given = result_of(options.what)
     if not isinstance(given, tuple) or len(given) not in (3, 4) or not isinstance(given[0], torch.nn.Module):
         raise HmpxError(f"{options.what} must return (model, batches, loss), or these and held_out, not {_kind(given)}")
     folder = Path(options.out)
@@ -58,16 +58,19 @@ def _tune(options: argparse.Namespace) -> int:
     measured = folder / _MEASURED
     if options.afresh:
         measured.unlink(missing_ok=True)
-    tuned = tune(
-        *given[:3],
-        held_out=given[3] if len(given) == 4 else None,
-        objective=options.objective,
-        tolerance=options.tolerance,
-        lists=recipe,
-        seed=options.seed,
-        resume=measured,
-        progress=not options.quiet,
-    )
+    try:
+        tuned = tune(
+            *given[:3],
+            held_out=given[3] if len(given) == 4 else None,
+            objective=options.objective,
+            tolerance=options.tolerance,
+            lists=recipe,
+            seed=options.seed,
+            resume=measured,
+            progress=not options.quiet,
+        )
+    except KeyboardInterrupt:  # tune has said where it goes on
+        return 130
     print(tuned)
     tuned.save(folder)
     print(f"hmpx: wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")

@@ -49,7 +49,7 @@ def compare(
 
     Args:
         model: in FP32; or in BF16 or FP16, and then its FP32 copy is what it is compared with.
-        batches: a list of tuples of positional arguments. Noise between batches needs two, four are better.
+        batches: a list of tuples or lists of positional arguments. Noise between batches needs two, four are better.
         loss: called as ``loss(model, *batch)``, returns a scalar tensor. None: only results of ``model(*batch)`` are
             compared.
         lists: a policy, a recipe or its name (its rules for modules hold, too), or a dict of `convert`'s arguments.

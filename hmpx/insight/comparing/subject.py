@@ -171,11 +171,16 @@ def _checked(model: Any, batches: Any, loss: Any, asked: str) -> list[tuple]:
         raise HmpxError(f"{asked}: model is a {type(model).__name__}, not a torch.nn.Module")
     if loss is not None and not callable(loss):
         raise HmpxError(f"{asked}: loss is a {type(loss).__name__}; it is called as loss(model, *batch)")
-    if isinstance(batches, Tensor | dict) or not isinstance(batches, Sequence):
-        raise HmpxError(f"{asked}: batches is a list of tuples of arguments, not a {type(batches).__name__}")
-    found = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    return arguments_of(batches, "batches", asked)
+
+
+def arguments_of(batches: Any, what: str, asked: str) -> list[tuple]:
+    """Batches as tuples of arguments; a list is one too, for that is what a DataLoader gives."""
+    if isinstance(batches, Tensor | dict | str) or not isinstance(batches, Sequence):
+        raise HmpxError(f"{asked}: {what} is a list of tuples of arguments, not a {type(batches).__name__}")
+    found = [tuple(batch) if isinstance(batch, tuple | list) else (batch,) for batch in batches]
     if not found:
-        raise HmpxError(f"{asked}: batches is empty")
+        raise HmpxError(f"{asked}: {what} is empty")
     return found
 
 

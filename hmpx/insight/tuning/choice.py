@@ -13,7 +13,7 @@ class Choice:
         name: the list name. dtype: "bfloat16" or "float32". module: where that holds; "" where no other choice of this
             name does.
         gradient_error: what it would do, or does, in BF16 to the gradients, predicted, in units of the noise between
-            batches. loss_change: to the loss.
+            batches. loss_change: to the loss; loss_error: that in units of the noise between losses.
         budget: the share of the tolerance that this takes, as a square; above 1 it does not fit by itself.
         gain: what BF16 brings here; negative where it costs. unit: of that, by the objective: seconds of a step ("s"),
             "FLOP", bytes ("B").
@@ -34,6 +34,7 @@ class Choice:
     module: str = ""
     gradient_error: float = 0.0
     loss_change: float = 0.0
+    loss_error: float = 0.0
     budget: float = 0.0
     gain: float = 0.0
     unit: str = ""
@@ -44,7 +45,8 @@ class Choice:
     @property
     def reason(self) -> str:
         """As a comment of a list."""
-        said = [f"loss {self.loss_change:.1e}", f"gradients {self.gradient_error:.1e}"]
+        loss = f" ({self.loss_error:.1e} of the noise between losses)" if self.loss_error > self.gradient_error else ""
+        said = [f"loss {self.loss_change:.1e}{loss}", f"gradients {self.gradient_error:.1e}"]
         said.append(f"{percent(self.budget)} of the budget" if self.budget < 10 else _times(self.budget))
         if self.gain:
             said.append(f"{'+' if self.gain < 0 else '-'}{amount(abs(self.gain), self.unit)}")

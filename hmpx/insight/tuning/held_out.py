@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hmpx.casts.observing import Seen, unobserved
 from hmpx.casts.rules import call
+from hmpx.errors import HmpxError
 from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked, Compared
 from hmpx.insight.comparing.computing import in_fp32
@@ -22,7 +23,7 @@ from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.tuning.problem import Effect
-from hmpx.insight.tuning.raising import said
+from hmpx.insight.tuning.raising import check_finite, said
 
 Drawn = dict[tuple[Compared, int], Tensor]  # the state of torch's generator before each call that draws
 
@@ -102,13 +103,15 @@ class Listed(_Numbered):
 class HeldOut:
     """Batches that are not scored, with their losses and gradients in FP32.
 
-    passes: forward and backward, so far. by_hand: lines where the program itself casts to low precision.
+    loss_noise: between the losses of batches. passes: forward and backward, so far.
+    by_hand: lines where the program itself casts to low precision.
     """
 
     def __init__(self, subject: Subject, sites: Sites, batches: Sequence[tuple]) -> None:
         self._subject, self._sites, self.batches = subject, sites, batches
         self._exact: list[tuple[float, list[Tensor], Drawn]] = []
         self.passes = 0
+        self.loss_noise = math.inf
         self.by_hand: dict[str, None] = {}
 
     @property
@@ -123,10 +126,15 @@ class HeldOut:
 
     def prepare(self) -> None:
         """The run in FP32."""
-        for batch in self.batches:
+        noise = Noise()
+        for number, batch in enumerate(self.batches):
             drawn: Drawn = {}
             loss, gradients = self.run(Exact(drawn), functools.partial(self._subject.wide, batch))
+            check_finite(loss, gradients, f"held-out batch {number}")
+            noise.add(gradients, gradients)
             self._exact.append((loss, gradients, drawn))
+        if math.isnan(noise.noise):
+            raise HmpxError("tune: the held-out batches are all alike, so there is no noise between them; give others")
 
     def run(self, now: _Numbered, work: Callable[[], tuple[float, list[Tensor]]]) -> tuple[float, list[Tensor]]:
         self._sites.now = now
@@ -138,9 +146,9 @@ class HeldOut:
             self.by_hand |= dict.fromkeys(now.by_hand)
 
     @property
-    def loss(self) -> float:
-        """The mean in FP32."""
-        return statistics.fmean(loss for loss, _, _ in self._exact)
+    def losses(self) -> list[float]:
+        """In FP32."""
+        return [loss for loss, _, _ in self._exact]
 
     def measured(self, make: Callable[[Drawn], _Numbered]) -> Effect:
         """What a pass does to all batches under the lists that are in force."""
@@ -170,11 +178,7 @@ class HeldOut:
             noise.add(gradients, found)
             changes.append(loss - exact)
         change = math.sqrt(statistics.fmean(change * change for change in changes))
-        return Effect(noise.error, noise.shared, change, change / self._loss_noise)
-
-    @property
-    def _loss_noise(self) -> float:
-        return statistics.stdev([loss for loss, _, _ in self._exact])
+        return Effect(noise.error, noise.shared, change, change / self.loss_noise)
 
 
 def _dtypes(value: object) -> set[torch.dtype]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import tempfile
+from collections.abc import Collection, Iterator
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,11 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.insight.comparing.noise import Noise
 from hmpx.insight.tuning.found import Found
-from hmpx.insight.tuning.problem import Effect
+from hmpx.insight.tuning.problem import Chosen, Effect, Part
+from hmpx.insight.tuning.raising import said
 
-_SCHEMA = 1
+_SCHEMA = 2
+FINGERPRINTS = "the model", "the batches", "held_out"  # keys of `about` whose values are such
 Divided = frozenset[tuple[str, str, bool]]  # of each part its name and module, and whether it is in BF16
 
 
@@ -58,19 +64,56 @@ class Measured:
         try:
             state = torch.load(path, weights_only=True)
         except Exception as error:
-            raise HmpxError(
-                f"resume: {os.fspath(path)} is no file of hmpx.tune: {str(error).splitlines()[0]}"
-            ) from None
+            raise HmpxError(f"resume: {os.fspath(path)} is no file of hmpx.tune: {said(error)}") from None
         if not isinstance(state, dict) or state.get("schema") != _SCHEMA:
             raise HmpxError(f"resume: {os.fspath(path)} is no file of hmpx.tune, or of another version")
+        try:
+            measured = cls._of(state, about)
+        except Exception as error:
+            raise HmpxError(f"resume: {os.fspath(path)} is no whole file of hmpx.tune: {said(error)}") from None
         for key, value in about.items():
+            if key in FINGERPRINTS and state["about"].get(key) != value:
+                raise HmpxError(
+                    f"resume: {os.fspath(path)} is of another model or other data: {key} had other values when it was "
+                    "measured; give another file"
+                )
             if state["about"].get(key) != value:
                 raise HmpxError(
                     f"resume: {os.fspath(path)} was measured with {key} {_short(state['about'].get(key))}, and this is "
                     f"{_short(value)}; give another file"
                 )
+        return measured
+
+    @classmethod
+    def _of(cls, state: dict[str, Any], about: dict[str, Any]) -> Measured:
+        state["about"].keys()
         verified = {frozenset(map(tuple, parts)): Effect(*effect) for parts, effect in state["verified"]}
         return cls(about, Found(state["found"]), Noise.of(state["noise"]), state["losses"], verified)
+
+    def tried(self, parts: Collection[Part]) -> dict[Chosen, Effect]:
+        """The choices of these parts that were verified; of a part in a module also those of its name as a whole."""
+        found = {}
+        for divided, effect in self.verified.items():
+            low = {(name, module): is_low for name, module, is_low in divided}
+            known = {part: low.get(part, low.get((part.name, ""))) for part in parts}
+            if None not in known.values():
+                found[frozenset(part for part, is_low in known.items() if is_low)] = effect
+        return found
+
+    @contextlib.contextmanager
+    def kept_when_interrupted(self, path: str | os.PathLike[str] | None) -> Iterator[None]:
+        """Let Ctrl-C say which file goes on from here; without a path, write one."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if path is None:
+                number, path = tempfile.mkstemp(prefix="hmpx-tune-", suffix=".pt")
+                os.close(number)
+                self.save(path)
+            elif not Path(path).exists():  # in the first batch
+                self.save(path)
+            print(f"\ntune: what was measured is in {path}; go on with resume={os.fspath(path)!r}", file=sys.stderr)
+            raise
 
 
 def _short(value: object) -> str:

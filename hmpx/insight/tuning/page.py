@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,4 +19,9 @@ def as_page(text: str, verdict: Sequence[str], choices: Sequence[Choice], plot: 
 
 def _shown(choice: Choice) -> list[str]:
     gain = f"{'-' if choice.gain < 0 else ''}{amount(abs(choice.gain), choice.unit)}" if choice.gain else ""
-    return [f"{choice.gradient_error:.1e}", f"{choice.loss_change:.1e}", percent(choice.budget), gain]
+    return [
+        f"{choice.gradient_error:.1e}",
+        f"{choice.loss_change:.1e}",
+        percent(choice.budget) if choice.budget < math.inf else "",
+        gain,
+    ]

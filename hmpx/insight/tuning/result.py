@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -47,15 +47,16 @@ class Asked(NamedTuple):
 class Outcome(NamedTuple):
     """What was chosen.
 
-    by_site: the problem with each site a part of its own, by which lists are priced that divide a name. curve: the
-    choices for other weights of errors. unmet: what rounds whatever lists say, in words. verified: how many choices
-    were. done: is told of each verification.
+    by_site: the problem with each site a part of its own, by which lists are priced that divide a name. tried: choices
+    that were verified, and what they did. curve: the choices for other weights of errors. unmet: what rounds whatever
+    lists say, in words. verified: how many choices were. done: is told of each verification.
     """
 
     problem: Problem
     by_site: Callable[[Callable[[Scored], Part]], Problem]
     found: Found
     chosen: Chosen
+    tried: Mapping[Chosen, Effect]
     curve: list[Point]
     floor: Effect | None
     unmet: str
@@ -117,6 +118,7 @@ def result(outcome: Outcome, asked: Asked, sites: Sites, held_out: HeldOut) -> T
         gradient_error=effect.gradient_error,
         gradient_bias=effect.gradient_bias,
         loss_change=effect.loss_change,
+        loss_error=effect.loss_error,
         predicted=problem.predicted(chosen).gradient_error,
         floor=math.nan if outcome.floor is None else outcome.floor.gradient_error,
         share=mark.share,
@@ -124,7 +126,7 @@ def result(outcome: Outcome, asked: Asked, sites: Sites, held_out: HeldOut) -> T
         tolerance=asked.tolerance,
         cost=mark.cost,
         unit=unit,
-        choices=tuple(choices_of(problem, chosen, low, asked.tolerance, unit)),
+        choices=tuple(choices_of(problem, chosen, low, asked.tolerance, unit, outcome.tried)),
         marks=(*marks, Mark("all in FP32", problem.cost(()), 0.0, 0.0, True)),
         curve=tuple(
             Mark("", at.cost, at.effect.gradient_error, marking.share(_within(at.chosen)), False)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from hmpx import region_state
+from hmpx.casts.module_rules import rules_of
 from hmpx.casts.policy import Policy
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.comparing.lists import lists_meant
-from hmpx.insight.comparing.subject import Loss, Subject
+from hmpx.insight.comparing.subject import Loss, Subject, arguments_of
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import LOW
 from hmpx.insight.tuning.result import Asked
@@ -46,7 +50,8 @@ def tune(
 
     Args:
         model: in FP32. It is as it was afterwards: parameters, gradients, buffers, random number generators.
-        batches: a list of tuples of positional arguments; at least four, or two beside `held_out`.
+        batches: a list of tuples or lists of positional arguments, as a DataLoader gives
+            them; at least four, or two beside `held_out`.
         loss: called as ``loss(model, *batch)``, returns a scalar tensor.
         objective: what to make small: "speed", the time of forward and backward passes on this device; "coverage", the
             FLOPs of matrix products in FP32; "memory", the bytes that are saved for the backward pass.
@@ -62,7 +67,8 @@ def tune(
         progress: show how far it is, and how long it will take yet, on standard error.
 
     Raises:
-        HmpxError: something above does not fit; the loss in FP32 is another one when it is computed again.
+        HmpxError: something above does not fit; the model has rules (`policy_for`) or `casts` is open around; the loss
+            is not finite in FP32; the loss in FP32 is another one when it is computed again.
 
     Example:
         >>> batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(8)]
@@ -73,21 +79,34 @@ def tune(
         (True, True)
     """
     if objective not in OBJECTIVES:
-        raise HmpxError(f"tune: objective {objective!r} does not exist{did_you_mean(str(objective), OBJECTIVES)}")
-    if not isinstance(tolerance, int | float) or not tolerance >= 0:
+        legal = ", ".join(OBJECTIVES)
+        hint = did_you_mean(str(objective), OBJECTIVES)
+        raise HmpxError(f"tune: objective {objective!r} does not exist (legal: {legal}){hint}")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
         raise HmpxError(f"tune: tolerance={tolerance!r} is no gradient error, in units of the noise between batches")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise HmpxError(f"tune: seed={seed!r} is no whole number")
+    if resume is not None:
+        _check_file(resume)
     if loss is None:
         raise HmpxError("tune: it needs a loss, called as loss(model, *batch), whose gradients are looked at")
     policy, recipe, kernels = lists_meant(lists, "tune")
     if recipe is not None and recipe.modules:
         raise HmpxError("tune: the recipe has rules for modules already, which tune is to find: leave `modules` out")
     subject = Subject(model, batches, loss, recipe, "tune")
+    _check_nothing_around(model)
     scored, verified = _divided(subject.batches, held_out)
     low = [name for name, p in model.named_parameters() if p.dtype in LOW]
     if low:
         raise HmpxError(
             f"tune: parameter {low[0]!r} is in low precision already, and tune begins with a model in FP32: "
             "model.float(), or the model as it is made"
+        )
+    double = [name for name, p in model.named_parameters() if p.dtype is torch.float64]
+    if double:
+        raise HmpxError(
+            f"tune: parameter {double[0]!r} is in FP64, and tune compares BF16 with FP32: model.float(), and batches "
+            "in FP32 too"
         )
     asked = Asked(policy, recipe, kernels, objective, float(tolerance), seed, progress)
     with contextlib.ExitStack() as undo:
@@ -96,13 +115,39 @@ def tune(
         return Tuning(subject, scored, verified, asked, resume).run()
 
 
+def _check_file(resume: str | os.PathLike[str]) -> None:
+    if not isinstance(resume, str | os.PathLike):
+        raise HmpxError(f"tune: resume={resume!r} is no path of a file")
+    path = Path(resume)
+    if path.is_dir():
+        raise HmpxError(f"tune: resume: {path} is a folder; give a file in it, {path / 'measured.pt'}")
+    if not path.parent.is_dir():
+        raise HmpxError(f"tune: resume: there is no folder {path.parent} to write {path.name} to")
+
+
+def _check_nothing_around(model: torch.nn.Module) -> None:
+    """Lists that hold in modules, or around the call, would lie over those that are tried."""
+    for name, module in model.named_modules():
+        rule = next((rule for _, rule in rules_of(module) if rule.active), None)
+        if rule is not None:
+            raise HmpxError(
+                f"tune: module {name!r} has a rule ({rule.where}), which tune is to find: remove() it, or leave the "
+                "recipe that brings it"
+            )
+    if region_state.place() or region_state.casting() is False:
+        region = "casts(...)" if region_state.place() else "disable_casts()"
+        raise HmpxError(
+            f"tune: {region} is open around it, and would decide in the place of the lists: call it outside"
+        )
+
+
 def _divided(given: list[tuple], held_out: Sequence[tuple] | None) -> tuple[list[tuple], list[tuple]]:
     """The batches to score, and those to verify on."""
     if held_out is None:
         last = max(_LEAST, len(given) // 3)
         scored, verified = given[:-last], given[-last:]
     else:
-        scored, verified = given, [batch if isinstance(batch, tuple) else (batch,) for batch in held_out]
+        scored, verified = given, arguments_of(held_out, "held_out", "tune")
     if min(len(scored), len(verified)) < _LEAST:
         beside = "" if held_out is None else f" and {len(verified)} held out"
         raise HmpxError(

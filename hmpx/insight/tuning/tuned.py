@@ -31,7 +31,7 @@ class Tuned:
         met: whether the tolerance holds on the held-out batches.
         gradient_error, gradient_bias, loss_change: measured there against FP32: the error, and the part of it that is
             the same in every batch, in units of the noise between batches; the last in the loss's own. The first and
-            the last are root mean squares over batches.
+            the last are root mean squares over batches. loss_error: the last in units of the noise between losses.
         predicted: the gradient error that was predicted of these lists from the scores.
         floor: the gradient error in FP32 when the inputs are rounded to BF16: less is not to be asked. NaN where the
             batches hold integers.
@@ -66,6 +66,7 @@ class Tuned:
     gradient_error: float
     gradient_bias: float
     loss_change: float
+    loss_error: float
     predicted: float
     floor: float
     share: float
@@ -113,9 +114,10 @@ class Tuned:
 
     def _verdict(self) -> list[str]:
         holds = "within" if self.met else "NOT within"
+        loss = f" ({self.loss_error:.1e} of the noise between losses)" if self.loss_error > self.gradient_error else ""
         lines = [
             f"gradient error {self.gradient_error:.1e} of the noise between batches, bias {self.gradient_bias:.1e}, "
-            f"loss {self.loss_change:.1e}, on held-out batches: {holds} {self.tolerance:g}",
+            f"loss {self.loss_change:.1e}{loss}, on held-out batches: {holds} {self.tolerance:g}",
             f"{percent(self.share)} of the FLOPs of matrix products in BF16; predicted {self.predicted:.1e}"
             + ("" if math.isnan(self.floor) else f", inputs in BF16 alone {self.floor:.1e}")
             + f"; {self.steps} steps",

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
 import statistics
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,10 +23,12 @@ from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.tuning.charges import Scored
 from hmpx.insight.tuning.choosing import choose
 from hmpx.insight.tuning.dividing import Division, as_listed, spoiled
+from hmpx.insight.tuning.fingerprint import fingerprint
 from hmpx.insight.tuning.held_out import Divided, Exact, HeldOut
 from hmpx.insight.tuning.measured import Measured
 from hmpx.insight.tuning.problem import Chosen, Effect, Problem, Scale
 from hmpx.insight.tuning.progress import Progress
+from hmpx.insight.tuning.raising import check_finite
 from hmpx.insight.tuning.repairing import Budget, Repair
 from hmpx.insight.tuning.result import Asked, Outcome, known, result
 from hmpx.insight.tuning.scoring import Kept, Rescoring, Scoring
@@ -71,38 +70,31 @@ class Tuning:
         if self._resume is not None:
             self._measured = Measured.load(self._resume, self._measured.about)
         try:
-            with self._kept_when_interrupted():
+            with self._measured.kept_when_interrupted(self._resume):
                 with observation.observed(self._everything(), self._asked.kernels, self._sites):
-                    outcome = self._chosen(self._score())
+                    self._score()
+                    outcome = self._chosen()
                 return result(outcome, self._asked, self._sites, self._held_out)
         finally:
             self._progress.end()
 
     def _about(self) -> dict[str, Any]:
         """What makes two tunings the same."""
-        parameters = {name: [*p.shape] for name, p in self._subject.model.named_parameters()}
+        model, recipe = self._subject.model, self._asked.recipe
+        parameters = {name: [*p.shape] for name, p in model.named_parameters()}
         return {
             "torch": str(torch.__version__),
             "parameters": str(parameters),
             "batches": len(self._batches),
-            "held_out": len(self._held_out.batches),
+            "batches held out": len(self._held_out.batches),
             "objective": self._asked.objective,
             "seed": self._asked.seed,
             "kernels": self._asked.kernels,
+            "parameter_dtype": None if recipe is None else str(recipe.parameter_dtype),
+            "the model": fingerprint([[*model.parameters()], [*model.buffers()]]),
+            "the batches": fingerprint(self._batches),
+            "held_out": fingerprint(self._held_out.batches),
         }
-
-    @contextlib.contextmanager
-    def _kept_when_interrupted(self) -> Iterator[None]:
-        try:
-            yield
-        except KeyboardInterrupt:
-            path = self._resume
-            if path is None:
-                number, path = tempfile.mkstemp(prefix="hmpx-tune-", suffix=".pt")
-                os.close(number)
-                self._measured.save(path)
-            print(f"\ntune: what was measured is in {path}; go on with resume={os.fspath(path)!r}", file=sys.stderr)
-            raise
 
     def _everything(self) -> Policy:
         """Every op that can be decided about in the bf16 list; a user's own functions as they are listed."""
@@ -116,10 +108,9 @@ class Tuning:
         if self._resume is not None:
             self._measured.save(self._resume)
 
-    def _score(self) -> Scale:
-        subject, measured = self._subject, self._measured
-        h = noise.step_size(subject.parameters, _SHIFT)
-        shifts = noise.shifts(subject.parameters, h, _DIRECTIONS, self._asked.seed)
+    def _score(self) -> None:
+        parameters, measured = self._subject.parameters, self._measured
+        shifts = noise.shifts(parameters, noise.step_size(parameters, _SHIFT), _DIRECTIONS, self._asked.seed)
         self._check_repeats()
         for number in range(len(measured.losses), len(self._batches)):
             self._score_batch(number, shifts)
@@ -128,8 +119,13 @@ class Tuning:
             raise HmpxError("tune: nothing to choose from: the model calls no op that a list could name")
         if math.isnan(measured.noise.noise):
             raise HmpxError("tune: the batches are all alike, so there is no noise between them; give some that differ")
-        spread = statistics.stdev(measured.losses) or math.inf
-        return Scale(len(self._batches), _DIRECTIONS, h, measured.noise.noise, spread)
+
+    def _scale(self) -> Scale:
+        """The noise of losses is that between all batches: two that are held out may happen to have nearly one loss."""
+        measured, held_out = self._measured, self._held_out
+        held_out.loss_noise = statistics.stdev([*measured.losses, *held_out.losses]) or math.inf
+        h = noise.step_size(self._subject.parameters, _SHIFT)
+        return Scale(len(self._batches), _DIRECTIONS, h, measured.noise.noise, held_out.loss_noise)
 
     def _check_repeats(self) -> None:
         """The loss of the first batch is the same each time; on resuming, the same as it was then."""
@@ -137,7 +133,9 @@ class Tuning:
         def exact() -> float:
             return self._run(Exact({}), partial(self._subject.wide, self._batches[0], False))[0]
 
-        self._subject.check_repeats(self._measured.losses[0] if self._measured.losses else exact(), exact())
+        first = exact()
+        check_finite(first, (), "batch 0")
+        self._subject.check_repeats(self._measured.losses[0] if self._measured.losses else exact(), first)
 
     def _score_batch(self, number: int, shifts: list) -> None:
         """The passes over one batch; kept together or, when interrupted, not at all."""
@@ -147,6 +145,7 @@ class Tuning:
         measuring = Measuring(self._asked.objective)
         scoring = Scoring(measured.found, kept, number, decidable(), measuring.look if number == 0 else None)
         exact, gradients = self._run(scoring, partial(self._subject.wide, batch, also=scoring.inputs))
+        check_finite(exact, gradients, f"batch {number}")
         runs: list[Scoring | Rescoring] = [scoring]
         for direction, shift in enumerate(shifts, 1):
             rescoring = Rescoring(measured.found, kept, number, direction)
@@ -166,9 +165,10 @@ class Tuning:
             self._sites.now = None
             self._progress.step("scoring")
 
-    def _chosen(self, scale: Scale) -> Outcome:
+    def _chosen(self) -> Outcome:
         """A choice of names, verified; then names that some modules spoil, module by module."""
         self._held_out.prepare()
+        scale = self._scale()
         cast: Callable[[int, int], float] = free
         if self._asked.objective == "speed":
             cast = cast_seconds(self._subject.parameters[0].device)
@@ -202,6 +202,7 @@ class Tuning:
             by_site=lambda part_of: Problem(self._measured.found, part_of, costs, cast, scale),
             found=self._measured.found,
             chosen=chosen,
+            tried=self._measured.tried(problem.parts),
             curve=curve,
             floor=floor,
             unmet=unmet,

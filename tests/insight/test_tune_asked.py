@@ -1,0 +1,184 @@
+"""What `hmpx.tune` is asked for: what it refuses, what it takes for the same, and the reasons that it gives."""
+
+import math
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hmpx
+from hmpx.insight.tuning.fingerprint import fingerprint
+from hmpx.shell.main import main
+
+
+def classes(number=6, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [(torch.randn(16, 16, generator=g), torch.randint(4, (16,), generator=g)) for _ in range(number)]
+
+
+def loss_of(m, a, y):
+    return F.cross_entropy(m(a), y)
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Linear(16, 4)
+
+
+def tuned(data=None, loss=loss_of, made=None, **options):
+    options = {"objective": "coverage", "progress": False, **options}
+    return hmpx.tune(made or model(), classes() if data is None else data, loss, **options)
+
+
+def double(data):
+    return [(a.double(), y) for a, y in data]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"held_out": classes(1) * 2}, "the held-out batches are all alike"),
+        ({"made": nn.Linear(16, 4).double(), "data": double(classes())}, "parameter 'weight' is in FP64"),
+        ({"objective": "flops"}, "objective 'flops' does not exist (legal: speed, coverage, memory)"),
+        ({"loss": lambda m, a, y: loss_of(m, a, y) * math.nan}, "the loss of batch 0 is nan in FP32 already"),
+        ({"loss": lambda m, a, y: loss_of(m, a, y) + torch.sqrt(m.bias.sum() * 0)}, "gradients of batch 0 are not"),
+        ({"seed": "a"}, "seed='a' is no whole number"),
+        ({"tolerance": True}, "tolerance=True is no gradient error"),
+        ({"resume": "nowhere/measured.pt"}, "there is no folder nowhere to write measured.pt to"),
+        ({"resume": "."}, "resume: . is a folder"),
+        ({"held_out": 3}, "held_out is a list of tuples of arguments, not a int"),
+    ],
+)
+def test_bad_input_is_told(arguments, said):
+    with pytest.raises(hmpx.HmpxError, match=re.escape(said)):
+        tuned(**arguments)
+
+
+def test_rules_and_regions_around_it_are_refused():
+    made = nn.Sequential(model())
+    rule = hmpx.policy_for(made[0], fp32=["linear"])
+    with pytest.raises(hmpx.HmpxError, match=r"module '0' has a rule \(.*test_tune_asked.py:\d+.*remove\(\)"):
+        tuned(made=made)
+    rule.remove()
+    with hmpx.casts(fp32=["linear"]), pytest.raises(hmpx.HmpxError, match=r"casts\(\.\.\.\) is open around it"):
+        tuned(made=made)
+    with hmpx.disable_casts(), pytest.raises(hmpx.HmpxError, match=r"disable_casts\(\) is open around it"):
+        tuned(made=made)
+    assert tuned(made=made).share == 1
+
+
+def test_batches_may_be_lists_as_a_dataloader_gives_them():
+    lists = [list(batch) for batch in classes()]
+    assert tuned(lists).as_json()["choices"][1]["gradient_error"] == tuned().as_json()["choices"][1]["gradient_error"]
+    one, other = hmpx.compare(model(), lists, loss_of), hmpx.compare(model(), classes(), loss_of)
+    assert one.gradient_error == other.gradient_error > 0
+
+
+def test_a_file_of_another_model_or_of_other_data_is_not_gone_on_from(tmp_path):
+    file = tmp_path / "measured.pt"
+    first = tuned(resume=file)
+    assert str(tuned(resume=file)).splitlines()[3:] == str(first).splitlines()[3:]
+    with pytest.raises(hmpx.HmpxError, match="of another model or other data: the model had other values"):
+        tuned(made=model(1), resume=file)
+    data = classes()
+    changed = data[3][0].clone()
+    changed[2, 5] += 1e-4
+    with pytest.raises(hmpx.HmpxError, match="the batches had other values"):
+        tuned([*data[:3], (changed, data[3][1]), *data[4:]], resume=file)
+    with pytest.raises(hmpx.HmpxError, match="held_out had other values"):
+        tuned(data[:4], held_out=classes(2, seed=9), resume=file)
+    torch.save({"schema": 2}, file)
+    with pytest.raises(hmpx.HmpxError, match=r"is no whole file of hmpx\.tune"):
+        tuned(resume=file)
+
+
+def test_a_fingerprint_is_of_values_and_of_their_places():
+    x = torch.arange(6.0).view(2, 3)
+    assert fingerprint([x]) == fingerprint([x.clone()]) == fingerprint(iter([x.t().contiguous().t()]))
+    others = [x.t(), x.flip(0), x.bfloat16(), x + 1e-6, (x, 1), (x, None), x.to(torch.complex64), x[:0]]
+    assert len({fingerprint([each]) for each in [x, *others]}) == 9
+
+
+def test_ctrl_c_in_the_first_batch_names_a_file_that_is_there(tmp_path, capsys):
+    def stopped(m, a, y):
+        raise KeyboardInterrupt
+
+    file = tmp_path / "measured.pt"
+    with pytest.raises(KeyboardInterrupt):
+        tuned(loss=stopped, resume=file)
+    assert str(file) in capsys.readouterr().err and file.exists() and tuned(resume=file).met
+
+
+def test_losses_that_happen_to_be_alike_in_the_held_out_batches_do_not_decide():
+    """Two held-out batches with nearly one loss: their gradients differ as those of others do."""
+    made, data = model(), classes(8)
+    a, y = data[-1]
+    shift = loss_of(made, *data[-2]).item() - loss_of(made, a, y).item()
+
+    def loss(m, a, y, more):
+        return loss_of(m, a, y) + more
+
+    with_shift = [(a, y, 0.0) for a, y in data[:-1]] + [(a, y, shift * 0.999999)]
+    found = tuned(with_shift, loss, made)
+    losses = torch.tensor([loss(made, *batch).item() for batch in with_shift])
+    assert found.met and found.share == 1 and abs(losses[-1] - losses[-2]) < 1e-5
+    assert found.loss_error == pytest.approx(found.loss_change / float(losses.std()), rel=1e-4)
+
+
+def only_fp32(m, a, y):
+    z = m(a)
+    if z.dtype is not torch.float32:
+        raise ValueError("logits are to be FP32")
+    return F.cross_entropy(z, y)
+
+
+def reason(found, name):
+    return next(choice for choice in found.choices if choice.name == name).reason
+
+
+def test_the_reason_is_the_one_that_decided():
+    raising = reason(tuned(loss=only_fp32), "linear")
+    assert "with it in BF16 the program raises ValueError: logits are to be FP32" in raising
+    nothing = tuned(tolerance=0)
+    assert nothing.share == 0 and "far beyond the budget" in reason(nothing, "linear")
+    assert "breaks the tolerance by itself" in reason(nothing, "linear")
+    assert "of the noise between losses" in reason(tuned(), "cross_entropy")
+
+
+class Two(nn.Module):
+    """Products, and by another op one that takes a hundredth of their FLOPs and rounds more."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 4)
+        self.small = nn.Parameter(torch.randn(4, 4) * 9)
+
+    def forward(self, x):
+        z = self.last(torch.relu(self.first(x)))
+        return z + torch.matmul(x[:, :4], self.small)
+
+
+def test_what_saves_next_to_nothing_says_so():
+    found = tuned(made=Two())
+    assert "matmul" in found.policy.fp32 and "linear" in found.policy.bf16
+    assert "saves under 2 % of what BF16 brings in all" in reason(found, "matmul")
+
+
+def test_the_shell_tells_of_a_function_that_wants_arguments_and_of_ctrl_c(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "wants", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wants.py").write_text(
+        "import torch\n\n\ndef setup(size):\n    pass\n\n\ndef stopped():\n"
+        "    def loss(model, x):\n        raise KeyboardInterrupt\n\n"
+        "    return torch.nn.Linear(2, 2), [(torch.randn(2, 2),) for _ in range(4)], loss\n"
+    )
+    for command in ("tune", "compare"):
+        assert main([command, "wants.py:setup"]) == 2
+        assert "wants.py:setup is called without arguments, and wants some: missing" in capsys.readouterr().err
+    assert main(["tune", "wants.py:stopped", "--quiet"]) == 130
+    assert "go on with resume=" in capsys.readouterr().err and (tmp_path / "tuned" / "measured.pt").exists()
