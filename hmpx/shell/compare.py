@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-import torch
-
-from hmpx.errors import HmpxError
 from hmpx.insight.comparing.compare import compare
-from hmpx.shell.functions import result_of
+from hmpx.shell.functions import add_function, set_up
 from hmpx.shell.options import add_recipe_options, recipe_asked
 
 
@@ -23,11 +20,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "the lists change the training, or make something inf or NaN.",
         "train.py:setup --recipe neuron-bf16-sr\ntrain.py:setup --list mine.txt --html found.html",
     )
-    command.add_argument(
-        "what",
-        metavar="MODULE:FUNCTION",
-        help="a module, or a Python file, and in it a function that takes no arguments",
-    )
+    add_function(command)
     command.add_argument("--json", metavar="FILE", help="save everything as JSON, too")
     command.add_argument("--html", metavar="FILE", help="save a page, too")
     add_recipe_options(command)
@@ -36,9 +29,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     recipe = recipe_asked(options)
-    given = result_of(options.what)
-    if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], torch.nn.Module):
-        raise HmpxError(f"{options.what} must return (model, batches, loss) or (model, batches), not {_kind(given)}")
+    given = set_up(options.what, (2, 3), "(model, batches, loss) or (model, batches)")
     found = compare(*given, lists=recipe)
     print(found)
     if options.json:
@@ -46,8 +37,3 @@ def _compare(options: argparse.Namespace) -> int:
     if options.html:
         found.html(options.html)
     return 1 if found.is_broken else 0
-
-
-def _kind(given: object) -> str:
-    kinds = [type(each).__name__ for each in given] if isinstance(given, tuple) else []
-    return f"({', '.join(kinds)})" if kinds else f"a {type(given).__name__}"

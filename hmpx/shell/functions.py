@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import inspect
@@ -10,6 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hmpx.errors import HmpxError, did_you_mean
 
@@ -36,7 +39,7 @@ def function_named(what: str) -> Callable[[], Any]:
     return function
 
 
-def result_of(what: str) -> Any:
+def _result_of(what: str) -> Any:
     """What the function that ``module:name`` stands for returns, called without arguments.
 
     Raises:
@@ -76,3 +79,29 @@ def _by_name(name: str) -> Any:
         hint = f"; for a file, write {name}.py" if Path(f"{name}.py").is_file() else ""
         raise HmpxError(f"there is no module {name!r} to import{hint}")
     return importlib.import_module(name)
+
+
+def add_function(command: argparse.ArgumentParser) -> None:
+    """The argument that `set_up` reads."""
+    command.add_argument(
+        "what",
+        metavar="MODULE:FUNCTION",
+        help="a module, or a Python file, and in it a function that takes no arguments",
+    )
+
+
+def set_up(what: str, lengths: tuple[int, ...], wanted: str) -> tuple:
+    """What the function returns, which is a model and what goes with it; `wanted` says it in words.
+
+    Raises:
+        HmpxError: it returns something else.
+    """
+    given = _result_of(what)
+    if not isinstance(given, tuple) or len(given) not in lengths or not isinstance(given[0], torch.nn.Module):
+        raise HmpxError(f"{what} must return {wanted}, not {_kind(given)}")
+    return given
+
+
+def _kind(given: object) -> str:
+    kinds = [type(each).__name__ for each in given] if isinstance(given, tuple) else []
+    return f"({', '.join(kinds)})" if kinds else f"a {type(given).__name__}"

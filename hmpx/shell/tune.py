@@ -6,12 +6,10 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from hmpx.errors import HmpxError
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.worth import OBJECTIVES
-from hmpx.shell.functions import result_of
+from hmpx.shell.functions import add_function, set_up
 from hmpx.shell.options import add_recipe_options, recipe_asked
 
 _MEASURED = "measured.pt"  # what a later call goes on from
@@ -27,11 +25,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "status is 1 if the tolerance is not met.",
         "train.py:setup --out tuned\npackage.train:setup --objective coverage --tolerance 0.05",
     )
-    command.add_argument(
-        "what",
-        metavar="MODULE:FUNCTION",
-        help="a module, or a Python file, and in it a function that takes no arguments",
-    )
+    add_function(command)
     command.add_argument("--out", default="tuned", metavar="FOLDER", help="where the files go, default tuned")
     command.add_argument(
         "--objective", choices=OBJECTIVES, default="speed", help="what BF16 is to bring, default speed"
@@ -48,9 +42,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _tune(options: argparse.Namespace) -> int:
     recipe = recipe_asked(options)
-    given = result_of(options.what)
-    if not isinstance(given, tuple) or len(given) not in (3, 4) or not isinstance(given[0], torch.nn.Module):
-        raise HmpxError(f"{options.what} must return (model, batches, loss), or these and held_out, not {_kind(given)}")
+    given = set_up(options.what, (3, 4), "(model, batches, loss), or these and held_out")
     folder = Path(options.out)
     if folder.exists() and not folder.is_dir():
         raise HmpxError(f"--out {options.out} is no folder")
@@ -75,8 +67,3 @@ def _tune(options: argparse.Namespace) -> int:
     tuned.save(folder)
     print(f"hmpx: wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return 0 if tuned.met else 1
-
-
-def _kind(given: object) -> str:
-    kinds = [type(each).__name__ for each in given] if isinstance(given, tuple) else []
-    return f"({', '.join(kinds)})" if kinds else f"a {type(given).__name__}"

@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from tests.support.planted import (
@@ -16,6 +15,7 @@ from tests.support.planted import (
     WIDTH,
     Masked,
     Model,
+    Steps,
     batches,
     long_sum,
     loss_of,
@@ -94,25 +94,6 @@ def test_a_backward_that_overflows_while_the_forward_is_fine():
     assert found.worst(1) == [first]
 
 
-class Steps(nn.Module):
-    """In-place ops, statistics, dropout, views, a shared weight, a checkpoint: what runs may disagree about."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.last, self.drop, self.reentrant = nn.Linear(WIDTH, 4), nn.Dropout(0.3), reentrant
-
-    def inner(self, x):
-        return self.drop(nn.functional.relu(self.norm(self.linear(x)), inplace=True))
-
-    def forward(self, x):
-        h = self.linear(x)
-        h = checkpoint(self.inner, h, use_reentrant=self.reentrant)
-        h.mul_(1.5)
-        return self.last(h.view(-1, 2, WIDTH // 2).transpose(0, 1).transpose(0, 1).reshape(-1, WIDTH))
-
-
 def snapshot(model):
     return [(key, value.clone(), value.dtype) for key, value in model.state_dict().items()], [
         None if p.grad is None else p.grad.clone() for p in model.parameters()
@@ -128,7 +109,7 @@ def same(a, b):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_left_behind_and_random_ops_draw_the_same(reentrant, dtype):
-    model = Steps(reentrant).to(dtype)
+    model = Steps(reentrant, nn.functional.relu).to(dtype)
     data = [(x.to(dtype), y) for x, y in batches()]
     loss_of(model, *data[0]).backward()
     before, drawn = snapshot(model), torch.get_rng_state()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from examples import charlm
@@ -21,6 +20,7 @@ from tests.support.planted import (
     WIDTH,
     Masked,
     Model,
+    Steps,
     batches,
     long_sum,
     loss_of,
@@ -143,27 +143,9 @@ def test_what_autograd_does_not_see_is_found_by_verification():
     assert found.met and "outer" not in found.policy.bf16, str(found)
 
 
-class Steps(nn.Module):
-    """In-place ops, statistics, dropout, views, a checkpoint."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.last, self.drop, self.reentrant = nn.Linear(WIDTH, 4), nn.Dropout(0.3), reentrant
-
-    def inner(self, x):
-        return self.drop(nn.functional.silu(self.norm(self.linear(x)), inplace=True))
-
-    def forward(self, x):
-        h = checkpoint(self.inner, self.linear(x), use_reentrant=self.reentrant)
-        h.mul_(1.5)
-        return self.last(h.view(-1, 2, WIDTH // 2).transpose(0, 1).transpose(0, 1).reshape(-1, WIDTH))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_nothing_is_left_behind_and_the_prediction_holds_through_a_checkpoint(reentrant):
-    model, data = Steps(reentrant), batches(6)
+    model, data = Steps(reentrant, nn.functional.silu), batches(6)
     loss_of(model, *data[0]).backward()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     grads = [p.grad.clone() for p in model.parameters()]

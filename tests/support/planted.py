@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 16
 
@@ -115,3 +116,22 @@ PLANTED = {
     "cumsum": Fault(long_sum, "cumsum linear", frozenset({"cumsum"}), "cumsum"),
     "exp": Fault(exponentials, "exp linear", frozenset({"exp"}), "torch.exp"),
 }
+
+
+class Steps(nn.Module):
+    """In-place ops, statistics, dropout, views, a checkpoint: what runs may disagree about."""
+
+    def __init__(self, reentrant, activation):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.last, self.drop = nn.Linear(WIDTH, 4), nn.Dropout(0.3)
+        self.reentrant, self.activation = reentrant, activation
+
+    def inner(self, x):
+        return self.drop(self.activation(self.norm(self.linear(x)), inplace=True))
+
+    def forward(self, x):
+        h = checkpoint(self.inner, self.linear(x), use_reentrant=self.reentrant)
+        h.mul_(1.5)
+        return self.last(h.view(-1, 2, WIDTH // 2).transpose(0, 1).transpose(0, 1).reshape(-1, WIDTH))
