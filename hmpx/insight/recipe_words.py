@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,9 +12,8 @@ from hmpx.casts.fp32_kernels import GAINING, choose
 from hmpx.casts.op_lists import SIDES, shipped
 from hmpx.casts.policy import LOW_RULES, Policy
 from hmpx.recipes.files import recipe_names, recipe_path
-from hmpx.recipes.keys import DTYPES, LISTS, MODULES
+from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS, spelled_out
 from hmpx.recipes.recipe import Recipe, read_recipe
-from hmpx.updates.weights import WAYS
 
 _UPDATES = {
     "stochastic": "computed in FP32 and written back by stochastic rounding",
@@ -39,7 +39,7 @@ def recipe_lines(recipe: Recipe) -> list[str]:
     narrow = recipe.parameter_dtype == "bfloat16"
     exceptions = "".join(f"; {pattern} in {dtype}" for pattern, dtype in recipe.module_dtypes.items())
     released = ", each released as soon as its parameter has stepped" if recipe.release_gradients else ""
-    masters = WAYS[recipe.weights].has_masters
+    masters = recipe.settings().has_masters
     policy = recipe.policy()
     scaled = policy is not None and policy.bf16 and policy.low_precision is torch.float16
     lines = {
@@ -52,6 +52,7 @@ def recipe_lines(recipe: Recipe) -> list[str]:
         "updates": f"of bfloat16 weights: {_UPDATES[recipe.weights]}{_seed(recipe)}",
         "gradients": f"{recipe.parameter_dtype}{released}",
         "state": _STATE[recipe.state_dtype],
+        PARAMETERS: _parameters_in_words(recipe),
         "checkpoints": "weights and state as they are held, step number and seed",
     }
     if recipe.use_fp32_grad_acc:
@@ -65,7 +66,8 @@ def recipe_lines(recipe: Recipe) -> list[str]:
         lines["checkpoints"] += f"; {kept}"
     if not narrow:
         plain = "plain steps in float32"
-        lines |= {"updates": f"{plain}; {lines['updates']}" if exceptions else plain, "state": "float32"}
+        some = exceptions or "bfloat16" in str(recipe.parameters)
+        lines |= {"updates": f"{plain}; {lines['updates']}" if some else plain, "state": "float32"}
         lines["checkpoints"] = "as without hmpx"
     parts = recipe.bytes_per_parameter()
     held = " + ".join(f"{number:g} {part}" for part, number in parts.items() if number)
@@ -90,6 +92,16 @@ def _ops_in_words(recipe: Recipe, policy: Policy | None) -> str:
 def _modules_in_words(recipe: Recipe) -> str:
     """What holds in parts of the model."""
     return "; ".join(f"{pattern}: {overlay.in_words()}" for pattern, overlay in recipe.overlays().items())
+
+
+def _parameters_in_words(recipe: Recipe) -> str:
+    """How some parameters are held in other ways, and what each of them takes."""
+    said = []
+    for pattern, rule in spelled_out(PARAMETERS, recipe.parameters).items():
+        words = ", ".join(value if key == "dtype" else f"{key} {value}" for key, value in rule.items())
+        alone = replace(recipe, parameters={"it": rule})
+        said.append(f"{pattern}: {words} ({sum(alone.bytes_per_parameter(name='it').values()):g} bytes)")
+    return "; ".join(said)
 
 
 def _kernels_in_words(recipe: Recipe, policy: Policy | None) -> str:

@@ -19,7 +19,7 @@ from hmpx.insight.call_sites import calls_on_line
 from hmpx.insight.check import is_recipe
 from hmpx.insight.explain import explain_op
 from hmpx.insight.recipe_words import recipe_lines
-from hmpx.recipes.keys import LISTS, MODULES, SWITCHES
+from hmpx.recipes.keys import LISTS, MODULES, PARAMETERS, SWITCHES
 from hmpx.recipes.recipe import Recipe, read_recipe
 
 _LISTS = (".txt", ".yaml", ".yml", ".json")
@@ -28,6 +28,7 @@ _WORDS = {
     **dict.fromkeys(("opt_level", "low_precision", *LISTS, *SIDES), "ops"),
     **dict.fromkeys(("parameter_dtype", "module_dtypes"), "weights"),
     MODULES: MODULES,
+    PARAMETERS: PARAMETERS,
     **dict.fromkeys(("weights", "seed", *SWITCHES), "updates"),
     **dict.fromkeys(("use_fp32_grad_acc", "release_gradients"), "gradients"),
     "use_master_weights_in_ckpt": "checkpoints",

@@ -7,6 +7,8 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -22,9 +24,10 @@ from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe, with_and_without_zero
 from hmpx.updates.attach import attach, attached
-from hmpx.updates.names import parameters
+from hmpx.updates.names import named, names_in, parameters
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
+from hmpx.updates.settings import Settings
 
 logger = logging.getLogger("hmpx")
 VARIABLE = "HMPX_RECIPE"
@@ -110,10 +113,35 @@ class Activation(Installation):
         self._take(models)
         if any(p.dtype is torch.bfloat16 for p in params):
             whole = next((model for model in models if set(params) <= set(model.parameters())), None)
-            named = any("param_names" in group for group in optimizer.param_groups)
+            has_names = any("param_names" in group for group in optimizer.param_groups)
             settings = self._settings[zero.inner(optimizer) is not None]
+            model = None if has_names else whole
             with self.recipe.naming_lines():
-                attach(optimizer, model=None if named else whole, **vars(settings))
+                attach(optimizer, model=model, **vars(_of_own(settings, optimizer, model, models)))
+
+
+def _of_own(
+    settings: Settings, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, models: list[torch.nn.Module]
+) -> Settings:
+    """The settings with the rules that fit parameters of this optimizer: the others are for other optimizers.
+
+    Raises:
+        HmpxError: rules go by names that the optimizer does not know.
+    """
+    if not settings.rules:
+        return settings
+    in_models = {p: name for each in models for p, name in names_in(each).items()}
+    names = []
+    for name, p in named(optimizer, names_in(model) if model is not None else {}):
+        names.append(name)
+        if settings.way(in_models.get(p, name)) != settings.way(name):
+            raise HmpxError(
+                f"parameters: {type(optimizer).__name__} knows parameter {in_models[p]!r} as {name!r}, so that other "
+                "patterns fit it: give the optimizer named_parameters()"
+            )
+    return replace(
+        settings, parameters=tuple(rule for rule in settings.rules if any(fnmatchcase(name, rule[0]) for name in names))
+    )
 
 
 def cast_models_of(params: list[torch.nn.Parameter], recipe: Recipe) -> list[torch.nn.Module]:

@@ -21,7 +21,7 @@ from hmpx.updates.weights import WAYS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map
-MODULES = "modules"
+MODULES, PARAMETERS = "modules", "parameters"
 LISTS = tuple(f"{side}_file_path" for side in SIDES)
 _LEGAL = {
     "opt_level": (*OPT_LEVELS, None),
@@ -34,8 +34,18 @@ _LEGAL = {
 }
 
 
+_OF_PARAMETERS = {  # what a rule for parameters may say
+    "dtype": _LEGAL["parameter_dtype"],
+    "weights": _LEGAL["weights"],
+    "state_dtype": _LEGAL["state_dtype"],
+}
+
+
 def spelled_out(key: Any, value: Any) -> Any:
     """The value of a key with dtypes by their names in torch, for ``bf16``, ``fp32`` and torch's own dtypes."""
+    if key == PARAMETERS and isinstance(value, Mapping):
+        rules = {pattern: rule if isinstance(rule, Mapping) else {"dtype": rule} for pattern, rule in value.items()}
+        return {pattern: {k: _spelled_out(v) for k, v in rule.items()} for pattern, rule in rules.items()}
     if key == MODULES and isinstance(value, Mapping):
         return {pattern: _rule_spelled_out(rule) for pattern, rule in value.items()}
     if isinstance(value, Mapping):
@@ -93,6 +103,12 @@ def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, s
     elif key == MODULES:
         if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
             yield None, f"{key} is {value!r}, not a mapping of modules' names to dtypes or lists of ops{_quotes(value)}"
+    elif key == PARAMETERS:
+        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
+            yield None, f"{key} is {value!r}, not a mapping of parameters' names to dtypes or settings{_quotes(value)}"
+            return
+        for pattern, rule in value.items():
+            yield from ((pattern, f"{key}: {pattern!r}: {problem}") for problem in _wrong_of_parameters(rule))
     elif key in ("module_dtypes", "dtype_map"):
         what = "modules' names" if key == "module_dtypes" else "dtypes"
         if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
@@ -101,6 +117,17 @@ def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, s
         for old, new in value.items():
             wrong = [*_wrong(key, old, tuple(MAPPED))] if key == "dtype_map" else []
             yield from ((old, problem) for problem in (*wrong, *_wrong(f"{key}, {old!r}", new, tuple(DTYPES))))
+
+
+def _wrong_of_parameters(rule: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in rule.items():
+        if key in _OF_PARAMETERS:
+            yield from _wrong(key, value, _OF_PARAMETERS[key])
+        else:
+            yield f"{key!r} is none of {', '.join(_OF_PARAMETERS)}{did_you_mean(str(key), _OF_PARAMETERS)}"
+    if rule.get("dtype") == "float32" and len(rule) > 1:
+        others = " and ".join(key for key in rule if key != "dtype")
+        yield f"{others} would do nothing: a float32 parameter gets plain steps"
 
 
 def _quotes(value: Any) -> str:

@@ -12,9 +12,9 @@ import torch
 from hmpx.casts.module_rules import ModuleRule, modules_called_in, never_called
 from hmpx.casts.overlays import Overlay
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.recipes.keys import MODULES
+from hmpx.recipes.keys import MODULES, PARAMETERS
 from hmpx.recipes.recipe import Recipe
-from hmpx.updates.names import plain_names
+from hmpx.updates.names import names_in, plain_names
 
 Module = torch.nn.Module
 logger = logging.getLogger("hmpx")
@@ -27,10 +27,10 @@ def module_names(model: Module, *, all_names: bool = False) -> list[str]:
 
 
 def check_names(models: list[Module], recipe: Recipe) -> None:
-    """Check that each pattern in `module_dtypes` and `modules` fits some module.
+    """Check that each pattern in `module_dtypes` and `modules` fits some module, and in `parameters` some parameter.
 
     Raises:
-        HmpxError: one does not; with the name of a module that was probably meant.
+        HmpxError: one does not; with the name that was probably meant.
     """
     modules = {name: module for model in models for name, module in _named(model)}
     wrong = []
@@ -42,6 +42,13 @@ def check_names(models: list[Module], recipe: Recipe) -> None:
                 hint = did_you_mean(pattern, filter(None, modules), meant=meant)
                 what = "a class and not the name of a module" if meant else "the name of no module"
                 wrong.append(f"{key}: {pattern!r} is {what}{hint}")
+    names = [name for model in models for name in names_in(model).values()] if recipe.parameters else []
+    for pattern in recipe.parameters:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            inside = next((name for name in names if fnmatchcase(name, f"{pattern}.*")), None)
+            meant = inside and f"{pattern}.*"
+            what = "a module and not the name of a parameter" if inside else "the name of no parameter"
+            wrong.append(f"{PARAMETERS}: {pattern!r} is {what}{did_you_mean(pattern, names, meant=meant)}")
     if wrong:
         raise HmpxError("\n".join(wrong))
 

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +22,7 @@ from hmpx.errors import HmpxError
 from hmpx.recipes import frameworks
 from hmpx.recipes.keys import DTYPES, LISTS
 from hmpx.recipes.module_patterns import check_names, module_names, rules_for
+from hmpx.recipes.parameter_rules import dtype_of
 from hmpx.recipes.recipe import Recipe, as_recipe
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.gradients.accumulation import replicas
@@ -188,13 +188,11 @@ def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, 
     """The dtype that each parameter is to have; of a tied one, what the first module that holds it says."""
     found: dict[torch.nn.Parameter, torch.dtype] = {}
     mapped = recipe.mapped()
-    for name, module in zip(module_names(model), model.modules(), strict=True):
-        parts = name.split(".")
-        within = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        exceptions = [d for pattern, d in recipe.module_dtypes.items() if any(fnmatchcase(n, pattern) for n in within)]
-        for p in module.parameters(recurse=False):
+    for module_name, module in zip(module_names(model), model.modules(), strict=True):
+        for name, p in module.named_parameters(recurse=False):
             dtype = mapped.get(p.dtype, p.dtype) if mapped else DTYPES[recipe.parameter_dtype]
-            found.setdefault(p, DTYPES[exceptions[-1]] if exceptions else dtype)
+            whole = f"{module_name}.{name}" if module_name else name
+            found.setdefault(p, dtype_of(whole, recipe.parameters, recipe.module_dtypes) or dtype)
     return found
 
 

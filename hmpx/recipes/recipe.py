@@ -23,11 +23,13 @@ from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.recipes import nxd
 from hmpx.recipes.files import named_twice, read_keys, recipe_path
-from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, SWITCHES, problems, spelled_out
+from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, problems, spelled_out
 from hmpx.recipes.origins import Origins
+from hmpx.recipes.parameter_rules import dtype_of, ways_in
 from hmpx.updates.footprint import Footprint, footprint
-from hmpx.updates.settings import Settings, Weights
+from hmpx.updates.settings import Settings
 from hmpx.updates.state_forms import state_name, state_named
+from hmpx.updates.ways import Weights
 from hmpx.version import __version__
 
 
@@ -51,6 +53,10 @@ class Recipe:
         parameter_dtype: "bfloat16" or "float32", of the model's parameters.
         module_dtypes: exceptions, by the name of a module or a pattern (``"lm_head"``, ``"*.norm*"``); the last that
             fits a module, or one that it is in, decides.
+        parameters: exceptions by the name of a parameter or a pattern, to all of these and to `weights` and
+            `state_dtype`: a dtype, or a mapping of any of ``dtype``, ``weights``, ``state_dtype``
+            (``{"*.norm*": "float32", "*.bias": {"weights": "master"}}``). The last that fits decides; what it leaves
+            out is as for the others.
         weights, state_dtype, use_fp32_grad_acc, use_master_weights_in_ckpt, release_gradients, fused, seed: see
             `hmpx.attach`, with dtypes by name (``"bf16"``, ``"fp32"`` for short).
 
@@ -94,6 +100,7 @@ class Recipe:
     dtype_map: Mapping[str, str] = field(default_factory=dict)
     parameter_dtype: str = "bfloat16"
     module_dtypes: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     weights: Weights = Settings.weights
     state_dtype: str = state_name(Settings.state_dtype)
     use_fp32_grad_acc: bool = Settings.use_fp32_grad_acc
@@ -126,8 +133,9 @@ class Recipe:
         """As a file that is complete in itself: every list name by name, and the versions that it was written with."""
         keys = {key: value for key, value in asdict(self.inlined()).items() if value not in ("", {}, None)}
         keys = {key: value for key, value in keys.items() if key != "verbose" or value}
-        if self.modules:
-            keys[MODULES] = spelled_out(MODULES, self.modules)
+        for key in (MODULES, PARAMETERS):
+            if key in keys:
+                keys[key] = spelled_out(key, getattr(self, key))
         keys |= {"opt_level": self.opt_level, **{side: list(keys[side]) for side in SIDES if side in keys}}
         text = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=116)
         return f"# Written by hmpx {__version__} with torch {torch.__version__}.\n{text}"
@@ -209,17 +217,25 @@ class Recipe:
         """`dtype_map` in torch's terms."""
         return {MAPPED[old]: DTYPES[new] for old, new in self.dtype_map.items()}
 
-    def footprint(self, states: int = 2) -> Footprint:
-        """What a parameter takes, with so many tensors of its size that the optimizer keeps: 2 for Adam."""
-        return footprint(self.settings(), DTYPES[self.parameter_dtype], states)
+    def footprint(self, states: int = 2, name: str | None = None) -> Footprint:
+        """What a parameter takes, with so many tensors of its size that the optimizer keeps: 2 for Adam.
 
-    def bytes_per_parameter(self, states: int = 2) -> dict[str, float]:
+        name: of the parameter; None: of one that no exception is about.
+        """
+        settings, dtype = self.settings(), None
+        if name is not None:
+            way, dtype = settings.way(name), dtype_of(name, self.parameters, self.module_dtypes)
+            settings = replace(settings, weights=way.weights, state_dtype=way.state_dtype)
+        return footprint(settings, dtype or DTYPES[self.parameter_dtype], states)
+
+    def bytes_per_parameter(self, states: int = 2, name: str | None = None) -> dict[str, float]:
         """Bytes of weights, gradients, masters and state for each parameter, between backward and step.
 
         Args:
             states: tensors of a parameter's size that the optimizer keeps: 2 for Adam, 1 for momentum.
+            name: of the parameter; None: of one that no exception is about.
         """
-        each = self.footprint(states)
+        each = self.footprint(states, name)
         return {part: getattr(each, part) for part in ("weights", "gradients", "masters", "state")}
 
     def settings(self) -> Settings:
@@ -230,7 +246,7 @@ class Recipe:
         """
         own = {key: getattr(self, key) for key in ("weights", "seed", *SWITCHES)}
         with self.naming_lines():
-            return Settings(state_dtype=state_named(self.state_dtype), **own)
+            return Settings(state_dtype=state_named(self.state_dtype), parameters=ways_in(self.parameters), **own)
 
 
 _DEFAULT = Recipe()

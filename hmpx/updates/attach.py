@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,14 +15,16 @@ from hmpx.updates import optimizer_state
 from hmpx.updates.attachment import Attachment
 from hmpx.updates.fused_formulas import FUSED, formula_of
 from hmpx.updates.gradients.accumulation import replicas
-from hmpx.updates.names import given_names, has_bf16, parameters
+from hmpx.updates.names import given_names, has_bf16, named
+from hmpx.updates.names import parameters as parameters_of
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.optimizer_scope import SCOPES, scope_of
 from hmpx.updates.plain_steps import allow_plain_steps
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
-from hmpx.updates.settings import Settings, Weights
+from hmpx.updates.settings import Settings
 from hmpx.updates.step import WeightUpdates
+from hmpx.updates.ways import Rules, Weights
 
 logger = logging.getLogger("hmpx")
 Optimizer = torch.optim.Optimizer
@@ -35,6 +38,7 @@ def attach(
     names: Iterable[str] | None = None,
     seed: int | None = Settings.seed,
     state_dtype: torch.dtype | str = Settings.state_dtype,
+    parameters: Mapping[str, Mapping[str, Any]] | Rules = Settings.parameters,
     use_fp32_grad_acc: bool = Settings.use_fp32_grad_acc,
     use_master_weights_in_ckpt: bool = Settings.use_master_weights_in_ckpt,
     release_gradients: bool = Settings.release_gradients,
@@ -56,6 +60,9 @@ def attach(
         seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.
         state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" what has the
             shape of its parameter in 8 bits, with one scale for 128 elements (`hmpx.rounding.eight_bits`).
+        parameters: exceptions by the name of a parameter or a pattern, ``{"*.norm*": {"weights": "master"}}``, with
+            either or both of `weights` and `state_dtype`. Of several that fit, the last decides; what it leaves out
+            is as above.
         use_fp32_grad_acc: gradients of BF16 parameters accumulate in FP32 (torch's `grad_dtype`, 2.13 or newer).
             torch cannot unset it: whoever casts the model to FP32 after `detach` sets ``p.grad_dtype = p.dtype``.
         use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
@@ -93,6 +100,7 @@ def attach(
         weights=weights,
         seed=seed,
         state_dtype=dtype_named(state_dtype),
+        parameters=parameters,
         use_fp32_grad_acc=use_fp32_grad_acc,
         use_master_weights_in_ckpt=use_master_weights_in_ckpt,
         release_gradients=release_gradients,
@@ -107,10 +115,13 @@ def attach(
         raise HmpxError(f"{before!r} is in force; hmpx.detach(optimizer) first")
     if target is not optimizer:
         zero.share_names(optimizer)
+    settings.check_patterns({*given.values(), *(name for name, _ in named(target, given))})
     _check(target, settings, given)
     if not has_bf16(optimizer):
         logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
-    if settings.state_dtype == "8bit" and any(group.get("centered") for group in target.param_groups):
+    if any(way.state_dtype == "8bit" for way in settings.ways) and any(
+        group.get("centered") for group in target.param_groups
+    ):
         logger.warning(
             "hmpx: %s(centered=True) takes the root of a difference, which can be NaN with state_dtype='8bit'; "
             "torch.bfloat16 does not have that",
@@ -167,7 +178,7 @@ def _check(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parame
             f"release_gradients needs an optimizer that updates each parameter by itself ({listed}), "
             f"and {type(optimizer).__name__} may look across them"
         )
-    if settings.release_gradients and any(p in replicas() for p in parameters(optimizer)[:1]):
+    if settings.release_gradients and any(p in replicas() for p in parameters_of(optimizer)[:1]):
         raise HmpxError("release_gradients steps before DistributedDataParallel has reduced the gradients")
     if settings.fused and formula_of(optimizer) is None:
         raise HmpxError(f"fused has kernels for {FUSED}, not for {type(optimizer).__name__}")

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hmpx.updates import step_count
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.settings import Settings
-from hmpx.updates.weights import WeightStore
+from hmpx.updates.stores import Stores
 
 
 def attach_copy(optimizer: Optimizer, original: Any) -> Any:
@@ -33,17 +33,17 @@ def reduce(reference: Callable[[], Any], protocol: int) -> tuple:
         step_count.keep(optimizer)
     added = {ATTRIBUTE, *attachment._added}
     state = {key: value for key, value in optimizer.__getstate__().items() if key not in added}
-    settings, names, store = attachment.settings, attachment.names, attachment._updates.store
-    return _rebuild, (type(attachment), type(optimizer), state, settings, names, store)
+    settings, names, stores = attachment.settings, attachment.names, attachment._updates.stores
+    return _rebuild, (type(attachment), type(optimizer), state, settings, names, stores)
 
 
 def _rebuild(
-    kind: type, cls: type[Optimizer], state: dict, settings: Settings, names: dict, store: WeightStore
+    kind: type, cls: type[Optimizer], state: dict, settings: Settings, names: dict, stores: Stores
 ) -> Optimizer:
     optimizer = cls.__new__(cls)
     optimizer.__setstate__(state)
     step_count.forget(optimizer)
     attachment = kind(optimizer, settings, names)
-    attachment._updates.store = store
+    attachment._updates.stores = stores
     attachment.install()
     return optimizer

@@ -110,7 +110,7 @@ class Attachment:
         if not self.active:
             raise HmpxError(f"{self!r} takes no steps that could be watched; hmpx.attach(optimizer) first")
         if self._watched is None or not self._watched.active:
-            self._watched = Updates(type(self._alive).__name__, self.settings.weights)
+            self._watched = Updates(type(self._alive).__name__, self.settings)
             self._undo.callback(self._watched.close)
             self._updates.watch = self._watched.counts
         return self._watched

@@ -86,7 +86,9 @@ class Checkpoints:
         index = {p: i for i, p in enumerate(parameters(optimizer))}
         stateless = STEP_KEY in step_count.stored(optimizer) and not state_dict["state"]
         for segment in self._updates.segments(optimizer):
-            masters, i = self._updates.master_store.masters(segment), index[segment.param]
+            masters, i = self._updates.stores.masters(segment), index[segment.param]
+            if masters is None:
+                continue
             # Optimizers create the state of a parameter that has none, so a master alone must not look like state.
             if stateless or i in state_dict["state"] or _tell_more(segment, masters):
                 state_dict["state"][i] = {**state_dict["state"].get(i, {}), MASTER_KEY: masters}
@@ -128,7 +130,7 @@ class Checkpoints:
         self._incoming = {}
         if self._settings.seed is not None:
             step_count.keep(optimizer, **{SEED_KEY: self._settings.seed})
-        self._take(incoming)
+        self._take(optimizer, incoming)
         self._is_own, self._stepped = False, True
 
     @torch.no_grad()
@@ -136,24 +138,17 @@ class Checkpoints:
         """Take over masters that a load has put into the optimizer's state."""
         states = [(p, values) for p, values in optimizer.state.items() if isinstance(values, dict)]
         masters = {p: values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values}
-        self._take(cast(dict[torch.nn.Parameter, torch.Tensor], masters))
+        self._take(optimizer, cast(dict[torch.nn.Parameter, torch.Tensor], masters))
 
-    def _take(self, incoming: dict[torch.nn.Parameter, torch.Tensor]) -> None:
-        if not self._settings.has_masters:
-            if incoming:
-                logger.warning(
-                    "hmpx: the checkpoint's masters of %d parameters are dropped: weights=%r holds none",
-                    len(incoming),
-                    self._settings.weights,
-                )
-            return
+    def _take(self, optimizer: Optimizer, incoming: dict[torch.nn.Parameter, torch.Tensor]) -> None:
         if self._is_own and not incoming:
             return  # a wrapper loads the state that it has just saved: the present masters belong to it
-        store = self._updates.master_store
-        store.forget()
-        for p, masters in incoming.items():
-            store.set_masters(p, masters)
-        if not incoming and not self._complete and self._stepped:
+        self._updates.stores.forget()
+        for weights, count in self._updates.set_masters(optimizer, incoming).items():
+            logger.warning(
+                "hmpx: the checkpoint's masters of %d parameters are dropped: weights=%r holds none", count, weights
+            )
+        if self._settings.has_masters and not incoming and not self._complete and self._stepped:
             logger.warning(
                 "hmpx: the checkpoint has no masters (it was saved without use_master_weights_in_ckpt, or with other "
                 "weights): what was below BF16's precision is lost, the masters start from the BF16 weights"

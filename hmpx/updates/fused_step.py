@@ -10,6 +10,7 @@ Parameters that no kernel takes are stepped in slices:
 - sharded ones (DTensors), and other subclasses of tensors; ones with 2^32 elements or more;
 - ones that share elements with another parameter;
 - where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
+- that rules hold in another way than "stochastic";
 - with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer;
 - with state in 8 bits: on CUDA, and rows of fewer than 64 elements, unless the parameter has one dimension. A row is
   the last dimension, or the last few, as in `block_layout.py`.
@@ -31,6 +32,7 @@ from hmpx.updates.fused_formulas import Formula, formula_of, is_scaled
 from hmpx.updates.fused_plan import FusedPlan
 from hmpx.updates.held_state import CODES, SCALES, by_own_keys
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_forms import form_of
 from hmpx.updates.step_call import WriteBack
 
 Tensor = torch.Tensor
@@ -51,11 +53,13 @@ class FusedStep:
         """Whether a kernel can step this parameter."""
         if segment.overlaps is not None:  # a kernel's threads would write to the same elements
             return False
+        if segment.way.weights != "stochastic":
+            return False
         p, grad, formula = segment.param, segment.grad, self._formula
         state = self._optimizer.state.get(p, {})
         if formula is None or not formula.takes(group, by_own_keys(state)) or formula.kernel not in _kernels(p):
             return False
-        in_8_bits = self._write_back.state_dtype == "8bit" and any(formula.states(group))
+        in_8_bits = segment.way.state_dtype == "8bit" and any(formula.states(group))
         if in_8_bits and not _has_blocks(p, state):
             return False
         held = [v for v in by_own_keys(state).values() if isinstance(v, Tensor) and v.dim()]
@@ -113,7 +117,7 @@ class FusedStep:
             seen = formula.depends_on(known)
             for key in keys:
                 if key is not None and known.get(key) is None:
-                    new[i].update(self._write_back.form.zeros(segment.param).entries(key))
+                    new[i].update(form_of(segment).zeros(segment.param).entries(key))
             new[i].update(formula.beside(group, steps[i], seen))
             held = tuple([None if key is None else _in_kernel({**state, **new[i]}, key) for key in keys])
             names = tuple([name_id(f"{segment.name}.{key}") for key in keys])

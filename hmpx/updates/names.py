@@ -83,6 +83,12 @@ def plain_names(names: list[str]) -> list[str]:
     return names
 
 
+def names_in(model: torch.nn.Module) -> dict[Parameter, str]:
+    """The parameters of a model, each with its plain name."""
+    in_model = dict(model.named_parameters())
+    return dict(zip(in_model.values(), plain_names(list(in_model)), strict=True))
+
+
 def _position(index: int, p: Parameter) -> str:
     global _told_of_positions
     if p.dtype is torch.bfloat16 and not _told_of_positions:
@@ -107,8 +113,7 @@ def given_names(
     if model is not None:
         if not isinstance(model, torch.nn.Module):
             raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-        in_model = dict(model.named_parameters())
-        named = dict(zip(in_model.values(), plain_names(list(in_model)), strict=True))
+        named = names_in(model)
         missing = [i for i, p in enumerate(params) if p not in named]
         if missing:
             raise HmpxError(f"parameter {missing[0]} of the optimizer is not in the model")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ _SCALARS = frozenset({"step", "mu_product", "eta", "mu", "H_diag", "t"})
 _keeping_bf16: weakref.WeakSet = weakref.WeakSet()  # optimizers whose own choice it is to keep some state in BF16
 
 
-def cast_state(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = True) -> bool:
+def cast_state(
+    optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = True, others: Collection[Parameter] = ()
+) -> bool:
     """Cast the state of BF16 parameters to FP32 or BF16, which hold 8-bit state exactly (BF16: from 2^-129 on).
 
     BF16 state, where FP32 is asked for, comes from earlier plain steps, from a constructor, or from a load that cast it
@@ -39,6 +42,7 @@ def cast_state(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = 
 
     Args:
         lists: cast the tensors in lists too, such as the history of LBFGS.
+        others: parameters whose state is left alone.
 
     Returns:
         Whether FP32 was asked for and BF16 was found.
@@ -48,6 +52,8 @@ def cast_state(optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = 
     positions = itertools.count()
     for group in optimizer.param_groups:
         for p, i in zip(group["params"], positions, strict=False):
+            if others and p in others:
+                continue
             state = optimizer.state.get(p)
             if isinstance(state, dict):
                 _widen(state, p, dtype if p.dtype is BF16 else p.dtype, i)
@@ -72,15 +78,15 @@ def release_state(optimizer: optim.Optimizer) -> None:
             state[key] = state[key].to(BF16)
 
 
-def prepare_for_8_bits(optimizer: optim.Optimizer) -> None:
+def prepare_for_8_bits(optimizer: optim.Optimizer, others: Collection[Parameter] = ()) -> None:
     """Bring state to a dtype that can be rounded to 8 bits, or that parameters of other dtypes want.
 
-    What a constructor has filled with an option, in BF16, is made anew in FP32.
+    What a constructor has filled with an option, in BF16, is made anew in FP32. That of `others` is left alone.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state.get(p)
-            if not isinstance(state, dict):
+            if not isinstance(state, dict) or p in others:
                 continue
             if p.dtype is not BF16:
                 _widen(state, p, p.dtype)

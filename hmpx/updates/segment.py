@@ -14,6 +14,7 @@ import torch
 
 from hmpx.updates.layout import Order, boxes, lies_flat, unfolded
 from hmpx.updates.ranks.sharding import Box, local
+from hmpx.updates.ways import USUAL, Way
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -33,6 +34,7 @@ class Segment:
         box: where the elements of a shard stand in the whole parameter; None if the parameter is whole.
         at: index of the first element, in the box or in the whole parameter.
         overlaps: another parameter that shares elements in memory with this one.
+        way: how the parameter is held between steps.
     """
 
     param: Parameter
@@ -44,6 +46,7 @@ class Segment:
     box: Box | None = None
     at: int = 0
     overlaps: Parameter | None = None
+    way: Way = USUAL
 
     def of(self, tensor: Tensor) -> Tensor:
         """This segment of a tensor shaped like the parameter, as a view; under `torch.no_grad()`.

@@ -6,8 +6,10 @@ recipe. A test holds the three names against one another.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Any, cast
 
 import torch
 
@@ -15,16 +17,16 @@ from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.state_forms import STATE_FORMS, StateDtype
+from hmpx.updates.ways import Rules, Way, Weights, read_rules, way_of
 from hmpx.updates.weights import WAYS
-
-Weights = Literal["stochastic", "nearest", "master", "split", "split8"]
 
 
 @dataclass(frozen=True)
 class Settings:
     """The arguments of `hmpx.attach` that say how an optimizer updates weights; see there.
 
-    The defaults are what a `disable_casts()` region does. A dtype may be given by its name (``"bf16"``).
+    The defaults are what a `disable_casts()` region does. A dtype may be given by its name (``"bf16"``). `parameters`
+    becomes a tuple of patterns, each with its `Way`.
 
     Raises:
         HmpxError: a value that is not legal, or masters in a checkpoint without a store that has them.
@@ -33,24 +35,20 @@ class Settings:
     weights: Weights = "stochastic"
     seed: int | None = None
     state_dtype: StateDtype = torch.float32
+    parameters: Rules | Mapping[str, Mapping[str, Any]] = ()
     use_fp32_grad_acc: bool = False
     use_master_weights_in_ckpt: bool = False
     release_gradients: bool = False
     fused: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weights, str) or self.weights not in WAYS:
-            legal = ", ".join(repr(way) for way in WAYS)
-            if isinstance(self.weights, torch.nn.Module):
-                raise HmpxError(f"weights is a {type(self.weights).__name__}, not one of {legal}; did you mean model=?")
-            raise HmpxError(f"weights={self.weights!r} is none of {legal}{did_you_mean(str(self.weights), WAYS)}")
+        usual = _checked(Way(self.weights, self.state_dtype))
+        object.__setattr__(self, "state_dtype", usual.state_dtype)
+        rules = read_rules(self.parameters, usual)
+        rules = tuple((pattern, _checked(way, f"parameters: {pattern!r}: ")) for pattern, way in rules)
+        object.__setattr__(self, "parameters", rules)
         if self.seed is not None:
             check_seed(self.seed)
-        object.__setattr__(self, "state_dtype", dtype_named(self.state_dtype))
-        if not any(type(self.state_dtype) is type(each) and self.state_dtype == each for each in STATE_FORMS):
-            legal, words = ", ".join(map(repr, STATE_FORMS)), [each for each in STATE_FORMS if isinstance(each, str)]
-            hint = did_you_mean(str(self.state_dtype), words)
-            raise HmpxError(f"state_dtype={self.state_dtype!r} is none of {legal}{hint}")
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise HmpxError(f"{name}={getattr(self, name)!r} is neither True nor False")
@@ -61,8 +59,56 @@ class Settings:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the store holds FP32 masters."""
-        return WAYS[self.weights].has_masters
+        """Whether some parameters have masters."""
+        return any(WAYS[way.weights].has_masters for way in self.ways)
+
+    @property
+    def ways(self) -> list[Way]:
+        """The usual one, and those of rules."""
+        return list(dict.fromkeys([self._usual, *(way for _, way in self.rules)]))
+
+    def way(self, name: str) -> Way:
+        """How the parameter with a name is held."""
+        return way_of(name, self.rules, self._usual)
+
+    @property
+    def _usual(self) -> Way:
+        return Way(self.weights, self.state_dtype)
+
+    @property
+    def rules(self) -> Rules:
+        """Patterns of parameters' names, and what holds for those that each fits."""
+        return cast(Rules, self.parameters)  # since `__post_init__`
+
+    def check_patterns(self, names: Collection[str]) -> None:
+        """Check that each pattern fits one of the names that parameters have.
+
+        Raises:
+            HmpxError: one does not; with the nearest name.
+        """
+        for pattern, _ in self.rules:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                by_position = bool(names) and all(name.isdecimal() for name in names)
+                hint = "; the optimizer knows them by position: give it named_parameters(), or attach model="
+                raise HmpxError(
+                    f"parameters: {pattern!r} is the name of no parameter"
+                    + (hint if by_position else did_you_mean(pattern, names))
+                )
+
+
+def _checked(way: Way, where: str = "") -> Way:
+    """With dtypes in the place of their names. `where` comes first in an error."""
+    weights, state_dtype = way.weights, dtype_named(way.state_dtype)
+    if not isinstance(weights, str) or weights not in WAYS:
+        legal = ", ".join(repr(way) for way in WAYS)
+        if isinstance(weights, torch.nn.Module):
+            raise HmpxError(f"weights is a {type(weights).__name__}, not one of {legal}; did you mean model=?")
+        raise HmpxError(f"{where}weights={weights!r} is none of {legal}{did_you_mean(str(weights), WAYS)}")
+    if not any(type(state_dtype) is type(each) and state_dtype == each for each in STATE_FORMS):
+        legal, words = ", ".join(map(repr, STATE_FORMS)), [each for each in STATE_FORMS if isinstance(each, str)]
+        hint = did_you_mean(str(state_dtype), words)
+        raise HmpxError(f"{where}state_dtype={state_dtype!r} is none of {legal}{hint}")
+    return Way(weights, state_dtype)
 
 
 SWITCHES = tuple(each.name for each in fields(Settings) if each.type == "bool")

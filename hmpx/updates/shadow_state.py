@@ -12,7 +12,7 @@ from hmpx.updates.layout import laid_as
 from hmpx.updates.optimizer_state import as_fp32, is_bf16, is_moment, keeps_bf16
 from hmpx.updates.ranks.sharding import PLAIN, is_sharded, local
 from hmpx.updates.segment import Segment
-from hmpx.updates.state_forms import written
+from hmpx.updates.state_forms import form_of, written
 from hmpx.updates.step_call import WriteBack
 
 Tensor = torch.Tensor
@@ -30,6 +30,7 @@ class ShadowState:
         one_layout: bool,
     ) -> None:
         self._optimizer, self._segment, self._shadow, self._write_back = optimizer, segment, shadow, write_back
+        self._form = form_of(segment)
         self._states = states = optimizer.state
         self._before = states.pop(segment.param, None)
         if self._before is None:
@@ -42,7 +43,7 @@ class ShadowState:
         """What the step sees; the same object if nothing has to be copied."""
         if not isinstance(before, dict):
             return before
-        form, like = self._write_back.form, self._shadow if one_layout else None
+        form, like = self._form, self._shadow if one_layout else None
         if form.as_left and not is_coded(before) and (like is None or _are_contiguous(like, *before.values())):
             return before
         seen = held(before, self._segment.param) if is_coded(before) else before
@@ -63,7 +64,7 @@ class ShadowState:
             return
         if isinstance(left, dict) and not self._is_as_left:
             before = held(self._before or {}, self._segment.param)
-            form, rounding_key = self._write_back.form, self._write_back.rounding_key
+            form, rounding_key = self._form, self._write_back.rounding_key
             after: dict[str, Any] = {}
             for key, value in left.items():
                 after.update(written(form, self._segment, key, value, before.get(key), rounding_key))
@@ -76,7 +77,7 @@ class ShadowState:
     @property
     def _is_as_left(self) -> bool:
         """Whether what the step has left is what the parameter keeps."""
-        return self._write_back.form.as_left
+        return self._form.as_left
 
     def undo(self) -> str | None:
         """The step raised: give the parameter its old state again.

@@ -7,10 +7,10 @@ import torch
 from hmpx.updates.held_state import HELD, HeldTensor, entries, held
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_forms import form_of
 from hmpx.updates.step_call import WriteBack
 
 Tensor = torch.Tensor
-Parameter = torch.nn.Parameter
 
 
 class SlicedState:
@@ -20,8 +20,10 @@ class SlicedState:
     steps, as it was before the first slice; what the last slice leaves of that is kept.
     """
 
-    def __init__(self, states: dict, param: Parameter, write_back: WriteBack) -> None:
+    def __init__(self, states: dict, segment: Segment, write_back: WriteBack) -> None:
+        param = segment.param
         self._states, self._param, self._write_back = states, param, write_back
+        self._form = form_of(segment)
         self._state = states.get(param)
         self._before = held(self._state or {}, param)
         self._after = dict(self._before)
@@ -47,7 +49,7 @@ class SlicedState:
         """Put what the step of a slice left into the parameter's state."""
         for key, value in self._states.pop(shadow, {}).items():
             if isinstance(value, Tensor) and value.shape == shadow.shape:
-                holder = self._write_back.form.holder(self._param, value, self._after.get(key))
+                holder = self._form.holder(self._param, value, self._after.get(key))
                 holder.write(segment, value, f"{segment.name}.{key}", self._write_back.rounding_key)
                 self._after[key] = holder
             else:

@@ -14,6 +14,7 @@ from hmpx.updates.segment import Segment
 from hmpx.updates.shadow_state import GatheredShadowState, ShadowState
 from hmpx.updates.slice_buffers import SliceBuffers
 from hmpx.updates.sliced_state import SlicedState
+from hmpx.updates.state_forms import form_of
 from hmpx.updates.step_call import StepCall, WriteBack
 
 Tensor = torch.Tensor
@@ -113,9 +114,9 @@ class SlicedStep:
         p = segment.param
         if not p.dim():
             return [segment]
-        self._sliced[p] = state = SlicedState(self._optimizer.state, p, self._write_back)
+        self._sliced[p] = state = SlicedState(self._optimizer.state, segment, self._write_back)
         together = [local(p), self._buffers.grads[p], *state.tensors(), *self._store.held(p)]
-        ends = self._write_back.form.ends(p)
+        ends = form_of(segment).ends(p)
         if all(tensor.is_contiguous() for tensor in together):
             return segment.parts(self._size, None, ends)
         in_memory = segment.box is None and ends is None

@@ -15,7 +15,7 @@ To add a form, write a class with the methods of `StateForm` and name it in `STA
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -31,6 +31,7 @@ from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
 
 Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
 BF16 = torch.bfloat16
 StateDtype = torch.dtype | Literal["8bit"]
 
@@ -46,8 +47,14 @@ class StateForm(Protocol):
     bytes_each: ClassVar[float]
     as_left: ClassVar[bool]
 
-    def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
+    def adopt(
+        self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey, others: Collection[Parameter]
+    ) -> bool:
         """Before a step, bring state that is held in another form to this one.
+
+        Args:
+            segments: the BF16 parameters whose state is held in this form.
+            others: those of which it is not.
 
         Returns:
             Whether BF16 state was found where state is held in FP32.
@@ -88,8 +95,10 @@ class AsLeft:
     bytes_each: ClassVar[float] = 4.0
     as_left: ClassVar[bool] = True
 
-    def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
-        return cast_state(optimizer, torch.float32)
+    def adopt(
+        self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey, others: Collection[Parameter]
+    ) -> bool:
+        return cast_state(optimizer, torch.float32, others=others)
 
     def holder(self, param: Tensor, value: Tensor, before: Any) -> Held:
         return before if isinstance(before, HELD) else _like(param, value.dtype)
@@ -110,8 +119,10 @@ class InBF16:
     bytes_each: ClassVar[float] = 2.0
     as_left: ClassVar[bool] = False
 
-    def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
-        return cast_state(optimizer, BF16, lists=False)
+    def adopt(
+        self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey, others: Collection[Parameter]
+    ) -> bool:
+        return cast_state(optimizer, BF16, lists=False, others=others)
 
     def holder(self, param: Tensor, value: Tensor, before: Any) -> Held:
         dtype = BF16 if is_moment(value) else value.dtype
@@ -140,8 +151,10 @@ class In8Bits:
     as_left: ClassVar[bool] = False
 
     @torch.no_grad()
-    def adopt(self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey) -> bool:
-        prepare_for_8_bits(optimizer)
+    def adopt(
+        self, optimizer: Optimizer, segments: list[Segment], rounding_key: RoundingKey, others: Collection[Parameter]
+    ) -> bool:
+        prepare_for_8_bits(optimizer, others)
         for segment in segments:
             state = optimizer.state.get(segment.param)
             if not isinstance(state, dict):
@@ -179,6 +192,11 @@ def _like(param: Tensor, dtype: torch.dtype) -> HeldTensor:
 
 
 STATE_FORMS: dict[StateDtype, StateForm] = {torch.float32: AsLeft(), BF16: InBF16(), "8bit": In8Bits()}
+
+
+def form_of(segment: Segment) -> StateForm:
+    """How the state of a parameter is held."""
+    return STATE_FORMS[segment.way.state_dtype]
 
 
 def state_name(dtype: StateDtype) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -24,10 +26,13 @@ from hmpx.updates.remembered import Remembered
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
 from hmpx.updates.settings import Settings
+from hmpx.updates.state_forms import STATE_FORMS
 from hmpx.updates.step_call import StepCall, WriteBack
 from hmpx.updates.step_count import SEED_KEY, STEP_KEY
+from hmpx.updates.stores import Stores
 from hmpx.updates.update_counts import UpdateCounts
-from hmpx.updates.weights import WAYS, MasterStore, WeightStore
+from hmpx.updates.ways import USUAL
+from hmpx.updates.weights import StepStore
 from hmpx.updates.whole_step import WholeStep
 
 logger = logging.getLogger("hmpx")
@@ -43,7 +48,7 @@ class WeightUpdates:
     def __init__(self, settings: Settings, names: dict[Parameter, str] | None = None) -> None:
         self.settings = settings
         self.names = names or {}
-        self.store: WeightStore = WAYS[settings.weights]()
+        self.stores = Stores(dict.fromkeys(way.weights for way in settings.ways))
         self._overlaps = Overlaps()
         self._segments: Remembered[tuple[Any, list[Segment]]] = Remembered()
         self._plans: Remembered[FusedPlan] = Remembered()
@@ -108,7 +113,7 @@ class WeightUpdates:
         return RoundingKey(check_seed(next(s for s in given if s is not None)), known.get(STEP_KEY, 0))
 
     def _write_back(self, call: StepCall) -> WriteBack:
-        write_back = WriteBack(self.store, self.settings.state_dtype, self.rounding_key(call.optimizer, call.seed))
+        write_back = WriteBack(self.store, self.rounding_key(call.optimizer, call.seed))
         if self._open is None:
             self._counts = self.watch if self.watch is not None and self.watch.is_open else None
             if self._counts is not None:
@@ -129,9 +134,19 @@ class WeightUpdates:
             self._open.run([p])
 
     @property
-    def master_store(self) -> MasterStore:
-        """The store, where the settings ask for one with masters."""
-        return cast(MasterStore, self.store)
+    def store(self) -> StepStore:
+        """The weights of all parameters, for a step."""
+        return self.stores.joined
+
+    def set_masters(self, optimizer: Optimizer, masters: Mapping[Parameter, torch.Tensor]) -> dict[str, int]:
+        """Take over masters from a checkpoint.
+
+        Returns:
+            How many there were for parameters that have none, by how these are held.
+        """
+        ways = {p: self.settings.way(name).weights for name, p in named(optimizer, self.names)}
+        given = [ways[p] for p, found in masters.items() if not self.stores.set_masters(ways[p], p, found)]
+        return dict(Counter(given))
 
     @property
     def is_open(self) -> bool:
@@ -140,31 +155,39 @@ class WeightUpdates:
 
     def take_masters(self, optimizer: Optimizer) -> None:
         """Take over masters that a load before `attach` has left in the optimizer's state."""
-        lost = 0
+        held: dict[Parameter, torch.Tensor] = {}
+        cast_down = 0
         for p, values in optimizer.state.items():
             masters = values.pop(MASTER_KEY, None) if isinstance(values, dict) else None
-            if masters is not None and self.settings.has_masters and masters.dtype is torch.float32:
-                self.master_store.set_masters(cast(torch.nn.Parameter, p), masters)
+            if masters is not None and masters.dtype is torch.float32:
+                held[cast(Parameter, p)] = masters
             elif masters is not None:
-                lost += 1
-        if lost:
-            logger.warning(
-                "hmpx: masters of %d parameters, loaded before attach, are dropped: %s",
-                lost,
-                "the load cast them to BF16" if self.settings.has_masters else f"weights={self.settings.weights!r}",
-            )
+                cast_down += 1
+        lost = {"the load cast them to BF16": cast_down} if self.settings.has_masters else {}
+        without = self.set_masters(optimizer, held)
+        if not self.settings.has_masters and cast_down:
+            without[self.settings.weights] = without.get(self.settings.weights, 0) + cast_down
+        for why, count in (lost | {f"weights={weights!r}": count for weights, count in without.items()}).items():
+            if count:
+                logger.warning("hmpx: masters of %d parameters, loaded before attach, are dropped: %s", count, why)
 
     def drop(self, optimizer: Optimizer, p: Parameter) -> None:
         """`p` is not BF16 any more: forget what is held beside it, and let its state be that of plain steps."""
-        self.store.drop(p)
-        optimizer_state.cast_state_of(optimizer, p, self.settings.state_dtype)
+        self.stores.drop(p)
+        way = next((self.settings.way(name) for name, each in named(optimizer, self.names) if each is p), USUAL)
+        optimizer_state.cast_state_of(optimizer, p, way.state_dtype)
 
     def release_state(self, optimizer: Optimizer) -> None:
         """Cast the state to the dtype of its parameter, for plain steps."""
         optimizer_state.release_state(optimizer)
 
     def _cast_state(self, optimizer: Optimizer, write_back: WriteBack, segments: list[Segment]) -> None:
-        if write_back.form.adopt(optimizer, segments, write_back.rounding_key) and write_back.rounding_key.step:
+        key, found = write_back.rounding_key, False
+        for state_dtype in dict.fromkeys(way.state_dtype for way in self.settings.ways):
+            own = [segment for segment in segments if segment.way.state_dtype == state_dtype]
+            others = () if len(own) == len(segments) else {s.param for s in segments if s not in own}
+            found = STATE_FORMS[state_dtype].adopt(optimizer, own, key, others) or found
+        if found and key.step:
             logger.warning(
                 "hmpx: %s: load_state_dict cast the FP32 optimizer state down to BF16, so this run is not the resumed "
                 "one; call it inside `with hmpx.disable_casts():` or after `hmpx.attach()` or `hmpx.convert()`",
@@ -185,7 +208,7 @@ class WeightUpdates:
         with torch.no_grad():
             shared = self._overlaps.among([p for _, p in ours])
             found = [
-                Segment(p, name, box=box_of(p, name), overlaps=shared.get(p))
+                Segment(p, name, box=box_of(p, name), overlaps=shared.get(p), way=self.settings.way(name))
                 for name, p in ours
                 if _is_supported(name, p)
             ]

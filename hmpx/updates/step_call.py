@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from hmpx.updates.rounding_key import Deferred, RoundingKey
-from hmpx.updates.state_forms import STATE_FORMS, StateDtype, StateForm
 from hmpx.updates.update_counts import UpdateCounts, WatchedStore
 from hmpx.updates.weights import StepStore
 
@@ -63,19 +62,12 @@ class WriteBack:
     """How one step writes weights and state.
 
     Attributes:
-        state_dtype: what state is held in between steps, a key of `STATE_FORMS`.
         counts: what counts the updates, where somebody watches them; `store` then does so by itself.
     """
 
     store: StepStore
-    state_dtype: StateDtype
     rounding_key: RoundingKey
     counts: UpdateCounts | None = None
-
-    @property
-    def form(self) -> StateForm:
-        """How state is held between steps."""
-        return STATE_FORMS[self.state_dtype]
 
     def counted(self, counts: UpdateCounts) -> WriteBack:
         """The same, with the updates counted."""

@@ -35,6 +35,7 @@ class UpdateRow:
         bias_noise: standard deviation that `bias` has by chance alone if each element is rounded up or down with the
             probability that keeps its expected value: sqrt(error / 2 / updates).
         nonfinite: results that were inf or NaN, which are no updates.
+        weights: how the parameter is held, the `weights` of `hmpx.attach`.
         no_gradient_steps, zero_gradient_steps: in how many steps the parameter had no gradient, or one of zeros alone.
             A gradient that the step makes and takes away again is known by its updates.
     """
@@ -53,16 +54,17 @@ class UpdateRow:
     nonfinite: int
     no_gradient_steps: int
     zero_gradient_steps: int
+    weights: str
 
 
-def as_text(heading: str, weights: str, rows: Sequence[UpdateRow]) -> str:
-    """The table, what explains it, and the answer. `rows`: the worst first. `weights`: how they are held."""
+def as_text(heading: str, rows: Sequence[UpdateRow]) -> str:
+    """The table, what explains it, and the answer. `rows`: the worst first."""
     if not sum(row.updates for row in rows):
         return "\n".join([f"{heading}: no update of a BF16 parameter", *_remarks(rows)])
     lines = [heading, *_table(rows[:_SHOWN])]
     if len(rows) > _SHOWN:
         lines.append(f"and {len(rows) - _SHOWN} more, which lose no larger share")
-    said = [*_LEGEND, *_remarks(rows), "", _done(weights, rows), _answer(rows)]
+    said = [*_LEGEND, *_remarks(rows), "", _done(rows), _answer(rows)]
     return "\n".join([*lines, *(textwrap.fill(each, _WIDTH) for each in said)])
 
 
@@ -125,8 +127,13 @@ def _remarks(rows: Sequence[UpdateRow]) -> list[str]:
     return remarks
 
 
-def _done(weights: str, rows: Sequence[UpdateRow]) -> str:
-    """What was done with the updates that nearest would lose."""
+def _done(rows: Sequence[UpdateRow]) -> str:
+    """What was done with the updates that nearest would lose, for each way in which parameters are held."""
+    ways = dict.fromkeys(row.weights for row in rows if row.updates)
+    return " ".join(_done_by(weights, [row for row in rows if row.weights == weights]) for weights in ways)
+
+
+def _done_by(weights: str, rows: Sequence[UpdateRow]) -> str:
     if weights == "nearest":
         return "weights='nearest' loses them."
     if weights != "stochastic":

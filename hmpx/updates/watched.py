@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hmpx.errors import HmpxError, did_you_mean
+from hmpx.updates.settings import Settings
 from hmpx.updates.update_counts import ULP, Totals, UpdateCounts
 from hmpx.updates.update_table import THRESHOLD, UpdateRow, as_text, many, mean
 
@@ -44,8 +45,8 @@ class Updates:
         (0.5, 0.5, True)
     """
 
-    def __init__(self, optimizer: str, weights: str) -> None:
-        self.optimizer, self.weights = optimizer, weights
+    def __init__(self, optimizer: str, settings: Settings) -> None:
+        self.optimizer, self.weights, self._settings = optimizer, settings.weights, settings
         self.counts = UpdateCounts()  # for hmpx itself
 
     @property
@@ -92,6 +93,7 @@ class Updates:
             nonfinite=total.nonfinite,
             no_gradient_steps=total.no_gradient,
             zero_gradient_steps=total.zero_gradient,
+            weights=self._settings.way(name).weights,
         )
 
     def __getitem__(self, name: str) -> UpdateRow:
@@ -137,4 +139,4 @@ class Updates:
 
     def __str__(self) -> str:
         heading = f"{self.optimizer}, weights={self.weights!r}, {many(self.steps, 'step')}"
-        return as_text(heading, self.weights, self.rows)
+        return as_text(heading, self.rows)

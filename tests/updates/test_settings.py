@@ -15,12 +15,14 @@ import torch
 import hmpx
 from hmpx.recipes.recipe import DTYPES
 from hmpx.updates.settings import Settings
+from hmpx.updates.ways import Way
 
 DEFAULTS = {each.name: each.default for each in fields(Settings)}
 OTHER = {  # a legal value of each setting that is not its default, and what else it needs
     "weights": {"weights": "split"},
     "seed": {"seed": 7},
     "state_dtype": {"state_dtype": torch.bfloat16},
+    "parameters": {"parameters": {"0": {"weights": "split"}}},
     "use_fp32_grad_acc": {"use_fp32_grad_acc": True},
     "use_master_weights_in_ckpt": {"use_master_weights_in_ckpt": True, "weights": "master"},
     "release_gradients": {"release_gradients": True},
@@ -44,6 +46,7 @@ def test_the_arguments_of_attach_are_the_settings():
 
 def test_the_settings_are_keys_of_a_recipe():
     keys = {each.name: each.default for each in fields(hmpx.Recipe) if each.default is not MISSING}
+    keys["parameters"] = tuple(hmpx.Recipe().parameters.items())  # a mapping there, and here its items
     assert {name: keys.get(name, "absent") for name in DEFAULTS} == {k: in_a_recipe(v) for k, v in DEFAULTS.items()}
 
 
@@ -52,6 +55,8 @@ def test_each_setting_reaches_the_optimizer_from_both(name):
     given = OTHER[name]
     assert given[name] != DEFAULTS[name]
     expected = DEFAULTS | given
+    if name == "parameters":
+        expected["parameters"] = (("0", Way("split", torch.float32)),)
     settings = hmpx.Recipe(**{key: in_a_recipe(value) for key, value in given.items()}).settings()
     assert vars(settings) == expected
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))

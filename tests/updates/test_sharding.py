@@ -20,6 +20,13 @@ from tests.support import ranks
 from tests.support.sharded import Small, digest, fixed_gradients, shard
 
 BF16 = torch.bfloat16
+MIXED = {  # each in another way
+    "parameters": {
+        "[ab]": {"weights": "split", "state_dtype": "8bit"},
+        "c": {"weights": "nearest", "state_dtype": BF16},
+        "[bd]": {"weights": "master"},
+    }
+}
 SHAPES = {"a": (16, 12), "b": (5, 7), "c": (13,), "d": (3, 4, 6), "e": (1, 2), "f": ()}
 WIDE = {"a": (6, 300), "b": (400,), "c": (3, 9, 20), "d": (130, 2), "e": (2, 3, 4, 40)}  # blocks have 128 elements
 MATRICES = {"a": (16, 12), "b": (5, 7), "e": (1, 2)}  # Muon takes nothing else
@@ -53,6 +60,7 @@ ELEMENT = [
     (optim.AdamW, {"lr": 1e-2}, {"state_dtype": "8bit"}, SHAPES),
     (optim.SGD, {"lr": 1e-2, "momentum": 0.9}, {"weights": "split8", "state_dtype": "8bit"}, WIDE),
     (optim.RAdam, {}, {"weights": "nearest"}, SHAPES),
+    (optim.AdamW, {"lr": 1e-2}, MIXED, SHAPES),
 ]
 PARAMETER = [
     (optim.Adafactor, {}, {}, SHAPES),
@@ -61,6 +69,7 @@ PARAMETER = [
     (optim.Muon, {}, {"state_dtype": BF16}, MATRICES),
     (optim.Muon, {}, {"state_dtype": "8bit"}, {**MATRICES, "g": (6, 300)}),
     (optim.Adafactor, {}, {"state_dtype": "8bit"}, SHAPES),
+    (optim.Adafactor, {}, MIXED, SHAPES),
 ]
 CASES = [*ELEMENT, *PARAMETER]
 

@@ -1,0 +1,126 @@
+"""The recipe key `parameters`: other dtypes and other ways to hold weights and state, by the names of parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.recipes.recipe import as_recipe, read_recipe
+from hmpx.shell.main import main
+
+BF16, FP32 = torch.bfloat16, torch.float32
+RECIPE = {
+    "opt_level": None,
+    "state_dtype": "8bit",
+    "module_dtypes": {"1": "fp32"},
+    "parameters": {
+        "*.bias": {"weights": "master"},
+        "0.*": "fp32",
+        "0.weight": {"dtype": "bf16", "state_dtype": "bf16"},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    hmpx.restore()
+
+
+def made():
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+def step(model, *optimizers):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def kinds(optimizer, p):
+    return {str(value.dtype) for value in optimizer.state[p].values() if torch.as_tensor(value).dim()}
+
+
+def test_the_last_rule_that_fits_decides_dtype_weights_and_state():
+    model = made()
+    optimizer = optim.AdamW(model.parameters())
+    hmpx.prepare(model, optimizer, RECIPE)
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    # 1 is FP32 by `module_dtypes`, of which "*.bias" says nothing.
+    assert [name for name, dtype in dtypes.items() if dtype is FP32] == ["0.bias", "1.weight", "1.bias"]
+    step(model, optimizer)
+    assert kinds(optimizer, model[0].weight) == {"torch.bfloat16"}
+    assert kinds(optimizer, model[0].bias) == {"torch.float32"}
+    assert kinds(optimizer, model[2].weight) == kinds(optimizer, model[2].bias) == {"torch.uint8", "torch.bfloat16"}
+    held = optimizer._hmpx_attachment._updates.store.held
+    assert [name for name, p in model.named_parameters() if held(p)] == ["2.bias"]
+
+
+def test_it_is_the_same_in_a_file_which_prints_as_it_is(tmp_path):
+    (tmp_path / "mine.yaml").write_text(str(as_recipe(RECIPE)))
+    assert read_recipe(tmp_path / "mine.yaml").settings() == as_recipe(RECIPE).settings()
+    assert read_recipe(tmp_path / "mine.yaml").parameters == as_recipe(RECIPE).parameters
+
+
+def test_bytes_of_a_parameter_by_its_name():
+    """By hand, for Adam, with weights, gradients, masters and state; a scale of 2 bytes for 128 elements of state."""
+    recipe = as_recipe(RECIPE)
+    each = {name: sum(recipe.bytes_per_parameter(name=name).values()) for name in ("0.weight", "0.bias", "1.bias")}
+    assert each == {"0.weight": 2 + 2 + 4, "0.bias": 16, "1.bias": 16}
+    state = 2 * (1 + 2 / 128)
+    assert sum(recipe.bytes_per_parameter().values()) == 4 + state
+    assert sum(recipe.bytes_per_parameter(name="2.bias").values()) == 4 + 4 + state
+
+
+def test_explain_says_it(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text('opt_level: null\nparameters:\n  "*.bias": {weights: master}\n  "0.*": fp32\n')
+    said = "parameters   *.bias: weights master (16 bytes); 0.*: float32 (16 bytes)"
+    hmpx.explain(tmp_path / "mine.yaml")
+    assert said in capsys.readouterr().out
+    assert main(["explain", f"{tmp_path / 'mine.yaml'}:3"]) == 0
+    assert said.split(maxsplit=1)[1] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('"*.bais": fp32', "mine.yaml:2: parameters: '.*bais' is the name of no parameter; did you mean '.*bias'"),
+        ('"2": fp32', "mine.yaml:2: parameters: '2' is a module and not the name of a parameter; did you mean '2..'"),
+        ('"*": fp23', "mine.yaml:2: parameters: '.': dtype is 'fp23', none of float32, bfloat16"),
+        ('"*": {weight: split}', "mine.yaml:2: parameters: '.': 'weight' is none of .*; did you mean 'weights'"),
+        ('"*": {weights: splitt}', "mine.yaml:2: parameters: '.': weights is 'splitt', .* did you mean 'split'"),
+        ('"*": {dtype: fp32, weights: split}', "weights would do nothing: a float32 parameter gets plain steps"),
+        ("2: fp32", 'names are strings: write "2" for 2'),
+    ],
+)
+def test_errors_name_the_line_and_what_was_meant(line, message, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"parameters:\n  {line}\n")
+    model = made()
+    optimizer = optim.AdamW(model.parameters())
+    with pytest.raises(hmpx.HmpxError, match=message):
+        hmpx.prepare(model, optimizer, tmp_path / "mine.yaml")
+    assert {p.dtype for p in model.parameters()} == {FP32} and not hasattr(optimizer, "_hmpx_attachment")
+
+
+def test_rules_for_one_of_two_optimizers():
+    """Each gets those that fit its own parameters."""
+    with hmpx.activate({"opt_level": None, "parameters": {"0.*": {"weights": "split"}, "2.*": {"weights": "master"}}}):
+        model = made()
+        one = optim.AdamW([(n, p) for n, p in model.named_parameters() if n[0] != "2"])
+        other = optim.SGD([(n, p) for n, p in model.named_parameters() if n[0] == "2"], lr=0.1)
+    assert [pattern for pattern, _ in one._hmpx_attachment.settings.rules] == ["0.*"]
+    assert [pattern for pattern, _ in other._hmpx_attachment.settings.rules] == ["2.*"]
+    prepared = made()
+    by_hand = optim.AdamW(prepared[0].parameters())
+    hmpx.prepare(prepared, by_hand, {"opt_level": None, "parameters": {"2.*": {"weights": "master"}}})
+
+
+def test_an_optimizer_that_knows_other_names_is_told():
+    model = made()
+    with hmpx.activate({"opt_level": None, "parameters": {"0.*": {"weights": "split"}}}):
+        named = [(f"own.{name}", p) for name, p in model.named_parameters()]
+        with pytest.raises(hmpx.HmpxError, match=r"AdamW knows parameter '0\.weight' as 'own\.0\.weight'"):
+            optim.AdamW(named)

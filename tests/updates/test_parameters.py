@@ -1,0 +1,219 @@
+"""Rules for parameters: each is held as an optimizer of its own would hold it, and checkpoints go on with that."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.updates.optimizer_scope import scope_of
+
+BF16 = torch.bfloat16
+SHAPES = {"a.weight": (40, 130), "a.bias": (40,), "b.weight": (7, 5), "b.bias": (7,), "gate": ()}
+RULES = {
+    "a.*": {"weights": "split", "state_dtype": "8bit"},
+    "*.bias": {"weights": "master"},
+    "b.weight": {"state_dtype": BF16},
+    "gate": {"weights": "nearest"},
+}
+# What each parameter comes to, by hand: the last rule that fits, and FP32 state where that says nothing.
+BY_HAND = {
+    "a.weight": {"weights": "split", "state_dtype": "8bit"},
+    "a.bias": {"weights": "master"},
+    "b.weight": {"weights": "stochastic", "state_dtype": BF16},
+    "b.bias": {"weights": "master"},
+    "gate": {"weights": "nearest"},
+}
+MASTERS = {"a.weight", "a.bias", "b.bias"}
+
+
+class AcrossParameters(optim.Optimizer):
+    """SGD with momentum, of a class that hmpx does not know, which therefore steps on a whole copy."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.mul_(0.9).add_(p.grad)
+                    p.sub_(momentum, alpha=group["lr"])
+
+
+def made():
+    generator = torch.Generator().manual_seed(1)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(BF16)) for name, shape in SHAPES.items()}
+
+
+def train(params, optimizers, first=0, steps=3):
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(100 + step)
+        for p in params.values():
+            p.grad = torch.randn(p.shape, generator=generator).to(BF16)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def held(params, optimizers):
+    """Weights and state, by name."""
+    found = {name: p.detach().clone() for name, p in params.items()}
+    for name, p in params.items():
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(p, {}).items():
+                found[f"{name}.{key}"] = torch.as_tensor(value)
+    return found
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        assert value.dtype is other[key].dtype and torch.equal(value, other[key]), key
+
+
+@pytest.mark.parametrize(
+    "make, settings",
+    [
+        (lambda named: optim.AdamW(named, lr=1e-3), {}),
+        (lambda named: optim.AdamW(named, lr=1e-3), {"fused": True}),
+        (lambda named: optim.Adafactor(named, lr=1e-3), {}),
+        (lambda named: AcrossParameters(named, lr=1e-3), {}),
+    ],
+    ids=["sliced", "fused", "by parameter", "whole"],
+)
+def test_each_parameter_is_held_as_an_optimizer_of_its_own_would(make, settings):
+    params, others = made(), made()
+    optimizer = make(list(params.items()))
+    handle = hmpx.attach(optimizer, seed=5, parameters=RULES, **settings)
+    own = []
+    for name, p in others.items():
+        own.append(make([(name, p)]))
+        way = BY_HAND[name]
+        hmpx.attach(own[-1], seed=5, **way, **(settings if way["weights"] == "stochastic" else {}))
+    train(params, [optimizer])
+    train(others, own)
+    assert_same(held(params, [optimizer]), held(others, own))
+    if scope_of(optimizer) == "element":  # Adafactor's moments are smaller than a parameter
+        assert optimizer.state[params["a.weight"]]["hmpx_codes_exp_avg"].dtype is torch.uint8
+        assert optimizer.state[params["b.weight"]]["exp_avg"].dtype is BF16
+    handle.detach()
+
+
+def test_gradients_can_be_released():
+    params, others = made(), made()
+    optimizer, plain = optim.AdamW(list(params.items())), optim.AdamW(list(others.items()))
+    hmpx.attach(optimizer, parameters=RULES, release_gradients=True)
+    hmpx.attach(plain, parameters=RULES)
+    for held_by, stepping in ((params, optimizer), (others, plain)):
+        for step in range(2):
+            sum((p.float() * (i + step + 1)).square().sum() for i, p in enumerate(held_by.values())).backward()
+            stepping.step()
+            stepping.zero_grad()
+    assert_same(held(params, [optimizer]), held(others, [plain]))
+
+
+@pytest.mark.parametrize("copied", ["loaded", "deepcopy", "pickled"])
+def test_a_run_goes_on_as_if_nothing_had_been(copied):
+    params = made()
+    optimizer = optim.AdamW(list(params.items()), lr=1e-3)
+    handle = hmpx.attach(optimizer, parameters=RULES, use_master_weights_in_ckpt=True)
+    train(params, [optimizer])
+    if copied == "loaded":
+        saved, weights = optimizer.state_dict(), {name: p.detach().clone() for name, p in params.items()}
+        masters = {i for i, state in saved["state"].items() if "hmpx_master" in state}
+        assert {list(SHAPES)[i] for i in masters} == MASTERS
+        again = {name: nn.Parameter(weight) for name, weight in weights.items()}
+        resumed = optim.AdamW(list(again.items()), lr=1e-3)
+        hmpx.attach(resumed, parameters=RULES, use_master_weights_in_ckpt=True)
+        resumed.load_state_dict(copy.deepcopy(saved))
+    elif copied == "deepcopy":
+        again, resumed = copy.deepcopy((params, optimizer))
+    else:
+        file = io.BytesIO()
+        torch.save((params, optimizer), file)
+        file.seek(0)
+        again, resumed = torch.load(file, weights_only=False)
+    train(params, [optimizer], 3)
+    train(again, [resumed], 3)
+    assert_same(held(params, [optimizer]), held(again, [resumed]))
+    assert resumed._hmpx_attachment.settings == handle.settings
+
+
+def test_masters_of_a_checkpoint_go_to_those_that_have_some(caplog):
+    params = made()
+    optimizer = optim.SGD(list(params.items()), lr=1e-3)
+    hmpx.attach(optimizer, "master", use_master_weights_in_ckpt=True)
+    train(params, [optimizer])
+    saved = optimizer.state_dict()
+    hmpx.detach(optimizer)
+    hmpx.attach(optimizer, parameters=RULES, use_master_weights_in_ckpt=True)
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    assert "masters of 1 parameters are dropped: weights='stochastic'" in caplog.text  # b.weight
+    assert "masters of 1 parameters are dropped: weights='nearest'" in caplog.text  # gate
+    index = {name: i for i, name in enumerate(params)}
+    after = optimizer.state_dict()["state"]
+    for name in MASTERS:
+        assert torch.equal(after[index[name]]["hmpx_master"], saved["state"][index[name]]["hmpx_master"])
+
+
+def test_a_parameter_that_comes_later_gets_its_rule():
+    params = made()
+    late = {name: params.pop(name) for name in ("b.weight", "b.bias")}
+    optimizer = optim.AdamW(list(params.items()))
+    hmpx.attach(optimizer, parameters={"a.*": {"state_dtype": "8bit"}, "*.bias": {"state_dtype": BF16}})
+    train(params, [optimizer], steps=1)
+    optimizer.add_param_group({"params": list(late.items())})
+    train({**params, **late}, [optimizer], steps=1)
+    assert optimizer.state[late["b.bias"]]["exp_avg"].dtype is BF16
+    assert optimizer.state[late["b.weight"]]["exp_avg"].dtype is torch.float32
+
+
+def test_counted_updates_say_how_each_parameter_is_held():
+    params = made()
+    optimizer = optim.AdamW(list(params.items()), lr=1e-4)
+    updates = hmpx.attach(optimizer, parameters=RULES).updates()
+    train(params, [optimizer])
+    assert {row.name: row.weights for row in updates.rows} == {n: way["weights"] for n, way in BY_HAND.items()}
+    text = " ".join(str(updates).split())
+    for said in ("weights='stochastic' keeps them", "weights='split' loses none", "weights='nearest' loses them"):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        ({"a.bais": {"weights": "split"}}, "parameters: 'a.bais' is the name of no parameter; did you mean 'a.bias'"),
+        ({"a.*": {"weights": "masters"}}, "parameters: 'a.*': weights='masters' is none of .* did you mean 'master'"),
+        ({"a.*": {"state_dtype": "8bits"}}, "parameters: 'a.*': state_dtype='8bits' is none of .* did you mean '8bit'"),
+        ({"a.*": {"weight": "split"}}, "'weight' is none of weights, state_dtype; did you mean 'weights'"),
+        ({"a.*": "split"}, "'split' is no mapping of settings"),
+        ({3: {}}, "3 is no name of a parameter"),
+        (["a.*"], "not a mapping of parameters' names to settings"),
+    ],
+)
+def test_what_does_not_fit_is_said(rules, message):
+    params = made()
+    optimizer = optim.AdamW(list(params.items()))
+    with pytest.raises(hmpx.HmpxError, match=message):
+        hmpx.attach(optimizer, parameters=rules)
+    assert not hasattr(optimizer, "_hmpx_attachment")
+
+
+def test_names_by_position_are_said():
+    with pytest.raises(hmpx.HmpxError, match="the optimizer knows them by position: give it named_parameters"):
+        hmpx.attach(optim.AdamW(list(made().values())), parameters={"a.*": {"weights": "split"}})
+
+
+def test_the_order_of_rules_is_part_of_the_settings():
+    optimizer = optim.AdamW(list(made().items()))
+    rules = {"a.*": {"weights": "split"}, "*.bias": {"weights": "master"}}
+    handle = hmpx.attach(optimizer, parameters=rules)
+    assert hmpx.attach(optimizer, parameters=rules) is handle
+    with pytest.raises(hmpx.HmpxError, match="is in force"):
+        hmpx.attach(optimizer, parameters=dict(reversed(rules.items())))
