@@ -10,13 +10,19 @@ static inline float float_of(uint32_t bits) {
   return u.value;
 }
 
-/* The scale of a block, as BF16: a power of two, negative where a number is. */
-static inline uint16_t scale_of(const float *restrict x, int64_t count) {
-  uint32_t largest = 0, negative = 0;
+/* The bits of the largest magnitude of a block, inf and NaN included. */
+static inline uint32_t largest_of(const float *restrict x, int64_t count) {
+  uint32_t largest = 0;
   for (int64_t j = 0; j < count; j++) {
     uint32_t magnitude = bits_of(x[j]) & 0x7FFFFFFFu;
     largest = magnitude > largest ? magnitude : largest;
   }
+  return largest;
+}
+
+/* The scale of a block, as BF16: a power of two, negative where a number is. `largest`: of the block. */
+static inline uint16_t scale_of(const float *restrict x, int64_t count, uint32_t largest) {
+  uint32_t negative = 0;
   if (largest >= 0x7F800000u) { /* of the finite ones */
     largest = 0;
     for (int64_t j = 0; j < count; j++) {
@@ -30,36 +36,60 @@ static inline uint16_t scale_of(const float *restrict x, int64_t count) {
   return (uint16_t)(exponent << 7 | negative << 15);
 }
 
-static inline void encode_block(const float *restrict x, uint8_t *restrict codes, int64_t count, uint16_t scale,
-                                uint64_t key, uint64_t offset) {
-  Numbers numbers;
-  const uint16_t *restrict r = draw(&numbers, count, key, offset);
-  int32_t is_signed = scale >> 15, top = is_signed ? 7 : 15, zero = (127 - top) << 23;
+/* The loop of `encode_block`, which the compiler makes four of: each leaves out what its blocks do not have. */
+static inline __attribute__((always_inline)) void encode_as(const float *restrict x, uint8_t *restrict codes, int64_t count, uint16_t scale,
+                             const uint16_t *restrict r, const int is_signed, const int is_finite) {
+  int32_t top = is_signed ? 7 : 15, zero = (127 - top) << 23;
   float inverse = float_of((254u - (scale >> 7 & 0xFFu)) << 23), below = float_of((uint32_t)(top + 22 + 127) << 23);
   for (int64_t j = 0; j < count; j++) {
     uint32_t magnitude = bits_of(x[j]) & 0x7FFFFFFFu;
-    float y = (magnitude < 0x7F800000u ? float_of(magnitude) : 0.0f) * inverse, fixed = y * below;
+    float y = (is_finite || magnitude < 0x7F800000u ? float_of(magnitude) : 0.0f) * inverse, fixed = y * below;
     int32_t normal = (int32_t)bits_of(y) - zero;
     int32_t least = (int32_t)(fixed < 8388608.0f ? fixed : 8388608.0f);
     int32_t code = ((normal < 0x800000 ? least : normal) + (r[j] * 8 + 4)) >> 19;
-    code |= (code == 0) & (magnitude != 0) & !is_signed; /* no positive number becomes 0 */
+    if (!is_signed) code |= (code == 0) & (magnitude != 0); /* no positive number becomes 0 */
     code = code < top * 16 + 13 ? code : top * 16 + 13;
-    code = magnitude == 0x7F800000u ? top * 16 + 14 : magnitude > 0x7F800000u ? top * 16 + 15 : code;
+    if (!is_finite)
+      code = magnitude == 0x7F800000u ? top * 16 + 14 : magnitude > 0x7F800000u ? top * 16 + 15 : code;
     codes[j] = (uint8_t)(x[j] < 0.0f ? code + 0x80 : code);
   }
 }
 
-static inline void decode_block(const uint8_t *restrict codes, float *restrict x, int64_t count, uint16_t scale) {
-  int32_t is_signed = scale >> 15, top = is_signed ? 7 : 15, mask = is_signed ? 0x7F : 0xFF;
+/* r: the random numbers of the elements. largest: of the block. */
+static __attribute__((noinline)) void encode_block(const float *restrict x, uint8_t *restrict codes, int64_t count, uint16_t scale,
+                                const uint16_t *restrict r, uint32_t largest) {
+  int is_signed = scale >> 15, is_finite = largest < 0x7F800000u;
+  if (is_finite)
+    is_signed ? encode_as(x, codes, count, scale, r, 1, 1) : encode_as(x, codes, count, scale, r, 0, 1);
+  else
+    is_signed ? encode_as(x, codes, count, scale, r, 1, 0) : encode_as(x, codes, count, scale, r, 0, 0);
+}
+
+static inline __attribute__((always_inline)) void decode_as(const uint8_t *restrict codes, float *restrict x, int64_t count, uint16_t scale,
+                             const int is_signed, const int is_finite) {
+  int32_t top = is_signed ? 7 : 15, mask = is_signed ? 0x7F : 0xFF;
   uint32_t zero = (uint32_t)(127 - top) << 23;
   float factor = float_of((uint32_t)(scale & 0x7FFFu) << 16), least = float_of((uint32_t)(1 - top + 127) << 23);
   for (int64_t j = 0; j < count; j++) {
     int32_t magnitude = codes[j] & mask;
     uint32_t bits = ((uint32_t)magnitude << 19) + zero;
     float y = (magnitude < 16 ? float_of(bits + 0x800000u) - least : float_of(bits)) * factor;
-    y = magnitude == top * 16 + 14 ? INFINITY : magnitude == top * 16 + 15 ? NAN : y;
-    x[j] = is_signed && (codes[j] & 0x80) ? -y : y;
+    if (!is_finite) y = magnitude == top * 16 + 14 ? INFINITY : magnitude == top * 16 + 15 ? NAN : y;
+    x[j] = is_signed ? float_of(bits_of(y) | (uint32_t)(codes[j] & 0x80) << 24) : y;
   }
+}
+
+static __attribute__((noinline)) void decode_block(const uint8_t *restrict codes, float *restrict x, int64_t count, uint16_t scale) {
+  int is_signed = scale >> 15;
+  uint8_t mask = is_signed ? 0x7F : 0xFF, largest = 0;
+  for (int64_t j = 0; j < count; j++) {
+    uint8_t magnitude = codes[j] & mask;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  if (largest < (is_signed ? 7 : 15) * 16 + 14)
+    is_signed ? decode_as(codes, x, count, scale, 1, 1) : decode_as(codes, x, count, scale, 0, 1);
+  else
+    is_signed ? decode_as(codes, x, count, scale, 1, 0) : decode_as(codes, x, count, scale, 0, 0);
 }
 
 /* Goes through the blocks, or the held parts of them, of elements `start` ... `start + n - 1` of rows of `row`
@@ -83,8 +113,11 @@ void encode_8bit(const float *x, uint8_t *codes, uint16_t *scales, int64_t n, ui
                  int64_t width, int64_t stride, int64_t start, int64_t row, int64_t first, int64_t blocks, int given,
                  int threads) {
   FOR_EACH_CODED({
-    if (!given) scales[scale] = scale_of(x + at, count);
-    encode_block(x + at, codes + at, count, scales[scale], key, offset + at / width * stride + at % width);
+    Numbers numbers;
+    const uint16_t *r = draw(&numbers, count, key, offset + at / width * stride + at % width);
+    uint32_t largest = largest_of(x + at, count);
+    if (!given) scales[scale] = scale_of(x + at, count, largest);
+    encode_block(x + at, codes + at, count, scales[scale], r, largest);
   })
 }
 

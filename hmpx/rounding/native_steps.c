@@ -13,35 +13,56 @@ enum { ABSENT, FP32, BF16, CODED };
 typedef struct { uint64_t at, kind, name, scales; } Held;
 typedef struct { int64_t n, row; Held weight, grad, state[STATES]; } Stepped;
 
-/* row: 0 where a block begins every CODES elements, which saves divisions. */
-static inline uint16_t *scale_at(const Held *held, int64_t at, int64_t row) {
-  int64_t block = row ? at / row * ((row + CODES - 1) / CODES) + at % row / CODES : at / CODES;
-  return (uint16_t *)(uintptr_t)held->scales + block;
-}
+/* Goes through the blocks of codes of `count` elements from `at` on, which begins a block: BODY sees elements j ...
+   j + n - 1 and their scale. row: 0 where a block begins every CODES elements, which saves divisions. */
+#define FOR_EACH_SCALE(BODY)                                                                             \
+  int64_t first = row ? at / row * ((row + CODES - 1) / CODES) + at % row / CODES : at / CODES;          \
+  int64_t column = row ? at % row : 0;                                                                   \
+  uint16_t *scale = (uint16_t *)(uintptr_t)held->scales + first;                                         \
+  for (int64_t j = 0, n; j < count; j += n, scale++) {                                                   \
+    n = count - j < CODES ? count - j : CODES;                                                           \
+    if (row) {                                                                                           \
+      n = row - column < n ? row - column : n;                                                           \
+      column = column + n < row ? column + n : 0;                                                        \
+    }                                                                                                    \
+    BODY                                                                                                 \
+  }
 
-/* `count` elements in FP32: in their place, or copied into `room`. Where there are codes, `at` begins a block. */
+/* `count` elements in FP32: in their place, or copied into `room`. */
 static inline float *opened(const Held *held, int64_t at, int64_t count, int64_t row, float *restrict room) {
   if (held->kind == FP32) return (float *)(uintptr_t)held->at + at;
   if (held->kind == BF16) {
     const uint16_t *restrict from = (const uint16_t *)(uintptr_t)held->at + at;
     for (int64_t j = 0; j < count; j++) room[j] = from_bf16(from[j]);
   }
-  if (held->kind == CODED)
-    for (int64_t j = 0; j < count; j += CODES)
-      decode_block((const uint8_t *)(uintptr_t)held->at + at + j, room + j, count - j < CODES ? count - j : CODES,
-                   *scale_at(held, at + j, row));
+  if (held->kind == CODED) {
+    const uint8_t *codes = (const uint8_t *)(uintptr_t)held->at + at;
+    FOR_EACH_SCALE(decode_block(codes + j, room + j, n, *scale);)
+  }
   return room;
 }
 
 static inline void closed(const Held *held, int64_t at, int64_t count, int64_t row, const float *restrict room,
                           uint64_t key) {
   if (held->kind == BF16) round_block(room, (uint16_t *)(uintptr_t)held->at + at, count, key, (uint64_t)at);
-  if (held->kind == CODED)
-    for (int64_t j = 0; j < count; j += CODES) {
-      int64_t n = count - j < CODES ? count - j : CODES;
-      uint16_t scale = *scale_at(held, at + j, row) = scale_of(room + j, n);
-      encode_block(room + j, (uint8_t *)(uintptr_t)held->at + at + j, n, scale, key, (uint64_t)(at + j));
-    }
+  if (held->kind == CODED) {
+    uint8_t *codes = (uint8_t *)(uintptr_t)held->at + at;
+    Numbers numbers;
+    const uint16_t *r = draw(&numbers, count, key, (uint64_t)at);
+    FOR_EACH_SCALE({
+      uint32_t largest = largest_of(room + j, n);
+      *scale = scale_of(room + j, n, largest);
+      encode_block(room + j, codes + j, n, *scale, r + j, largest);
+    })
+  }
+}
+
+/* Asks for `count` elements that will be opened soon: the loops between two blocks load nothing, and hardware that
+   looks at what is loaded does not run far enough ahead. */
+static inline void fetched(const Held *held, int64_t at, int64_t count) {
+  static const int64_t sizes[] = {0, 4, 2, 1}; /* of an element, by kind */
+  const char *from = (const char *)(uintptr_t)held->at + at * sizes[held->kind];
+  for (int64_t byte = 0; byte < count * sizes[held->kind]; byte += 64) __builtin_prefetch(from + byte);
 }
 
 static inline int64_t rows_end(int64_t element, int64_t row, int64_t n) {
@@ -163,7 +184,14 @@ void step_list(int kernel, const Stepped *list, const float *scalars, int64_t co
       for (int64_t at = share.from, n; at < share.to; at += n) {
         float rooms[2 + STATES][BLOCK], *state[STATES];
         n = share.to - at < BLOCK ? share.to - at : BLOCK;
-        if (row && n > row - at % row) n = row - at % row;
+        if (row && row <= n)
+          n -= n % row; /* whole rows */
+        else if (row && n > row - at % row)
+          n = row - at % row;
+        int64_t next = at + n, ahead = share.to - next < BLOCK ? share.to - next : BLOCK;
+        fetched(&one->weight, next, ahead);
+        fetched(&one->grad, next, ahead);
+        for (int i = 0; i < STATES; i++) fetched(&one->state[i], next, ahead);
         float *weight = opened(&one->weight, at, n, row, rooms[0]), *grad = opened(&one->grad, at, n, row, rooms[1]);
         for (int i = 0; i < STATES; i++) state[i] = opened(&one->state[i], at, n, row, rooms[2 + i]);
         KERNELS[kernel](weight, grad, state[0], state[1], state[2], s, n);

@@ -12,8 +12,7 @@ Parameters that no kernel takes are stepped in slices:
 - where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
 - that rules hold in another way than "stochastic";
 - with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer;
-- with state in 8 bits: on CUDA, and rows of fewer than 64 elements, unless the parameter has one dimension. A row is
-  the last dimension, or the last few, as in `block_layout.py`.
+- with state in 8 bits, on CUDA.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch
 from torch import optim
 
 from hmpx.rounding import native, triton
-from hmpx.rounding.eight_bits import BLOCK
 from hmpx.rounding.keys import name_id
 from hmpx.updates.block_layout import Layout
 from hmpx.updates.fused_formulas import Formula, formula_of, is_scaled
@@ -154,10 +152,8 @@ def _in_kernel(state: dict, key: str) -> Tensor | native.Coded:
 
 
 def _has_blocks(p: Tensor, state: dict) -> bool:
-    """Whether a kernel can step a parameter whose state is in 8 bits: in C, in rows that are worth a call each."""
-    scales = [value for key, value in state.items() if key.startswith(SCALES)]
-    worth = Layout.of(p).rows.width >= BLOCK // 2 or p.dim() == 1
-    return p.is_cpu and worth and all(native.is_plain(each) for each in scales)
+    """Whether a kernel can step a parameter whose state is in 8 bits: those in C can."""
+    return p.is_cpu and all(native.is_plain(value) for key, value in state.items() if key.startswith(SCALES))
 
 
 def _kernels(p: Tensor) -> tuple[str, ...]:
