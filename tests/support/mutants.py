@@ -1,6 +1,6 @@
 """Change the package in one small place at a time, and see whether a test notices.
 
-    python -m tests.support.mutants --count 160 --seed 1
+    python -m tests.support.mutants --count 165 --seed 3 --jobs 2
 
 takes a seeded sample of the changes that plausible mistakes would be, at least one of each file: a condition turned
 round, a statement forgotten, a number one off, the last in the place of the first, `and` for `or`, a keyword left out.
@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import concurrent.futures
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -38,7 +40,6 @@ NEAR = ("tests/casts", "tests/updates", "tests/recipes", "tests/rounding", "test
 NEAR = (*NEAR, *(f"tests/test_{name}.py" for name in WHOLE.split()))
 SLOW = ("test_opinfo", "test_equivalence", "test_torch_features", "test_sharding", "test_replicas", "test_agreement")
 SLOW = (*SLOW, "test_distributed_checkpoints", "test_run", "test_compile", "test_composition", "test_layouts")
-SECONDS = 90  # of tests, for one mutant, by the CPU time they took while their calls were noted
 PATIENCE = 600  # seconds of the clock, after which the change is one that hangs
 
 SWAPS = {
@@ -221,7 +222,7 @@ def covering(folder: Path, keep: Path) -> dict[str, tuple[float, list]]:
     return json.loads(keep.read_text())
 
 
-def tests_of(mutant: Mutant, found: dict[str, tuple[float, list]]) -> list[str]:
+def tests_of(mutant: Mutant, found: dict[str, tuple[float, list]], seconds: float) -> list[str]:
     """Those that run the function of the mutant, or anything of its file where it is in none.
 
     One variant of each first, the quick ones before the others; then, as long as there is time, more variants.
@@ -230,6 +231,7 @@ def tests_of(mutant: Mutant, found: dict[str, tuple[float, list]]) -> list[str]:
     running = {t: s for t, (s, ran) in found.items() if meant in ran}
     if not running or mutant.function is None:
         running = {t: s for t, (s, ran) in found.items() if any(file == mutant.file for file, _ in ran)}
+    running = running or {t: s for t, (s, _) in found.items()}  # a file of constants
     variants: collections.Counter[str] = collections.Counter()
     turns = {}
     for test in sorted(running, key=running.__getitem__):
@@ -238,15 +240,24 @@ def tests_of(mutant: Mutant, found: dict[str, tuple[float, list]]) -> list[str]:
         variants[name] += 1
     chosen, spent = [], 0.0
     for test in sorted(turns, key=turns.__getitem__):
-        if spent + running[test] <= SECONDS:
+        if spent + running[test] <= seconds:
             spent += running[test]
             chosen.append(test)
     return chosen
 
 
-def outcome(mutant: Mutant, folder: Path, tests: list[str]) -> str:
-    if not tests:
-        return "survives"
+def copied(folder: Path) -> Path:
+    for name in ("hmpx", "tests", "oplists", "examples"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def outcome(mutant: Mutant, place: Path, tests: list[str]) -> str:
+    """In a copy of the checkout that belongs to this process."""
+    folder = place / str(os.getpid())
+    if not folder.exists():
+        copied(folder)
     path = folder / mutant.file
     source, times = path.read_text(), path.stat()
     path.write_text(mutant.applied(source))
@@ -263,6 +274,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=160)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--skip", type=int, default=0, help="the first ones of the sample")
+    parser.add_argument("--seconds", type=float, default=60, help="of tests, by the time they took under a tracer")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each of which wants a core of its own")
     parser.add_argument("--only", default="", help="a pattern that the names of files fit")
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "hmpx-mutants.json")
     options = parser.parse_args()
@@ -272,20 +285,18 @@ def main() -> None:
     files = [f"hmpx/{name}" for name in FILES]
     files += [str(p.relative_to(ROOT)) for road in ROADS for p in sorted((ROOT / "hmpx" / road).rglob("*.py"))]
     caught: dict[str, list[bool]] = collections.defaultdict(list)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        for name in ("hmpx", "tests", "oplists", "examples"):
-            shutil.copytree(ROOT / name, folder / name, symlinks=True)
-        shutil.copy(ROOT / "pyproject.toml", folder)
-        found = covering(folder, options.keep)
-        drawn = sample([file for file in files if re.search(options.only, file)], options.count, options.seed)
-        for mutant in drawn[options.skip :]:
-            tests = tests_of(mutant, found)
-            came_to = outcome(mutant, folder, tests)
-            caught[mutant.file].append(came_to != "survives")
-            print(f"{came_to:<8}  {mutant}  ({len(tests)} tests)", flush=True)
+    drawn = sample([file for file in files if re.search(options.only, file)], options.count, options.seed)
+    processes = concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork"))
+    with tempfile.TemporaryDirectory() as place, processes:
+        found = covering(copied(Path(place) / "covering"), options.keep)
+        tests = {mutant: tests_of(mutant, found, options.seconds) for mutant in drawn[options.skip :]}
+        running = {processes.submit(outcome, mutant, Path(place), tests[mutant]): mutant for mutant in tests}
+        for done in concurrent.futures.as_completed(running):
+            mutant = running[done]
+            caught[mutant.file].append(done.result() != "survives")
+            print(f"{done.result():<8}  {mutant}  ({len(tests[mutant])} tests)", flush=True)
     print("\n| file | mutants | caught |\n|---|---|---|")
-    for file, each in caught.items():
+    for file, each in sorted(caught.items()):
         print(f"| `{file.removeprefix('hmpx/')}` | {len(each)} | {sum(each)} |")
     everything = [one for each in caught.values() for one in each]
     print(f"| all | {len(everything)} | {sum(everything)} |")
