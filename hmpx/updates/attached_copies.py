@@ -29,6 +29,7 @@ def reduce(reference: Callable[[], Any], protocol: int) -> tuple:
     """An attached optimizer's `__reduce_ex__`; torch's own would hold state, groups and defaults alone."""
     optimizer = reference()
     attachment = attachment_of(optimizer)
+    attachment.cast_state_along()
     if step_count.stored(optimizer):
         step_count.keep(optimizer)
     added = {ATTRIBUTE, *attachment._added}

@@ -131,6 +131,7 @@ class Attachment:
 
     def detach_from(self, optimizer: Optimizer) -> None:
         """Detach, and make `optimizer` a plain one: this one's, or a copy that took every attribute along."""
+        self.cast_state_along()
         self._remove()
         end_unused_exchanges()
         self._updates.release_state(optimizer)
@@ -217,12 +218,19 @@ class Attachment:
         released.finish(gone)
         new = [p for p in now if p not in self._dtypes]
         cast = [p for p, dtype in self._dtypes.items() if p.dtype is not dtype]
-        for p in cast:
-            if self._dtypes[p] is torch.bfloat16:
-                self._updates.drop(self._alive, p)
+        self.cast_state_along()
+        for p in new + cast:
+            if p.dtype is not torch.bfloat16:
+                self._updates.stores.drop(p)
         self._dtypes.update((p, p.dtype) for p in new + cast)
         self._claim.add(new)
         self._claim.update(cast)
+
+    def cast_state_along(self) -> None:
+        """Let the state of parameters that are BF16 no more be that of plain steps, before somebody takes it."""
+        for p, dtype in self._dtypes.items():
+            if dtype is torch.bfloat16 and p.dtype is not dtype:
+                self._updates.cast_state_along(self._alive, p)
 
     def before_load(self, optimizer: Optimizer) -> None:
         """`optimizer.load_state_dict` is about to run."""

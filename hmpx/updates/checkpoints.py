@@ -16,7 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from hmpx.errors import HmpxError
 from hmpx.updates import step_count
 from hmpx.updates.held_state import check_codes, is_coded
+from hmpx.updates.interrupts import is_incomplete
 from hmpx.updates.names import parameters
+from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.sharding import is_sharded, local
 from hmpx.updates.segment import Segment
 from hmpx.updates.step import MASTER_KEY, WeightUpdates
@@ -73,6 +75,7 @@ class Checkpoints:
     def _saving(self, optimizer: Optimizer) -> None:
         """Before `state_dict`: let our hook run first, so that hooks of the user see the masters and may move them."""
         optimizer._optimizer_state_dict_post_hooks.move_to_end(self._saved_handle.id, last=False)
+        attachment_of(optimizer).cast_state_along()
         known = step_count.stored(optimizer)
         if known:
             step_count.keep(optimizer)
@@ -96,7 +99,7 @@ class Checkpoints:
     def _loading(self, optimizer: Optimizer, state_dict: dict) -> dict:
         steps = state_dict["param_groups"][0].get(STEP_KEY)
         self._stepped = bool(state_dict["state"] if steps is None else steps)
-        self._is_own = _is_present_state(optimizer, state_dict)
+        self._is_own = not is_incomplete(optimizer) and _is_present_state(optimizer, state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = dict(zip(ids, parameters(optimizer), strict=False))
         for i, values in state_dict["state"].items():

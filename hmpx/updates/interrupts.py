@@ -11,6 +11,7 @@ import signal
 import threading
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from torch.optim import Optimizer
 
@@ -18,6 +19,7 @@ from hmpx.errors import HmpxError
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+_incomplete: WeakSet[Optimizer] = WeakSet()
 
 
 class DeferredSignals:
@@ -67,12 +69,19 @@ def mark_incomplete(optimizer: Optimizer, step: int, stepped: list[str], error: 
     def refuse(*_: object) -> None:
         raise HmpxError(message)
 
-    def mend(_: Optimizer) -> None:
+    def mend(loaded: Optimizer) -> None:
+        _incomplete.discard(loaded)
         for handle in handles:
             handle.remove()
 
+    _incomplete.add(optimizer)
     handles = [
         optimizer.register_step_pre_hook(refuse),
         optimizer.register_state_dict_pre_hook(refuse),
         optimizer.register_load_state_dict_post_hook(mend),
     ]
+
+
+def is_incomplete(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is marked incomplete."""
+    return optimizer in _incomplete

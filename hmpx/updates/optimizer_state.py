@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from hmpx.updates.held_state import HeldCodes, entries, held, is_coded
+from hmpx.updates.held_state import HeldCodes, HeldTensor, entries, held, is_coded
 from hmpx.updates.ranks.sharding import is_sharded
 
 Tensor = torch.Tensor
@@ -98,7 +98,7 @@ def prepare_for_8_bits(optimizer: optim.Optimizer, others: Collection[Parameter]
 def _filled_again(optimizer: optim.Optimizer, group: dict, p: Parameter, key: str, dtype: torch.dtype) -> bool:
     """Whether a state value is what a constructor has filled with an option, and so was made anew in `dtype`."""
     state, option = optimizer.state[p], _filled_by(optimizer, key)
-    if option is None or state["step"] != 0:
+    if option is None or option not in group or state["step"] != 0:
         return False
     wrong = state[key].dtype
     state[key] = None  # frees its memory first; made again if there is none for the new tensor
@@ -143,15 +143,17 @@ def has_codes(optimizer: optim.Optimizer) -> bool:
 def cast_state_of(optimizer: optim.Optimizer, p: Parameter, held: Any) -> None:
     """Cast BF16 and 8-bit state of a parameter that is not BF16 any more to the parameter's dtype.
 
-    State is BF16 if it was `held` in BF16, or after plain steps and `detach`.
+    State is BF16 if it was `held` in BF16, after plain steps and `detach`, or before the first step.
     """
     state = optimizer.state.get(p)
     if isinstance(state, dict):
         _widen(state, p, p.dtype)
     if not isinstance(state, dict) or (held is torch.float32 and _is_own(optimizer, state)):
         return
+    group = next((group for group in optimizer.param_groups if any(p is q for q in group["params"])), {})
     for key, value in state.items():
-        state[key] = _cast(value, BF16, p.dtype)
+        if not (is_bf16(value) and _filled_again(optimizer, group, p, key, p.dtype)):
+            state[key] = _cast(value, BF16, p.dtype)
 
 
 def _widen(state: dict, p: Parameter, dtype: torch.dtype, name: str | int = "") -> None:
@@ -159,11 +161,15 @@ def _widen(state: dict, p: Parameter, dtype: torch.dtype, name: str | int = "") 
     if not is_coded(state):
         return
     seen = held(state, p, name)
-    state.clear()
     with torch.no_grad():
-        for key in list(seen):  # one after the other, for the sake of memory
-            value = seen.pop(key)
-            state[key] = value.whole().to(dtype) if isinstance(value, HeldCodes) else entries({key: value})[key]
+        try:
+            for key, value in seen.items():  # one after the other, for the sake of memory
+                if isinstance(value, HeldCodes):
+                    state.clear()
+                    seen[key] = HeldTensor(value.whole().to(dtype))
+        finally:  # if there was no memory for one of them, it is still in 8 bits
+            state.clear()
+            state.update(entries(seen))
 
 
 def _filled_by(optimizer: optim.Optimizer, key: str) -> str | None:

@@ -22,12 +22,21 @@ _warned = False
 
 
 def refuse_plain_steps(optimizer: Optimizer) -> None:
-    """After a step in a region or a load of state in 8 bits, refuse plain steps.
+    """After a step in a region or a load of state in 8 bits, refuse plain steps, and let checkpoints carry the number.
 
-    By a hook on the optimizer: hmpx may not be installed by then.
+    By hooks on the optimizer: hmpx may not be installed by then.
     """
     if optimizer not in _hooks and hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        _hooks[optimizer] = optimizer.register_step_pre_hook(_refuse)
+        _hooks[optimizer] = (
+            optimizer.register_step_pre_hook(_refuse),
+            optimizer.register_state_dict_pre_hook(_carry_number),
+        )
+
+
+def _carry_number(optimizer: Optimizer) -> None:
+    """The group that carried step number and seed may have been removed since the last step."""
+    if attachment_of(optimizer) is None and step_count.stored(optimizer):
+        step_count.keep(optimizer)
 
 
 def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -64,10 +73,10 @@ def refuse_codes(optimizer: Optimizer) -> None:
 
 def allow_plain_steps(optimizer: Optimizer) -> bool:
     """Take `refuse_plain_steps` back; whether there was something to take back."""
-    handle = _hooks.pop(optimizer, None)
-    if handle is not None:
+    handles = _hooks.pop(optimizer, ())
+    for handle in handles:
         handle.remove()
-    return handle is not None
+    return bool(handles)
 
 
 def warn_of_nearest(optimizer: Optimizer) -> None:

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class ShadowState:
-    """The state of one whole parameter, under the key of its shadow until `finish` or `undo`."""
+    """The state of one whole parameter, under the key of its shadow from `show` until `finish` or `undo`."""
 
     def __init__(
         self,
@@ -31,19 +31,23 @@ class ShadowState:
     ) -> None:
         self._optimizer, self._segment, self._shadow, self._write_back = optimizer, segment, shadow, write_back
         self._form = form_of(segment)
-        self._states = states = optimizer.state
-        self._before = states.pop(segment.param, None)
-        if self._before is None:
-            return
+        self._states, self._one_layout = optimizer.state, one_layout
+        self._before = self._states.get(segment.param)
         self._kept = {k: list(v) if isinstance(v, list) else v for k, v in _items(self._before)}
         self._versions = [(t, t._version) for _, value in _items(self._before) for t in _tensors(value)]
-        states[shadow] = self._shown(self._before, one_layout)
 
-    def _shown(self, before: Any, one_layout: bool) -> Any:
+    def show(self) -> None:
+        """Give the state to the shadow. If that raises, for want of memory, `undo` finds it where it was."""
+        if self._before is not None:
+            shown = self._shown(self._before)
+            self._states.pop(self._segment.param)
+            self._states[self._shadow] = shown
+
+    def _shown(self, before: Any) -> Any:
         """What the step sees; the same object if nothing has to be copied."""
         if not isinstance(before, dict):
             return before
-        form, like = self._form, self._shadow if one_layout else None
+        form, like = self._form, self._shadow if self._one_layout else None
         if form.as_left and not is_coded(before) and (like is None or _are_contiguous(like, *before.values())):
             return before
         seen = held(before, self._segment.param) if is_coded(before) else before
@@ -102,7 +106,7 @@ class GatheredShadowState(ShadowState):
     State of another shape than the parameter, such as factored moments, is whole on every rank, and the same.
     """
 
-    def _shown(self, before: Any, one_layout: bool) -> Any:
+    def _shown(self, before: Any) -> Any:
         return {key: _gathered(value) for key, value in held(before, self._segment.param).items()}
 
     @property

@@ -132,6 +132,7 @@ class SlicedStep:
                 if segment.start is None:
                     kind = GatheredShadowState if segment.is_gathered else ShadowState
                     whole.append(kind(self._optimizer, segment, shadow, self._write_back, self._by_memory))
+                    whole[-1].show()
                 else:
                     self._sliced[segment.param].show(segment, shadow)
             shown = [(segment.param, shadow) for segment, shadow in zip(batch, shadows, strict=True)]

@@ -171,9 +171,8 @@ class WeightUpdates:
             if count:
                 logger.warning("hmpx: masters of %d parameters, loaded before attach, are dropped: %s", count, why)
 
-    def drop(self, optimizer: Optimizer, p: Parameter) -> None:
-        """`p` is not BF16 any more: forget what is held beside it, and let its state be that of plain steps."""
-        self.stores.drop(p)
+    def cast_state_along(self, optimizer: Optimizer, p: Parameter) -> None:
+        """`p` is not BF16 any more: let its state be that of plain steps."""
         way = next((self.settings.way(name) for name, each in named(optimizer, self.names) if each is p), USUAL)
         optimizer_state.cast_state_of(optimizer, p, way.state_dtype)
 

@@ -11,6 +11,7 @@ import torch
 from hmpx.updates.rounding_key import Deferred, RoundingKey
 from hmpx.updates.update_counts import UpdateCounts, WatchedStore
 from hmpx.updates.weights import StepStore
+from hmpx.updates.write_counts import counted_writes
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,8 @@ class StepCall:
 
     def run(self) -> Any:
         """Call the method."""
-        return self.method(self.optimizer, *self.args, **self.kwargs)
+        with counted_writes():
+            return self.method(self.optimizer, *self.args, **self.kwargs)
 
     @property
     def closure(self) -> Callable | None:

@@ -95,6 +95,7 @@ class WholeStep:
         for member in self._members:
             for p, q in self._shadow.items():
                 self._states.append(ShadowState(member, self._segments[p], q, self._write_back, self._by_memory))
+                self._states[-1].show()
 
     def _refuse_bypass(self) -> None:
         """Raise if the step wrote to the BF16 weights: the optimizer then has a list of parameters of its own."""

@@ -144,6 +144,7 @@ class Reference:
         """
         numbers, calls = {"seed": self.seed(of_region), "step": self.count}, 0
         entries = self.held()
+        self.notice_casts()
         for entry, name in self.names().items():
             self._show(entry, only is None or entry in only)
             if entry.weight is not None:
@@ -187,9 +188,10 @@ class Reference:
     def _show(self, entry: Entry, with_grad: bool) -> None:
         state = self.optimizer.state.get(entry.q, {})
         with torch.no_grad():
-            if entry.weight is not None and self._is_filled(state):
-                state["sum"].fill_(self._fill(BF16 if self.settings.get("state_dtype") is BF16 else FP32))
-            elif entry.weight is not None and self.settings.get("state_dtype") is BF16:  # of a parameter that was FP32
+            narrow = entry.weight is not None and self.settings.get("state_dtype") is BF16
+            if self._is_filled(state):
+                state["sum"].fill_(self._fill(BF16 if narrow else FP32))
+            elif narrow:  # of a parameter that was FP32
                 state.update({key: v if isinstance(v, list) else _narrowed(v) for key, v in state.items()})
             entry.before = self.read(entry).clone()
             entry.q.copy_(entry.before)
@@ -280,7 +282,7 @@ class Reference:
         return {
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "weights": {entry.name: entry.seen.clone() for entry in self.entries},
-            "masters": [self.read(entry).clone() for entry in self.held()],
+            "masters": [None if entry.weight is None else self.read(entry).clone() for entry in self.held()],
             "numbers": (self.count, self.stored_seed),
         }
 
@@ -303,7 +305,7 @@ class Reference:
         if self.settings.get("use_master_weights_in_ckpt"):
             for entry, master in zip(self.held(), saved["masters"], strict=True):
                 if entry.weight is not None:
-                    entry.master, entry.loaded = master.clone(), True
+                    entry.master, entry.loaded = None if master is None else master.clone(), True
 
     def lay(self, entry: Entry, p: Tensor) -> None:
         """The parameter lies in another layout, in which an optimizer takes sums in another order."""
@@ -312,13 +314,21 @@ class Reference:
 
     @torch.no_grad()
     def cast(self, entry: Entry, dtype: torch.dtype) -> None:
-        """The model's parameter changes its dtype: BF16 starts without a master, FP32 goes on from what was seen."""
+        """The model's parameter changes its dtype, and goes on from what was seen."""
         x = entry.seen.float()
         entry.q.copy_(x)
-        entry.weight, entry.master = (x.to(BF16), None) if dtype is BF16 else (None, None)
+        entry.weight = x.to(BF16) if dtype is BF16 else None
         entry.grad_dtype = dtype
         if entry.grad is not None:
             entry.grad = entry.grad.to(dtype)
+
+    def notice_casts(self) -> None:
+        """An optimizer looks at its parameters: what is FP32 now starts without a master when it is BF16 again.
+
+        One that was FP32 in between, for an evaluation, has its master still: no value was changed.
+        """
+        for entry in self.held():
+            entry.master = None if entry.weight is None else entry.master
 
     @torch.no_grad()
     def write(self, entry: Entry, x: Tensor) -> None:

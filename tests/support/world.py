@@ -35,9 +35,9 @@ class World:
         self.averages: dict[str, Tensor] = {}
         self.aside: dict[str, Tensor] = {}  # weights while the averages stand in their place
         self.saved: list[tuple] = []
-        self.older: list[torch.optim.Optimizer] = []  # of the same parameters, before this one
+        self.older: list[tuple] = []  # optimizers of the same parameters before this one, with their settings
         self.schedulers: list | None = None
-        self.attached = self.stepped = False
+        self.attached = self.stepped = self.was_in_8_bits = False
         if setup.attach is not None:
             self.attach()
 
@@ -80,6 +80,7 @@ class World:
             more["model"], self.reference.given = self.model, {entry.name for entry in self.entries}
         hmpx.attach(self.optimizer, **self.settings, **more)
         self.attached = True
+        self.was_in_8_bits |= self.settings.get("state_dtype") == "8bit"
         self.adopted()
 
     def adopted(self) -> None:
@@ -99,6 +100,15 @@ class World:
         inside = always or not self.attached
         return hmpx.disable_casts(seed=seed) if inside else contextlib.nullcontext()
 
+    def step_copies(self, seed: int | None = None, closure: Callable | None = None) -> Any:
+        """`Reference.step`; one in a region without BF16 parameters is no step of hmpx's, and has no number."""
+        reference, plain = self.reference, not self.attached and all(entry.weight is None for entry in self.held)
+        numbers = reference.count, reference.stored_seed
+        loss = reference.step(seed, closure)
+        if plain:
+            reference.count, reference.stored_seed = numbers
+        return loss
+
     def set_grad(self, entry: Entry, grad: Tensor | None) -> None:
         """On both sides; `grad` in the layout that the parameter's shall have."""
         self[entry.name].grad = grad if grad is None else grad.to(entry.grad_dtype)
@@ -107,12 +117,12 @@ class World:
     def agrees(self, entry: Entry) -> bool:
         """Whether a weight is what it should be."""
         exact = not self.settings.get("fused")
-        return (_same if exact else _close)(self[entry.name].detach(), entry.seen)
+        return (same_bits if exact else _close)(self[entry.name].detach(), entry.seen)
 
     def check(self) -> None:
         """Raise `Different` if the sides disagree."""
         exact = not self.settings.get("fused")
-        agree = _same if exact else _close
+        agree = same_bits if exact else _close
         for entry in self.entries:
             p = self[entry.name]
             _demand(p.dtype is entry.seen.dtype, f"{entry.name} is {p.dtype}")
@@ -120,7 +130,7 @@ class World:
             _demand((p.grad is None) == (entry.grad is None), f"gradient {entry.name}", p.grad, entry.grad)
             if entry.grad is not None:
                 given, meant = p.grad.detach().to_dense().float(), entry.grad.to_dense().float()
-                _demand(_same(given, meant), f"gradient {entry.name}", given, meant)
+                _demand(same_bits(given, meant), f"gradient {entry.name}", given, meant)
         self._check_groups()
         self._check_state(agree)
         if not exact:
@@ -149,6 +159,8 @@ class World:
     def _check_state(self, agree: Callable) -> None:
         ours, theirs = self.optimizer.state, self.reference.optimizer.state
         real = {id(self[entry.name]) for entry in self.entries}
+        # What was rounded to -0 in 8 bits is 0 when it is rounded once more, and no weight depends on which it is.
+        agree_on = (lambda a, b: agree(a + 0.0, b + 0.0)) if self.was_in_8_bits else agree
         _demand(all(id(p) in real for p in ours), "state of something that is no parameter of the model")
         for entry in self.entries:
             given, meant = widened(ours.get(self[entry.name], {})), theirs.get(entry.q, {})
@@ -156,7 +168,7 @@ class World:
             if meant.get("step") == 0:  # what a constructor made, which the first step brings into its dtype
                 continue
             for key, value in meant.items():
-                _demand(_agree(given[key], value, agree), f"state {entry.name}.{key}", given[key], value)
+                _demand(_agree(given[key], value, agree_on), f"state {entry.name}.{key}", given[key], value)
 
     def _take_over(self) -> None:
         """What was computed in another order goes on from hmpx's numbers, so that each step is compared by itself."""
@@ -179,7 +191,7 @@ def _short(value: Any) -> str:
     return f"{value.flatten()[:6].tolist()} of {tuple(value.shape)}"
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """To the bit; NaN is NaN."""
     if a.shape != b.shape:
         return False
@@ -193,7 +205,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
     """Up to the order of operations: BF16 may round to the neighbour, in a few places."""
     if a.shape != b.shape or a.dtype not in (BF16, FP32):
         return False
-    if not a.numel() or _same(a, b):
+    if not a.numel() or same_bits(a, b):
         return True
     narrow = a.dtype is BF16
     off = a.float() != b.float()

@@ -238,6 +238,39 @@ def test_fused_grad_scaler_skips_are_not_counted():
     assert optimizer.param_groups[0]["hmpx_step"] == 1 and not same(weights(named), before)
 
 
+@pytest.mark.parametrize("then", ["pickle", "deepcopy", "save", "detach", "save, detach"])
+@pytest.mark.parametrize("way", ["stochastic", "split"])
+def test_whoever_takes_the_state_after_a_cast_takes_it_in_the_dtype_of_the_parameters(way, then):
+    """The same bits as of an optimizer that takes the next step at once."""
+    runs = []
+    for seen_by_a_step in (True, False):
+        named = parameters(sizes=((8, 6), (5,)))
+        idle = "idle", parameter(3)  # whose state stays what the constructor makes of it
+        optimizer = optim.Adagrad([*named, idle], lr=0.1, initial_accumulator_value=0.1)
+        hmpx.attach(optimizer, way, state_dtype=BF16)
+        train(named, optimizer, 0, 2)
+        for _, p in (*named, idle):
+            p.grad, p.data = None, p.data.float()
+        if seen_by_a_step:
+            optimizer.step()
+        if then == "save":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif "detach" in then:
+            saved = copy.deepcopy(optimizer.state_dict()) if "save" in then else None
+            hmpx.detach(optimizer)
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+        else:
+            both = named, optimizer
+            named, optimizer = copy.deepcopy(both) if then == "deepcopy" else pickle.loads(pickle.dumps(both))
+        state = [value for of in optimizer.state.values() for value in of.values()]
+        assert {value.dtype for value in state} == {torch.float32}
+        assert any(torch.equal(value, torch.full((3,), 0.1)) for value in state)
+        train(named, optimizer, 2, 4)
+        runs.append(weights(named))
+    assert same(*runs)
+
+
 def test_a_parameter_that_is_cast_to_fp32_takes_bf16_state_of_earlier_along():
     named = parameters()
     optimizer = optim.AdamW(named, lr=1e-2)

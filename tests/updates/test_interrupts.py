@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -10,10 +11,13 @@ import signal
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx.updates import sliced_step, step_hooks
+from hmpx.updates.held_state import HeldCodes
 from hmpx.updates.weights import WAYS
+from tests.support.eight_bits import widened
 from tests.support.training import parameters, same, set_gradients, train, weights
 
 BF16 = torch.bfloat16
@@ -187,6 +191,99 @@ def test_a_whole_step_that_fails_gives_its_state_back_or_says_that_it_cannot(in_
         optimizer.load_state_dict(saved)
     optimizer.step()
     assert p.tolist() == [-3.0] * 4  # 1 of the first step, and a mean of 2
+
+
+class LooksAtOps(TorchDispatchMode):
+    """As a counter of FLOPs does; has no memory for the operation of this name, the second time."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.calls = name, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func.name() == self.name
+        if self.calls == 2:
+            raise torch.OutOfMemoryError()
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_error_is_told_where_a_mode_hides_the_writes_of_foreach_kernels():
+    named = parameters(sizes=((7,), (7,)))
+    optimizer = optim.SGD([{"params": [each]} for each in named], lr=0.1, momentum=0.9, foreach=True)
+    hmpx.attach(optimizer)
+    train(named, optimizer, 0, 1)
+    set_gradients(named, 1)
+    with LooksAtOps("aten::_foreach_mul_.Scalar"), pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    with pytest.raises(hmpx.HmpxError, match="step 1 of SGD was interrupted by OutOfMemoryError"):
+        optimizer.state_dict()
+
+
+@contextlib.contextmanager
+def room_for(tensors, monkeypatch):
+    """No more of state in 8 bits can be seen in FP32."""
+    whole, calls = HeldCodes.whole, []
+
+    def until_full(self):
+        calls.append(self)
+        if len(calls) > tensors:
+            raise torch.OutOfMemoryError()
+        return whole(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldCodes, "whole", until_full)
+        yield
+
+
+@pytest.mark.parametrize("cls", [optim.SparseAdam, optim.Adam])
+def test_lack_of_memory_for_what_a_step_sees_of_state_in_8_bits_loses_no_state(cls, monkeypatch):
+    named = parameters(sizes=((8, 6), (5, 7)))
+    optimizer = cls(named, lr=0.1)
+    hmpx.attach(optimizer, state_dtype="8bit")
+    for _, p in named:
+        p.grad = torch.ones_like(p).to_sparse() if cls is optim.SparseAdam else torch.ones_like(p)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    with room_for(2, monkeypatch), pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    after = optimizer.state_dict()["state"]
+    assert after.keys() == before.keys() and all(str(after[i]) == str(before[i]) for i in before)
+
+
+def test_lack_of_memory_for_wider_state_leaves_what_there_is(monkeypatch):
+    named = parameters(sizes=((8, 6),))
+    optimizer = optim.Adam(named, lr=0.1)
+    hmpx.attach(optimizer, state_dtype="8bit")
+    train(named, optimizer, 0, 1)
+    state = optimizer.state[named[0][1]]
+    expected = widened(state)
+    with room_for(1, monkeypatch), pytest.raises(torch.OutOfMemoryError):
+        hmpx.detach(optimizer)
+    after = widened(state)
+    assert after.keys() == expected.keys() and all(torch.equal(after[key].float(), expected[key]) for key in after)
+
+
+@pytest.mark.parametrize("way", ["master", "split", "split8"])
+def test_a_load_after_an_incomplete_step_takes_no_masters_of_that_step(way, meddled):
+    """The checkpoint is that of before the first step, as the state still is: none is made before the last slice."""
+    cell, runs = meddled(optim.ASGD), []
+    for at in (2, None):
+        p = nn.Parameter(torch.linspace(-1, 1, 300).bfloat16())
+        before, optimizer = p.detach().clone(), optim.ASGD([("w", p)], lr=1e-4)  # most weights stay as they are
+        hmpx.attach(optimizer, way)
+        saved = copy.deepcopy(optimizer.state_dict())
+        if at is not None:
+            cell.arm(at, out_of_memory, False)
+            with pytest.raises(MemoryError):
+                stepped([p], optimizer)
+            cell.arm(None, None, False)
+            p.detach().copy_(before)
+            optimizer.load_state_dict(saved)
+        runs.append([])
+        for _ in range(10):
+            stepped([p], optimizer)
+            runs[-1].append(p.detach().clone())
+    assert same(*runs)
 
 
 def test_lack_of_memory_before_the_first_step_leaves_what_a_constructor_made():
