@@ -140,6 +140,7 @@ OPTIMIZERS: dict[type, dict[str, list]] = {
 }
 CLASSES = {cls.__name__: cls for cls in OPTIMIZERS}
 BY_ELEMENT = list(OPTIMIZERS)[:11]
+BY_PARTS = list(OPTIMIZERS)[:13]  # hmpx steps each parameter of these alone, all parameters of any other at once
 IN_ONE_KERNEL = (optim.Adam, optim.AdamW, optim.SGD)  # of hmpx: `attach(fused=True)`
 
 SHAPES = {
@@ -267,7 +268,7 @@ def random_attach(draw: random.Random, cls: type) -> dict[str, Any]:
         attach["use_fp32_grad_acc"] = True
     if draw.random() < 0.6 and attach["weights"] in ("master", "split", "split8"):
         attach["use_master_weights_in_ckpt"] = True
-    if draw.random() < 0.25 and cls in [*BY_ELEMENT, optim.Adafactor, optim.Muon]:
+    if draw.random() < 0.25 and cls in BY_PARTS:
         attach["release_gradients"] = True
     in_kernel = cls in IN_ONE_KERNEL and attach["weights"] == "stochastic" and attach.get("state_dtype") != "8bit"
     if draw.random() < 0.4 and in_kernel:

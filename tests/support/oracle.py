@@ -26,7 +26,7 @@ from torch import nn
 import hmpx
 from tests.support.eight_bits import in_8_bits
 from tests.support.eight_bits import numbers as drawn
-from tests.support.models import BF16, FP32, Setup, made_optimizer
+from tests.support.models import BF16, BY_PARTS, FP32, Setup, made_optimizer
 
 Tensor = torch.Tensor
 SCALARS = ("step", "mu_product", "eta", "mu", "H_diag", "t")  # of torch's optimizers: these are no moments
@@ -230,7 +230,9 @@ class Reference:
             return
         self._round_state(entry, name, numbers)
         x = entry.q.detach()
-        if not entry.stepped and torch.equal(x, entry.before):
+        # A tie in a master from a checkpoint, which may have been rounded to even, is rounded again by a step of all.
+        at_once = entry.loaded and type(self.optimizer) not in BY_PARTS
+        if not entry.stepped and torch.equal(x, entry.before) and not at_once:
             return
         if self.way == "stochastic":
             entry.weight = hmpx.stochastic_round(x, **numbers, name=name)

@@ -72,7 +72,12 @@ def pick(choices: list, which: int) -> Any:
 
 def followed(w: World) -> list[Entry]:
     """Parameters whose gradients have a known dtype: one that was taken out keeps FP32 until that is noticed."""
-    return w.held if w.settings.get("use_fp32_grad_acc") else w.entries
+    return w.held if any_in_fp32(w) else w.entries
+
+
+def any_in_fp32(w: World) -> bool:
+    """Whether an attachment, or an older one of the same parameters, accumulates gradients in FP32."""
+    return any(settings.get("use_fp32_grad_acc") for settings in (w.settings, *(of for _, of in w.older)))
 
 
 def is_expanded(w: World, entry: Entry) -> bool:
@@ -582,7 +587,7 @@ def pop_group(w: World, which: int) -> None:
     which %= len(groups)
     need(which or "first group" not in OFF)
     staying = [entry for group in order(w)[:which] + order(w)[which + 1 :] for entry in group]
-    for entry in w.held if w.settings.get("use_fp32_grad_acc") else ():
+    for entry in w.held if any_in_fp32(w) else ():
         if entry.name not in staying:
             w.set_grad(entry, None)
     for optimizer in (w.optimizer, w.reference.optimizer):
