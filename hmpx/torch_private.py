@@ -101,6 +101,7 @@ NAMES: tuple[Private, ...] = (
     Private("torch.optim.Optimizer.profile_hook_step", "torch's wrapper around every step, in which ours stands"),
     Private("torch.optim.Optimizer._process_value_according_to_param_policy", "a load keeps FP32 state FP32"),
     Private("torch.optim.Optimizer()._optimizer_step_pre_hooks", "whether Optimizer.__init__ has run"),
+    Private("torch.optim.Optimizer()._optimizer_state_dict_pre_hooks", "whether a checkpoint can be told the step"),
     Private("torch.optim.Optimizer()._optimizer_state_dict_post_hooks", "the user's hooks see the masters"),
     Private("torch.optim.Optimizer()._optimizer_load_state_dict_pre_hooks", "the user's hooks run before ours"),
     Private("torch._foreach_copy_", "copies many small tensors in one call"),

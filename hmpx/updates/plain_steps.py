@@ -27,10 +27,9 @@ def refuse_plain_steps(optimizer: Optimizer) -> None:
     By hooks on the optimizer: hmpx may not be installed by then.
     """
     if optimizer not in _hooks and hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        _hooks[optimizer] = (
-            optimizer.register_step_pre_hook(_refuse),
-            optimizer.register_state_dict_pre_hook(_carry_number),
-        )
+        _hooks[optimizer] = [optimizer.register_step_pre_hook(_refuse)]
+        if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # not every class that wraps another has these
+            _hooks[optimizer].append(optimizer.register_state_dict_pre_hook(_carry_number))
 
 
 def _carry_number(optimizer: Optimizer) -> None:
