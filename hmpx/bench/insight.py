@@ -16,7 +16,7 @@ from hmpx.casts.ops import catalog
 from hmpx.insight.comparing.compare import compare
 from hmpx.insight.recording.record import record
 
-_BATCHES = 2, 8  # that compare runs through: the difference is what a batch takes, the rest what it takes to begin
+_BATCHES = 4, 12  # that compare runs through: the difference is what a batch takes, the rest what it takes to begin
 _STEP = "step"
 
 
@@ -25,7 +25,8 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
 
     ``off``: after `record` has been used, as long as nothing records; ``changed`` counts the entry points of torch that
     run other code then than before, and is to be 0. ``record``: while it records. ``compare``: each batch of `compare`,
-    also beside a step in FP32, which two of its three runs are; ``begin``: what a call takes besides.
+    also beside a step in FP32, which two of its three runs are, the runs of single ops included; ``begin``: what a call
+    takes besides. All calls have the same data; ``runs`` counts how often each batch is run.
     """
     rows = []
     for name in models:
@@ -39,11 +40,11 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
             "record": (lambda: _recording(device), works),
         }
         times = {way: taken[_STEP] for way, taken in measure.median_times_in(ways, repeat, device).items()}
-        begin, times["compare"] = _compared(subject, max(1, repeat // 5), device)
+        begin, times["compare"], runs = _compared(subject, max(1, repeat // 5), device)
         figures = {"hmpx ms": 1e3 * times["hmpx"], "torch ms": 1e3 * times["torch"], "begin ms": 1e3 * begin}
         figures |= {f"{way}/hmpx": times[way] / times["hmpx"] for way in ("off", "record", "compare")}
         figures["compare/torch"] = times["compare"] / times["torch"]
-        rows.append(measure.Row(name, figures | {"changed": _changed(device)}))
+        rows.append(measure.Row(name, figures | {"runs": runs, "changed": _changed(device)}))
     return measure.Bench(f"A step that is looked at, autocast's lists, {measure.where(device)}", rows)
 
 
@@ -61,21 +62,25 @@ def _recording(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _compared(subject: Subject, repeat: int, device: torch.device) -> tuple[float, float]:
-    """Seconds that a call of `compare` takes to begin with, and for each batch."""
+def _compared(subject: Subject, repeat: int, device: torch.device) -> tuple[float, float, float]:
+    """Seconds that a call of `compare` takes to begin with, and for each batch; and how often each batch is run."""
 
     def loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(inputs), targets)
 
-    def compared(number: int) -> None:
-        compare(subject.model, [(torch.randn_like(subject.inputs), subject.targets) for _ in range(number)], loss)
-
     few, many = _BATCHES
+    torch.manual_seed(0)
+    batches = [(torch.randn_like(subject.inputs), subject.targets) for _ in range(many)]
+
+    def compared(number: int) -> int:
+        return compare(subject.model, batches[:number], loss).passes
+
     with peers.hmpx(device):
         calls: dict[str, Callable[[], object]] = {"few": lambda: compared(few), "many": lambda: compared(many)}
         times = measure.best_times(calls, repeat, device)
+        runs = compared(many) / many
     batch = (times["many"] - times["few"]) / (many - few)
-    return times["few"] - few * batch, batch
+    return times["few"] - few * batch, batch, runs
 
 
 def _changed(device: torch.device) -> int:

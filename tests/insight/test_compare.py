@@ -55,6 +55,7 @@ def test_a_cast_that_was_left_in_by_hand_is_named():
     worst = found.worst(1)[0]
     assert (worst.op, worst.where) == ("to", line_of(position_left_in_bf16, "sin(")), str(found)
     assert worst.reason == "cast by hand" and worst.dtypes == "float32 -> bfloat16"
+    assert worst.measured and "without gradients" in worst.note  # none goes into a position
 
 
 def test_a_loss_on_bf16_logits_is_named():
@@ -73,6 +74,7 @@ def test_two_ops_that_each_break_it_are_both_named():
     assert {row.op for row in found.broken} == {"softmax", "cumsum"} == {row.op for row in found.worst(2)}
     assert "2 ops each break it alone" in str(found)
     assert all(row.measured for row in found.broken)
+    assert found.passes == 3 * 4 + 1 + 4  # three runs a batch, one to see that it repeats, and as many as batches
 
 
 def test_a_mask_that_overflows_is_named_with_what_to_write_instead():
@@ -80,6 +82,7 @@ def test_a_mask_that_overflows_is_named_with_what_to_write_instead():
     first = found.first_nonfinite
     assert (first.op, first.where, first.phase) == ("mul", line_of(Masked.forward, "mask ="), "forward")
     assert first.mended is True and "torch.finfo(x.dtype).min" in first.note and found.worst(1) == [first]
+    assert "and bfloat16 ends at 3.39e+38" in first.note
 
 
 def test_a_backward_that_overflows_while_the_forward_is_fine():

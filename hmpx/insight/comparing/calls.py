@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.casts.observing import Point, Run, Seen
-from hmpx.insight.comparing.difference import Difference
+from hmpx.insight.comparing.difference import Difference, Distance
 from hmpx.insight.tensors import LOW, Tensor
 
 Number = tuple[int, int]  # the batch, and which call of its site it is in there
@@ -55,9 +55,9 @@ class Compared:
     reason: str = ""
     dtypes: str = ""
     calls: dict[Number, Call] = field(default_factory=dict)
-    deltas: dict[Number, list[Tensor]] = field(default_factory=dict)
+    deltas: dict[Number, list[Tensor | None]] = field(default_factory=dict)
     alone: Difference = field(default_factory=Difference)
-    accumulated: Difference = field(default_factory=Difference)
+    accumulated: Distance = field(default_factory=Distance)
     loss_change: list[float] = field(default_factory=list)
     shifted: list[float] = field(default_factory=list)
     differentiable: bool = True

@@ -11,23 +11,21 @@ from typing import Any
 import torch
 
 from hmpx import observation
+from hmpx.casts.observing import unobserved
 from hmpx.casts.policy import Policy
-from hmpx.insight.comparing import noise
+from hmpx.insight.comparing import noise, trials
 from hmpx.insight.comparing.backward import Backward
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.comparison import Comparison
 from hmpx.insight.comparing.lists import lists_meant, rules_meant
 from hmpx.insight.comparing.passes import Alone, Low, Mended, Shifted, Wide
-from hmpx.insight.comparing.row import BROKEN, Row
-from hmpx.insight.comparing.rows import mask_note, row_of, sums
+from hmpx.insight.comparing.row import Row
+from hmpx.insight.comparing.rows import mask_note, projected, row_of, sums
 from hmpx.insight.comparing.sites import Pass, Sites
 from hmpx.insight.comparing.subject import Loss, Subject
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import Tensor
 from hmpx.recipes.recipe import Recipe
-
-SUSPECT = 0.03  # an estimate of a row's gradient error from which on it is measured
-TRIED = 8  # how many rows are measured at most
 
 
 def compare(
@@ -41,8 +39,9 @@ def compare(
 
     Each batch is run three times, forward and backward: under the lists; in FP32, where each op is also computed alone
     as under the lists; and in FP32 again at slightly shifted weights. That takes two more sets of activations: the
-    results under the lists, and the errors of the ops. Of what looks broken, up to eight ops are then measured alone,
-    by a run for each and batch.
+    results under the lists, and the errors of the ops. Where something looks broken, or runs without gradients, up to
+    eight ops are then measured alone, each in the batches in which it looks worst: in all by as many runs as there are
+    batches, or four.
 
     The model is as it was afterwards: parameters, gradients, buffers, random number generators. Random ops draw the
     same numbers in all runs. Compiled functions run eagerly.
@@ -84,6 +83,7 @@ class _Comparing:
         self._shifts = noise.shifts(subject.parameters, self._h) if subject.parameters else []
         self._losses: list[tuple[float, float]] = []  # in FP32, and under the lists
         self._exact: list[list[Tensor]] = []  # FP32 gradients, by batch
+        self._errors: list[float] = []  # squared, of the gradients under the lists, by batch
         self._passes = 0
 
     def run(self) -> Comparison:
@@ -91,8 +91,7 @@ class _Comparing:
             self._compare(number, batch)
         rows = {site: row_of(site, self._noise, self._h) for site in self._sites.compared()}
         producer = self._producer()
-        for site in self._suspects(rows):
-            rows[site] = self._measured(site, rows[site])
+        self._try_out(rows)
         first = None
         if producer is not None:
             first = rows[producer[0]] = self._explained(*producer, rows[producer[0]])
@@ -129,7 +128,8 @@ class _Comparing:
         if number == 0:
             self._check_same(exact, batch)
         if self._shifts:
-            self._noise.add(gradients, low_gradients)
+            with unobserved():
+                self._errors.append(self._noise.add(gradients, low_gradients))
             self._exact.append(gradients)
             sites.forget_results()
             shifted = Shifted(sites)
@@ -141,27 +141,25 @@ class _Comparing:
         again, _ = self._observed(Wide(self._sites, compare=False), self._subject.wide, batch, False)
         self._subject.check_repeats(exact, again)
 
-    def _suspects(self, rows: Mapping[Compared, Row]) -> list[Compared]:
-        """Sites that look broken, and those of which nothing is known because autograd does not see them."""
+    def _try_out(self, rows: dict[Compared, Row]) -> None:
+        """Put what runs of single ops say into the rows that need it."""
         if not self._shifts or self._noise.batches < 2:
-            return []
-        looks = {site: row.gradient_error if site.differentiable else math.inf for site, row in rows.items()}
-        if self._noise.error >= BROKEN and not any(look >= BROKEN for look in looks.values()):
-            found = [site for site, row in rows.items() if row.error]  # whatever the estimates say, it is somewhere
-        else:
-            found = [site for site, look in looks.items() if look >= SUSPECT and rows[site].error]
-        return sorted(found, key=lambda site: -looks[site])[:TRIED]
+            return
+        tried = [
+            trials.Trial(site, trials.worst_batches(projected(site, self._h), self._errors))
+            for site in trials.suspects(rows, self._noise)
+        ]
+        trials.make(tried, rows, self._noise, self._alone)
+        for trial in tried:
+            rows[trial.site] = trial.row(rows[trial.site], self._noise)
 
-    def _measured(self, site: Compared, row: Row) -> Row:
-        """A row with what runs of all batches say in which this op alone runs under the lists."""
-        alone, changes = noise.Noise(), []
-        for number, batch in enumerate(self._subject.batches):
-            self._sites.batch = number
-            loss, gradients = self._observed(Alone(self._sites, {site}), self._subject.wide, batch)
-            alone.add(self._exact[number], gradients)
-            changes.append(loss - self._losses[number][0])
-        change = math.sqrt(sum(change * change for change in changes) / len(changes))
-        return replace(row, loss_change=change, gradient_error=alone.error, gradient_bias=alone.bias, measured=True)
+    def _alone(self, site: Compared, number: int) -> tuple[float, list[Tensor]]:
+        """What a site alone changes in a batch: the loss and the gradients."""
+        self._sites.batch = number
+        loss, gradients = self._observed(Alone(self._sites, {site}), self._subject.wide, self._subject.batches[number])
+        with unobserved():
+            errors = [low - exact for low, exact in zip(gradients, self._exact[number], strict=True)]
+        return loss - self._losses[number][0], errors
 
     def _producer(self) -> tuple[Compared, str, int] | None:
         """The site where something first is not finite that is finite in FP32; the pass, and the batch."""

@@ -58,7 +58,7 @@ def _cast(value: Any, dtypes: Iterator[torch.dtype]) -> Any:
         if not value.dtype.is_floating_point:
             return value
         dtype = next(dtypes, value.dtype)
-        return value if dtype is value.dtype else value.to(dtype)
+        return value if dtype is value.dtype else METHODS[dtype](value) if dtype in METHODS else value.to(dtype)
     if isinstance(value, list | tuple):
         items = [_cast(item, dtypes) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -39,8 +39,8 @@ class Noise:
         self._wrong: list[bool] = []
         self.batches = 0
 
-    def add(self, exact: Sequence[Tensor], low: Sequence[Tensor]) -> None:
-        """The gradients of one batch, in FP32 and under the lists."""
+    def add(self, exact: Sequence[Tensor], low: Sequence[Tensor]) -> float:
+        """The gradients of one batch, in FP32 and under the lists. Returns the squared norm of their difference."""
         errors = [b - a for a, b in zip(exact, low, strict=True)]
         if not self._sum:
             self._sum, self._error_sum = [torch.zeros_like(g) for g in exact], [torch.zeros_like(g) for g in exact]
@@ -52,6 +52,7 @@ class Noise:
         self._errors += error
         self._wrong.append(math.isfinite(whole) and not math.isfinite(error))
         self.batches += 1
+        return error
 
     def state(self) -> dict[str, Any]:
         """What `of` makes another of."""

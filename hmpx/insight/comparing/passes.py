@@ -8,7 +8,6 @@ it is the other way round.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -21,7 +20,8 @@ from hmpx.conversion import installed
 from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked, Call, Compared, Number
 from hmpx.insight.comparing.computing import as_listed, in_fp32, of_rounded_inputs, widened
-from hmpx.insight.comparing.difference import Difference
+from hmpx.insight.comparing.difference import Difference, in_full, square
+from hmpx.insight.comparing.scores import furthest, score_in_backward
 from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.tensors import LOW, Tensor, floating, name
@@ -128,16 +128,17 @@ class Wide(Low):
         result = in_fp32(asked)
         results = floating((result,))
         with torch.no_grad():
+            wholes = [square(in_full(each)) for each in results] if kept.results else []
             if not again:
-                self._accumulate(asked.site, kept, results)
-            deltas = None if beside is None else self._measure(asked, kept, beside, results, again)
+                self._accumulate(asked.site, kept, results, wholes)
+            deltas = None if beside is None else self._measure(asked, kept, beside, results, wholes, again)
         if deltas is not None:
             asked.site.deltas[number] = deltas
-            _score_in_backward(asked.site.loss_change, asked, results, deltas)
-            if not torch.is_grad_enabled():
-                asked.site.differentiable = False
-            elif again:
+            score_in_backward(asked.site.loss_change, asked, results, deltas)
+            if again and torch.is_grad_enabled():
                 asked.site.differentiable = True  # a checkpoint runs twice, first without gradients
+            elif not any(each.requires_grad for each in results):
+                asked.site.differentiable = False
         return result
 
     @staticmethod
@@ -162,20 +163,28 @@ class Wide(Low):
         kept: Call,
         beside: tuple[list[Tensor], list[Tensor] | None],
         results: list[Tensor],
+        wholes: list[float],
         again: bool,
-    ) -> list[Tensor]:
+    ) -> list[Tensor | None]:
+        """The errors of the results; None where there is none, for `relu` say."""
         low, exact = beside
         difference = Difference() if again else asked.site.alone
         unit = None
         if self._sites.batch == 0:  # of one batch, for it takes as long as all the rest
             unit = next((dtype for dtype in (*(each.dtype for each in low), *kept.dtypes) if dtype in LOW), None)
-        return [difference.add(a, b, unit) for a, b in zip(low, exact or results, strict=False)]
+        deltas: list[Tensor | None] = []
+        for a, b, whole in zip(low, exact or results, [None] * len(low) if exact else wholes, strict=False):
+            before = difference.error
+            delta = difference.add(a, b, whole)
+            difference.note_largest(delta, b, unit)
+            deltas.append(delta if difference.error > before else None)
+        return deltas
 
-    def _accumulate(self, site: Compared, kept: Call, results: list[Tensor]) -> None:
-        for low, exact in zip(kept.results, results, strict=False):
+    def _accumulate(self, site: Compared, kept: Call, results: list[Tensor], wholes: list[float]) -> None:
+        for low, exact, whole in zip(kept.results, results, wholes, strict=False):
             before = site.accumulated.nonfinite
             if low.shape == exact.shape:
-                site.accumulated.add(low, exact)
+                site.accumulated.add(low, exact, whole)
             if site.accumulated.nonfinite > before:
                 site.first_wrong = site.first_wrong or (self._sites.batch, kept.order)
                 wrong = ~torch.isfinite(low) & torch.isfinite(exact)
@@ -191,17 +200,17 @@ class Shifted(Wide):
         self._written = False  # whether a result may have been written to afterwards
 
     def wanted(self) -> list[Tensor] | None:
-        """The tensors whose gradients are looked at, so that none need be computed for weights; None for all there are.
+        """Tensors down to which the gradients are looked at, so that none need be computed for weights; None for all.
 
         Of a tensor that was written to since, autograd would give another gradient.
         """
-        return None if self._written else self._scored
+        return None if self._written else furthest(self._scored)
 
     def _result(self, asked: Asked, kept: Call, number: Number, again: bool) -> Any:
         result = in_fp32(asked)
         self._written = self._written or asked.point.in_place
         deltas = asked.site.deltas.get(number, [])
-        self._scored += _score_in_backward(asked.site.shifted, asked, floating((result,)), deltas)
+        self._scored += score_in_backward(asked.site.shifted, asked, floating((result,)), deltas)
         return result
 
 
@@ -227,25 +236,6 @@ def _describe(asked: Asked, seen: Seen, kept: Call) -> None:
     site.dtypes = " -> ".join(word for i, word in enumerate(words) if word and (i == 0 or word != words[i - 1]))
     site.rule = str(asked.point.rule) if asked.point.rule is not None and seen.casting else ""
     site.reason = reason_of_call(asked.point, seen, conversion.policy_here) if conversion else ""
-
-
-def _score_in_backward(scores: list[float], asked: Asked, results: list[Tensor], deltas: list[Tensor]) -> list[Tensor]:
-    """Let the backward pass add up what errors in the results of a call do to the loss, to first order.
-
-    Returns the results that have a gradient.
-    """
-    found = []
-    for result, delta in zip(results, deltas, strict=False):
-        handed_on = not asked.point.in_place and any(result is arg for arg in asked.args)
-        if result.requires_grad and not handed_on:
-            result.register_hook(functools.partial(_score, scores, delta))
-            found.append(result)
-    return found
-
-
-def _score(scores: list[float], delta: Tensor, gradient: Tensor) -> None:
-    with unobserved(), torch.no_grad():
-        scores[-1] += float(torch.dot(gradient.float().reshape(-1), delta.reshape(-1)))
 
 
 def _draw_again(kept: Call) -> None:

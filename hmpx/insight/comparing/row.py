@@ -27,8 +27,9 @@ class Row:
         loss_change: what the error of the op alone does to the loss, to first order: root mean square over batches.
         gradient_error: what it does to the gradients of the parameters, in units of the noise between batches.
         gradient_bias: the part that batches do not average out, in units of the noise of their mean.
-        measured: whether loss_change and gradient_error come from runs with this op alone in low precision. Else they
-            are estimates, the second right within a factor of two or so.
+        measured: whether loss_change and gradient_error come from runs with this op alone in low precision, of a batch
+            or more, those in which it looks worst first. Else they are estimates, the second right within a factor of
+            two or so.
         nonfinite: results that are not finite under the lists, and finite in FP32. phase: "forward" or "backward",
             where that begins. mended: whether FP32 at this op alone keeps everything finite; None where it was not
             tried.

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from hmpx.insight.comparing.calls import Compared
-from hmpx.insight.comparing.difference import Difference
+from hmpx.insight.comparing.difference import Difference, Distance
 from hmpx.insight.comparing.noise import Noise, biased_square, by_direction, mean_square
 from hmpx.insight.comparing.row import Row
 from hmpx.insight.tensors import LOW, name
@@ -26,7 +26,7 @@ def row_of(site: Compared, noise: Noise, h: float) -> Row:
         return row
     if not site.differentiable:
         return replace(row, note="runs without gradients: what it does to the loss is seen in a run of its own only")
-    return replace(row, **_effects(site.loss_change, _projected(site, h), noise))
+    return replace(row, **_effects(site.loss_change, projected(site, h), noise))
 
 
 def sums(rows: Mapping[Compared, Row], group: Callable[[Compared], Row], noise: Noise, h: float) -> tuple[Row, ...]:
@@ -38,7 +38,7 @@ def sums(rows: Mapping[Compared, Row], group: Callable[[Compared], Row], noise: 
 
 
 def _sum(head: Row, rows: Mapping[Compared, Row], noise: Noise, h: float) -> Row:
-    alone, accumulated = Difference(), Difference()
+    alone, accumulated = Difference(), Distance()
     for site in rows:
         alone.merge(site.alone)
         accumulated.merge(site.accumulated)
@@ -46,8 +46,8 @@ def _sum(head: Row, rows: Mapping[Compared, Row], noise: Noise, h: float) -> Row
     if not noise.batches:
         return head
     changes = [sum(scores) for scores in zip(*(site.loss_change for site in rows), strict=True)]
-    projected = [sum(scores) for scores in zip(*(_projected(site, h) for site in rows), strict=True)]
-    head = replace(head, **_effects(changes, projected, noise))
+    along = [sum(scores) for scores in zip(*(projected(site, h) for site in rows), strict=True)]
+    head = replace(head, **_effects(changes, along, noise))
     measured = [row for row in rows.values() if row.measured or row.phase]
     if not measured:
         return head
@@ -56,7 +56,7 @@ def _sum(head: Row, rows: Mapping[Compared, Row], noise: Noise, h: float) -> Row
     return replace(head, **{key: getattr(worst, key) for key in keys})
 
 
-def _measures(alone: Difference, accumulated: Difference) -> dict:
+def _measures(alone: Difference, accumulated: Distance) -> dict:
     # A constant that a program takes from the dtype, as for masks, is that of FP32 where the op is computed alone: what
     # overflows there alone says nothing.
     overflows = bool(accumulated.nonfinite)
@@ -70,23 +70,23 @@ def _measures(alone: Difference, accumulated: Difference) -> dict:
     }
 
 
-def _projected(site: Compared, h: float) -> list[float]:
-    """v . e_b by batch."""
+def projected(site: Compared, h: float) -> list[float]:
+    """v . e_b of one site, by batch."""
     return [(shifted - here) / h for here, shifted in zip(site.loss_change, site.shifted, strict=True)]
 
 
-def _effects(changes: list[float], projected: list[float], noise: Noise) -> dict:
+def _effects(changes: list[float], along: list[float], noise: Noise) -> dict:
     return {
         "loss_change": math.sqrt(mean_square(changes)),
-        "gradient_error": noise.in_noise(mean_square(projected)),
-        "gradient_bias": noise.in_noise(biased_square(by_direction(projected), len(projected))),
+        "gradient_error": noise.in_noise(mean_square(along)),
+        "gradient_bias": noise.in_noise(biased_square(by_direction(along), len(along))),
     }
 
 
 def mask_note(site: Compared) -> str:
     """What a value has to do with it that FP32 holds and the low dtype does not: that of a mask, most of the time."""
     for dtype, largest in _LARGEST.items():
-        if name(dtype) in site.dtypes and site.largest >= largest * (1 - 2**-9):
+        if name(dtype) in site.dtypes.split() and site.largest >= largest * (1 - 2**-9):
             return (
                 f"FP32 has {site.largest:.4g} there, and {name(dtype)} ends at {largest:.4g}: if this is a mask, "
                 "fill it with torch.finfo(x.dtype).min"

@@ -78,9 +78,10 @@ class Subject:
             `also` gives.
         """
         with contextlib.ExitStack() as undo:
-            for p, step in zip(self.parameters, shift, strict=True):
-                undo.callback(setattr, p, "data", p.data)
-                p.data = p.data.float() + step
+            with unobserved():
+                for p, step in zip(self.parameters, shift, strict=True):
+                    undo.callback(setattr, p, "data", p.data)
+                    p.data = p.data.float() + step
             self.wide(batch, True, wanted, also)
 
     def wide(

@@ -13,7 +13,7 @@ from hmpx.casts.observing import Seen
 from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked
 from hmpx.insight.comparing.computing import in_fp32
-from hmpx.insight.comparing.difference import Difference
+from hmpx.insight.comparing.difference import Distance
 from hmpx.insight.tensors import LOW, Tensor, floating
 
 
@@ -56,7 +56,7 @@ def rounded(asked: Asked) -> Rounded | None:
         exact = floating((in_fp32(asked),))
         generators.set_state(drawn)
         beside = floating((in_fp32(asked.with_arguments(seen.args, seen.kwargs)),))
-    whole = Difference()
+    whole = Distance()
     for low, other in zip(floating((seen.result,)), exact, strict=False):
         whole.add(low, other)
     results = [difference(a, b) for a, b in zip(floating((seen.result,)), beside, strict=False)]
@@ -157,7 +157,7 @@ def _itself(tensor: Tensor) -> Tensor:
 def difference(low: Tensor, exact: Tensor) -> Tensor:
     """In FP32, with zeros where it is not finite."""
     with torch.no_grad():
-        return Difference().add(low, exact)
+        return Distance().add(low, exact)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
