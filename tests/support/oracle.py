@@ -146,9 +146,8 @@ class Reference:
         entries = self.held()
         self.notice_casts()
         for entry, name in self.names().items():
+            self.adopt(entry, name, numbers)
             self._show(entry, only is None or entry in only)
-            if entry.weight is not None:
-                self._to_8_bits(entry, name + ".{}.moved", numbers)
 
         def evaluate() -> Any:
             nonlocal calls
@@ -179,20 +178,36 @@ class Reference:
 
     def overflow(self) -> None:
         """A step of a fused optimizer that a GradScaler has told to change nothing: it makes empty state."""
-        for entry in self.held():
+        for entry, name in self.names().items():
+            self.adopt(entry, name, {"seed": self.seed(), "step": self.count})
             self._show(entry, True)
         self.optimizer.found_inf, self.optimizer.grad_scale = torch.ones(()), None
         self.optimizer.step()
         del self.optimizer.found_inf, self.optimizer.grad_scale
 
-    def _show(self, entry: Entry, with_grad: bool) -> None:
+    @torch.no_grad()
+    def adopt(self, entry: Entry, name: str, numbers: dict) -> None:
+        """Bring state that is held in another form, of a parameter that was FP32, into the one of the settings."""
         state = self.optimizer.state.get(entry.q, {})
+        narrow = entry.weight is not None and self.settings.get("state_dtype") is BF16
+        if self._is_filled(state):
+            state["sum"].fill_(self._fill(BF16 if narrow else FP32))
+        elif narrow:
+            state.update({key: v if isinstance(v, list) else _narrowed(v) for key, v in state.items()})
+        if entry.weight is not None:
+            self._to_8_bits(entry, name + ".{}.moved", numbers)
+
+    def adopt_early(self, entry: Entry, name: str, shown: dict[str, Any]) -> None:
+        """A step that failed may have done this to a part of the state; the next one would do just the same."""
+        state = self.optimizer.state.get(entry.q, {})
+        before = copy.deepcopy(dict(state))
+        self.adopt(entry, name, {"seed": self.seed(), "step": self.count})
+        for key, value in before.items():
+            if isinstance(value, Tensor) and not (key in shown and torch.equal(state[key], shown[key].float())):
+                state[key] = value
+
+    def _show(self, entry: Entry, with_grad: bool) -> None:
         with torch.no_grad():
-            narrow = entry.weight is not None and self.settings.get("state_dtype") is BF16
-            if self._is_filled(state):
-                state["sum"].fill_(self._fill(BF16 if narrow else FP32))
-            elif narrow:  # of a parameter that was FP32
-                state.update({key: v if isinstance(v, list) else _narrowed(v) for key, v in state.items()})
             entry.before = self.read(entry).clone()
             entry.q.copy_(entry.before)
         entry.stepped = False

@@ -22,6 +22,7 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
+from tests.support.eight_bits import widened
 from tests.support.models import BF16, FP32, OFF, SharpnessAware, laid_out, make, random_attach, random_spec, values
 from tests.support.oracle import Entry, Stopped, TorchRefuses
 from tests.support.world import Different, World, same_bits
@@ -389,10 +390,16 @@ def interrupted_step(w: World, at: int, signalled: bool) -> None:
         except hmpx.HmpxError:
             none_or_told(w)
             return
+        adopt_early(w)
         with contextlib.suppress(Different):
             w.check()
             return
     w.reference.step()
+
+
+def adopt_early(w: World) -> None:
+    for entry, name in w.reference.names().items():
+        w.reference.adopt_early(entry, name, widened(w.optimizer.state.get(w[entry.name], {})))
 
 
 def none_or_told(w: World) -> None:
@@ -405,6 +412,7 @@ def none_or_told(w: World) -> None:
         except hmpx.HmpxError:
             told += 1
     if not told:
+        adopt_early(w)
         return
     if told == 1:
         raise Different("the optimizer steps on where it cannot be saved")
