@@ -1,7 +1,8 @@
 """The fast wrapper of an op whose layout is known: a plain Python function with the op's own leading parameters.
 
-It is written out as source. Ordinary tensors get one `type` and one `dtype` look each; everything else (a subclass, a
-missing argument, a list, a sparse tensor) goes back to the definition, `rules.cast_arguments`.
+It is written out as source. Ordinary tensors get one look at their `type` and `dtype` each, and those to be cast one at
+their layout; everything else (a subclass, a missing argument, a list, a sparse tensor) goes back to the definition,
+`rules.cast_arguments`.
 
 The wrapper of `torch.matmul` in the bf16 list, in full (`_run` computes the op, `_original` is what stood in its place
 before, `_off` is empty while every thread casts, `_target` is torch.bfloat16):
@@ -10,27 +11,25 @@ before, `_off` is empty while every thread casts, `_target` is torch.bfloat16):
         _off, _casts_off = _switch.off, _switch.casts_off
 
         def matmul(input=_missing, other=_missing, *args, **kwargs):
-            if not (_off or kwargs):
-                try:
-                    _dtype = input.dtype
-                    _right = _dtype is _target and other.dtype is _target
-                except AttributeError:
-                    _right = False
-                if _right:
-                    return _run(input, other, *args) if args else _run(input, other)
             if type(input) in _plain and type(other) in _plain:
+                input_dtype = input.dtype
+                other_dtype = other.dtype
+                if input_dtype is _target and other_dtype is _target and not (_off or kwargs):
+                    return _run(input, other, *args) if args else _run(input, other)
                 if _off and _casts_off() or kwargs and _is_stated(kwargs):
                     return _original(input, other, *args, **kwargs)
-                if input.dtype is _target or input.dtype not in _eligible:
+                if input_dtype is _target or input_dtype not in _eligible:
                     input_cast = input
                 elif input.layout is _strided and not input.is_nested:
-                    input_cast = _cast_tensor(input, _target) if _caches else _to_target(input)
+                    keep = _caches and type(input) is _Parameter
+                    input_cast = _cast_weight(input, _target, _to_target) if keep else _to_target(input)
                 else:
                     return _unusual(_original, _run, _switch, _rule, _layout, (input, other,), args, kwargs)
-                if other.dtype is _target or other.dtype not in _eligible:
+                if other_dtype is _target or other_dtype not in _eligible:
                     other_cast = other
                 elif other.layout is _strided and not other.is_nested:
-                    other_cast = _cast_tensor(other, _target) if _caches else _to_target(other)
+                    keep = _caches and type(other) is _Parameter
+                    other_cast = _cast_weight(other, _target, _to_target) if keep else _to_target(other)
                 else:
                     return _unusual(_original, _run, _switch, _rule, _layout, (input, other,), args, kwargs)
                 if args or kwargs:
@@ -65,12 +64,11 @@ from hmpx.casts.rules import (
     call,
     call_cast,
     cast,
-    cast_tensor,
     has_dtype,
     is_explicit,
     is_stated,
 )
-from hmpx.casts.weight_cache import open_caches
+from hmpx.casts.weight_cache import cast_weight, open_caches
 
 # Where torch's compiler spells ops out in other ops, which are no calls of the user's.
 COMPILER = tuple(
@@ -160,17 +158,19 @@ def make(_original, _run, _switch):
     _off, _casts_off = _switch.off, _switch.casts_off
 
     def {function}({signature}, *args, **kwargs):
-        if not (_off or kwargs{dtypes}){present}{ordinary}:
-            try:
-                _dtype = {first}
-                _right = {right}
-            except AttributeError:
-                _right = False
-            if _right:
+        if {plain}{present}:
+"""
+_DTYPE = """\
+            {p}_dtype = {p}.dtype
+"""
+_DTYPE_OR_NONE = """\
+            {p}_dtype = {absent} if {p} is None else {p}.dtype
+"""
+_RIGHT = """\
+            if {right} and not (_off or kwargs{dtypes}):
                 return _run({names}, *args) if args else _run({names})
 """
 _LOOK = """\
-        if {plain}{present}:
             if _off and _casts_off() or kwargs and _is_stated(kwargs){dtypes}:
                 return _original({names}, *args, **kwargs)
 """
@@ -179,16 +179,14 @@ _LEAVE = """\
                 return _run({names}, *args, **kwargs)
 """
 _CAST = """\
-            if {p}.dtype is _target or {p}.dtype not in _eligible:
+            if {p}_dtype is _target or {p}_dtype not in _eligible:
                 {p}_cast = {p}
             elif {p}.layout is _strided and not {p}.is_nested:
-                {p}_cast = _cast_tensor({p}, _target) if _caches else _to_target({p})
+                keep = _caches and type({p}) is _Parameter
+                {p}_cast = _cast_weight({p}, _target, _to_target) if keep else _to_target({p})
             else:
                 return _unusual(_original, _run, _switch, _rule, _layout, ({names},), args, kwargs)
 """
-_CAST_OPTIONAL = """\
-            if {p} is None or {p}.dtype is _target or {p}.dtype not in _eligible:
-""" + _CAST.partition("\n")[2]
 _CAST_CALL = """\
             if args or kwargs:
                 kwargs = {{key: _cast(value, _target) for key, value in kwargs.items()}}
@@ -205,27 +203,9 @@ def _default(p: Argument) -> str:
     return "_missing" if p.required else "None" if p.default is None else f"_default_of_{p.name}"
 
 
-def _test(p: Argument, test: str) -> str:
-    """A test on an argument, if it is there."""
-    return f"({p.name} is None or {test})" if p.optional else test
-
-
-def _first_is_right(target: torch.dtype | None, kept: bool) -> list[str]:
-    """The test on the dtype of the first tensor: the list's, if a list names the op; else any that may be cast.
-
-    In the latter case the others are compared with the first, and eligibility matters only beside statistics.
-    """
-    return ["_dtype is _target"] if target is not None else ["_dtype in _eligible"] if kept else []
-
-
 @functools.cache
-def make_wrapper(
-    layout: Layout, rule: Rule, function: str, found_by_torch: bool
-) -> Callable[[Callable, Callable, Switch], Callable]:
-    """What makes the wrapper named `function` for one layout and rule, out of the op, what runs it, and a switch.
-
-    found_by_torch: where torch looks a function up for a tensor subclass, it finds the wrapper.
-    """
+def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callable, Callable, Switch], Callable]:
+    """What makes the wrapper named `function` for one layout and rule, out of the op, what runs it, and a switch."""
     parameters = (*(layout.lead or ()), *layout.tail)
     tensors = [p for p in parameters if p.tensor]
     fields = {
@@ -237,25 +217,30 @@ def make_wrapper(
         "dtypes": " or args and _has_dtype(args)" if layout.dtype_positional else "",
         "casts": ", ".join(f"{p.name}_cast" if p.tensor else p.name for p in parameters),
     }
-    fields["ordinary"] = f" and {fields['plain']}" if found_by_torch else ""
-    target, first = TARGETS.get(rule), f"{tensors[0].name}.dtype"
-    fields["first"] = first
-    wanted = "_dtype" if target is None else "_target"
+    target, first = TARGETS.get(rule), f"{tensors[0].name}_dtype"
+    wanted = first if target is None else "_target"
     kept = {parameters[i] for i in (*layout.statistics, *layout.beside)}
-    # Statistics of FP32, and what is beside them, are right whatever the input is.
-    right = [_test(p, f"{p.name}.dtype is {'_float32' if p in kept else wanted}") for p in tensors[1:]]
+    # Statistics of FP32, and what is beside them, are right whatever the input is; so is what is not there.
+    right_dtypes = {p: "_float32" if p in kept else wanted for p in tensors}
+    right = [f"{p.name}_dtype is {dtype}" for p, dtype in right_dtypes.items() if dtype != f"{p.name}_dtype"]
+    if target is None and kept:
+        right.insert(0, f"{first} in _eligible")
     if layout.beside:  # a bias without a weight gets one
         weight, bias = (parameters[i].name for i in layout.beside)
         right.append(f"({bias} is None or {weight} is not None)")
-    fields["right"] = " and ".join([*_first_is_right(target, bool(kept)), *right]) or "True"
-    if kept:
-        body = ""
-    elif target is None:
-        same = [_test(p, f"({p.name}.dtype is {first} or {p.name}.dtype not in _eligible)") for p in tensors]
-        body = _LOOK.format(**fields) + _LEAVE.format(same=" and ".join(same), **fields)
-    else:
-        casts = [(_CAST_OPTIONAL if p.optional else _CAST).format(p=p.name, **fields) for p in tensors]
-        body = _LOOK.format(**fields) + "".join(casts) + _CAST_CALL.format(**fields)
+    fields["right"] = " and ".join(right) or "True"
+    body = ""
+    for p, dtype in right_dtypes.items():
+        absent = "None" if dtype == f"{p.name}_dtype" else dtype
+        body += (_DTYPE_OR_NONE if p.optional else _DTYPE).format(p=p.name, absent=absent)
+    body += _RIGHT.format(**fields)
+    if not kept:
+        body += _LOOK.format(**fields)
+        if target is None:
+            same = [f"({p.name}_dtype is {first} or {p.name}_dtype not in _eligible)" for p in tensors[1:]]
+            body += _LEAVE.format(same=" and ".join(same) or "True", **fields)
+        else:
+            body += "".join(_CAST.format(p=p.name, **fields) for p in tensors) + _CAST_CALL.format(**fields)
     source = _HEAD.format(**fields) + body + _TAIL.format(**fields)
     namespace: dict[str, Any] = {
         "_missing": _MISSING,
@@ -270,7 +255,8 @@ def make_wrapper(
         "_strided": torch.strided,
         "_caches": open_caches,
         "_cast": cast,
-        "_cast_tensor": cast_tensor,
+        "_cast_weight": cast_weight,
+        "_Parameter": torch.nn.Parameter,
         "_unusual": _unusual,
         "_is_stated": is_stated,
         "_has_dtype": has_dtype,

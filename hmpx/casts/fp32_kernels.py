@@ -30,7 +30,7 @@ from hmpx.casts import dynamo, op_facts
 from hmpx.casts.kept_tensors import Keeper
 from hmpx.casts.policy import LOW_RULES, Rule
 from hmpx.casts.rules import ELIGIBLE, METHODS, PLAIN, TARGETS, call, is_stated
-from hmpx.casts.weight_cache import open_caches, widen_weight
+from hmpx.casts.weight_cache import current, open_caches
 from hmpx.errors import HmpxError, did_you_mean
 
 Tensor = torch.Tensor
@@ -38,7 +38,7 @@ KernelsAsked = Literal["auto", "native", "float32"]
 KERNELS: tuple[KernelsAsked, ...] = ("auto", "native", "float32")
 GAINING = "matrix products, convolutions, attention, recurrences"  # `op_facts.FP32_KERNELS` in words
 VARIABLE = "HMPX_KERNELS"  # what "auto" means, where a person knows better
-_to_float = METHODS[torch.float32]
+_to_float, _float32, _strided = METHODS[torch.float32], torch.float32, torch.strided
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,21 @@ def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) ->
     """`op`; with its arguments in FP32, and its result rounded to what they are of, if that is one of `dtypes`."""
 
     def computed(*args: Any, **kwargs: Any) -> Any:
-        low = _dtype_of((*args, *kwargs.values()) if kwargs else args)
-        if low not in dtypes or (kwargs and is_stated(kwargs)):
+        if kwargs and is_stated(kwargs):
             return call(op, args, kwargs)
+        widen = _widening()
         pairs: list[tuple[Tensor, Tensor]] = []
-        args = tuple([_widened(value, low, pairs) for value in args])
-        if kwargs:
-            kwargs = {key: _widened(value, low, pairs) for key, value in kwargs.items()}
+        wide_args = _widened(args, dtypes, widen, pairs)
+        wide_values = _widened(kwargs.values(), dtypes, widen, pairs) if kwargs else []
+        if not pairs or wide_args is None or wide_values is None:
+            return call(op, args, kwargs)
+        wide_kwargs = dict(zip(kwargs, wide_values, strict=True)) if kwargs else kwargs
+        low = pairs[0][1].dtype
         if not _is_kept(pairs):
-            return _narrowed(op(*args, **kwargs), low)
+            return _narrowed(op(*wide_args, **wide_kwargs) if kwargs else op(*wide_args), low)
         keeper = Keeper()
         with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
-            wide = op(*args, **kwargs)
+            wide = op(*wide_args, **wide_kwargs)
         result = _narrowed(wide, low)
         keeper.narrow(low, [*pairs, *zip(_tensors(wide), _tensors(result), strict=True)], round_all)
         return result
@@ -134,51 +137,51 @@ def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) ->
     return computed
 
 
-def _dtype_of(values: Iterable[Any]) -> torch.dtype | None:
-    """The dtype of the floating tensors in `values`, in lists and tuples too; None where FP32 kernels do not fit."""
-    low = None
+def _widening() -> Callable[[Tensor], Tensor]:
+    """What brings a tensor to FP32, here: the compiler's op, what looks for a cast that is kept, or torch's method."""
+    if is_dynamo_compiling():
+        return torch.ops.hmpx.widen
+    cache = current() if open_caches else None
+    return _to_float if cache is None else cache.widen
+
+
+def _widened(
+    values: Iterable[Any], dtypes: frozenset[torch.dtype], widen: Callable[[Tensor], Tensor], pairs: list
+) -> list[Any] | None:
+    """`values` with their floating tensors in FP32, in lists and tuples too; None where FP32 kernels do not fit.
+
+    They fit where these tensors are ordinary ones of a CPU, all of the same of the `dtypes`. `pairs` get each new
+    tensor and what it was made of.
+    """
+    low = pairs[0][1].dtype if pairs else None
+    found = []
     for value in values:
         kind = type(value)
         if kind in PLAIN:
             dtype = value.dtype
-            if dtype not in ELIGIBLE:
-                continue
-            if not value.is_cpu or value.layout is not torch.strided or value.is_nested:
-                return None
+            if dtype in ELIGIBLE:
+                if dtype is not low and (low is not None or dtype not in dtypes):
+                    return None
+                if not value.is_cpu or value.layout is not _strided or value.is_nested:
+                    return None
+                wide, low = widen(value), dtype
+                pairs.append((wide, value))
+                value = wide
         elif kind is list or kind is tuple:
-            if not any(isinstance(item, Tensor) for item in value):
-                continue
-            dtype = _dtype_of(value)
+            if any(isinstance(item, Tensor) for item in value):
+                items = _widened(value, dtypes, widen, pairs)
+                if items is None:
+                    return None
+                value, low = kind(items), pairs[0][1].dtype if pairs else None
         elif isinstance(value, Tensor):
             return None
-        else:
-            continue
-        if dtype is None or (low is not None and dtype is not low):
-            return None
-        low = dtype
-    return low
-
-
-def _widened(value: Any, low: torch.dtype, pairs: list) -> Any:
-    """`value` in FP32, in lists and tuples too. `pairs` get each new tensor and what it was made of."""
-    kind = type(value)
-    if kind in PLAIN:
-        if value.dtype is not low:
-            return value
-        if is_dynamo_compiling():
-            wide = torch.ops.hmpx.widen(value)
-        else:
-            wide = widen_weight(value, _to_float) if open_caches else _to_float(value)
-        pairs.append((wide, value))
-        return wide
-    if kind is list or kind is tuple:
-        return kind([_widened(item, low, pairs) for item in value])
-    return value
+        found.append(value)
+    return found
 
 
 def _narrowed(result: Any, low: torch.dtype) -> Any:
     if isinstance(result, Tensor):
-        if result.dtype is not torch.float32:
+        if result.dtype is not _float32:
             return result
         return torch.ops.hmpx.narrow(result, low) if is_dynamo_compiling() else METHODS[low](result)
     return type(result)([_narrowed(item, low) for item in result]) if type(result) in (list, tuple) else result

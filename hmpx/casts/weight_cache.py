@@ -19,9 +19,12 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from threading import get_ident
 
 import torch
+from torch import is_grad_enabled
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from hmpx.casts.watched_writes import watch_writes
@@ -32,15 +35,19 @@ logger = logging.getLogger("hmpx")
 
 Tensor = torch.Tensor
 _lock = threading.Lock()
-storage_of, _pointer = Tensor.untyped_storage, Tensor.data_ptr  # as torch made them
+storage_of, _pointer, _to_float = Tensor.untyped_storage, Tensor.data_ptr, Tensor.float  # as torch made them
 
 
-class _Kept(NamedTuple):
-    weight: Parameter  # no weak reference: torch.utils.swap_tensors refuses tensors that have one
-    version: int
-    pointer: int
-    stream: object
-    cast: Tensor
+class _Kept:
+    """The cast of one weight, and what both were when it was made. wide: the cast in FP32, where a kernel wants it."""
+
+    __slots__ = ("cast", "pointer", "stream", "version", "weight", "wide")
+
+    def __init__(self, weight: Parameter, version: int, pointer: int, cast: Tensor) -> None:
+        self.weight = weight  # no weak reference: torch.utils.swap_tensors refuses tensors that have one
+        self.version, self.pointer, self.stream = version, pointer, _stream(weight)
+        self.cast = cast
+        self.wide: Tensor | None = None
 
 
 class WeightCache:
@@ -52,28 +59,30 @@ class WeightCache:
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
         self.depth = 0
-        self._kept: dict[tuple, _Kept] = {}
-        self._wide: dict[int, tuple[Tensor, Tensor]] = {}  # by identity of a kept cast: that, and the same in FP32
+        self._kept: dict[tuple[int, torch.dtype], _Kept] = {}
+        self._of_cast: dict[int, _Kept] = {}  # the same, by identity of the cast
 
     def get(self, weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
         """`cast(weight)`, or the one that was kept."""
-        if weight.requires_grad and torch.is_grad_enabled():
-            return self._refuse("it requires a gradient; put torch.no_grad() around", weight, cast)
-        if is_lazy(weight):
-            return self._refuse("its device computes later, in one graph", weight, cast)
-        if torch._C._len_torch_dispatch_stack() or not (weight.is_cpu or _runs_now(weight)):
-            return cast(weight)
         kept = self._kept.get((id(weight), dtype))
-        if kept is not None:
-            held, version, pointer, stream, made = kept
-            unwritten = held is weight and version == weight._version and pointer == _pointer(weight)
+        if kept is not None and not _len_torch_dispatch_stack():
+            made, stream = kept.cast, kept.stream
+            unwritten = kept.weight is weight and kept.version == weight._version and kept.pointer == _pointer(weight)
+            ready = stream is None or (stream == _stream(weight) and _runs_now(weight))
             # An op may have returned a view of the cast, and somebody written to that.
-            if unwritten and made._version == 0 and (stream is None or stream == _stream(weight)):
+            if unwritten and ready and made._version == 0 and not (weight.requires_grad and is_grad_enabled()):
                 return made
         return self._make(weight, dtype, cast)
 
     def _make(self, weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
-        self._kept.pop((id(weight), dtype), None)
+        if weight.requires_grad and is_grad_enabled():
+            return self._refuse("it requires a gradient; put torch.no_grad() around", weight, cast)
+        if is_lazy(weight):
+            return self._refuse("its device computes later, in one graph", weight, cast)
+        if _len_torch_dispatch_stack() or not (weight.is_cpu or _runs_now(weight)):
+            return cast(weight)
+        key = id(weight), dtype
+        self._drop(key)
         if weight.is_inference():
             return self._refuse("it was made in inference mode, where writes leave no trace", weight, cast)
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -84,51 +93,44 @@ class WeightCache:
         # The cast is an ordinary tensor also in inference mode, so that it may be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             made = cast(weight)
-        self._kept[id(weight), dtype] = _Kept(weight, version, pointer, _stream(weight), made)
+        self._kept[key] = self._of_cast[id(made)] = _Kept(weight, version, pointer, made)
         return made
 
-    def widen(self, value: Tensor, widen: Callable[[Tensor], Tensor]) -> Tensor:
-        """`widen(value)`, FP32 for a kernel that wants it so; of a cast that is kept, it is kept too."""
-        known = self._wide.get(id(value))
-        if known is not None and known[0] is value:
-            low, wide = known
-            if low._version == 0 and wide._version == 0:
-                return wide
-        key = next((key for key, kept in self._kept.items() if kept.cast is value), None)
-        if key is None or value._version:
-            return widen(value)
-        with torch.inference_mode(False), torch.no_grad():
-            wide = widen(value)
-            low = _upper_halves(wide, value)
-        self._kept[key] = self._kept[key]._replace(cast=low)
-        self._wide[id(low)] = low, wide
-        self._prune()
+    def widen(self, value: Tensor) -> Tensor:
+        """`value` in FP32, for a kernel that wants it so; of a weight, or of a cast that is kept, it is kept too."""
+        kept = self._of_cast.get(id(value))
+        if kept is None or value._version:
+            return self.get(value, torch.float32, _to_float) if type(value) is Parameter else _to_float(value)
+        wide = kept.wide
+        if wide is None or wide._version:
+            with torch.inference_mode(False), torch.no_grad():
+                kept.wide = wide = _to_float(value)
+                kept.cast = _upper_halves(wide, value)
+            del self._of_cast[id(value)]
+            self._of_cast[id(kept.cast)] = kept
         return wide
 
-    def _prune(self) -> None:
-        """Forget FP32 copies of casts that are not kept any more."""
-        if self._wide:
-            alive = {id(kept.cast) for kept in self._kept.values()}
-            self._wide = {key: pair for key, pair in self._wide.items() if key in alive}
+    def _drop(self, key: tuple[int, torch.dtype]) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._of_cast.pop(id(kept.cast), None)
 
     def clear(self) -> None:
         """Forget every cast."""
         self._kept.clear()
-        self._prune()
+        self._of_cast.clear()
 
     def forget(self, identities: set[int]) -> None:
         """Forget the casts of the weights with these `id`s."""
         for key in [key for key in list(self._kept) if key[0] in identities]:
-            self._kept.pop(key, None)
-        self._prune()
+            self._drop(key)
 
     def forget_storage(self, tensor: Tensor) -> None:
         """Forget what lies in the storage of `tensor`."""
         pointer = storage_of(tensor).data_ptr()
         for key, kept in list(self._kept.items()):
             if pointer in (kept.pointer, storage_of(kept.cast).data_ptr()):
-                self._kept.pop(key, None)
-        self._prune()
+                self._drop(key)
 
     @property
     def casts(self) -> tuple[Tensor, ...]:
@@ -138,8 +140,8 @@ class WeightCache:
     @property
     def nbytes(self) -> int:
         """What is kept now takes so many bytes, copies in FP32 included."""
-        held = map(storage_of, (*self.casts, *(wide for _, wide in self._wide.values())))
-        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+        held = [t for kept in self._kept.values() for t in (kept.cast, kept.wide) if t is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in map(storage_of, held)}.values())
 
     def _refuse(self, reason: str, weight: Parameter, cast: Callable[[Tensor], Tensor]) -> Tensor:
         self.refused[reason] += 1
@@ -150,9 +152,9 @@ class WeightCache:
 
 def cast_weight(weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
     """`cast(weight)`, kept where this thread has a cache open. In compiled code, the compiler fuses the cast."""
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         return cast(weight)
-    cache = current()
+    cache = open_caches.get(get_ident())
     return cast(weight) if cache is None else cache.get(weight, dtype, cast)
 
 
@@ -165,14 +167,6 @@ def _upper_halves(wide: Tensor, low: Tensor) -> Tensor:
     return low
 
 
-def widen_weight(value: Tensor, widen: Callable[[Tensor], Tensor]) -> Tensor:
-    """`widen(value)`, to FP32; of a weight, or of its cast that is kept, it is kept where this thread has a cache."""
-    cache = current()
-    if cache is None:
-        return widen(value)
-    return cache.get(value, torch.float32, widen) if type(value) is Parameter else cache.widen(value, widen)
-
-
 def forget(params: Iterable[Tensor]) -> None:
     """Forget the casts of parameters that an optimizer has stepped."""
     identities = {id(p) for p in params}
@@ -182,13 +176,13 @@ def forget(params: Iterable[Tensor]) -> None:
 
 def current() -> WeightCache | None:
     """This thread's cache, where one is open."""
-    return open_caches.get(threading.get_ident())
+    return open_caches.get(get_ident())
 
 
 def open_cache() -> WeightCache:
     """This thread's cache. Calls nest."""
     with _lock:
-        cache = open_caches.get(threading.get_ident())
+        cache = open_caches.get(get_ident())
         if cache is None:
             cache = WeightCache()
         if not open_caches:
@@ -197,7 +191,7 @@ def open_cache() -> WeightCache:
             except BaseException:
                 watching_writes.close()
                 raise
-        open_caches[threading.get_ident()] = cache
+        open_caches[get_ident()] = cache
         cache.depth += 1
     return cache
 
@@ -205,10 +199,10 @@ def open_cache() -> WeightCache:
 def close_cache() -> None:
     """Take back one `open_cache`; the last one gives the memory back."""
     with _lock:
-        cache = open_caches[threading.get_ident()]
+        cache = open_caches[get_ident()]
         cache.depth -= 1
         if cache.depth == 0:
-            del open_caches[threading.get_ident()]
+            del open_caches[get_ident()]
             cache.clear()
         if not open_caches:
             watching_writes.close()

@@ -128,13 +128,6 @@ def build_carrying(position: int, switch: Switch, original: Callable) -> Callabl
     return carrier
 
 
-def _is_found_by_torch(entry: Entry, original: Callable) -> bool:
-    """Whether torch looks the op up under an attribute that is patched, to hand it to ``__torch_function__``."""
-    return entry.owner is torch.Tensor or vars(torch._C._nn).get(entry.attribute) is getattr(
-        original, "__wrapped__", original
-    )
-
-
 def build_wrapper(
     entry: Entry, rule: Rule, original: Callable, switch: Switch, run: Callable | None = None
 ) -> Callable:
@@ -156,8 +149,7 @@ def _built(entry: Entry, rule: Rule, run: Callable, original: Callable, switch: 
     public(original)  # looks it up once, while torch is as it was made
     if entry.layout.python or entry.layout.lead is None:
         return _general(entry, rule, original, run, switch)
-    make = make_wrapper(entry.layout, rule, entry.attribute, _is_found_by_torch(entry, original))
-    return make(original, run, switch)
+    return make_wrapper(entry.layout, rule, entry.attribute)(original, run, switch)
 
 
 def build_choice(
