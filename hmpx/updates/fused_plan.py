@@ -38,11 +38,15 @@ class _Planned(NamedTuple):
 
 
 class FusedPlan:
-    """The step of an optimizer of which C kernels have taken every parameter.
+    """What C kernels have taken of the step of an optimizer.
 
     Args:
         taken: the parameters, each with its group; their state is there.
         stepped: what the kernels were given.
+
+    Attributes:
+        params: these parameters.
+        names: their names.
     """
 
     def __init__(
@@ -53,6 +57,8 @@ class FusedPlan:
         stepped: list[native.Stepped],
     ) -> None:
         self._formula, self._states, self._fingerprint = formula, optimizer.state, fingerprint(optimizer)
+        self.params = frozenset(segment.param for _, segment in taken)
+        self.names = [segment.name for _, segment in taken]
         self._planned = []
         for group, segment in taken:
             state = optimizer.state[segment.param]
@@ -65,7 +71,7 @@ class FusedPlan:
 
     @staticmethod
     def can_be(optimizer: optim.Optimizer, formula: Formula, taken: list[tuple[dict, Segment]]) -> bool:
-        """Whether a step can be remembered: all parameters are on the CPU, with tensors alone in their state."""
+        """Whether this can be remembered: all these parameters are on the CPU, with tensors alone in their state."""
         return (
             formula.tensors_alone
             and fingerprint(optimizer) is not None
@@ -77,7 +83,7 @@ class FusedPlan:
         )
 
     def fits(self, optimizer: optim.Optimizer) -> bool:
-        """Whether the next step is that of the plan: nothing but gradients and options has changed."""
+        """Whether the next step of these parameters is that of the plan: only gradients and options have changed."""
         if optimizer.state is not self._states or is_scaled(optimizer) or fingerprint(optimizer) != self._fingerprint:
             return False
         states, group = self._states, None
@@ -96,11 +102,17 @@ class FusedPlan:
                     return False
                 if value.numel() != count or not value.is_contiguous():
                     return False
+        return True
+
+    def others(self, optimizer: optim.Optimizer) -> list[Parameter]:
+        """The parameters with a gradient that are not of the plan."""
         params = parameters(optimizer)
-        return len(params) == len(self._planned) or sum(p.grad is not None for p in params) == len(self._planned)
+        if len(params) == len(self._planned):
+            return []
+        return [p for p in params if p.grad is not None and p not in self.params]
 
     def run(self, optimizer: optim.Optimizer, rounding_key: RoundingKey) -> None:
-        """Take the step."""
+        """Step the parameters of the plan."""
         steps = [count.item() + 1.0 for count in self._counts] or [0.0] * len(self._planned)
         scalars, known = array("f"), {}
         for each, step in zip(self._planned, steps, strict=True):

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import optim
 
+from hmpx.dtype_names import dtype_name
+from hmpx.errors import HmpxError
 from hmpx.rounding import native, triton
 from hmpx.rounding.keys import name_id
 from hmpx.updates.block_layout import Layout
@@ -57,6 +59,7 @@ class FusedStep:
         state = self._optimizer.state.get(p, {})
         if formula is None or not formula.takes(group, by_own_keys(state)) or formula.kernel not in _kernels(p):
             return False
+        _refuse_dtypes(segment, formula.states(group), state)
         in_8_bits = segment.way.state_dtype == "8bit" and any(formula.states(group))
         if in_8_bits and not _has_blocks(p, state):
             return False
@@ -141,6 +144,17 @@ class FusedStep:
         if key not in self._scalars:
             self._scalars[key] = formula.scalars(self._optimizer, group, step, seen)
         return self._scalars[key]
+
+
+def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) -> None:
+    """Raise for a state tensor that somebody has put there in a dtype in which no step leaves it."""
+    for key in keys:
+        value = state.get(key)
+        if isinstance(value, Tensor) and value.dtype not in native.KINDS:
+            raise HmpxError(
+                f"parameter {segment.name!r}: its state {key!r} is {dtype_name(value.dtype)}, where a step of BF16 "
+                f"parameters takes float32 or bfloat16: put optimizer.state[parameter][{key!r}].float() there"
+            )
 
 
 def _in_kernel(state: dict, key: str) -> Tensor | native.Coded:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 
 import torch
 
+from hmpx.rounding.xla import is_lazy
 from hmpx.updates.fused_plan import FusedPlan
 from hmpx.updates.fused_step import FusedStep, Launch
+from hmpx.updates.held_state import held, is_coded
 from hmpx.updates.interrupts import mark_incomplete
 from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.segment import Segment
@@ -16,6 +19,7 @@ from hmpx.updates.step_call import StepCall, WriteBack
 from hmpx.updates.update_counts import watched_kernel
 
 Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
 
 
 class PartialStep:
@@ -35,12 +39,8 @@ class PartialStep:
         self._by_element = scope_of(self._optimizer) == "element"
         self._group = {p: group for group in self._optimizer.param_groups for p in group["params"]}
 
-    def run(self, params: list[Parameter]) -> FusedPlan | None:
-        """Step `params`, which have gradients.
-
-        Returns:
-            What the next step can do again, if it is one of the same parameters.
-        """
+    def run(self, params: list[Parameter], plan: FusedPlan | None = None) -> None:
+        """Step `params`, which have gradients, and the parameters of `plan`."""
         sliced: list[Segment] = []
         taken: list[tuple[dict, Segment]] = []
         for segment in (self._segments[p] for p in params if p in self._segments):
@@ -50,6 +50,9 @@ class PartialStep:
             else:
                 sliced.append(segment)
         kernels = self._kernels(taken)
+        if plan is not None:
+            run = functools.partial(plan.run, self._optimizer, self._write_back.rounding_key)
+            kernels.append((plan.names, run))
         try:
             self._slices.run(sliced, [p for p in params if p not in self._segments], self._by_element)
             for names, kernel in kernels:
@@ -60,9 +63,10 @@ class PartialStep:
                 step = self._write_back.rounding_key.step
                 mark_incomplete(self._optimizer, step, self._slices.written, error)
             raise
-        if self._fused is None or len(taken) != len(params) or self._write_back.counts is not None:
-            return None
-        return self._fused.plan()
+
+    def plan(self) -> FusedPlan | None:
+        """What the next step can do again of the part that `run` has taken last."""
+        return None if self._fused is None or self._write_back.counts is not None else self._fused.plan()
 
     def _kernels(self, taken: list[tuple[dict, Segment]]) -> list[tuple[list[str], Launch]]:
         """What steps these parameters with fused kernels, each with the names of those that it steps."""
@@ -80,3 +84,36 @@ class PartialStep:
             )
             for group, segment in taken
         ]
+
+
+def is_uniform(optimizer: Optimizer, segments: list[Segment], planned: Collection[Parameter] = frozenset()) -> bool:
+    """Whether all parts of a step will run if the first one does: gradients are dense, and state is of one kind.
+
+    False on XLA, where a step is one graph and the compiler bounds its memory.
+
+    Args:
+        planned: parameters with the state that they had when this was asked of all: one of them tells of the others.
+    """
+    if any(is_lazy(segment.param) for segment in segments):
+        return False
+    by_element = scope_of(optimizer) == "element"
+    for group in optimizer.param_groups:
+        kinds: dict[bool, set] = {}
+        for p in group["params"]:
+            if p in planned and (p.dim() > 1) in kinds:
+                continue
+            state = optimizer.state.get(p)
+            if not isinstance(state, dict) or not state:
+                continue
+            if is_coded(state):
+                state = held(state, p)
+            kinds.setdefault(p.dim() > 1, set()).add(frozenset(state))  # Adafactor: another kind for matrices
+            if by_element:
+                shape = p.shape
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
+                        return False
+        if any(len(kind) > 1 for kind in kinds.values()):
+            return False
+    grads = (segment.param.grad for segment in segments)
+    return all(grad is None or grad.layout is torch.strided for grad in grads)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding.stochastic import check_seed
-from hmpx.rounding.xla import is_lazy
 from hmpx.updates import optimizer_state, step_count
 from hmpx.updates.fused_plan import FusedPlan
-from hmpx.updates.held_state import held, is_coded
 from hmpx.updates.interrupts import DeferredSignals
 from hmpx.updates.names import fingerprint, named, parameters
 from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.overlap import Overlaps, refuse_overlaps
-from hmpx.updates.partial_step import PartialStep
+from hmpx.updates.partial_step import PartialStep, is_uniform
 from hmpx.updates.ranks import checks
 from hmpx.updates.ranks.sharding import box_of
 from hmpx.updates.remembered import Remembered
@@ -84,27 +82,55 @@ class WeightUpdates:
                 with torch.enable_grad():
                     result = call.closure()
             call = call.without_arguments()
-        plan = self._plans.pop(optimizer, None)
-        if plan is not None and self._open is None and write_back.counts is None and plan.fits(optimizer):
-            signals.begin()
-            plan.run(optimizer, write_back.rounding_key)
-            self._plans[optimizer] = plan
+        if self._planned_step(call, write_back, signals):
             return result
         segments = self.segments(optimizer)
         self._cast_state(optimizer, write_back, segments)
-        sliced = by_parts and _is_uniform(optimizer, segments)
+        sliced = by_parts and is_uniform(optimizer, segments)
         if not sliced or self.settings.has_masters:
             refuse_overlaps(segments)
         if sliced:
             signals.begin()
             params = [p for p in parameters(optimizer) if p.grad is not None]
             with torch.no_grad():
-                plan = PartialStep(call, segments, write_back, fused=self.settings.fused).run(params)
+                part = PartialStep(call, segments, write_back, fused=self.settings.fused)
+                part.run(params)
+                plan = part.plan()
             if plan is not None:
                 self._plans[optimizer] = plan
             return result
         of_whole = WholeStep(call, segments, write_back).run(signals)
         return result if by_parts else of_whole
+
+    def _planned_step(self, call: StepCall, write_back: WriteBack, signals: DeferredSignals) -> bool:
+        """Take the step by the plan of the last one, if that fits, and what the plan leaves out in parts.
+
+        Returns:
+            Whether it was taken; if not, nothing has changed.
+        """
+        optimizer = call.optimizer
+        plan = self._plans.pop(optimizer, None)
+        if plan is None or self._open is not None or write_back.counts is not None or not plan.fits(optimizer):
+            return False
+        params = plan.others(optimizer)
+        if not params:
+            signals.begin()
+            plan.run(optimizer, write_back.rounding_key)
+            self._plans[optimizer] = plan
+            return True
+        segments = [segment for segment in self.segments(optimizer) if segment.param not in plan.params]
+        self._cast_state(optimizer, write_back, segments, plan.params)
+        if not is_uniform(optimizer, segments, plan.params):
+            return False
+        if self.settings.has_masters:
+            refuse_overlaps(segments)
+        signals.begin()
+        with torch.no_grad():
+            part = PartialStep(call, segments, write_back, fused=True)
+            part.run(params, plan)
+        if part.plan() is None:  # else kernels take more than before
+            self._plans[optimizer] = plan
+        return True
 
     def rounding_key(self, optimizer: Optimizer, seed: int | None = None) -> RoundingKey:
         """That of the next step. A seed given to the region outranks the settings', and that one the stored one."""
@@ -180,11 +206,19 @@ class WeightUpdates:
         """Cast the state to the dtype of its parameter, for plain steps."""
         optimizer_state.release_state(optimizer)
 
-    def _cast_state(self, optimizer: Optimizer, write_back: WriteBack, segments: list[Segment]) -> None:
+    def _cast_state(
+        self,
+        optimizer: Optimizer,
+        write_back: WriteBack,
+        segments: list[Segment],
+        planned: Collection[Parameter] = frozenset(),
+    ) -> None:
         key, found = write_back.rounding_key, False
         for state_dtype in dict.fromkeys(way.state_dtype for way in self.settings.ways):
             own = [segment for segment in segments if segment.way.state_dtype == state_dtype]
-            others = () if len(own) == len(segments) else {s.param for s in segments if s not in own}
+            others = planned
+            if len(own) != len(segments):
+                others = {s.param for s in segments if s not in own}.union(planned)
             found = STATE_FORMS[state_dtype].adopt(optimizer, own, key, others) or found
         if found and key.step:
             logger.warning(
@@ -216,34 +250,6 @@ class WeightUpdates:
 
     def _named_bf16(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
         return [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
-
-
-def _is_uniform(optimizer: Optimizer, segments: list[Segment]) -> bool:
-    """Whether all parts of a step will run if the first one does: gradients are dense, and state is of one kind.
-
-    False on XLA, where a step is one graph and the compiler bounds its memory.
-    """
-    if any(is_lazy(segment.param) for segment in segments):
-        return False
-    by_element = scope_of(optimizer) == "element"
-    for group in optimizer.param_groups:
-        kinds: dict[bool, set] = {}
-        for p in group["params"]:
-            state = optimizer.state.get(p)
-            if not isinstance(state, dict) or not state:
-                continue
-            if is_coded(state):
-                state = held(state, p)
-            kinds.setdefault(p.dim() > 1, set()).add(frozenset(state))  # Adafactor: another kind for matrices
-            if by_element:
-                shape = p.shape
-                for value in state.values():
-                    if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
-                        return False
-        if any(len(kind) > 1 for kind in kinds.values()):
-            return False
-    grads = (segment.param.grad for segment in segments)
-    return all(grad is None or grad.layout is torch.strided for grad in grads)
 
 
 def _is_supported(name: str, p: Parameter) -> bool:

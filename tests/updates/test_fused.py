@@ -294,6 +294,68 @@ def test_a_step_is_remembered():
     assert not handle._updates._plans
 
 
+AMONG_OTHERS = {  # between two steps of which kernels take a part
+    "nothing": lambda o, ps: None,
+    "a gradient less": lambda o, ps: setattr(ps["strided"], "grad", None),
+    "a planned one less": lambda o, ps: setattr(ps["p1"], "grad", None),
+    "a kernel takes it": lambda o, ps: (as_it_lies(ps["strided"]), o.state.pop(ps["strided"])),
+    "another state": lambda o, ps: o.state[ps["strided"]].update(extra=torch.ones(4, 6)),
+    "BF16 state": lambda o, ps: o.state[ps["strided"]].update(
+        {key: torch.ones(4, 6, dtype=BF16) for key in ("exp_avg", "exp_avg_sq")}
+    ),
+}
+
+
+def as_it_lies(p):
+    p.data = p.data.contiguous()
+
+
+@pytest.mark.parametrize("change", AMONG_OTHERS)
+def test_what_no_kernel_takes_does_not_keep_the_others_from_their_plan(change):
+    """Beside a twin that remembers nothing."""
+    results, plans = [], []
+    for forget in (False, True):
+        generator = torch.Generator().manual_seed(2)
+        strided = nn.Parameter(torch.randn(6, 4, generator=generator).bfloat16().t())
+        named = [*parameters(), ("strided", strided), ("FP32", nn.Parameter(torch.ones(4, 4)))]
+        optimizer = optim.AdamW(named, lr=1e-2)
+        handle = hmpx.attach(optimizer, fused=True)
+        for turn in range(5):
+            for _, p in named:
+                p.grad = torch.full_like(p, 0.1 + turn)
+            if turn == 2:
+                AMONG_OTHERS[change](optimizer, dict(named))
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+            plans.append(handle._updates._plans.get(optimizer))
+        states = [value for _, p in named for value in optimizer.state[p].values()]
+        results.append([*(p.detach().clone() for _, p in named), *states])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    kept = change in ("nothing", "a gradient less", "BF16 state")
+    assert (plans[1] is plans[2] is plans[3]) == kept and plans[0] is plans[1] is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"])
+def test_state_of_another_dtype_is_named(dtype, state_dtype):
+    """Somebody has put it there: a plan, and a first look, find it."""
+    named = parameters(sizes=((64, 64), (7,)))
+    optimizer = optim.AdamW(named, lr=1e-2)
+    hmpx.attach(optimizer, fused=True, state_dtype=state_dtype)
+    train(named, optimizer, 0, 2)
+    state, before = optimizer.state[named[1][1]], [p.detach().clone() for _, p in named]
+    held = [state.pop(key) for key in list(state) if key.endswith("exp_avg")]
+    state["exp_avg"] = torch.ones(7, dtype=dtype)
+    for _ in range(2):
+        with pytest.raises(hmpx.HmpxError, match=f"'p1': its state 'exp_avg' is {str(dtype)[6:]}, .* takes float32"):
+            train(named, optimizer, 2, 3)
+    assert held and all(torch.equal(p, old) for (_, p), old in zip(named, before, strict=True))
+    state["exp_avg"] = state["exp_avg"].float()
+    train(named, optimizer, 2, 3)
+    assert state["step"] == 3 and not torch.equal(named[1][1], before[1])
+
+
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_8_bit_state_is_that_of_the_fp32_kernel_rounded(name, monkeypatch):
     """Rows that are whole blocks, and longer and shorter ones; the steps after the first are planned ones, too."""
