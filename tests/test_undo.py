@@ -32,13 +32,23 @@ OPERATIONS = {
     "disable_casts": (FP32, lambda it, lists: entered(hmpx.disable_casts)),
     "enable_casts": (FP32, lambda it, lists: entered(hmpx.enable_casts)),
     "cached_weights": (FP32, lambda it, lists: entered(hmpx.cached_weights)),
-    "attach": (BF16, attached()),
     "attach, split": (BF16, attached(weights="split", use_master_weights_in_ckpt=True)),
     "attach, master": (BF16, attached(weights="master", use_fp32_grad_acc=hasattr(torch.Tensor, "grad_dtype"))),
+    "attach, split8 and 8-bit state, in a rule": (
+        BF16,
+        attached(parameters={"0.*": {"weights": "split8", "state_dtype": "8bit"}}, use_master_weights_in_ckpt=True),
+    ),
     "attach, released": (BF16, attached(release_gradients=True)),
 }
 
 
+LEAN_AND_FLASH = {  # what sets these two recipes apart, at once
+    "parameter_dtype": "bfloat16",
+    "weights": "split8",
+    "state_dtype": "8bit",
+    "use_master_weights_in_ckpt": True,
+    "release_gradients": True,
+}
 WHOLE = ("convert", "activate", "prepare")  # hundreds of steps, and each takes a conversion: the first of each file
 
 
@@ -67,10 +77,9 @@ def test_an_operation_that_breaks_at_any_step_leaves_everything_as_it_was(name, 
         assert untouched.changed() == [], code.co_qualname
 
 
-@pytest.mark.parametrize("recipe", ["lean"])
-def test_a_recipe_that_breaks_at_any_step_leaves_model_optimizer_and_torch_as_they_were(recipe, untouched):
+def test_a_recipe_that_breaks_at_any_step_leaves_model_optimizer_and_torch_as_they_were(untouched):
     def prepared(it):
-        hmpx.prepare(it.model, it.optimizer, recipe)
+        hmpx.prepare(it.model, it.optimizer, LEAN_AND_FLASH)
         hmpx.restore()
         hmpx.detach(it.optimizer)
 
