@@ -674,6 +674,9 @@ def successor(w: World, seed: int, same: bool, keep: bool) -> None:
     if not keep:
         w.older.clear()
         gc.collect()
+        for entry in w.entries:
+            if entry not in w.held and entry.weight is not None:
+                entry.grad_dtype = BF16  # of one that had been taken out: nobody holds its gradient in FP32 any more
 
 
 # Checkpoints
