@@ -15,9 +15,12 @@ from hmpx.insight.explain import explain
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.record import record
 from hmpx.insight.tuning.choice import Choice
+from hmpx.insight.tuning.confirmed import Confirmed
 from hmpx.insight.tuning.mark import Mark
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.tuned import Tuned
+from hmpx.insight.weights.tune_weights import tune_weights
+from hmpx.insight.weights.tuned_weights import TunedWeights, WeightChoice
 from hmpx.recipes.activate import Activation, activate
 from hmpx.recipes.activate import activate_from_environment as _activate_from_environment
 from hmpx.recipes.prepare import prepare
@@ -33,6 +36,7 @@ __all__ = [
     "Audit",
     "Choice",
     "Comparison",
+    "Confirmed",
     "Conversion",
     "Finding",
     "HmpxError",
@@ -46,7 +50,9 @@ __all__ = [
     "Row",
     "Rule",
     "Tuned",
+    "TunedWeights",
     "UnknownOpError",
+    "WeightChoice",
     "activate",
     "attach",
     "audit",
@@ -70,6 +76,7 @@ __all__ = [
     "stochastic_round",
     "stochastic_round_",
     "tune",
+    "tune_weights",
 ]
 
 _activate_from_environment()

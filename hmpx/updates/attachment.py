@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ class Attachment:
 
     `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does. `updates()` counts what rounding to
     nearest would lose, and `watched` is what it has given, None where nothing is counted. What else it has (`install`,
-    `take_masters`, `abandon`, `facts`, `before_load`, `sync_parameters`, `step`, `detach_from`) is for hmpx itself.
+    `take_masters`, `masters_of`, `set_masters`, `abandon`, `facts`, `before_load`, `sync_parameters`,
+    `cast_state_along`, `step`, `detach_from`) is for hmpx itself.
 
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).bfloat16().parameters(), lr=0.1)
@@ -157,6 +158,15 @@ class Attachment:
     def names(self) -> dict[Parameter, str]:
         """The names of parameters, as far as `attach` was given them."""
         return self._updates.names
+
+    def masters_of(self, p: Parameter) -> torch.Tensor | None:
+        """The FP32 masters of a parameter; None where it has none."""
+        segment = next(each for each in self._updates.segments(self._alive) if each.param is p)
+        return self._updates.stores.masters(segment)
+
+    def set_masters(self, masters: Mapping[Parameter, torch.Tensor]) -> None:
+        """Let FP32 numbers that the weights are the rounding of be the masters, of those that have some."""
+        self._updates.set_masters(self._alive, masters)
 
     def facts(self, outer: Optimizer) -> dict[str, Any]:
         """What must be the same on every rank. `outer` is the optimizer that knows all parameters."""

@@ -1,8 +1,11 @@
 """What `hmpx.tune` is asked for: what it refuses, what it takes for the same, and the reasons that it gives."""
 
+import copy
 import math
 import re
 import sys
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import hmpx
-from hmpx.insight.tuning.fingerprint import fingerprint
+from hmpx.insight.tuning.confirmed import Confirmed
+from hmpx.insight.tuning.fingerprint import fingerprint, fingerprint_of
 from hmpx.shell.main import main
 
 
@@ -81,7 +85,7 @@ def test_a_file_of_another_model_or_of_other_data_is_not_gone_on_from(tmp_path):
     file = tmp_path / "measured.pt"
     first = tuned(resume=file)
     assert str(tuned(resume=file)).splitlines()[3:] == str(first).splitlines()[3:]
-    with pytest.raises(hmpx.HmpxError, match="of another model or other data: the model had other values"):
+    with pytest.raises(hmpx.HmpxError, match="of another tuning: the model had other values"):
         tuned(made=model(1), resume=file)
     data = classes()
     changed = data[3][0].clone()
@@ -90,7 +94,7 @@ def test_a_file_of_another_model_or_of_other_data_is_not_gone_on_from(tmp_path):
         tuned([*data[:3], (changed, data[3][1]), *data[4:]], resume=file)
     with pytest.raises(hmpx.HmpxError, match="held_out had other values"):
         tuned(data[:4], held_out=classes(2, seed=9), resume=file)
-    torch.save({"schema": 2}, file)
+    torch.save({"schema": 3}, file)
     with pytest.raises(hmpx.HmpxError, match=r"is no whole file of hmpx\.tune"):
         tuned(resume=file)
 
@@ -102,14 +106,48 @@ def test_a_fingerprint_is_of_values_and_of_their_places():
     assert len({fingerprint([each]) for each in [x, *others]}) == 9
 
 
-def test_ctrl_c_in_the_first_batch_names_a_file_that_is_there(tmp_path, capsys):
-    def stopped(m, a, y):
+def test_ctrl_c_in_the_first_batch_names_a_file_that_is_there(tmp_path, capsys, monkeypatch):
+    def stopped(*inputs):
         raise KeyboardInterrupt
 
     file = tmp_path / "measured.pt"
-    with pytest.raises(KeyboardInterrupt):
-        tuned(loss=stopped, resume=file)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(F, "cross_entropy", stopped)
+        tuned(resume=file)
     assert str(file) in capsys.readouterr().err and file.exists() and tuned(resume=file).met
+
+
+def smoothed(smoothing):
+    def loss(m, a, y):
+        return F.cross_entropy(m(a), y, label_smoothing=smoothing)
+
+    return loss
+
+
+def test_a_file_of_another_loss_or_of_other_lists_is_not_gone_on_from(tmp_path):
+    file = tmp_path / "measured.pt"
+    tuned(loss=smoothed(0.1), resume=file)
+    assert tuned(loss=smoothed(0.1), resume=file).met  # made anew, and the same
+    for other in (smoothed(0.2), loss_of):
+        with pytest.raises(hmpx.HmpxError, match="of another tuning: the loss had other values"):
+            tuned(loss=other, resume=file)
+    with pytest.raises(hmpx.HmpxError, match="of another tuning: the lists had other values"):
+        tuned(loss=smoothed(0.1), resume=file, lists=hmpx.Policy(bf16=("linear",), fp32=(), promote=()))
+
+
+def test_a_fingerprint_of_a_loss_is_of_what_it_does():
+    def again():
+        return lambda m, a, y: F.cross_entropy(m(a), y)
+
+    def recursive(n):
+        return recursive(n - 1) if n else 0
+
+    linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert fingerprint_of(again()) == fingerprint_of(again()) and fingerprint_of(recursive)
+    assert fingerprint_of(nn.MSELoss()) == fingerprint_of(nn.MSELoss())
+    losses = [again(), lambda m, a, y: F.mse_loss(m(a), y), smoothed(0.1), smoothed(0.2), partial(smoothed(0.1), y=1)]
+    losses += [partial(smoothed(0.1), y=2), linear, other, linear.forward, nn.MSELoss(), torch.mean, torch.sum]
+    assert len({*map(fingerprint_of, losses)}) == len(losses)
 
 
 def test_losses_that_happen_to_be_alike_in_the_held_out_batches_do_not_decide():
@@ -182,3 +220,36 @@ def test_the_shell_tells_of_a_function_that_wants_arguments_and_of_ctrl_c(tmp_pa
         assert "wants.py:setup is called without arguments, and wants some: missing" in capsys.readouterr().err
     assert main(["tune", "wants.py:stopped", "--quiet"]) == 130
     assert "go on with resume=" in capsys.readouterr().err and (tmp_path / "tuned" / "measured.pt").exists()
+
+
+def test_confirm_trains_under_the_lists_beside_fp32_in_two_orders(tmp_path):
+    """By hand: FP32 with nothing converted, batches as drawn from the seed, losses of four batches."""
+    made, data = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)), classes()
+    make = partial(torch.optim.SGD, lr=0.1)
+    found = tuned(data, made=made, confirm=8, optimizer=make, seed=3).confirmed
+
+    def trained(order):
+        copied = copy.deepcopy(made)
+        numbers = torch.randint(6, (8,), generator=torch.Generator().manual_seed(3 + order)).tolist()
+        optimizer = make(copied.parameters())
+        for number in numbers:
+            optimizer.zero_grad()
+            loss_of(copied, *data[number]).backward()
+            optimizer.step()
+        return sum(float(loss_of(copied, *data[i]).detach()) for i in (0, 1, 3, 4)) / 4
+
+    assert found.fp32_losses == pytest.approx((trained(0), trained(1)), rel=1e-6)
+    assert found.holds and 0 < found.error < 0.5 and found.steps == 8 and abs(found.bias) <= found.error
+    assert found.loss == pytest.approx(found.fp32_losses[0], rel=1e-2)
+
+
+def test_confirm_says_where_lists_train_otherwise():
+    broken = Confirmed(10, error=1.2, bias=0.1, loss=2.0, fp32_losses=(1.9, 2.1))
+    assert not broken.holds and "FARTHER from FP32 than another order is" in str(broken)
+    assert not Confirmed(10, error=0.9, bias=0.6, loss=2.0, fp32_losses=(1.9, 2.1)).holds
+    found = replace(tuned(), confirmed=broken)
+    assert str(broken) in str(found) and found.as_json()["confirmed"]["holds"] is False
+    with pytest.raises(hmpx.HmpxError, match="tune: confirm: steps=1 is no number of steps"):
+        tuned(confirm=1)
+    with pytest.raises(hmpx.HmpxError, match="optimizer is what confirm trains with"):
+        tuned(optimizer=torch.optim.AdamW)

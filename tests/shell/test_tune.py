@@ -28,6 +28,10 @@ def narrow():
 
 def model():
     return setup()[0]
+
+def with_optimizer():
+    model, batches, loss = setup()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), batches, loss
 """
 
 
@@ -83,3 +87,23 @@ def test_bad_input_is_told(command, said, capsys):
     function = torch.nn.functional.linear
     assert main(["tune", *command, "--quiet"]) == 2 and said in capsys.readouterr().err
     assert torch.nn.functional.linear is function and hmpx.conversion.installed() is None
+
+
+def test_weights_writes_a_recipe_that_says_how_they_are_held(capsys, tmp_path):
+    assert main(["tune", "mine.py:with_optimizer", "--weights", "--steps", "4", "--tolerance", "9", "--quiet"]) == 0
+    shown = capsys.readouterr().out
+    assert "bytes a parameter, FP32 takes 16" in shown and "0.weight: stochastic, 8bit state  # " in shown
+    assert shown.splitlines()[-1] == "hmpx: wrote tuned: recipe.yaml, weights.json"
+    recipe = hmpx.recipes.recipe.read_recipe(tmp_path / "tuned" / "recipe.yaml")
+    assert (recipe.parameter_dtype, recipe.state_dtype) == ("bfloat16", "8bit")
+    assert main(["tune", "mine.py:setup", "--weights"]) == 2
+    assert "must return (model, optimizer, batches, loss), not (Sequential, list, function)" in capsys.readouterr().err
+    assert main(["tune", "mine.py:with_optimizer", "--weights", "--objective", "memory"]) == 2
+    assert "--objective does not go with --weights" in capsys.readouterr().err
+    assert main(["tune", "mine.py:setup", "--steps", "3"]) == 2
+    assert "--steps goes with --weights" in capsys.readouterr().err
+
+
+def test_confirm_trains_and_says_what_came_of_it(capsys):
+    assert main(["tune", "mine.py:setup", "--objective", "coverage", "--confirm", "4", "--quiet"]) == 0
+    assert re.search(r"^trained 4 steps: losses are .* no farther from FP32", capsys.readouterr().out, re.M)

@@ -48,7 +48,8 @@ def compare(
 
     Args:
         model: in FP32; or in BF16 or FP16, and then its FP32 copy is what it is compared with.
-        batches: a list of tuples or lists of positional arguments. Noise between batches needs two, four are better.
+        batches: a list of tuples or lists of positional arguments. Noise between batches needs two, four are better. A
+            batch of one argument that is a list of tensors is written ``([...],)``.
         loss: called as ``loss(model, *batch)``, returns a scalar tensor. None: only results of ``model(*batch)`` are
             compared.
         lists: a policy, a recipe or its name (its rules for modules hold, too), or a dict of `convert`'s arguments.

@@ -37,7 +37,7 @@ class Subject:
         asked: str = "compare",
     ) -> None:
         self._asked = asked  # the function that a user has called, for errors
-        self.model, self.batches, self._loss, self._recipe = model, _checked(model, batches, loss, asked), loss, recipe
+        self.model, self.batches, self.loss, self._recipe = model, _checked(model, batches, loss, asked), loss, recipe
         self._reentrant: bool | None = None  # whether it has checkpoints that know `backward()` alone
         self.parameters = [p for p in model.parameters() if p.requires_grad] if loss is not None else []
         if loss is not None and not self.parameters:
@@ -119,13 +119,13 @@ class Subject:
         also: Callable[[], list[Tensor]] = list,
     ) -> tuple[float, list[Tensor]]:
         with kept(self.model):
-            if self._loss is None:
+            if self.loss is None:
                 with torch.no_grad():
                     result = self.model(*batch)
                 with unobserved():
                     finite = all(bool(torch.isfinite(leaf).all()) for leaf in _floats(result))
                 return (0.0 if finite else math.nan), []
-            loss = self._loss(self.model, *batch)
+            loss = self.loss(self.model, *batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = (
                     f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

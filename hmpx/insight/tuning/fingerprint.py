@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from zlib import crc32
@@ -24,6 +26,40 @@ def fingerprint(values: Iterable[Any]) -> str:
         for leaf in _leaves(values):
             found = crc32(repr(_of_tensor(leaf) if isinstance(leaf, Tensor) else _of_other(leaf)).encode(), found)
         return f"{found:08x}"
+
+
+def fingerprint_of(function: Any) -> str:
+    """Of what a loss does: the code of a function, with its defaults and the values that it closes over."""
+    return fingerprint(_parts(function, []))
+
+
+def _parts(value: Any, around: list[Any]) -> Iterator[Any]:
+    """What a value is made of, down to plain values and tensors. around: what it is found in."""
+    inside: tuple[Any, ...] = ()
+    if any(value is each for each in around):  # a function that closes over itself
+        return
+    if isinstance(value, functools.partial):
+        inside = value.func, *value.args, *value.keywords.items()
+    elif isinstance(value, types.MethodType):
+        inside = value.__func__, value.__self__
+    elif isinstance(value, types.FunctionType):
+        closed = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        inside = value.__code__, value.__defaults__, value.__kwdefaults__, *closed
+    elif isinstance(value, types.CodeType):
+        yield value.co_code, value.co_names
+        inside = value.co_consts
+    elif isinstance(value, torch.nn.Module):
+        yield [*value.parameters()], [*value.buffers()]
+        inside = (type(value).forward,)
+    elif isinstance(getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004
+        yield type(value).__qualname__
+        inside = type(value).__call__, vars(value)
+    elif isinstance(value, types.BuiltinFunctionType):
+        yield value.__qualname__
+    else:
+        yield value
+    for each in inside:
+        yield from _parts(each, [*around, value])
 
 
 def _leaves(values: Any) -> Iterator[Any]:

@@ -19,8 +19,8 @@ from hmpx.insight.tuning.found import Found
 from hmpx.insight.tuning.problem import Chosen, Effect, Part
 from hmpx.insight.tuning.raising import said
 
-_SCHEMA = 2
-FINGERPRINTS = "the model", "the batches", "held_out"  # keys of `about` whose values are such
+_SCHEMA = 3
+FINGERPRINTS = "the model", "the batches", "held_out", "the loss", "the lists"  # keys of `about` whose values are such
 Divided = frozenset[tuple[str, str, bool]]  # of each part its name and module, and whether it is in BF16
 
 
@@ -74,8 +74,8 @@ class Measured:
         for key, value in about.items():
             if key in FINGERPRINTS and state["about"].get(key) != value:
                 raise HmpxError(
-                    f"resume: {os.fspath(path)} is of another model or other data: {key} had other values when it was "
-                    "measured; give another file"
+                    f"resume: {os.fspath(path)} is of another tuning: {key} had other values when it was measured; "
+                    "give another file"
                 )
             if state["about"].get(key) != value:
                 raise HmpxError(

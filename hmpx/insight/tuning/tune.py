@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from hmpx.insight.comparing.lists import lists_meant
 from hmpx.insight.comparing.subject import Loss, Subject, arguments_of
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import LOW
+from hmpx.insight.tuning.confirmed import MAKE, confirmed
 from hmpx.insight.tuning.result import Asked
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.tuning import Tuning
 from hmpx.insight.tuning.worth import OBJECTIVES, Objective
+from hmpx.insight.weights.course import Course, Making
 from hmpx.recipes.recipe import Recipe
 
 _LEAST = 2  # batches to score, and to hold out
@@ -40,6 +43,8 @@ def tune(
     seed: int = 0,
     resume: str | os.PathLike[str] | None = None,
     progress: bool = True,
+    confirm: int | None = None,
+    optimizer: Making | None = None,
 ) -> Tuned:
     """Find the op lists of a model: as much in BF16 as the training bears.
 
@@ -50,8 +55,8 @@ def tune(
 
     Args:
         model: in FP32. It is as it was afterwards: parameters, gradients, buffers, random number generators.
-        batches: a list of tuples or lists of positional arguments, as a DataLoader gives
-            them; at least four, or two beside `held_out`.
+        batches: a list of tuples or lists of positional arguments, as a DataLoader gives them; at least four, or two
+            beside `held_out`. A batch of one argument that is a list of tensors is written ``([...],)``.
         loss: called as ``loss(model, *batch)``, returns a scalar tensor.
         objective: what to make small: "speed", the time of forward and backward passes on this device; "coverage", the
             FLOPs of matrix products in FP32; "memory", the bytes that are saved for the backward pass.
@@ -65,6 +70,10 @@ def tune(
         resume: a file that keeps what was measured, which a call with the same arguments goes on from; the tolerance
             may be another. Without one, Ctrl-C writes such a file and says where it is.
         progress: show how far it is, and how long it will take yet, on standard error.
+        confirm: train copies of the model for so many steps under the lists that were found, and in FP32 with the
+            batches in two orders; `Tuned.confirmed` has what came of it.
+        optimizer: what `confirm` trains with: an optimizer of the model, or a function that makes one of a list of
+            named parameters; None: AdamW with a learning rate of 1e-3.
 
     Raises:
         HmpxError: something above does not fit; the model has rules (`policy_for`) or `casts` is open around; the loss
@@ -108,11 +117,21 @@ def tune(
             f"tune: parameter {double[0]!r} is in FP64, and tune compares BF16 with FP32: model.float(), and batches "
             "in FP32 too"
         )
+    course = None
+    if confirm is not None:
+        make = MAKE if optimizer is None else optimizer
+        course = Course(model, make, subject.batches, loss, confirm, seed, "tune: confirm")
+        course.copies()  # for its errors, before anything has run
+    elif optimizer is not None:
+        raise HmpxError("tune: optimizer is what confirm trains with; say confirm=, a number of steps, too")
     asked = Asked(policy, recipe, kernels, objective, float(tolerance), seed, progress)
     with contextlib.ExitStack() as undo:
         undo.enter_context(subject.gradients_kept())
         undo.enter_context(eager())
-        return Tuning(subject, scored, verified, asked, resume).run()
+        found = Tuning(subject, scored, verified, asked, resume).run()
+        if course is not None:
+            found = replace(found, confirmed=confirmed(course, found.recipe), steps=found.steps + course.passes)
+        return found
 
 
 def _check_file(resume: str | os.PathLike[str]) -> None:

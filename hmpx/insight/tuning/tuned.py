@@ -14,6 +14,7 @@ from hmpx.casts.policy import Policy
 from hmpx.insight.comparing.comparison import plain
 from hmpx.insight.tuning import writing
 from hmpx.insight.tuning.choice import Choice, amount, percent
+from hmpx.insight.tuning.confirmed import Confirmed
 from hmpx.insight.tuning.mark import Mark
 from hmpx.insight.tuning.page import as_page
 from hmpx.insight.tuning.plot import as_svg
@@ -42,6 +43,7 @@ class Tuned:
         marks: the chosen lists beside the default ones, autocast's, and all in FP32; curve: the choices for other
             weights of the error, predicted.
         steps: forward and backward passes that it took. verifications: how many sets of lists were measured.
+        confirmed: what came of a training under these lists, a `Confirmed`; None where `confirm` was not asked for.
         unmet: where the tolerance is not met, what stands in the way, in words.
 
     `save(folder)` writes the lists, the recipe and all below. `json(path)` saves the measurements, `as_json()` is the
@@ -80,6 +82,7 @@ class Tuned:
     steps: int
     verifications: int
     unmet: str = ""
+    confirmed: Confirmed | None = None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``; ``tuned`` as .json, .html and .svg."""
@@ -104,6 +107,7 @@ class Tuned:
         """The attributes; the policy and the recipe as the files they print as."""
         found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         found |= {"policy": str(self.policy), "recipe": str(self.recipe)}
+        found["confirmed"] = self.confirmed and {**dataclasses.asdict(self.confirmed), "holds": self.confirmed.holds}
         for key in ("choices", "marks", "curve"):
             found[key] = [dataclasses.asdict(each) for each in found[key]]
         return plain({"schema": SCHEMA, **found})
@@ -122,7 +126,8 @@ class Tuned:
             + ("" if math.isnan(self.floor) else f", inputs in BF16 alone {self.floor:.1e}")
             + f"; {self.steps} steps",
         ]
-        return [*lines, self.unmet] if self.unmet else lines
+        lines += [self.unmet] if self.unmet else []
+        return [*lines, str(self.confirmed)] if self.confirmed is not None else lines
 
     def __str__(self) -> str:
         lines = self._verdict()

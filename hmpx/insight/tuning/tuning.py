@@ -23,7 +23,7 @@ from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.tuning.charges import Scored
 from hmpx.insight.tuning.choosing import choose
 from hmpx.insight.tuning.dividing import Division, as_listed, spoiled
-from hmpx.insight.tuning.fingerprint import fingerprint
+from hmpx.insight.tuning.fingerprint import fingerprint, fingerprint_of
 from hmpx.insight.tuning.held_out import Divided, Exact, HeldOut
 from hmpx.insight.tuning.measured import Measured
 from hmpx.insight.tuning.problem import Chosen, Effect, Problem, Scale
@@ -94,6 +94,8 @@ class Tuning:
             "the model": fingerprint([[*model.parameters()], [*model.buffers()]]),
             "the batches": fingerprint(self._batches),
             "held_out": fingerprint(self._held_out.batches),
+            "the loss": fingerprint_of(self._subject.loss),
+            "the lists": f"{self._asked.base}{recipe or ''}",
         }
 
     def _everything(self) -> Policy:

@@ -1,0 +1,107 @@
+"""The choice: the fewest bytes with which the predicted distance from FP32 is within a tolerance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hmpx.insight.recording.alike import numberless
+from hmpx.insight.tensors import Tensor
+from hmpx.insight.weights.course import Distance
+from hmpx.insight.weights.ladder import FP32, Rung, bytes_of, rungs
+from hmpx.insight.weights.scoring import Scoring
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Parameters of equal blocks, which are held in one way.
+
+    effects: what each rung does to the losses, in units of the distance between two orders. bytes: what it takes.
+    """
+
+    pattern: str
+    names: tuple[str, ...]
+    elements: int
+    effects: Mapping[Rung, Tensor]
+    bytes: Mapping[Rung, float]
+
+    def error(self, rung: Rung) -> float:
+        """Root mean square of the effect of a rung in this group alone."""
+        return float(self.effects[rung].square().mean().sqrt())
+
+
+Chosen = dict[Group, Rung]
+
+
+class Steps(NamedTuple):
+    """A change of one group, and the error square that it saves for each byte."""
+
+    worth: float
+    group: Group
+    rung: Rung
+
+
+def groups_of(scoring: Scoring, shapes: Mapping[str, torch.Size], unit: float) -> list[Group]:
+    """The groups: names that differ in the numbers of layers only, of one shape."""
+    members: dict[tuple[str, torch.Size], list[str]] = {}
+    for name, shape in shapes.items():
+        members.setdefault((numberless(name), shape), []).append(name)
+    found = []
+    for names in members.values():
+        of = [shapes[name] for name in names]
+        ways = rungs(scoring.states)
+        effects = {way: (scoring.vector(names, way.weights) + scoring.vector(names, way.state)) / unit for way in ways}
+        effects = {way: e for way, e in effects.items() if bool(e.isfinite().all())}
+        sizes = {way: bytes_of(of, way, scoring.states) for way in effects}
+        pattern = numberless(names[0]) if len(names) > 1 else names[0]
+        found.append(Group(pattern, tuple(names), sum(shape.numel() for shape in of), effects, sizes))
+    return found
+
+
+def predicted(chosen: Mapping[Group, Rung]) -> Distance:
+    """What a choice does: errors of groups are independent, or add up, whichever is more."""
+    effects = torch.stack([group.effects[rung] for group, rung in chosen.items()])
+    alone, together = effects.square().mean(1).sum(), effects.sum(0)
+    error = math.sqrt(max(float(alone), float(together.square().mean())))
+    return Distance(error, float(together.mean()))
+
+
+def choose(groups: Sequence[Group], tolerance: float) -> Chosen:
+    """Begin with the fewest bytes, take what saves most error for a byte, and give back what is not needed.
+
+    FP32 parameters come last: a small one takes no more bytes than masters, but makes FP32 of what it meets.
+    """
+    chosen = {group: min(group.bytes, key=lambda rung: (group.bytes[rung], group.error(rung))) for group in groups}
+    for wide in (False, True):
+        while predicted(chosen).size > tolerance:
+            better = max(_better(chosen, wide), default=None, key=lambda step: step.worth)
+            if better is None:
+                break
+            chosen[better.group] = better.rung
+    for group in sorted(groups, key=lambda group: -group.bytes[chosen[group]]):
+        for rung in sorted(group.bytes, key=lambda rung: group.bytes[rung]):
+            if group.bytes[rung] >= group.bytes[chosen[group]]:
+                break
+            if predicted({**chosen, group: rung}).size <= tolerance:
+                chosen[group] = rung
+                break
+    return chosen
+
+
+def _better(chosen: Chosen, wide: bool) -> list[Steps]:
+    now, found = predicted(chosen).size ** 2, []
+    for group, rung in chosen.items():
+        for other, size in group.bytes.items():
+            if other.weights == FP32 and not wide:
+                continue
+            more = size - group.bytes[rung]
+            if other.weights == FP32:
+                more = max(more, group.elements / 128)  # a small parameter in FP32 takes as much as with masters
+            less = now - predicted({**chosen, group: other}).size ** 2
+            if more > 0 and less > 0:
+                found.append(Steps(less / more, group, other))
+    return found

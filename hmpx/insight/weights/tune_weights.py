@@ -1,0 +1,194 @@
+"""`tune_weights`: what it is asked for, and the runs in their order."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hmpx import conversion
+from hmpx.errors import HmpxError
+from hmpx.insight.comparing.subject import Loss
+from hmpx.insight.tuning.progress import Progress
+from hmpx.insight.weights.choosing import Chosen, choose, groups_of, predicted
+from hmpx.insight.weights.course import Course, Distance, Making, apart, check_scale, distance
+from hmpx.insight.weights.ladder import FP32, Rung
+from hmpx.insight.weights.reasons import choice_of
+from hmpx.insight.weights.rules import recipe_of
+from hmpx.insight.weights.scoring import Scoring
+from hmpx.insight.weights.tuned_weights import TunedWeights
+from hmpx.recipes.module_patterns import check_names
+from hmpx.recipes.parameter_rules import dtype_of
+from hmpx.recipes.recipe import Recipe, as_recipe, changed
+from hmpx.updates.names import names_in
+
+_TRIES = 3  # choices that are trained, each within half of what the one before was to keep
+
+
+def tune_weights(
+    model: torch.nn.Module,
+    optimizer: Making,
+    batches: Sequence[tuple],
+    loss: Loss,
+    *,
+    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe | None = None,
+    steps: int = 100,
+    tolerance: float = 0.25,
+    seed: int = 0,
+    progress: bool = True,
+) -> TunedWeights:
+    """Find how the weights and the optimizer's state are to be held: the fewest bytes with which it trains as in FP32.
+
+    Two FP32 runs with other orders of the batches give the scale. Beside the first of them, each way to hold a
+    parameter takes the same gradients; what its errors do to the losses is computed to second order, for all parameters
+    at once. The cheapest choice within the tolerance is then trained, and repaired.
+
+    It trains copies: the model, the optimizer and the random number generators stay as they are. Beside them, it takes
+    the memory of four BF16 copies with their state.
+
+    Args:
+        model: in FP32.
+        optimizer: the one that the model is trained with, as it stands, with learning rates like those of the training
+            that it is about: where they fall, so do the updates, and more of them are lost. Or a function that makes it
+            of a list of named parameters (``functools.partial(torch.optim.AdamW, lr=1e-3)``).
+        batches: a list of tuples or lists of positional arguments; a batch of one argument, which is a list of tensors,
+            is written ``([...],)``. The runs draw from them.
+        loss: called as ``loss(model, *batch)``, returns a scalar tensor.
+        recipe: what else the training is to do, as for `prepare`: its op lists hold in all runs, those in FP32 too.
+            What it says of weights and state is found anew.
+        steps: of a run.
+        tolerance: how far the losses may be from FP32's, in units of how far two orders of the batches are apart. They
+            may be larger by half of it in the mean. 0.25 makes the distance of two orders 3 % larger.
+        seed: of the orders.
+        progress: show how far it is, on standard error.
+
+    Raises:
+        HmpxError: something above does not fit; the loss is not finite in FP32; the model does not run with BF16
+            weights.
+
+    Example:
+        >>> batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(8)]
+        >>> def loss(model, x, y):
+        ...     return torch.nn.functional.mse_loss(model(x), y)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> tuned = hmpx.tune_weights(model, optimizer, batches, loss, steps=20, progress=False)
+        >>> tuned.recipe.parameter_dtype, tuned.recipe.state_dtype
+        ('bfloat16', '8bit')
+    """
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
+        raise HmpxError(f"tune_weights: tolerance={tolerance!r} is no distance in units of that between two orders")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise HmpxError(f"tune_weights: seed={seed!r} is no whole number")
+    if conversion.installed() is not None:
+        raise HmpxError("tune_weights: a conversion is in force; say recipe=, and hmpx.restore() first")
+    base = as_recipe(recipe if recipe is not None else {})
+    if base.parameters:
+        raise HmpxError(
+            "tune_weights: the recipe has `parameters` already, which tune_weights is to find: leave them out"
+        )
+    if base.dtype_map:
+        raise HmpxError("tune_weights: this recipe maps dtypes, so that there is no FP32 beside it")
+    progressing = Progress(5 * steps if isinstance(steps, int) else 0, progress, "tune_weights")
+    course = Course(model, optimizer, batches, loss, steps, seed, "tune_weights", progressing.step)
+    with base.naming_lines():
+        check_names([model], base)
+    try:
+        return _Tuning(course, base, _shapes(model, base), float(tolerance)).run()
+    finally:
+        progressing.end()
+
+
+def _shapes(model: torch.nn.Module, base: Recipe) -> dict[str, torch.Size]:
+    """Of the parameters that there is something to choose for."""
+    plain = {name: p for p, name in names_in(model).items() if p.requires_grad and p.is_floating_point()}
+    fixed = {name for name in plain if dtype_of(name, {}, base.module_dtypes) is torch.float32}
+    found = {name: p.shape for name, p in plain.items() if name not in fixed}
+    if not found:
+        raise HmpxError("tune_weights: nothing to choose from: no parameter requires a gradient, but for FP32 ones")
+    return found
+
+
+class _Tuning:
+    """One tuning while it is made."""
+
+    def __init__(self, course: Course, base: Recipe, shapes: Mapping[str, torch.Size], tolerance: float) -> None:
+        self._course, self._base, self._shapes, self._tolerance = course, base, shapes, tolerance
+        self._wide = changed(
+            base,
+            parameter_dtype=FP32,
+            module_dtypes={},
+            use_master_weights_in_ckpt=False,
+            release_gradients=False,
+            fused=False,
+        )
+        self._runs = 0
+
+    def run(self) -> TunedWeights:
+        self._scoring = scoring = Scoring(self._course, list(self._shapes))
+        scoring.run(self._wide)
+        self._other = self._course.run(self._wide, order=1, at_end=self._compare)
+        check_scale(scoring.losses, self._other, "tune_weights")
+        groups = groups_of(scoring, self._shapes, apart(self._other, scoring.losses))
+        found: list[tuple[Chosen, Distance]] = []
+        aim = self._tolerance
+        for _ in range(_TRIES):
+            chosen = choose(groups, aim)
+            if not any(chosen == before for before, _ in found):
+                found.append((chosen, self._measured(chosen)))
+                if found[-1][1].size <= self._tolerance:
+                    return self._result(*found[-1], "")
+            aim /= 2
+        exact = {group: Rung("split", torch.float32) for group in groups}
+        measured = self._measured(exact)
+        found.append((exact, measured))
+        if measured.size <= self._tolerance:
+            return self._result(exact, measured, "")
+        best = min(found, key=lambda each: each[1].size)
+        said = (
+            f"with exact masters and FP32 state everywhere it is {measured.size:.2g} already: BF16 weights and "
+            "gradients do that in the forward and backward pass; parameter_dtype: float32 does without them"
+        )
+        return self._result(*best, said)
+
+    def _compare(self, model: torch.nn.Module, optimizer: Any) -> None:
+        """How far the weights are with another order."""
+        own = dict(model.named_parameters())
+        with torch.no_grad():
+            self._moved = {name: (own[name] - w).norm() ** 2 for name, w in self._scoring.weights.items()}
+
+    def _measured(self, chosen: Chosen) -> Distance:
+        self._runs += 1
+        try:
+            self._losses = self._course.run(recipe_of(self._base, chosen))
+        except HmpxError:
+            raise
+        except RuntimeError as error:
+            raise HmpxError(
+                f"tune_weights: with BF16 weights the model does not run under this recipe: {error}; with opt_level "
+                "null nothing casts its inputs"
+            ) from error
+        return distance(self._losses, self._scoring.losses, self._other)
+
+    def _result(self, chosen: Chosen, measured: Distance, unmet: str) -> TunedWeights:
+        scoring, elements = self._scoring, sum(group.elements for group in chosen)
+        moved = {group: math.sqrt(sum(float(self._moved[name]) for name in group.names)) for group in chosen}
+        choices = [choice_of(group, rung, scoring, moved[group], self._tolerance) for group, rung in chosen.items()]
+        return TunedWeights(
+            recipe=recipe_of(self._base, chosen),
+            met=measured.size <= self._tolerance,
+            error=measured.error,
+            bias=measured.bias,
+            predicted=predicted(chosen).error,
+            tolerance=self._tolerance,
+            bytes_per_parameter=sum(group.bytes[rung] for group, rung in chosen.items()) / elements,
+            fp32_bytes=4.0 * (2 + scoring.states),
+            loss=float(self._losses[-1].mean()),
+            fp32_losses=(float(scoring.losses[-1].mean()), float(self._other[-1].mean())),
+            choices=tuple(sorted(choices, key=lambda choice: -choice.elements)),
+            steps=self._course.passes,
+            runs=self._runs,
+            unmet=unmet,
+        )
