@@ -42,7 +42,7 @@ class Region(NamedTuple):
     casting: None leaves it to the default. maps: whether a `dtype_map` acts, as it does inside of a listed Python
     function and not in an optimizer step. task: of a region opened in an asyncio task, a token that only this task and
     those it starts carry; None means everybody in the thread. place: which lists hold. overlay: the number of those
-    that this region itself has laid over the others, 0 for none.
+    that this region itself has laid over the others, 0 for none; `_OF_MODULE` where a module has its lists.
     """
 
     casting: bool | None = None
@@ -69,6 +69,7 @@ _tasks: ContextVar[tuple] = ContextVar("hmpx regions", default=())  # the tokens
 _keys = itertools.count(1)
 _DEFAULT = 0  # the key under which off_somewhere says "off unless a region turns casts on"
 _RETIRED = -1  # the key in the off_somewhere of wrappers whose conversion is gone
+_OF_MODULE = -1  # told apart from every region that an object of a user's has entered
 _NONE_OPEN = Region()
 
 _thread = _Thread()
@@ -248,7 +249,7 @@ def run_at(place, function, args, kwargs):
     here = _innermost()
     if here.place == place and here.casting:  # a module in another with the same rule
         return function(*args, **kwargs)
-    token = _open(Region(True, here.rounding, here.maps, None, place))
+    token = _open(Region(True, here.rounding, here.maps, None, place, _OF_MODULE))
     try:
         return function(*args, **kwargs)
     finally:

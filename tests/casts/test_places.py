@@ -275,6 +275,21 @@ def test_a_module_in_a_region_and_a_region_in_a_module():
     rule.remove()
 
 
+def test_a_region_that_is_left_inside_of_a_module_leaves_the_modules_lists_alone():
+    class Leaving(nn.Module):
+        def forward(self, region):
+            region.__exit__(None, None, None)
+            return product(X)
+
+    module = Leaving()
+    rule = hmpx.policy_for(module, "fp32")
+    with hmpx.convert():
+        for region in (hmpx.enable_casts(), hmpx.casts("bf16")):
+            region.__enter__()
+            assert module(region) is FP32 and product(X) is BF16
+    rule.remove()
+
+
 def test_whatever_raises_the_place_is_left():
     class Failing(nn.Module):
         def forward(self, error):
