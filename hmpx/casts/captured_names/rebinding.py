@@ -41,8 +41,13 @@ class Rebinding:
 
     @property
     def captures(self) -> list[Capture]:
-        """One for each place. Looks for what is pending."""
-        self._catch_up()
+        """One for each place. Looks for what is pending; if that is interrupted, it may be asked for again."""
+        pending = self._pending
+        try:
+            self._catch_up()
+        except BaseException:
+            self._pending = pending | self._pending
+            raise
         return list(self._captures)
 
     def expect(self, replacements: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
