@@ -25,11 +25,11 @@ def watch(log: hmpx.Log, folder: Path, every: int = 10) -> None:
     board = None
     if importlib.util.find_spec("tensorboard"):
         board = importlib.import_module("torch.utils.tensorboard").SummaryWriter(folder)
-    with open(folder / "sites.csv", "w", newline="") as file:
+    with open(folder / "sites.csv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerow(COLUMNS)
 
     def write(rows: list[dict]) -> None:
-        with open(folder / "sites.csv", "a", newline="") as file:
+        with open(folder / "sites.csv", "a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, COLUMNS, extrasaction="ignore").writerows({"step": log.steps, **row} for row in rows)
         for row in rows if board else ():
             for key in ("casts", "cast_seconds"):

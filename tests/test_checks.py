@@ -67,6 +67,19 @@ def sources(package: Path = ROOT / "hmpx") -> dict[str, ast.Module]:
     return found
 
 
+def test_text_is_read_and_written_as_utf_8():
+    """Whatever the encoding of the system is."""
+    for name, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                called = getattr(node.func, "attr", None) or f"{getattr(node.func, 'id', '')}()"
+                is_text = called in ("read_text", "write_text", "open()")
+                if is_text and not any(
+                    isinstance(each, ast.Constant) and each.value in ("rb", "wb") for each in node.args
+                ):
+                    assert "encoding" in [each.arg for each in node.keywords], f"{name}:{node.lineno}"
+
+
 def imports(tree: ast.Module, files: set[str]) -> Iterator[str]:
     """The files of hmpx that one imports, inside functions too."""
     for node in ast.walk(tree):

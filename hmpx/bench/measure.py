@@ -51,7 +51,7 @@ class Bench:
 def save(benches: list[Bench], path: Path) -> None:
     """As JSON: one table, or a list of several."""
     tables = [asdict(bench) for bench in benches]
-    path.write_text(json.dumps(tables[0] if len(tables) == 1 else tables, indent=2) + "\n")
+    path.write_text(json.dumps(tables[0] if len(tables) == 1 else tables, indent=2) + "\n", encoding="utf-8")
 
 
 def _digits(column: str) -> int:
@@ -146,7 +146,7 @@ def _quiet() -> Iterator[None]:
     """Without standard error, on which torch's profiler reports when it starts and stops."""
     kept = os.dup(2)
     try:
-        with open(os.devnull, "w") as nowhere:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
             os.dup2(nowhere.fileno(), 2)
         yield
     finally:

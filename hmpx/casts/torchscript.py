@@ -28,10 +28,9 @@ class Scripting:
 
     def __init__(self, find: Callable[[], Mapping[Callable, Callable]]) -> None:
         self._find = find
-        self._originals: dict[int, Callable] = {}  # by identity of the wrapper, while it is applied
+        self._originals: dict[int, Callable] = {}  # by identity of the wrapper
 
     def apply(self, changes: Changes) -> None:
-        changes.callback(self._originals.clear)
         self.further(self._find(), changes)
         for name in ("try_compile_fn", "make_stub"):
             seeing = self._seeing(getattr(_recursive, name))

@@ -285,7 +285,9 @@ def _cpu() -> str:
     """What -march=native depends on."""
     try:
         flags = [
-            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
+            line
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            if line.startswith(("flags", "Features"))
         ]
     except OSError:
         flags = []

@@ -107,7 +107,7 @@ def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str
 
 
 def round_into(
-    out: Tensor, x: Tensor, seed: int, step: int, name: str, offset: int = 0, width: int = 0, stride: int = 0
+    out: Tensor, x: Tensor, seed: int, step: int, name: str, offset: int, width: int = 0, stride: int = 0
 ) -> None:
     """`stochastic_round_` without its checks, under `torch.no_grad()`.
 
@@ -126,9 +126,7 @@ def round_into(
         out.copy_(target)
 
 
-def numbers_into(
-    out: Tensor, seed: int, step: int, name: str, offset: int = 0, width: int = 0, stride: int = 0
-) -> None:
+def numbers_into(out: Tensor, seed: int, step: int, name: str, offset: int, width: int = 0, stride: int = 0) -> None:
     """The numbers by which `round_into` rounds, r above, in flat int32 `out`."""
     if out.numel():
         kernel = xla.numbers_ if xla.is_lazy(out) else eager.numbers_

@@ -19,6 +19,7 @@ from hmpx.casts.captured_names import rebinding
 
 X = torch.randn(4, 4)
 TABLE = {"linear": F.linear, "other": 1}
+BY_KIND = {nn.Linear: F.linear, torch.mm: F.linear, (1, "a"): F.linear}
 LIST = [F.linear]
 TUPLE = (F.linear,)
 SET = {F.linear}
@@ -72,7 +73,8 @@ def results():
 def test_captured_names_are_cast_and_come_back():
     with hmpx.convert() as handle:
         assert {r.dtype for r in results()} == {torch.bfloat16}
-        assert f"{__name__}.TABLE['linear'] holds linear" in handle.rebound
+        keys = ("TABLE['linear']", "BY_KIND[Linear]", "BY_KIND[<_VariableFunctionsClass.mm>]", "BY_KIND[(1, 'a')]")
+        assert {f"{__name__}.{key} holds linear" for key in keys} <= set(handle.rebound)
     assert {r.dtype for r in results()} == {torch.float32}
     assert linear is F.linear and matmul is torch.matmul and Holder.attribute is F.linear
     assert Holder.method.__defaults__ == (F.linear,)

@@ -35,6 +35,7 @@ def test_ops_of_other_namespaces_are_found():
     assert labels["iadd"] == {"Tensor.__iadd__"} and "Tensor.__rsub__" in labels["rsub"]
     assert "torch._C._nn.cross_entropy_loss" in labels["cross_entropy"]
     assert "Tensor.__add__" in labels["add"] and "Tensor.__iadd__" not in labels["add"]
+    assert "_parse_to" not in labels  # in torch._C._nn, and no op
 
 
 def test_in_place_entries_are_told_apart():
@@ -67,6 +68,8 @@ def test_layouts_by_hand():
     assert [p.tensor for p in layouts["torch.index_add"].lead] == [True, False, True, True]
     assert layouts["torch.softmax"].dtype_positional and not layouts["torch.mm"].dtype_positional
     assert layouts["torch.batch_norm"].statistics == (3, 4)
+    assert [p.optional for p in linear.lead] == [False, False, True]
+    assert [p.optional for p in layouts["torch.batch_norm"].lead[:5]] == [False, True, True, True, True]  # and required
 
 
 # Refused mixtures that the first-input rule leaves to torch, with the reason.

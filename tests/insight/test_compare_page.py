@@ -1,24 +1,36 @@
 """The page of a comparison."""
 
+import dataclasses
 import json
+import math
 
 import pytest
 import torch
 from torch import nn
 
 import hmpx
+from hmpx.insight.comparing.row import BROKEN, Row
 from tests.support import browser
 
 
+def mean_of_exp(model, x):
+    return model(x).exp().mean()
+
+
 @pytest.fixture(scope="module")
-def found():
+def example():
     model = nn.Sequential()
     torch.manual_seed(0)
     for name in (browser.HOSTILE, browser.IMAGE):
         model.add_module(name, nn.Linear(8, 8))
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(16, 8, generator=generator),) for _ in range(3)]
-    return hmpx.compare(model, data, lambda model, x: model(x).exp().mean(), lists={"opt_level": "O2"})
+    return model, data
+
+
+@pytest.fixture(scope="module")
+def found(example):
+    return hmpx.compare(*example, mean_of_exp, lists={"opt_level": "O2"})
 
 
 @pytest.fixture
@@ -32,6 +44,24 @@ def test_the_numbers_of_the_page_are_those_of_the_json(found, page, tmp_path):
     saved = json.loads((tmp_path / "found.json").read_text())
     shown = browser.values_in(page)
     assert {key: shown[key] for key in saved} == saved and str(found).splitlines()[0] in page
+
+
+def test_the_loss_is_that_in_fp32_and_its_change_what_the_lists_add(found, example):
+    model, data = example
+    exact = [mean_of_exp(model, x).item() for (x,) in data]
+    with hmpx.convert("O2"):
+        low = [mean_of_exp(model, x).item() for (x,) in data]
+    assert found.loss == pytest.approx(sum(exact) / 3, rel=1e-6)
+    assert found.loss_change == pytest.approx((sum(low) - sum(exact)) / 3, rel=1e-3) and found.loss_change
+
+
+def test_of_rows_without_a_loss_the_worst_errs_itself_and_has_not_only_the_errors_of_others(found):
+    rows = (Row("passes_on", accumulated=0.5), Row("errs", accumulated=0.1, error=0.1), Row("less", error=0.01))
+    assert [row.op for row in dataclasses.replace(found, rows=rows).worst()] == ["errs", "less", "passes_on"]
+
+
+def test_a_row_breaks_the_training_from_the_bound_on():
+    assert [Row("exp", gradient_error=e).is_broken for e in (BROKEN, BROKEN * 0.999, math.nan)] == [True, False, False]
 
 
 def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(page):

@@ -1,5 +1,6 @@
 """The plot and the page of a tuning."""
 
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -8,6 +9,9 @@ import torch
 from torch import nn
 
 import hmpx
+from hmpx.insight.tuning import progress
+from hmpx.insight.tuning.choice import amount
+from hmpx.insight.tuning.page import as_page
 from tests.support import browser
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -45,6 +49,55 @@ def test_the_plot_has_every_mark_at_its_place(found, tmp_path):
     assert [a < b for a in across for b in across] == [a < b for a in costs for b in costs]
     words = [each.text for each in drawn.iter(f"{SVG}text")]
     assert {mark.name for mark in found.marks} <= {*words} and "tolerance 0.1" in words
+
+
+def test_a_label_stands_at_the_height_of_its_line(found, tmp_path):
+    found.plot(tmp_path / "tuned.svg")
+    drawn = ElementTree.parse(tmp_path / "tuned.svg").getroot()
+    lines = [float(each.get("y1")) for each in drawn.iter(f"{SVG}line") if each.get("class") == "grid"]
+    labels = [each for each in drawn.iter(f"{SVG}text") if each.get("text-anchor") == "end"]
+    assert len(labels) == len(lines) >= 3
+    for y, label in zip(lines, labels, strict=True):  # the middle of a digit is a third of the size above its foot
+        assert float(label.get("y")) - int(label.get("font-size")) / 3 == pytest.approx(y, abs=1)
+
+
+def test_the_file_of_values_can_be_read_by_lines(found, tmp_path):
+    found.json(tmp_path / "tuned.json")
+    assert '\n "gradient_error": ' in (tmp_path / "tuned.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "words"),
+    [
+        *((0.00214, "s", "2.1 ms"), (0, "B", "0 B"), (999, "B", "999 B"), (1000, "B", "1 kB"), (1536, "B", "1.54 kB")),
+        *((1e6, "FLOP", "1 MFLOP"), (2.5e9, "FLOP", "2.5 GFLOP"), (1e12, "FLOP", "1 TFLOP"), (3e15, "B", "3e+03 TB")),
+    ],
+)
+def test_amounts_in_words(value, unit, words):
+    assert amount(value, unit) == words
+
+
+def test_a_budget_without_a_bound_is_not_shown():
+    choices = [hmpx.Choice("exp", "float32", budget=budget, gain=-2000.0, unit="B") for budget in (0.5, math.inf)]
+    shown = browser.values_in(as_page("", [], choices, "", {"choices": [{}, {}]}))["choices"]
+    assert [row["shown"] for row in shown] == [
+        ["0.0e+00", "0.0e+00", "50 %", "-2 kB"],
+        ["0.0e+00", "0.0e+00", "", "-2 kB"],
+    ]
+
+
+def test_how_long_it_will_take_yet(monkeypatch, capsys):
+    clock = iter([100.0, 102.0, 106.0])
+    monkeypatch.setattr(progress, "perf_counter", lambda: next(clock))
+    line = progress.Progress(4, shown=True)
+    line.step("scoring")
+    line.step("scoring")
+    line.end()
+    lines = [each.rstrip() for each in capsys.readouterr().err.split("\r")]
+    assert lines[1:] == [
+        "tune: ######.................. scoring, step 1 of about 4, 6 s left",
+        "tune: ############............ scoring, step 2 of about 4, 6 s left",
+    ]
 
 
 def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(found, page):

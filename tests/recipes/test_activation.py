@@ -13,6 +13,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
+from hmpx.changes import Changes
+from hmpx.recipes.constructor_hooks import watch_optimizers
 from hmpx.updates.attach import attached
 from tests.support import ranks
 from tests.support.sharded import digest
@@ -93,6 +95,26 @@ def test_every_class_of_optimizer_is_seen_and_later_ones_too():
     assert attached(Own(model.parameters(), lr=1e-3)) is None and model.weight.dtype is torch.float32
     assert "__init_subclass__" not in vars(optim.Optimizer)
     assert all(vars(cls).get("__init__") is init for cls, init in INITS.items())
+
+
+def test_an_optimizer_is_shown_once_and_whole_and_one_inside_of_it_is_not():
+    shown = []
+
+    class Own(optim.SGD):
+        def __init__(self, params):
+            super().__init__(params)
+            self.inside = optim.Adam(params)
+
+    changes = Changes()
+    watch_optimizers(lambda optimizer: shown.append((type(optimizer), "inside" in vars(optimizer))), changes)
+    try:
+        Own([nn.Parameter(torch.ones(1))])
+        with pytest.raises(ValueError, match="empty parameter list"):
+            Own([])
+        optim.Adam([nn.Parameter(torch.ones(1))])
+    finally:
+        changes.close()
+    assert shown == [(Own, True), (optim.Adam, False)]
 
 
 def test_a_constructor_that_raises_leaves_all_as_it_was():

@@ -107,6 +107,15 @@ def test_what_is_wrong_is_said_with_its_line_and_nothing_is_changed(prepared, tm
     assert torch.matmul is torch._C._VariableFunctions.matmul and not hmpx.process_state.module_rules
 
 
+def test_a_pattern_may_fit_modules_that_are_never_called_beside_one_that_is(prepared):
+    attention = nn.Sequential(nn.MultiheadAttention(4, 1))
+    for text in ("  '*': fp32", "  '0*': fp32"):
+        assert prepared(text, attention)[0](X, X, X)[0].dtype is FP32
+        hmpx.restore()
+    with pytest.raises(hmpx.HmpxError, match=r"modules: '\*.out_proj': .*its forward is never called"):
+        prepared("  '*.out_proj': fp32", attention)
+
+
 class Around(nn.Module):
     def __init__(self, product=False):
         super().__init__()

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 
-from hmpx.rounding import eager, halves, native
+from hmpx.rounding import eager, halves, native, xla
 from hmpx.rounding.keys import derive_key, key_of, name_id, step_key
 from tests.support import python
 from tests.support.numbers import special_values
@@ -99,6 +99,22 @@ def test_a_list_of_steps_rounds_by_the_numbers_of_the_specification(threads):
                 assert torch.equal(got, rounded)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kernel", [eager, xla, pytest.param(native, marks=needs_compiler)])
+@pytest.mark.parametrize("offset", [0, 7, 2**32 - 600])
+def test_rows_get_the_bits_that_they_get_in_the_whole(kernel, offset):
+    """Five rows of 60 elements, 101 apart, of a parameter that is rounded whole; XLA's kernel runs on a CPU too."""
+    whole = torch.randn(5 * 101)
+    rows = whole.view(5, 101)[:, :60].reshape(-1)
+    out = torch.empty(300, dtype=torch.bfloat16)
+    kernel.round_(out, rows, KEY, offset, 60, 101)
+    assert torch.equal(out.view(torch.int16), rounded(eager, whole, offset).view(5, 101)[:, :60].reshape(-1))
+    if kernel is not native:
+        numbers_of_whole, found = torch.empty(505, dtype=torch.int32), torch.empty(300, dtype=torch.int32)
+        eager.numbers_(numbers_of_whole, numbers_of_whole, KEY, offset)
+        kernel.numbers_(found, found, KEY, offset, 60, 101)
+        assert torch.equal(found, numbers_of_whole.view(5, 101)[:, :60].reshape(-1))
 
 
 def test_triton_gives_the_same_bits_in_its_interpreter():

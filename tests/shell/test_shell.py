@@ -14,6 +14,7 @@ import torch
 
 import hmpx
 from hmpx.casts.op_lists import shipped
+from hmpx.insight.check import is_recipe
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.recipe import read_recipe
 from hmpx.shell.main import main
@@ -37,6 +38,18 @@ def test_ops_lists_rule_and_entry_points(capsys, tmp_path):
     (tmp_path / "mine.txt").write_text("softmax\n")
     _, out, _ = run(capsys, "ops", "softmax", "--list", str(tmp_path / "mine.txt"))
     assert next(line for line in out.splitlines() if line.startswith("softmax ")).split()[1] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        *(("weights: split\n", True), ("weigths: split\nbf16: [mm]\n", True)),
+        *(("bf16: [mm]\nfp23: [exp]\n", False), ("nothing: like it\n", False), ("- mm\n", False), (":\n- :", False)),
+    ],
+)
+def test_a_yaml_file_is_a_recipe_where_a_key_is_one_of_a_recipes(text, meant, tmp_path):
+    (tmp_path / "mine.yaml").write_text(text)
+    assert is_recipe(str(tmp_path / "mine.yaml")) == meant
 
 
 def test_check_finds_typos_duplicates_and_both_sides(capsys, tmp_path):

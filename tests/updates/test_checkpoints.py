@@ -76,6 +76,14 @@ def test_a_state_of_another_moment_without_masters_warns(options, caplog):
         assert caplog.text.count("the checkpoint has no masters") == 2
 
 
+def test_a_state_of_as_many_steps_on_other_batches_is_another_one(caplog):
+    _, optimizer = _trained("master", 2)
+    named, other = _trained("master", 0)
+    train(named, other, 7, 9)
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert caplog.text.count("the checkpoint has no masters") == 1
+
+
 @pytest.mark.parametrize("way", ["stochastic", "nearest", "master", "split", "split8"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit"])
 @pytest.mark.parametrize("model_first", [True, False])

@@ -44,7 +44,8 @@ def test_every_way_takes_what_the_table_says(settings, foreach):
     assert stays / COUNT == pytest.approx(expected.masters + expected.state, abs=0.001)
     assert params[0].element_size() == expected.weights and params[0].grad.element_size() == expected.gradients
     most = expected.transient(COUNT)
-    assert 0.4 * most <= peak - left <= most * 1.01 + 100_000
+    least = most * (1 - 4 / expected.slice) if foreach else most  # of FP32 temporaries, a foreach step has one less
+    assert 0.99 * least <= peak - left <= most * 1.01 + 100_000
     hmpx.detach(optimizer)
 
 

@@ -46,7 +46,9 @@ def train(case, place=lambda tensor: tensor):
     for step in range(4):
         for name, gradient in drawn(shapes, 100 + step).items():
             params[name].grad = place(gradient)
+        versions = {p: p._version for p in params.values()}
         optimizer.step()
+        assert all(p._version > before for p, before in versions.items())  # by which autograd knows of the write
     state = {f"{n}.{k}": v for n, p in params.items() for k, v in optimizer.state[p].items()}
     handle.detach()
     return digest(params), digest(state)
