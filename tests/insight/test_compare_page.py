@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import hmpx
@@ -58,6 +59,33 @@ def test_the_loss_is_that_in_fp32_and_its_change_what_the_lists_add(found, examp
 def test_of_rows_without_a_loss_the_worst_errs_itself_and_has_not_only_the_errors_of_others(found):
     rows = (Row("passes_on", accumulated=0.5), Row("errs", accumulated=0.1, error=0.1), Row("less", error=0.01))
     assert [row.op for row in dataclasses.replace(found, rows=rows).worst()] == ["errs", "less", "passes_on"]
+
+
+def test_a_module_of_one_site_has_the_measures_of_the_site(found):
+    rows = {row.module: row for row in found.rows if row.op == "linear"}
+    of_modules = [row for row in found.by_module() if row.module in rows]
+    assert len(of_modules) == 2
+    for row in of_modules:
+        for name in ("calls", "error", "accumulated", "ulp", "bias", "spread"):
+            assert getattr(row, name) == pytest.approx(getattr(rows[row.module], name)), name
+        assert row.accumulated > 0
+
+
+def test_an_estimate_is_marked(found):
+    rows = (Row("known", gradient_error=0.05, measured=True), Row("guessed", gradient_error=0.05), Row("none"))
+    lines = str(dataclasses.replace(found, rows=rows)).splitlines()
+    marked = {row.op: any(" ~" in line for line in lines if row.op in line.split()) for row in rows}
+    assert marked == {"known": False, "guessed": True, "none": False}
+
+
+def test_each_line_is_a_site():
+    def loss(model, x):
+        x = F.linear(x, model.weight)
+        return F.linear(x, model.weight).square().mean()
+
+    found = hmpx.compare(nn.Linear(4, 4), [(torch.randn(2, 4),)], loss, lists={"opt_level": "O2"})
+    lines = [int(row.where.rpartition(":")[2]) for row in found.rows if row.op == "linear"]
+    assert len(lines) == 2 and abs(lines[0] - lines[1]) == 1
 
 
 def test_a_row_breaks_the_training_from_the_bound_on():

@@ -1,8 +1,15 @@
-"""The state of torch's random generators, with a GPU and without one."""
+"""The state of random generators, with a GPU and without one, and what else a run changes."""
 
+import contextlib
+import random
+
+import numpy
+import pytest
 import torch
+from torch import nn
 
 from hmpx.insight import generators
+from hmpx.insight.kept import kept
 
 
 def test_what_is_drawn_after_it_is_drawn_again():
@@ -27,3 +34,29 @@ def test_gpus_that_are_in_use_are_put_back_too(monkeypatch):
     generators.set_state(state)
     assert torch.equal(state, generators.get_state())
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_what_a_run_changes_beside_its_results_is_put_back(error):
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    model.register_buffer("nothing", None)
+    before, buffers = model[0].running_mean.clone(), dict(model[0].named_buffers())
+    numbers = (
+        random.Random(0).random(),
+        numpy.random.RandomState(0).rand(),
+        torch.rand(1, generator=torch.Generator().manual_seed(0)),
+    )
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    with contextlib.suppress(KeyError), kept(model):
+        _ = random.random(), numpy.random.rand(), torch.rand(1)
+        model[0].running_mean.add_(1)
+        model[0].running_var = torch.zeros(2)
+        model.nothing = torch.ones(1)
+        if error is not None:
+            raise error
+    torch_again = torch.rand(1)
+    assert (random.random(), numpy.random.rand()) == numbers[:2] and torch.equal(torch_again, numbers[2])
+    assert torch.equal(model[0].running_mean, before) and model.nothing is None
+    assert all(model[0].get_buffer(name) is buffer for name, buffer in buffers.items())

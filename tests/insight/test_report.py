@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import hmpx
+from hmpx.insight.recording.device import DeviceSide
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.site import RoundTrip, Site
 from hmpx.insight.text_table import Column, table
@@ -183,6 +184,38 @@ def test_a_diff_tells_what_is_new_gone_and_changed():
     assert re.search(r"^  linear +model\.py:7 +head +bf16: fp32 -> bf16 +fp32: fp32$", said, re.MULTILINE)
     assert re.search(r"^exp +m\.py:5 +head +2 +2 +1500 +100500 +\+99000$", said, re.MULTILINE)
     assert bool(found) and not before.diff(before)
+
+
+def test_what_all_calls_together_take_comes_first_in_a_diff():
+    one = {"calls": 1, "casts": 0, "cast_seconds": 0.0}
+    before = log_of(
+        site("cat", **one | {"calls": 1000}, op_seconds=0.0), site("exp", **one | {"calls": 2}, op_seconds=0.0)
+    )
+    after = log_of(
+        site("cat", **one | {"calls": 1000}, op_seconds=1e-3), site("exp", **one | {"calls": 2}, op_seconds=2e-3)
+    )
+    said = str(before.diff(after))
+    assert said.index("\nexp ") < said.index("\ncat ")
+
+
+def test_updates_that_were_not_counted_need_nothing(monkeypatch):
+    row = {"name": "w", "lost": 0.25}
+    counted = {"rows": [row, {**row, "name": "b", "lost": 0.75}], "optimizer": "SGD", "weights": "nearest", "steps": 2}
+    counted |= {"lost": 0.5, "needed": True}
+    log = log_of(site(), updates=[counted, {**counted, "rows": [], "lost": 0.0, "needed": False}])
+    said = shown(log, monkeypatch, 120)
+    assert "SGD, weights='nearest', 2 steps: 50 % of all; most of 'b', 75 %" in said
+    assert "SGD, weights='nearest', 2 steps: 0 % of all; needs no stochastic rounding" in said
+
+
+def test_of_a_device_only_a_call_that_was_not_finite_before_the_known_one_counts():
+    """What a device has noted, number of the call among all << 31 | that of the site, here on the CPU."""
+    sites = [site(op, nonfinite_at=known) for op, known in (("a", None), ("b", None), ("c", 5), ("d", 5))]
+    devices, noted = DeviceSide(), (2**62, 7 << 31 | 3, 4 << 31 | 2, 6 << 31 | 1)
+    for each, number in zip(sites, noted, strict=True):
+        devices._first[id(each), torch.device("cpu")] = each, torch.tensor(number)
+    devices.finish()
+    assert [(each.nonfinite_at, each.nonfinite) for each in sites] == [(None, None), (7, 3), (4, 2), (5, None)]
 
 
 def test_a_diff_of_two_versions_says_which():

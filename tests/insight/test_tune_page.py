@@ -51,6 +51,10 @@ def test_the_plot_has_every_mark_at_its_place(found, tmp_path):
     assert {mark.name for mark in found.marks} <= {*words} and "tolerance 0.1" in words
 
 
+def test_marks_of_lists_were_measured_and_those_of_the_curve_predicted(found):
+    assert all(mark.measured for mark in found.marks) and not any(mark.measured for mark in found.curve)
+
+
 def test_a_label_stands_at_the_height_of_its_line(found, tmp_path):
     found.plot(tmp_path / "tuned.svg")
     drawn = ElementTree.parse(tmp_path / "tuned.svg").getroot()

@@ -35,9 +35,12 @@ def test_ops_lists_rule_and_entry_points(capsys, tmp_path):
         "fp32",
         "torch.softmax, torch._VF.softmax, Tensor.softmax",
     ]
-    (tmp_path / "mine.txt").write_text("softmax\n")
+    (tmp_path / "mine.txt").write_text("softmax\nstatistics.mean\nstatistics.median\n")
     _, out, _ = run(capsys, "ops", "softmax", "--list", str(tmp_path / "mine.txt"))
     assert next(line for line in out.splitlines() if line.startswith("softmax ")).split()[1] == "bf16"
+    _, out, _ = run(capsys, "ops", "mean", "--list", str(tmp_path / "mine.txt"))
+    names = [line.split()[0] for line in out.splitlines()]
+    assert "mean" in names and all("mean" in name for name in names[1:]) and names[-1] == "statistics.mean"
 
 
 @pytest.mark.parametrize(
