@@ -4,6 +4,7 @@ from hmpx import hmp
 from hmpx.casts.decorators import bf16, fp16, fp32, promote
 from hmpx.casts.module_rules import ModuleRule, policy_for
 from hmpx.casts.policy import Policy, Rule
+from hmpx.casts.rules_of_model import policies_of
 from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
 from hmpx.insight.audit import Audit, audit
@@ -68,6 +69,7 @@ __all__ = [
     "fp16",
     "fp32",
     "hmp",
+    "policies_of",
     "policy_for",
     "prepare",
     "promote",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,13 +74,15 @@ class Wrappers:
         self.switch, self._kernels, self._observer = switch, kernels, observer
         self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
         self._standing: dict[tuple[int, str], Patch] = {}
+        self._cases = _CasesByOp()
 
     def patches(self, policies: Mapping[int, Policy]) -> Iterator[Patch]:
         """Those of functions that have none yet, or another wrapper from now on.
 
         policies: by place, all that are known.
         """
-        wanted = _wanted(policies)
+        self._cases.learn(policies)
+        wanted = self._cases.wanted()
         if self._observer is not None and self._observer.everything:
             wanted = _with_the_others(wanted)
         for op, entry, cases in wanted:
@@ -117,32 +120,49 @@ class _Function:
 
     def wrapper(self, cases: Mapping[int, Cases]) -> Callable:
         """Of one rule, where that is the same in all places; else one that asks where it is."""
-        for place, each in cases.items():
-            if place not in self._runs:
-                if each not in self._built:
-                    built = self._build(self._op, self._entry, self._original, each)
-                    self._built[each] = build_untouched(built) if built is self._original else built
-                self._runs[place] = self._built[each]
+        for place, each in itertools.islice(cases.items(), len(self._runs), None):  # in the order of before
+            if each not in self._built:
+                built = self._build(self._op, self._entry, self._original, each)
+                self._built[each] = build_untouched(built) if built is self._original else built
+            self._runs[place] = self._built[each]
         if self._placed is None and len(self._built) > 1:
             self._placed = build_placed(self._entry, self._original, self._runs)
         return self._runs[0] if self._placed is None else self._placed
 
 
-def _wanted(policies: Mapping[int, Policy]) -> Iterator[Wanted]:
-    """Every entry point that some rule needs, with its cases."""
-    same: dict[Policy, int] = {}  # many places have one policy
-    first = {place: same.setdefault(policy, place) for place, policy in policies.items()}
-    for op in catalog().values():
-        found = {place: policies[place].cases(op) for place in same.values()}
-        cases = {place: found[like] for place, like in first.items()}
-        for entry in op.entries:
-            if entry.in_place:
-                # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
-                # something to do. Its own conversion rounds once where a cast before it would round twice.
-                if op.refuses_mixed:
-                    yield op.name, entry, {0: (Case(Rule.FIRST_INPUT),)}
-            elif any(case.rule is not None for each in cases.values() for case in each):
-                yield op.name, entry, cases
+class _CasesByOp:
+    """What each op does in the places that are known. Of a further place, no other is worked out again."""
+
+    def __init__(self) -> None:
+        self._first: dict[Policy, int] = {}  # the first place of each: many places have one policy
+        self._places: set[int] = set()
+        self._of: dict[str, dict[int, Cases]] = {name: {} for name in catalog()}
+        self._ruled: set[str] = set()  # ops that some rule concerns in some place
+
+    def learn(self, policies: Mapping[int, Policy]) -> None:
+        """Work out those places that are not known yet."""
+        for place, policy in policies.items():
+            if place in self._places:
+                continue
+            self._places.add(place)
+            like = self._first.setdefault(policy, place)
+            for name, op in catalog().items():
+                cases = policy.cases(op) if like == place else self._of[name][like]
+                self._of[name][place] = cases
+                if any(case.rule is not None for case in cases):
+                    self._ruled.add(name)
+
+    def wanted(self) -> Iterator[Wanted]:
+        """Every entry point that some rule needs, with its cases."""
+        for name, op in catalog().items():
+            for entry in op.entries:
+                if entry.in_place:
+                    # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
+                    # something to do. Its own conversion rounds once where a cast before it would round twice.
+                    if op.refuses_mixed:
+                        yield name, entry, {0: (Case(Rule.FIRST_INPUT),)}
+                elif name in self._ruled:
+                    yield name, entry, self._of[name]
 
 
 def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:

@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 import hmpx
 from hmpx.casts.forwards import replaced_forwards
+from hmpx.casts.ops import catalog
 from tests.support import python
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -339,6 +340,37 @@ def test_copies_and_pickled_modules_carry_the_rule():
         module = Product()
         assert module() == [BF16]
     vars(copies[-1])["_hmpx_rules"][0][1].remove()
+
+
+def test_the_rules_of_a_model_that_was_loaded_can_be_listed_and_removed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 8))
+    given = [hmpx.policy_for(part, fp32=["linear"]) for part in (model, model[1], model[2])]
+    assert hmpx.policies_of(model) == given == hmpx.policies_of(copy.deepcopy(model))
+    loaded = pickle.loads(pickle.dumps(model))
+    rules = hmpx.policies_of(loaded)
+    assert [rule.where for rule in rules] == [rule.where for rule in given] and not {*rules} & {*given}
+    for rule in (*rules, *given[:2]):
+        rule.remove()
+    assert hmpx.policies_of(loaded) == [] and hmpx.policies_of(model) == given[2:]
+    with hmpx.convert():
+        assert [part(torch.ones(2, 8)).dtype for part in (model[2], loaded[2])] == [FP32, BF16]
+    given[2].remove()
+    with pytest.raises(hmpx.HmpxError, match=r"policies_of takes a torch\.nn\.Module, not a str"):
+        hmpx.policies_of("model")
+
+
+def test_a_further_nesting_works_out_its_own_lists_and_no_other(monkeypatch):
+    """However many there are already; and none the second time."""
+    worked_out, cases = [], hmpx.Policy.cases
+    monkeypatch.setattr(hmpx.Policy, "cases", lambda policy, op: worked_out.append(policy) or cases(policy, op))
+    found = []
+    with hmpx.convert():
+        for name in ("linear", "matmul", "bmm", "linear"):
+            worked_out.clear()
+            with hmpx.casts(fp32=[name], promote=["hypot"]):
+                found.append((len({id(policy) for policy in worked_out}), len(worked_out)))
+    ops = found[0][1]
+    assert found == [(1, ops), (1, ops), (1, ops), (0, 0)] and ops == len(catalog())
 
 
 def test_a_rule_for_a_container_holds_in_each_module_in_it_and_around_their_own():

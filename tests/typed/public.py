@@ -63,6 +63,7 @@ def regions(optimizer: torch.optim.Optimizer, model: torch.nn.Module, x: Tensor)
     hmpx.policy_for(model, {"fp32": ["softmax"]})
     assert_type(rule.where, str)
     rule.remove()
+    assert_type(hmpx.policies_of(model), list[hmpx.ModuleRule])
     with torch.no_grad(), hmpx.cached_weights() as cache:
         assert_type(cache, hmpx.cached_weights)
         model(x)
