@@ -50,6 +50,25 @@ void round_list(const Rounding *list, int64_t count, uint64_t step_key, int thre
   }
 }
 
+/* BF16 numbers of a list of tensors to FP32; native.py has the same. */
+typedef struct { uint64_t from, to; int64_t n; } Widening;
+
+void widen_list(const Widening *list, int64_t count, int threads) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; i++) total += list[i].n;
+  if (total <= PARALLEL_FROM) threads = 1;
+  _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")
+  for (int thread = 0; thread < threads; thread++) {
+    int64_t begin = 0;
+    for (const Widening *one = list; one < list + count; begin += one++->n) {
+      Share share = share_of(total, thread, threads, begin, one->n);
+      const uint16_t *restrict from = (const uint16_t *)(uintptr_t)one->from;
+      float *restrict to = (float *)(uintptr_t)one->to;
+      for (int64_t j = share.from; j < share.to; j++) to[j] = from_bf16(from[j]);
+    }
+  }
+}
+
 /* halves.py: an FP32 number as the BF16 nearest to it, ties away from zero, and an int16. */
 static inline uint32_t kept_bits(uint32_t bits) {
   uint32_t magnitude = bits & 0x7FFFFFFFu;

@@ -42,6 +42,7 @@ _POINTER, _INT64, _UINT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint
 _SIGNATURES = {
     "round_stochastic": (_POINTER, _POINTER, _INT64, _UINT64, _UINT64, _INT64, _INT64, _INT),
     "round_list": (_POINTER, _INT64, _UINT64, _INT),
+    "widen_list": (_POINTER, _INT64, _INT),
     "split_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "join_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
     "read_masters": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
@@ -112,7 +113,17 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
     words = array("Q")
     for out, x, name, offset, width, stride in roundings:
         words.extend((x.data_ptr(), out.data_ptr(), x.numel(), name, offset, width, stride))
-    _kernels().round_list(words.buffer_info()[0], len(roundings), step_key, torch.get_num_threads())
+    round_words(words, step_key)
+
+
+def round_words(words: array[int], step_key: int) -> None:
+    """`round_list`, for what the kernel is told of each: addresses of `x` and `out`, elements, and the rest."""
+    _kernels().round_list(words.buffer_info()[0], len(words) // 7, step_key, torch.get_num_threads())
+
+
+def widen_words(words: array[int]) -> None:
+    """BF16 to FP32 in one call, of each tensor: pointers from and to, elements. Needs `library()`."""
+    _kernels().widen_list(words.buffer_info()[0], len(words) // 3, torch.get_num_threads())
 
 
 def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:

@@ -1,9 +1,4 @@
-"""A fused step of all parameters, remembered from one step to the next.
-
-A step looks at each parameter, gradient and state tensor in several places: names, dtypes, overlaps, what a kernel can
-read. For small parameters that takes longer than the step. A plan holds what those looks have found, with what the
-kernels are given, and one look says whether all of it is as it was.
-"""
+"""A fused step of all parameters, remembered from one step to the next."""
 
 from __future__ import annotations
 
@@ -15,29 +10,25 @@ import torch
 from torch import optim
 
 from hmpx.rounding import native
-from hmpx.updates.fused_formulas import Formula, is_scaled
+from hmpx.updates.fused_formulas import Formula
 from hmpx.updates.held_state import by_own_keys
-from hmpx.updates.names import fingerprint, parameters
-from hmpx.updates.rounding_key import RoundingKey
+from hmpx.updates.names import fingerprint
+from hmpx.updates.plan import Plan
 from hmpx.updates.segment import Segment
+from hmpx.updates.step_call import StepCall, WriteBack
 
 Tensor = torch.Tensor
-Parameter = torch.nn.Parameter
 
 
 class _Planned(NamedTuple):
-    """One parameter."""
+    """What a kernel is told of one parameter."""
 
-    param: Parameter
-    shape: torch.Size
     group: dict
     keys: tuple[str | None, ...]  # of its state tensors, in the kernel's order
-    state: dict
     known: Mapping[str, Any]  # the state, by the optimizer's own keys
-    held: list[tuple[str, Tensor, int, int]]  # in the state: key, tensor, address, how many elements follow one another
 
 
-class FusedPlan:
+class FusedPlan(Plan):
     """What C kernels have taken of the step of an optimizer.
 
     Args:
@@ -45,8 +36,7 @@ class FusedPlan:
         stepped: what the kernels were given.
 
     Attributes:
-        params: these parameters.
-        names: their names.
+        names: of these parameters.
     """
 
     def __init__(
@@ -56,17 +46,14 @@ class FusedPlan:
         taken: list[tuple[dict, Segment]],
         stepped: list[native.Stepped],
     ) -> None:
-        self._formula, self._states, self._fingerprint = formula, optimizer.state, fingerprint(optimizer)
-        self.params = frozenset(segment.param for _, segment in taken)
+        super().__init__(optimizer, [segment.param for _, segment in taken])
+        self._formula = formula
         self.names = [segment.name for _, segment in taken]
-        self._planned = []
-        for group, segment in taken:
-            state = optimizer.state[segment.param]
-            held = [(key, value, value.data_ptr(), value.numel()) for key, value in state.items()]
-            param, keys, known = segment.param, formula.states(group), by_own_keys(state)
-            self._planned.append(_Planned(param, param.shape, group, keys, state, known, held))
-        self._counts = [each.state["step"] for each in self._planned] if formula.counts else []
-        self._weights = [each.param for each in self._planned]
+        self._planned = [
+            _Planned(group, formula.states(group), by_own_keys(optimizer.state[segment.param]))
+            for group, segment in taken
+        ]
+        self._counts = [each.known["step"] for each in self._planned] if formula.counts else []
         self._words = native.words_of(stepped)
 
     @staticmethod
@@ -83,45 +70,26 @@ class FusedPlan:
         )
 
     def fits(self, optimizer: optim.Optimizer) -> bool:
-        """Whether the next step of these parameters is that of the plan: only gradients and options have changed."""
-        if optimizer.state is not self._states or is_scaled(optimizer) or fingerprint(optimizer) != self._fingerprint:
-            return False
-        states, group = self._states, None
-        for param, shape, own_group, keys, state, known, held in self._planned:
+        """Whether the next step of these parameters is that of the plan, by the same kernels."""
+        group = None
+        for own_group, keys, known in self._planned:
             if own_group is not group:
                 group = own_group
                 if not self._formula.takes(group, known) or self._formula.states(group) != keys:
                     return False
-            grad = param.grad
-            if grad is None or not native.is_plain(grad) or not grad.is_cpu or grad.shape != shape:
-                return False
-            if grad.dtype not in native.KINDS or states.get(param) is not state or len(state) != len(held):
-                return False
-            for key, value, pointer, count in held:
-                if state.get(key) is not value or value.data_ptr() != pointer:
-                    return False
-                if value.numel() != count or not value.is_contiguous():
-                    return False
-        return True
+        return super().fits(optimizer)
 
-    def others(self, optimizer: optim.Optimizer) -> list[Parameter]:
-        """The parameters with a gradient that are not of the plan."""
-        params = parameters(optimizer)
-        if len(params) == len(self._planned):
-            return []
-        return [p for p in params if p.grad is not None and p not in self.params]
-
-    def run(self, optimizer: optim.Optimizer, rounding_key: RoundingKey) -> None:
+    def run(self, call: StepCall, write_back: WriteBack) -> None:
         """Step the parameters of the plan."""
         steps = [count.item() + 1.0 for count in self._counts] or [0.0] * len(self._planned)
         scalars, known = array("f"), {}
         for each, step in zip(self._planned, steps, strict=True):
             of = id(each.group), step, self._formula.depends_on(each.known)
             if of not in known:
-                known[of] = native.scalars_of(self._formula.scalars(optimizer, each.group, step, of[2]))
+                known[of] = native.scalars_of(self._formula.scalars(call.optimizer, each.group, step, of[2]))
             scalars.extend(known[of])
-        grads = [cast(Tensor, p.grad) for p in self._weights]
-        native.step_words(self._formula.kernel, self._words, scalars, grads, rounding_key.of_step)
+        grads = [cast(Tensor, p.grad) for p in self._params]
+        native.step_words(self._formula.kernel, self._words, scalars, grads, write_back.rounding_key.of_step)
         if self._counts:
             torch._foreach_add_(self._counts, 1)
-        torch.autograd.graph.increment_version(self._weights)
+        torch.autograd.graph.increment_version(self._params)

@@ -8,12 +8,13 @@ from collections.abc import Collection
 import torch
 
 from hmpx.rounding.xla import is_lazy
-from hmpx.updates.fused_plan import FusedPlan
 from hmpx.updates.fused_step import FusedStep, Launch
 from hmpx.updates.held_state import held, is_coded
 from hmpx.updates.interrupts import mark_incomplete
 from hmpx.updates.optimizer_scope import scope_of
+from hmpx.updates.plan import Plan
 from hmpx.updates.segment import Segment
+from hmpx.updates.sliced_plan import SlicedPlan
 from hmpx.updates.sliced_step import SlicedStep
 from hmpx.updates.step_call import StepCall, WriteBack
 from hmpx.updates.update_counts import watched_kernel
@@ -32,14 +33,14 @@ class PartialStep:
     """
 
     def __init__(self, call: StepCall, segments: list[Segment], write_back: WriteBack, *, fused: bool) -> None:
-        self._optimizer, self._write_back = call.optimizer, write_back
+        self._call, self._optimizer, self._write_back = call, call.optimizer, write_back
         self._fused = FusedStep(call.optimizer, write_back) if fused else None
         self._segments = {segment.param: segment for segment in segments}
         self._slices = SlicedStep(call, write_back)
         self._by_element = scope_of(self._optimizer) == "element"
         self._group = {p: group for group in self._optimizer.param_groups for p in group["params"]}
 
-    def run(self, params: list[Parameter], plan: FusedPlan | None = None) -> None:
+    def run(self, params: list[Parameter], plan: Plan | None = None) -> None:
         """Step `params`, which have gradients, and the parameters of `plan`."""
         sliced: list[Segment] = []
         taken: list[tuple[dict, Segment]] = []
@@ -49,12 +50,14 @@ class PartialStep:
                 taken.append((group, segment))
             else:
                 sliced.append(segment)
+        self._others = [p for p in params if p not in self._segments]
+        self._has_taken = bool(taken)
         kernels = self._kernels(taken)
         if plan is not None:
-            run = functools.partial(plan.run, self._optimizer, self._write_back.rounding_key)
+            run = functools.partial(plan.run, self._call, self._write_back)
             kernels.append((plan.names, run))
         try:
-            self._slices.run(sliced, [p for p in params if p not in self._segments], self._by_element)
+            self._slices.run(sliced, self._others, self._by_element)
             for names, kernel in kernels:
                 self._slices.written += names
                 kernel()
@@ -64,9 +67,19 @@ class PartialStep:
                 mark_incomplete(self._optimizer, step, self._slices.written, error)
             raise
 
-    def plan(self) -> FusedPlan | None:
-        """What the next step can do again of the part that `run` has taken last."""
-        return None if self._fused is None or self._write_back.counts is not None else self._fused.plan()
+    def plan(self, again: bool = False) -> Plan | None:
+        """What the next step can do again of the part that `run` has taken last.
+
+        again: whether the step before has stepped the same parameters, and so the next one may.
+        """
+        if self._write_back.counts is not None:
+            return None
+        if self._fused is not None and self._has_taken:
+            return self._fused.plan()
+        batches = self._slices.batches
+        if not again or not self._by_element or not SlicedPlan.can_be(self._optimizer, batches, self._others):
+            return None
+        return SlicedPlan(self._optimizer, batches, self._others)
 
     def _kernels(self, taken: list[tuple[dict, Segment]]) -> list[tuple[list[str], Launch]]:
         """What steps these parameters with fused kernels, each with the names of those that it steps."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from hmpx.updates.gradients.shadow import can_be_written
 from hmpx.updates.layout import memory_order, unfolded
 from hmpx.updates.ranks.sharding import held_part, like, local
 from hmpx.updates.segment import Segment
@@ -71,6 +72,21 @@ class SliceBuffers:
             segments, outs = _blocks(copied, outs)
             torch._foreach_copy_(outs, [segment.of(self.grads[segment.param]) for segment in segments])
         return shadows
+
+    def hand_back(self, segment: Segment, left: Tensor | None) -> None:
+        """Make `left`, which a step has put in the place of a shadow's gradient, the parameter's."""
+        p = segment.param
+        if left is None:
+            p.grad = None if segment.is_last else p.grad
+            return
+        if left.layout is not torch.strided:
+            p.grad = left.to(segment.grad.dtype)
+            return
+        if not can_be_written(segment.grad):
+            p.grad = segment.grad.clone(memory_format=torch.contiguous_format)
+            self.hold(segment)
+        for block, part in segment.blocks(held_part(p, left) if segment.is_gathered else left):
+            block.of(self.grads[p]).copy_(part)
 
     def _is_ready(self, segment: Segment) -> bool:
         """Whether the optimizer can be shown the parameter's own gradient: it is FP32, and lies as the shadow does."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from hmpx.updates.gradients.shadow import can_be_written
 from hmpx.updates.layout import memory_order
 from hmpx.updates.optimizer_scope import by_memory
 from hmpx.updates.ranks.sharding import held_part, local
@@ -25,38 +24,46 @@ _ALIGN = 64  # elements: where a slice begins, vectorised kernels would begin a 
 _FLOOR, _CEILING = 1 << 17, 1 << 20
 # FP32 weight, gradient, new state and temporaries of this part of the elements are less than 0.5 bytes a parameter.
 _PARTS = 60
+_PARTS_FUSED, _PARTS_FUSED_READ = 34, 42  # torch's fused kernels have no temporaries; the latter where state is read
 
 
-def slice_size(elements: int) -> int:
-    """How many elements of a model with so many the optimizer sees at once.
+def slice_size(elements: int, parts: int = _PARTS) -> int:
+    """How many elements of a model with so many the optimizer sees at once: one of so many parts.
 
     A step then takes up to 0.5 bytes per parameter, or 2 MB if that is more. Smaller slices than `_FLOOR` spend more
     time on calls than on updates; the buffers of larger ones than `_CEILING` do not stay in the cache.
     """
-    return min(max(elements // _PARTS, _FLOOR), _CEILING) // _ALIGN * _ALIGN
+    return min(max(elements // parts, _FLOOR), _CEILING) // _ALIGN * _ALIGN
 
 
 def cut(
-    segments: Iterable[Segment], size: int, parts: Callable[[Segment], Iterable[Segment]]
+    segments: Iterable[Segment], size: int, parts: Callable[[Segment, int], Iterable[Segment]]
 ) -> Iterator[list[Segment]]:
-    """Batches of at most `size` elements: small parameters together, large ones in `parts`.
+    """Batches of at most `size` elements: small parameters together, large ones in `parts`, of which one fills a batch.
 
     A sharded parameter always goes through `parts`. One that must be gathered is a batch of its own, so that all ranks
     gather in the same order. Parameters that share memory are in different batches, one after the other.
+
+    parts: gets a parameter and the size of its first part.
     """
     batch: list[Segment] = []
     room = size
     for segment in segments:
         count = segment.count
-        if batch and (count > room or segment.overlaps is not None):
+        alone = segment.overlaps is not None or (count > room and segment.box is not None)
+        if batch and (alone or (count > room and room < size // 4)):
             yield batch
             batch, room = [], size
-        pieces = [segment] if count <= room and segment.box is None else list(parts(segment))
-        if count <= room and not pieces[0].is_gathered and segment.overlaps is None:
-            batch += pieces
-            room -= count
-        else:
+        pieces = [segment] if count <= room and segment.box is None else list(parts(segment, room))
+        if alone or pieces[0].is_gathered:
             yield from ([piece] for piece in pieces)
+            continue
+        for piece in pieces:
+            if batch and piece.count > room:
+                yield batch
+                batch, room = [], size
+            batch.append(piece)
+            room -= piece.count
     if batch:
         yield batch
 
@@ -72,9 +79,10 @@ class SlicedStep:
         self._by_memory = by_memory(optimizer)
         self._group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         with torch.no_grad():
-            self._size = slice_size(sum(local(p).numel() for p in self._group))
+            self._elements = sum(local(p).numel() for p in self._group)
         self._versions: list[dict[str, int] | None] = []  # of the state of each shadow of a batch
         self._is_scaled = getattr(optimizer, "grad_scale", None) is not None  # fused kernels then write to gradients
+        self.batches: list[list[Segment]] = []  # that were stepped
         self.written: list[str] = []  # names of parameters whose weights or state may have changed
         self._buffers = SliceBuffers(self._store, self._by_memory)
         self._sliced: dict[Parameter, SlicedState] = {}
@@ -86,6 +94,7 @@ class SlicedStep:
         Under `torch.no_grad()`, and without a closure.
         """
         self._others = others
+        self._size = slice_size(self._elements, _parts_of(self._optimizer, segments))
         self._buffers.grads.clear()  # of another part of the step: they may have been released
         for segment in segments:
             self._buffers.hold(segment)
@@ -93,7 +102,7 @@ class SlicedStep:
             here = [segment for segment in segments if segment.param.device == device]
             if sum(segment.param.numel() for segment in here) > _FLOOR:  # not what this rank holds: ranks must agree
                 here = self._each_group_first(here)
-            for batch in cut(here, self._size, self._parts if by_element else lambda segment: [segment]):
+            for batch in cut(here, self._size, self._parts if by_element else lambda segment, _: [segment]):
                 self._batch(batch)
         if self._others:
             self._batch([])
@@ -110,7 +119,7 @@ class SlicedStep:
         first = list(smallest.values())
         return first + [segment for segment in segments if segment not in first]
 
-    def _parts(self, segment: Segment) -> Iterable[Segment]:
+    def _parts(self, segment: Segment, first: int) -> Iterable[Segment]:
         p = segment.param
         if not p.dim():
             return [segment]
@@ -118,7 +127,7 @@ class SlicedStep:
         together = [local(p), self._buffers.grads[p], *state.tensors(), *self._store.held(p)]
         ends = form_of(segment).ends(p)
         if all(tensor.is_contiguous() for tensor in together):
-            return segment.parts(self._size, None, ends)
+            return segment.parts(self._size, None, ends, first // _ALIGN * _ALIGN)
         in_memory = segment.box is None and ends is None
         return segment.parts(self._size, memory_order(p) if in_memory else tuple(range(p.dim())), ends)
 
@@ -152,6 +161,7 @@ class SlicedStep:
                 states.pop(shadow, None)
             raise
         self.written += [segment.name for segment in batch]
+        self.batches += [batch] if batch else []
         for state in whole:
             state.finish()
         for segment, shadow, grad in zip(batch, shadows, grads, strict=True):
@@ -169,18 +179,7 @@ class SlicedStep:
         """Do to the parameter's gradient what the step did to the shadow's."""
         if left is shown and left._version == version and not self._is_scaled:
             return
-        p = segment.param
-        if left is None:
-            p.grad = None if segment.is_last else p.grad
-            return
-        if left.layout is not torch.strided:
-            p.grad = left.to(segment.grad.dtype)
-            return
-        if not can_be_written(segment.grad):
-            p.grad = segment.grad.clone(memory_format=torch.contiguous_format)
-            self._buffers.hold(segment)
-        for block, part in segment.blocks(held_part(p, left) if segment.is_gathered else left):
-            block.of(self._buffers.grads[p]).copy_(part)
+        self._buffers.hand_back(segment, left)
 
     def _only(self, shown: list[tuple[Parameter, Tensor]]) -> OnlyParameters:
         lists: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
@@ -203,6 +202,13 @@ class OnlyParameters:
     def __exit__(self, *exception: object) -> None:
         for group, before in zip(self._groups, self._before, strict=True):
             group["params"][:] = before
+
+
+def _parts_of(optimizer: Optimizer, segments: list[Segment]) -> int:
+    """In how many parts these parameters are stepped."""
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return _PARTS
+    return _PARTS_FUSED if all(form_of(segment).as_left for segment in segments) else _PARTS_FUSED_READ
 
 
 def _versions(state: dict | None) -> dict[str, int] | None:

@@ -12,12 +12,12 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates import optimizer_state, step_count
-from hmpx.updates.fused_plan import FusedPlan
 from hmpx.updates.interrupts import DeferredSignals
 from hmpx.updates.names import fingerprint, named, parameters
 from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.overlap import Overlaps, refuse_overlaps
 from hmpx.updates.partial_step import PartialStep, is_uniform
+from hmpx.updates.plan import Plan
 from hmpx.updates.ranks import checks
 from hmpx.updates.ranks.sharding import box_of
 from hmpx.updates.remembered import Remembered
@@ -49,7 +49,8 @@ class WeightUpdates:
         self.stores = Stores(dict.fromkeys(way.weights for way in settings.ways))
         self._overlaps = Overlaps()
         self._segments: Remembered[tuple[Any, list[Segment]]] = Remembered()
-        self._plans: Remembered[FusedPlan] = Remembered()
+        self._plans: Remembered[Plan] = Remembered()
+        self._stepped: Remembered[list[int]] = Remembered()  # the parameters of the last step, by id
         self._open: PartialStep | None = None
         self.watch: UpdateCounts | None = None  # what counts the updates, from the next step on
         self._counts: UpdateCounts | None = None  # what counts those of the step that has begun
@@ -92,10 +93,11 @@ class WeightUpdates:
         if sliced:
             signals.begin()
             params = [p for p in parameters(optimizer) if p.grad is not None]
+            before, self._stepped[optimizer] = self._stepped.get(optimizer), list(map(id, params))
             with torch.no_grad():
                 part = PartialStep(call, segments, write_back, fused=self.settings.fused)
                 part.run(params)
-                plan = part.plan()
+                plan = part.plan(again=before == self._stepped[optimizer])
             if plan is not None:
                 self._plans[optimizer] = plan
             return result
@@ -115,7 +117,8 @@ class WeightUpdates:
         params = plan.others(optimizer)
         if not params:
             signals.begin()
-            plan.run(optimizer, write_back.rounding_key)
+            with torch.no_grad():
+                plan.run(call, write_back)
             self._plans[optimizer] = plan
             return True
         segments = [segment for segment in self.segments(optimizer) if segment.param not in plan.params]

@@ -197,14 +197,15 @@ def like_first(params):
     return new
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_remembered_of_a_step_is_forgotten_when_something_changes(change):
+def test_what_is_remembered_of_a_step_is_forgotten_when_something_changes(change, fused):
     """Beside a twin that remembers nothing."""
     results = []
     for forget in (False, True):
         named = parameters()
         optimizer = optim.AdamW(named, lr=1e-2)
-        handle = hmpx.attach(optimizer, fused=True)
+        handle = hmpx.attach(optimizer, fused=fused)
         for turn in range(4):
             for p in [p for group in optimizer.param_groups for p in group["params"]]:
                 p.grad = torch.full_like(p, 0.1 + turn)
@@ -236,17 +237,18 @@ LAID = {  # where a tensor of the same shape lies at the same address, its eleme
 }
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("lay", [transposed, transposed_in_place])
 @pytest.mark.parametrize("which", LAID)
-def test_what_is_remembered_is_forgotten_when_a_tensor_lies_otherwise(which, lay, state_dtype):
+def test_what_is_remembered_is_forgotten_when_a_tensor_lies_otherwise(which, lay, state_dtype, fused):
     """Beside a twin that remembers nothing, and one whose elements are never laid otherwise but copied."""
     results = []
     for road in ("remembers", "forgets", "copies"):
         named = parameters(sizes=((64, 64), (7,)))
         first = named[0][1]
         optimizer = optim.AdamW(named, lr=1e-2)
-        handle = hmpx.attach(optimizer, fused=road != "copies", state_dtype=state_dtype)
+        handle = hmpx.attach(optimizer, fused=fused and road != "copies", state_dtype=state_dtype)
         generator = torch.Generator().manual_seed(3)
         for turn in range(6):
             for _, p in named:

@@ -1,0 +1,91 @@
+"""What a step has seen of an optimizer's parameters, so that the next one need not look at all of it again.
+
+A step looks at each parameter, gradient and state tensor in several places: names, dtypes, overlaps, what a kernel can
+read. For small parameters that takes longer than the step. A plan holds what those looks have found, with what is made
+of it, and one look says whether all of it is as it was.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import cast
+
+import torch
+from torch import optim
+
+from hmpx.rounding import native
+from hmpx.updates.fused_formulas import is_scaled
+from hmpx.updates.names import fingerprint, parameters
+from hmpx.updates.ranks.sharding import PLAIN
+from hmpx.updates.step_call import StepCall, WriteBack
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+
+class Plan:
+    """The next step of an optimizer, if that is one of the same parameters.
+
+    Args:
+        params: some of those that have gradients.
+
+    Attributes:
+        params: these parameters.
+        names: of those that are BF16.
+    """
+
+    names: list[str]
+
+    def __init__(self, optimizer: optim.Optimizer, params: list[Parameter]) -> None:
+        self._states, self._fingerprint = optimizer.state, fingerprint(optimizer)
+        self._params, self.params = params, frozenset(params)
+        self._shapes = [p.shape for p in params]
+        self._dtypes = [cast(Tensor, p.grad).dtype for p in params]
+        self._own = [optimizer.state.get(p) for p in params]
+        self._values = [value for state in self._own if state for value in state.values()]
+        self._ids = list(map(id, self._values))
+        self._places = _places(self._values) if all(isinstance(value, Tensor) for value in self._values) else None
+
+    def fits(self, optimizer: optim.Optimizer) -> bool:
+        """Whether the next step of these parameters is that of the plan: only gradients and options have changed.
+
+        It looks at all parameters in one respect after the other, which is a third faster than one after the other.
+        """
+        if optimizer.state is not self._states or is_scaled(optimizer) or fingerprint(optimizer) != self._fingerprint:
+            return False
+        grads = [grad for p in self._params if (grad := p.grad) is not None]
+        if len(grads) != len(self._params) or [grad.shape for grad in grads] != self._shapes:
+            return False
+        if not {type(grad) for grad in grads} <= _PLAIN or not {grad.layout for grad in grads} <= {torch.strided}:
+            return False
+        if [grad.dtype for grad in grads] != self._dtypes or not set(self._dtypes) <= native.KINDS.keys():
+            return False
+        if not all([grad.is_cpu for grad in grads]) or not all([grad.is_contiguous() for grad in grads]):
+            return False
+        states = self._states
+        if not all(map(is_, [states.get(p) for p in self._params], self._own)):
+            return False
+        if [id(value) for state in self._own if state for value in state.values()] != self._ids:
+            return False
+        if self._places is None or _places(self._values) != self._places:
+            return False
+        return all([value.is_contiguous() for value in self._values])
+
+    def others(self, optimizer: optim.Optimizer) -> list[Parameter]:
+        """The parameters with a gradient that are not of the plan."""
+        params = parameters(optimizer)
+        if len(params) == len(self._params):
+            return []
+        return [p for p in params if p.grad is not None and p not in self.params]
+
+    def run(self, call: StepCall, write_back: WriteBack) -> None:
+        """Take the step; under `torch.no_grad()`."""
+        raise NotImplementedError
+
+
+_PLAIN = set(PLAIN)
+
+
+def _places(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
+    """Where each lies, and how many elements it has."""
+    return [tensor.data_ptr() for tensor in tensors], [tensor.numel() for tensor in tensors]

@@ -1,0 +1,164 @@
+"""A step in slices, remembered from one step to the next.
+
+The FP32 shadows of every batch are made once, as views of one room, whose memory is there for the length of a step
+alone. Two calls of C kernels for a batch fill them and round what the optimizer leaves in them.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import optim
+
+from hmpx.rounding import native
+from hmpx.updates.interrupts import mark_incomplete
+from hmpx.updates.names import fingerprint
+from hmpx.updates.plan import Plan
+from hmpx.updates.planned_batch import PlannedBatch, Shown, can_be_planned, room_for
+from hmpx.updates.segment import Segment
+from hmpx.updates.slice_buffers import SliceBuffers
+from hmpx.updates.sliced_state import SlicedState
+from hmpx.updates.sliced_step import OnlyParameters
+from hmpx.updates.step_call import StepCall, WriteBack
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+
+class SlicedPlan(Plan):
+    """The step of an optimizer that has been taken in these batches.
+
+    Args:
+        others: parameters that are stepped as they are, in the first batch.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, batches: list[list[Segment]], others: list[Parameter]) -> None:
+        params = _parameters(batches)
+        super().__init__(optimizer, params + others)
+        group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        room = torch.empty(max(room_for(batch, optimizer.state) for batch in batches), dtype=torch.float32)
+        self.names = list(dict.fromkeys(segment.name for batch in batches for segment in batch))
+        self._room, self._bytes, self._address = room.untyped_storage(), room.nbytes, 0
+        self._batches = [PlannedBatch(batch, optimizer.state, group, room) for batch in batches]
+        for p in others:
+            self._batches[0].lists[group[p]].append(p)
+        counts = [count for batch in self._batches for count in batch.counts]
+        self._counts = [count.clone for count in counts], [count.own for count in counts]
+        self._last = [count.own for count in counts if count.is_last], [c.clone for c in counts if c.is_last]
+        self._late: dict[Parameter, SlicedState] = {}
+        self._room.resize_(0)
+
+    @staticmethod
+    def can_be(optimizer: optim.Optimizer, batches: list[list[Segment]], others: list[Parameter]) -> bool:
+        """Whether a step in these batches can be remembered."""
+        return (
+            bool(batches)
+            and all(p.grad is not None for p in _parameters(batches) + others)  # a step may clear them
+            and native.library() is not None
+            and fingerprint(optimizer) is not None
+            and all(can_be_planned(each, optimizer.state.get(each.param)) for batch in batches for each in batch)
+            and Plan(optimizer, _parameters(batches) + others).fits(optimizer)
+        )
+
+    def fits(self, optimizer: optim.Optimizer) -> bool:
+        """Whether the next step is that of the plan, and no other parameter takes part in it."""
+        return super().fits(optimizer) and not self.others(optimizer)
+
+    def run(self, call: StepCall, write_back: WriteBack) -> None:
+        """Take the step; an optimizer of which something is written when it raises is marked incomplete."""
+        written: list[str] = []
+        write_back = write_back.deferred()
+        self._room.resize_(self._bytes)
+        try:
+            if self._room.data_ptr() != self._address:
+                self._address = self._room.data_ptr()
+                for batch in self._batches:
+                    batch.moved(self._address)
+            if self._counts[0]:
+                torch._foreach_copy_(*self._counts)
+            for batch in self._batches:
+                self._step(batch, call, write_back, written)
+            if self._last[0]:
+                torch._foreach_copy_(*self._last)
+        except BaseException as error:
+            if written:
+                mark_incomplete(call.optimizer, write_back.rounding_key.step, written, error)
+            raise
+        finally:
+            self._late.clear()
+            self._room.resize_(0)
+
+    def _step(self, batch: PlannedBatch, call: StepCall, write_back: WriteBack, written: list[str]) -> None:
+        optimizer, states, shown = call.optimizer, call.optimizer.state, batch.shown
+        batch.widen()
+        if batch.read:
+            write_back.store.read_all([each.segment for each in batch.read], [each.shadow for each in batch.read])
+        versions = [tensor._version for tensor, _ in batch.watched]
+        grads = [cast(Tensor, each.shadow.grad) for each in shown]
+        seen = [grad._version for grad in grads]
+        kept: list[dict | None] = []  # what the parameter's own state has in it
+        for segment, shadow, _, state in shown:
+            own = states.pop(segment.param, None) if state is None else None
+            kept.append(None if own is None else own.copy())
+            if own is not None or state is not None:
+                states[shadow] = own if state is None else state.copy()
+        try:
+            with OnlyParameters(optimizer.param_groups, batch.lists):
+                call.run()
+        except BaseException:
+            pairs = zip(batch.watched, versions, strict=True)
+            written += [name for (tensor, name), version in pairs if tensor._version != version]
+            for each, before in zip(shown, kept, strict=True):
+                _undo(each, before, states)
+            raise
+        written += batch.names
+        for each, before, grad, version in zip(shown, kept, grads, seen, strict=True):
+            segment, shadow, copied, state = each
+            if shadow.grad is not grad or grad._version != version:
+                buffers = SliceBuffers(write_back.store, by_memory=True)
+                buffers.hold(segment)
+                buffers.hand_back(segment, shadow.grad)
+            if shadow.grad is not copied:
+                shadow.grad = copied
+            left = states.pop(shadow, None)
+            if before is not None:
+                states[segment.param] = left
+            elif segment.param in self._late or not _is_same(left, state):
+                self._take(each, left, states, write_back)
+        batch.round(write_back.rounding_key.of_step)
+        for each in batch.stored:
+            write_back.store.write(each.segment, each.shadow, write_back.rounding_key)
+        write_back.rounding_key.flush()
+
+    def _take(self, each: Shown, left: dict | None, states: dict, write_back: WriteBack) -> None:
+        """Take state that is not what the optimizer was shown: other tensors, or more of them."""
+        segment, shadow, _, _ = each
+        if segment.param not in self._late:
+            self._late[segment.param] = SlicedState(states, segment, write_back)
+        if left is not None:
+            states[shadow] = left
+        self._late[segment.param].take_back(segment, shadow)
+        if segment.is_last:
+            self._late.pop(segment.param).finish()
+
+
+def _parameters(batches: list[list[Segment]]) -> list[Parameter]:
+    return list({segment.param: None for batch in batches for segment in batch})
+
+
+def _undo(each: Shown, before: dict | None, states: dict) -> None:
+    """Give a parameter its state again, after a step that raised."""
+    left = states.pop(each.shadow, None)
+    if before is not None and left is not None:
+        left.clear()
+        left.update(before)
+        states[each.segment.param] = left
+    each.shadow.grad = each.grad
+
+
+def _is_same(left: dict | None, state: dict | None) -> bool:
+    """Whether the tensors that the optimizer was shown are those that it left."""
+    if left is None or state is None:
+        return left is state
+    return len(left) == len(state) and all(left.get(key) is value for key, value in state.items())

@@ -1,0 +1,194 @@
+"""A step in slices that is remembered, beside the same step that looks at everything each time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+import hmpx
+from hmpx.errors import HmpxError
+from hmpx.rounding import native
+from hmpx.updates import optimizer_scope, sliced_step
+from hmpx.updates.sliced_plan import SlicedPlan
+
+BF16 = torch.bfloat16
+SIZES = ((40, 9), (201,), (5,), (130,), (64, 33))
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here, so no step is remembered")
+
+
+@pytest.fixture(params=[64, 1 << 17], ids=["slices", "whole"])
+def floor(request, monkeypatch):
+    monkeypatch.setattr(sliced_step, "_FLOOR", request.param)
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Counts the steps that were remembered ones."""
+    steps, run = [], SlicedPlan.run
+
+    def counted(self, call, write_back):
+        steps.append(None)
+        run(self, call, write_back)
+
+    monkeypatch.setattr(SlicedPlan, "run", counted)
+    return steps
+
+
+def made(cls, options, fp32=False, **settings):
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(size, generator=generator).bfloat16()) for size in SIZES]
+    if fp32:
+        params.insert(2, nn.Parameter(torch.randn(30, generator=generator)))
+    groups = [{"params": params[:3]}, {"params": params[3:], "lr": 2e-2}]
+    optimizer = cls(groups, lr=1e-2, **options)
+    return params, optimizer, hmpx.attach(optimizer, names=[f"p{i}" for i in range(len(params))], **settings)
+
+
+def grads_for(params, turn, dtype=None):
+    generator = torch.Generator().manual_seed(10 + turn)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(dtype or p.dtype)
+
+
+def everything(params, optimizer):
+    state = [value for p in params for value in optimizer.state.get(p, {}).values()]
+    return [p.detach() for p in params] + [value for value in state if isinstance(value, torch.Tensor)]
+
+
+def same(one, other):
+    both = zip(one, other, strict=True)
+    return len(one) == len(other) and all(torch.equal(a, b) and a.dtype is b.dtype for a, b in both)
+
+
+ADAM = (optim.AdamW, {"fused": True})
+CASES = {
+    "AdamW": (*ADAM, {}),
+    "AdamW, BF16 state": (*ADAM, {"state_dtype": BF16}),
+    "AdamW, FP32 parameters beside": (*ADAM, {"fp32": True}),
+    "AdamW, FP32 gradients": (*ADAM, {"use_fp32_grad_acc": True}),
+    "AdamW, nearest": (*ADAM, {"weights": "nearest"}),
+    "AdamW, master": (*ADAM, {"weights": "master"}),
+    "AdamW, split": (*ADAM, {"weights": "split", "state_dtype": BF16}),
+    "AdamW, split8": (*ADAM, {"weights": "split8"}),
+    "AdamW, rules": (*ADAM, {"parameters": {"p1": {"weights": "split"}, "p4": {"state_dtype": BF16}}}),
+    "SGD": (optim.SGD, {}, {}),
+    "SGD momentum": (optim.SGD, {"momentum": 0.9}, {"state_dtype": BF16}),
+    "NAdam": (optim.NAdam, {}, {}),
+    "ASGD, each parameter by itself": (optim.ASGD, {"foreach": False}, {"state_dtype": BF16}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_remembered_step_has_the_bits_of_one_that_is_not(case, floor, planned):
+    cls, options, settings = CASES[case]
+    if settings.get("use_fp32_grad_acc") and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("FP32 gradients of BF16 weights want torch 2.13")
+    results = []
+    for forget in (False, True):
+        params, optimizer, handle = made(cls, options, **settings)
+        for turn in range(5):
+            grads_for(params, turn, torch.float32 if settings.get("use_fp32_grad_acc") else None)
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+        results.append(everything(params, optimizer))
+    assert same(*results)
+    assert len(planned) == 3
+
+
+def test_between_two_steps_a_plan_has_no_memory():
+    params, optimizer, handle = made(*ADAM)
+    for turn in range(4):
+        grads_for(params, turn)
+        optimizer.step()
+    plan = handle._updates._plans[optimizer]
+    assert plan._room.nbytes() == 0 and plan._bytes > 0
+
+
+class Odd(optim.SGD):
+    """Does from its fourth step on what it did not do before."""
+
+    turn = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.turn += len(self.param_groups[0]["params"]) > 0 or len(self.param_groups[1]["params"]) > 0
+        if self.turn > self.odd_from:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.oddly(p)
+
+    def oddly(self, p):
+        state = self.state[p]
+        if self.what == "new tensors":
+            state["momentum_buffer"] = state["momentum_buffer"] + 1
+        elif self.what == "more tensors":
+            state["more"] = p.detach() * 2
+            state["count"] = torch.tensor(float(self.turn))
+        elif self.what == "written gradients":
+            p.grad.mul_(0.5)
+        elif self.what == "new gradients":
+            p.grad = p.grad * 0.25
+        elif self.what == "no gradients":
+            p.grad = None
+        elif self.what == "an error" and p.numel() == 5:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("what", ["new tensors", "more tensors", "written gradients", "new gradients", "no gradients"])
+def test_what_an_optimizer_does_for_the_first_time_is_seen(what, state_dtype, floor, planned, monkeypatch):
+    monkeypatch.setitem(optimizer_scope.SCOPES, Odd, "element")
+    results = []
+    for forget in (False, True):
+        monkeypatch.setattr(Odd, "what", what, raising=False)
+        monkeypatch.setattr(Odd, "odd_from", 1 << 30, raising=False)
+        params, optimizer, handle = made(Odd, {"momentum": 0.9}, state_dtype=state_dtype)
+        for turn in range(6):
+            if turn == 3:
+                monkeypatch.setattr(Odd, "odd_from", 0)
+            grads_for(params, turn)
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+            grads = [p.grad for p in params]
+        results.append([*everything(params, optimizer), *(grad for grad in grads if grad is not None)])
+        assert len(planned) >= 2
+    assert same(*results)
+
+
+def test_an_error_leaves_what_was_not_written_as_it_was(planned, monkeypatch):
+    monkeypatch.setitem(optimizer_scope.SCOPES, Odd, "element")
+    monkeypatch.setattr(Odd, "what", "an error", raising=False)
+    monkeypatch.setattr(Odd, "odd_from", 1 << 30, raising=False)
+    params, optimizer, _ = made(Odd, {})  # keeps no state, so that nothing of it is written
+    for turn in range(3):
+        grads_for(params, turn)
+        optimizer.step()
+    monkeypatch.setattr(Odd, "odd_from", 0)
+    before, groups = everything(params, optimizer), [list(group["params"]) for group in optimizer.param_groups]
+    before, grads = [tensor.clone() for tensor in before], [p.grad for p in params]
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert len(planned) == 2 and same(before, everything(params, optimizer))
+    assert [list(group["params"]) for group in optimizer.param_groups] == groups
+    assert all(p.grad is grad for p, grad in zip(params, grads, strict=True))
+    monkeypatch.setattr(Odd, "odd_from", 1 << 30)
+    optimizer.step()
+
+
+def test_an_error_in_the_middle_is_marked(planned, monkeypatch):
+    monkeypatch.setitem(optimizer_scope.SCOPES, Odd, "element")
+    monkeypatch.setattr(Odd, "what", "an error", raising=False)
+    monkeypatch.setattr(Odd, "odd_from", 1 << 30, raising=False)
+    params, optimizer, _ = made(Odd, {"momentum": 0.9})
+    for turn in range(3):
+        grads_for(params, turn)
+        optimizer.step()
+    monkeypatch.setattr(Odd, "odd_from", 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert set(optimizer.state) == set(params)
+    with pytest.raises(HmpxError, match="step 3 of Odd was interrupted by ZeroDivisionError in the middle: 'p0'"):
+        optimizer.step()
