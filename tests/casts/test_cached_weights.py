@@ -6,6 +6,7 @@ import copy
 import ctypes
 import logging
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -233,6 +234,29 @@ def test_weights_made_in_inference_mode_are_not_kept(x):
             layer(x)
             layer.weight.zero_()
             assert torch.equal(layer(x), layer.bias.to(BF16).expand(3, 8)) and "inference mode" in repr(cache)
+
+
+def test_no_cast_is_kept_of_a_graph_that_records_or_taken_from_another_stream(monkeypatch):
+    """On the meta device, with a stand-in for what CUDA says of streams."""
+    now = SimpleNamespace(stream=1, capturing=False)
+    device = SimpleNamespace(current_stream=lambda _: now.stream, is_current_stream_capturing=lambda: now.capturing)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    weight, cache, casts_made = nn.Parameter(torch.empty(8, device="meta"), False), weight_cache.WeightCache(), []
+
+    def cast(weight):
+        casts_made.append(weight)
+        return weight.bfloat16()
+
+    def made(stream, capturing):
+        now.stream, now.capturing = stream, capturing
+        casts_made.clear()
+        assert cache.get(weight, BF16, cast).dtype is BF16
+        return len(casts_made)
+
+    assert made(1, True) == 1  # and nothing is kept
+    assert [made(1, False), made(1, False)] == [1, 0]
+    assert [made(1, True), made(1, False)] == [1, 0]
+    assert [made(2, False), made(2, False)] == [1, 0]
 
 
 def test_a_cache_belongs_to_its_thread(model, x):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hmpx.insight.tuning.charges import Charge, total
+import pytest
+
+from hmpx.insight.tuning.charges import Charge, Edge, Scored, total
+from hmpx.insight.tuning.problem import Part, Problem, Scale
 
 
 def test_charges_add_up_and_are_projected_on_each_direction():
@@ -18,3 +21,59 @@ def test_charges_add_up_and_are_projected_on_each_direction():
         [(0.5 - 0.5) / 0.5, (0.0 - 3.0) / 0.5],
         [(1.0 - 0.5) / 0.5, (6.0 - 3.0) / 0.5],
     ]
+
+
+def charged(number):
+    """A charge that changes the loss of the one batch by `number`, and no gradient."""
+    found = Charge()
+    found.forward.update({(0, 0): number, (0, 1): number})
+    return found
+
+
+A, B, C = (Part(name, "") for name in "abc")
+
+
+@pytest.fixture
+def chain():
+    """From outside to a, b and c; each charge is another power of two, so that a sum tells what is in it."""
+    sites = [Scored(part, charged(own), scored=True) for part, own in ((A, 1.0), (B, 2.0), (C, 4.0))]
+    for number, (maker, site) in enumerate(zip([None, *sites], sites, strict=False)):
+        site.edges[maker] = Edge(charged(8.0 * 4**number), charged(16.0 * 4**number), casts=1)
+    scale = Scale(batches=1, directions=1, h=1.0, noise=1.0, loss_noise=1.0)
+    return Problem(sites, lambda scored: scored.site, lambda _: (1.0, 3.0), lambda casts, _: 0.25 * casts, scale)
+
+
+NOTHING, ALL = frozenset(), frozenset((A, B, C))
+
+
+@pytest.mark.parametrize(
+    ("parts", "chosen", "charges", "saved"),
+    [
+        ([B], NOTHING, 2 + 32 + 256, 2 - 0.5),  # rounded on the way in, and its gradient on the way back
+        *(([B], chosen, 2 + 256, 2) for chosen in (frozenset([A]), frozenset([A, B]))),
+        *(([B], chosen, 2 + 32, 2) for chosen in (frozenset([C]), frozenset([B, C]))),
+        *(([B], chosen, 2, 2 + 0.5) for chosen in (ALL, ALL - {B})),
+        ([A, B], NOTHING, 1 + 2 + 8 + 256, 4 - 0.5),
+        ([A, C], frozenset([B]), 1 + 4 + 8, 4 + 0.25),
+        ([A], ALL, 1 + 8, 2),
+    ],
+)
+def test_what_parts_do_alone_are_their_own_charges_and_those_of_the_edges_that_they_make(
+    chain, parts, chosen, charges, saved
+):
+    effect, gain = chain.alone(parts, chosen)
+    assert (effect.loss_change, effect.gradient_error, gain) == (charges, 0.0, saved)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "charges", "cost"),
+    [
+        (NOTHING, 0, 9),
+        (frozenset([A]), 1 + 8 + 64, 7 + 0.5),
+        (frozenset([B]), 2 + 32 + 256, 7 + 0.5),
+        (frozenset([A, C]), 1 + 8 + 64 + 4 + 128, 5 + 0.75),
+        (ALL, 1 + 2 + 4 + 8, 3 + 0.25),
+    ],
+)
+def test_what_a_choice_does_and_costs(chain, chosen, charges, cost):
+    assert (chain.predicted(chosen).loss_change, chain.cost(chosen)) == (charges, cost)

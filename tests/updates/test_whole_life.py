@@ -132,3 +132,34 @@ def test_an_optimizer_lives_as_its_fp32_copies(cls, options, way, state_dtype, i
     stepped(params, optimizer, END)
     stepped(plain, reference, END)
     assert all(torch.equal(params[name], plain[name]) for name in plain)
+
+
+class Unknown(optim.SGD):
+    """A class that steps on whole copies, for hmpx does not know it."""
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, Unknown])
+@pytest.mark.parametrize("state_dtype", [FP32, BF16, "8bit"])
+def test_whatever_the_default_device_is_the_parameters_decide(cls, state_dtype):
+    """Where the default is the meta device, whatever is made without a device holds no numbers."""
+
+    def lived(way):
+        params = {name: nn.Parameter(weight) for name, weight in numbers[0].items()}
+        optimizer = cls([*params.items()], lr=0.1, momentum=0.9)
+        in_file = way in ("master", "split", "split8")
+        hmpx.attach(optimizer, way, state_dtype=state_dtype, seed=SEED, use_master_weights_in_ckpt=in_file)
+        for gradients in numbers[1:]:
+            for name, p in params.items():
+                p.grad = gradients[name].clone()
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        hmpx.detach(optimizer)
+        return [p.detach() for p in params.values()]
+
+    for way in WAYS:
+        numbers = [drawn(i) for i in range(3)]
+        expected = lived(way)
+        numbers = [drawn(i) for i in range(3)]
+        with torch.device("meta"):
+            found = lived(way)
+        assert all(map(torch.equal, found, expected)), way
