@@ -253,3 +253,17 @@ def test_confirm_says_where_lists_train_otherwise():
         tuned(confirm=1)
     with pytest.raises(hmpx.HmpxError, match="optimizer is what confirm trains with"):
         tuned(optimizer=torch.optim.AdamW)
+
+
+def products(x):
+    return x @ x.transpose(0, 1)
+
+
+@pytest.mark.parametrize("side", ["fp32", "bf16"])
+def test_a_users_function_that_is_listed_runs_as_a_whole(side, tmp_path):
+    """What it calls is no choice of its own."""
+    (tmp_path / "mine.txt").write_text(f"{__name__}.products\n")
+    lists = {f"{side}_file_path": str(tmp_path / "mine.txt")}
+    found = tuned(loss=lambda m, a, y: F.cross_entropy(products(m(a)), y), lists=lists)
+    names = {choice.name for choice in found.choices}
+    assert "linear" in names and "matmul" not in names

@@ -1,0 +1,40 @@
+"""What frameworks are asked for beside a recipe: which of it goes with one, in words that name both."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import hmpx
+from hmpx.recipes.frameworks import ACCUMULATION, AUTOCAST, ENGINE, GRADIENT_NORM, MODEL_DTYPE, Asked, conflict, refuse
+from hmpx.recipes.recipe import read_recipe
+
+LEAN, USUAL = read_recipe("lean"), read_recipe("neuron-bf16-sr")
+WEIGHTS_ALONE = hmpx.Recipe(opt_level=None)
+
+
+@pytest.mark.parametrize(
+    ("what", "recipe", "said"),
+    [
+        (AUTOCAST, USUAL, "mine beside a recipe: its torch.autocast would cast the ops once more"),
+        (AUTOCAST, WEIGHTS_ALONE, ""),
+        *((MODEL_DTYPE, recipe, "mine beside a recipe: it casts the model itself") for recipe in (LEAN, WEIGHTS_ALONE)),
+        *((ENGINE, recipe, "mine beside a recipe: DeepSpeed holds and updates") for recipe in (LEAN, WEIGHTS_ALONE)),
+        (ACCUMULATION, LEAN, "mine adds up gradients, which the recipe's release_gradients has freed by then"),
+        (GRADIENT_NORM, LEAN, "mine clips or measures gradients before the step, which the recipe's release_gradients"),
+        *((what, USUAL, "") for what in (ACCUMULATION, GRADIENT_NORM)),
+    ],
+)
+def test_what_goes_with_a_recipe(what, recipe, said):
+    found = conflict(Asked("mine", what), recipe)
+    assert found.startswith(said) and bool(found) == bool(said)
+
+
+def test_all_that_does_not_go_with_it_is_said_at_once(caplog):
+    caplog.set_level(logging.INFO, "hmpx")
+    with pytest.raises(hmpx.HmpxError, match=r"^one beside .*\ntwo beside [^\n]*$"):
+        refuse([Asked("one", ENGINE), Asked("fine", GRADIENT_NORM), Asked("two", MODEL_DTYPE)], USUAL)
+    assert not caplog.text
+    refuse([Asked("bf16=True", AUTOCAST)], WEIGHTS_ALONE)
+    assert caplog.messages == ["hmpx: bf16=True casts the ops, the recipe (opt_level null) holds the weights"]
