@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from hmpx.recipes.parameter_rules import dtype_of
 from hmpx.recipes.recipe import Recipe, as_recipe, changed
 from hmpx.updates.names import names_in
 
-_TRIES = 3  # choices that are trained, each within half of what the one before was to keep
+_AIMS = 0.5, 0.25  # of the tolerance: what further choices are to keep, where the first does not
 
 
 def tune_weights(
@@ -111,6 +111,14 @@ def _shapes(model: torch.nn.Module, base: Recipe) -> dict[str, torch.Size]:
     return found
 
 
+class _Trained(NamedTuple):
+    """A choice, and the losses of a run under its recipe."""
+
+    chosen: Chosen
+    losses: torch.Tensor
+    distance: Distance
+
+
 class _Tuning:
     """One tuning while it is made."""
 
@@ -132,26 +140,26 @@ class _Tuning:
         self._other = self._course.run(self._wide, order=1, at_end=self._compare)
         check_scale(scoring.losses, self._other, "tune_weights")
         groups = groups_of(scoring, self._shapes, apart(self._other, scoring.losses))
-        found: list[tuple[Chosen, Distance]] = []
-        aim = self._tolerance
-        for _ in range(_TRIES):
-            chosen = choose(groups, aim)
-            if not any(chosen == before for before, _ in found):
-                found.append((chosen, self._measured(chosen)))
-                if found[-1][1].size <= self._tolerance:
-                    return self._result(*found[-1], "")
-            aim /= 2
-        exact = {group: Rung("split", torch.float32) for group in groups}
-        measured = self._measured(exact)
-        found.append((exact, measured))
-        if measured.size <= self._tolerance:
-            return self._result(exact, measured, "")
-        best = min(found, key=lambda each: each[1].size)
-        said = (
-            f"with exact masters and FP32 state everywhere it is {measured.size:.2g} already: BF16 weights and "
-            "gradients do that in the forward and backward pass; parameter_dtype: float32 does without them"
-        )
-        return self._result(*best, said)
+        first = self._trained(choose(groups, self._tolerance))
+        if first.distance.size <= self._tolerance:
+            return self._result(first, "")
+        exact = self._trained({group: Rung("split", torch.float32) for group in groups})
+        least, reach, unmet = exact.distance.size, self._tolerance, ""
+        if least > reach:
+            reach = math.hypot(reach, least)
+            unmet = (
+                f"with exact masters and FP32 state everywhere it is {least:.2g} already: BF16 weights and gradients "
+                "do that in the forward and backward pass. parameter_dtype: float32 does without them; with more "
+                "steps, two orders come further apart"
+            )
+        tried = first
+        for aim in _AIMS:
+            if tried.distance.size <= reach:
+                return self._result(tried, unmet)
+            chosen = choose(groups, aim * self._tolerance)
+            if chosen != tried.chosen:
+                tried = self._trained(chosen)
+        return self._result(tried if tried.distance.size <= reach else exact, unmet)
 
     def _compare(self, model: torch.nn.Module, optimizer: Any) -> None:
         """How far the weights are with another order."""
@@ -159,10 +167,10 @@ class _Tuning:
         with torch.no_grad():
             self._moved = {name: (own[name] - w).norm() ** 2 for name, w in self._scoring.weights.items()}
 
-    def _measured(self, chosen: Chosen) -> Distance:
+    def _trained(self, chosen: Chosen) -> _Trained:
         self._runs += 1
         try:
-            self._losses = self._course.run(recipe_of(self._base, chosen))
+            losses = self._course.run(recipe_of(self._base, chosen))
         except HmpxError:
             raise
         except RuntimeError as error:
@@ -170,9 +178,10 @@ class _Tuning:
                 f"tune_weights: with BF16 weights the model does not run under this recipe: {error}; with opt_level "
                 "null nothing casts its inputs"
             ) from error
-        return distance(self._losses, self._scoring.losses, self._other)
+        return _Trained(chosen, losses, distance(losses, self._scoring.losses, self._other))
 
-    def _result(self, chosen: Chosen, measured: Distance, unmet: str) -> TunedWeights:
+    def _result(self, trained: _Trained, unmet: str) -> TunedWeights:
+        chosen, losses, measured = trained
         scoring, elements = self._scoring, sum(group.elements for group in chosen)
         moved = {group: math.sqrt(sum(float(self._moved[name]) for name in group.names)) for group in chosen}
         choices = [choice_of(group, rung, scoring, moved[group], self._tolerance) for group, rung in chosen.items()]
@@ -185,7 +194,7 @@ class _Tuning:
             tolerance=self._tolerance,
             bytes_per_parameter=sum(group.bytes[rung] for group, rung in chosen.items()) / elements,
             fp32_bytes=4.0 * (2 + scoring.states),
-            loss=float(self._losses[-1].mean()),
+            loss=float(losses[-1].mean()),
             fp32_losses=(float(scoring.losses[-1].mean()), float(self._other[-1].mean())),
             choices=tuple(sorted(choices, key=lambda choice: -choice.elements)),
             steps=self._course.passes,
