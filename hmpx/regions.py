@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -136,7 +136,19 @@ class enable_casts(_Region):
         region_state.leave(region_state.last_entered(True))
 
 
-class casts(_Decorator):
+class _HidingAPackage(type):
+    """Of `casts`, in whose place the package `hmpx.casts` would stand: its modules are found all the same."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name):
+            module = sys.modules.get(f"hmpx.casts.{name}")
+            if module is None:
+                raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+            return module
+
+
+class casts(_Decorator, metaclass=_HidingAPackage):
     """Casts by other lists inside: a region, nestable, per thread, exception-safe, also a decorator.
 
     Lists lie over those that hold around it: they move the ops that they name and leave the others. Casts are on, in

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.record import record
 from hmpx.recipes import run_script
 from hmpx.shell.scripts import add_script, is_first_rank, recipes_asked
+from hmpx.shell.started import started_processes
 
 
 def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -23,7 +25,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "Run a script as `run` does, and print a table to standard error at its end, also when it raises or is\n"
         "interrupted: every op by line and module, its dtypes, its rule, its casts and their time. Without a recipe\n"
         "or lists, the script is one that converts itself. Of many ranks, each writes files of its own, and the first\n"
-        "prints. What processes do that the script itself starts is not recorded.",
+        "prints. What processes do that the script itself starts is not recorded; it is said that there were some.",
         "--recipe autocast-cpu train.py --steps 20\n--html log.html --json log.json train.py\n"
         "--list mine.txt -m package.train",
     )
@@ -53,25 +55,28 @@ def _record(options: argparse.Namespace) -> int:
         _check_folder(kind, path)
     run_script.found(options.script, options.as_module)  # or else nothing is to be shown
     recipe, under_zero = recipes_asked(options, lists_alone=True) or (None, None)
-    log = Log()
+    log, started = Log(), Counter[str]()
     try:
-        with record() as log:
+        with started_processes() as started, record() as log:
             run_script.run(
                 recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero
             )
     finally:
         if log.about:  # the record was opened
-            _show(log, outputs)
+            _show(log, outputs, started)
     return 0
 
 
-def _show(log: Log, outputs: dict[str, Path]) -> None:
-    """Write the files, and print the table beneath all that the script has printed."""
+def _show(log: Log, outputs: dict[str, Path], started: Counter[str]) -> None:
+    """Write the files, and print the table beneath all that the script has printed; what it does not hold, too."""
     for kind, path in outputs.items():
         getattr(log, kind)(path)
     if is_first_rank():
         sys.stdout.flush()
         written = [f"hmpx: wrote {path}" for path in outputs.values()]
+        if started:
+            names = ", ".join(f"{name} ({number})" for name, number in started.items())
+            written.append(f"hmpx: the script started processes, which are not in this record: {names}")
         print("", log, *written, sep="\n", file=sys.stderr)
 
 

@@ -359,6 +359,15 @@ def test_the_rules_of_a_model_that_was_loaded_can_be_listed_and_removed():
         hmpx.policies_of("model")
 
 
+def test_the_region_does_not_hide_the_modules_of_the_package_with_its_name():
+    import hmpx.casts.policy as module
+
+    assert module.Policy is hmpx.Policy and hmpx.casts.policy is module
+    assert not hasattr(hmpx.casts("fp32"), "policy")
+    with pytest.raises(AttributeError, match="'casts' has no attribute 'polcy'"):
+        _ = hmpx.casts.polcy
+
+
 def test_a_further_nesting_works_out_its_own_lists_and_no_other(monkeypatch):
     """However many there are already; and none the second time."""
     worked_out, cases = [], hmpx.Policy.cases

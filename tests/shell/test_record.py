@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -26,6 +27,13 @@ for _ in range(3):
     optimizer.step()
 """
 RECIPE = "--recipe", "autocast-cpu"
+STARTS = """
+import multiprocessing, subprocess
+worker = multiprocessing.get_context("fork").Process(target=int)
+worker.start(), worker.join()
+for command in ([sys.executable, "-S", "-c", ""], ["true"]):
+    subprocess.run(command)
+"""
 
 
 @pytest.fixture
@@ -42,11 +50,13 @@ def record(tmp_path, *arguments, **more):
 
 
 def test_a_script_runs_as_ever_and_a_table_follows_on_standard_error(script, tmp_path):
-    done = record(tmp_path, *RECIPE, "--json", "log.json", "--html", "log.html", script(), "--steps", "2")
+    done = record(tmp_path, *RECIPE, "--json", "log.json", "--html", "log.html", script(STARTS), "--steps", "2")
     assert done.returncode == 0 and done.stdout == "called ['--steps', '2']\n", done.stderr
     kernels = "(, FP32 kernels for BF16 and FP16 on CPU)?"  # said on a CPU without BF16 instructions
     assert re.match(f"hmpx: recipe autocast-cpu{kernels}; runs train.py\n", done.stderr)
     assert "9 calls of 3 ops at 3 sites in 3 steps" in done.stderr and "train.py:7" in done.stderr
+    command = os.path.basename(sys.executable)
+    assert f"the script started processes, which are not in this record: int (1), {command} (1)\n" in done.stderr
     log = hmpx.Log.load(tmp_path / "log.json")
     linear = next(site for site in log.sites if site.op == "linear")
     assert (linear.where, linear.calls, linear.casts) == ("train.py:7", 3, 9) and log.steps == 3
@@ -60,6 +70,7 @@ def test_the_table_comes_however_the_script_ends(script, tmp_path, end, status):
     done = record(tmp_path, *RECIPE, "--json", "log.json", script(end))
     assert done.returncode in (status, -signal.SIGINT, 1) and done.returncode != 0
     assert "9 calls of 3 ops" in done.stderr and hmpx.Log.load(tmp_path / "log.json").steps == 3
+    assert "started processes" not in done.stderr
     assert (status == 5) == (done.returncode == 5)
 
 

@@ -136,8 +136,10 @@ def test_bench_insight_says_what_looking_costs_and_that_off_is_off(capsys, tmp_p
     status, out, _ = run(capsys, "bench", "insight", "--models", "mlp", "--repeat", "1", "--json", str(file))
     (row,) = json.loads(file.read_text())["rows"]
     assert status == 0 and list(row["figures"]) == [
-        *("hmpx ms", "torch ms", "begin ms", "off/hmpx", "record/hmpx", "compare/hmpx", "compare/torch", "changed")
+        *("hmpx ms", "torch ms", "begin ms", "off/hmpx", "record/hmpx", "compare/hmpx", "compare/torch"),
+        *("runs", "changed"),
     ]
+    assert row["figures"]["runs"] == 3 + 1 / 12  # healthy: three of each batch, and one to see that it repeats
     assert row["figures"]["changed"] == 0 and row["name"] == "mlp" and "record/hmpx" in out
 
 
