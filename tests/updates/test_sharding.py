@@ -84,7 +84,7 @@ def placer(mesh, *placements):
         fitting = [Replicate() if isinstance(p, Shard) and not tensor.dim() else p for p in fitting]
         if len({p.dim for p in fitting if isinstance(p, Shard)}) < sum(isinstance(p, Shard) for p in fitting):
             fitting = [Replicate(), *fitting[1:]]
-        return distribute_tensor(tensor, mesh, fitting)
+        return distribute_tensor(tensor, mesh, fitting, src_data_rank=None)  # every rank has all of it: none sends
 
     return place
 
