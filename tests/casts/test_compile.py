@@ -269,6 +269,19 @@ def test_dynamo_may_be_loaded_before_or_after():
         subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)
 
 
+def test_a_graph_holds_casts_and_torchs_own_ops_and_no_wrapper():
+    linear, matmul, seen = F.linear, torch.matmul, []
+
+    def backend(module, _):
+        seen.extend(node.target for node in module.graph.nodes if node.op.startswith("call"))
+        return module
+
+    with hmpx.convert():
+        assert F.linear is not linear
+        torch.compile(lambda x: torch.matmul(F.linear(x, x), x), backend=backend)(torch.randn(4, 4))
+    assert seen == ["bfloat16", "bfloat16", linear, "bfloat16", matmul]
+
+
 def test_dynamos_tables_are_its_own_again():
     rules = torch._dynamo.trace_rules
     before = rules.load_object, rules.get_tensor_method
