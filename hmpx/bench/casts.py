@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hmpx.bench import measure, peers
+from hmpx.regions import cached_weights
 
-_CALLS = 1000  # of each op in a row
+_CALLS = 100  # of each op in a row
+_SIDE, _BATCH = 512, 8  # of a layer whose weight is cast once
 
 
 def run(repeat: int, device: torch.device) -> measure.Bench:
@@ -18,9 +21,9 @@ def run(repeat: int, device: torch.device) -> measure.Bench:
 
     Autocast runs without its cache of weights, which within one long context would cast each weight once for all calls.
     """
-    calls = {name: _many(call) for name, call in _ops(device).items()}
+    calls = {name: _many(call, _CALLS) for name, call in _ops(device).items()}
     ways = {name: (context, calls) for name, context in peers.contexts(device, cache=False).items()}
-    times = measure.median_times_in(ways, repeat, device)
+    times = measure.best_times_in(ways, repeat, device)
     rows = []
     for name in calls:
         micro = {way: 1e6 * taken[name] / _CALLS for way, taken in times.items()}
@@ -30,9 +33,35 @@ def run(repeat: int, device: torch.device) -> measure.Bench:
     return measure.Bench(f"One call on 8 x 8 tensors, autocast's lists, {measure.where(device)}", rows)
 
 
-def _many(call: Callable[[], Tensor]) -> Callable[[], None]:
+def run_kept(repeat: int, device: torch.device) -> measure.Bench:
+    """Microseconds of one linear layer without gradients, where the cast of its weight and bias is there already."""
+    layer = nn.Linear(_SIDE, _SIDE, device=device)
+    low = nn.Linear(_SIDE, _SIDE, device=device, dtype=torch.bfloat16)
+    x = torch.randn(_BATCH, _SIDE, device=device)
+    x16, calls = x.bfloat16(), _CALLS // 10
+
+    @contextlib.contextmanager
+    def kept() -> Iterator[None]:
+        with peers.hmpx(device), cached_weights():
+            yield
+
+    ways: dict[str, measure.Way] = {
+        "torch, FP32": (contextlib.nullcontext, {"": lambda: layer(x)}),
+        "torch, BF16 model": (contextlib.nullcontext, {"": lambda: low(x16)}),
+        "autocast, the weight in its cache": (lambda: peers.autocast(device), {"": lambda: layer(x)}),
+        "hmpx": (lambda: peers.hmpx(device), {"": lambda: layer(x)}),
+        "hmpx, in cached_weights()": (kept, {"": lambda: layer(x)}),
+    }
+    many = {way: (context, {"": _many(works[""], calls)}) for way, (context, works) in ways.items()}
+    with torch.no_grad():
+        times = measure.best_times_in(many, repeat, device)
+    rows = [measure.Row(way, {"us": 1e6 * taken[""] / calls}) for way, taken in times.items()]
+    return measure.Bench(f"A linear layer, {_BATCH} x {_SIDE} to {_SIDE}, {measure.where(device)}", rows)
+
+
+def _many(call: Callable[[], object], times: int) -> Callable[[], None]:
     def calls() -> None:
-        for _ in range(_CALLS):
+        for _ in range(times):
             call()
 
     return calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -28,7 +29,8 @@ def run(elements: int, repeat: int, device: torch.device) -> measure.Bench:
     count = sum(a * b for a, b in shapes)
     candidates: dict[str, Callable] = {}
     more: dict[str, dict[str, float]] = {}
-    for name, (dtype, make) in _ways().items():
+    notes: list[str] = []
+    for name, (dtype, make) in (_ways() | _peers()).items():
         params = _parameters(shapes, dtype, device)
         made: list[Callable] = []
 
@@ -36,14 +38,20 @@ def run(elements: int, repeat: int, device: torch.device) -> measure.Bench:
             made.append(make(params))
             made[0]()
 
-        _, stays = measure.memory(start, device)
+        try:
+            _, stays = measure.memory(start, device)
+        except Exception as error:
+            if name not in _PEERS:
+                raise
+            notes.append(_why_not(name, error))
+            continue
         peak, left = measure.memory(made[0], device)
         weights = 2 * params[0].element_size()
         more[name] = {"B/param": weights + stays / count, "beside": stays / count, "peak": (peak - left) / count}
         candidates[name] = made[0]
     times = measure.best_times(candidates, repeat, device)
     return measure.Bench(
-        f"AdamW step, {count / 1e6:.1f} M parameters, {measure.where(device)}", measure.rows(times, more)
+        f"AdamW step, {count / 1e6:.1f} M parameters, {measure.where(device)}", measure.rows(times, more), notes
     )
 
 
@@ -85,7 +93,7 @@ def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: t
 def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
     """Name -> dtype of the weights, and what makes a step function."""
     bf16 = torch.bfloat16
-    ways = {
+    return {
         "torch fused, FP32 weights": (torch.float32, lambda params: _torch(params).step),
         "torch fused, BF16 weights, nearest": (bf16, lambda params: _torch(params).step),
         "FP32 masters by hand, torch fused": (bf16, _masters_by_hand),
@@ -100,19 +108,30 @@ def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
         "hmpx fused, BF16 states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype=bf16, own=True)),
         "hmpx fused, 8-bit states": (bf16, lambda params: _hmpx(params, "stochastic", state_dtype="8bit", own=True)),
     }
-    try:
-        from torchao.optim import _AdamW
 
-        ways["torchao _AdamW, stochastic"] = (bf16, lambda ps: _AdamW(ps, lr=_LR, bf16_stochastic_round=True).step)
-    except ImportError:
-        pass
-    try:
-        import optimi
 
-        ways["optimi AdamW, Kahan"] = (bf16, lambda ps: optimi.AdamW(ps, lr=_LR, kahan_sum=True).step)
-    except ImportError:
-        pass
-    return ways
+_PEERS: dict[str, tuple[str, str, dict]] = {  # module, class, options
+    "torchao _AdamW, stochastic": ("torchao.optim", "_AdamW", {"bf16_stochastic_round": True}),
+    "torchao AdamW8bit, stochastic": ("torchao.optim", "AdamW8bit", {"bf16_stochastic_round": True}),
+    "bitsandbytes AdamW8bit": ("bitsandbytes.optim", "AdamW8bit", {}),
+    "optimi AdamW, Kahan": ("optimi", "AdamW", {"kahan_sum": True}),
+}
+
+
+def _peers() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
+    """The optimizers of other libraries, which may not be installed, or not run here."""
+
+    def maker(module: str, cls: str, options: dict) -> Callable[[Params], Callable]:
+        return lambda params: getattr(importlib.import_module(module), cls)(params, lr=_LR, **options).step
+
+    return {name: (torch.bfloat16, maker(*peer)) for name, peer in _PEERS.items()}
+
+
+def _why_not(name: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{name}: not measured, {error.name} is not installed"
+    said = (str(error).splitlines() or [""])[0]
+    return f"{name}: does not run here, {type(error).__name__}: {said}"
 
 
 def _torch(params: Params, fused: bool = True, foreach: bool | None = None) -> torch.optim.AdamW:

@@ -5,7 +5,7 @@ their layout; everything else (a subclass, a missing argument, a list, a sparse 
 `rules.cast_arguments`.
 
 The wrapper of `torch.matmul` in the bf16 list, in full (`_run` computes the op, `_original` is what stood in its place
-before, `_off` is empty while every thread casts, `_target` is torch.bfloat16):
+before, `_off` is empty while every thread casts, `_target` is torch.bfloat16, `_castable` the other dtypes of rule 1):
 
     def make(_original, _run, _switch):
         _off, _casts_off = _switch.off, _switch.casts_off
@@ -18,20 +18,22 @@ before, `_off` is empty while every thread casts, `_target` is torch.bfloat16):
                     return _run(input, other, *args) if args else _run(input, other)
                 if _off and _casts_off() or kwargs and _is_stated(kwargs):
                     return _original(input, other, *args, **kwargs)
-                if input_dtype is _target or input_dtype not in _eligible:
-                    input_cast = input
-                elif input.layout is _strided and not input.is_nested:
-                    keep = _caches and type(input) is _Parameter
-                    input_cast = _cast_weight(input, _target, _to_target) if keep else _to_target(input)
-                else:
-                    return _unusual(_original, _run, _switch, _rule, _layout, (input, other,), args, kwargs)
-                if other_dtype is _target or other_dtype not in _eligible:
-                    other_cast = other
-                elif other.layout is _strided and not other.is_nested:
-                    keep = _caches and type(other) is _Parameter
-                    other_cast = _cast_weight(other, _target, _to_target) if keep else _to_target(other)
-                else:
-                    return _unusual(_original, _run, _switch, _rule, _layout, (input, other,), args, kwargs)
+                input_cast = input
+                if input_dtype in _castable:
+                    if input.layout is not _strided or input.is_nested:
+                        return _unusual(_original, _run, _switch, _rule, _layout, (input, other,), args, kwargs)
+                    if _caches and type(input) is _Parameter:
+                        input_cast = _cast_weight(input, _target, _to_target)
+                    else:
+                        input_cast = _to_target(input)
+                other_cast = other
+                if other_dtype in _castable:
+                    if other.layout is not _strided or other.is_nested:
+                        return _unusual(_original, _run, _switch, _rule, _layout, (input, other,), args, kwargs)
+                    if _caches and type(other) is _Parameter:
+                        other_cast = _cast_weight(other, _target, _to_target)
+                    else:
+                        other_cast = _to_target(other)
                 if args or kwargs:
                     kwargs = {key: _cast(value, _target) for key, value in kwargs.items()}
                     return _run(input_cast, other_cast, *args, **kwargs)
@@ -179,13 +181,14 @@ _LEAVE = """\
                 return _run({names}, *args, **kwargs)
 """
 _CAST = """\
-            if {p}_dtype is _target or {p}_dtype not in _eligible:
-                {p}_cast = {p}
-            elif {p}.layout is _strided and not {p}.is_nested:
-                keep = _caches and type({p}) is _Parameter
-                {p}_cast = _cast_weight({p}, _target, _to_target) if keep else _to_target({p})
-            else:
-                return _unusual(_original, _run, _switch, _rule, _layout, ({names},), args, kwargs)
+            {p}_cast = {p}
+            if {p}_dtype in _castable:
+                if {p}.layout is not _strided or {p}.is_nested:
+                    return _unusual(_original, _run, _switch, _rule, _layout, ({names},), args, kwargs)
+                if _caches and type({p}) is _Parameter:
+                    {p}_cast = _cast_weight({p}, _target, _to_target)
+                else:
+                    {p}_cast = _to_target({p})
 """
 _CAST_CALL = """\
             if args or kwargs:
@@ -252,6 +255,7 @@ def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callabl
         "_rule": rule,
         "_layout": layout,
         "_eligible": ELIGIBLE,
+        "_castable": ELIGIBLE - {target},
         "_strided": torch.strided,
         "_caches": open_caches,
         "_cast": cast,

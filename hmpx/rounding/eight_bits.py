@@ -42,8 +42,9 @@ state coded after each one: validation loss less that with FP32 state, in thousa
 
 Blocks of 64 elements; 32 for companded, 128 for the last row and for this code under AdEMAMix and Sophia-like (under
 AdamW and Lion: -0.6, -2.2). Rounding is stochastic where nothing else is said. Adafactor has its unfactored second
-moment. To nearest, small numbers become 0 for good; linear codes have too few of them. Where the sizes in a block
-differ much, 2.5 keeps no more than the mean of what is below a hundredth of the largest: so it is not taken.
+moment. Adamax was measured later, with one seed: -0.1. To nearest, small numbers become 0 for good; linear codes have
+too few of them. Where the sizes in a block differ much, 2.5 keeps no more than the mean of what is below a hundredth of
+the largest: so it is not taken.
 
 The table was taken with positive numbers that could become 0 in unsigned blocks, too. Now, and so in the same runs
 (blocks of 128; learning rates 3e-4, 3e-3, 3e-4 and 3e-3)::

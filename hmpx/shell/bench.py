@@ -38,7 +38,7 @@ def _bench(options: argparse.Namespace) -> int:
             lambda: step.run(options.elements, options.repeat, device),
             lambda: step.run_lists(options.models, options.repeat, device),
         ],
-        "casts": [lambda: casts.run(options.repeat, device)],
+        "casts": [lambda: casts.run(options.repeat, device), lambda: casts.run_kept(options.repeat, device)],
         "train": [lambda: train.run(options.repeat, device, options.models, not options.eager)],
         "insight": [lambda: insight.run(options.repeat, device, options.models)],
         "tune": [lambda: tune.run(device, options.models)],

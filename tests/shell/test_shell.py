@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import hmpx
+from hmpx.bench import step
 from hmpx.casts.op_lists import shipped
 from hmpx.insight.check import is_recipe
 from hmpx.recipes.files import recipe_names
@@ -120,12 +121,23 @@ def test_bench_prints_a_table_and_writes_it_as_json(capsys, tmp_path):
     assert all(row["name"] in out for row in rows) and any(row["name"] == "hmpx eager kernel" for row in rows)
 
 
-def test_bench_step_has_a_table_of_ways_and_one_of_models(capsys, tmp_path):
+def test_bench_step_has_a_table_of_ways_and_one_of_models(capsys, tmp_path, monkeypatch):
+    """Of other libraries one that is quick, one that is not there, and one that fails."""
+    peers = {
+        "runs": ("optimi", "AdamW", {}),
+        "absent": ("nowhere", "AdamW", {}),
+        "fails": ("optimi", "AdamW", {"k": 1}),
+    }
+    monkeypatch.setattr(step, "_PEERS", peers)
     file = tmp_path / "figures.json"
     arguments = ("--elements", "20000", "--models", "toy", "--repeat", "1", "--json", str(file))
     status, out, _ = run(capsys, "bench", "step", *arguments)
     ways, models = json.loads(file.read_text())
     assert status == 0 and "hmpx split, torch fused" in out and any(row["name"] == "hmpx fused" for row in ways["rows"])
+    assert (
+        "runs" in [row["name"] for row in ways["rows"]] and "\nabsent: not measured, nowhere is not installed\n" in out
+    )
+    assert "fails: does not run here, TypeError: " in out and len(ways["notes"]) == 2
     (toy,) = models["rows"]
     assert toy["name"] == "toy, 20 tensors, 0.01 M" and toy["figures"]["fused"] > 0 and toy["name"] in out
 
