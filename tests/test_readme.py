@@ -254,7 +254,7 @@ def test_digits():
 @pytest.mark.slow
 def test_recipes_are_set_side_by_side(tmp_path):
     """A few steps: progress, a row for each way, a picture. What the README claims takes half an hour."""
-    arguments = "--steps 30 --every 15 --seeds 2 --recipes neuron-bf16-sr lean --out".split()
+    arguments = "--steps 10 --every 5 --seeds 2 --recipes neuron-bf16-sr lean --out".split()
     script = ROOT / "examples" / "compare_recipes.py"
     done = python.run(script, *arguments, tmp_path / "recipes.png", check=True)
     rows = re.findall(r"^(\S.{29}) +([\d.]+) +±([\d.]+) +([-\d.]+) % +(\d+)$", done.stdout, re.MULTILINE)

@@ -231,9 +231,9 @@ def test_two_processes_may_build_at_once(tmp_path):
         """
     command = [f"{python.folder()}/python", "-c", textwrap.dedent(code)]
     environment = {**python.environment(), "HMPX_CACHE_DIR": str(tmp_path / "new")}
-    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     names = [process.communicate(timeout=300)[0] for process in running]
-    assert [process.returncode for process in running] == [0] * 4 and all(names)
+    assert [process.returncode for process in running] == [0, 0] and all(names)
     kept = os.listdir(tmp_path / "new")
     assert len(kept) == 1 and kept[0].endswith(".so")
     assert said_by(code, HMPX_CACHE_DIR=str(tmp_path / "new")).strip() == str(tmp_path / "new" / kept[0])
