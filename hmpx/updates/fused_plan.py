@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 class _Planned(NamedTuple):
     """What a kernel is told of one parameter."""
 
-    group: dict
+    group: int  # its place in `param_groups`, where somebody may put another dict
     keys: tuple[str | None, ...]  # of its state tensors, in the kernel's order
     known: Mapping[str, Any]  # the state, by the optimizer's own keys
 
@@ -49,8 +49,9 @@ class FusedPlan(Plan):
         super().__init__(optimizer, [segment.param for _, segment in taken])
         self._formula = formula
         self.names = [segment.name for _, segment in taken]
+        places = {id(group): place for place, group in enumerate(optimizer.param_groups)}
         self._planned = [
-            _Planned(group, formula.states(group), by_own_keys(optimizer.state[segment.param]))
+            _Planned(places[id(group)], formula.states(group), by_own_keys(optimizer.state[segment.param]))
             for group, segment in taken
         ]
         self._counts = [each.known["step"] for each in self._planned] if formula.counts else []
@@ -71,22 +72,25 @@ class FusedPlan(Plan):
 
     def fits(self, optimizer: optim.Optimizer) -> bool:
         """Whether the next step of these parameters is that of the plan, by the same kernels."""
-        group = None
-        for own_group, keys, known in self._planned:
-            if own_group is not group:
-                group = own_group
-                if not self._formula.takes(group, known) or self._formula.states(group) != keys:
+        if not super().fits(optimizer):
+            return False
+        groups, last = optimizer.param_groups, -1
+        for group, keys, known in self._planned:
+            if group != last:
+                last, options = group, groups[group]
+                if not self._formula.takes(options, known) or self._formula.states(options) != keys:
                     return False
-        return super().fits(optimizer)
+        return True
 
     def run(self, call: StepCall, write_back: WriteBack) -> None:
         """Step the parameters of the plan."""
         steps = [count.item() + 1.0 for count in self._counts] or [0.0] * len(self._planned)
         scalars, known = array("f"), {}
         for each, step in zip(self._planned, steps, strict=True):
-            of = id(each.group), step, self._formula.depends_on(each.known)
+            of = each.group, step, self._formula.depends_on(each.known)
             if of not in known:
-                known[of] = native.scalars_of(self._formula.scalars(call.optimizer, each.group, step, of[2]))
+                options = call.optimizer.param_groups[each.group]
+                known[of] = native.scalars_of(self._formula.scalars(call.optimizer, options, step, of[2]))
             scalars.extend(known[of])
         grads = [cast(Tensor, p.grad) for p in self._params]
         native.step_words(self._formula.kernel, self._words, scalars, grads, write_back.rounding_key.of_step)

@@ -53,7 +53,9 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
 
 
 def fingerprint(optimizer: Optimizer) -> tuple | None:
-    """What `named`, and what lies where in memory, depends on: while it is the same, so are they. None: nobody knows.
+    """What `named`, and what lies where in memory, depends on, with the group of each parameter; None: nobody knows.
+
+    While it is the same, so are they.
 
     The names that `attach` was given do not change.
     """
@@ -62,9 +64,9 @@ def fingerprint(optimizer: Optimizer) -> tuple | None:
         return None
     if not all([p.is_cpu or p.is_cuda for p in params]):
         return None
-    given = [list(group.get("param_names", ())) for group in optimizer.param_groups]
+    groups = [(len(group["params"]), list(group.get("param_names", ()))) for group in optimizer.param_groups]
     places = [p.data_ptr() for p in params], [p.shape for p in params], [p.stride() for p in params]
-    return list(map(id, params)), *places, [p.dtype for p in params], given
+    return list(map(id, params)), *places, [p.dtype for p in params], groups
 
 
 def share(outer: Optimizer, inner: Optimizer) -> None:

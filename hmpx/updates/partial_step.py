@@ -79,6 +79,7 @@ class PartialStep:
         batches = self._slices.batches
         if not again or not self._by_element or not SlicedPlan.can_be(self._optimizer, batches, self._others):
             return None
+        self._slices.release()
         return SlicedPlan(self._optimizer, batches, self._others)
 
     def _kernels(self, taken: list[tuple[dict, Segment]]) -> list[tuple[list[str], Launch]]:

@@ -56,7 +56,7 @@ class PlannedBatch:
     Args:
         segments: as `can_be_planned` wants them; gradients are there.
         states: of the optimizer.
-        group: of each parameter.
+        group: of each parameter; of so many `groups`, as one may be empty.
         room: FP32, with at least `room_for` elements.
 
     lists: the shadows of each group.
@@ -67,7 +67,12 @@ class PlannedBatch:
     """
 
     def __init__(
-        self, segments: list[Segment], states: Mapping[Any, Any], group: dict[Parameter, int], room: Tensor
+        self,
+        segments: list[Segment],
+        states: Mapping[Any, Any],
+        group: dict[Parameter, int],
+        groups: int,
+        room: Tensor,
     ) -> None:
         self._room, self._at = room, 0
         self._copied: list[tuple[int, int, int]] = []  # BF16 to FP32: pointer, place in the room, elements
@@ -84,7 +89,7 @@ class PlannedBatch:
             self._widen.extend((pointer, 0, count))
         for _, out, name, segment in self._rounded:
             self._round.extend((0, out.data_ptr(), segment.count, name_id(name), segment.at, segment.count, 0))
-        self.lists: list[list[Tensor]] = [[] for _ in range(1 + max(group.values()))]
+        self.lists: list[list[Tensor]] = [[] for _ in range(groups)]
         for each in self.shown:
             self.lists[group[each.segment.param]].append(each.shadow)
         self.names = [segment.name for segment in segments]

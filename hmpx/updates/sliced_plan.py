@@ -37,10 +37,12 @@ class SlicedPlan(Plan):
         params = _parameters(batches)
         super().__init__(optimizer, params + others)
         group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        room = torch.empty(max(room_for(batch, optimizer.state) for batch in batches), dtype=torch.float32)
+        groups = len(optimizer.param_groups)
+        size = max(room_for(batch, optimizer.state) for batch in batches)
+        room = torch.empty(size, dtype=torch.float32, device="cpu")
         self.names = list(dict.fromkeys(segment.name for batch in batches for segment in batch))
         self._room, self._bytes, self._address = room.untyped_storage(), room.nbytes, 0
-        self._batches = [PlannedBatch(batch, optimizer.state, group, room) for batch in batches]
+        self._batches = [PlannedBatch(batch, optimizer.state, group, groups, room) for batch in batches]
         for p in others:
             self._batches[0].lists[group[p]].append(p)
         counts = [count for batch in self._batches for count in batch.counts]

@@ -107,6 +107,10 @@ class SlicedStep:
         if self._others:
             self._batch([])
 
+    def release(self) -> None:
+        """Give the memory of the buffers back: the step is done."""
+        self._buffers = SliceBuffers(self._store, self._by_memory)
+
     def _each_group_first(self, segments: list[Segment]) -> list[Segment]:
         """The smallest parameter of each group first: a wrong setting of a group raises before much is written.
 

@@ -9,6 +9,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.rounding import native
 from hmpx.updates import sliced_step
+from hmpx.updates.fused_plan import FusedPlan
 from hmpx.updates.fused_step import FusedStep
 from hmpx.updates.overlap import Overlaps
 from tests.support.training import step_by
@@ -158,13 +159,18 @@ def on_threads(threads, fused, state_dtype, large=100_000):
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit"])
 def test_the_threads_of_a_kernel_do_not_race_for_shared_elements(state_dtype, monkeypatch):
     by_kernel = []
-    prepare = FusedStep.prepare
+    prepare, run = FusedStep.prepare, FusedPlan.run
 
     def told(self, taken):
         by_kernel.append([segment.name for _, segment in taken])
         return prepare(self, taken)
 
+    def remembered(self, *step):
+        by_kernel.append(self.names)
+        run(self, *step)
+
     monkeypatch.setattr(FusedStep, "prepare", told)
+    monkeypatch.setattr(FusedPlan, "run", remembered)
     expected = on_threads(1, False, state_dtype)
     assert not by_kernel
     for threads in (1, 2):

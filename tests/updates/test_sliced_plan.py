@@ -7,6 +7,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
+from hmpx.bench.measure import memory
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.updates import optimizer_scope, sliced_step
@@ -95,6 +96,62 @@ def test_a_remembered_step_has_the_bits_of_one_that_is_not(case, floor, planned)
         results.append(everything(params, optimizer))
     assert same(*results)
     assert len(planned) == 3
+
+
+def moved(optimizer):
+    first, second = optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+
+
+def with_other_options(optimizer):
+    optimizer.param_groups[:] = [{**group, "lr": 0.5} for group in optimizer.param_groups]
+
+
+REGROUPED = {
+    "a parameter in another group": moved,
+    "other dicts of options": with_other_options,
+    "one more group, without parameters": lambda optimizer: optimizer.add_param_group({"params": []}),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("change", REGROUPED)
+def test_a_remembered_step_sees_the_groups_as_they_are(change, fused):
+    """The parameters, their order and their names stay the same."""
+    results = []
+    for forget in (False, True):
+        params, optimizer, handle = made(*ADAM, fused=fused)
+        for turn in range(6):
+            grads_for(params, turn)
+            if turn == 3:
+                REGROUPED[change](optimizer)
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+            assert [p for group in optimizer.param_groups for p in group["params"]] == params
+        results.append(everything(params, optimizer))
+    assert same(*results)
+
+
+def test_a_step_is_remembered_on_the_cpu_whatever_the_default_device_is():
+    params, optimizer, _ = made(*ADAM)
+    for turn in range(4):
+        grads_for(params, turn)
+        with torch.device("cpu" if turn == 0 else "meta"):  # the first step makes the count of steps there
+            optimizer.step()
+    assert optimizer.state[params[0]]["step"] == 4
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_make_and_take_a_plan_take_at_most_half_a_byte_per_parameter(fused):
+    params = [nn.Parameter(torch.ones(shape, dtype=BF16)) for shape in ((2000, 2000), (4_000_000,))]
+    optimizer = optim.AdamW(params, fused=fused)
+    hmpx.attach(optimizer, state_dtype=BF16)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        peak, stays = memory(optimizer.step, torch.device("cpu"))
+        assert (peak - stays) / 8_000_000 <= 0.5
 
 
 def test_between_two_steps_a_plan_has_no_memory():
