@@ -23,9 +23,16 @@ _WITHOUT = " and ".join(mode for mode in MODES if mode != "fsdp2")
 
 
 def notes(recipes: Sequence[str]) -> list[str]:
-    """Why some rows are missing, one sentence for each recipe that has not all of them."""
-    released = [name for name in recipes if read_recipe(name).release_gradients]
+    """What is left out, and why: rows of recipes that have not all of them, and exceptions by name."""
+    read = {name: read_recipe(name) for name in recipes}
+    released = [name for name, recipe in read.items() if recipe.release_gradients]
+    excepting = {name: [*recipe.module_dtypes, *recipe.parameters] for name, recipe in read.items()}
     return [
+        f"{name} is counted without its exceptions by name ({', '.join(map(repr, patterns))}), as there is no model; "
+        "Recipe.bytes_per_parameter(name=...) counts them"
+        for name, patterns in excepting.items()
+        if patterns
+    ] + [
         f"{name} has no rows for {_WITHOUT}: release_gradients steps before DistributedDataParallel has reduced the "
         "gradients, so hmpx refuses the two together"
         for name in released

@@ -65,10 +65,13 @@ def recipe_lines(recipe: Recipe) -> list[str]:
         )
         lines["checkpoints"] += f"; {kept}"
     if not narrow:
-        plain = "plain steps in float32"
-        some = exceptions or "bfloat16" in str(recipe.parameters)
-        lines |= {"updates": f"{plain}; {lines['updates']}" if some else plain, "state": "float32"}
-        lines["checkpoints"] = "as without hmpx"
+        rules = spelled_out(PARAMETERS, recipe.parameters).values()
+        plain, wide = "plain steps in float32", lines["state"] == "float32"
+        if "bfloat16" in [*recipe.module_dtypes.values(), *(rule.get("dtype") for rule in rules)]:
+            lines["updates"] = f"{plain}; {lines['updates']}"
+            lines["state"] = "float32" if wide else f"float32; of bfloat16 weights: {lines['state']}"
+        else:
+            lines |= {"updates": plain, "state": "float32", "checkpoints": "as without hmpx"}
     parts = recipe.bytes_per_parameter()
     held = " + ".join(f"{number:g} {part}" for part, number in parts.items() if number)
     lines["bytes"] = f"{held} = {sum(parts.values()):g} a parameter, with two state tensors as of Adam"
@@ -98,8 +101,8 @@ def _parameters_in_words(recipe: Recipe) -> str:
     """How some parameters are held in other ways, and what each of them takes."""
     said = []
     for pattern, rule in spelled_out(PARAMETERS, recipe.parameters).items():
-        words = ", ".join(value if key == "dtype" else f"{key} {value}" for key, value in rule.items())
-        alone = replace(recipe, parameters={"it": rule})
+        words = ", ".join(value if key == "dtype" else f"{key} {value}" for key, value in rule.items()) or "as usual"
+        alone = replace(recipe, parameters={"it": rule}, use_master_weights_in_ckpt=False)  # of which it may have none
         said.append(f"{pattern}: {words} ({sum(alone.bytes_per_parameter(name='it').values()):g} bytes)")
     return "; ".join(said)
 
@@ -118,7 +121,8 @@ def _short(path: str) -> str:
 
 
 def _seed(recipe: Recipe) -> str:
-    if recipe.weights not in ("stochastic", "split8") and recipe.state_dtype == "float32":
+    ways = recipe.settings().ways
+    if not any(way.weights in ("stochastic", "split8") or way.state_dtype is not torch.float32 for way in ways):
         return ""
     return f"; seed {recipe.seed}" if recipe.seed is not None else "; seed of the checkpoint, else 0"
 

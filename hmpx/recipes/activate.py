@@ -137,7 +137,7 @@ def _of_own(
         if settings.way(in_models.get(p, name)) != settings.way(name):
             raise HmpxError(
                 f"parameters: {type(optimizer).__name__} knows parameter {in_models[p]!r} as {name!r}, so that other "
-                "patterns fit it: give the optimizer named_parameters()"
+                "patterns fit it: give it the named_parameters() of the whole model, or parameters()"
             )
     return replace(
         settings, parameters=tuple(rule for rule in settings.rules if any(fnmatchcase(name, rule[0]) for name in names))

@@ -121,7 +121,10 @@ def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, s
 
 def _wrong_of_parameters(rule: Mapping[str, Any]) -> Iterator[str]:
     for key, value in rule.items():
-        if key in _OF_PARAMETERS:
+        if key == "dtype" and value in (*WAYS, "8bit"):
+            meant = f"{{{'weights' if value in WAYS else 'state_dtype'}: {value}}}"
+            yield f"dtype is {value!r}, none of {', '.join(DTYPES)}; did you mean {meant}?"
+        elif key in _OF_PARAMETERS:
             yield from _wrong(key, value, _OF_PARAMETERS[key])
         else:
             yield f"{key!r} is none of {', '.join(_OF_PARAMETERS)}{did_you_mean(str(key), _OF_PARAMETERS)}"

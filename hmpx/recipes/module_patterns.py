@@ -15,6 +15,7 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes.keys import MODULES, PARAMETERS
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.names import names_in, plain_names
+from hmpx.updates.ways import fits_none
 
 Module = torch.nn.Module
 logger = logging.getLogger("hmpx")
@@ -43,12 +44,20 @@ def check_names(models: list[Module], recipe: Recipe) -> None:
                 what = "a class and not the name of a module" if meant else "the name of no module"
                 wrong.append(f"{key}: {pattern!r} is {what}{hint}")
     names = [name for model in models for name in names_in(model).values()] if recipe.parameters else []
+    tied = {other: name for model in models for other, name in _tied(model)} if recipe.parameters else {}
     for pattern in recipe.parameters:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            inside = next((name for name in names if fnmatchcase(name, f"{pattern}.*")), None)
-            meant = inside and f"{pattern}.*"
-            what = "a module and not the name of a parameter" if inside else "the name of no parameter"
-            wrong.append(f"{PARAMETERS}: {pattern!r} is {what}{did_you_mean(pattern, names, meant=meant)}")
+        others = [(other, name) for other, name in tied.items() if fnmatchcase(other, pattern)]
+        problem = fits_none(pattern, names)
+        if problem and others:
+            other, name = others[0]
+            what = "" if other == pattern else f" fits {other!r}, which"
+            problem = f"{PARAMETERS}: {pattern!r}{what} is tied to {name!r}, whose name decides"
+        elif others := [(other, name) for other, name in others if not fnmatchcase(name, pattern)]:
+            other, name = others[0]
+            logger.warning(
+                f"{PARAMETERS}: {pattern!r} does not hold for {other!r}, which is tied to {name!r}, whose name decides"
+            )
+        wrong += [problem] if problem else []
     if wrong:
         raise HmpxError("\n".join(wrong))
 
@@ -118,6 +127,15 @@ def _of_pattern(pattern: str) -> Iterator[None]:
         yield
     except HmpxError as error:
         raise HmpxError(f"{MODULES}: {pattern!r}: {error}") from None
+
+
+def _tied(model: Module) -> Iterator[tuple[str, str]]:
+    """The other names of parameters that have several, each with the first one."""
+    own = names_in(model)
+    named = list(model.named_parameters(remove_duplicate=False))
+    for name, (_, p) in zip(plain_names([name for name, _ in named]), named, strict=True):
+        if name != own[p]:
+            yield name, own[p]
 
 
 def _named(model: Module) -> Iterator[tuple[str, Module]]:

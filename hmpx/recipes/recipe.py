@@ -245,7 +245,14 @@ class Recipe:
             HmpxError: settings that exclude each other, with the recipe's file and line, if it has one.
         """
         own = {key: getattr(self, key) for key in ("weights", "seed", *SWITCHES)}
+        narrow = "bfloat16" in (self.parameter_dtype, *self.module_dtypes.values(), *self.dtype_map.values())
         with self.naming_lines():
+            for pattern, rule in spelled_out(PARAMETERS, self.parameters).items() if not narrow else ():
+                if rule and "dtype" not in rule:
+                    raise HmpxError(
+                        f"{PARAMETERS}: {pattern!r}: {' and '.join(rule)} would do nothing: by parameter_dtype these "
+                        "parameters are float32, which gets plain steps; say dtype: bfloat16 too"
+                    )
             return Settings(state_dtype=state_named(self.state_dtype), parameters=ways_in(self.parameters), **own)
 
 

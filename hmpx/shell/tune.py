@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,7 +93,11 @@ def _tune_weights(options: argparse.Namespace) -> int:
     folder = _folder(options.out)
     asked = {"steps": options.steps, "tolerance": options.tolerance}
     asked = {key: value for key, value in asked.items() if value is not None}
-    tuned = tune_weights(*given, recipe=recipe, seed=options.seed, progress=not options.quiet, **asked)
+    try:
+        tuned = tune_weights(*given, recipe=recipe, seed=options.seed, progress=not options.quiet, **asked)
+    except KeyboardInterrupt:
+        print("hmpx: interrupted; nothing was written, and a later call begins anew", file=sys.stderr)
+        return 130
     print(tuned)
     tuned.save(folder / "recipe.yaml")
     tuned.json(folder / "weights.json")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.state_forms import STATE_FORMS, StateDtype
-from hmpx.updates.ways import Rules, Way, Weights, read_rules, way_of
+from hmpx.updates.ways import Rules, Way, Weights, fits_none, read_rules, way_of
 from hmpx.updates.weights import WAYS
 
 
@@ -87,13 +86,11 @@ class Settings:
             HmpxError: one does not; with the nearest name.
         """
         for pattern, _ in self.rules:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                by_position = bool(names) and all(name.isdecimal() for name in names)
-                hint = "; the optimizer knows them by position: give it named_parameters(), or attach model="
-                raise HmpxError(
-                    f"parameters: {pattern!r} is the name of no parameter"
-                    + (hint if by_position else did_you_mean(pattern, names))
-                )
+            if wrong := fits_none(pattern, names):
+                if names and all(name.isdecimal() for name in names):
+                    hint = "; the optimizer knows them by position: give it named_parameters(), or attach model="
+                    wrong = f"parameters: {pattern!r} is the name of no parameter{hint}"
+                raise HmpxError(wrong)
 
 
 def _checked(way: Way, where: str = "") -> Way:

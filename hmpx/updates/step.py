@@ -225,8 +225,9 @@ class WeightUpdates:
             found = STATE_FORMS[state_dtype].adopt(optimizer, own, key, others) or found
         if found and key.step:
             logger.warning(
-                "hmpx: %s: load_state_dict cast the FP32 optimizer state down to BF16, so this run is not the resumed "
-                "one; call it inside `with hmpx.disable_casts():` or after `hmpx.attach()` or `hmpx.convert()`",
+                "hmpx: %s: load_state_dict cast the FP32 optimizer state down to BF16, or it was saved so, and this "
+                "run is not the resumed one; call it inside `with hmpx.disable_casts():` or after `hmpx.attach()` or "
+                "`hmpx.convert()`, and save it with state_dtype float32",
                 type(optimizer).__name__,
             )
 

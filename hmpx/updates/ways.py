@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +50,16 @@ def read_rules(given: Any, usual: Way) -> Rules:
                 raise HmpxError(f"parameters: {pattern!r}: {key!r} is none of {legal}{hint}")
         found.append((pattern, usual._replace(**said)))
     return tuple(found)
+
+
+def fits_none(pattern: str, names: Collection[str]) -> str:
+    """What is wrong with a pattern that fits no name of a parameter, and what was probably meant; "" if one does."""
+    if any(fnmatchcase(name, pattern) for name in names):
+        return ""
+    inside = any(fnmatchcase(name, f"{pattern}.*") for name in names)
+    what = "a module and not the name of a parameter" if inside else "the name of no parameter"
+    hint = did_you_mean(pattern, names, meant=f"{pattern}.*" if inside else None)
+    return f"parameters: {pattern!r} is {what}{hint}"
 
 
 def way_of(name: str, rules: Rules, usual: Way) -> Way:

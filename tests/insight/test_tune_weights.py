@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -259,6 +260,29 @@ def test_dropout_buffers_and_an_optimizer_in_the_midst_of_a_training_are_taken_a
     assert not hasattr(optimizer, "_hmpx_attachment")
 
 
+class Counting(torch.optim.SGD):
+    """Has something of its own, which torch's copies of optimizers leave out."""
+
+    def __init__(self, named) -> None:
+        super().__init__(named, lr=0.1)
+        self.steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure)
+
+
+def test_a_wrapped_model_in_part_frozen_and_an_optimizer_with_its_own_attributes_under_no_grad():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    optimizer = Counting(model[1].named_parameters())
+    batches = [(torch.randn(4, 4), torch.randn(4, 1)) for _ in range(3)]
+    with torch.no_grad():
+        wrapped = nn.Sequential(OrderedDict(module=model))  # names as DistributedDataParallel makes them
+        found = tuned(wrapped, batches, optimizer=optimizer, steps=2, recipe={"opt_level": "O2"})
+    assert {each.pattern for each in found.choices} == {"1.weight", "1.bias"} and optimizer.steps == 0
+
+
 def linear():
     return nn.Linear(4, 1), [(torch.randn(4, 4), torch.randn(4, 1)) for _ in range(3)]
 
@@ -278,6 +302,7 @@ def linear():
         ({"steps": 1}, "steps=1 is no number of steps"),
         ({"tolerance": -1}, "tolerance=-1 is no distance"),
         ({"seed": 0.5}, "seed=0.5 is no whole number"),
+        ({"seed": 2**63}, "is no whole number in"),
         ({"recipe": {"parameters": {"weight": "fp32"}}}, "has `parameters` already"),
         ({"recipe": {"module_dtypes": {"": "fp32"}}}, "nothing to choose from"),
         ({"recipe": {"module_dtypes": {"lin": "fp32"}}}, "'lin' is the name of no module"),

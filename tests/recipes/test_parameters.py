@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn, optim
@@ -84,6 +86,33 @@ def test_explain_says_it(tmp_path, capsys):
     assert said.split(maxsplit=1)[1] in capsys.readouterr().out
 
 
+def test_explain_counts_masters_of_some_and_state_of_bf16_parameters_in_an_fp32_model(capsys):
+    rules = {"*.bias": {"weights": "master"}, "0.*": {"state_dtype": "8bit"}}
+    hmpx.explain({"use_master_weights_in_ckpt": True, "parameters": rules})
+    assert "0.*: state_dtype 8bit (6.03125 bytes)" in capsys.readouterr().out
+    hmpx.explain({"parameter_dtype": "fp32", "state_dtype": "8bit", "parameters": {"0.*": "bf16"}})
+    said = capsys.readouterr().out
+    assert "float32; of bfloat16 weights: 8 bits" in said and "as they are held, step number and seed" in said
+    hmpx.explain({"parameter_dtype": "fp32", "parameters": {"0.*": "fp32"}})
+    assert "checkpoints  as without hmpx" in capsys.readouterr().out
+
+
+def test_a_rule_for_another_name_of_a_tied_weight_is_told(caplog):
+    model = made()
+    model.append(nn.Linear(4, 4))
+    model[3].weight = model[0].weight
+    recipe = {"opt_level": None, "parameters": {"3.*": "fp32", "2.*": "fp32"}}
+    hmpx.prepare(model, optim.SGD(model.parameters(), lr=1), recipe)
+    assert "'3.*' does not hold for '3.weight', which is tied to '0.weight', whose name decides" in caplog.text
+    assert model[3].weight.dtype is BF16 and model[3].bias.dtype is FP32
+    for pattern, message in (
+        ("3.weight", "'3.weight' is tied to '0.weight'"),
+        ("3.w*", "'3.w*' fits '3.weight', which"),
+    ):
+        with pytest.raises(hmpx.HmpxError, match=re.escape(f"parameters: {message}")):
+            hmpx.prepare(model, optim.SGD(model.parameters(), lr=1), {"parameters": {pattern: "fp32"}})
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
@@ -94,6 +123,12 @@ def test_explain_says_it(tmp_path, capsys):
         ('"*": {weights: splitt}', "mine.yaml:2: parameters: '.': weights is 'splitt', .* did you mean 'split'"),
         ('"*": {dtype: fp32, weights: split}', "weights would do nothing: a float32 parameter gets plain steps"),
         ("2: fp32", 'names are strings: write "2" for 2'),
+        ('"*": master', "'.': dtype is 'master', none of float32, bfloat16; did you mean {weights: master}"),
+        ('"*": 8bit', "'.': dtype is '8bit', none of float32, bfloat16; did you mean {state_dtype: 8bit}"),
+        (
+            '"*": {weights: split}\nparameter_dtype: fp32',
+            "mine.yaml:2: .* weights would do nothing: by parameter_dtype",
+        ),
     ],
 )
 def test_errors_name_the_line_and_what_was_meant(line, message, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.bench import step
+from hmpx.bench import memory, step
 from hmpx.casts.op_lists import shipped
 from hmpx.insight.check import is_recipe
 from hmpx.recipes.files import recipe_names
@@ -178,11 +178,14 @@ def test_bench_sets_casts_and_models_beside_autocast(capsys, tmp_path):
     )
 
 
-def test_bench_memory_says_why_rows_are_missing(capsys):
+def test_bench_memory_says_what_is_left_out(capsys, tmp_path):
     status, out, _ = run(capsys, "bench", "memory", "--recipe", "lean", "neuron-bf16-sr")
     assert status == 0 and "lean, fsdp2" in out and "lean, ddp" not in out and "neuron-bf16-sr, ddp" in out
     assert out.splitlines()[-1].startswith("lean has no rows for ddp and zero1: release_gradients steps before Distri")
     assert "has no rows" not in run(capsys, "bench", "memory", "--recipe", "neuron-bf16-sr")[1]
+    (tmp_path / "mine.yaml").write_text('module_dtypes: {a: fp32}\nparameters: {"*.bias": fp32}\n')
+    notes = memory.notes([str(tmp_path / "mine.yaml")])
+    assert "without its exceptions by name ('a', '*.bias')" in notes[0] and len(notes) == 1
 
 
 def test_version_and_help(capsys):

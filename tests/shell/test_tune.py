@@ -104,6 +104,16 @@ def test_weights_writes_a_recipe_that_says_how_they_are_held(capsys, tmp_path):
     assert "--steps goes with --weights" in capsys.readouterr().err
 
 
+def test_weights_interrupted_ends_without_a_traceback_and_writes_nothing(monkeypatch, capsys, tmp_path):
+    def interrupted(*given, **asked):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hmpx.shell.tune.tune_weights", interrupted)
+    assert main(["tune", "mine.py:with_optimizer", "--weights"]) == 130
+    assert "interrupted; nothing was written" in capsys.readouterr().err
+    assert not [*(tmp_path / "tuned").iterdir()]
+
+
 def test_confirm_trains_and_says_what_came_of_it(capsys):
     assert main(["tune", "mine.py:setup", "--objective", "coverage", "--confirm", "4", "--quiet"]) == 0
     assert re.search(r"^trained 4 steps: losses are .* no farther from FP32", capsys.readouterr().out, re.M)

@@ -34,6 +34,7 @@ from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.attach import attach, attached
+from hmpx.updates.names import names_in, parameters
 from hmpx.updates.ranks.checks import several_ranks
 
 Optimizer = torch.optim.Optimizer
@@ -100,25 +101,29 @@ class Course:
         self._model, self._optimizer, self._loss, self.steps, self._seed = model, optimizer, loss, steps, seed
         self._asked, self._done, self.passes = asked, done, 0
         self.moments = sorted({math.ceil(steps * (i + 1) / _MOMENTS) for i in range(_MOMENTS)})
-        self._start = {name: _between(p, seed) for name, p in model.named_parameters() if p.is_floating_point()}
+        self._start = {name: _between(p, seed) for name, p in by_name(model).items() if p.is_floating_point()}
         some = len(self.batches) / min(_LOOKED_AT, len(self.batches))
         self._looked_at = [self.batches[int(i * some)] for i in range(min(_LOOKED_AT, len(self.batches)))]
 
     def copies(self) -> tuple[torch.nn.Module, Optimizer]:
         """Of the model and of the optimizer, which holds the parameters of that copy."""
         if isinstance(self._optimizer, Optimizer):
-            held = {p for group in self._optimizer.param_groups for p in group["params"]}
-            if held.isdisjoint(self._model.parameters()):
+            if set(parameters(self._optimizer)).isdisjoint(self._model.parameters()):
                 raise HmpxError(f"{self._asked}: the optimizer holds no parameter of the model")
             if attached(self._optimizer) is not None:
                 raise HmpxError(f"{self._asked}: the optimizer is attached; hmpx.detach(optimizer) first")
         try:
             given = self._optimizer if isinstance(self._optimizer, Optimizer) else None
-            model, optimizer = copy.deepcopy((self._model, given))
+            memo: dict[int, Any] = {}
+            model, optimizer = copy.deepcopy((self._model, given), memo)
+            if given is not None:  # torch copies groups and state alone
+                lacking = {key: value for key, value in vars(given).items() if key not in vars(optimizer)}
+                lacking.pop("step", None)  # a scheduler's, around the class's own
+                vars(optimizer).update(copy.deepcopy(lacking, memo))
         except Exception as error:
             raise HmpxError(f"{self._asked}: it trains copies, and the model cannot be copied: {error}") from error
         with torch.no_grad():
-            for name, p in model.named_parameters():
+            for name, p in by_name(model).items():
                 if name in self._start:
                     p.copy_(self._start[name])
         if optimizer is None:
@@ -132,6 +137,12 @@ class Course:
                 f"{self._asked}: a recipe is in force (hmpx.activate) and has attached it; hmpx.restore() first"
             )
         return model, optimizer
+
+    def trained(self) -> list[str]:
+        """The names of the parameters that the optimizer is to step."""
+        model, optimizer = self.copies()
+        held = set(parameters(optimizer))
+        return [name for name, p in by_name(model).items() if p in held and p.requires_grad and p.is_floating_point()]
 
     def run(
         self,
@@ -207,7 +218,7 @@ class Course:
     @contextlib.contextmanager
     def _under(self, recipe: Recipe | None, model: torch.nn.Module, optimizer: Optimizer) -> Iterator[None]:
         """The copies made as a recipe says, and its op lists in force until the end."""
-        with contextlib.ExitStack() as undo, eager():
+        with contextlib.ExitStack() as undo, eager(), torch.enable_grad():
             policy, rules = Policy(bf16=(), fp32=(), promote=()), []
             kernels: KernelsAsked = "native"
             if recipe is not None:
@@ -216,7 +227,9 @@ class Course:
                 with contextlib.ExitStack() as cast_back:
                     cast_model(model, recipe, cast_back)
                     cast_back.pop_all()
-                own = {p: self._start[name] for name, p in model.named_parameters() if p.dtype is torch.bfloat16}
+                held = set(parameters(optimizer))
+                own = {p: self._start[name] for name, p in by_name(model).items() if p.dtype is torch.bfloat16}
+                own = {p: start for p, start in own.items() if p in held}
                 if own:
                     handle = attach(optimizer, model=model, **vars(recipe.settings()))
                     undo.callback(handle.detach)
@@ -225,6 +238,11 @@ class Course:
             if (recipe is not None and recipe.policy() is not None) or conversion.installed() is not None:
                 undo.enter_context(conversion.install(policy, kernels=kernels, rules=rules))
             yield
+
+
+def by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a model by their plain names, which rules go by."""
+    return {name: p for p, name in names_in(model).items()}
 
 
 def _wants_closure(optimizer: Optimizer) -> bool:
@@ -272,5 +290,5 @@ def check_scale(exact: Tensor, other: Tensor, asked: str) -> None:
     if not apart(other, exact):
         raise HmpxError(
             f"{asked}: two orders of the batches come to the same losses, so there is no scale: batches "
-            "that are alike, or a learning rate of 0"
+            "that are alike, a learning rate of 0, or a loss that is not of the model that it is given"
         )

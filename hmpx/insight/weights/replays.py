@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from hmpx.insight.tensors import Tensor
+from hmpx.insight.weights.course import by_name
 from hmpx.insight.weights.ladder import STATES, WEIGHTS
 from hmpx.updates.attach import attach
 from hmpx.updates.state_forms import StateDtype
@@ -39,7 +40,7 @@ class Replay:
     ) -> None:
         weights, state_dtype = _STEPPED[which]
         self._model, self._optimizer, self._of_state = model, optimizer, which in STATES
-        own = dict(model.named_parameters())
+        own = by_name(model)
         self._own = {name: own[name] for name in names}
         start = {p: p.detach().clone() for p in self._own.values()}
         for p in self._own.values():
@@ -53,7 +54,7 @@ class Replay:
 
     def step(self, exact: torch.nn.Module) -> None:
         """Take the gradients of the FP32 run and step."""
-        for (name, p), (_, q) in zip(self._model.named_parameters(), exact.named_parameters(), strict=True):
+        for (name, p), q in zip(by_name(self._model).items(), exact.parameters(), strict=True):
             dtype = self._grad_dtype if name in self._own else q.dtype
             p.grad = None if q.grad is None else q.grad.detach().to(dtype, copy=True)
         self._optimizer.step()

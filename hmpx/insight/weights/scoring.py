@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hmpx.insight.tensors import Tensor
-from hmpx.insight.weights.course import Course, since
+from hmpx.insight.weights.course import Course, by_name, since
 from hmpx.insight.weights.replays import EXACT, Alternative, Replay, rounded
 from hmpx.updates.watched import Updates
 
@@ -85,7 +85,7 @@ class Scoring:
             replay.step(model)
 
     def _walk(self, model: torch.nn.Module) -> None:
-        own = dict(model.named_parameters())
+        own = by_name(model)
         for name in self._names:
             if name not in self._walks:
                 self._walks[name] = Walk(own[name], len(self._walks))
@@ -93,7 +93,7 @@ class Scoring:
 
     def _score(self, model: torch.nn.Module) -> None:
         self._walk(model)
-        own = dict(model.named_parameters())
+        own = by_name(model)
         exact = {name: own[name].detach().clone() for name in self._names}
         errors = {which: replay.errors(exact) for which, replay in self._replays.items()}
         errors |= {"split": rounded(exact), "stochastic": {name: walk.error for name, walk in self._walks.items()}}
@@ -114,7 +114,7 @@ class Scoring:
                 self.changes[name].setdefault(which, []).append(change)
 
     def _end(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
-        own = dict(model.named_parameters())
+        own = by_name(model)
         self.weights = {name: own[name].detach().clone() for name in self._names}
         counts = [0]
         for name in self._names:

@@ -14,7 +14,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.comparing.subject import Loss
 from hmpx.insight.tuning.progress import Progress
 from hmpx.insight.weights.choosing import Chosen, choose, groups_of, predicted
-from hmpx.insight.weights.course import Course, Distance, Making, apart, check_scale, distance
+from hmpx.insight.weights.course import Course, Distance, Making, apart, by_name, check_scale, distance
 from hmpx.insight.weights.ladder import FP32, Rung
 from hmpx.insight.weights.reasons import choice_of
 from hmpx.insight.weights.rules import recipe_of
@@ -23,7 +23,6 @@ from hmpx.insight.weights.tuned_weights import TunedWeights
 from hmpx.recipes.module_patterns import check_names
 from hmpx.recipes.parameter_rules import dtype_of
 from hmpx.recipes.recipe import Recipe, as_recipe, changed
-from hmpx.updates.names import names_in
 
 _AIMS = 0.5, 0.25  # of the tolerance: what further choices are to keep, where the first does not
 
@@ -80,8 +79,8 @@ def tune_weights(
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
         raise HmpxError(f"tune_weights: tolerance={tolerance!r} is no distance in units of that between two orders")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise HmpxError(f"tune_weights: seed={seed!r} is no whole number")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise HmpxError(f"tune_weights: seed={seed!r} is no whole number in [0, 2^63)")
     if conversion.installed() is not None:
         raise HmpxError("tune_weights: a conversion is in force; say recipe=, and hmpx.restore() first")
     base = as_recipe(recipe if recipe is not None else {})
@@ -96,18 +95,20 @@ def tune_weights(
     with base.naming_lines():
         check_names([model], base)
     try:
-        return _Tuning(course, base, _shapes(model, base), float(tolerance)).run()
+        return _Tuning(course, base, _shapes(model, course.trained(), base), float(tolerance)).run()
     finally:
         progressing.end()
 
 
-def _shapes(model: torch.nn.Module, base: Recipe) -> dict[str, torch.Size]:
+def _shapes(model: torch.nn.Module, trained: Sequence[str], base: Recipe) -> dict[str, torch.Size]:
     """Of the parameters that there is something to choose for."""
-    plain = {name: p for p, name in names_in(model).items() if p.requires_grad and p.is_floating_point()}
-    fixed = {name for name in plain if dtype_of(name, {}, base.module_dtypes) is torch.float32}
-    found = {name: p.shape for name, p in plain.items() if name not in fixed}
+    own = by_name(model)
+    found = {name: own[name].shape for name in trained if dtype_of(name, {}, base.module_dtypes) is not torch.float32}
     if not found:
-        raise HmpxError("tune_weights: nothing to choose from: no parameter requires a gradient, but for FP32 ones")
+        raise HmpxError(
+            "tune_weights: nothing to choose from: the optimizer holds no parameter that requires a gradient, but for "
+            "those that module_dtypes makes FP32"
+        )
     return found
 
 
@@ -163,7 +164,7 @@ class _Tuning:
 
     def _compare(self, model: torch.nn.Module, optimizer: Any) -> None:
         """How far the weights are with another order."""
-        own = dict(model.named_parameters())
+        own = by_name(model)
         with torch.no_grad():
             self._moved = {name: (own[name] - w).norm() ** 2 for name, w in self._scoring.weights.items()}
 
@@ -174,9 +175,9 @@ class _Tuning:
         except HmpxError:
             raise
         except RuntimeError as error:
+            hint = "; with opt_level null nothing casts its inputs" if self._base.opt_level is None else ""
             raise HmpxError(
-                f"tune_weights: with BF16 weights the model does not run under this recipe: {error}; with opt_level "
-                "null nothing casts its inputs"
+                f"tune_weights: with BF16 weights the model does not run under this recipe: {error}{hint}"
             ) from error
         return _Trained(chosen, losses, distance(losses, self._scoring.losses, self._other))
 

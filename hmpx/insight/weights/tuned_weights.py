@@ -130,12 +130,12 @@ class TunedWeights:
 
     def __str__(self) -> str:
         holds = "within" if self.met else "NOT within"
-        unit = "of the distance between two orders of the batches"
+        unit = "in units of how far two orders of the batches are apart"
         error = f"{self.error:.2g}" if math.isfinite(self.error) else "not finite"
         lines = [
             f"{self.bytes_per_parameter:.4g} bytes a parameter, FP32 takes {self.fp32_bytes:.4g}",
-            f"losses are {error} {unit} from FP32's, larger by {self.bias:.2g} (predicted {self.predicted:.2g}): "
-            f"{holds} {self.tolerance:g}",
+            f"losses are {error} from FP32's (predicted {self.predicted:.2g}), in the mean {self.bias:+.2g}, {unit}: "
+            f"{holds} {self.tolerance:g}, in the mean {self.tolerance / 2:+g}",
             f"loss at the end {self.loss:.4g}, FP32 {self.fp32_losses[0]:.4g}, in another order "
             f"{self.fp32_losses[1]:.4g}; {self.steps} steps",
         ]
