@@ -362,7 +362,9 @@ def test_state_of_another_dtype_is_named(dtype, state_dtype):
 def test_8_bit_state_is_that_of_the_fp32_kernel_rounded(name, monkeypatch):
     """Rows that are whole blocks, and longer and shorter ones; the steps after the first are planned ones, too."""
     cls, options = CONFIGURATIONS[name]
-    sizes = ((40, 128), (9, 300), (1001,), (6, 2, 77), (3,), (300, 200), (900, 33), (7, 1), (40, 127))
+    sizes = ((4, 128), (9, 300), (1001,), (6, 2, 77), (3,), (33, 33), (7, 1), (9, 127))
+    if name == "AdamW":
+        sizes = (*sizes, (300, 200), (900, 33))  # of several threads
     both = []
     for state_dtype in (torch.float32, "8bit"):
         named = parameters(sizes=sizes)
@@ -377,7 +379,7 @@ def test_8_bit_state_is_that_of_the_fp32_kernel_rounded(name, monkeypatch):
             )[0]
             reference.state[p]["step"] += 0
     monkeypatch.setattr(SlicedStep, "_batch", None)  # nothing is left to it
-    for step in range(4):
+    for step in range(3):
         train(wide, reference, step, step + 1)
         train(named, optimizer, step, step + 1)
         for (key, q), (_, p) in zip(wide, named, strict=True):
