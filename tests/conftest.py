@@ -24,6 +24,11 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items):
+    """Tests that look through every object come first: libraries that others import make millions of them."""
+    items.sort(key=lambda item: "everything_is_looked_through" not in getattr(item, "fixturenames", ()))
+
+
 def pytest_collection_finish(session):
     keep_what_is_there_out_of_sight()
 

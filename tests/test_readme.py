@@ -278,6 +278,6 @@ def test_ranks_and_modes_take_over_from_one_another(tmp_path):
     unbroken, _ = _distributed("ddp", 1, 15)
     keeping = ("--checkpoint", tmp_path, "--every", "5")
     _distributed("ddp", 2, 5, *keeping)
-    _distributed("zero1", 3, 10, *keeping)
+    _distributed("zero1", 4, 10, *keeping)
     resumed, said = _distributed("fsdp2", 2, 15, *keeping)
     assert "resumed at step 10" in said and resumed == unbroken
