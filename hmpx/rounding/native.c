@@ -32,41 +32,24 @@ void round_stochastic(const float *x, uint16_t *out, int64_t n, uint64_t key, ui
 typedef struct { uint64_t x, out; int64_t n; uint64_t name, offset; int64_t width, stride; } Rounding;
 
 void round_list(const Rounding *list, int64_t count, uint64_t step_key, int threads) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < count; i++) total += list[i].n;
-  if (total <= PARALLEL_FROM) threads = 1;
-  _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")
-  for (int thread = 0; thread < threads; thread++) {
-    int64_t begin = 0;
-    for (const Rounding *one = list; one < list + count; begin += one++->n) {
-      Share share = share_of(total, thread, threads, begin, one->n);
-      if (share.from == share.to) continue;
-      uint64_t key = derive_key(step_key, one->name, one->offset >> 32);
-      for (int64_t at = share.from; at < share.to; at += BLOCK)
-        round_rows((const float *)(uintptr_t)one->x, (uint16_t *)(uintptr_t)one->out, at,
-                   at + BLOCK < share.to ? at + BLOCK : share.to, key, one->offset & 0xFFFFFFFFu, one->width,
-                   one->stride);
-    }
-  }
+  FOR_EACH_SHARE(Rounding, {
+    if (share.from == share.to) continue;
+    uint64_t key = derive_key(step_key, one->name, one->offset >> 32);
+    for (int64_t at = share.from; at < share.to; at += BLOCK)
+      round_rows((const float *)(uintptr_t)one->x, (uint16_t *)(uintptr_t)one->out, at,
+                 at + BLOCK < share.to ? at + BLOCK : share.to, key, one->offset & 0xFFFFFFFFu, one->width, one->stride);
+  })
 }
 
 /* BF16 numbers of a list of tensors to FP32; native.py has the same. */
 typedef struct { uint64_t from, to; int64_t n; } Widening;
 
 void widen_list(const Widening *list, int64_t count, int threads) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < count; i++) total += list[i].n;
-  if (total <= PARALLEL_FROM) threads = 1;
-  _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")
-  for (int thread = 0; thread < threads; thread++) {
-    int64_t begin = 0;
-    for (const Widening *one = list; one < list + count; begin += one++->n) {
-      Share share = share_of(total, thread, threads, begin, one->n);
-      const uint16_t *restrict from = (const uint16_t *)(uintptr_t)one->from;
-      float *restrict to = (float *)(uintptr_t)one->to;
-      for (int64_t j = share.from; j < share.to; j++) to[j] = from_bf16(from[j]);
-    }
-  }
+  FOR_EACH_SHARE(Widening, {
+    const uint16_t *restrict from = (const uint16_t *)(uintptr_t)one->from;
+    float *restrict to = (float *)(uintptr_t)one->to;
+    for (int64_t j = share.from; j < share.to; j++) to[j] = from_bf16(from[j]);
+  })
 }
 
 /* halves.py: an FP32 number as the BF16 nearest to it, ties away from zero, and an int16. */

@@ -104,4 +104,18 @@ static inline Share share_of(int64_t total, int thread, int threads, int64_t beg
   return (Share){share_end(total, thread, threads, begin, n), share_end(total, thread + 1, threads, begin, n)};
 }
 
+/* A body for each `one` of a `list` of `count` tensors, with this thread's `share` of its elements. */
+#define FOR_EACH_SHARE(KIND, ...)                                                                             \
+  int64_t total = 0;                                                                                          \
+  for (int64_t i = 0; i < count; i++) total += list[i].n;                                                     \
+  if (total <= PARALLEL_FROM) threads = 1;                                                                    \
+  _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")                          \
+  for (int thread = 0; thread < threads; thread++) {                                                          \
+    int64_t begin = 0;                                                                                        \
+    for (const KIND *one = list; one < list + count; begin += one++->n) {                                     \
+      Share share = share_of(total, thread, threads, begin, one->n);                                          \
+      __VA_ARGS__                                                                                             \
+    }                                                                                                         \
+  }
+
 #endif

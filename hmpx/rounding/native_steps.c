@@ -166,38 +166,29 @@ static Kernel *const KERNELS[] = {adam, sgd, lion, adagrad, rmsprop, nadam}; /* 
 
 /* scalars: SCALARS of each parameter. step_key: of the seed and the step. No parameter has 2^32 elements or more. */
 void step_list(int kernel, const Stepped *list, const float *scalars, int64_t count, uint64_t step_key, int threads) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < count; i++) total += list[i].n;
-  if (total <= PARALLEL_FROM) threads = 1;
-  _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")
-  for (int thread = 0; thread < threads; thread++) {
-    int64_t begin = 0;
-    const float *s = scalars;
-    for (const Stepped *one = list; one < list + count; begin += one++->n, s += SCALARS) {
-      Share share = share_of(total, thread, threads, begin, one->n);
-      int64_t row = one->row % CODES == 0 || one->row == one->n ? 0 : one->row;
-      if (row) share = (Share){rows_end(share.from, row, one->n), rows_end(share.to, row, one->n)};
-      if (share.from == share.to) continue;
-      uint64_t keys[1 + STATES];
-      for (int i = 0; i <= STATES; i++)
-        keys[i] = derive_key(step_key, (i ? &one->state[i - 1] : &one->weight)->name, 0);
-      for (int64_t at = share.from, n; at < share.to; at += n) {
-        float rooms[2 + STATES][BLOCK], *state[STATES];
-        n = share.to - at < BLOCK ? share.to - at : BLOCK;
-        if (row && row <= n)
-          n -= n % row; /* whole rows */
-        else if (row && n > row - at % row)
-          n = row - at % row;
-        int64_t next = at + n, ahead = share.to - next < BLOCK ? share.to - next : BLOCK;
-        fetched(&one->weight, next, ahead);
-        fetched(&one->grad, next, ahead);
-        for (int i = 0; i < STATES; i++) fetched(&one->state[i], next, ahead);
-        float *weight = opened(&one->weight, at, n, row, rooms[0]), *grad = opened(&one->grad, at, n, row, rooms[1]);
-        for (int i = 0; i < STATES; i++) state[i] = opened(&one->state[i], at, n, row, rooms[2 + i]);
-        KERNELS[kernel](weight, grad, state[0], state[1], state[2], s, n);
-        closed(&one->weight, at, n, row, weight, keys[0]);
-        for (int i = 0; i < STATES; i++) closed(&one->state[i], at, n, row, state[i], keys[1 + i]);
-      }
+  FOR_EACH_SHARE(Stepped, {
+    int64_t row = one->row % CODES == 0 || one->row == one->n ? 0 : one->row;
+    if (row) share = (Share){rows_end(share.from, row, one->n), rows_end(share.to, row, one->n)};
+    if (share.from == share.to) continue;
+    uint64_t keys[1 + STATES];
+    for (int i = 0; i <= STATES; i++)
+      keys[i] = derive_key(step_key, (i ? &one->state[i - 1] : &one->weight)->name, 0);
+    for (int64_t at = share.from, n; at < share.to; at += n) {
+      float rooms[2 + STATES][BLOCK], *state[STATES];
+      n = share.to - at < BLOCK ? share.to - at : BLOCK;
+      if (row && row <= n)
+        n -= n % row; /* whole rows */
+      else if (row && n > row - at % row)
+        n = row - at % row;
+      int64_t next = at + n, ahead = share.to - next < BLOCK ? share.to - next : BLOCK;
+      fetched(&one->weight, next, ahead);
+      fetched(&one->grad, next, ahead);
+      for (int i = 0; i < STATES; i++) fetched(&one->state[i], next, ahead);
+      float *weight = opened(&one->weight, at, n, row, rooms[0]), *grad = opened(&one->grad, at, n, row, rooms[1]);
+      for (int i = 0; i < STATES; i++) state[i] = opened(&one->state[i], at, n, row, rooms[2 + i]);
+      KERNELS[kernel](weight, grad, state[0], state[1], state[2], scalars + (one - list) * SCALARS, n);
+      closed(&one->weight, at, n, row, weight, keys[0]);
+      for (int i = 0; i < STATES; i++) closed(&one->state[i], at, n, row, state[i], keys[1 + i]);
     }
-  }
+  })
 }

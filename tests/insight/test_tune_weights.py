@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import hmpx
+from hmpx.insight.tuning.course import _between
 from hmpx.insight.weights.choosing import Group, choose, predicted
-from hmpx.insight.weights.course import _between
 from hmpx.insight.weights.ladder import Rung, bytes_of, rungs
 from hmpx.insight.weights.rules import recipe_of
 from hmpx.insight.weights.scoring import Walk
@@ -91,7 +91,7 @@ def test_state_that_8_bits_harm_gets_bf16(scaled):
     assert weight.errors["8bit"] > scaled.tolerance > 10 * weight.errors["bfloat16"]
     assert weight.state_dtype == scaled.recipe.state_dtype == "bfloat16"
     assert weight.errors["stochastic"] > scaled.tolerance and scaled.recipe.weights in ("split8", "split", "master")
-    assert scaled.met and scaled.error == pytest.approx(scaled.predicted, rel=1.0)
+    assert scaled.met and scaled.predicted / 2 <= scaled.error <= 2 * scaled.predicted
 
 
 class Narrow(nn.Module):

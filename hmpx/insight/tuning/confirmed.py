@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hmpx.insight.weights.course import Course, check_scale, distance
+from hmpx.insight.tuning.course import Course, check_scale, distance
 from hmpx.recipes.recipe import Recipe
 
 MAKE = functools.partial(torch.optim.AdamW, lr=1e-3)  # where no optimizer is given

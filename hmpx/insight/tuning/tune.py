@@ -21,11 +21,11 @@ from hmpx.insight.comparing.subject import Loss, Subject, arguments_of
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import LOW
 from hmpx.insight.tuning.confirmed import MAKE, confirmed
+from hmpx.insight.tuning.course import Course, Making
 from hmpx.insight.tuning.result import Asked
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.tuning import Tuning
 from hmpx.insight.tuning.worth import OBJECTIVES, Objective
-from hmpx.insight.weights.course import Course, Making
 from hmpx.recipes.recipe import Recipe
 
 _LEAST = 2  # batches to score, and to hold out

@@ -11,7 +11,7 @@ import torch
 
 from hmpx.insight.recording.alike import numberless
 from hmpx.insight.tensors import Tensor
-from hmpx.insight.weights.course import Distance
+from hmpx.insight.tuning.course import Distance
 from hmpx.insight.weights.ladder import FP32, Rung, bytes_of, rungs
 from hmpx.insight.weights.scoring import Scoring
 

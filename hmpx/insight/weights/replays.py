@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from hmpx.insight.tensors import Tensor
-from hmpx.insight.weights.course import by_name
+from hmpx.insight.tuning.course import by_name
 from hmpx.insight.weights.ladder import STATES, WEIGHTS
 from hmpx.updates.attach import attach
 from hmpx.updates.state_forms import StateDtype

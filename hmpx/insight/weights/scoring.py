@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hmpx.insight.tensors import Tensor
-from hmpx.insight.weights.course import Course, by_name, since
+from hmpx.insight.tuning.course import Course, by_name, since
 from hmpx.insight.weights.replays import EXACT, Alternative, Replay, rounded
 from hmpx.updates.watched import Updates
 

@@ -12,9 +12,9 @@ import torch
 from hmpx import conversion
 from hmpx.errors import HmpxError
 from hmpx.insight.comparing.subject import Loss
+from hmpx.insight.tuning.course import Course, Distance, Making, apart, by_name, check_scale, distance
 from hmpx.insight.tuning.progress import Progress
 from hmpx.insight.weights.choosing import Chosen, choose, groups_of, predicted
-from hmpx.insight.weights.course import Course, Distance, Making, apart, by_name, check_scale, distance
 from hmpx.insight.weights.ladder import FP32, Rung
 from hmpx.insight.weights.reasons import choice_of
 from hmpx.insight.weights.rules import recipe_of
