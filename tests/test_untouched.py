@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import hmpx
 from hmpx import region_state
@@ -82,6 +83,16 @@ def test_an_optimizer_that_nobody_holds_is_nothing_left():
     optimizer.itself = optimizer  # so that it goes with a collection
     hmpx.attach(optimizer)
     del optimizer
+    assert picture.changed() == []
+
+
+def test_a_conversion_puts_nothing_into_the_picture_itself():
+    picture, before = Picture(), dict(vars(F))
+    with hmpx.convert():
+        wrapped = [name for name, value in vars(F).items() if value is not before[name]]
+        assert "linear" in wrapped
+        seen = [line for line in picture.changed() if line.startswith("torch.nn.functional.")]
+        assert sorted(seen) == sorted(f"torch.nn.functional.{name}" for name in wrapped)
     assert picture.changed() == []
 
 

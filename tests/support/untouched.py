@@ -47,6 +47,8 @@ def attributes_of_torch() -> dict[str, tuple[Any, bool]]:
 class Namespaces:
     """What stands in the namespaces of torch, by owner; modules that are imported later are taken up as they are."""
 
+    __module__ = "builtins"  # out of sight of `convert()`, which would put wrappers into what is noted here, too
+
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._owners: dict[int, tuple[str, Any, Callable, tuple]] = {}
@@ -196,19 +198,17 @@ class Picture:
 
     def changed(self) -> list[str]:
         """What is not as it was, in words; what a dead optimizer held counts only if a collection does not free it."""
-        found = self._look()
-        if found:
+        if self._in_force() or (found := [*self._namespaces.changed()]):
             gc.collect()
             with hmpx.disable_casts():  # what was collected is taken away on the next occasion
                 pass
-            found = self._look()
+            found = [*self._in_force(), *self._namespaces.changed()]
         return found
 
-    def _look(self) -> list[str]:
+    def _in_force(self) -> list[str]:
         now = settings()
         different = [name for name, value in self._settings.items() if now[name] != value]
-        told = [_told(name, self._settings[name], now[name]) for name in different]
-        return [*in_force(), *told, *self._namespaces.changed()]
+        return [*in_force(), *(_told(name, self._settings[name], now[name]) for name in different)]
 
     def clean_up(self) -> None:
         """Undo what can be undone, and take whatever is still otherwise for how things are from here on.
