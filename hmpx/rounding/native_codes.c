@@ -10,30 +10,37 @@ static inline float float_of(uint32_t bits) {
   return u.value;
 }
 
-/* The bits of the largest magnitude of a block, inf and NaN included. */
-static inline uint32_t largest_of(const float *restrict x, int64_t count) {
-  uint32_t largest = 0;
+/* Of a block: the largest magnitude, inf and NaN included, and the largest bits, which are past those of -0 where a
+   number is negative. */
+typedef struct { uint32_t magnitude, bits; } Largest;
+
+static inline Largest largest_of(const float *restrict x, int64_t count) {
+  uint32_t magnitude = 0, bits = 0;
   for (int64_t j = 0; j < count; j++) {
-    uint32_t magnitude = bits_of(x[j]) & 0x7FFFFFFFu;
-    largest = magnitude > largest ? magnitude : largest;
+    uint32_t one = bits_of(x[j]), its = one & 0x7FFFFFFFu;
+    magnitude = its > magnitude ? its : magnitude;
+    bits = one > bits ? one : bits;
   }
-  return largest;
+  return (Largest){magnitude, bits};
 }
 
-/* The scale of a block, as BF16: a power of two, negative where a number is. `largest`: of the block. */
-static inline uint16_t scale_of(const float *restrict x, int64_t count, uint32_t largest) {
-  uint32_t negative = 0;
-  if (largest >= 0x7F800000u) { /* of the finite ones */
-    largest = 0;
-    for (int64_t j = 0; j < count; j++) {
-      uint32_t magnitude = bits_of(x[j]) & 0x7FFFFFFFu;
-      if (magnitude > largest && magnitude < 0x7F800000u) largest = magnitude;
-    }
+/* The same without NaN, and without the magnitude of inf. */
+static Largest largest_finite(const float *restrict x, int64_t count) {
+  Largest found = {0, 0};
+  for (int64_t j = 0; j < count; j++) {
+    uint32_t one = bits_of(x[j]), its = one & 0x7FFFFFFFu;
+    if (its > found.magnitude && its < 0x7F800000u) found.magnitude = its;
+    if (one > found.bits && one <= 0xFF800000u) found.bits = one;
   }
-  for (int64_t j = 0; j < count; j++) negative |= bits_of(x[j]) - 0x80000001u < 0x7F800000u ? 1u : 0u; /* to -inf */
-  uint32_t exponent = (largest + 0x17FFFFu) >> 23; /* the next one where 1.8125 is passed */
+  return found;
+}
+
+/* The scale of a block, as BF16: a power of two, negative where a number is. */
+static inline uint16_t scale_of(const float *restrict x, int64_t count, Largest largest) {
+  if (largest.magnitude >= 0x7F800000u) largest = largest_finite(x, count);
+  uint32_t exponent = (largest.magnitude + 0x17FFFFu) >> 23; /* the next one where 1.8125 is passed */
   exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
-  return (uint16_t)(exponent << 7 | negative << 15);
+  return (uint16_t)(exponent << 7 | (largest.bits > 0x80000000u) << 15);
 }
 
 /* The loop of `encode_block`, which the compiler makes four of: each leaves out what its blocks do not have. */
@@ -47,7 +54,10 @@ static inline __attribute__((always_inline)) void encode_as(const float *restric
     int32_t normal = (int32_t)bits_of(y) - zero;
     int32_t least = (int32_t)(fixed < 8388608.0f ? fixed : 8388608.0f);
     int32_t code = ((normal < 0x800000 ? least : normal) + (r[j] * 8 + 4)) >> 19;
-    if (!is_signed) code |= (code == 0) & (magnitude != 0); /* no positive number becomes 0 */
+    if (!is_signed) { /* no positive number becomes 0 */
+      int32_t lowest = (int32_t)(magnitude < 1 ? magnitude : 1);
+      code = code > lowest ? code : lowest;
+    }
     code = code < top * 16 + 13 ? code : top * 16 + 13;
     if (!is_finite)
       code = magnitude == 0x7F800000u ? top * 16 + 14 : magnitude > 0x7F800000u ? top * 16 + 15 : code;
@@ -115,9 +125,9 @@ void encode_8bit(const float *x, uint8_t *codes, uint16_t *scales, int64_t n, ui
   FOR_EACH_CODED({
     Numbers numbers;
     const uint16_t *r = draw(&numbers, count, key, offset + at / width * stride + at % width);
-    uint32_t largest = largest_of(x + at, count);
+    Largest largest = largest_of(x + at, count);
     if (!given) scales[scale] = scale_of(x + at, count, largest);
-    encode_block(x + at, codes + at, count, scales[scale], r, largest);
+    encode_block(x + at, codes + at, count, scales[scale], r, largest.magnitude);
   })
 }
 

@@ -16,16 +16,18 @@ typedef struct { int64_t n, row; Held weight, grad, state[STATES]; } Stepped;
 /* Goes through the blocks of codes of `count` elements from `at` on, which begins a block: BODY sees elements j ...
    j + n - 1 and their scale. row: 0 where a block begins every CODES elements, which saves divisions. */
 #define FOR_EACH_SCALE(BODY)                                                                             \
-  int64_t first = row ? at / row * ((row + CODES - 1) / CODES) + at % row / CODES : at / CODES;          \
-  int64_t column = row ? at % row : 0;                                                                   \
-  uint16_t *scale = (uint16_t *)(uintptr_t)held->scales + first;                                         \
-  for (int64_t j = 0, n; j < count; j += n, scale++) {                                                   \
-    n = count - j < CODES ? count - j : CODES;                                                           \
-    if (row) {                                                                                           \
-      n = row - column < n ? row - column : n;                                                           \
-      column = column + n < row ? column + n : 0;                                                        \
+  {                                                                                                      \
+    int64_t first = row ? at / row * ((row + CODES - 1) / CODES) + at % row / CODES : at / CODES;        \
+    int64_t column = row ? at % row : 0;                                                                 \
+    uint16_t *scale = (uint16_t *)(uintptr_t)held->scales + first;                                       \
+    for (int64_t j = 0, n; j < count; j += n, scale++) {                                                 \
+      n = count - j < CODES ? count - j : CODES;                                                         \
+      if (row) {                                                                                         \
+        n = row - column < n ? row - column : n;                                                         \
+        column = column + n < row ? column + n : 0;                                                      \
+      }                                                                                                  \
+      BODY                                                                                               \
     }                                                                                                    \
-    BODY                                                                                                 \
   }
 
 /* `count` elements in FP32: in their place, or copied into `room`. */
@@ -49,10 +51,12 @@ static inline void closed(const Held *held, int64_t at, int64_t count, int64_t r
     uint8_t *codes = (uint8_t *)(uintptr_t)held->at + at;
     Numbers numbers;
     const uint16_t *r = draw(&numbers, count, key, (uint64_t)at);
+    Largest found[BLOCK], *largest = found; /* of every block before the first is written: nothing waits for anything */
+    FOR_EACH_SCALE(*largest++ = largest_of(room + j, n);)
+    largest = found;
     FOR_EACH_SCALE({
-      uint32_t largest = largest_of(room + j, n);
-      *scale = scale_of(room + j, n, largest);
-      encode_block(room + j, codes + j, n, *scale, r + j, largest);
+      *scale = scale_of(room + j, n, *largest);
+      encode_block(room + j, codes + j, n, *scale, r + j, largest++->magnitude);
     })
   }
 }
