@@ -7,6 +7,7 @@ be saved, and says which parameters have taken the step, until `load_state_dict`
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` without its enums, which take 10 us a step
 import signal
 import threading
 from types import FrameType
@@ -36,10 +37,10 @@ class DeferredSignals:
         if self._handlers or threading.current_thread() is not threading.main_thread():
             return  # Python runs handlers in the main thread alone
         for number in _SIGNALS:
-            handler = signal.getsignal(number)
+            handler = _signal.getsignal(number)
             if callable(handler):
                 self._handlers[number] = handler
-                signal.signal(number, self._remember)
+                _signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self._pending.append((number, frame))
@@ -47,8 +48,8 @@ class DeferredSignals:
     def __exit__(self, *exception: object) -> None:
         handlers, self._handlers = self._handlers, {}
         for number, handler in handlers.items():
-            if signal.getsignal(number) == self._remember:
-                signal.signal(number, handler)
+            if _signal.getsignal(number) == self._remember:
+                _signal.signal(number, handler)
         pending, self._pending = self._pending, []
         for number, frame in pending:
             handlers[number](number, frame)

@@ -7,6 +7,7 @@ of it, and one look says whether all of it is as it was.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from operator import is_
 from typing import cast
 
@@ -28,6 +29,7 @@ class Plan:
 
     Args:
         params: some of those that have gradients.
+        shown: those of them whose own state the optimizer is shown, wherever that lies.
 
     Attributes:
         params: these parameters.
@@ -36,14 +38,17 @@ class Plan:
 
     names: list[str]
 
-    def __init__(self, optimizer: optim.Optimizer, params: list[Parameter]) -> None:
+    def __init__(
+        self, optimizer: optim.Optimizer, params: list[Parameter], shown: Collection[Parameter] = frozenset()
+    ) -> None:
         self._states, self._fingerprint = optimizer.state, fingerprint(optimizer)
         self._params, self.params = params, frozenset(params)
         self._shapes = [p.shape for p in params]
         self._dtypes = [cast(Tensor, p.grad).dtype for p in params]
         self._own = [optimizer.state.get(p) for p in params]
-        self._values = [value for state in self._own if state for value in state.values()]
-        self._ids = list(map(id, self._values))
+        self._ids = [id(value) for state in self._own if state for value in state.values()]
+        copied = [state for p, state in zip(params, self._own, strict=True) if state and p not in shown]
+        self._values = [value for state in copied for value in state.values()]
         self._places = _places(self._values) if all(isinstance(value, Tensor) for value in self._values) else None
 
     def fits(self, optimizer: optim.Optimizer) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,6 +83,8 @@ class PlannedBatch:
         grads = [each.grad for each in self.shown if each.grad is not None]
         for i, grad in enumerate(grads):
             self._copied[i] = 0, int(grad.storage_offset()), grad.numel()
+        self._grads = [(s.param, s.offset * BF16.itemsize) for s, _, grad, _ in self.shown if grad is not None]
+        self._ready = [(segment, shadow) for segment, shadow, grad, _ in self.shown if grad is None]
         self._places = [4 * at for _, at, _ in self._copied], [4 * at for at, *_ in self._rounded]
         self._widen, self._round = array("Q"), array("Q")
         for pointer, _, count in self._copied:
@@ -111,13 +113,9 @@ class PlannedBatch:
 
     def widen(self) -> None:
         """Bring BF16 weights, gradients and state to FP32, but for weights that the store reads."""
-        places = []
-        for segment, shadow, grad, _ in self.shown:
-            own = cast(Tensor, segment.param.grad)
-            if grad is None:
-                shadow.grad = segment.of(own).data
-            else:
-                places.append(own.data_ptr() + segment.offset * BF16.itemsize)
+        for segment, shadow in self._ready:
+            shadow.grad = segment.of(segment.grad).data
+        places = [p.grad.data_ptr() + at for p, at in self._grads]  # type: ignore[union-attr]  # a plan sees that it is there
         self._widen[0 : 3 * len(places) : 3] = array("Q", places)
         native.widen_words(self._widen)
 
@@ -137,8 +135,7 @@ class PlannedBatch:
             self._rounded.append((place, held, segment.name, segment))
         grad = self._view(held)[0] if _is_copied(segment) else None
         shadow.grad = grad
-        is_own = before is None or (segment.start is None and form_of(segment).as_left)
-        return Shown(segment, shadow, grad, None if is_own else self._state(segment, before or {}))
+        return Shown(segment, shadow, grad, None if shows_own(segment, before) else self._state(segment, before or {}))
 
     def _state(self, segment: Segment, before: dict) -> dict[str, Any]:
         state = {}
@@ -163,6 +160,11 @@ class PlannedBatch:
         return self._room[begin : begin + count].view(like.shape).data, begin
 
 
+def shows_own(segment: Segment, state: dict | None) -> bool:
+    """Whether the optimizer is shown the parameter's own state."""
+    return state is None or (segment.start is None and form_of(segment).as_left)
+
+
 def can_be_planned(segment: Segment, state: Any) -> bool:
     """Whether the kernels can read a segment whose parameter has this state, and write it."""
     p, form = segment.param, form_of(segment)
@@ -170,7 +172,7 @@ def can_be_planned(segment: Segment, state: Any) -> bool:
         return False
     if not p.is_contiguous() or segment.way.state_dtype == "8bit" or is_coded(state):
         return False
-    if state is None or (form.as_left and segment.start is None):
+    if shows_own(segment, state):
         return True
     for value in state.values():
         if not isinstance(value, Tensor) or not p.dim():

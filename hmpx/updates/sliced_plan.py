@@ -15,7 +15,7 @@ from hmpx.rounding import native
 from hmpx.updates.interrupts import mark_incomplete
 from hmpx.updates.names import fingerprint
 from hmpx.updates.plan import Plan
-from hmpx.updates.planned_batch import PlannedBatch, Shown, can_be_planned, room_for
+from hmpx.updates.planned_batch import PlannedBatch, Shown, can_be_planned, room_for, shows_own
 from hmpx.updates.segment import Segment
 from hmpx.updates.slice_buffers import SliceBuffers
 from hmpx.updates.sliced_state import SlicedState
@@ -34,13 +34,14 @@ class SlicedPlan(Plan):
     """
 
     def __init__(self, optimizer: optim.Optimizer, batches: list[list[Segment]], others: list[Parameter]) -> None:
-        params = _parameters(batches)
-        super().__init__(optimizer, params + others)
+        segments = [segment for batch in batches for segment in batch]
+        shown = {each.param for each in segments if shows_own(each, optimizer.state.get(each.param))}
+        super().__init__(optimizer, _parameters(batches) + others, shown | set(others))
         group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         groups = len(optimizer.param_groups)
         size = max(room_for(batch, optimizer.state) for batch in batches)
         room = torch.empty(size, dtype=torch.float32, device="cpu")
-        self.names = list(dict.fromkeys(segment.name for batch in batches for segment in batch))
+        self.names = list(dict.fromkeys(segment.name for segment in segments))
         self._room, self._bytes, self._address = room.untyped_storage(), room.nbytes, 0
         self._batches = [PlannedBatch(batch, optimizer.state, group, groups, room) for batch in batches]
         for p in others:
@@ -99,10 +100,10 @@ class SlicedPlan(Plan):
         versions = [tensor._version for tensor, _ in batch.watched]
         grads = [cast(Tensor, each.shadow.grad) for each in shown]
         seen = [grad._version for grad in grads]
-        kept: list[dict | None] = []  # what the parameter's own state has in it
+        kept: list[tuple[dict, dict] | None] = []  # a parameter's own state, and what it has in it
         for segment, shadow, _, state in shown:
-            own = states.pop(segment.param, None) if state is None else None
-            kept.append(None if own is None else own.copy())
+            own = states.get(segment.param) if state is None else None
+            kept.append(None if own is None else (own, own.copy()))
             if own is not None or state is not None:
                 states[shadow] = own if state is None else state.copy()
         try:
@@ -117,15 +118,17 @@ class SlicedPlan(Plan):
         written += batch.names
         for each, before, grad, version in zip(shown, kept, grads, seen, strict=True):
             segment, shadow, copied, state = each
-            if shadow.grad is not grad or grad._version != version:
+            left_grad = shadow.grad
+            if left_grad is not grad or grad._version != version:
                 buffers = SliceBuffers(write_back.store, by_memory=True)
                 buffers.hold(segment)
-                buffers.hand_back(segment, shadow.grad)
-            if shadow.grad is not copied:
+                buffers.hand_back(segment, left_grad)
+            if left_grad is not copied:
                 shadow.grad = copied
             left = states.pop(shadow, None)
             if before is not None:
-                states[segment.param] = left
+                if left is not before[0]:
+                    states[segment.param] = left
             elif segment.param in self._late or not _is_same(left, state):
                 self._take(each, left, states, write_back)
         batch.round(write_back.rounding_key.of_step)
@@ -149,13 +152,13 @@ def _parameters(batches: list[list[Segment]]) -> list[Parameter]:
     return list({segment.param: None for batch in batches for segment in batch})
 
 
-def _undo(each: Shown, before: dict | None, states: dict) -> None:
+def _undo(each: Shown, before: tuple[dict, dict] | None, states: dict) -> None:
     """Give a parameter its state again, after a step that raised."""
-    left = states.pop(each.shadow, None)
-    if before is not None and left is not None:
-        left.clear()
-        left.update(before)
-        states[each.segment.param] = left
+    states.pop(each.shadow, None)
+    if before is not None:
+        own, content = before
+        own.clear()
+        own.update(content)
     each.shadow.grad = each.grad
 
 

@@ -41,7 +41,7 @@ class StepCall:
 
     def without_arguments(self) -> StepCall:
         """The same step for one part of the parameters, after the closure was called."""
-        return replace(self, args=(), kwargs={})
+        return replace(self, args=(), kwargs={}) if self.args or self.kwargs else self
 
     def with_functions(self, wrap: Callable[[Callable], Callable]) -> StepCall:
         """The same call, its closure and any other function of the user replaced by what `wrap` makes of it.
@@ -77,4 +77,4 @@ class WriteBack:
 
     def deferred(self) -> WriteBack:
         """The same, with roundings put off until `rounding_key.flush()`."""
-        return replace(self, rounding_key=Deferred(self.rounding_key.seed, self.rounding_key.step))
+        return WriteBack(self.store, Deferred(self.rounding_key.seed, self.rounding_key.step), self.counts)
