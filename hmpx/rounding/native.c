@@ -89,14 +89,27 @@ void block_checksums(const uint16_t *restrict weights, uint16_t *restrict sums, 
   }
 }
 
-/* A master, or the weight where that is not what the master rounds to. */
-void read_masters(const float *restrict masters, const uint16_t *restrict weights, float *restrict out, int64_t n,
-                  int threads) {
-  FOR_EACH_BLOCK(for (int64_t j = at; j < at + count; j++) {
-    uint32_t bits = bits_of(masters[j]);
-    uint16_t even = nearest(bits);
-    uint16_t away = (uint16_t)((kept_bits(bits) + 0x8000u) >> 16);
-    out[j] = weights[j] == even || weights[j] == away ? masters[j] : from_bf16(weights[j]);
+/* A master, or the weight where that is not what the master rounds to; `out` may be `masters`. A pass that rounds ties
+   away from zero alone does for nearly every block. */
+void read_masters(const float *masters, const uint16_t *restrict weights, float *out, int64_t n, int threads) {
+  FOR_EACH_BLOCK({
+    uint32_t other = 0;
+    uint32_t largest = 0;
+    for (int64_t j = at; j < at + count; j++) {
+      uint32_t magnitude = bits_of(masters[j]) & 0x7FFFFFFFu;
+      other |= (bits_of(masters[j]) + 0x8000u) >> 16 ^ weights[j];
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    if (!other && largest <= 0x7F800000u) {
+      if (out != masters) memcpy(out + at, masters + at, (size_t)count * sizeof *out);
+      continue;
+    }
+    for (int64_t j = at; j < at + count; j++) {
+      uint32_t bits = bits_of(masters[j]);
+      uint16_t even = nearest(bits);
+      uint16_t away = (uint16_t)((kept_bits(bits) + 0x8000u) >> 16);
+      out[j] = weights[j] == even || weights[j] == away ? masters[j] : from_bf16(weights[j]);
+    }
   })
 }
 

@@ -9,6 +9,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #define BLOCK 256           /* elements that go through all loops while they are in the first cache; 1024 floats are a
                                page, and four arrays a page apart evict one another */

@@ -57,7 +57,9 @@ class Master(_Copies):
     bytes_beside: ClassVar[float] = 4.0
 
     def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
-        segment.of(self._masters[segment.param]).copy_(x)
+        master = segment.of(self._masters[segment.param])
+        if master.data_ptr() != x.data_ptr():  # else the step was taken on the master itself
+            master.copy_(x)
         segment.of(segment.param).copy_(x)
 
     def held(self, param: Parameter) -> list[Tensor]:

@@ -80,7 +80,7 @@ class PartialStep:
         if not again or not self._by_element or not SlicedPlan.can_be(self._optimizer, batches, self._others):
             return None
         self._slices.release()
-        return SlicedPlan(self._optimizer, batches, self._others)
+        return SlicedPlan(self._optimizer, batches, self._others, self._write_back.store)
 
     def _kernels(self, taken: list[tuple[dict, Segment]]) -> list[tuple[list[str], Launch]]:
         """What steps these parameters with fused kernels, each with the names of those that it steps."""

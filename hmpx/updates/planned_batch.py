@@ -13,6 +13,7 @@ from hmpx.rounding.keys import name_id
 from hmpx.updates.held_state import is_coded
 from hmpx.updates.segment import Segment
 from hmpx.updates.state_forms import form_of
+from hmpx.updates.weights import StepStore
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -20,6 +21,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 _APART = 16  # elements: each shadow begins at a multiple of it
 _BARE = ("stochastic", "nearest")  # ways that keep nothing beside the weights
+_AS_FP32 = ("master",)  # ways that keep them as they are stepped
 
 
 class Shown(NamedTuple):
@@ -58,10 +60,11 @@ class PlannedBatch:
         states: of the optimizer.
         group: of each parameter; of so many `groups`, as one may be empty.
         room: FP32, with at least `room_for` elements.
+        store: of the weights.
 
     lists: the shadows of each group.
     counts: of the steps, where slices see them.
-    watched: state tensors that are shown, each with the name of the parameter.
+    watched: state tensors and masters that are shown, each with the name of the parameter.
     written: BF16 tensors that are rounded to.
     read, stored: what the weight store reads and writes.
     """
@@ -73,8 +76,9 @@ class PlannedBatch:
         group: dict[Parameter, int],
         groups: int,
         room: Tensor,
+        store: StepStore,
     ) -> None:
-        self._room, self._at = room, 0
+        self._room, self._at, self._store = room, 0, store
         self._copied: list[tuple[int, int, int]] = []  # BF16 to FP32: pointer, place in the room, elements
         self._rounded: list[tuple[int, Tensor, str, Segment]] = []  # back: place, tensor, name in the key
         self.counts: list[Count] = []
@@ -101,10 +105,11 @@ class PlannedBatch:
             for value in (states.get(each.segment.param) or {} if each.state is None else each.state).values()
             if isinstance(value, Tensor)
         ]
+        self.watched += [(each.shadow, each.segment.name) for each in self.shown if own_fp32(each.segment, store)]
         self.written = [out for _, out, *_ in self._rounded]
         self.read = [each for each in self.shown if each.segment.way.weights not in _BARE]
         self.stored = [each for each in self.shown if each.segment.way.weights != "stochastic"]
-        del self._room
+        del self._room, self._store
 
     def moved(self, address: int) -> None:
         """The room is at this address."""
@@ -128,7 +133,8 @@ class PlannedBatch:
     def _show(self, segment: Segment, before: dict | None) -> Shown:
         p, way = segment.param, segment.way.weights
         held = segment.of(p.detach())
-        shadow, place = self._view(held)
+        masters = own_fp32(segment, self._store)
+        shadow, place = (segment.of(masters[0]).data, -1) if masters else self._view(held)
         if way in _BARE:
             self._copied.append((held.data_ptr(), place, segment.count))
         if way == "stochastic":
@@ -165,6 +171,12 @@ def shows_own(segment: Segment, state: dict | None) -> bool:
     return state is None or (segment.start is None and form_of(segment).as_left)
 
 
+def own_fp32(segment: Segment, store: StepStore) -> list[Tensor]:
+    """The FP32 weights of a parameter, which the optimizer can be shown themselves; none if there are none."""
+    held = store.held(segment.param) if segment.way.weights in _AS_FP32 else []
+    return [each for each in held if each.is_contiguous() and each.shape == segment.param.shape]
+
+
 def can_be_planned(segment: Segment, state: Any) -> bool:
     """Whether the kernels can read a segment whose parameter has this state, and write it."""
     p, form = segment.param, form_of(segment)
@@ -182,11 +194,11 @@ def can_be_planned(segment: Segment, state: Any) -> bool:
     return True
 
 
-def room_for(segments: list[Segment], states: Mapping[Any, Any]) -> int:
+def room_for(segments: list[Segment], states: Mapping[Any, Any], store: StepStore) -> int:
     """How many FP32 numbers a batch takes."""
     total = 0
     for segment in segments:
-        copies = 1 + _is_copied(segment)
+        copies = _is_copied(segment) + (not own_fp32(segment, store))
         if not form_of(segment).as_left:
             copies += sum(value.dim() > 0 for value in (states.get(segment.param) or {}).values())
         total += copies * _padded(segment.count)

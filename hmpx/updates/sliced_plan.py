@@ -21,6 +21,7 @@ from hmpx.updates.slice_buffers import SliceBuffers
 from hmpx.updates.sliced_state import SlicedState
 from hmpx.updates.sliced_step import OnlyParameters
 from hmpx.updates.step_call import StepCall, WriteBack
+from hmpx.updates.weights import StepStore
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -31,19 +32,22 @@ class SlicedPlan(Plan):
 
     Args:
         others: parameters that are stepped as they are, in the first batch.
+        store: of the weights.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, batches: list[list[Segment]], others: list[Parameter]) -> None:
+    def __init__(
+        self, optimizer: optim.Optimizer, batches: list[list[Segment]], others: list[Parameter], store: StepStore
+    ) -> None:
         segments = [segment for batch in batches for segment in batch]
         shown = {each.param for each in segments if shows_own(each, optimizer.state.get(each.param))}
         super().__init__(optimizer, _parameters(batches) + others, shown | set(others))
         group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         groups = len(optimizer.param_groups)
-        size = max(room_for(batch, optimizer.state) for batch in batches)
+        size = max(room_for(batch, optimizer.state, store) for batch in batches)
         room = torch.empty(size, dtype=torch.float32, device="cpu")
         self.names = list(dict.fromkeys(segment.name for segment in segments))
         self._room, self._bytes, self._address = room.untyped_storage(), room.nbytes, 0
-        self._batches = [PlannedBatch(batch, optimizer.state, group, groups, room) for batch in batches]
+        self._batches = [PlannedBatch(batch, optimizer.state, group, groups, room, store) for batch in batches]
         for p in others:
             self._batches[0].lists[group[p]].append(p)
         counts = [count for batch in self._batches for count in batch.counts]

@@ -163,6 +163,35 @@ def test_between_two_steps_a_plan_has_no_memory():
     assert plan._room.nbytes() == 0 and plan._bytes > 0
 
 
+def written_by_hand(params, handle):
+    params[0].data[3].fill_(0.125)
+
+
+def with_other_masters(params, handle):
+    handle.set_masters({p: p.detach().float() + 2**-12 for p in params})
+
+
+@pytest.mark.parametrize("change", [written_by_hand, with_other_masters])
+def test_masters_are_stepped_where_they_are_and_weights_and_masters_of_others_count(change, floor, planned):
+    results = []
+    for forget in (False, True):
+        params, optimizer, handle = made(*ADAM, weights="master")
+        for turn in range(6):
+            if turn == 4:
+                change(params, handle)
+            grads_for(params, turn)
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+            if turn == 3 and not forget:
+                plan = handle._updates._plans[optimizer]
+                held = [handle._updates.store.held(p)[0].untyped_storage().data_ptr() for p in params]
+                shown = [each.shadow for batch in plan._batches for each in batch.shown]
+                assert {shadow.untyped_storage().data_ptr() for shadow in shown} == set(held)
+        results.append([*everything(params, optimizer), *map(handle.masters_of, params)])
+    assert same(*results)
+
+
 class Odd(optim.SGD):
     """Does from its fourth step on what it did not do before."""
 
@@ -235,17 +264,20 @@ def test_an_error_leaves_what_was_not_written_as_it_was(planned, monkeypatch):
     optimizer.step()
 
 
-def test_an_error_in_the_middle_is_marked(planned, monkeypatch):
+@pytest.mark.parametrize(("options", "weights"), [({"momentum": 0.9}, "stochastic"), ({}, "master")])
+def test_an_error_in_the_middle_is_marked(options, weights, planned, monkeypatch):
     monkeypatch.setitem(optimizer_scope.SCOPES, Odd, "element")
     monkeypatch.setattr(Odd, "what", "an error", raising=False)
     monkeypatch.setattr(Odd, "odd_from", 1 << 30, raising=False)
-    params, optimizer, _ = made(Odd, {"momentum": 0.9})
+    params, optimizer, _ = made(Odd, options, weights=weights)
     for turn in range(3):
         grads_for(params, turn)
         optimizer.step()
     monkeypatch.setattr(Odd, "odd_from", 0)
+    before = [p.detach().clone() for p in params]
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
-    assert set(optimizer.state) == set(params)
+    assert set(optimizer.state) == (set(params) if options else set())
+    assert same(before, [p.detach() for p in params])
     with pytest.raises(HmpxError, match="step 3 of Odd was interrupted by ZeroDivisionError in the middle: 'p0'"):
         optimizer.step()
