@@ -382,6 +382,25 @@ def test_a_further_nesting_works_out_its_own_lists_and_no_other(monkeypatch):
     assert found == [(1, ops), (1, ops), (1, ops), (0, 0)] and ops == len(catalog())
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_no_call_of_a_module_in_another_changes_torch(monkeypatch, before):
+    """What two rules make together is worked out when they are given, and not amid the first call."""
+    inner = Product()
+    outer = Product(nn.Sequential(inner))
+    rules = [hmpx.policy_for(inner, bf16=["matmul"])] if before else []
+    with hmpx.convert() as handle:
+        rules.append(hmpx.policy_for(outer, fp32=["matmul", "linear"]))
+        if not before:
+            rules.append(hmpx.policy_for(inner, bf16=["matmul"]))
+        known, patched = hmpx.process_state.known_places, handle.patched
+        monkeypatch.setattr(hmpx.process_state, "learn", lambda places: pytest.fail(f"{places} were not known"))
+        assert outer() == [FP32, BF16]
+        assert hmpx.process_state.known_places is known and handle.patched == patched
+        monkeypatch.undo()
+    for rule in rules:
+        rule.remove()
+
+
 def test_a_rule_for_a_container_holds_in_each_module_in_it_and_around_their_own():
     modules = nn.ModuleList([Product(), nn.ModuleDict({"a": Product()})])
     rules = [hmpx.policy_for(modules[1], bf16=["exp"]), hmpx.policy_for(modules, fp32=["matmul", "exp"])]
