@@ -132,6 +132,15 @@ def test_a_dotted_name_of_a_module_that_is_imported_later(lists, package):
     assert ops.iou(X, X)[0] is torch.float32
 
 
+def test_of_names_in_two_modules_each_waits_for_its_own(lists, package, tmp_path, caplog):
+    (tmp_path / "mylib" / "others.py").write_text("def giou(a):\n    return a.dtype\n")
+    with hmpx.convert(**lists(bf16="mylib.ops.iou mylib.others.giou")) as handle:
+        assert importlib.import_module("mylib.ops").iou(X, X)[0] is torch.bfloat16
+        assert [line for line in handle.escaped if "mylib" in line] == ["mylib.others.giou is not imported yet"]
+        assert importlib.import_module("mylib.others").giou(X) is torch.bfloat16
+    assert not caplog.text
+
+
 def test_a_module_imported_after_restore_is_left_alone(lists, package):
     hmpx.convert(**lists(bf16=NAMES))
     hmpx.restore()
