@@ -270,7 +270,8 @@ def test_verbose_is_seen_without_any_logging_setup(tmp_path):
 
 
 IN_ORDER = """
-import hmpx, logging, torch
+import hmpx, logging, sys, torch
+sys.stdout.reconfigure(write_through=False)  # as it is by default, whatever PYTHONUNBUFFERED says
 x = torch.ones(2, 2)
 print("first")
 hmpx.convert(isVerbose=True)
