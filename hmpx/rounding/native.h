@@ -2,7 +2,7 @@
    specification of the numbers stands at the head of stochastic.py.
 
    The loops are plain, for the compiler to turn into vector instructions, and short enough for AVX2: the hashes of a
-   block come first, a pass over it then looks for numbers past BF16's maximum, and nearly every block has none. */
+   block come first, and a block with numbers past BF16's maximum, which nearly none has, is rounded twice. */
 
 #ifndef HMPX_NATIVE_H
 #define HMPX_NATIVE_H
@@ -85,10 +85,9 @@ static inline void round_block(const float *restrict x, uint16_t *restrict out, 
   for (int64_t i = 0; i < n; i++) {
     uint32_t magnitude = bits_of(x[i]) & 0x7FFFFFFFu;
     largest = magnitude > largest ? magnitude : largest;
+    out[i] = (uint16_t)((bits_of(x[i]) + r[i]) >> 16);
   }
-  if (largest <= BF16_MAX)
-    for (int64_t i = 0; i < n; i++) out[i] = (uint16_t)((bits_of(x[i]) + r[i]) >> 16);
-  else
+  if (largest > BF16_MAX)
     for (int64_t i = 0; i < n; i++) out[i] = rounded(bits_of(x[i]), r[i]);
 }
 
