@@ -15,9 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import hmpx
 from hmpx.rounding.stochastic import round_into
+from hmpx.updates import sliced_step
 from hmpx.updates.ranks.sharding import Box
 from tests.support import ranks
 from tests.support.sharded import Small, digest, fixed_gradients, shard
+from tests.support.training import needs_grad_dtype
 
 BF16 = torch.bfloat16
 MIXED = {  # each in another way
@@ -108,6 +110,19 @@ def test_however_parameters_are_cut_the_weights_are_those_of_one_process(world):
     for found in ranks.run(world, _cut_in_every_way, CASES):
         for case, one, ways in zip(CASES, expected, found, strict=True):
             assert ways == [one] * len(ways), case
+
+
+def _in_small_slices(rank, cases):
+    sliced_step._FLOOR = 128
+    line = init_device_mesh("cpu", (dist.get_world_size(),))
+    return [[train(case, placer(line, Shard(dim))) for dim in (0, 1, 2)] for case in cases]
+
+
+def test_rows_of_8_bit_state_that_ranks_share_are_stepped_whole():
+    """Of a large parameter, which is stepped in slices: their ends lie elsewhere on each rank, and scales do not."""
+    cases = [case for case in ELEMENT if case[-1] is WIDE]
+    expected = [[train(case)] * 3 for case in cases]
+    assert ranks.run(2, _in_small_slices, cases) == [expected] * 2
 
 
 def test_a_box_knows_where_its_elements_stand():
@@ -282,6 +297,38 @@ def _whole_and_released(rank):
 def test_unknown_classes_and_released_gradients():
     (found, other) = ranks.run(2, _whole_and_released)
     assert found == other and len(set(found)) == 1
+
+
+class Weighted(nn.Module):
+    """The gradient of its weight is what it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, dtype=BF16))
+
+    def forward(self, gradient):
+        return (self.weight * gradient).sum()
+
+
+def _accumulated(rank):
+    """Of one gradient and of four that BF16 has no room for beside it: attached, then detached."""
+    model = fully_shard(Weighted(), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    handle = hmpx.attach(optimizer, use_fp32_grad_acc=True)
+    found = []
+    for end in (handle.detach, optimizer.zero_grad):
+        for gradient in (1, *(4 * [2**-10])):
+            model(torch.full((), gradient, dtype=BF16)).backward()
+        found.append((model.weight.grad.dtype, model.weight.grad.full_tensor().tolist()))
+        optimizer.zero_grad()
+        end()
+    return found
+
+
+@needs_grad_dtype
+def test_gradients_of_fully_shard_accumulate_in_fp32_as_long_as_that_is_wanted():
+    for found in ranks.run(2, _accumulated):
+        assert found == [(torch.float32, [1 + 2**-8] * 5), (BF16, [1.0] * 5)]
 
 
 def _refusals(rank):
