@@ -254,6 +254,35 @@ def test_a_compiled_step_rounds_stochastically(how, converted):
     assert not step_hooks._for_graphs  # the watch that a compiled region leaves behind
 
 
+class Descent(optim.Optimizer):
+    """Its `step` has no graph break of torch's own, so that Dynamo traces it into the graph around it."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 2**-10})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+@recent
+def test_a_step_that_dynamo_could_trace_is_kept_out_of_the_graph():
+    p = nn.Parameter(torch.ones(300, dtype=BF16))
+    optimizer = Descent([("w", p)])
+
+    def step():
+        with hmpx.disable_casts():
+            optimizer.step()
+
+    p.grad = torch.ones_like(p)
+    torch.compile(step, backend="eager")()
+    expected = hmpx.stochastic_round(torch.ones(300) - 2**-10, seed=0, step=0, name="w")
+    hmpx.restore()
+    assert torch.equal(p, expected) and len(p.unique()) == 2
+
+
 def test_dynamo_may_be_loaded_before_or_after():
     for first in ("import torch._dynamo; hmpx.convert()", "hmpx.convert(); import torch._dynamo"):
         code = f"""
