@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import pickle
+import threading
 
 import pytest
 import torch
@@ -142,6 +143,33 @@ def test_copies_have_claims_of_their_own(how):
     del twin
     gc.collect()
     assert gradient_dtype(p) is FP32
+
+
+def test_an_optimizer_that_is_collected_while_another_one_attaches_lets_go_afterwards(monkeypatch):
+    """The garbage collector may run anywhere; here it runs while the other one holds the lock."""
+    p = nn.Parameter(torch.ones(3, dtype=BF16))
+    old = {"optimizer": optim.SGD([p], lr=0.1)}
+    new = optim.SGD([p], lr=0.5)
+    hmpx.attach(old["optimizer"], release_gradients=True)
+    refusals = claims._refusals
+
+    def collecting():
+        assert claims._lock.locked()
+        old.clear()
+        gc.collect()
+        return refusals()
+
+    monkeypatch.setattr(claims, "_refusals", collecting)
+    attaching = threading.Thread(target=hmpx.attach, args=(new,), daemon=True)
+    attaching.start()
+    attaching.join(20)
+    waits_for_itself = attaching.is_alive()
+    if waits_for_itself:
+        claims._lock.release()
+        attaching.join()
+    assert not waits_for_itself and not old and len(claims._claimed[id(p)].claims) == 1
+    p.sum().backward()
+    assert (p == 1).all() and (p.grad == 1).all()  # nobody releases any more
 
 
 # Parameters that change after `attach`

@@ -157,6 +157,24 @@ def test_a_convolution_in_channels_last_under_fused(options, way):
     assert model[2].weight.numel() > sliced_step.slice_size(0) and not model[2].weight.is_contiguous()
 
 
+def test_a_fused_kernel_of_a_class_that_hmpx_does_not_know_gets_one_layout():
+    """Such a class steps on whole copies, and its kernel walks all of them as flat arrays all the same."""
+
+    class Mine(optim.AdamW):
+        pass
+
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(6, 4, 5, 3).bfloat16(), torch.randn(6, 4, 5, 3).bfloat16()
+    p = nn.Parameter(weight.to(memory_format=torch.channels_last))
+    q = nn.Parameter(weight.float())
+    optimizer, reference = (Mine([("w", each)], lr=0.1, fused=True) for each in (p, q))
+    p.grad, q.grad = gradient, gradient.float()
+    with hmpx.disable_casts():
+        optimizer.step()
+    reference.step()
+    assert torch.equal(p, hmpx.stochastic_round(q.detach(), seed=0, step=0, name="w"))
+
+
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
 def test_state_in_bf16_is_rounded_by_its_logical_index_in_any_layout(state_dtype, monkeypatch):
     """The same run on contiguous tensors, element by element."""

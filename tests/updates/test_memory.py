@@ -10,6 +10,7 @@ import hmpx
 from hmpx.bench.measure import memory
 from hmpx.updates import sliced_step
 from hmpx.updates.optimizer_scope import SCOPES, scope_of
+from hmpx.updates.segment import Segment
 
 BF16 = torch.bfloat16
 COUNT = 8_000_000
@@ -104,6 +105,20 @@ def test_unknown_classes_step_whole_and_subclasses_are_unknown():
         *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
         *("Adafactor", "Muon"),
     }
+
+
+def test_the_first_part_of_a_large_parameter_fills_the_slice_that_small_ones_begin():
+    sizes = {"small": 64, "large": 450, "last": 62}
+    whole = [Segment(nn.Parameter(torch.ones(size, dtype=BF16)), name) for name, size in sizes.items()]
+    batches = sliced_step.cut(whole, 128, lambda segment, first: segment.parts(128, None, None, first))
+    found = [[(part.name, part.offset, part.count) for part in batch] for batch in batches]
+    assert found == [
+        [("small", 0, 64), ("large", 0, 64)],
+        [("large", 64, 128)],
+        [("large", 192, 128)],
+        [("large", 320, 128)],
+        [("large", 448, 2), ("last", 0, 62)],
+    ]
 
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.SGD])

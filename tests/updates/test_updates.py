@@ -153,9 +153,10 @@ def test_a_closure_is_the_models_forward_and_so_is_cast(dtype, inside):
     with hmpx.convert():
         with hmpx.disable_casts() if inside else contextlib.nullcontext():
             optimizer.step(closure)
+            optimizer.step(closure=closure)
         with hmpx.convert(enabled=False):
             optimizer.step(lambda: seen.append((x @ x).dtype))
-    assert seen == [(BF16, BF16), torch.float32]
+    assert seen == [(BF16, BF16), (BF16, BF16), torch.float32]
 
 
 def test_fp32_parameters_get_the_plain_step():
