@@ -101,3 +101,6 @@ def test_the_commands_know_one_from_an_op_list(written, tmp_path, capsys):
     assert "gaudi_config.json:5: hmp_opt_level is 'O3'" in capsys.readouterr().out
     (tmp_path / "list.json").write_text('{"hmp_bf16_ops": ["add"]}')
     assert main(["explain", str(tmp_path / "list.json")]) == 2 and "is an op list" in capsys.readouterr().err
+    (tmp_path / "list.json").write_text('["add"]')
+    assert main(["check", str(tmp_path / "list.json")]) == 1
+    assert "list.json:1: expected the keys hmp_bf16_ops, hmp_fp32_ops, found a list" in capsys.readouterr().out

@@ -312,5 +312,10 @@ def test_those_variables_under_run(script):
     assert out.startswith("bfloat16 bfloat16 bfloat16 ") and "XLA_USE_BF16=1" in err and "seed 7" in err
     _, err = call("--recipe", "hmp-o1", script, XLA_USE_BF16="1")
     assert "recipe hmp-o1 (which goes before the variables of Neuron and XLA)" in err
-    with pytest.raises(HmpxError, match="NEURON_RT_STOCHASTIC_ROUNDING_SEED=x is no seed"):
-        recipe_of({"XLA_USE_BF16": "1", "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "x"})
+
+
+@pytest.mark.parametrize("seed", ["x", "-1", "1.5", str(2**64)])
+def test_a_seed_of_neuron_that_is_none_is_refused(seed):
+    with pytest.raises(HmpxError, match=f"^{SEED}={seed} is no seed: an integer from 0 to"):
+        recipe_of({"XLA_USE_BF16": "1", SEED: seed})
+    assert recipe_of({EN: "1", SEED: str(2**64 - 1)})[0].seed == 2**64 - 1

@@ -114,6 +114,12 @@ def test_the_folder_and_what_is_in_it_are_their_owners_alone_whatever_the_umask(
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, library)] == [0o700, 0o700]
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="only Linux says what is open")
+def test_the_folder_is_not_left_open(folder):
+    native._build()
+    assert str(folder) not in [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+
+
 def test_a_folder_that_is_exchanged_after_the_look_is_not_the_one_that_is_used(planted, tmp_path):
     """One above it is open to all, and somebody takes it away between the look and the load."""
     library, mark = planted
