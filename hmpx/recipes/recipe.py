@@ -284,7 +284,7 @@ def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Rec
     if base is not None:
         return _from(replace(read_recipe(base), **keys), origins)
     recipe = _from(_made(keys), origins)
-    if any(keys.get(side) for side in SIDES) and recipe.opt_level == "O1":
+    if any(keys.get(side) for side in SIDES):
         changed(recipe, **dict.fromkeys(LISTS, "")).policy()  # for the errors in its own lists
     recipe.overlays()
     return recipe

@@ -383,6 +383,11 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(recipe, message):
         ("module_dtypes:\n  a: bf16\n  b: fp8\n", ":3: module_dtypes, 'b' is 'fp8', none of"),
         ("seed: 1\nbf16: [linear]\nbf16_file_path: a.txt\n", ":2: bf16 and bf16_file_path: which of the two?"),
         ("seed: 1\nbf16:\n- linear\n- sofmax\n", ":4: unknown op 'sofmax'; did you mean 'softmax'?"),
+        ("opt_level: O2\nbf16: [linear]\n", ":2: O2 decides by itself and takes no op lists"),
+        (
+            "opt_level: null\nfp32: [linear]\n",
+            ":2: fp32: opt_level null leaves torch's ops as they are, so it takes no",
+        ),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_with_its_line(text, message, tmp_path):
