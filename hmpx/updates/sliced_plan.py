@@ -91,10 +91,10 @@ class SlicedPlan(Plan):
         except BaseException as error:
             if written:
                 mark_incomplete(call.optimizer, write_back.rounding_key.step, written, error)
-            raise
+            raise  # with its memory, which whoever shows a traceback's tensors reads; the plan is not taken again
         finally:
             self._late.clear()
-            self._room.resize_(0)
+        self._room.resize_(0)
 
     def _step(self, batch: PlannedBatch, call: StepCall, write_back: WriteBack, written: list[str]) -> None:
         optimizer, states, shown = call.optimizer, call.optimizer.state, batch.shown

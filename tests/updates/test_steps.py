@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import traceback
 
 import pytest
 import torch
@@ -163,3 +164,20 @@ def test_a_remembered_step_takes_no_state_back_that_the_optimizer_left_in_its_pl
         set_gradients(named, step)
         optimizer.step()
     assert sliced_plan.SlicedState is None and all(state["step"] == 4 for state in optimizer.state.values())
+
+
+def test_the_tensors_in_the_traceback_of_a_step_that_failed_can_be_shown():
+    """By pytest, a debugger, or whatever else prints local variables: torch reads memory that is gone, and crashes."""
+    named = parameters()
+    optimizer = optim.AdamW(named, foreach=False)
+    hmpx.attach(optimizer)
+    for step in range(4):  # the last one is a remembered one
+        set_gradients(named, step)
+        optimizer.step()
+    optimizer.param_groups[0]["betas"] = (0.9, "0.99")
+    with pytest.raises((TypeError, ValueError)) as error:
+        optimizer.step()
+    values = [value for frame, _ in traceback.walk_tb(error.tb) for value in frame.f_locals.values()]
+    tensors = [each for value in values if isinstance(value, list) for each in value if isinstance(each, torch.Tensor)]
+    have_memory = [each.untyped_storage().nbytes() >= each.nbytes for each in tensors]
+    assert len(have_memory) >= 2 * len(named) and all(have_memory)
