@@ -24,7 +24,6 @@ class ForwardWatch:
     def __init__(self) -> None:
         self._watch = Watch()
         self._changes = Changes()
-        self._thread = 0
         self._open = False
 
     def __enter__(self) -> ForwardWatch:
