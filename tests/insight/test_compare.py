@@ -1,5 +1,6 @@
 """`hmpx.compare`: it names what was planted, and nothing in healthy models."""
 
+import dataclasses
 import inspect
 import json
 import math
@@ -95,6 +96,18 @@ def test_a_backward_that_overflows_while_the_forward_is_fine():
     first = found.first_nonfinite
     assert (first.op, first.where, first.phase) == ("sqrt", line_of(root_of_a_small_difference, "sqrt"), "backward")
     assert found.worst(1) == [first]
+
+
+def test_a_gradient_that_overflows_where_it_is_cast_to_fp16_is_found_behind_the_op():
+    """Autograd's node of the cast follows that of the product, and belongs to the same call."""
+    model, lists = Model(torch.relu), policy("linear", "mul mean")
+    found = hmpx.compare(
+        model,
+        [batch[:1] for batch in batches(2)],
+        lambda model, x: (model(x) * 1e8).mean(),
+        lists=dataclasses.replace(lists, low_precision=torch.float16),
+    )
+    assert (found.first_nonfinite.op, found.first_nonfinite.phase) == ("mul", "backward"), str(found)
 
 
 def snapshot(model):
@@ -267,6 +280,7 @@ def test_what_runs_without_gradients_is_measured():
     found = hmpx.compare(Rotary(), batches(), loss_of, lists=policy("outer", "linear sin mul cross_entropy"))
     worst = found.worst(1)[0]
     assert worst.op == "outer" and worst.measured and worst.gradient_error > 0.1 and "without gradients" in worst.note
+    assert [row.op for row in found.rows if row.note] == ["outer"]  # not `sin`, which the lists leave in FP32
 
 
 def test_what_cannot_be_compared_says_so():
@@ -306,4 +320,4 @@ def test_it_is_saved_as_json(tmp_path):
     found.json(tmp_path / "found.json")
     read = json.loads((tmp_path / "found.json").read_text())
     assert [row["op"] for row in read["rows"]] == [row.op for row in found.rows]
-    assert read["gradient_error"] == found.gradient_error and read["first_nonfinite"] is None
+    assert read["gradient_error"] == found.gradient_error and read["first_nonfinite"] is None and read["schema"] == 1

@@ -1,6 +1,7 @@
 """The page of a comparison."""
 
 import dataclasses
+import html
 import json
 import math
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
+from hmpx.insight.comparing.noise import biased_square
 from hmpx.insight.comparing.row import BROKEN, Row
 from tests.support import browser
 
@@ -47,6 +49,14 @@ def test_the_numbers_of_the_page_are_those_of_the_json(found, page, tmp_path):
     assert {key: shown[key] for key in saved} == saved and str(found).splitlines()[0] in page
 
 
+def test_the_text_of_the_page_is_that_of_a_terminal_of_110_columns(found, tmp_path, monkeypatch):
+    wide = dataclasses.replace(found, rows=(Row("exp", where=f"/{'m' * 90}.py:1", module="a." * 40),))
+    wide.html(tmp_path / "wide.html")
+    monkeypatch.setenv("COLUMNS", "110")
+    assert str(wide) in html.unescape((tmp_path / "wide.html").read_text())
+    assert max(map(len, str(wide).splitlines()[-2:])) == 110
+
+
 def test_the_loss_is_that_in_fp32_and_its_change_what_the_lists_add(found, example):
     model, data = example
     exact = [mean_of_exp(model, x).item() for (x,) in data]
@@ -69,6 +79,36 @@ def test_a_module_of_one_site_has_the_measures_of_the_site(found):
         for name in ("calls", "error", "accumulated", "ulp", "bias", "spread"):
             assert getattr(row, name) == pytest.approx(getattr(rows[row.module], name)), name
         assert row.accumulated > 0
+
+
+def test_what_magnifies_errors_is_the_worst_of_those_that_break_it_alike_but_for_what_is_not_finite(found):
+    alone = Row("alone", gradient_error=3.0)
+    assert dataclasses.replace(found, rows=(alone,)).worst() == [alone]
+    worst, magnifies = Row("worst", gradient_error=3.0, error=1e-3), Row("magnifies", gradient_error=2.0, error=0.9)
+    assert dataclasses.replace(found, rows=(worst, magnifies)).worst() == [magnifies, worst]
+    worst = dataclasses.replace(worst, phase="backward")
+    assert dataclasses.replace(found, rows=(magnifies, worst)).worst() == [worst, magnifies]
+
+
+def test_a_row_in_words_says_where_it_is_as_far_as_that_is_known():
+    effect = "gradient error - of the noise, loss -, error of the op alone 0"
+    assert str(Row("exp")) == f"exp: {effect}"
+    assert str(Row("exp", "/a/model.py:3", "head")) == f"model.py:3: exp in head: {effect}"
+
+
+@pytest.mark.parametrize(
+    "mended, said", [(None, ""), (True, "; FP32 there mends it"), (False, "; FP32 there alone does not mend it")]
+)
+def test_it_says_whether_fp32_mends_what_is_not_finite(found, mended, said):
+    first = Row("exp", phase="forward", mended=mended)
+    (line,) = [line for line in str(dataclasses.replace(found, first_nonfinite=first)).splitlines() if "first" in line]
+    assert line == f"first not finite: {first}{said}"
+
+
+def test_an_error_that_is_the_same_in_each_batch_is_a_bias_of_them_all():
+    """N |mean e|^2 of N = 4 batches with |e|^2 = 4: N |e|^2 where e is the same in all, |e|^2 where they cancel."""
+    assert biased_square([[2.0, 2.0], [2.0, 2.0]], 4) == 4 * 4
+    assert biased_square([[2.0, -2.0], [2.0, -2.0]], 4) == 4
 
 
 def test_an_estimate_is_marked(found):
