@@ -9,6 +9,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -101,6 +102,12 @@ def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path):
     assert {key: found[key] for key in saved_as_json} == saved_as_json
 
 
+def test_the_text_of_the_page_is_that_of_a_terminal_of_110_columns(tmp_path, monkeypatch):
+    log = log_of(site(module="a.b." * 40))
+    said = shown(log, monkeypatch, 110)
+    assert said in html.unescape(saved(tmp_path, log)) and max(map(len, said.splitlines())) == 110
+
+
 def hostile(tmp_path):
     """A log of a model with a hostile name, from a file with a hostile one."""
     file = f"/tmp/{browser.IMAGE}/{browser.HOSTILE}.py"
@@ -186,6 +193,15 @@ def test_a_diff_tells_what_is_new_gone_and_changed():
     assert bool(found) and not before.diff(before)
 
 
+def test_a_diff_fits_the_terminal_and_a_narrow_one_has_no_modules(monkeypatch):
+    before = site("scaled_dot_product_attention", where="/a/modeling_something_rather_long.py:1234", module="a.b." * 20)
+    after = replace(before, given=("bfloat16", "float32", "float16"), rule="fp32")
+    for columns in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        rows = str(log_of(before).diff(log_of(after))).split("\n\n")[1].splitlines()[1:]
+        assert len(rows) == 2 and max(map(len, rows)) <= columns and ("module" in rows[0]) == (columns == 100)
+
+
 def test_what_all_calls_together_take_comes_first_in_a_diff():
     one = {"calls": 1, "casts": 0, "cast_seconds": 0.0}
     before = log_of(
@@ -216,6 +232,21 @@ def test_of_a_device_only_a_call_that_was_not_finite_before_the_known_one_counts
         devices._first[id(each), torch.device("cpu")] = each, torch.tensor(number)
     devices.finish()
     assert [(each.nonfinite_at, each.nonfinite) for each in sites] == [(None, None), (7, 3), (4, 2), (5, None)]
+
+
+class OnCuda(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_events_time_calls_whose_first_argument_is_on_a_gpu(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: made.append(Mock()) or made[-1])
+    here, there = torch.ones(2), torch.ones(2).as_subclass(OnCuda)
+    devices = DeviceSide()
+    assert [devices.begin(args) for args in ((), (2,), (here,), (here, there))] == [None] * 4 and not made
+    assert devices.begin((there, 2)) is made[0] and made[0].record.called
 
 
 def test_a_diff_of_two_versions_says_which():
