@@ -125,14 +125,7 @@ class _Tuning:
 
     def __init__(self, course: Course, base: Recipe, shapes: Mapping[str, torch.Size], tolerance: float) -> None:
         self._course, self._base, self._shapes, self._tolerance = course, base, shapes, tolerance
-        self._wide = changed(
-            base,
-            parameter_dtype=FP32,
-            module_dtypes={},
-            use_master_weights_in_ckpt=False,
-            release_gradients=False,
-            fused=False,
-        )
+        self._wide = changed(base, parameter_dtype=FP32, module_dtypes={})
         self._runs = 0
 
     def run(self) -> TunedWeights:
