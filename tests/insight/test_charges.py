@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hmpx.insight.tuning.charges import Charge, Edge, Scored, total
+from hmpx.insight.comparing.calls import Compared
+from hmpx.insight.tuning.charges import Charge, Scored, total
+from hmpx.insight.tuning.dividing import Division, spoiled
 from hmpx.insight.tuning.problem import Part, Problem, Scale
 
 
@@ -38,7 +40,9 @@ def chain():
     """From outside to a, b and c; each charge is another power of two, so that a sum tells what is in it."""
     sites = [Scored(part, charged(own), scored=True) for part, own in ((A, 1.0), (B, 2.0), (C, 4.0))]
     for number, (maker, site) in enumerate(zip([None, *sites], sites, strict=False)):
-        site.edges[maker] = Edge(charged(8.0 * 4**number), charged(16.0 * 4**number), casts=1)
+        edge = site.edges[maker]  # a new one, on which no cast is counted yet
+        edge.down, edge.up = charged(8.0 * 4**number), charged(16.0 * 4**number)
+        edge.casts += 1
     scale = Scale(batches=1, directions=1, h=1.0, noise=1.0, loss_noise=1.0)
     return Problem(sites, lambda scored: scored.site, lambda _: (1.0, 3.0), lambda casts, _: 0.25 * casts, scale)
 
@@ -77,3 +81,17 @@ def test_what_parts_do_alone_are_their_own_charges_and_those_of_the_edges_that_t
 )
 def test_what_a_choice_does_and_costs(chain, chosen, charges, cost):
     assert (chain.predicted(chosen).loss_change, chain.cost(chosen)) == (charges, cost)
+
+
+def test_a_name_is_divided_where_a_module_calls_it_and_another_place_does_too():
+    """Given up in all places: one module alone, two modules, a module and what is outside, two places outside."""
+    places = {"cumsum": ["a", "a"], "softmax": ["a", "b"], "exp": ["a", ""], "log": ["", "a.inner"], "sum": ["a", "b"]}
+    sites = [
+        Scored(Compared(name, f"model.py:{line}", module), scored=True)
+        for name, modules in places.items()
+        for line, module in enumerate(modules)
+    ]
+    scale = Scale(batches=1, directions=1, h=1.0, noise=1.0, loss_noise=1.0)
+    problem = Problem(sites, Division().part_of, lambda _: (1.0, 3.0), lambda casts, _: 0.0, scale)
+    wished = frozenset(problem.parts)
+    assert spoiled(problem, frozenset([Part("sum")]), wished, {"a", "b"}) == {"softmax", "exp"}

@@ -5,7 +5,7 @@ import math
 import re
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -35,6 +35,11 @@ def model(seed=0):
 def tuned(data=None, loss=loss_of, made=None, **options):
     options = {"objective": "coverage", "progress": False, **options}
     return hmpx.tune(made or model(), classes() if data is None else data, loss, **options)
+
+
+@cache
+def usual():
+    return tuned()
 
 
 def double(data):
@@ -76,9 +81,15 @@ def test_rules_and_regions_around_it_are_refused():
 
 def test_batches_may_be_lists_as_a_dataloader_gives_them():
     lists = [list(batch) for batch in classes()]
-    assert tuned(lists).as_json()["choices"][1]["gradient_error"] == tuned().as_json()["choices"][1]["gradient_error"]
+    assert tuned(lists).as_json()["choices"][1]["gradient_error"] == usual().as_json()["choices"][1]["gradient_error"]
     one, other = hmpx.compare(model(), lists, loss_of), hmpx.compare(model(), classes(), loss_of)
     assert one.gradient_error == other.gradient_error > 0
+
+
+def test_what_moves_nothing_changes_no_score():
+    """Results that go to the device where they are already come from the op that has made them."""
+    moved = tuned(loss=lambda m, a, y: F.cross_entropy(m(a).to(a.device), y))
+    assert moved.predicted == usual().predicted > 0 and moved.policy == usual().policy
 
 
 def test_a_file_of_another_model_or_of_other_data_is_not_gone_on_from(tmp_path):
@@ -183,7 +194,7 @@ def test_the_reason_is_the_one_that_decided():
     nothing = tuned(tolerance=0)
     assert nothing.share == 0 and "far beyond the budget" in reason(nothing, "linear")
     assert "breaks the tolerance by itself" in reason(nothing, "linear")
-    assert "of the noise between losses" in reason(tuned(), "cross_entropy")
+    assert "of the noise between losses" in reason(usual(), "cross_entropy")
 
 
 class Two(nn.Module):
@@ -247,7 +258,7 @@ def test_confirm_says_where_lists_train_otherwise():
     broken = Confirmed(10, error=1.2, bias=0.1, loss=2.0, fp32_losses=(1.9, 2.1))
     assert not broken.holds and "FARTHER from FP32 than another order is" in str(broken)
     assert not Confirmed(10, error=0.9, bias=0.6, loss=2.0, fp32_losses=(1.9, 2.1)).holds
-    found = replace(tuned(), confirmed=broken)
+    found = replace(usual(), confirmed=broken)
     assert str(broken) in str(found) and found.as_json()["confirmed"]["holds"] is False
     with pytest.raises(hmpx.HmpxError, match="tune: confirm: steps=1 is no number of steps"):
         tuned(confirm=1)
