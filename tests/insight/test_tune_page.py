@@ -55,14 +55,16 @@ def test_marks_of_lists_were_measured_and_those_of_the_curve_predicted(found):
     assert all(mark.measured for mark in found.marks) and not any(mark.measured for mark in found.curve)
 
 
-def test_a_label_stands_at_the_height_of_its_line(found, tmp_path):
+def test_a_label_stands_beside_its_line_at_its_height(found, tmp_path):
     found.plot(tmp_path / "tuned.svg")
     drawn = ElementTree.parse(tmp_path / "tuned.svg").getroot()
-    lines = [float(each.get("y1")) for each in drawn.iter(f"{SVG}line") if each.get("class") == "grid"]
+    lines = [each for each in drawn.iter(f"{SVG}line") if each.get("class") == "grid"]
     labels = [each for each in drawn.iter(f"{SVG}text") if each.get("text-anchor") == "end"]
     assert len(labels) == len(lines) >= 3
-    for y, label in zip(lines, labels, strict=True):  # the middle of a digit is a third of the size above its foot
-        assert float(label.get("y")) - int(label.get("font-size")) / 3 == pytest.approx(y, abs=1)
+    for line, label in zip(lines, labels, strict=True):  # the middle of a digit is a third of the size above its foot
+        middle = float(label.get("y")) - int(label.get("font-size")) / 3
+        assert middle == pytest.approx(float(line.get("y1")), abs=1)
+        assert float(line.get("x1")) - 20 < float(label.get("x")) < float(line.get("x1"))  # its end, left of the frame
 
 
 def test_the_file_of_values_can_be_read_by_lines(found, tmp_path):
