@@ -89,6 +89,9 @@ void block_checksums(const uint16_t *restrict weights, uint16_t *restrict sums, 
   }
 }
 
+/* Whether two BF16 numbers are one: 0 and -0 are. */
+static inline int are_one(uint16_t a, uint16_t b) { return a == b || !((a | b) & 0x7FFFu); }
+
 /* A master, or the weight where that is not what the master rounds to; `out` may be `masters`. A pass that rounds ties
    away from zero alone does for nearly every block. */
 void read_masters(const float *masters, const uint16_t *restrict weights, float *out, int64_t n, int threads) {
@@ -108,7 +111,7 @@ void read_masters(const float *masters, const uint16_t *restrict weights, float 
       uint32_t bits = bits_of(masters[j]);
       uint16_t even = nearest(bits);
       uint16_t away = (uint16_t)((kept_bits(bits) + 0x8000u) >> 16);
-      out[j] = weights[j] == even || weights[j] == away ? masters[j] : from_bf16(weights[j]);
+      out[j] = are_one(weights[j], even) || are_one(weights[j], away) ? masters[j] : from_bf16(weights[j]);
     }
   })
 }

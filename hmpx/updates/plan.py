@@ -7,7 +7,6 @@ of it, and one look says whether all of it is as it was.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from operator import is_
 from typing import cast
 
@@ -29,7 +28,6 @@ class Plan:
 
     Args:
         params: some of those that have gradients.
-        shown: those of them whose own state the optimizer is shown, wherever that lies.
 
     Attributes:
         params: these parameters.
@@ -38,17 +36,14 @@ class Plan:
 
     names: list[str]
 
-    def __init__(
-        self, optimizer: optim.Optimizer, params: list[Parameter], shown: Collection[Parameter] = frozenset()
-    ) -> None:
+    def __init__(self, optimizer: optim.Optimizer, params: list[Parameter]) -> None:
         self._states, self._fingerprint = optimizer.state, fingerprint(optimizer)
         self._params, self.params = params, frozenset(params)
         self._shapes = [p.shape for p in params]
         self._dtypes = [cast(Tensor, p.grad).dtype for p in params]
         self._own = [optimizer.state.get(p) for p in params]
-        self._ids = [id(value) for state in self._own if state for value in state.values()]
-        copied = [state for p, state in zip(params, self._own, strict=True) if state and p not in shown]
-        self._values = [value for state in copied for value in state.values()]
+        self._values = [value for state in self._own if state for value in state.values()]
+        self._ids = list(map(id, self._values))
         self._places = _places(self._values) if all(isinstance(value, Tensor) for value in self._values) else None
 
     def fits(self, optimizer: optim.Optimizer) -> bool:
@@ -74,7 +69,7 @@ class Plan:
             return False
         if self._places is None or _places(self._values) != self._places:
             return False
-        return all([value.is_contiguous() for value in self._values])
+        return all(map(Tensor.is_contiguous, self._values))
 
     def others(self, optimizer: optim.Optimizer) -> list[Parameter]:
         """The parameters with a gradient that are not of the plan."""
@@ -93,4 +88,4 @@ _PLAIN = set(PLAIN)
 
 def _places(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
     """Where each lies, and how many elements it has."""
-    return [tensor.data_ptr() for tensor in tensors], [tensor.numel() for tensor in tensors]
+    return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors))

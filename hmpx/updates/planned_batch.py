@@ -105,7 +105,11 @@ class PlannedBatch:
             for value in (states.get(each.segment.param) or {} if each.state is None else each.state).values()
             if isinstance(value, Tensor)
         ]
-        self.watched += [(each.shadow, each.segment.name) for each in self.shown if own_fp32(each.segment, store)]
+        self.watched += [
+            (each.shadow, each.segment.name)
+            for each in self.shown
+            if own_fp32(each.segment, states.get(each.segment.param), store)
+        ]
         self.written = [out for _, out, *_ in self._rounded]
         self.read = [each for each in self.shown if each.segment.way.weights not in _BARE]
         self.stored = [each for each in self.shown if each.segment.way.weights != "stochastic"]
@@ -133,7 +137,7 @@ class PlannedBatch:
     def _show(self, segment: Segment, before: dict | None) -> Shown:
         p, way = segment.param, segment.way.weights
         held = segment.of(p.detach())
-        masters = own_fp32(segment, self._store)
+        masters = own_fp32(segment, before, self._store)
         shadow, place = (segment.of(masters[0]).data, -1) if masters else self._view(held)
         if way in _BARE:
             self._copied.append((held.data_ptr(), place, segment.count))
@@ -171,9 +175,13 @@ def shows_own(segment: Segment, state: dict | None) -> bool:
     return state is None or (segment.start is None and form_of(segment).as_left)
 
 
-def own_fp32(segment: Segment, store: StepStore) -> list[Tensor]:
-    """The FP32 weights of a parameter, which the optimizer can be shown themselves; none if there are none."""
-    held = store.held(segment.param) if segment.way.weights in _AS_FP32 else []
+def own_fp32(segment: Segment, state: dict | None, store: StepStore) -> list[Tensor]:
+    """The FP32 weights of a parameter, which the optimizer can be shown themselves; none if there are none.
+
+    Only beside state that it is shown itself, too: a step that raises has written to that first, and is marked.
+    """
+    is_shown = segment.way.weights in _AS_FP32 and form_of(segment).as_left and state
+    held = store.held(segment.param) if is_shown else []
     return [each for each in held if each.is_contiguous() and each.shape == segment.param.shape]
 
 
@@ -189,7 +197,7 @@ def can_be_planned(segment: Segment, state: Any) -> bool:
     for value in state.values():
         if not isinstance(value, Tensor) or not p.dim():
             return False
-        if value.dim() and (value.shape != p.shape or not (form.as_left or value.dtype is BF16)):
+        if value.dim() and (value.shape != p.shape or value.dtype is not (FP32 if form.as_left else BF16)):
             return False
     return True
 
@@ -198,7 +206,7 @@ def room_for(segments: list[Segment], states: Mapping[Any, Any], store: StepStor
     """How many FP32 numbers a batch takes."""
     total = 0
     for segment in segments:
-        copies = _is_copied(segment) + (not own_fp32(segment, store))
+        copies = _is_copied(segment) + (not own_fp32(segment, states.get(segment.param), store))
         if not form_of(segment).as_left:
             copies += sum(value.dim() > 0 for value in (states.get(segment.param) or {}).values())
         total += copies * _padded(segment.count)

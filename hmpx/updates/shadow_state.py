@@ -14,6 +14,7 @@ from hmpx.updates.ranks.sharding import PLAIN, is_sharded, local
 from hmpx.updates.segment import Segment
 from hmpx.updates.state_forms import form_of, written
 from hmpx.updates.step_call import WriteBack
+from hmpx.updates.write_counts import raises_versions
 
 Tensor = torch.Tensor
 
@@ -96,7 +97,8 @@ class ShadowState:
             self._before.clear()
             self._before.update(self._kept)
         self._states[self._segment.param] = self._before
-        is_written = any(tensor._version != version for tensor, version in self._versions)
+        is_blind = not raises_versions(self._optimizer)
+        is_written = any(is_blind or tensor._version != version for tensor, version in self._versions)
         return self._segment.name if is_written else None
 
 

@@ -15,13 +15,14 @@ from hmpx.rounding import native
 from hmpx.updates.interrupts import mark_incomplete
 from hmpx.updates.names import fingerprint
 from hmpx.updates.plan import Plan
-from hmpx.updates.planned_batch import PlannedBatch, Shown, can_be_planned, room_for, shows_own
+from hmpx.updates.planned_batch import PlannedBatch, Shown, can_be_planned, room_for
 from hmpx.updates.segment import Segment
 from hmpx.updates.slice_buffers import SliceBuffers
 from hmpx.updates.sliced_state import SlicedState
 from hmpx.updates.sliced_step import OnlyParameters
 from hmpx.updates.step_call import StepCall, WriteBack
 from hmpx.updates.weights import StepStore
+from hmpx.updates.write_counts import raises_versions
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -38,14 +39,12 @@ class SlicedPlan(Plan):
     def __init__(
         self, optimizer: optim.Optimizer, batches: list[list[Segment]], others: list[Parameter], store: StepStore
     ) -> None:
-        segments = [segment for batch in batches for segment in batch]
-        shown = {each.param for each in segments if shows_own(each, optimizer.state.get(each.param))}
-        super().__init__(optimizer, _parameters(batches) + others, shown | set(others))
+        super().__init__(optimizer, _parameters(batches) + others)
         group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         groups = len(optimizer.param_groups)
         size = max(room_for(batch, optimizer.state, store) for batch in batches)
         room = torch.empty(size, dtype=torch.float32, device="cpu")
-        self.names = list(dict.fromkeys(segment.name for segment in segments))
+        self.names = list(dict.fromkeys(segment.name for batch in batches for segment in batch))
         self._room, self._bytes, self._address = room.untyped_storage(), room.nbytes, 0
         self._batches = [PlannedBatch(batch, optimizer.state, group, groups, room, store) for batch in batches]
         for p in others:
@@ -114,8 +113,8 @@ class SlicedPlan(Plan):
             with OnlyParameters(optimizer.param_groups, batch.lists):
                 call.run()
         except BaseException:
-            pairs = zip(batch.watched, versions, strict=True)
-            written += [name for (tensor, name), version in pairs if tensor._version != version]
+            pairs, is_blind = zip(batch.watched, versions, strict=True), not raises_versions(optimizer)
+            written += [name for (tensor, name), version in pairs if is_blind or tensor._version != version]
             for each, before in zip(shown, kept, strict=True):
                 _undo(each, before, states)
             raise

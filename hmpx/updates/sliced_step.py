@@ -15,6 +15,7 @@ from hmpx.updates.slice_buffers import SliceBuffers
 from hmpx.updates.sliced_state import SlicedState
 from hmpx.updates.state_forms import form_of
 from hmpx.updates.step_call import StepCall, WriteBack
+from hmpx.updates.write_counts import raises_versions
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -157,7 +158,7 @@ class SlicedStep:
             self.written += [
                 segment.name
                 for segment, shadow, before in zip(batch, shadows, self._versions, strict=False)  # none yet, perhaps
-                if before is not None and _versions(states.get(shadow)) != before
+                if before and (_versions(states.get(shadow)) != before or not raises_versions(self._optimizer))
             ]
             for state in whole:
                 state.undo()

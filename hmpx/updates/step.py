@@ -173,6 +173,7 @@ class WeightUpdates:
         Returns:
             How many there were for parameters that have none, by how these are held.
         """
+        self._plans.pop(optimizer, None)
         ways = {p: self.settings.way(name).weights for name, p in named(optimizer, self.names)}
         given = [ways[p] for p, found in masters.items() if not self.stores.set_masters(ways[p], p, found)]
         return dict(Counter(given))

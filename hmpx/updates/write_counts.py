@@ -35,6 +35,14 @@ class _CountsWrites(TorchDispatchMode):
             )
 
 
+def raises_versions(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step raises the version of some state of each parameter that it steps.
+
+    Fused kernels raise that of the count of steps, which SGD does not keep.
+    """
+    return type(optimizer) is not torch.optim.SGD or not any(group.get("fused") for group in optimizer.param_groups)
+
+
 def _is_foreach_in_place(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload):
         return False
