@@ -25,16 +25,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that look through every object come first: libraries that others import make millions of them.
-
-    Then the slow ones, for a worker that begins one when the others are done keeps everybody waiting.
-    """
-    items.sort(
-        key=lambda item: (
-            "everything_is_looked_through" not in getattr(item, "fixturenames", ()),
-            item.get_closest_marker("slow") is None,
-        )
-    )
+    """Tests that look through every object come first: libraries that others import make millions of them."""
+    items.sort(key=lambda item: "everything_is_looked_through" not in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish(session):
