@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hmpx.casts.fp32_kernels import capability
-from hmpx.rounding import native
+from hmpx.rounding import native_library
 
 
 @dataclass
@@ -133,7 +133,7 @@ def where(device: torch.device) -> str:
     threads = torch.get_num_threads()
     if device.type != "cpu":
         return device.type
-    built = native.architecture()
+    built = native_library.architecture()
     imitated = "" if built == "native" else f", C kernels for {built}"
     return f"cpu ({capability()}{imitated}), {threads} thread{'s' if threads > 1 else ''}"
 

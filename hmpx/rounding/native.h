@@ -43,10 +43,12 @@ static inline uint32_t bits_of(float x) {
   return u.bits;
 }
 
-static inline float from_bf16(uint16_t x) {
-  union { uint32_t bits; float value; } u = {.bits = (uint32_t)x << 16};
+static inline float float_of(uint32_t bits) {
+  union { uint32_t bits; float value; } u = {.bits = bits};
   return u.value;
 }
+
+static inline float from_bf16(uint16_t x) { return float_of((uint32_t)x << 16); }
 
 static inline uint16_t nearest(uint32_t bits) {
   uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -90,6 +92,13 @@ static inline void round_block(const float *restrict x, uint16_t *restrict out, 
   if (largest > BF16_MAX)
     for (int64_t i = 0; i < n; i++) out[i] = rounded(bits_of(x[i]), r[i]);
 }
+
+#define FOR_EACH_BLOCK(BODY)                                                                             \
+  _Pragma("omp parallel for schedule(static) num_threads(threads) if (n > PARALLEL_FROM)")               \
+  for (int64_t block = 0; block < (n + BLOCK - 1) / BLOCK; block++) {                                    \
+    int64_t at = block * BLOCK, count = n - at < BLOCK ? n - at : BLOCK;                                 \
+    BODY                                                                                                 \
+  }
 
 /* A list of tensors with `total` elements is divided evenly among threads, each of which walks the list and finds its
    own elements, a whole number of blocks of each tensor. `begin`: elements of the tensors before one of `n`. */

@@ -1,62 +1,26 @@
-"""The CPU kernels in C, compiled on first use where a C compiler is found.
-
-`kernel_cache` keeps the compiled library under a name made of the source, the compiler and the CPU. Without a compiler,
-or with ``HMPX_NATIVE=0``, the eager kernel is used instead; the log (level INFO) says why.
-"""
+"""The CPU kernels in C, as Python calls them."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from hmpx.rounding.kernel_cache import Refused, open_cache, say
-
-logger = logging.getLogger("hmpx")
+from hmpx.rounding.native_library import library
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
 
-_SOURCES = [
-    Path(__file__).with_name(name) for name in ("native.c", "native.h", "native_steps.c", "native_codes.c")
-]  # the first has all
-_FLAGS = ("-O3", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC", "-c")
-# OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one
-# pool of threads. Where that one does not offer them, the second variant runs on one thread.
-_VARIANTS = (("-fopenmp",), ("-Wno-unknown-pragmas",))
-_POINTER, _INT64, _UINT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int
-
-
-_SIGNATURES = {
-    "round_stochastic": (_POINTER, _POINTER, _INT64, _UINT64, _UINT64, _INT64, _INT64, _INT),
-    "round_list": (_POINTER, _INT64, _UINT64, _INT),
-    "widen_list": (_POINTER, _INT64, _INT),
-    "split_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
-    "join_halves": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
-    "read_masters": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
-    "block_checksums": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
-    "split_24": (_POINTER, _POINTER, _POINTER, _INT64, _UINT64, _UINT64, _INT64, _INT64, _INT),
-    "join_24": (_POINTER, _POINTER, _POINTER, _INT64, _INT),
-    "encode_8bit": (_POINTER, _POINTER, _POINTER, _INT64, _UINT64, _UINT64, *(_INT64,) * 6, _INT, _INT),
-    "decode_8bit": (_POINTER, _POINTER, _POINTER, *(_INT64,) * 5, _INT),
-    "step_list": (_INT, _POINTER, _POINTER, _INT64, _UINT64, _INT),
-}
 KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")  # of `native_steps.c`, in its order
+FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8 = range(1, 8)  # kinds, of `native_held.c`
+KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
 _STATES, _SCALARS = 3, 12
-_WORDS, _GRAD = 2 + 4 * (2 + _STATES), 6  # of a parameter; the place of its gradient's pointer
-KINDS, _CODED = {torch.float32: 1, torch.bfloat16: 2}, 3
+_HELD = 6  # words of a tensor that is held in some way
+_WORDS, _GRAD = 2 + _HELD * (2 + _STATES), 2 + _HELD  # of a parameter; the place of its gradient's pointer
+_SHOWN = 5 + _HELD
+_ABSENT = (0,) * _HELD
 
 
 class Rounding(NamedTuple):
@@ -80,6 +44,23 @@ class Coded(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor
     row: int
+
+
+class Held(NamedTuple):
+    """A tensor of a parameter as it is held between two steps: contiguous, on the CPU.
+
+    kind: of `native_held.c`, BF16 and above. name: its hash.
+    beside: of the same shape, masters or lower halves; or the scales of codes, which lie in rows of `row` elements.
+    sums: the checksum of each `every` elements, beside lower halves.
+    """
+
+    tensor: torch.Tensor
+    kind: int
+    name: int = 0
+    beside: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+    every: int = 0
+    row: int = 0
 
 
 class Stepped(NamedTuple):
@@ -113,17 +94,35 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
     words = array("Q")
     for out, x, name, offset, width, stride in roundings:
         words.extend((x.data_ptr(), out.data_ptr(), x.numel(), name, offset, width, stride))
-    round_words(words, step_key)
+    _kernels().round_list(words.buffer_info()[0], len(roundings), step_key, torch.get_num_threads())
 
 
-def round_words(words: array[int], step_key: int) -> None:
-    """`round_list`, for what the kernel is told of each: addresses of `x` and `out`, elements, and the rest."""
-    _kernels().round_list(words.buffer_info()[0], len(words) // 7, step_key, torch.get_num_threads())
+def shown_words(held: Held, start: int, count: int) -> tuple[int, ...]:
+    """What the kernels are told of `count` elements from `start` on, but for where they are shown in FP32."""
+    row = held.row or held.tensor.numel()
+    return count, 0, start, held.tensor.numel(), row, *_held_words(*held[:-1])
 
 
-def widen_words(words: array[int]) -> None:
-    """BF16 to FP32 in one call, of each tensor: pointers from and to, elements. Needs `library()`."""
-    _kernels().widen_list(words.buffer_info()[0], len(words) // 3, torch.get_num_threads())
+def show_at(words: array[int], addresses: Sequence[int]) -> None:
+    """Tell where each is shown."""
+    words[1::_SHOWN] = array("Q", addresses)
+
+
+def hold_at(words: array[int], addresses: Sequence[int]) -> None:
+    """Tell where the first ones are held now."""
+    words[5 : 5 + _SHOWN * len(addresses) : _SHOWN] = array("Q", addresses)
+
+
+def read_words(words: array[int]) -> None:
+    """Read all of them to FP32, in one call. Needs `library()`."""
+    _kernels().read_list(words.buffer_info()[0], len(words) // _SHOWN, torch.get_num_threads())
+
+
+def write_words(words: array[int], first: int, step_key: int) -> None:
+    """Write them back, from the one with the index `first` on, in one call. Needs `library()`."""
+    count = len(words) // _SHOWN - first
+    address = words.buffer_info()[0] + first * _SHOWN * words.itemsize
+    _kernels().write_list(address, count, step_key, torch.get_num_threads())
 
 
 def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:
@@ -140,14 +139,26 @@ def words_of(stepped: Sequence[Stepped]) -> array[int]:
     for each in stepped:
         weight = each.weight
         row = next((state.row for state in each.states if isinstance(state, Coded)), weight.numel())
-        words.extend((weight.numel(), row, weight.data_ptr(), KINDS[weight.dtype], each.name, 0, 0, 0, 0, 0))
+        words.extend((weight.numel(), row, *_held_words(weight, KINDS[weight.dtype], each.name), *_ABSENT))
         for state, name in zip(each.states, each.state_names, strict=True):
             if isinstance(state, Coded):
-                words.extend((state.codes.data_ptr(), _CODED, name, state.scales.data_ptr()))
+                words.extend(_held_words(state.codes, CODED, name, state.scales))
             else:
-                words.extend((0, 0, 0, 0) if state is None else (state.data_ptr(), KINDS[state.dtype], name, 0))
-        words.extend((0, 0, 0, 0) * (_STATES - len(each.states)))
+                words.extend(_ABSENT if state is None else _held_words(state, KINDS[state.dtype], name))
+        words.extend(_ABSENT * (_STATES - len(each.states)))
     return words
+
+
+def _held_words(
+    tensor: torch.Tensor,
+    kind: int,
+    name: int,
+    beside: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
+    every: int = 0,
+) -> tuple[int, ...]:
+    addresses = [0 if each is None else each.data_ptr() for each in (beside, sums)]
+    return tensor.data_ptr(), kind, name, *addresses, every
 
 
 def scalars_of(scalars: tuple[float, ...]) -> tuple[float, ...]:
@@ -197,13 +208,10 @@ def decode_8bit(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, ro
     _kernels().decode_8bit(*pointers, out.numel(), start, *rows, torch.get_num_threads())
 
 
-def block_checksums(weights: torch.Tensor, out: torch.Tensor, multipliers: torch.Tensor) -> None:
-    """The checksum of each block, as `updates/checksums.py` defines it.
-
-    weights: BF16 that `can_read`. multipliers: one for each weight of a block.
-    """
-    pointers = (tensor.data_ptr() for tensor in (weights, out, multipliers))
-    _kernels().block_checksums(*pointers, weights.numel(), multipliers.numel(), torch.get_num_threads())
+def block_checksums(weights: torch.Tensor, out: torch.Tensor, block: int) -> None:
+    """The checksum of each block of 32 weights, or of one, as `updates/checksums.py` defines it, of what `can_read`."""
+    pointers = weights.data_ptr(), out.data_ptr()
+    _kernels().block_checksums(*pointers, weights.numel(), block, torch.get_num_threads())
 
 
 def call(name: str, *tensors: torch.Tensor) -> None:
@@ -228,85 +236,3 @@ def can_read(*tensors: torch.Tensor) -> bool:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values lie one after the other at its pointer."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous()
-
-
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where there are none."""
-    if os.environ.get("HMPX_NATIVE", "1") == "0":
-        logger.info("hmpx: no C kernels: HMPX_NATIVE=0; rounding runs in eager torch")
-        return None
-    try:
-        return _build()
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.info("hmpx: no C kernels: %s; rounding runs in eager torch", error)
-        return None
-
-
-def architecture() -> str:
-    """What the kernels are compiled for, in the compiler's words: HMPX_NATIVE_ARCH, or the CPU that this runs on."""
-    return os.environ.get("HMPX_NATIVE_ARCH") or "native"
-
-
-def _build() -> ctypes.CDLL:
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise RuntimeError("no C compiler found")
-    problem: Exception = RuntimeError("no variant was tried")
-    for variant in _VARIANTS:
-        try:
-            return _declare(_load(compiler, variant))
-        except (OSError, subprocess.SubprocessError) as error:
-            problem = error
-    raise problem
-
-
-def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
-    flags = (f"-march={architecture()}", *_FLAGS, *variant)
-    built = *(source.read_bytes() for source in _SOURCES), *(part.encode() for part in (compiler, _cpu(), *flags))
-    name = f"native-{hashlib.sha256(b'|'.join(built)).hexdigest()[:16]}.so"
-    with open_cache() or contextlib.nullcontext() as cache:
-        try:
-            kept = cache.load(name) if cache is not None else None
-        except Refused as refused:
-            say(refused)
-            kept = cache = None
-        if kept is not None:
-            return kept
-        with tempfile.TemporaryDirectory() as folder:  # for its owner alone
-            unlinked, linked = f"{folder}/native.o", f"{folder}/{name}"
-            _run(compiler, *flags, str(_SOURCES[0]), "-o", unlinked)
-            _run(compiler, "-shared", unlinked, "-lm", "-o", linked)
-            with contextlib.suppress(OSError):  # no room, say
-                if cache is not None:
-                    cache.keep(linked, name)
-                    kept = cache.load(name)
-                    if kept is not None:
-                        return kept
-            return ctypes.CDLL(linked)
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        raise OSError(f"{command[0]} failed: {done.stderr.strip()[:300]}")
-
-
-def _cpu() -> str:
-    """What -march=native depends on."""
-    try:
-        flags = [
-            line
-            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-            if line.startswith(("flags", "Features"))
-        ]
-    except OSError:
-        flags = []
-    return f"{platform.machine()} {platform.processor()} {flags[0] if flags else ''}"
-
-
-def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
-    return loaded

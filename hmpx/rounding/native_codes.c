@@ -1,14 +1,8 @@
-/* What is held in fewer bits than FP32 beside BF16: optimizer state in 8 bits, and masters of 24. */
+/* eight_bits.py: optimizer state in 8 bits. */
 
 #include "native.h"
 
-/* eight_bits.py: state in 8 bits. A block of up to CODES elements has one scale. */
-#define CODES 128
-
-static inline float float_of(uint32_t bits) {
-  union { uint32_t bits; float value; } u = {.bits = bits};
-  return u.value;
-}
+#define CODES 128 /* elements at most that share a scale: a block of codes */
 
 /* Of a block: the largest magnitude, inf and NaN included, and the largest bits, which are past those of -0 where a
    number is negative. */
@@ -134,34 +128,4 @@ void encode_8bit(const float *x, uint8_t *codes, uint16_t *scales, int64_t n, ui
 void decode_8bit(const uint8_t *codes, const uint16_t *scales, float *out, int64_t n, int64_t start, int64_t row,
                  int64_t first, int64_t blocks, int threads) {
   FOR_EACH_CODED({ decode_block(codes + at, out + at, count, scales[scale]); })
-}
-
-/* halves.py: a number of 24 bits as a BF16 one and an int8. */
-static inline void split_block(const float *restrict x, uint16_t *restrict upper, uint8_t *restrict lower, int64_t n,
-                               uint64_t key, uint64_t offset) {
-  Numbers numbers;
-  const uint16_t *restrict r = draw(&numbers, n, key, offset);
-  for (int64_t j = 0; j < n; j++) {
-    uint32_t bits = kept_bits(bits_of(x[j]));
-    bits += (bits & 0x7FFFFFFFu) <= 0x7F7FFF00u ? r[j] >> 8 : 0;
-    lower[j] = (uint8_t)(bits >> 8);
-    upper[j] = (uint16_t)(((bits & 0xFFFFFF00u) + 0x8000u) >> 16);
-  }
-}
-
-void split_24(const float *x, uint16_t *upper, uint8_t *lower, int64_t n, uint64_t key, uint64_t offset, int64_t width,
-              int64_t stride, int threads) {
-  FOR_EACH_BLOCK(for (int64_t stop = at + count; at < stop;) {
-    int64_t row = at / width;
-    int64_t column = at - row * width;
-    int64_t length = width - column < stop - at ? width - column : stop - at;
-    split_block(x + at, upper + at, lower + at, length, key, offset + (uint64_t)(row * stride + column));
-    at += length;
-  })
-}
-
-void join_24(const uint16_t *restrict upper, const int8_t *restrict lower, uint32_t *restrict out, int64_t n,
-             int threads) {
-  FOR_EACH_BLOCK(for (int64_t j = at; j < at + count; j++)
-      out[j] = ((uint32_t)upper[j] << 16) + (uint32_t)((int32_t)lower[j] * 256);)
 }

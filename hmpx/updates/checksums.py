@@ -36,11 +36,10 @@ def checksums(weights: Tensor) -> Tensor:
     """The checksum of each block of BF16 `weights`, int16."""
     block = block_of(weights)
     out = torch.empty(-(-weights.numel() // block), dtype=torch.int16, device=weights.device)
-    multipliers = _multipliers(block, weights.device)
     if weights.numel() and native.can_read(weights):
-        native.block_checksums(weights, out, multipliers)
+        native.block_checksums(weights, out, block)
         return out
-    at = 0
+    at, multipliers = 0, _multipliers(block, weights.device)
     for part in _parts(weights, block):
         rest = -part.numel() % block
         bits = reinterpreted(part, torch.int16).to(torch.int32) & 0xFFFF

@@ -11,8 +11,10 @@ from typing import ClassVar
 
 import torch
 
+from hmpx.rounding import native
 from hmpx.rounding.halves import join, join_24, read_masters, split
-from hmpx.updates.checksums import BLOCK, checksums, clear_written
+from hmpx.rounding.keys import name_id
+from hmpx.updates.checksums import BLOCK, block_of, checksums, clear_written
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
@@ -65,6 +67,15 @@ class Master(_Copies):
     def held(self, param: Parameter) -> list[Tensor]:
         return [self._masters[param]] if param in self._masters else []
 
+    def kept(self, segment: Segment) -> native.Held | None:
+        held, masters = segment.param.detach(), self._masters.get(segment.param)
+        if masters is None or not native.can_read(held, masters):
+            return None
+        return native.Held(held, native.MASTER, name_id(segment.name), masters)
+
+    def all_held(self) -> list[Tensor]:
+        return list(self._masters.values())
+
     def drop(self, param: Parameter) -> None:
         self._masters.pop(param, None)
 
@@ -83,6 +94,7 @@ class _InHalves(_Copies):
     """
 
     _dtype: ClassVar[torch.dtype]  # of lower halves
+    _kind: ClassVar[int]  # of `native_held.c`
 
     def _split(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
         """Write the halves of `x`."""
@@ -132,6 +144,18 @@ class _InHalves(_Copies):
     def held(self, param: Parameter) -> list[Tensor]:
         return [held[param] for held in (self._masters, self._lower) if param in held]
 
+    def kept(self, segment: Segment) -> native.Held | None:
+        held, lower = segment.param.detach(), self._lower.get(segment.param)
+        sums, block = self._checksums.get(segment.param), block_of(held)
+        if lower is None or sums is None or segment.param in self._masters or not native.can_read(held, lower):
+            return None
+        if segment.offset % block or (segment.count % block and not segment.is_last):
+            return None
+        return native.Held(held, self._kind, name_id(segment.name), lower, sums, block)
+
+    def all_held(self) -> list[Tensor]:
+        return [*self._masters.values(), *self._lower.values(), *self._checksums.values()]
+
     def drop(self, param: Parameter) -> None:
         for held in (self._masters, self._lower, self._checksums):
             held.pop(param, None)
@@ -145,7 +169,7 @@ class Split(_InHalves):
     """FP32 masters, exactly: an int16 beside each weight."""
 
     bytes_beside: ClassVar[float] = 2 + 2 / BLOCK
-    _dtype = torch.int16
+    _dtype, _kind = torch.int16, native.SPLIT
 
     def _split(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
         split(x, segment.of(segment.param), segment.of(self._lower[segment.param]))
@@ -158,7 +182,7 @@ class Split8(_InHalves):
     """Masters of 24 bits, rounded stochastically: an int8 beside each weight."""
 
     bytes_beside: ClassVar[float] = 1 + 2 / BLOCK
-    _dtype = torch.int8
+    _dtype, _kind = torch.int8, native.SPLIT8
 
     def _split(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
         halves = segment.of(segment.param), segment.of(self._lower[segment.param])

@@ -77,7 +77,11 @@ class PartialStep:
         if self._fused is not None and self._has_taken:
             return self._fused.plan()
         batches = self._slices.batches
-        if not again or not self._by_element or not SlicedPlan.can_be(self._optimizer, batches, self._others):
+        if (
+            not again
+            or not self._by_element
+            or not SlicedPlan.can_be(self._optimizer, batches, self._others, self._write_back.store)
+        ):
             return None
         self._slices.release()
         return SlicedPlan(self._optimizer, batches, self._others, self._write_back.store)

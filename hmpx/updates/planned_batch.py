@@ -10,7 +10,8 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.keys import name_id
-from hmpx.updates.held_state import is_coded
+from hmpx.updates.block_layout import Layout
+from hmpx.updates.held_state import CODES, SCALES
 from hmpx.updates.segment import Segment
 from hmpx.updates.state_forms import form_of
 from hmpx.updates.weights import StepStore
@@ -20,8 +21,6 @@ Parameter = torch.nn.Parameter
 BF16, FP32 = torch.bfloat16, torch.float32
 
 _APART = 16  # elements: each shadow begins at a multiple of it
-_BARE = ("stochastic", "nearest")  # ways that keep nothing beside the weights
-_AS_FP32 = ("master",)  # ways that keep them as they are stepped
 
 
 class Shown(NamedTuple):
@@ -62,11 +61,10 @@ class PlannedBatch:
         room: FP32, with at least `room_for` elements.
         store: of the weights.
 
-    lists: the shadows of each group.
-    counts: of the steps, where slices see them.
-    watched: state tensors and masters that are shown, each with the name of the parameter.
-    written: BF16 tensors that are rounded to.
-    read, stored: what the weight store reads and writes.
+    Attributes:
+        lists: the shadows of each group.
+        counts: of the steps, where slices see them.
+        watched: state tensors and masters that are shown, each with the name of the parameter.
     """
 
     def __init__(
@@ -79,22 +77,14 @@ class PlannedBatch:
         store: StepStore,
     ) -> None:
         self._room, self._at, self._store = room, 0, store
-        self._copied: list[tuple[int, int, int]] = []  # BF16 to FP32: pointer, place in the room, elements
-        self._rounded: list[tuple[int, Tensor, str, Segment]] = []  # back: place, tensor, name in the key
         self.counts: list[Count] = []
-        self._copied += [(0, -1, segment.count) for segment in segments if _is_copied(segment)]
-        self.shown = [self._show(segment, states.get(segment.param)) for segment in segments]
-        grads = [each.grad for each in self.shown if each.grad is not None]
-        for i, grad in enumerate(grads):
-            self._copied[i] = 0, int(grad.storage_offset()), grad.numel()
-        self._grads = [(s.param, s.offset * BF16.itemsize) for s, _, grad, _ in self.shown if grad is not None]
+        self._words, self._places = array("Q"), list[tuple[int, int]]()
+        copied = [segment for segment in segments if _is_copied(segment)]  # the first of the words
+        self._copied = [segment.param for segment in copied]
+        grads = {segment: self._open(segment, native.Held(segment.grad, native.BF16)) for segment in copied}
+        self._written: list[Tensor] = []
+        self.shown = [self._show(each, grads.get(each), states.get(each.param)) for each in segments]
         self._ready = [(segment, shadow) for segment, shadow, grad, _ in self.shown if grad is None]
-        self._places = [4 * at for _, at, _ in self._copied], [4 * at for at, *_ in self._rounded]
-        self._widen, self._round = array("Q"), array("Q")
-        for pointer, _, count in self._copied:
-            self._widen.extend((pointer, 0, count))
-        for _, out, name, segment in self._rounded:
-            self._round.extend((0, out.data_ptr(), segment.count, name_id(name), segment.at, segment.count, 0))
         self.lists: list[list[Tensor]] = [[] for _ in range(groups)]
         for each in self.shown:
             self.lists[group[each.segment.param]].append(each.shadow)
@@ -108,66 +98,74 @@ class PlannedBatch:
         self.watched += [
             (each.shadow, each.segment.name)
             for each in self.shown
-            if own_fp32(each.segment, states.get(each.segment.param), store)
+            if own_fp32(each.segment, states.get(each.segment.param), store) is not None
         ]
-        self.written = [out for _, out, *_ in self._rounded]
-        self.read = [each for each in self.shown if each.segment.way.weights not in _BARE]
-        self.stored = [each for each in self.shown if each.segment.way.weights != "stochastic"]
         del self._room, self._store
 
     def moved(self, address: int) -> None:
         """The room is at this address."""
-        self._widen[1::3] = array("Q", [address + at for at in self._places[0]])
-        self._round[0::7] = array("Q", [address + at for at in self._places[1]])
+        native.show_at(self._words, [address * in_room + at for in_room, at in self._places])
 
-    def widen(self) -> None:
-        """Bring BF16 weights, gradients and state to FP32, but for weights that the store reads."""
+    def read(self) -> None:
+        """Bring weights, gradients and state to FP32."""
         for segment, shadow in self._ready:
             shadow.grad = segment.of(segment.grad).data
-        places = [p.grad.data_ptr() + at for p, at in self._grads]  # type: ignore[union-attr]  # a plan sees that it is there
-        self._widen[0 : 3 * len(places) : 3] = array("Q", places)
-        native.widen_words(self._widen)
+        native.hold_at(self._words, [p.grad.data_ptr() for p in self._copied])  # type: ignore[union-attr]  # a plan sees that it is there
+        native.read_words(self._words)
 
-    def round(self, step_key: int) -> None:
-        """Round weights and state to BF16."""
-        if self._round:
-            native.round_words(self._round, step_key)
-            torch.autograd.graph.increment_version(self.written)
+    def write(self, step_key: int) -> None:
+        """Write weights and state back."""
+        native.write_words(self._words, len(self._copied), step_key)
+        torch.autograd.graph.increment_version(self._written)
 
-    def _show(self, segment: Segment, before: dict | None) -> Shown:
-        p, way = segment.param, segment.way.weights
-        held = segment.of(p.detach())
-        masters = own_fp32(segment, before, self._store)
-        shadow, place = (segment.of(masters[0]).data, -1) if masters else self._view(held)
-        if way in _BARE:
-            self._copied.append((held.data_ptr(), place, segment.count))
-        if way == "stochastic":
-            self._rounded.append((place, held, segment.name, segment))
-        grad = self._view(held)[0] if _is_copied(segment) else None
+    def _show(self, segment: Segment, grad: Tensor | None, before: dict | None) -> Shown:
+        held, masters = self._store.kept(segment), own_fp32(segment, before, self._store)
+        assert held is not None, "the segment can be planned"
+        if masters is None:
+            shadow = self._open(segment, held)
+        else:
+            shadow = segment.of(masters).data
+            self._tell(segment, held, (0, shadow.data_ptr()))
+        self._written.append(held.tensor)
         shadow.grad = grad
         return Shown(segment, shadow, grad, None if shows_own(segment, before) else self._state(segment, before or {}))
 
     def _state(self, segment: Segment, before: dict) -> dict[str, Any]:
-        state = {}
+        state: dict[str, Any] = {}
         for key, value in before.items():
-            if value.shape == segment.param.shape:
-                state[key] = part = segment.of(value)
-                if not form_of(segment).as_left:
-                    state[key], place = self._view(part)
-                    self._copied.append((part.data_ptr(), place, segment.count))
-                    self._rounded.append((place, part, f"{segment.name}.{key}", segment))
-            elif segment.start is None:
-                state[key] = value
+            if key.startswith(SCALES):
+                continue
+            if key.startswith(CODES):
+                own = key.removeprefix(CODES)
+                scales, row = before[SCALES + own], Layout.of(value).rows.width
+                state[own] = self._open_state(segment, own, native.Held(value, native.CODED, beside=scales, row=row))
+            elif value.shape != segment.param.shape:
+                state[key] = value if segment.start is None else self._count(segment, value)
+            elif form_of(segment).as_left:
+                state[key] = segment.of(value)
             else:
-                self.counts.append(Count(value.clone(), value, segment.is_last))
-                state[key] = self.counts[-1].clone
+                state[key] = self._open_state(segment, key, native.Held(value, native.BF16))
         return state
 
-    def _view(self, like: Tensor) -> tuple[Tensor, int]:
-        """FP32 of the shape of another tensor, with a version of its own, and its place in the room."""
-        begin, count = self._at, like.numel()
-        self._at += _padded(count)
-        return self._room[begin : begin + count].view(like.shape).data, begin
+    def _open_state(self, segment: Segment, key: str, held: native.Held) -> Tensor:
+        self._written.append(held.tensor)
+        return self._open(segment, held._replace(name=name_id(f"{segment.name}.{key}")))
+
+    def _count(self, segment: Segment, value: Tensor) -> Tensor:
+        self.counts.append(Count(value.clone(), value, segment.is_last))
+        return self.counts[-1].clone
+
+    def _open(self, segment: Segment, held: native.Held) -> Tensor:
+        """A segment of what is held, in FP32: in the room, with a version of its own."""
+        begin, like = self._at, segment.of(held.tensor)
+        self._at += _padded(segment.count)
+        self._tell(segment, held, (1, begin * FP32.itemsize))
+        return self._room[begin : begin + segment.count].view(like.shape).data
+
+    def _tell(self, segment: Segment, held: native.Held, place: tuple[int, int]) -> None:
+        """Have the kernels show what is held at a place: bytes from the room's address on, or from 0."""
+        self._words.extend(native.shown_words(held, segment.offset, segment.count))
+        self._places.append(place)
 
 
 def shows_own(segment: Segment, state: dict | None) -> bool:
@@ -175,29 +173,32 @@ def shows_own(segment: Segment, state: dict | None) -> bool:
     return state is None or (segment.start is None and form_of(segment).as_left)
 
 
-def own_fp32(segment: Segment, state: dict | None, store: StepStore) -> list[Tensor]:
-    """The FP32 weights of a parameter, which the optimizer can be shown themselves; none if there are none.
+def own_fp32(segment: Segment, state: dict | None, store: StepStore) -> Tensor | None:
+    """The FP32 weights of a parameter, if the optimizer can be shown them themselves.
 
     Only beside state that it is shown itself, too: a step that raises has written to that first, and is marked.
     """
-    is_shown = segment.way.weights in _AS_FP32 and form_of(segment).as_left and state
-    held = store.held(segment.param) if is_shown else []
-    return [each for each in held if each.is_contiguous() and each.shape == segment.param.shape]
+    held = store.kept(segment)
+    is_shown = held is not None and held.kind == native.MASTER and form_of(segment).as_left and state
+    return held.beside if held is not None and is_shown else None
 
 
-def can_be_planned(segment: Segment, state: Any) -> bool:
+def can_be_planned(segment: Segment, state: Any, store: StepStore) -> bool:
     """Whether the kernels can read a segment whose parameter has this state, and write it."""
     p, form = segment.param, form_of(segment)
     if segment.order is not None or segment.box is not None or segment.overlaps is not None or p.numel() >= 2**32:
         return False
-    if not p.is_contiguous() or segment.way.state_dtype == "8bit" or is_coded(state):
+    if not p.is_contiguous() or store.kept(segment) is None:
         return False
     if shows_own(segment, state):
         return True
-    for value in state.values():
+    in_8_bits = segment.way.state_dtype == "8bit"
+    for key, value in state.items():
         if not isinstance(value, Tensor) or not p.dim():
             return False
-        if value.dim() and (value.shape != p.shape or value.dtype is not (FP32 if form.as_left else BF16)):
+        if in_8_bits and key.startswith((CODES, SCALES)):
+            continue
+        if value.dim() and (in_8_bits or value.shape != p.shape or value.dtype is not (FP32 if form.as_left else BF16)):
             return False
     return True
 
@@ -206,9 +207,10 @@ def room_for(segments: list[Segment], states: Mapping[Any, Any], store: StepStor
     """How many FP32 numbers a batch takes."""
     total = 0
     for segment in segments:
-        copies = _is_copied(segment) + (not own_fp32(segment, states.get(segment.param), store))
+        state = states.get(segment.param) or {}
+        copies = _is_copied(segment) + (own_fp32(segment, state, store) is None)
         if not form_of(segment).as_left:
-            copies += sum(value.dim() > 0 for value in (states.get(segment.param) or {}).values())
+            copies += sum(value.dim() > 0 and not key.startswith(SCALES) for key, value in state.items())
         total += copies * _padded(segment.count)
     return total
 

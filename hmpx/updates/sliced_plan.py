@@ -1,11 +1,12 @@
 """A step in slices, remembered from one step to the next.
 
 The FP32 shadows of every batch are made once, as views of one room, whose memory is there for the length of a step
-alone. Two calls of C kernels for a batch fill them and round what the optimizer leaves in them.
+alone. One call of the C kernels fills those of a batch, another one writes back what the optimizer leaves in them.
 """
 
 from __future__ import annotations
 
+from operator import is_
 from typing import cast
 
 import torch
@@ -45,7 +46,7 @@ class SlicedPlan(Plan):
         size = max(room_for(batch, optimizer.state, store) for batch in batches)
         room = torch.empty(size, dtype=torch.float32, device="cpu")
         self.names = list(dict.fromkeys(segment.name for batch in batches for segment in batch))
-        self._room, self._bytes, self._address = room.untyped_storage(), room.nbytes, 0
+        self._room, self._bytes, self._address = room.untyped_storage(), room.nbytes, -1
         self._batches = [PlannedBatch(batch, optimizer.state, group, groups, room, store) for batch in batches]
         for p in others:
             self._batches[0].lists[group[p]].append(p)
@@ -53,23 +54,28 @@ class SlicedPlan(Plan):
         self._counts = [count.clone for count in counts], [count.own for count in counts]
         self._last = [count.own for count in counts if count.is_last], [c.clone for c in counts if c.is_last]
         self._late: dict[Parameter, SlicedState] = {}
+        self._store, self._held = store, store.all_held()
         self._room.resize_(0)
 
     @staticmethod
-    def can_be(optimizer: optim.Optimizer, batches: list[list[Segment]], others: list[Parameter]) -> bool:
+    def can_be(
+        optimizer: optim.Optimizer, batches: list[list[Segment]], others: list[Parameter], store: StepStore
+    ) -> bool:
         """Whether a step in these batches can be remembered."""
         return (
             bool(batches)
             and all(p.grad is not None for p in _parameters(batches) + others)  # a step may clear them
             and native.library() is not None
             and fingerprint(optimizer) is not None
-            and all(can_be_planned(each, optimizer.state.get(each.param)) for batch in batches for each in batch)
+            and all(can_be_planned(each, optimizer.state.get(each.param), store) for batch in batches for each in batch)
             and Plan(optimizer, _parameters(batches) + others).fits(optimizer)
         )
 
     def fits(self, optimizer: optim.Optimizer) -> bool:
         """Whether the next step is that of the plan, and no other parameter takes part in it."""
-        return super().fits(optimizer) and not self.others(optimizer)
+        held = self._store.all_held()
+        is_held = len(held) == len(self._held) and all(map(is_, held, self._held))
+        return is_held and super().fits(optimizer) and not self.others(optimizer)
 
     def run(self, call: StepCall, write_back: WriteBack) -> None:
         """Take the step; an optimizer of which something is written when it raises is marked incomplete."""
@@ -97,9 +103,7 @@ class SlicedPlan(Plan):
 
     def _step(self, batch: PlannedBatch, call: StepCall, write_back: WriteBack, written: list[str]) -> None:
         optimizer, states, shown = call.optimizer, call.optimizer.state, batch.shown
-        batch.widen()
-        if batch.read:
-            write_back.store.read_all([each.segment for each in batch.read], [each.shadow for each in batch.read])
+        batch.read()
         versions = [tensor._version for tensor, _ in batch.watched]
         grads = [cast(Tensor, each.shadow.grad) for each in shown]
         seen = [grad._version for grad in grads]
@@ -119,6 +123,7 @@ class SlicedPlan(Plan):
                 _undo(each, before, states)
             raise
         written += batch.names
+        batch.write(write_back.rounding_key.of_step)
         for each, before, grad, version in zip(shown, kept, grads, seen, strict=True):
             segment, shadow, copied, state = each
             left_grad = shadow.grad
@@ -134,9 +139,6 @@ class SlicedPlan(Plan):
                     states[segment.param] = left
             elif segment.param in self._late or not _is_same(left, state):
                 self._take(each, left, states, write_back)
-        batch.round(write_back.rounding_key.of_step)
-        for each in batch.stored:
-            write_back.store.write(each.segment, each.shadow, write_back.rounding_key)
         write_back.rounding_key.flush()
 
     def _take(self, each: Shown, left: dict | None, states: dict, write_back: WriteBack) -> None:

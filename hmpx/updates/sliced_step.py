@@ -25,7 +25,7 @@ _ALIGN = 64  # elements: where a slice begins, vectorised kernels would begin a 
 _FLOOR, _CEILING = 1 << 17, 1 << 20
 # FP32 weight, gradient, new state and temporaries of this part of the elements are less than 0.5 bytes a parameter.
 _PARTS = 60
-_PARTS_FUSED, _PARTS_FUSED_READ = 34, 42  # torch's fused kernels have no temporaries; the latter where state is read
+_PARTS_FUSED, _PARTS_FUSED_READ = 20, 34  # torch's fused kernels have no temporaries; the latter where state is read
 
 
 def slice_size(elements: int, parts: int = _PARTS) -> int:

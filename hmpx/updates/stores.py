@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 import torch
 
+from hmpx.rounding import native
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
 from hmpx.updates.weights import WAYS, MasterStore, StepStore, WeightStore
@@ -73,3 +74,9 @@ class _Several:
 
     def held(self, param: Parameter) -> list[Tensor]:
         return [tensor for store in self._stores.values() for tensor in store.held(param)]
+
+    def kept(self, segment: Segment) -> native.Held | None:
+        return self._stores[segment.way.weights].kept(segment)
+
+    def all_held(self) -> list[Tensor]:
+        return [tensor for store in self._stores.values() for tensor in store.all_held()]

@@ -175,6 +175,12 @@ class WatchedStore:
     def held(self, param: Parameter) -> list[Tensor]:
         return self._store.held(param)
 
+    def kept(self, segment: Segment) -> None:
+        """Nothing that a kernel reads and writes by itself: what is written is counted."""
+
+    def all_held(self) -> list[Tensor]:
+        return self._store.all_held()
+
 
 def watched_kernel(
     counts: UpdateCounts, segment: Segment, kernel: Callable[[], None], exact: Callable[[], Tensor]

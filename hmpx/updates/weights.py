@@ -21,6 +21,8 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from hmpx.rounding import native
+from hmpx.rounding.keys import name_id
 from hmpx.updates.masters import Master, Split, Split8
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
@@ -40,6 +42,15 @@ class StepStore(Protocol):
 
     def held(self, param: Parameter) -> list[Tensor]:
         """The tensors that are kept beside the weights of one parameter, each of its shape."""
+
+    def kept(self, segment: Segment) -> native.Held | None:
+        """How the C kernels read and write the weights of a contiguous parameter in slices.
+
+        None where the store has to look first: at what was loaded, say.
+        """
+
+    def all_held(self) -> list[Tensor]:
+        """The tensors that are kept beside all weights; what `kept` has said is so as long as they are the same ones."""
 
 
 class WeightStore(StepStore, Protocol):
@@ -75,11 +86,18 @@ class _Bare:
 
     bytes_beside: ClassVar[float] = 0.0
     has_masters: ClassVar[bool] = False
+    _kind: ClassVar[int]  # of `native_held.c`
 
     def read_all(self, segments: list[Segment], outs: list[Tensor]) -> None:
         torch._foreach_copy_(outs, [segment.of(segment.param) for segment in segments])
 
     def held(self, param: Parameter) -> list[Tensor]:
+        return []
+
+    def kept(self, segment: Segment) -> native.Held:
+        return native.Held(segment.param.detach(), self._kind, name_id(segment.name))
+
+    def all_held(self) -> list[Tensor]:
         return []
 
     def drop(self, param: Parameter) -> None:
@@ -89,12 +107,16 @@ class _Bare:
 class Stochastic(_Bare):
     """BF16 weights, written by stochastic rounding: what is below BF16's precision is kept in the mean."""
 
+    _kind = native.BF16
+
     def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
         rounding_key.round_into(segment.of(segment.param), x, segment.name, segment.at, segment.box)
 
 
 class Nearest(_Bare):
     """BF16 weights, rounded to nearest, as a plain torch step leaves them; the step itself is computed in FP32."""
+
+    _kind = native.NEAREST
 
     def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
         segment.of(segment.param).copy_(x)

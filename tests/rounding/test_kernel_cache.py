@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
-from hmpx.rounding import kernel_cache, native
+from hmpx.rounding import kernel_cache, native_library
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(native_library.library() is None, reason="no C compiler here")
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
 SOMEBODY = 65534
 PLANTED = """
@@ -22,7 +22,7 @@ __attribute__((constructor)) static void leave_a_mark(void) { fclose(fopen("%s",
 
 def _compile(path, text):
     source = path.with_suffix(".c")
-    source.write_text(text + "".join(f"void {name}(void) {{}}\n" for name in native._SIGNATURES))
+    source.write_text(text + "".join(f"void {name}(void) {{}}\n" for name in native_library._SIGNATURES))
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
     source.unlink()
     path.chmod(0o755)
@@ -32,8 +32,8 @@ def _compile(path, text):
 def folder(tmp_path, monkeypatch):
     """A cache to be, and kernels that are compiled in no time."""
     source = tmp_path / "native.c"
-    source.write_text("".join(f"void {name}(void) {{}}\n" for name in native._SIGNATURES))
-    monkeypatch.setattr(native, "_SOURCES", [source])
+    source.write_text("".join(f"void {name}(void) {{}}\n" for name in native_library._SIGNATURES))
+    monkeypatch.setattr(native_library, "_SOURCES", [source])
     monkeypatch.setattr(kernel_cache, "_said", set())
     monkeypatch.setenv("HMPX_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -42,7 +42,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def planted(folder):
     """A cache with a library that leaves a mark when it is loaded, under the right name; and the mark."""
-    native._build()
+    native_library._build()
     (name,) = os.listdir(folder)
     (folder / name).unlink()
     mark = folder.parent / "mark"
@@ -53,7 +53,7 @@ def planted(folder):
 def test_a_planted_library_of_the_right_owner_and_mode_would_be_loaded(planted):
     """So the others below are refused for what they are refused for."""
     library, mark = planted
-    assert native._build()._name == str(library) and mark.exists()
+    assert native_library._build()._name == str(library) and mark.exists()
 
 
 def _given_away(path):
@@ -83,7 +83,7 @@ def test_what_somebody_else_may_have_written_is_not_loaded_and_that_is_said_once
     FOREIGN[how](library)
     before = os.lstat(library).st_ino
     for _ in range(2):
-        assert native._build()._name != str(library) and not mark.exists()  # the kernels run, from elsewhere
+        assert native_library._build()._name != str(library) and not mark.exists()  # the kernels run, from elsewhere
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1 and "compiled into a private temporary folder instead" in said[0]
     assert said[0].startswith(f"hmpx: {library.parent if how.startswith('folder') else library}: ")
@@ -96,10 +96,10 @@ def test_a_link_to_a_folder_counts_as_what_it_leads_to(planted, tmp_path, monkey
     (tmp_path / "link").symlink_to(library.parent)
     monkeypatch.setenv("HMPX_CACHE_DIR", str(tmp_path / "link"))
     _given_away(library.parent)
-    native._build()
+    native_library._build()
     assert "belongs to another user" in caplog.text and not mark.exists()
     os.chown(library.parent, 0, 0)
-    native._build()
+    native_library._build()
     assert mark.exists()
 
 
@@ -107,7 +107,7 @@ def test_a_link_to_a_folder_counts_as_what_it_leads_to(planted, tmp_path, monkey
 def test_the_folder_and_what_is_in_it_are_their_owners_alone_whatever_the_umask(mask, folder):
     before = os.umask(mask)
     try:
-        native._build()
+        native_library._build()
     finally:
         os.umask(before)
     (library,) = folder.iterdir()
@@ -116,7 +116,7 @@ def test_the_folder_and_what_is_in_it_are_their_owners_alone_whatever_the_umask(
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="only Linux says what is open")
 def test_the_folder_is_not_left_open(folder):
-    native._build()
+    native_library._build()
     assert str(folder) not in [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
 
 
@@ -141,4 +141,4 @@ def test_what_is_no_file_does_not_make_anybody_wait(planted, caplog):
     library.unlink()
     os.mkfifo(library)
     library.chmod(0o666)
-    assert native._build()._name != str(library) and "others can write to the library" in caplog.text
+    assert native_library._build()._name != str(library) and "others can write to the library" in caplog.text

@@ -14,7 +14,7 @@ from hmpx.updates import optimizer_scope, sliced_step
 from hmpx.updates.sliced_plan import SlicedPlan
 
 BF16 = torch.bfloat16
-SIZES = ((40, 9), (201,), (5,), (130,), (64, 33))
+SIZES = ((40, 9), (201,), (5,), (130,), (64, 33), (10, 300))
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here, so no step is remembered")
 
 
@@ -72,6 +72,11 @@ CASES = {
     "AdamW, master": (*ADAM, {"weights": "master"}),
     "AdamW, split": (*ADAM, {"weights": "split", "state_dtype": BF16}),
     "AdamW, split8": (*ADAM, {"weights": "split8"}),
+    "AdamW, split, state as it is": (*ADAM, {"weights": "split"}),
+    "AdamW, 8-bit state": (*ADAM, {"state_dtype": "8bit"}),
+    "AdamW, master, 8-bit state": (*ADAM, {"weights": "master", "state_dtype": "8bit"}),
+    "AdamW, nearest, 8-bit state": (*ADAM, {"weights": "nearest", "state_dtype": "8bit"}),
+    "AdamW, master, BF16 state": (*ADAM, {"weights": "master", "state_dtype": BF16}),
     "AdamW, rules": (*ADAM, {"parameters": {"p1": {"weights": "split"}, "p4": {"state_dtype": BF16}}}),
     "SGD": (optim.SGD, {}, {}),
     "SGD momentum": (optim.SGD, {"momentum": 0.9}, {"state_dtype": BF16}),
@@ -165,10 +170,35 @@ def test_between_two_steps_a_plan_has_no_memory():
 
 def written_by_hand(params, handle):
     params[0].data[3].fill_(0.125)
+    params[-1].data[2, 100:103] = -0.5
 
 
 def with_other_masters(params, handle):
     handle.set_masters({p: p.detach().float() + 2**-12 for p in params})
+
+
+def with_other_masters_in_the_store(params, handle):
+    with torch.no_grad():
+        handle._updates.store.set_masters(params[0], params[0].detach().float() + 2**-12)
+
+
+@pytest.mark.parametrize("weights", ["split", "split8", "master"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"])
+@pytest.mark.parametrize("change", [written_by_hand, with_other_masters, with_other_masters_in_the_store])
+def test_weights_that_others_write_and_their_masters_count(change, state_dtype, weights, floor, planned):
+    results = []
+    for forget in (False, True):
+        params, optimizer, handle = made(*ADAM, weights=weights, state_dtype=state_dtype)
+        for turn in range(7):
+            if turn == 4:
+                change(params, handle)
+            grads_for(params, turn)
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+        results.append([*everything(params, optimizer), *map(handle.masters_of, params)])
+    assert same(*results)
+    assert len(planned) >= 3
 
 
 @pytest.mark.parametrize("change", [written_by_hand, with_other_masters])

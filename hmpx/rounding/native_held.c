@@ -1,0 +1,131 @@
+/* Tensors as they are held between two steps, read to FP32 and written back: for fused steps, a block at a time, and
+   for steps in slices, all of a slice in one call. */
+
+#include "native.h"
+
+/* How a tensor is held; native.py has the same.
+
+   FP32     the steps work on it
+   BF16     by stochastic rounding; `name` is the hash of its name
+   CODED    codes of 8 bits, by stochastic rounding; `beside` has the scales, whose blocks lie in rows
+   NEAREST  BF16, by rounding to nearest, ties to even
+   MASTER   as NEAREST; `beside` has FP32 numbers
+   SPLIT    BF16, `beside` has the lower halves of 16 bits; `sums` the checksums of each `every` weights
+   SPLIT8   the same with 8 bits, by stochastic rounding */
+enum { ABSENT, FP32, BF16, CODED, NEAREST, MASTER, SPLIT, SPLIT8 };
+typedef struct { uint64_t at, kind, name, beside, sums; int64_t every; } Held;
+
+#define AS(TYPE, ADDRESS) ((TYPE *)(uintptr_t)(ADDRESS))
+
+/* Goes through the blocks of codes of `count` elements from `at` on, which begins a block: BODY sees elements j ...
+   j + n - 1 and their scale. row: 0 where a block begins every CODES elements, which saves divisions. */
+#define FOR_EACH_SCALE(BODY)                                                                             \
+  {                                                                                                      \
+    int64_t first = row ? at / row * ((row + CODES - 1) / CODES) + at % row / CODES : at / CODES;        \
+    int64_t column = row ? at % row : 0;                                                                 \
+    uint16_t *scale = AS(uint16_t, held->beside) + first;                                                \
+    for (int64_t j = 0, n; j < count; j += n, scale++) {                                                 \
+      n = count - j < CODES ? count - j : CODES;                                                         \
+      if (row) {                                                                                         \
+        n = row - column < n ? row - column : n;                                                         \
+        column = column + n < row ? column + n : 0;                                                      \
+      }                                                                                                  \
+      BODY                                                                                               \
+    }                                                                                                    \
+  }
+
+/* Halves whose checksum is another one belong to weights that somebody has written to since: those count alone. */
+static inline void drop_halves(const Held *held, int64_t at, int64_t count, float *restrict room) {
+  const uint16_t *upper = AS(uint16_t, held->at) + at, *before = AS(uint16_t, held->sums) + at / held->every;
+  uint16_t sums[BLOCK];
+  int64_t n = (count + held->every - 1) / held->every;
+  sum_block(upper, sums, count, held->every);
+  if (!memcmp(sums, before, (size_t)n * sizeof *sums)) return;
+  for (int64_t j = 0; j < count; j++)
+    if (sums[j / held->every] != before[j / held->every]) room[j] = from_bf16(upper[j]);
+}
+
+/* `count` elements from element `at` on, in FP32: in their place, or copied into `room`. At most a block of them, but
+   for BF16. */
+static inline float *opened(const Held *held, int64_t at, int64_t count, int64_t row, float *room) {
+  if (held->kind == FP32) return AS(float, held->at) + at;
+  const uint16_t *from = AS(uint16_t, held->at) + at;
+  if (held->kind == BF16 || held->kind == NEAREST)
+    for (int64_t j = 0; j < count; j++) room[j] = from_bf16(from[j]);
+  if (held->kind == CODED) {
+    const uint8_t *codes = AS(uint8_t, held->at) + at;
+    FOR_EACH_SCALE(decode_block(codes + j, room + j, n, *scale);)
+  }
+  if (held->kind == MASTER) read_block(AS(float, held->beside) + at, from, room, count);
+  if (held->kind == SPLIT) join_block(from, AS(int16_t, held->beside) + at, room, count);
+  if (held->kind == SPLIT8) join_block_24(from, AS(int8_t, held->beside) + at, room, count);
+  if (held->kind == SPLIT || held->kind == SPLIT8) drop_halves(held, at, count, room);
+  return room;
+}
+
+static inline void closed(const Held *held, int64_t at, int64_t count, int64_t row, const float *room, uint64_t key) {
+  uint16_t *to = AS(uint16_t, held->at) + at;
+  if (held->kind == BF16) round_block(room, to, count, key, (uint64_t)at);
+  if (held->kind == CODED) {
+    uint8_t *codes = AS(uint8_t, held->at) + at;
+    Numbers numbers;
+    const uint16_t *r = draw(&numbers, count, key, (uint64_t)at);
+    Largest found[BLOCK], *largest = found; /* of every block before the first is written: nothing waits for anything */
+    FOR_EACH_SCALE(*largest++ = largest_of(room + j, n);)
+    largest = found;
+    FOR_EACH_SCALE({
+      *scale = scale_of(room + j, n, *largest);
+      encode_block(room + j, codes + j, n, *scale, r + j, largest++->magnitude);
+    })
+  }
+  if (held->kind == NEAREST || held->kind == MASTER)
+    for (int64_t j = 0; j < count; j++) to[j] = nearest(bits_of(room[j]));
+  if (held->kind == MASTER && AS(float, held->beside) + at != room)
+    memcpy(AS(float, held->beside) + at, room, (size_t)count * sizeof *room);
+  if (held->kind == SPLIT) split_block(room, to, AS(uint16_t, held->beside) + at, count);
+  if (held->kind == SPLIT8) split_block_24(room, to, AS(uint8_t, held->beside) + at, count, key, (uint64_t)at);
+  if (held->kind == SPLIT || held->kind == SPLIT8)
+    sum_block(to, AS(uint16_t, held->sums) + at / held->every, count, held->every);
+}
+
+/* Rows as FOR_EACH_SCALE wants them, of a tensor of `n` elements. */
+static inline int64_t uneven_rows(int64_t row, int64_t n) { return row % CODES == 0 || row == n ? 0 : row; }
+
+/* Where the row of an element begins, or the next one if it is in the midst of a row; not past `end`. */
+static inline int64_t row_start(int64_t element, int64_t row, int64_t end) {
+  int64_t start = row ? (element + row - 1) / row * row : element;
+  return start < end ? start : end;
+}
+
+/* How many elements from `at` to `end` are opened or closed at once: whole rows, or as much of one as fits. */
+static inline int64_t opened_at_once(int64_t at, int64_t end, int64_t row) {
+  int64_t n = end - at < BLOCK ? end - at : BLOCK, rest = row ? row - at % row : n;
+  return n <= rest ? n : rest == row ? n - n % row : rest;
+}
+
+/* What a step sees of a tensor of `size` elements: `n` of them from element `start` on, in FP32 at `x`. No tensor has
+   2^32 elements or more. native.py has the same. */
+typedef struct { int64_t n; uint64_t x; int64_t start, size, row; Held held; } Shown;
+
+#define FOR_EACH_SHOWN(FIRST, BODY)                                                                      \
+  FOR_EACH_SHARE(Shown, {                                                                                \
+    int64_t row = uneven_rows(one->row, one->size), stop = one->start + one->n;                          \
+    int64_t at = one->start + share.from, end = row_start(one->start + share.to, row, stop);             \
+    if (share.from) at = row_start(at, row, stop); /* a part may begin within a row */                   \
+    FIRST                                                                                                \
+    for (int64_t n; at < end; at += n) {                                                                 \
+      n = at_once ? end - at : opened_at_once(at, end, row);                                             \
+      float *x = AS(float, one->x) + at - one->start;                                                    \
+      BODY                                                                                               \
+    }                                                                                                    \
+  })
+
+void read_list(const Shown *list, int64_t count, int threads) {
+  FOR_EACH_SHOWN(int at_once = one->held.kind == BF16 || one->held.kind == NEAREST;, opened(&one->held, at, n, row, x);)
+}
+
+/* step_key: of the seed and the step. */
+void write_list(const Shown *list, int64_t count, uint64_t step_key, int threads) {
+  FOR_EACH_SHOWN(const int at_once = 0; uint64_t key = derive_key(step_key, one->held.name, 0);
+                 , closed(&one->held, at, n, row, x, key);)
+}
