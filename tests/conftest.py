@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 import hmpx
-from tests.support import kernels  # noqa: F401
+from tests.support import kernels, out_of_sight  # noqa: F401
 from tests.support.untouched import Picture
 
 
@@ -30,16 +29,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    keep_what_is_there_out_of_sight()
-
-
-def keep_what_is_there_out_of_sight():
-    """Take all objects out of the garbage collector's lists.
-
-    `convert()` looks through them for captured names, and a million objects of test libraries cost each test a second.
-    """
-    gc.collect()
-    gc.freeze()
+    out_of_sight.hide()
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +42,7 @@ def untouched():
     hmpx.restore()
     if changed:
         before.clean_up()
-    if len(gc.get_objects()) > 50_000:  # a library was imported
-        keep_what_is_there_out_of_sight()
+    out_of_sight.hide_what_has_come()
     if changed:
         pytest.fail("\n".join(["left behind:", *changed[:12], *["..."][: len(changed) > 12]]), pytrace=False)
 
@@ -61,10 +50,10 @@ def untouched():
 @pytest.fixture
 def everything_is_looked_through(untouched):
     """As in a user's process: for tests of names that modules captured when they were imported."""
-    gc.unfreeze()
+    out_of_sight.show()
     yield
     hmpx.restore()
-    gc.freeze()
+    out_of_sight.hide()
 
 
 @pytest.fixture

@@ -20,10 +20,11 @@ import torch.distributed as dist
 
 from tests.support import kernels  # noqa: F401
 
-# torch imports its compiler when an optimizer is made: two seconds.
+# torch imports its compiler when an optimizer is made: two seconds. Its distributed optimizers compile themselves.
 _PRELOAD = [
     "torch",
     "torch._dynamo",
+    "torch.distributed.optim",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "hmpx",

@@ -1,0 +1,40 @@
+"""What `convert()` need not look through in most tests.
+
+It looks through everything that is alive for captured names, and what test libraries bring along, a million objects and
+two thousand modules, would cost each test a second.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+from hmpx.casts.captured_names import kinds
+
+_LIBRARIES = frozenset({"_pytest", "matplotlib", "mpmath", "numpy", "scipy", "setuptools", "sympy"})  # know no torch
+_BEFORE = kinds._OFF_LIMITS
+_tests = itertools.count()
+
+
+def hide() -> None:
+    """Take all objects out of the garbage collector's lists, and let these libraries' modules stay as they are."""
+    gc.collect()
+    gc.freeze()
+    _leave(_BEFORE | _LIBRARIES)
+
+
+def hide_what_has_come() -> None:
+    """After a test: looks at every eighth one."""
+    if not next(_tests) % 8 and len(gc.get_objects()) > 10_000:
+        hide()
+
+
+def show() -> None:
+    """Have everything looked through, as in a user's process."""
+    gc.unfreeze()
+    _leave(_BEFORE)
+
+
+def _leave(packages: frozenset[str]) -> None:
+    kinds._OFF_LIMITS = packages
+    kinds._is_named_off_limits.cache_clear()
