@@ -50,7 +50,7 @@ class StepStore(Protocol):
         """
 
     def all_held(self) -> list[Tensor]:
-        """The tensors that are kept beside all weights; what `kept` has said is so as long as they are the same ones."""
+        """The tensors that are kept beside all weights: while they are the same ones, `kept` says the same."""
 
 
 class WeightStore(StepStore, Protocol):
