@@ -30,12 +30,15 @@ class Shown(NamedTuple):
         shadow: FP32 weights.
         grad: FP32 gradients, copied from BF16 ones; None where the parameter's own are shown.
         state: the shadow's; None where that is the parameter's own dict, or where there is none.
+        own: the parameter's own dict, if the optimizer is shown that; `content` is what it has in it.
     """
 
     segment: Segment
     shadow: Tensor
     grad: Tensor | None
     state: dict[str, Any] | None
+    own: dict[str, Any] | None
+    content: dict[str, Any]
 
 
 class Count(NamedTuple):
@@ -84,7 +87,7 @@ class PlannedBatch:
         grads = {segment: self._open(segment, native.Held(segment.grad, native.BF16)) for segment in copied}
         self._written: list[Tensor] = []
         self.shown = [self._show(each, grads.get(each), states.get(each.param)) for each in segments]
-        self._ready = [(segment, shadow) for segment, shadow, grad, _ in self.shown if grad is None]
+        self._ready = [(each.segment, each.shadow) for each in self.shown if each.grad is None]
         self.lists: list[list[Tensor]] = [[] for _ in range(groups)]
         for each in self.shown:
             self.lists[group[each.segment.param]].append(each.shadow)
@@ -92,7 +95,7 @@ class PlannedBatch:
         self.watched = [
             (value, each.segment.name)
             for each in self.shown
-            for value in (states.get(each.segment.param) or {} if each.state is None else each.state).values()
+            for value in (each.content if each.state is None else each.state).values()
             if isinstance(value, Tensor)
         ]
         self.watched += [
@@ -128,7 +131,9 @@ class PlannedBatch:
             self._tell(segment, held, (0, shadow.data_ptr()))
         self._written.append(held.tensor)
         shadow.grad = grad
-        return Shown(segment, shadow, grad, None if shows_own(segment, before) else self._state(segment, before or {}))
+        if shows_own(segment, before):
+            return Shown(segment, shadow, grad, None, before, dict(before or {}))
+        return Shown(segment, shadow, grad, self._state(segment, before or {}), None, {})
 
     def _state(self, segment: Segment, before: dict) -> dict[str, Any]:
         state: dict[str, Any] = {}

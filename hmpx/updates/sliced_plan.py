@@ -107,10 +107,7 @@ class SlicedPlan(Plan):
         versions = [tensor._version for tensor, _ in batch.watched]
         grads = [cast(Tensor, each.shadow.grad) for each in shown]
         seen = [grad._version for grad in grads]
-        kept: list[tuple[dict, dict] | None] = []  # a parameter's own state, and what it has in it
-        for segment, shadow, _, state in shown:
-            own = states.get(segment.param) if state is None else None
-            kept.append(None if own is None else (own, own.copy()))
+        for _, shadow, _, state, own, _ in shown:
             if own is not None or state is not None:
                 states[shadow] = own if state is None else state.copy()
         try:
@@ -119,13 +116,13 @@ class SlicedPlan(Plan):
         except BaseException:
             pairs, is_blind = zip(batch.watched, versions, strict=True), not raises_versions(optimizer)
             written += [name for (tensor, name), version in pairs if is_blind or tensor._version != version]
-            for each, before in zip(shown, kept, strict=True):
-                _undo(each, before, states)
+            for each in shown:
+                _undo(each, states)
             raise
         written += batch.names
         batch.write(write_back.rounding_key.of_step)
-        for each, before, grad, version in zip(shown, kept, grads, seen, strict=True):
-            segment, shadow, copied, state = each
+        for each, grad, version in zip(shown, grads, seen, strict=True):
+            segment, shadow, copied, state, own, _ = each
             left_grad = shadow.grad
             if left_grad is not grad or grad._version != version:
                 buffers = SliceBuffers(write_back.store, by_memory=True)
@@ -134,8 +131,8 @@ class SlicedPlan(Plan):
             if left_grad is not copied:
                 shadow.grad = copied
             left = states.pop(shadow, None)
-            if before is not None:
-                if left is not before[0]:
+            if own is not None:
+                if left is not own:
                     states[segment.param] = left
             elif segment.param in self._late or not _is_same(left, state):
                 self._take(each, left, states, write_back)
@@ -143,7 +140,7 @@ class SlicedPlan(Plan):
 
     def _take(self, each: Shown, left: dict | None, states: dict, write_back: WriteBack) -> None:
         """Take state that is not what the optimizer was shown: other tensors, or more of them."""
-        segment, shadow, _, _ = each
+        segment, shadow = each.segment, each.shadow
         if segment.param not in self._late:
             self._late[segment.param] = SlicedState(states, segment, write_back)
         if left is not None:
@@ -157,13 +154,12 @@ def _parameters(batches: list[list[Segment]]) -> list[Parameter]:
     return list({segment.param: None for batch in batches for segment in batch})
 
 
-def _undo(each: Shown, before: tuple[dict, dict] | None, states: dict) -> None:
+def _undo(each: Shown, states: dict) -> None:
     """Give a parameter its state again, after a step that raised."""
     states.pop(each.shadow, None)
-    if before is not None:
-        own, content = before
-        own.clear()
-        own.update(content)
+    if each.own is not None:
+        each.own.clear()
+        each.own.update(each.content)
     each.shadow.grad = each.grad
 
 
