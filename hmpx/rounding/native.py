@@ -70,6 +70,7 @@ class Stepped(NamedTuple):
         `native_steps.c` has them, None where the optimizer keeps none. name, state_names: the hashes of the names that
         they are rounded by.
     scalars: at most 12, which `native_steps.c` names.
+    kept: how the weights are held, where that is neither in FP32 nor in BF16 alone.
     """
 
     weight: torch.Tensor
@@ -78,6 +79,7 @@ class Stepped(NamedTuple):
     states: tuple[torch.Tensor | Coded | None, ...]
     state_names: tuple[int, ...]
     scalars: tuple[float, ...]
+    kept: Held | None = None
 
 
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
@@ -113,6 +115,15 @@ def hold_at(words: array[int], addresses: Sequence[int]) -> None:
     words[5 : 5 + _SHOWN * len(addresses) : _SHOWN] = array("Q", addresses)
 
 
+def read(held: Held) -> torch.Tensor:
+    """All of it in FP32. Needs `library()`."""
+    out = torch.empty_like(held.tensor, dtype=torch.float32)
+    words = array("Q", shown_words(held, 0, out.numel()))
+    show_at(words, [out.data_ptr()])
+    read_words(words)
+    return out
+
+
 def read_words(words: array[int]) -> None:
     """Read all of them to FP32, in one call. Needs `library()`."""
     _kernels().read_list(words.buffer_info()[0], len(words) // _SHOWN, torch.get_num_threads())
@@ -139,7 +150,8 @@ def words_of(stepped: Sequence[Stepped]) -> array[int]:
     for each in stepped:
         weight = each.weight
         row = next((state.row for state in each.states if isinstance(state, Coded)), weight.numel())
-        words.extend((weight.numel(), row, *_held_words(weight, KINDS[weight.dtype], each.name), *_ABSENT))
+        kept = each.kept or Held(weight, KINDS[weight.dtype], each.name)
+        words.extend((weight.numel(), row, *_held_words(*kept[:-1]), *_ABSENT))
         for state, name in zip(each.states, each.state_names, strict=True):
             if isinstance(state, Coded):
                 words.extend(_held_words(state.codes, CODED, name, state.scales))
@@ -234,5 +246,7 @@ def can_read(*tensors: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values lie one after the other at its pointer."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous()
+    """Whether a tensor's values lie one after the other at its pointer, with their own signs."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return False
+    return not tensor.is_neg() and (tensor.data_ptr() != 0 or not tensor.numel())

@@ -109,6 +109,7 @@ typedef struct { int64_t n; uint64_t x; int64_t start, size, row; Held held; } S
 
 #define FOR_EACH_SHOWN(FIRST, BODY)                                                                      \
   FOR_EACH_SHARE(Shown, {                                                                                \
+    if (share.from == share.to) continue;                                                                \
     int64_t row = uneven_rows(one->row, one->size), stop = one->start + one->n;                          \
     int64_t at = one->start + share.from, end = row_start(one->start + share.to, row, stop);             \
     if (share.from) at = row_start(at, row, stop); /* a part may begin within a row */                   \

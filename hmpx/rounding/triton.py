@@ -57,7 +57,7 @@ def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:
 def _launch_list(kernel: str, stepped: list[Stepped], dtypes: tuple, step_key: int) -> None:
     """A table tells each program of which parameter it takes which part."""
     words, owners, scalars = [], [], []
-    for number, (weight, name, grad, states, names, own) in enumerate(stepped):
+    for number, (weight, name, grad, states, names, own, _) in enumerate(stepped):
         programs = triton.cdiv((weight.numel() + 1) // 2, _PAIRS)
         owners += [[number, program] for program in range(programs)]
         addresses = [0 if state is None else cast(torch.Tensor, state).data_ptr() for state in states]

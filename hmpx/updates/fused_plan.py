@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,6 +16,7 @@ from hmpx.updates.names import fingerprint
 from hmpx.updates.plan import Plan
 from hmpx.updates.segment import Segment
 from hmpx.updates.step_call import StepCall, WriteBack
+from hmpx.updates.weights import StepStore
 
 Tensor = torch.Tensor
 
@@ -34,6 +35,7 @@ class FusedPlan(Plan):
     Args:
         taken: the parameters, each with its group; their state is there.
         stepped: what the kernels were given.
+        store: of the weights.
 
     Attributes:
         names: of these parameters.
@@ -45,8 +47,9 @@ class FusedPlan(Plan):
         formula: Formula,
         taken: list[tuple[dict, Segment]],
         stepped: list[native.Stepped],
+        store: StepStore,
     ) -> None:
-        super().__init__(optimizer, [segment.param for _, segment in taken])
+        super().__init__(optimizer, [segment.param for _, segment in taken], store)
         self._formula = formula
         self.names = [segment.name for _, segment in taken]
         places = {id(group): place for place, group in enumerate(optimizer.param_groups)}
@@ -82,8 +85,8 @@ class FusedPlan(Plan):
                     return False
         return True
 
-    def run(self, call: StepCall, write_back: WriteBack) -> None:
-        """Step the parameters of the plan."""
+    def prepare(self, call: StepCall, write_back: WriteBack) -> Callable[[], None]:
+        """What steps the parameters of the plan."""
         steps = [count.item() + 1.0 for count in self._counts] or [0.0] * len(self._planned)
         scalars, known = array("f"), {}
         for each, step in zip(self._planned, steps, strict=True):
@@ -93,7 +96,12 @@ class FusedPlan(Plan):
                 known[of] = native.scalars_of(self._formula.scalars(call.optimizer, options, step, of[2]))
             scalars.extend(known[of])
         grads = [cast(Tensor, p.grad) for p in self._params]
-        native.step_words(self._formula.kernel, self._words, scalars, grads, write_back.rounding_key.of_step)
-        if self._counts:
-            torch._foreach_add_(self._counts, 1)
-        torch.autograd.graph.increment_version(self._params)
+        step_key = write_back.rounding_key.of_step
+
+        def run() -> None:
+            native.step_words(self._formula.kernel, self._words, scalars, grads, step_key)
+            if self._counts:
+                torch._foreach_add_(self._counts, 1)
+            torch.autograd.graph.increment_version(self._params)
+
+        return run

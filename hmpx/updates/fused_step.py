@@ -10,9 +10,8 @@ Parameters that no kernel takes are stepped in slices:
 - sharded ones (DTensors), and other subclasses of tensors; ones with 2^32 elements or more;
 - ones that share elements with another parameter;
 - where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
-- that rules hold in another way than "stochastic";
 - with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer;
-- with state in 8 bits, on CUDA.
+- with state in 8 bits, or held in another way than "stochastic", on CUDA.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class FusedStep:
     """The part of one step that fused kernels take."""
 
     def __init__(self, optimizer: optim.Optimizer, write_back: WriteBack) -> None:
-        self._optimizer, self._write_back = optimizer, write_back
+        self._optimizer, self._write_back, self._store = optimizer, write_back, write_back.store
         self._formula = None if is_scaled(optimizer) else formula_of(optimizer)
         self._taken: list[tuple[dict, Segment]] = []
         self._done: list[native.Stepped] = []
@@ -53,9 +52,9 @@ class FusedStep:
         """Whether a kernel can step this parameter."""
         if segment.overlaps is not None:  # a kernel's threads would write to the same elements
             return False
-        if segment.way.weights != "stochastic":
-            return False
         p, grad, formula = segment.param, segment.grad, self._formula
+        if segment.way.weights != "stochastic" and not p.is_cpu:
+            return False
         state = self._optimizer.state.get(p, {})
         if formula is None or not formula.takes(group, by_own_keys(state)) or formula.kernel not in _kernels(p):
             return False
@@ -71,7 +70,12 @@ class FusedStep:
         )
 
     def prepare(self, taken: list[tuple[dict, Segment]]) -> Launch:
-        """A function that steps parameters that a kernel `takes`. Nothing changes before it is called."""
+        """A function that steps parameters that a kernel `takes`.
+
+        Before it is called, nothing changes but that masters are there, and weights are what theirs round to.
+        """
+        for _, segment in taken:
+            self._store.begin(segment, self._write_back.rounding_key)
         states = [self._optimizer.state.get(segment.param) or {} for _, segment in taken]
         weights: list[Tensor] = [segment.param for _, segment in taken]
         stepped, new = self._stepped(taken, weights, [segment.grad for _, segment in taken], states)
@@ -85,23 +89,25 @@ class FusedStep:
 
         return run
 
-    def exact(self, group: dict, segment: Segment) -> Tensor:
-        """What the kernel is going to round, in FP32.
+    def exact(self, group: dict, segment: Segment) -> tuple[Tensor, Tensor]:
+        """What the kernel begins with and what it is going to round, in FP32.
 
         It runs the same kernel on an FP32 copy of the weights, which are not rounded, and on a copy of the state.
         """
         held = self._optimizer.state.get(segment.param) or {}
         state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}
-        weights = segment.param.float()
+        kept = self._kept(segment)
+        before = segment.param.float() if kept is None else native.read(kept)
+        weights = before.clone()
         self._launch(self._stepped([(group, segment)], [weights], [segment.grad.float()], [state])[0])
-        return weights
+        return before, weights
 
     def plan(self) -> FusedPlan | None:
         """What the next step can do again, after one that was prepared; None if it must look at all parameters."""
         formula = self._formula
         if formula is None or not self._taken or not FusedPlan.can_be(self._optimizer, formula, self._taken):
             return None
-        return FusedPlan(self._optimizer, formula, self._taken, self._done)
+        return FusedPlan(self._optimizer, formula, self._taken, self._done, self._store)
 
     def _stepped(
         self, taken: list[tuple[dict, Segment]], weights: list[Tensor], grads: list[Tensor], states: list[dict]
@@ -123,8 +129,17 @@ class FusedStep:
             held = tuple([None if key is None else _in_kernel({**state, **new[i]}, key) for key in keys])
             names = tuple([name_id(f"{segment.name}.{key}") for key in keys])
             scalars = self._scalars_of(formula, group, steps[i], seen)
-            stepped.append(native.Stepped(weight, name_id(segment.name), grads[i], held, names, scalars))
+            kept = self._kept(segment) if weight is segment.param else None
+            stepped.append(native.Stepped(weight, name_id(segment.name), grads[i], held, names, scalars, kept))
         return stepped, new
+
+    def _kept(self, segment: Segment) -> native.Held | None:
+        """How the weights are held, where that is not in BF16 alone."""
+        if segment.way.weights == "stochastic":
+            return None
+        held = self._store.kept(segment)
+        assert held is not None, "the store has begun with it"
+        return held
 
     def _launch(self, stepped: list[native.Stepped]) -> None:
         by_device: dict[torch.device, list[native.Stepped]] = {}

@@ -37,12 +37,15 @@ class _Copies:
 
     def _read(self, segment: Segment, out: Tensor) -> None:
         """From the copy, which is made first where there is none that fits."""
+        self._copy(segment)
+        read_masters(segment.of(self._masters[segment.param]), segment.of(segment.param), out)
+
+    def _copy(self, segment: Segment) -> None:
         masters, held = self._masters.get(segment.param), local(segment.param)
         if masters is None or masters.shape != held.shape:
             self._masters[segment.param] = held.float()
         elif masters.device != held.device:
             self._masters[segment.param] = masters.to(held.device)
-        read_masters(segment.of(self._masters[segment.param]), segment.of(segment.param), out)
 
     def masters(self, segment: Segment) -> Tensor:
         out = torch.empty_like(local(segment.param), dtype=torch.float32)
@@ -57,6 +60,9 @@ class Master(_Copies):
     """BF16 weights beside FP32 masters."""
 
     bytes_beside: ClassVar[float] = 4.0
+
+    def begin(self, segment: Segment, rounding_key: RoundingKey) -> None:
+        self._copy(segment)
 
     def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
         master = segment.of(self._masters[segment.param])
@@ -131,10 +137,28 @@ class _InHalves(_Copies):
         if lower is not None and before is not None:
             clear_written(held, before.to(held.device), lower)
 
+    def begin(self, segment: Segment, rounding_key: RoundingKey) -> None:
+        held = local(segment.param)
+        if segment.param in self._masters:
+            loaded = torch.empty_like(held, dtype=torch.float32)
+            self._read(segment, loaded)
+            self.write(segment, loaded, rounding_key)
+            return
+        self._update_lower(segment.param)
+        if segment.param not in self._lower:
+            self._begin_lower(segment.param)
+        if segment.param not in self._checksums:
+            self._checksums[segment.param] = checksums(held)
+
+    def _begin_lower(self, param: Parameter) -> None:
+        held = local(param)
+        self._lower[param] = torch.zeros(held.shape, dtype=self._dtype, device=held.device)
+        self._checksums.pop(param, None)
+
     def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
         held = local(segment.param)
         if segment.param not in self._lower:
-            self._lower[segment.param] = torch.zeros(held.shape, dtype=self._dtype, device=held.device)
+            self._begin_lower(segment.param)
         self._checksums.pop(segment.param, None)
         self._split(segment, x, rounding_key)
         if segment.is_last:

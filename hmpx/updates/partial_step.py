@@ -54,8 +54,7 @@ class PartialStep:
         self._has_taken = bool(taken)
         kernels = self._kernels(taken)
         if plan is not None:
-            run = functools.partial(plan.run, self._call, self._write_back)
-            kernels.append((plan.names, run))
+            kernels.append((plan.names, plan.prepare(self._call, self._write_back)))
         try:
             self._slices.run(sliced, self._others, self._by_element)
             for names, kernel in kernels:

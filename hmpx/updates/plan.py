@@ -7,6 +7,7 @@ of it, and one look says whether all of it is as it was.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import is_
 from typing import cast
 
@@ -18,6 +19,7 @@ from hmpx.updates.fused_formulas import is_scaled
 from hmpx.updates.names import fingerprint, parameters
 from hmpx.updates.ranks.sharding import PLAIN
 from hmpx.updates.step_call import StepCall, WriteBack
+from hmpx.updates.weights import StepStore
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -28,6 +30,7 @@ class Plan:
 
     Args:
         params: some of those that have gradients.
+        store: of the weights.
 
     Attributes:
         params: these parameters.
@@ -36,21 +39,26 @@ class Plan:
 
     names: list[str]
 
-    def __init__(self, optimizer: optim.Optimizer, params: list[Parameter]) -> None:
+    def __init__(self, optimizer: optim.Optimizer, params: list[Parameter], store: StepStore) -> None:
+        self._store, self._held = store, store.all_held()
         self._states, self._fingerprint = optimizer.state, fingerprint(optimizer)
         self._params, self.params = params, frozenset(params)
         self._shapes = [p.shape for p in params]
         self._dtypes = [cast(Tensor, p.grad).dtype for p in params]
         self._own = [optimizer.state.get(p) for p in params]
         self._values = [value for state in self._own if state for value in state.values()]
-        self._ids = list(map(id, self._values))
-        self._places = _places(self._values) if all(isinstance(value, Tensor) for value in self._values) else None
+        self._ids, self._keys = list(map(id, self._values)), [key for state in self._own if state for key in state]
+        has_places = all(isinstance(value, Tensor) and value.numel() for value in self._values)
+        self._places = _places(self._values) if has_places else None  # what has no elements may change unseen
 
     def fits(self, optimizer: optim.Optimizer) -> bool:
         """Whether the next step of these parameters is that of the plan: only gradients and options have changed.
 
         It looks at all parameters in one respect after the other, which is a third faster than one after the other.
         """
+        held = self._store.all_held()
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            return False
         if optimizer.state is not self._states or is_scaled(optimizer) or fingerprint(optimizer) != self._fingerprint:
             return False
         grads = [grad for p in self._params if (grad := p.grad) is not None]
@@ -62,10 +70,14 @@ class Plan:
             return False
         if not all([grad.is_cpu for grad in grads]) or not all([grad.is_contiguous() for grad in grads]):
             return False
+        if any([grad.is_neg() for grad in grads]) or not all([grad.data_ptr() or not grad.numel() for grad in grads]):
+            return False
         states = self._states
         if not all(map(is_, [states.get(p) for p in self._params], self._own)):
             return False
         if [id(value) for state in self._own if state for value in state.values()] != self._ids:
+            return False
+        if [key for state in self._own if state for key in state] != self._keys:
             return False
         if self._places is None or _places(self._values) != self._places:
             return False
@@ -78,14 +90,14 @@ class Plan:
             return []
         return [p for p in params if p.grad is not None and p not in self.params]
 
-    def run(self, call: StepCall, write_back: WriteBack) -> None:
-        """Take the step; under `torch.no_grad()`."""
+    def prepare(self, call: StepCall, write_back: WriteBack) -> Callable[[], None]:
+        """What takes the step. Nothing changes before it is called; under `torch.no_grad()`."""
         raise NotImplementedError
 
 
 _PLAIN = set(PLAIN)
 
 
-def _places(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
-    """Where each lies, and how many elements it has."""
-    return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors))
+def _places(tensors: list[Tensor]) -> tuple[list, list, list]:
+    """Where each lies, how many elements it has, and what these are."""
+    return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors)), [each.dtype for each in tensors]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import optim
 
 from hmpx.rounding import native
 from hmpx.rounding.keys import name_id
@@ -59,8 +59,7 @@ class PlannedBatch:
 
     Args:
         segments: as `can_be_planned` wants them; gradients are there.
-        states: of the optimizer.
-        group: of each parameter; of so many `groups`, as one may be empty.
+        group: the index of each parameter's.
         room: FP32, with at least `room_for` elements.
         store: of the weights.
 
@@ -73,22 +72,21 @@ class PlannedBatch:
     def __init__(
         self,
         segments: list[Segment],
-        states: Mapping[Any, Any],
+        optimizer: optim.Optimizer,
         group: dict[Parameter, int],
-        groups: int,
         room: Tensor,
         store: StepStore,
     ) -> None:
-        self._room, self._at, self._store = room, 0, store
+        self._room, self._at, self._optimizer, self._store = room, 0, optimizer, store
         self.counts: list[Count] = []
         self._words, self._places = array("Q"), list[tuple[int, int]]()
         copied = [segment for segment in segments if _is_copied(segment)]  # the first of the words
         self._copied = [segment.param for segment in copied]
         grads = {segment: self._open(segment, native.Held(segment.grad, native.BF16)) for segment in copied}
         self._written: list[Tensor] = []
-        self.shown = [self._show(each, grads.get(each), states.get(each.param)) for each in segments]
+        self.shown = [self._show(each, grads.get(each), optimizer.state.get(each.param)) for each in segments]
         self._ready = [(each.segment, each.shadow) for each in self.shown if each.grad is None]
-        self.lists: list[list[Tensor]] = [[] for _ in range(groups)]
+        self.lists: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         for each in self.shown:
             self.lists[group[each.segment.param]].append(each.shadow)
         self.names = [segment.name for segment in segments]
@@ -101,9 +99,9 @@ class PlannedBatch:
         self.watched += [
             (each.shadow, each.segment.name)
             for each in self.shown
-            if own_fp32(each.segment, states.get(each.segment.param), store) is not None
+            if own_fp32(each.segment, optimizer, store) is not None
         ]
-        del self._room, self._store
+        del self._room, self._optimizer, self._store
 
     def moved(self, address: int) -> None:
         """The room is at this address."""
@@ -122,7 +120,7 @@ class PlannedBatch:
         torch.autograd.graph.increment_version(self._written)
 
     def _show(self, segment: Segment, grad: Tensor | None, before: dict | None) -> Shown:
-        held, masters = self._store.kept(segment), own_fp32(segment, before, self._store)
+        held, masters = self._store.kept(segment), own_fp32(segment, self._optimizer, self._store)
         assert held is not None, "the segment can be planned"
         if masters is None:
             shadow = self._open(segment, held)
@@ -178,14 +176,16 @@ def shows_own(segment: Segment, state: dict | None) -> bool:
     return state is None or (segment.start is None and form_of(segment).as_left)
 
 
-def own_fp32(segment: Segment, state: dict | None, store: StepStore) -> Tensor | None:
+def own_fp32(segment: Segment, optimizer: optim.Optimizer, store: StepStore) -> Tensor | None:
     """The FP32 weights of a parameter, if the optimizer can be shown them themselves.
 
-    Only beside state that it is shown itself, too: a step that raises has written to that first, and is marked.
+    Only beside state that it is shown itself, too, and where it is torch's own: a step that raises has then raised a
+    version before, and is marked. Lion writes to ``p.data``, which has no version that anybody sees.
     """
     held = store.kept(segment)
-    is_shown = held is not None and held.kind == native.MASTER and form_of(segment).as_left and state
-    return held.beside if held is not None and is_shown else None
+    if held is None or held.kind != native.MASTER or not type(optimizer).__module__.startswith("torch.optim."):
+        return None
+    return held.beside if form_of(segment).as_left and optimizer.state.get(segment.param) else None
 
 
 def can_be_planned(segment: Segment, state: Any, store: StepStore) -> bool:
@@ -193,7 +193,7 @@ def can_be_planned(segment: Segment, state: Any, store: StepStore) -> bool:
     p, form = segment.param, form_of(segment)
     if segment.order is not None or segment.box is not None or segment.overlaps is not None or p.numel() >= 2**32:
         return False
-    if not p.is_contiguous() or store.kept(segment) is None:
+    if not native.is_plain(p) or store.kept(segment) is None:
         return False
     if shows_own(segment, state):
         return True
@@ -208,13 +208,13 @@ def can_be_planned(segment: Segment, state: Any, store: StepStore) -> bool:
     return True
 
 
-def room_for(segments: list[Segment], states: Mapping[Any, Any], store: StepStore) -> int:
+def room_for(segments: list[Segment], optimizer: optim.Optimizer, store: StepStore) -> int:
     """How many FP32 numbers a batch takes."""
     total = 0
     for segment in segments:
-        state = states.get(segment.param) or {}
-        copies = _is_copied(segment) + (own_fp32(segment, state, store) is None)
+        copies = _is_copied(segment) + (own_fp32(segment, optimizer, store) is None)
         if not form_of(segment).as_left:
+            state = optimizer.state.get(segment.param) or {}
             copies += sum(value.dim() > 0 and not key.startswith(SCALES) for key, value in state.items())
         total += copies * _padded(segment.count)
     return total

@@ -6,7 +6,8 @@ alone. One call of the C kernels fills those of a batch, another one writes back
 
 from __future__ import annotations
 
-from operator import is_
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -40,21 +41,19 @@ class SlicedPlan(Plan):
     def __init__(
         self, optimizer: optim.Optimizer, batches: list[list[Segment]], others: list[Parameter], store: StepStore
     ) -> None:
-        super().__init__(optimizer, _parameters(batches) + others)
+        super().__init__(optimizer, _parameters(batches) + others, store)
         group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        groups = len(optimizer.param_groups)
-        size = max(room_for(batch, optimizer.state, store) for batch in batches)
+        size = max(room_for(batch, optimizer, store) for batch in batches)
         room = torch.empty(size, dtype=torch.float32, device="cpu")
         self.names = list(dict.fromkeys(segment.name for batch in batches for segment in batch))
         self._room, self._bytes, self._address = room.untyped_storage(), room.nbytes, -1
-        self._batches = [PlannedBatch(batch, optimizer.state, group, groups, room, store) for batch in batches]
+        self._batches = [PlannedBatch(batch, optimizer, group, room, store) for batch in batches]
         for p in others:
             self._batches[0].lists[group[p]].append(p)
         counts = [count for batch in self._batches for count in batch.counts]
         self._counts = [count.clone for count in counts], [count.own for count in counts]
         self._last = [count.own for count in counts if count.is_last], [c.clone for c in counts if c.is_last]
         self._late: dict[Parameter, SlicedState] = {}
-        self._store, self._held = store, store.all_held()
         self._room.resize_(0)
 
     @staticmethod
@@ -68,14 +67,15 @@ class SlicedPlan(Plan):
             and native.library() is not None
             and fingerprint(optimizer) is not None
             and all(can_be_planned(each, optimizer.state.get(each.param), store) for batch in batches for each in batch)
-            and Plan(optimizer, _parameters(batches) + others).fits(optimizer)
+            and Plan(optimizer, _parameters(batches) + others, store).fits(optimizer)
         )
 
     def fits(self, optimizer: optim.Optimizer) -> bool:
         """Whether the next step is that of the plan, and no other parameter takes part in it."""
-        held = self._store.all_held()
-        is_held = len(held) == len(self._held) and all(map(is_, held, self._held))
-        return is_held and super().fits(optimizer) and not self.others(optimizer)
+        return super().fits(optimizer) and not self.others(optimizer)
+
+    def prepare(self, call: StepCall, write_back: WriteBack) -> Callable[[], None]:
+        return partial(self.run, call, write_back)
 
     def run(self, call: StepCall, write_back: WriteBack) -> None:
         """Take the step; an optimizer of which something is written when it raises is marked incomplete."""

@@ -118,7 +118,7 @@ class WeightUpdates:
         if not params:
             signals.begin()
             with torch.no_grad():
-                plan.run(call, write_back)
+                plan.prepare(call, write_back)()
             self._plans[optimizer] = plan
             return True
         segments = [segment for segment in self.segments(optimizer) if segment.param not in plan.params]

@@ -78,5 +78,8 @@ class _Several:
     def kept(self, segment: Segment) -> native.Held | None:
         return self._stores[segment.way.weights].kept(segment)
 
+    def begin(self, segment: Segment, rounding_key: RoundingKey) -> None:
+        self._stores[segment.way.weights].begin(segment, rounding_key)
+
     def all_held(self) -> list[Tensor]:
         return [tensor for store in self._stores.values() for tensor in store.all_held()]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from hmpx.rounding import native
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
@@ -175,25 +176,28 @@ class WatchedStore:
     def held(self, param: Parameter) -> list[Tensor]:
         return self._store.held(param)
 
-    def kept(self, segment: Segment) -> None:
-        """Nothing that a kernel reads and writes by itself: what is written is counted."""
+    def kept(self, segment: Segment) -> native.Held | None:
+        return self._store.kept(segment)
+
+    def begin(self, segment: Segment, rounding_key: RoundingKey) -> None:
+        self._store.begin(segment, rounding_key)
 
     def all_held(self) -> list[Tensor]:
         return self._store.all_held()
 
 
 def watched_kernel(
-    counts: UpdateCounts, segment: Segment, kernel: Callable[[], None], exact: Callable[[], Tensor]
+    counts: UpdateCounts, segment: Segment, kernel: Callable[[], None], exact: Callable[[], tuple[Tensor, Tensor]]
 ) -> Callable[[], None]:
     """`kernel`, which steps a whole parameter and rounds it at once, counted.
 
-    exact: computes the FP32 numbers that the kernel is going to round.
+    exact: computes the FP32 numbers that the kernel begins with, and those that it is going to round.
     """
 
     def watched() -> None:
-        weight, x = segment.of(segment.param).clone(), exact()
+        weight, (old, x) = segment.of(segment.param).clone(), exact()
         kernel()
-        counts.add(segment, count(weight.float(), weight, x, segment.of(segment.param)), segment.grad)
+        counts.add(segment, count(old, weight, x, segment.of(segment.param)), segment.grad)
 
     return watched
 

@@ -49,6 +49,9 @@ class StepStore(Protocol):
         None where the store has to look first: at what was loaded, say.
         """
 
+    def begin(self, segment: Segment, rounding_key: RoundingKey) -> None:
+        """Make what is to be kept beside the weights of a whole parameter, and look at what is: `kept` has it then."""
+
     def all_held(self) -> list[Tensor]:
         """The tensors that are kept beside all weights: while they are the same ones, `kept` says the same."""
 
@@ -96,6 +99,9 @@ class _Bare:
 
     def kept(self, segment: Segment) -> native.Held:
         return native.Held(segment.param.detach(), self._kind, name_id(segment.name))
+
+    def begin(self, segment: Segment, rounding_key: RoundingKey) -> None:
+        pass
 
     def all_held(self) -> list[Tensor]:
         return []

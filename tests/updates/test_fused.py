@@ -81,6 +81,85 @@ def test_weights_and_state_agree_with_float64(name):
                 q.copy_(p)  # both go on from the same weights
 
 
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """No step is taken in slices."""
+
+    def refused(self, batch):
+        raise AssertionError(f"{[segment.name for segment in batch]} in slices")
+
+    monkeypatch.setattr(SlicedStep, "_batch", refused)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("weights", ["master", "split", "split8", "nearest"])
+def test_masters_agree_with_float64(weights, name, by_kernels):
+    cls, options = CONFIGURATIONS[name]
+    options = {"lr": 1e-2, **options}
+    named, twin = parameters(), parameters(torch.float64)
+    optimizer, reference = cls(named, **options), cls(twin, **options)
+    handle = hmpx.attach(optimizer, weights, fused=True)
+    for step in range(5):
+        before = [q.detach().clone() for _, q in twin]
+        train(named, optimizer, step, step + 1)
+        train(twin, reference, step, step + 1)
+        for (_, p), (_, q), old in zip(named, twin, before, strict=True):
+            exact = q.detach()
+            if weights == "nearest":
+                assert nearly_equal(exact.float().bfloat16(), p, 1 + p.numel() // 500)
+                assert ((p.detach() - exact).abs() <= exact.abs() * 2**-8).all()
+                exact = p.detach()
+            else:
+                masters, bits = handle.masters_of(p), 16 if weights == "split8" else 24
+                terms = exact.abs() + (exact - old).abs().max()  # what is added up in a step
+                assert ((masters - exact).abs() <= terms * 2.0 ** (2 - bits)).all()
+                assert ((p.detach() - masters).abs() <= masters.abs() * 2**-8).all()
+                assert weights != "split8" or not (masters.view(torch.int32) & 0xFF).any()
+                exact = masters
+            with torch.no_grad():
+                q.copy_(exact)  # both go on from the same weights
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "RMSprop momentum", "Lion"])
+def test_two_ways_to_hold_the_same_masters_step_alike(name, state_dtype, by_kernels):
+    cls, options = CONFIGURATIONS[name]
+    found = []
+    for weights in ("master", "split"):
+        named = parameters()
+        optimizer = cls(named, **{"lr": 1e-2, **options})
+        handle = hmpx.attach(optimizer, weights, fused=True, state_dtype=state_dtype)
+        train(named, optimizer, 0, 5)
+        found.append([handle.masters_of(p) for _, p in named])
+        assert all(weights == "split" or torch.equal(handle.masters_of(p).bfloat16(), p) for _, p in named)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("one, other", [("master", "split"), ("split", "master"), ("master", "split8")])
+def test_masters_from_a_checkpoint_go_on_in_the_kernels(one, other, by_kernels):
+    """Also those between two BF16 numbers, which the two ways round differently."""
+    found = []
+    for way in (one, other):
+        named = parameters()
+        optimizer = optim.AdamW(named, lr=1e-2)
+        hmpx.attach(optimizer, one, fused=True, use_master_weights_in_ckpt=True)
+        train(named, optimizer, 0, 3)
+        saved, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for _, p in named]
+        masters, first = saved["state"][0]["hmpx_master"], weights[0]
+        masters[0, 0], first[0, 0] = 1 + 2**-8, 1 if one == "master" else 1 + 2**-7
+        moved = parameters()
+        loaded = optim.AdamW(moved, lr=1e-2)
+        handle = hmpx.attach(loaded, way, fused=True, use_master_weights_in_ckpt=True)
+        loaded.load_state_dict(saved)
+        with torch.no_grad():
+            for (_, p), weight in zip(moved, weights, strict=True):
+                p.copy_(weight)
+        train(moved, loaded, 3, 6)
+        found.append([handle.masters_of(p) for _, p in moved])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b) if other != "split8" else ((a - b).abs() <= 6 * 2**-16 * (a.abs() + 0.1)).all()
+
+
 def test_state_in_bf16_is_rounded_with_numbers_of_its_own():
     named, twin = parameters(), parameters()
     optimizer, reference = optim.AdamW(named, lr=1e-2), optim.AdamW(twin, lr=1e-2)
@@ -147,20 +226,10 @@ def test_released_gradients_take_the_kernels_too():
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-@pytest.mark.parametrize(
-    "cls, weights, message",
-    [
-        (
-            optim.Adadelta,
-            "stochastic",
-            "kernels for Adagrad, Adam, AdamW, NAdam, RMSprop, SGD, Lion of .*, not for Adadelta",
-        ),
-        (optim.AdamW, "split", "fused goes with weights='stochastic', not with 'split'"),
-    ],
-)
-def test_what_has_no_kernel_is_refused(cls, weights, message):
+def test_what_has_no_kernel_is_refused():
+    message = "kernels for Adagrad, Adam, AdamW, NAdam, RMSprop, SGD, Lion of .*, not for Adadelta"
     with pytest.raises(hmpx.HmpxError, match=message):
-        hmpx.attach(cls(parameters()), weights, fused=True)
+        hmpx.attach(optim.Adadelta(parameters()), fused=True)
 
 
 def test_a_step_is_a_write_that_autograd_knows_of():
@@ -197,15 +266,16 @@ def like_first(params):
     return new
 
 
+@pytest.mark.parametrize("weights", ["stochastic", "split"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_remembered_of_a_step_is_forgotten_when_something_changes(change, fused):
+def test_what_is_remembered_of_a_step_is_forgotten_when_something_changes(change, fused, weights):
     """Beside a twin that remembers nothing."""
     results = []
     for forget in (False, True):
         named = parameters()
         optimizer = optim.AdamW(named, lr=1e-2)
-        handle = hmpx.attach(optimizer, fused=fused)
+        handle = hmpx.attach(optimizer, weights, fused=fused)
         for turn in range(4):
             for p in [p for group in optimizer.param_groups for p in group["params"]]:
                 p.grad = torch.full_like(p, 0.1 + turn)
@@ -218,6 +288,26 @@ def test_what_is_remembered_of_a_step_is_forgotten_when_something_changes(change
         results.append([*(p.detach() for _, p in named), *(v for s in states for v in s.values())])
     assert len(results[0]) == len(results[1])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("weights", ["stochastic", "master"])
+@pytest.mark.parametrize("turns", [1, 4])
+def test_options_that_no_kernel_can_read_leave_everything_as_it_was(turns, weights):
+    """Also what torch steps beside the kernels, which goes first."""
+    named = [*parameters(), ("plain", nn.Parameter(torch.ones(3)))]
+    optimizer = optim.AdamW([{"params": named[:2]}, {"params": named[2:]}], lr=1e-2)
+    hmpx.attach(optimizer, weights, fused=True)
+    train(named, optimizer, 0, turns)
+    before = copy.deepcopy((named, optimizer.state_dict()["state"]))
+    optimizer.param_groups[0]["lr"] = "fast"
+    with pytest.raises(ValueError):
+        train(named, optimizer, turns, turns + 1)
+    for (_, p), (_, q) in zip(named, before[0], strict=True):
+        assert torch.equal(p, q)
+    for key, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before[1][key][name]) for name, value in state.items())
+    optimizer.param_groups[0]["lr"] = 1e-2
+    train(named, optimizer, turns, turns + 1)
 
 
 def transposed(tensor):

@@ -159,7 +159,7 @@ def on_threads(threads, fused, state_dtype, large=100_000):
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit"])
 def test_the_threads_of_a_kernel_do_not_race_for_shared_elements(state_dtype, monkeypatch):
     by_kernel = []
-    prepare, run = FusedStep.prepare, FusedPlan.run
+    prepare, again = FusedStep.prepare, FusedPlan.prepare
 
     def told(self, taken):
         by_kernel.append([segment.name for _, segment in taken])
@@ -167,10 +167,10 @@ def test_the_threads_of_a_kernel_do_not_race_for_shared_elements(state_dtype, mo
 
     def remembered(self, *step):
         by_kernel.append(self.names)
-        run(self, *step)
+        return again(self, *step)
 
     monkeypatch.setattr(FusedStep, "prepare", told)
-    monkeypatch.setattr(FusedPlan, "run", remembered)
+    monkeypatch.setattr(FusedPlan, "prepare", remembered)
     expected = on_threads(1, False, state_dtype)
     assert not by_kernel
     for threads in (1, 2):

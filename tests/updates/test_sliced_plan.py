@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lion_pytorch import Lion
 from torch import nn, optim
 
 import hmpx
@@ -185,10 +186,11 @@ def with_other_masters_in_the_store(params, handle):
 @pytest.mark.parametrize("weights", ["split", "split8", "master"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"])
 @pytest.mark.parametrize("change", [written_by_hand, with_other_masters, with_other_masters_in_the_store])
-def test_weights_that_others_write_and_their_masters_count(change, state_dtype, weights, floor, planned):
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_that_others_write_and_their_masters_count(fused, change, state_dtype, weights, floor, planned):
     results = []
     for forget in (False, True):
-        params, optimizer, handle = made(*ADAM, weights=weights, state_dtype=state_dtype)
+        params, optimizer, handle = made(*ADAM, weights=weights, state_dtype=state_dtype, fused=fused)
         for turn in range(7):
             if turn == 4:
                 change(params, handle)
@@ -198,7 +200,7 @@ def test_weights_that_others_write_and_their_masters_count(change, state_dtype, 
             optimizer.step()
         results.append([*everything(params, optimizer), *map(handle.masters_of, params)])
     assert same(*results)
-    assert len(planned) >= 3
+    assert fused or len(planned) >= 3
 
 
 @pytest.mark.parametrize("change", [written_by_hand, with_other_masters])
@@ -249,6 +251,74 @@ def test_state_that_somebody_holds_in_another_way_is_seen(change, turn_of_change
             optimizer.step()
         results.append(everything(params, optimizer))
     assert same(*results)
+
+
+def under_other_names(state):
+    for key in [key for key in state if "exp_avg" in key]:
+        name = key.replace("exp_avg_sq", "?").replace("exp_avg", "exp_avg_sq").replace("?", "exp_avg")
+        state["new " + name] = state.pop(key).abs_() if state[key].dtype is not torch.uint8 else state.pop(key)
+    for key in [key for key in state if key.startswith("new ")]:
+        state[key.removeprefix("new ")] = state.pop(key)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_that_gets_another_name_is_seen(fused, state_dtype, floor):
+    results = []
+    for forget in (False, True):
+        params, optimizer, handle = made(*ADAM, state_dtype=state_dtype, fused=fused)
+        for turn in range(6):
+            if turn == 4:
+                before = [*map(id, optimizer.state[params[0]].values())]
+                under_other_names(optimizer.state[params[0]])
+                assert [*map(id, optimizer.state[params[0]].values())] == before
+            grads_for(params, turn)
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+        results.append(everything(params, optimizer))
+    assert same(*results) and not results[0][0].isnan().any()
+
+
+@pytest.mark.parametrize("turns", [0, 1, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_without_memory_is_an_error(fused, turns):
+    params, optimizer, _ = made(*ADAM, fused=fused)
+    for turn in range(turns + 1):
+        grads_for(params, turn)
+        if turn < turns:
+            optimizer.step()
+    params[1].grad.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="not allocated"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_whose_sign_is_turned_by_a_flag(fused, floor):
+    results = []
+    for negative in (torch.neg, torch._neg_view):
+        params, optimizer, _ = made(*ADAM, fused=fused)
+        for turn in range(5):
+            grads_for(params, turn)
+            for p in params:
+                p.grad = negative(p.grad)
+            optimizer.step()
+        results.append(everything(params, optimizer))
+    assert all(torch.allclose(a, b, atol=1e-2, rtol=2**-7) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("weights", ["master", "split"])
+def test_masters_of_an_optimizer_that_writes_to_them_unseen_and_raises(weights, planned):
+    """Lion decays ``p.data`` first, which has no version."""
+    params, optimizer, handle = made(Lion, {"weight_decay": 0.5}, weights=weights)
+    for turn in range(4):
+        grads_for(params, turn)
+        optimizer.step()
+    before = [handle.masters_of(p) for p in params]
+    optimizer.param_groups[0]["betas"] = ("fast", 0.99)
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert planned and same([handle.masters_of(p) for p in params], before)
 
 
 @pytest.mark.parametrize("turns", [1, 4])
