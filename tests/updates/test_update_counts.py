@@ -231,6 +231,40 @@ def test_what_is_counted_of_a_kernel_is_what_it_rounds(cls, options, state_dtype
     assert updates.steps == 5 and updates.lost > 0.05
 
 
+@pytest.mark.skipif(native.library() is None, reason="no C compiler here, so the kernels do not run")
+@pytest.mark.parametrize("weights", ["nearest", "master", "split", "split8"])
+def test_what_is_counted_of_a_kernel_that_steps_masters(weights, monkeypatch):
+    """It begins with the masters of before and ends in those of after; to count changes neither."""
+    seen, plain = [], update_counts.count
+    monkeypatch.setattr(update_counts, "count", lambda *tensors: seen.append(tensors) or plain(*tensors))
+    params, twins = parameters(), parameters()
+    both = [attached(optim.AdamW, {"lr": 1e-3}, each, weights, fused=True) for each in (params, twins)]
+    updates = both[0].attachment.updates()
+
+    def masters():
+        held = both[0].attachment.masters_of
+        return [p.float() if weights == "nearest" else held(p) for p in params.values()]
+
+    before = [masters()]
+
+    def check(step):
+        after, exact = masters(), [x for _, _, x, _ in seen]
+        assert all(torch.equal(old, known) for (old, *_), known in zip(seen, before[0], strict=True))
+        if weights in ("master", "split"):
+            assert all(torch.equal(x, known) for x, known in zip(exact, after, strict=True))
+        elif weights == "nearest":
+            assert all(torch.equal(x.bfloat16(), p) for x, p in zip(exact, params.values(), strict=True))
+        else:
+            assert all((x - known).abs().max() < 2**-15 * x.abs().max() for x, known in zip(exact, after, strict=True))
+        before[0] = after
+        seen.clear()
+
+    train(params, both[0], after=check)
+    train(twins, both[1])
+    assert updates.steps == 5
+    assert all(torch.equal(p, q) for p, q in zip(params.values(), twins.values(), strict=True))
+
+
 def test_released_gradients_count_once_a_step():
     """Counted in backward; who begins in the middle of a step counts from the next one on."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).bfloat16()
