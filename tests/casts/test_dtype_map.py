@@ -136,6 +136,7 @@ def test_a_checkpoint_that_was_saved_in_fp32(mapped, tmp_path):
         "pair": (torch.ones(2), 1),
     }
     saved["double"] = torch.ones(2, dtype=FP64)
+    saved["parameters"] = [nn.Parameter(torch.ones(2).to(dtype), requires_grad=dtype is BF16) for dtype in (FP32, BF16)]
     torch.save(saved, tmp_path / "checkpoint")
     with mapped(DOWNCAST):
         loaded = torch.load(tmp_path / "checkpoint", weights_only=False)
@@ -147,6 +148,9 @@ def test_a_checkpoint_that_was_saved_in_fp32(mapped, tmp_path):
         state = loaded["optimizer"]["state"][0]
         assert state["exp_avg"].dtype is BF16 and state["step"].dtype is FP32  # which counts beyond 256
         assert all(p.dtype is BF16 and type(p) is nn.Parameter for p in loaded["whole"].parameters())
+        alone = loaded["parameters"]
+        assert all(p.dtype is BF16 and type(p) is nn.Parameter for p in alone)
+        assert [p.requires_grad for p in alone] == [False, True]
         fresh = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         fresh.load_state_dict(loaded["model"])
         assert torch.equal(fresh[0].weight, model[0].weight.bfloat16())

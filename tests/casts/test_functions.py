@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pickle
 import sys
+import types
 
 import pytest
 import torch
@@ -279,3 +280,16 @@ def test_an_import_in_the_middle_of_another_starts_no_sweep(stand_in, monkeypatc
         monkeypatch.setattr(Sweep, "everything", lambda sweep: pytest.fail("a sweep within an import"))
         assert stand_in().nms(B, B, 0.5)[0] is torch.float32
         monkeypatch.undo()
+
+
+def test_a_wrapper_that_outlives_its_conversion_casts_nothing(lists, monkeypatch):
+    """Nobody can take it out of the local variable of a function that is running."""
+    module = types.ModuleType("outlived")
+    exec("def double(x):\n    return x * 2", vars(module))
+    monkeypatch.setitem(sys.modules, "outlived", module)
+    with hmpx.convert(**lists(bf16="outlived.double")):
+        held = module.double
+        assert held(X).dtype is torch.bfloat16
+    assert held is not module.double and held(X).dtype is torch.float32
+    with hmpx.convert(**lists(bf16="outlived.double")):
+        assert held(X).dtype is torch.float32 and module.double(X).dtype is torch.bfloat16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import hmpx
 from hmpx.casts.build_policy import build_policy
 from hmpx.casts.op_lists import read_lists
 from hmpx.casts.ops import catalog
+from hmpx.casts.overlays import Overlay
 from hmpx.casts.policy import Policy, Rule
 
 
@@ -118,3 +121,21 @@ def test_a_dtype_may_be_given_by_name(name):
         hmpx.convert(low_precision="fp32")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
     assert hmpx.attach(optimizer, state_dtype="bf16").settings.state_dtype is torch.bfloat16
+
+
+def test_parts_in_different_lists_leave_an_op_as_it_is_unless_it_is_listed_itself():
+    parts = {"bf16": ("log_softmax",), "fp32": ("nll_loss",)}
+    op = catalog()["cross_entropy"]
+    assert Policy(**parts).undecided(op) == {"log_softmax": Rule.BF16, "nll_loss": Rule.FP32}
+    listed = Policy(bf16=("cross_entropy", "log_softmax"), fp32=("nll_loss",))
+    assert listed.undecided(op) == {} and listed.rule(op) is Rule.BF16
+
+
+def test_where_the_names_of_a_policy_within_another_one_are_listed(lists):
+    given = lists(bf16="linear")
+    own = replace(build_policy(lists=read_lists(**given)), fp32=("exp",))
+    within = Overlay("train.py:3, hmpx.casts", policy=own).over(Policy(bf16=("matmul",)))
+    assert within.origins == {
+        "linear": f"{given['bf16_file_path']}:1, train.py:3, hmpx.casts",
+        "exp": "train.py:3, hmpx.casts",
+    }
