@@ -15,7 +15,7 @@ from torch import matmul, nn
 from torch.nn.functional import linear
 
 import hmpx
-from hmpx.casts.captured_names import rebinding
+from hmpx.casts.captured_names import rebinding, rewriting
 
 X = torch.randn(4, 4)
 TABLE = {"linear": F.linear, "other": 1}
@@ -133,6 +133,21 @@ def test_what_cannot_be_rebound_is_reported():
     assert f"{__name__}.KEYED[<Keyed>] holds linear: a Keyed as a key runs code of its own" in escaped
     assert "local variable local of" in escaped and "test_what_cannot_be_rebound_is_reported" in escaped
     assert local is F.linear and {F.linear} == SET and list(KEYED.values()) == [F.linear]
+
+
+def test_what_cannot_be_looked_through_is_reported_and_the_rest_is_rebound(monkeypatch):
+    module, plain = rewriting.Rewriting.module, types.ModuleType("unreadable")
+    plain.linear = F.linear
+
+    def look(self, each):
+        if each is plain:
+            raise ValueError("no such page")
+        module(self, each)
+
+    monkeypatch.setattr(rewriting.Rewriting, "module", look)
+    with hmpx.convert() as handle:
+        assert "a module holds a function of torch: it could not be looked through: no such page" in handle.escaped
+        assert TABLE["linear"](X, X).dtype is torch.bfloat16 and plain.linear(X, X).dtype is torch.float32
 
 
 class Pair(NamedTuple):

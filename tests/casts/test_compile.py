@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import subprocess
 import sys
@@ -136,14 +137,21 @@ def test_inductor_fuses_the_casts_and_keeps_the_dtypes(name):
         assert (c.float() - exact).abs().max() <= 2 * (e.float() - exact).abs().max() + 1e-6
 
 
-def test_torchs_own_decompositions_are_not_cast(lists):
-    """layer_norm, gelu and more are in no list; what torch spells them out in when it compiles is in one."""
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_torchs_own_decompositions_are_not_cast(is_placed, lists):
+    """layer_norm, gelu and more are in no list; what torch spells them out in when it compiles is in one.
+
+    is_placed: in another module these ops have other rules, so that each call asks where it is.
+    """
     names = "add sub mul div exp rsqrt mean sum pow erf tanh amax where truediv iadd sqrt var var_mean reciprocal"
     model = nn.Sequential(nn.LayerNorm(8), nn.GELU(), nn.GroupNorm(2, 8), nn.Hardswish())
     x = torch.randn(4, 8)
     plain = run(torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition"), model, x)
     torch._dynamo.reset()
-    with hmpx.convert(**lists(bf16=names)):
+    elsewhere, other = contextlib.ExitStack(), nn.Identity()
+    if is_placed:
+        elsewhere.callback(hmpx.policy_for(other, fp32=names.split()).remove)
+    with hmpx.convert(**lists(bf16=names)), elsewhere:
         assert (x.exp() * x).dtype is BF16
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
         assert same(run(compiled, model, x), plain)
