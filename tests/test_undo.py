@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hmpx
+from hmpx.casts.ops import catalog
 from tests.support import breaking
 from tests.support.breaking import Trained
 
@@ -93,3 +94,31 @@ def test_a_recipe_that_breaks_at_any_step_leaves_model_optimizer_and_torch_as_th
         assert [key for key in picture if picture[key] != now[key]] == [], code.co_qualname
         del it, now
         assert untouched.changed() == [], code.co_qualname
+
+
+def test_a_rule_that_breaks_at_any_step_leaves_the_conversion_and_other_rules_in_force(lists, untouched):
+    it, x = Trained(), torch.randn(3, 6)
+    names = iter(sorted(name for name, op in catalog().items() if op.computes))
+    it.model.eval()
+    picture = it.picture()
+    with hmpx.convert(**lists(bf16="linear batch_norm")) as conversion:
+        rule = hmpx.policy_for(it.model[2], "fp32")
+
+        given = []
+
+        def run():
+            given.append(hmpx.policy_for(it.model[0], fp32=[next(names)]))  # another one each time, which is new
+
+        def seen():
+            hidden = it.model[0](x)
+            return hidden.dtype, it.model[2](it.model[1](hidden)).dtype, torch.nn.functional.linear(x, x).dtype
+
+        dtypes = seen()
+        assert dtypes == (BF16, FP32, BF16)
+        steps = {code.co_filename: code for code in reversed(breaking.steps(run))}.values()
+        given.pop().remove()
+        for code in steps:
+            assert breaking.broken_at(code, run), f"{code.co_qualname} was not called again"
+            assert seen() == dtypes and conversion.active and not given, code.co_qualname
+        rule.remove()
+    assert it.picture() == picture and untouched.changed() == []
