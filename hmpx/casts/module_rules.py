@@ -152,9 +152,13 @@ def policy_for(
         raise HmpxError(f"policy_for takes a torch.nn.Module, not a {type(module).__name__}")
     lists = {"bf16": bf16, "fp32": fp32, "promote": promote, "low_precision": low_precision}
     made = ModuleRule(module, overlay_by_hand("policy_for", rule, lists, sys._getframe(1)))
-    made.apply()
-    if state.learn is not None:
-        state.learn(places_of_rules())
+    try:
+        made.apply()
+        if state.learn is not None:
+            state.learn(places_of_rules())
+    except BaseException:  # a function of the user's that cannot be cast, say
+        made.remove()
+        raise
     return made
 
 

@@ -14,8 +14,8 @@ import torch
 
 import hmpx
 from hmpx import process_state
-from tests.conftest import keep_what_is_there_out_of_sight
 from tests.downstream.scripts import torchvision_ops  # noqa: F401  timm and others import torchvision
+from tests.support import out_of_sight
 from tests.support.untouched import attributes_of_torch
 
 
@@ -38,4 +38,4 @@ def untouched():
     changed = [label for label, value in attributes_of_torch().items() if before[label] != value]
     assert not changed and not process_state.in_use()
     if len(gc.get_objects()) > 50_000:  # a library was imported
-        keep_what_is_there_out_of_sight()
+        out_of_sight.hide()

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import keep_what_is_there_out_of_sight
 from tests.downstream.by_hand import RECIPES, ByHand, adamw, batches, bits, digest, loader, net
-from tests.support import ranks
+from tests.support import out_of_sight, ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCHES = 4  # an epoch, of which there are two
@@ -50,7 +49,7 @@ def _by_lightning(rank: int, port: int, folder: str) -> dict:
 
     from hmpx.integrations.lightning import HmpxPrecision
 
-    keep_what_is_there_out_of_sight()
+    out_of_sight.hide()
 
     class Net(pl.LightningModule):
         def __init__(self, shards):
@@ -113,7 +112,7 @@ def _by_transformers(rank: int, port: int, folder: str) -> dict:
     warnings.filterwarnings("ignore")
     from tests.downstream.trainer import NO_DROPOUT, gpt2, texts, trained
 
-    keep_what_is_there_out_of_sight()
+    out_of_sight.hide()
     # Each batch stands there twice, so that both ranks see it.
     data = [text for i in range(0, 32, 4) for text in texts()[i : i + 4] * 2]
     how = {"save_strategy": "steps", "save_steps": 4, "ddp_backend": "gloo", "weight_decay": 0.0, "max_grad_norm": 0.0}
@@ -154,7 +153,7 @@ def _by_accelerate(rank: int, port: int, folder: str) -> dict:
     import hmpx
 
     warnings.filterwarnings("ignore")
-    keep_what_is_there_out_of_sight()
+    out_of_sight.hide()
 
     def run(name, recipe, resume=False):
         accelerate.state.AcceleratorState._reset_state(True)
