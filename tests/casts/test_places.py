@@ -702,7 +702,7 @@ def test_record_sees_lists_that_are_new_and_names_what_listed_them():
 def test_a_rule_with_a_name_that_is_nothing_leaves_no_rule(lists):
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     with hmpx.convert(**lists(bf16="linear")):
-        with pytest.raises(hmpx.UnknownOpError, match="math has no 'cosine'.*cos"):
+        with pytest.raises(hmpx.UnknownOpError, match="math has no 'cosine'"):
             hmpx.policy_for(model, fp32=["linear", "math.cosine"])
         assert model(x).dtype is BF16
         with hmpx.casts(fp32=["linear"]):
