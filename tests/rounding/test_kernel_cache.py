@@ -142,3 +142,15 @@ def test_what_is_no_file_does_not_make_anybody_wait(planted, caplog):
     os.mkfifo(library)
     library.chmod(0o666)
     assert native_library._build()._name != str(library) and "others can write to the library" in caplog.text
+
+
+def test_an_interrupt_while_a_library_is_kept_is_one_and_leaves_no_part_of_it(folder, tmp_path, monkeypatch):
+    def interrupted(library, out):
+        out.write(library.read(3))
+        raise KeyboardInterrupt
+
+    (tmp_path / "built").write_text("a library")
+    monkeypatch.setattr(kernel_cache.shutil, "copyfileobj", interrupted)
+    with kernel_cache.open_cache() as cache, pytest.raises(KeyboardInterrupt):
+        cache.keep(str(tmp_path / "built"), "library.so")
+    assert list(folder.iterdir()) == []
