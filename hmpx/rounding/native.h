@@ -100,8 +100,10 @@ static inline void round_block(const float *restrict x, uint16_t *restrict out, 
     BODY                                                                                                 \
   }
 
-/* A list of tensors with `total` elements is divided evenly among threads, each of which walks the list and finds its
-   own elements, a whole number of blocks of each tensor. `begin`: elements of the tensors before one of `n`. */
+/* A list of tensors is divided evenly among threads, each of which walks the list and finds its own elements, a whole
+   number of blocks of each tensor. A large tensor is divided by itself, as torch's kernels do it: what a thread has
+   written to, it reads again, and cores that share no cache send each other nothing. The small ones, with `total`
+   elements, are divided as if they were one. `begin`: elements of those before one of `n`. */
 typedef struct { int64_t from, to; } Share;
 
 static inline int64_t share_end(int64_t total, int thread, int threads, int64_t begin, int64_t n) {
@@ -110,18 +112,21 @@ static inline int64_t share_end(int64_t total, int thread, int threads, int64_t 
 }
 
 static inline Share share_of(int64_t total, int thread, int threads, int64_t begin, int64_t n) {
+  if (n > PARALLEL_FROM) total = n, begin = 0;
   return (Share){share_end(total, thread, threads, begin, n), share_end(total, thread + 1, threads, begin, n)};
 }
 
+static inline int64_t of_small(int64_t n) { return n > PARALLEL_FROM ? 0 : n; }
+
 /* A body for each `one` of a `list` of `count` tensors, with this thread's `share` of its elements. */
 #define FOR_EACH_SHARE(KIND, ...)                                                                             \
-  int64_t total = 0;                                                                                          \
-  for (int64_t i = 0; i < count; i++) total += list[i].n;                                                     \
-  if (total <= PARALLEL_FROM) threads = 1;                                                                    \
+  int64_t all = 0, total = 0;                                                                                 \
+  for (int64_t i = 0; i < count; i++) all += list[i].n, total += of_small(list[i].n);                         \
+  if (all <= PARALLEL_FROM) threads = 1;                                                                      \
   _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")                          \
   for (int thread = 0; thread < threads; thread++) {                                                          \
     int64_t begin = 0;                                                                                        \
-    for (const KIND *one = list; one < list + count; begin += one++->n) {                                     \
+    for (const KIND *one = list; one < list + count; begin += of_small(one++->n)) {                           \
       Share share = share_of(total, thread, threads, begin, one->n);                                          \
       __VA_ARGS__                                                                                             \
     }                                                                                                         \
