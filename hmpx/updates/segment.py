@@ -67,17 +67,14 @@ class Segment:
             return None
         return tensor.permute(self.order).reshape(-1)[self.start : self.stop]
 
-    def parts(
-        self, size: int, order: Order | None, ends: Callable[[int], int] | None = None, first: int = 0
-    ) -> Iterator[Segment]:
+    def parts(self, size: int, order: Order | None, ends: Callable[[int], int] | None = None) -> Iterator[Segment]:
         """A whole parameter in parts of about `size` elements.
 
         ends: the last element up to a given one where a part may end; None: any. Where none is near, a part is larger.
-        first: the size of the first part, if that is another one.
         """
         start = 0
         while True:  # a rank may hold nothing, and has state all the same
-            stop = min(start + (first if first and not start else size), self.count)
+            stop = min(start + size, self.count)
             if ends is not None and stop < self.count:
                 stop = _end(start, stop, self.count, ends)
             yield replace(self, start=start, stop=stop, order=order, at=start)

@@ -40,33 +40,41 @@ def slice_size(elements: int, parts: int = _PARTS) -> int:
 def cut(
     segments: Iterable[Segment], size: int, parts: Callable[[Segment, int], Iterable[Segment]]
 ) -> Iterator[list[Segment]]:
-    """Batches of at most `size` elements: small parameters together, large ones in `parts`, of which one fills a batch.
+    """Batches of at most `size` elements: small parameters together, each large one by itself, in parts of one size.
+
+    Batches of one part after the other lie alike in the buffers, where each thread then finds what it has left there
+    itself: cores that share no cache send each other nothing.
 
     A sharded parameter always goes through `parts`. One that must be gathered is a batch of its own, so that all ranks
     gather in the same order. Parameters that share memory are in different batches, one after the other.
 
-    parts: gets a parameter and the size of its first part.
+    parts: gets a parameter and the size of a part.
     """
     batch: list[Segment] = []
     room = size
     for segment in segments:
         count = segment.count
-        alone = segment.overlaps is not None or (count > room and segment.box is not None)
-        if batch and (alone or (count > room and room < size // 4)):
+        alone = segment.overlaps is not None or count > size // 4
+        if batch and (alone or count > room):
             yield batch
             batch, room = [], size
-        pieces = [segment] if count <= room and segment.box is None else list(parts(segment, room))
+        is_cut = segment.box is not None or count > size
+        pieces = list(parts(segment, even_part(count, size))) if is_cut else [segment]
         if alone or pieces[0].is_gathered:
             yield from ([piece] for piece in pieces)
             continue
         for piece in pieces:
-            if batch and piece.count > room:
-                yield batch
-                batch, room = [], size
             batch.append(piece)
             room -= piece.count
     if batch:
         yield batch
+
+
+def even_part(count: int, size: int) -> int:
+    """Into parts of how many elements so many are cut, so that none has more than `size` and the last hardly less."""
+    number = max(-(-count // size), 1)
+    part = -(-count // number)
+    return min(-(-part // _ALIGN) * _ALIGN, size)
 
 
 class SlicedStep:
@@ -124,7 +132,7 @@ class SlicedStep:
         first = list(smallest.values())
         return first + [segment for segment in segments if segment not in first]
 
-    def _parts(self, segment: Segment, first: int) -> Iterable[Segment]:
+    def _parts(self, segment: Segment, size: int) -> Iterable[Segment]:
         p = segment.param
         if not p.dim():
             return [segment]
@@ -132,9 +140,9 @@ class SlicedStep:
         together = [local(p), self._buffers.grads[p], *state.tensors(), *self._store.held(p)]
         ends = form_of(segment).ends(p)
         if all(tensor.is_contiguous() for tensor in together):
-            return segment.parts(self._size, None, ends, first // _ALIGN * _ALIGN)
+            return segment.parts(size, None, ends)
         in_memory = segment.box is None and ends is None
-        return segment.parts(self._size, memory_order(p) if in_memory else tuple(range(p.dim())), ends)
+        return segment.parts(size, memory_order(p) if in_memory else tuple(range(p.dim())), ends)
 
     def _batch(self, batch: list[Segment]) -> None:
         states = self._optimizer.state

@@ -22,7 +22,8 @@ from tests.support import python, ranks
 from tests.support.sharded import Small, shard
 
 BF16 = torch.bfloat16
-COUNT = 8_000_000
+SHAPE = 15, 133_312  # each row is a slice of a model of four
+COUNT = 4 * 15 * 133_312
 EVERY_WAY = [{"weights": way, "state_dtype": dtype} for way in WAYS for dtype in STATE_FORMS]
 FUSED = [{"fused": True, "state_dtype": dtype} for dtype in STATE_FORMS]
 
@@ -33,7 +34,7 @@ FUSED = [{"fused": True, "state_dtype": dtype} for dtype in STATE_FORMS]
     ids=str,
 )
 def test_every_way_takes_what_the_table_says(settings, foreach):
-    params = [nn.Parameter(torch.ones(2000, 1000, dtype=BF16)) for _ in range(4)]
+    params = [nn.Parameter(torch.ones(SHAPE, dtype=BF16)) for _ in range(4)]
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer = optim.AdamW(params, foreach=foreach)

@@ -107,18 +107,19 @@ def test_unknown_classes_step_whole_and_subclasses_are_unknown():
     }
 
 
-def test_the_first_part_of_a_large_parameter_fills_the_slice_that_small_ones_begin():
-    sizes = {"small": 64, "large": 450, "last": 62}
+def test_large_parameters_are_cut_evenly_and_small_ones_go_together():
+    sizes = {"first": 30, "second": 20, "large": 450, "third": 100, "fourth": 32, "fifth": 32, "sixth": 32, "last": 33}
     whole = [Segment(nn.Parameter(torch.ones(size, dtype=BF16)), name) for name, size in sizes.items()]
-    batches = sliced_step.cut(whole, 128, lambda segment, first: segment.parts(128, None, None, first))
+    batches = sliced_step.cut(whole, 128, lambda segment, size: segment.parts(size, None))
     found = [[(part.name, part.offset, part.count) for part in batch] for batch in batches]
     assert found == [
-        [("small", 0, 64), ("large", 0, 64)],
-        [("large", 64, 128)],
-        [("large", 192, 128)],
-        [("large", 320, 128)],
-        [("large", 448, 2), ("last", 0, 62)],
+        [("first", 0, 30), ("second", 0, 20)],
+        *([("large", start, min(128, 450 - start))] for start in (0, 128, 256, 384)),
+        [("third", 0, 100)],
+        [("fourth", 0, 32), ("fifth", 0, 32), ("sixth", 0, 32)],
+        [("last", 0, 33)],
     ]
+    assert [sliced_step.even_part(count, 1280) for count in (5, 1280, 1300, 2560, 2561)] == [64, 1280, 704, 1280, 896]
 
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.SGD])

@@ -94,8 +94,7 @@ def test_each_parameter_is_held_as_an_optimizer_of_its_own_would(make, settings)
     own = []
     for name, p in others.items():
         own.append(make([(name, p)]))
-        way = BY_HAND[name]
-        hmpx.attach(own[-1], seed=5, **way, **(settings if way["weights"] == "stochastic" else {}))
+        hmpx.attach(own[-1], seed=5, **BY_HAND[name], **settings)
     train(params, [optimizer])
     train(others, own)
     assert_same(held(params, [optimizer]), held(others, own))
