@@ -41,6 +41,7 @@ class _Copies:
         read_masters(segment.of(self._masters[segment.param]), segment.of(segment.param), out)
 
     def _copy(self, segment: Segment) -> None:
+        """Have a copy, on the weight's device."""
         masters, held = self._masters.get(segment.param), local(segment.param)
         if masters is None or masters.shape != held.shape:
             self._masters[segment.param] = held.float()
@@ -63,6 +64,9 @@ class Master(_Copies):
 
     def begin(self, segment: Segment, rounding_key: RoundingKey) -> None:
         self._copy(segment)
+        masters, held = self._masters[segment.param], local(segment.param)
+        if masters.stride() != held.stride():  # the weight has been laid otherwise
+            self._masters[segment.param] = torch.empty_like(held, dtype=torch.float32).copy_(masters)
 
     def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
         master = segment.of(self._masters[segment.param])
