@@ -16,7 +16,7 @@ The scale is the smallest one from 2^-126 to 2^126 that holds the largest finite
 
     y            |x| / |scale|, exact
     m, e         (bits(y) + 8 r + 4) >> 19, less the exponent of the code's zero
-    e = 0        (floor(y * 2^(top + 22)) + 8 r + 4) >> 19
+    e = 0        (y * 2^(top + 22), rounded to an integer, ties to even, + 8 r + 4) >> 19
 
 so a number below the least one of a signed block becomes that or 0, with a probability that keeps the mean. In a
 block that is nowhere negative, a positive number never becomes 0: it is the least number at least. What the code can
@@ -226,8 +226,8 @@ def encode(
         top = _top(signed)
         y = torch.where(magnitude < math.inf, magnitude, 0) * (1 / scale.float().abs())
         normal = reinterpreted(y, torch.int32) - (127 - top) * 0x800000
-        below = (y * _power_of_two(top + 22)).clamp(max=2.0**23).to(torch.int32)
-        code = shifted(torch.where(normal < 0x800000, below, normal) + (r * 8 + 4), _SHIFT)
+        below = reinterpreted(y + _power_of_two(1 - top), torch.int32) - (128 - top) * 0x800000  # an ulp is 1 there
+        code = shifted(torch.maximum(below, normal) + (r * 8 + 4), _SHIFT)
         code = torch.where(signed | (magnitude == 0), code, code.clamp(min=1))
         code = torch.minimum(code, top * 16 + 13)
         code = torch.where(magnitude == math.inf, top * 16 + 14, torch.where(values.isnan(), top * 16 + 15, code))

@@ -9,13 +9,15 @@
 typedef struct { uint32_t magnitude, bits; } Largest;
 
 static inline Largest largest_of(const float *restrict x, int64_t count) {
-  uint32_t magnitude = 0, bits = 0;
+  int32_t positive = 0;
+  uint32_t bits = 0;
   for (int64_t j = 0; j < count; j++) {
-    uint32_t one = bits_of(x[j]), its = one & 0x7FFFFFFFu;
-    magnitude = its > magnitude ? its : magnitude;
-    bits = one > bits ? one : bits;
+    int32_t one = (int32_t)bits_of(x[j]);
+    positive = one > positive ? one : positive;
+    bits = (uint32_t)one > bits ? (uint32_t)one : bits;
   }
-  return (Largest){magnitude, bits};
+  uint32_t negative = bits & 0x7FFFFFFFu; /* or the largest positive one again */
+  return (Largest){(uint32_t)positive > negative ? (uint32_t)positive : negative, bits};
 }
 
 /* The same without NaN, and without the magnitude of inf. */
@@ -37,49 +39,54 @@ static inline uint16_t scale_of(const float *restrict x, int64_t count, Largest 
   return (uint16_t)(exponent << 7 | (largest.bits > 0x80000000u) << 15);
 }
 
-/* The loop of `encode_block`, which the compiler makes four of: each leaves out what its blocks do not have. */
-static inline __attribute__((always_inline)) void encode_as(const float *restrict x, uint8_t *restrict codes, int64_t count, uint16_t scale,
-                             const uint16_t *restrict r, const int is_signed, const int is_finite) {
-  int32_t top = is_signed ? 7 : 15, zero = (127 - top) << 23;
-  float inverse = float_of((254u - (scale >> 7 & 0xFFu)) << 23), below = float_of((uint32_t)(top + 22 + 127) << 23);
+#define LOOP static inline __attribute__((always_inline)) void /* of which the compiler makes four: each leaves out what
+                                                                  its blocks do not have */
+
+/* Of two ways to read a number, as one that is below the least exponent and as another one, the larger code is right. */
+LOOP encode_as(const float *restrict x, uint8_t *restrict codes, int64_t count, uint16_t scale,
+               const uint16_t *restrict r, const int is_signed, const int is_within) {
+  int32_t top = is_signed ? 7 : 15, least = (128 - top) << 23; /* the bits of the least number with an exponent */
+  float inverse = float_of((254u - (scale >> 7 & 0xFFu)) << 23);
   for (int64_t j = 0; j < count; j++) {
     uint32_t magnitude = bits_of(x[j]) & 0x7FFFFFFFu;
-    float y = (is_finite || magnitude < 0x7F800000u ? float_of(magnitude) : 0.0f) * inverse, fixed = y * below;
-    int32_t normal = (int32_t)bits_of(y) - zero;
-    int32_t least = (int32_t)(fixed < 8388608.0f ? fixed : 8388608.0f);
-    int32_t code = ((normal < 0x800000 ? least : normal) + (r[j] * 8 + 4)) >> 19;
+    float y = (is_within || magnitude < 0x7F800000u ? float_of(magnitude) : 0.0f) * inverse;
+    int32_t below = (int32_t)bits_of(y + float_of((uint32_t)least)), normal = (int32_t)bits_of(y) + 0x800000;
+    int32_t code = ((below > normal ? below : normal) + (r[j] * 8 + (4 - least))) >> 19;
     if (!is_signed) { /* no positive number becomes 0 */
       int32_t lowest = (int32_t)(magnitude < 1 ? magnitude : 1);
       code = code > lowest ? code : lowest;
     }
-    code = code < top * 16 + 13 ? code : top * 16 + 13;
-    if (!is_finite)
+    if (!is_within) {
+      code = code < top * 16 + 13 ? code : top * 16 + 13;
       code = magnitude == 0x7F800000u ? top * 16 + 14 : magnitude > 0x7F800000u ? top * 16 + 15 : code;
-    codes[j] = (uint8_t)(x[j] < 0.0f ? code + 0x80 : code);
+    }
+    codes[j] = (uint8_t)(is_signed && x[j] < 0.0f ? code + 0x80 : code);
   }
 }
 
 /* r: the random numbers of the elements. largest: of the block. */
-static __attribute__((noinline)) void encode_block(const float *restrict x, uint8_t *restrict codes, int64_t count, uint16_t scale,
-                                const uint16_t *restrict r, uint32_t largest) {
-  int is_signed = scale >> 15, is_finite = largest < 0x7F800000u;
-  if (is_finite)
+static __attribute__((noinline)) void encode_block(const float *restrict x, uint8_t *restrict codes, int64_t count,
+                                                   uint16_t scale, const uint16_t *restrict r, uint32_t largest) {
+  int is_signed = scale >> 15, is_within = largest <= ((scale & 0x7F80u) << 16) + 0x680000u; /* 1.8125 of the scale */
+  if (is_within)
     is_signed ? encode_as(x, codes, count, scale, r, 1, 1) : encode_as(x, codes, count, scale, r, 0, 1);
   else
     is_signed ? encode_as(x, codes, count, scale, r, 1, 0) : encode_as(x, codes, count, scale, r, 0, 0);
 }
 
-static inline __attribute__((always_inline)) void decode_as(const uint8_t *restrict codes, float *restrict x, int64_t count, uint16_t scale,
-                             const int is_signed, const int is_finite) {
+/* Of the same two ways, the smaller number is right. */
+LOOP decode_as(const uint8_t *restrict codes, float *restrict x, int64_t count, uint16_t scale, const int is_signed,
+               const int is_finite) {
   int32_t top = is_signed ? 7 : 15, mask = is_signed ? 0x7F : 0xFF;
   uint32_t zero = (uint32_t)(127 - top) << 23;
-  float factor = float_of((uint32_t)(scale & 0x7FFFu) << 16), least = float_of((uint32_t)(1 - top + 127) << 23);
+  float factor = float_of((uint32_t)(scale & 0x7FFFu) << 16), least = float_of(zero + 0x800000u);
   for (int64_t j = 0; j < count; j++) {
-    int32_t magnitude = codes[j] & mask;
+    int32_t code = is_signed ? (int8_t)codes[j] : codes[j], magnitude = code & mask;
     uint32_t bits = ((uint32_t)magnitude << 19) + zero;
-    float y = (magnitude < 16 ? float_of(bits + 0x800000u) - least : float_of(bits)) * factor;
+    float normal = float_of(bits), below = float_of(bits + 0x800000u) - least;
+    float y = (below < normal ? below : normal) * factor;
     if (!is_finite) y = magnitude == top * 16 + 14 ? INFINITY : magnitude == top * 16 + 15 ? NAN : y;
-    x[j] = is_signed ? float_of(bits_of(y) | (uint32_t)(codes[j] & 0x80) << 24) : y;
+    x[j] = is_signed ? float_of(bits_of(y) | ((uint32_t)code & 0x80000000u)) : y;
   }
 }
 

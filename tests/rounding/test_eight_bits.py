@@ -16,7 +16,7 @@ from hmpx.updates.block_layout import Layout
 from hmpx.updates.held_state import HeldCodes
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
-from tests.support.eight_bits import in_8_bits, read, row_length
+from tests.support.eight_bits import in_8_bits, numbers, read, row_length
 from tests.support.numbers import special_values
 from tests.support.oracle import to_24_bits
 
@@ -93,6 +93,20 @@ def test_the_mean_is_kept_and_of_signed_blocks_below_the_least_number_too(value)
     spacing = (found.max() - found.min()).item()
     noise = math.sqrt(abs(value) * spacing / found.numel())  # at most, of a rounding between two neighbours
     assert abs(found.mean().item() - value) < 4.5 * noise + abs(value) * 1e-4
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@torch.no_grad()
+def test_below_the_least_exponent_numbers_are_rounded_to_the_finest_step_ties_to_even(signed):
+    """In steps of 2^-19 of a code: numbers a quarter, a half and three quarters of a step below where rounding goes up."""
+    count, top = 128, 7 if signed else 15
+    r = torch.from_numpy(numbers(count, **KEY, name="w.exp_avg"))
+    upper, below = 2 + torch.arange(count) % 5, torch.tensor([0.0, 0.25, 0.5, 0.75])[torch.arange(count) % 4]
+    steps = upper.double() * 2**19 - 8 * r - 4 - below
+    x = (steps * 2.0 ** -(top + 22)).float()
+    assert torch.equal(x.double() * 2.0 ** (top + 22), steps)
+    x[0] = -1.8125 if signed else 1.8125
+    assert torch.equal(check(x).codes[1:], (upper - (below > 0.5).long())[1:].to(torch.uint8))
 
 
 @torch.no_grad()

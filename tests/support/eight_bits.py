@@ -80,7 +80,7 @@ def _block(x, r):
         below = int(np.searchsorted(code, y, side="right")) - 1
         if below < len(code) - 1:
             part = (y - code[below]) / (code[below + 1] - code[below])
-            below += math.floor(part * 2**19) + 8 * int(r[i]) + 4 >= 2**19
+            below += round(part * 2**19) + 8 * int(r[i]) + 4 >= 2**19
         if value > 0 and not signed:
             below = max(below, 1)
         codes[i], held[i] = sign + below, math.copysign(code[below], value) * scale
