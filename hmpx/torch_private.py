@@ -107,6 +107,10 @@ NAMES: tuple[Private, ...] = (
     Private("torch._foreach_copy_", "copies many small tensors in one call"),
     Private("torch._foreach_add", "counts the step of many parameters in one call"),
     Private("torch._foreach_add_", "the same, in place"),
+    Private(
+        "torch._C._dynamo.guards.TensorGuards",
+        "whether tensors have the class, dtype, shape and strides of the last step, asked of all in one call",
+    ),
     # Gradients
     Private("torch.Tensor._post_accumulate_grad_hooks", "hooks on a parameter whose content was swapped"),
     Private("torch._C._current_graph_task_id", "tells one backward pass from the next"),

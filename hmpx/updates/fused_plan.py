@@ -66,11 +66,8 @@ class FusedPlan(Plan):
         return (
             formula.tensors_alone
             and fingerprint(optimizer) is not None
-            and all(
-                segment.param.is_cpu
-                and all(isinstance(value, Tensor) for value in optimizer.state[segment.param].values())
-                for _, segment in taken
-            )
+            and all(segment.param.is_cpu for _, segment in taken)
+            and Plan.can_be_seen(optimizer, [segment.param for _, segment in taken])
         )
 
     def fits(self, optimizer: optim.Optimizer) -> bool:

@@ -52,21 +52,29 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
             index += 1
 
 
-def fingerprint(optimizer: Optimizer) -> tuple | None:
-    """What `named`, and what lies where in memory, depends on, with the group of each parameter; None: nobody knows.
-
-    While it is the same, so are they.
+def members(optimizer: Optimizer) -> tuple | None:
+    """What `named` depends on, with the group of each parameter; None: nobody knows.
 
     The names that `attach` was given do not change.
     """
-    params = parameters(optimizer)
-    if optimizer in _shared_names or not set(map(type, params)) <= {Parameter}:
+    if optimizer in _shared_names:
+        return None
+    groups = [(len(group["params"]), list(group.get("param_names", ()))) for group in optimizer.param_groups]
+    return list(map(id, parameters(optimizer))), groups
+
+
+def fingerprint(optimizer: Optimizer) -> tuple | None:
+    """What `named`, and what lies where in memory, depends on; None: nobody knows.
+
+    While it is the same, so are they.
+    """
+    params, known = parameters(optimizer), members(optimizer)
+    if known is None or not set(map(type, params)) <= {Parameter}:
         return None
     if not all([p.is_cpu or p.is_cuda for p in params]):
         return None
-    groups = [(len(group["params"]), list(group.get("param_names", ()))) for group in optimizer.param_groups]
     places = [p.data_ptr() for p in params], [p.shape for p in params], [p.stride() for p in params]
-    return list(map(id, params)), *places, [p.dtype for p in params], groups
+    return known, *places, [p.dtype for p in params]
 
 
 def share(outer: Optimizer, inner: Optimizer) -> None:

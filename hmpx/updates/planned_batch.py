@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,7 @@ class PlannedBatch:
 
     Attributes:
         lists: the shadows of each group.
+        states: what the optimizer is shown of the state, by shadows.
         counts: of the steps, where slices see them.
         watched: state tensors and masters that are shown, each with the name of the parameter.
     """
@@ -89,6 +91,9 @@ class PlannedBatch:
         self.lists: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         for each in self.shown:
             self.lists[group[each.segment.param]].append(each.shadow)
+        self.states: dict[Tensor, dict[str, Any]] = {}
+        for each in self.shown:
+            self.show_again(each)
         self.names = [segment.name for segment in segments]
         self.watched = [
             (value, each.segment.name)
@@ -106,6 +111,24 @@ class PlannedBatch:
     def moved(self, address: int) -> None:
         """The room is at this address."""
         native.show_at(self._words, [address * in_room + at for in_room, at in self._places])
+
+    def show_again(self, each: Shown) -> None:
+        """Show this state at the next step: the optimizer has put something else into the dict that it was shown."""
+        if each.own is not None:
+            self.states[each.shadow] = each.own
+        elif each.state is not None:
+            self.states[each.shadow] = each.state.copy()
+
+    def states_left(self, states: dict) -> list[dict[str, Any] | None]:
+        """What the optimizer has left of `states`, by shadows, all of which leave its state.
+
+        To update a dict with another one, and to take the last items of one, hashes no keys: tensors do that in Python.
+        """
+        shadows = [each.shadow for each in self.shown]
+        are_last = len(states) >= len(shadows) and all(map(is_, reversed(states), reversed(shadows)))
+        if are_last and len(self.states) == len(shadows):
+            return [states.popitem()[1] for _ in shadows][::-1]
+        return [states.pop(shadow, None) for shadow in shadows]
 
     def read(self) -> None:
         """Bring weights, gradients and state to FP32."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any
 
 import torch
 from torch import optim
@@ -63,11 +63,10 @@ class SlicedPlan(Plan):
         """Whether a step in these batches can be remembered."""
         return (
             bool(batches)
-            and all(p.grad is not None for p in _parameters(batches) + others)  # a step may clear them
+            and Plan.can_be_seen(optimizer, _parameters(batches) + others)
             and native.library() is not None
             and fingerprint(optimizer) is not None
             and all(can_be_planned(each, optimizer.state.get(each.param), store) for batch in batches for each in batch)
-            and Plan(optimizer, _parameters(batches) + others, store).fits(optimizer)
         )
 
     def fits(self, optimizer: optim.Optimizer) -> bool:
@@ -105,11 +104,9 @@ class SlicedPlan(Plan):
         optimizer, states, shown = call.optimizer, call.optimizer.state, batch.shown
         batch.read()
         versions = [tensor._version for tensor, _ in batch.watched]
-        grads = [cast(Tensor, each.shadow.grad) for each in shown]
+        grads: list[Any] = [each.shadow.grad for each in shown]
         seen = [grad._version for grad in grads]
-        for _, shadow, _, state, own, _ in shown:
-            if own is not None or state is not None:
-                states[shadow] = own if state is None else state.copy()
+        states.update(batch.states)
         try:
             with OnlyParameters(optimizer.param_groups, batch.lists):
                 call.run()
@@ -121,20 +118,20 @@ class SlicedPlan(Plan):
             raise
         written += batch.names
         batch.write(write_back.rounding_key.of_step)
-        for each, grad, version in zip(shown, grads, seen, strict=True):
+        for each, left, grad, version in zip(shown, batch.states_left(states), grads, seen, strict=True):
             segment, shadow, copied, state, own, _ = each
-            left_grad = shadow.grad
+            left_grad: Any = shadow.grad
             if left_grad is not grad or grad._version != version:
                 buffers = SliceBuffers(write_back.store, by_memory=True)
                 buffers.hold(segment)
                 buffers.hand_back(segment, left_grad)
             if left_grad is not copied:
                 shadow.grad = copied
-            left = states.pop(shadow, None)
             if own is not None:
                 if left is not own:
                     states[segment.param] = left
             elif segment.param in self._late or not _is_same(left, state):
+                batch.show_again(each)
                 self._take(each, left, states, write_back)
         write_back.rounding_key.flush()
 

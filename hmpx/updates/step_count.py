@@ -28,7 +28,7 @@ _known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
 def stored(optimizer: Optimizer) -> dict[str, int]:
     """The step number and the seed, by their keys, as far as they are known."""
     groups, known = optimizer.param_groups, _known.get(optimizer)
-    carrier = next((group for group in groups if any(key in group for key in _KEYS)), {})
+    carrier = next((group for group in groups if STEP_KEY in group or SEED_KEY in group), {})
     if known is not None and known.groups is groups:
         moved = not groups or groups[0] is not known.first
         if moved or any(group is known.first for group in groups[1:]):
