@@ -98,7 +98,7 @@ def test_the_mean_is_kept_and_of_signed_blocks_below_the_least_number_too(value)
 @pytest.mark.parametrize("signed", [False, True])
 @torch.no_grad()
 def test_below_the_least_exponent_numbers_are_rounded_to_the_finest_step_ties_to_even(signed):
-    """In steps of 2^-19 of a code: numbers a quarter, a half and three quarters of a step below where rounding goes up."""
+    """Numbers a quarter, a half and three quarters of a step, 2^-19 of a code, below where rounding goes up."""
     count, top = 128, 7 if signed else 15
     r = torch.from_numpy(numbers(count, **KEY, name="w.exp_avg"))
     upper, below = 2 + torch.arange(count) % 5, torch.tensor([0.0, 0.25, 0.5, 0.75])[torch.arange(count) % 4]
