@@ -79,6 +79,7 @@ import torch
 from torch.nn.functional import pad
 
 from hmpx.rounding import native
+from hmpx.rounding.kernels import Kernels, kernels_for
 from hmpx.rounding.keys import derive_key
 from hmpx.rounding.places import Keys, Place, numbers_of
 from hmpx.rounding.xla import reinterpreted, shifted
@@ -108,6 +109,10 @@ class Rows(NamedTuple):
     def of(cls, length: int) -> Rows:
         """Whole rows of so many elements."""
         return cls(length, 0, -(-length // BLOCK))
+
+    def are_even(self, count: int) -> bool:
+        """Whether `count` elements, of whole rows, are in blocks that follow one another in steps of `BLOCK`."""
+        return self.width % BLOCK == 0 or self.width == count
 
     def floor(self, element: int) -> int:
         """The last element up to `element`, counted in what is held, with which a block begins, or its held part."""
@@ -213,8 +218,9 @@ def encode(
     """
     if not x.numel():
         return
-    if native.can_read(x, codes) and native.is_plain(scales) and all(place.has_one_key for place in places):
-        native.encode_8bit(x, codes, scales, rows, start, places, derive_key(*keys), given)
+    kernels = _kernels(scales, x, codes)
+    if kernels is not None and all(place.has_one_key for place in places):
+        kernels.encode_8bit(x, codes, scales, rows, start, places, derive_key(*keys), given)
         return
     if not given:
         scales.view(-1)[rows.range(start, start + x.numel())] = scales_for(*largest(x, rows, start))
@@ -237,8 +243,9 @@ def encode(
 
 def decode(out: Tensor, codes: Tensor, scales: Tensor, rows: Rows, start: int) -> None:
     """Write the numbers that `encode` has left to FP32 `out`; all flat, from the element `start` on."""
-    if out.numel() and native.can_read(codes, out) and native.is_plain(scales):
-        native.decode_8bit(codes, scales, out, rows, start)
+    kernels = _kernels(scales, codes, out) if out.numel() else None
+    if kernels is not None:
+        kernels.decode_8bit(codes, scales, out, rows, start)
         return
     for sheet in _sheets(start, start + out.numel(), rows):
         scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
@@ -253,6 +260,11 @@ def decode(out: Tensor, codes: Tensor, scales: Tensor, rows: Rows, start: int) -
         y = y * scale.float().abs()
         y = torch.where(signed & (code >= 0x80), -y, y)
         out[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(y)
+
+
+def _kernels(scales: Tensor, *tensors: Tensor) -> Kernels | None:
+    """Those that can read all of them; scales have a shape of their own."""
+    return kernels_for(*tensors) if native.is_plain(scales) and scales.device == tensors[0].device else None
 
 
 def _top(signed: Tensor) -> Tensor:

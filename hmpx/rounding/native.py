@@ -24,7 +24,7 @@ _ABSENT = (0,) * _HELD
 
 
 class Rounding(NamedTuple):
-    """One tensor of `round_list`: `out` bfloat16 and `x` float32, of one shape, contiguous, on the CPU.
+    """One tensor of `round_list`: `out` bfloat16 and `x` float32, of one shape, contiguous, on one device.
 
     Rows of `width` elements begin `stride` elements apart in the parameter, the first at `offset`. The upper 32 bits of
     all indices are the same. name: the hash of the parameter's name.
@@ -47,7 +47,7 @@ class Coded(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A tensor of a parameter as it is held between two steps: contiguous, on the CPU.
+    """A tensor of a parameter as it is held between two steps: contiguous.
 
     kind: of `native_held.c`, BF16 and above. name: its hash.
     beside: of the same shape, masters or lower halves; or the scales of codes, which lie in rows of `row` elements.

@@ -32,7 +32,8 @@ from typing import NamedTuple
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.rounding import eager, native, triton, xla
+from hmpx.rounding import eager, native, xla
+from hmpx.rounding.kernels import Kernels, kernels_for
 from hmpx.rounding.keys import MAX_UINT64, derive_key, name_id, step_key
 
 Tensor = torch.Tensor
@@ -119,7 +120,7 @@ def round_into(
     source = x.contiguous()
     target = out if out.is_contiguous() else torch.empty_like(source, dtype=out.dtype)
     place = offset, width or x.numel(), stride
-    _by_key(_kernel(x), target.view(-1), source.view(-1), (seed, step, name), *place)
+    _by_key(_kernel(source), target.view(-1), source.view(-1), (seed, step, name), *place)
     if target is out:
         torch.autograd.graph.increment_version(out)  # autograd does not see what a kernel of ours writes
     else:
@@ -145,27 +146,25 @@ class Rounding(NamedTuple):
 
 
 def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
-    """`round_into` for many tensors, those that the C kernels can read in one call of theirs."""
-    together = []
+    """`round_into` for many tensors: those that kernels of ours can read, in one call for each device."""
+    together: dict[torch.device, tuple[Kernels, list[native.Rounding]]] = {}
     for rounding in roundings:
         out, x, name, offset, width, stride = rounding
         count = x.numel()
         width = width or count
-        if not (
-            type(x) is Tensor
-            and x.is_cpu
-            and x.is_contiguous()
-            and out.is_contiguous()
-            and count
-            and (offset & 0xFFFFFFFF) + (count // width - 1) * stride + width <= 2**32
-            and native.library() is not None
+        kernels = kernels_for(x, out)
+        if (
+            kernels is None
+            or not count
+            or (offset & 0xFFFFFFFF) + (count // width - 1) * stride + width > 2**32  # they have several keys
         ):
             round_into(out, x, seed, step, name, offset, width, stride)
         else:
-            together.append(native.Rounding(out, x, name_id(name), offset, width, stride))
-    if together:
-        native.round_list(together, step_key(seed, step))
-        torch.autograd.graph.increment_version([each.out for each in together])
+            here = together.setdefault(x.device, (kernels, []))[1]
+            here.append(native.Rounding(out, x, name_id(name), offset, width, stride))
+    for kernels, here in together.values():
+        kernels.round_list(here, step_key(seed, step))
+        torch.autograd.graph.increment_version([each.out for each in here])
 
 
 def _by_key(
@@ -188,11 +187,7 @@ def _by_key(
 
 def _kernel(x: Tensor) -> Kernel:
     """The fastest kernel that can read `x`; all of them give the same bits."""
-    if type(x) is Tensor:
-        if x.is_cpu and native.library() is not None:
-            return native.round_
-        if x.is_cuda and triton.available():
-            return triton.round_
-        if xla.is_lazy(x):
-            return xla.round_
-    return eager.round_
+    kernels = kernels_for(x)
+    if kernels is not None:
+        return kernels.round_
+    return xla.round_ if xla.is_lazy(x) else eager.round_

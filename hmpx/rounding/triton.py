@@ -1,33 +1,156 @@
-"""The kernels in Triton: CUDA, one pass over memory.
+"""The kernels in Triton, as Python calls them: CUDA, one pass over memory, one launch for a list of tensors.
 
-Triton comes with torch's CUDA builds. ``TRITON_INTERPRET=1`` runs the kernels on the CPU, which is how they are tested
-where there is no GPU.
+They take what the C kernels take, and round to the same bits. Triton comes with torch's CUDA builds.
+``TRITON_INTERPRET=1`` runs the kernels on the CPU, which is how they are tested where there is no GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from hmpx.rounding import native
 from hmpx.rounding.keys import key_of
-from hmpx.rounding.native import Stepped
+from hmpx.rounding.native import BF16, CODED, FP32, KINDS, Coded, Held, Rounding, Stepped, is_plain
 
 try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+    from hmpx.rounding import triton_kernels
+except ImportError:  # no Triton
+    triton_kernels = None  # type: ignore[assignment]
 
-KERNELS = ("adam", "sgd", "lion", "adagrad", "rmsprop", "nadam")
-_STATES, _SCALARS = 3, 12  # at most, of a parameter; as in `native_steps.c`
-_PAIRS = 512  # pairs of elements that a program takes; one hash serves both elements of a pair
+KERNELS = native.KERNELS
+_CODES, _TILE = 128, 8  # elements of a block of codes, and blocks of a program; as are the next two, of triton_held.py
+_UNEVEN, _EVEN, _ALIGNED = range(3)
+_ABSENT, _SCALED = 0, -CODED
+_STATES = 3
 
 
 def available() -> bool:
     """Whether Triton can be imported."""
-    return triton is not None
+    return triton_kernels is not None
+
+
+def can_read(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels are there and can follow the pointers of these tensors, which must be of one shape."""
+    device, shape = tensors[0].device, tensors[0].shape
+    on_one = device.type == "cuda" and all(t.device == device and t.shape == shape for t in tensors)
+    return on_one and available() and all(map(is_plain, tensors))
+
+
+class _Lain(NamedTuple):
+    """How elements lie in the parameter, and in the blocks of a tensor with scales.
+
+    Element i of the `size` is element `offset + i // width * stride + i % width` of the parameter. It is element
+    `start + i` of rows of `row` elements; such a row is that part of a row of `whole` blocks that begins at `column`.
+    """
+
+    size: int
+    offset: int
+    width: int
+    stride: int
+    row: int
+    whole: int
+    start: int = 0
+    column: int = 0
+
+    @classmethod
+    def in_rows(cls, count: int, offset: int, width: int, stride: int) -> _Lain:
+        """Of a tensor without scales: a block ends where a row does."""
+        return cls(count, offset, width, stride, min(width, count), _blocks(min(width, count)))
+
+    @classmethod
+    def alone(cls, count: int, row: int) -> _Lain:
+        """Of all of a parameter."""
+        return cls(count, 0, count, 0, row, _blocks(row))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the elements of the parameter follow one another, and blocks of `_CODES` of them."""
+        is_full = self.column == 0 and self.row == self.whole * _CODES
+        is_one = self.start % self.row + self.size <= self.row and (self.column + self.start) % _CODES == 0
+        return self.width >= self.size and (is_full or is_one)
+
+    def words(self, lie: int) -> tuple[int, ...]:
+        """What the kernels are told, but for the first program; the second word counts blocks."""
+        if lie != _UNEVEN:
+            blocks = _blocks(self.size + self.offset % 2)
+            return self.size, blocks, self._block(self.start, self.whole), self.offset, *(0,) * 6
+        parts = _blocks(self.column % _CODES + self.row)
+        first, last = (self._block(i, parts) for i in (self.start, self.start + self.size - 1))
+        left = self.column // _CODES
+        rest = self.row, self.column, self.whole, self.start, self.width, self.stride
+        return self.size, last - first + 1, first - left, self.offset, *rest
+
+    def _block(self, element: int, of_a_row: int) -> int:
+        row, column = divmod(element, self.row)
+        return row * of_a_row + (self.column + column) // _CODES
+
+
+def _blocks(count: int) -> int:
+    return -(-count // _CODES)
+
+
+class _Part(NamedTuple):
+    """One row of a table: tensors whose elements lie in one way, with their keys."""
+
+    lain: _Lain
+    tensors: tuple[Held | None, ...]
+    keys: tuple[int, ...]
+    scalars: tuple[float, ...] = ()
+
+    def alike(self) -> tuple[int, ...]:
+        """What the kernels are compiled for: kinds of tensors, elements of a checksum, how the elements lie."""
+        kinds = tuple([_ABSENT if held is None else held.kind for held in self.tensors])
+        there = [held for held in self.tensors if held is not None]
+        lain, is_coded = self.lain, any(held.kind in (CODED, _SCALED) for held in there)
+        lie = _EVEN if lain.is_even and not (is_coded and lain.offset % 2) else _UNEVEN
+        if lie == _EVEN and not (
+            lain.size % 16 or lain.offset % 2 or any(a % 16 for h in there for a in _addresses(h))
+        ):
+            lie = _ALIGNED
+        return *kinds, max(held.every for held in there), lie
+
+
+def _addresses(held: Held) -> list[int]:
+    return [0 if each is None else each.data_ptr() for each in (held.tensor, held.beside, held.sums)]
+
+
+def _launch(kernel: str, parts: Iterable[_Part], *constants: int) -> None:
+    """One launch for all that are alike, which are nearly always all of them."""
+    lists: dict[tuple[int, ...], list[_Part]] = {}
+    for part in parts:
+        if part.lain.size:
+            lists.setdefault(part.alike(), []).append(part)
+    for kinds, alike in lists.items():
+        words, scalars, programs = array("Q"), array("f"), 0
+        for lain, tensors, keys, own in alike:
+            where = lain.words(kinds[-1])
+            words.extend((programs, *where))
+            for held, key in zip(tensors, keys, strict=True):
+                at, *more = (0, 0, 0) if held is None else _addresses(held)
+                words.extend((at, key, *more))
+            scalars.extend(own)
+            programs += -(-where[1] // _TILE)
+        first = next(held.tensor for held in alike[0].tensors if held is not None)
+        with torch.cuda.device_of(first):
+            table = _on(first.device, words, torch.int64), len(alike)
+            numbers = [_on(first.device, scalars, torch.float32)] if scalars else []
+            getattr(triton_kernels, kernel)[(programs,)](*table, *numbers, *constants, *kinds, enable_fp_fusion=False)
+
+
+def _on(device: torch.device, numbers: array, dtype: torch.dtype) -> torch.Tensor:
+    """A copy on the device. The CPU does not wait for it, but that a CUDA graph, which would not copy again, fails."""
+    host = torch.frombuffer(numbers, dtype=dtype)
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=not torch.cuda.is_current_stream_capturing())
+
+
+def _move(lain: _Lain, source: Held, target: Held, key: int = 0) -> _Part:
+    return _Part(lain, (source, target), (0, key))
 
 
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
@@ -35,172 +158,79 @@ def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int
 
     Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
     """
-    width = width or x.numel()
-    programs = triton.cdiv(width // 2 + 1, _PAIRS)  # for a row, which may begin at an odd element
-    _launch(_round, x.numel() // width * programs, x, out, programs, width, stride, offset, *_halves(key))
+    lain = _Lain.in_rows(x.numel(), offset, width or x.numel(), stride)
+    _launch("move_list", [_move(lain, Held(x, FP32), Held(out, BF16), key)])
+
+
+def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
+    """Round all of them, which are on one device, in one launch; as `native.round_list`."""
+    parts = []
+    for out, x, name, offset, width, stride in roundings:
+        lain = _Lain.in_rows(x.numel(), offset & 0xFFFFFFFF, width, stride)
+        parts.append(_move(lain, Held(x, FP32), Held(out, BF16), key_of(step_key, name, offset >> 32)))
+    _launch("move_list", parts)
+
+
+def encode_8bit(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    rows: Sequence[int],
+    start: int,
+    places: Sequence[Sequence[int]],
+    key: int,
+    given: bool,
+) -> None:
+    """`eight_bits.encode` within one key, of tensors with elements; as `native.encode_8bit`."""
+    parts, (row, column, whole) = [], rows
+    for first, last, offset, width, stride in places:
+        lain = _Lain(last - first, offset, width, stride, row, whole, start + first, column)
+        held = Held(codes[first:last], _SCALED if given else CODED, beside=scales)
+        parts.append(_move(lain, Held(x[first:last], FP32), held, key))
+    _launch("move_list", parts)
+
+
+def decode_8bit(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, rows: Sequence[int], start: int) -> None:
+    """`eight_bits.decode`, of tensors with elements."""
+    count, (row, column, whole) = out.numel(), rows
+    lain = _Lain(count, 0, count, 0, row, whole, start, column)
+    _launch("move_list", [_move(lain, Held(codes, CODED, beside=scales), Held(out, FP32))])
+
+
+def read(held: Held) -> torch.Tensor:
+    """All of it in FP32."""
+    out, count = torch.empty_like(held.tensor, dtype=torch.float32), held.tensor.numel()
+    _launch("move_list", [_move(_Lain.alone(count, held.row or count), held, Held(out, FP32))])
+    return out
 
 
 def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:
-    """Step all of these parameters in place by one of `KERNELS`; as `native.step_list`.
-
-    One launch for those that have the same dtypes, which are nearly always all of them.
-    """
-    by_dtypes: dict[tuple, list[Stepped]] = {}
+    """Step all of these parameters, which are on one device, in place by one of `KERNELS`; as `native.step_list`."""
+    parts = []
     for each in stepped:
-        states = cast(tuple[torch.Tensor | None, ...], each.states)  # codes of 8 bits go to the C kernels
-        held = (each.weight, each.grad, *states, *(None,) * (_STATES - len(states)))
-        by_dtypes.setdefault(tuple([None if t is None else t.dtype for t in held]), []).append(each)
-    for dtypes, alike in by_dtypes.items():
-        _launch_list(kernel, alike, dtypes, step_key)
+        weight, name, grad, states, names, scalars, kept = each
+        count = weight.numel()
+        lain = _Lain.alone(count, next((state.row for state in states if isinstance(state, Coded)), count))
+        kept = kept or Held(weight, KINDS[weight.dtype], name)
+        if count and kept.every > 1 and not lain.is_even:
+            _step_apart(kernel, each, kept, step_key)
+            continue
+        held = (kept, Held(grad, KINDS[grad.dtype]), *map(_held, states), *(None,) * (_STATES - len(states)))
+        keys = [key_of(step_key, each) for each in (name, *names)]
+        missing = (0,) * (len(held) - 1 - len(keys))
+        parts.append(_Part(lain, held, (keys[0], 0, *keys[1:], *missing), native.scalars_of(scalars)))
+    _launch("step_list", parts, KERNELS.index(kernel))
 
 
-def _launch_list(kernel: str, stepped: list[Stepped], dtypes: tuple, step_key: int) -> None:
-    """A table tells each program of which parameter it takes which part."""
-    words, owners, scalars = [], [], []
-    for number, (weight, name, grad, states, names, own, _) in enumerate(stepped):
-        programs = triton.cdiv((weight.numel() + 1) // 2, _PAIRS)
-        owners += [[number, program] for program in range(programs)]
-        addresses = [0 if state is None else cast(torch.Tensor, state).data_ptr() for state in states]
-        keys = [half for each in (name, *names) for half in _halves(key_of(step_key, each))]
-        missing = _STATES - len(states)
-        row = [weight.numel(), weight.data_ptr(), grad.data_ptr(), *addresses, *(0,) * missing]
-        words.append([*row, *keys, *(0,) * (2 * missing)])
-        scalars.append([*own, *(0.0,) * (_SCALARS - len(own))])
-    if not owners:
-        return
-    first = stepped[0].weight
-    table, places = (torch.tensor(rows, dtype=torch.int64, device=first.device) for rows in (words, owners))
-    numbers = torch.tensor(scalars, dtype=torch.float32, device=first.device)
-    kinds = [_KINDS[dtype] for dtype in dtypes]
-    with torch.cuda.device_of(first):
-        _step_list[(len(owners),)](table, places, numbers, KERNELS.index(kernel), *kinds, PAIRS=_PAIRS)
+def _held(state: torch.Tensor | Coded | None) -> Held | None:
+    if isinstance(state, Coded):
+        return Held(state.codes, CODED, beside=state.scales)
+    return None if state is None else Held(state, KINDS[state.dtype])
 
 
-def _halves(key: int) -> tuple[int, int]:
-    return key & 0xFFFFFFFF, key >> 32
-
-
-def _launch(kernel, programs: int, first: torch.Tensor, *arguments) -> None:
-    with torch.cuda.device_of(first):
-        kernel[(programs,)](first, *arguments, PAIRS=_PAIRS)
-
-
-if triton is not None:
-    _KEYS = ["programs", "width", "stride", "offset", "k1", "k2"]  # vary from call to call
-
-    @triton.jit
-    def _mixed(pair, k1, k2):
-        h = pair.to(tl.uint32) * 0x9E3779B9 + k1.to(tl.uint32)
-        h ^= h >> 16
-        h *= 0x21F0AAAD
-        h ^= h >> 15
-        h ^= k2.to(tl.uint32)
-        h *= 0x735A2D97
-        return h ^ (h >> 15)
-
-    @triton.jit
-    def _rounded(x, pair, k1, k2):
-        """FP32 [pairs, 2] to BF16."""
-        bits = x.to(tl.uint32, bitcast=True)
-        half = (16 * tl.arange(0, 2)).to(tl.uint32)
-        r = (_mixed(pair, k1, k2)[:, None] >> half[None, :]) & 0xFFFF
-        magnitude = bits & 0x7FFFFFFF
-        even = bits + 0x7FFF + ((bits >> 16) & 1)
-        nearest = tl.where(magnitude <= 0x7F800000, even, bits | 0x400000)  # a NaN stays one, made quiet
-        upper = tl.where(magnitude <= 0x7F7F0000, bits + r, nearest) >> 16
-        return upper.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-
-    @triton.jit(do_not_specialize=_KEYS)
-    def _round(x, out, programs, width, stride, offset, k1, k2, PAIRS: tl.constexpr):
-        row = (tl.program_id(0) // programs).to(tl.int64)
-        first = offset.to(tl.int64) + row * stride  # element of the parameter
-        pair = (tl.program_id(0) % programs).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-        column = 2 * pair[:, None] + tl.arange(0, 2)[None, :] - (first & 1)
-        inside = (column >= 0) & (column < width)
-        values = tl.load(x + row * width + column, mask=inside, other=0.0)
-        tl.store(out + row * width + column, _rounded(values, pair + (first >> 1), k1, k2), mask=inside)
-
-    _KINDS = {None: None, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-    _WIDTH = tl.constexpr(3 + _STATES + 2 * (1 + _STATES))  # words of a parameter in the table
-    _FIRST_KEY = tl.constexpr(3 + _STATES)
-    _SCALARS_WIDE = tl.constexpr(_SCALARS)
-    _ADAM, _SGD, _LION, _ADAGRAD, _RMSPROP, _NADAM = (tl.constexpr(number) for number in range(len(KERNELS)))
-
-    @triton.jit
-    def _opened(row, place: tl.constexpr, KIND: tl.constexpr, element, inside):
-        """A tensor's elements in FP32; zeros where there is none."""
-        if KIND is None:
-            return tl.full(element.shape, 0.0, tl.float32)
-        else:
-            at = tl.load(row + place).to(tl.pointer_type(KIND))
-            return tl.load(at + element, mask=inside, other=0.0).to(tl.float32)
-
-    @triton.jit
-    def _closed(row, place: tl.constexpr, key: tl.constexpr, KIND: tl.constexpr, element, inside, pair, x):
-        """Write FP32 `x` to a tensor, by stochastic rounding if that is BF16."""
-        if KIND is not None:
-            at = tl.load(row + place).to(tl.pointer_type(KIND))
-            if tl.bfloat16 == KIND:
-                k1, k2 = tl.load(row + _FIRST_KEY + 2 * key), tl.load(row + _FIRST_KEY + 2 * key + 1)
-                tl.store(at + element, _rounded(x, pair, k1, k2), mask=inside)
-            else:
-                tl.store(at + element, x, mask=inside)
-
-    @triton.jit
-    def _stepped(KERNEL: tl.constexpr, p, x, a, b, c, s, MOMENTUM: tl.constexpr, CENTERED: tl.constexpr):
-        """The loops of `native_steps.c`: weight, signed gradient with its L2 penalty, three states, the scalars."""
-        if KERNEL == _ADAM:
-            a = tl.load(s + 3) * a + tl.load(s + 4) * x
-            b = tl.load(s + 5) * b + tl.load(s + 6) * x * x
-            p = tl.load(s + 2) * p - tl.load(s + 7) * (a / (tl.sqrt(b) + tl.load(s + 8)))
-        elif KERNEL == _SGD:
-            if MOMENTUM:
-                a = tl.load(s + 4) * a + tl.load(s + 5) * x
-                x = tl.where(tl.load(s + 6) != 0, x + tl.load(s + 3) * a, a)
-            p -= tl.load(s + 2) * x
-        elif KERNEL == _LION:
-            u = tl.load(s + 3) * a + tl.load(s + 4) * x
-            direction = tl.where(u > 0, 1.0, 0.0) - tl.where(u < 0, 1.0, 0.0)
-            p = tl.load(s + 2) * p - tl.load(s + 7) * direction
-            a = tl.load(s + 5) * a + tl.load(s + 6) * x
-        elif KERNEL == _ADAGRAD:
-            a += x * x
-            p -= tl.load(s + 2) * (x / (tl.sqrt(a) + tl.load(s + 3)))
-        elif KERNEL == _RMSPROP:
-            a = tl.load(s + 3) * a + tl.load(s + 4) * x * x
-            variance = a
-            if CENTERED:
-                c += tl.load(s + 4) * (x - c)
-                variance = a - c * c
-            x /= tl.sqrt(variance) + tl.load(s + 5)
-            if MOMENTUM:
-                b = tl.load(s + 6) * b + x
-                x = b
-            p -= tl.load(s + 2) * x
-        else:  # NAdam
-            a += tl.load(s + 3) * (x - a)
-            b = tl.load(s + 4) * b + tl.load(s + 5) * x * x
-            root = tl.sqrt(b / tl.load(s + 9)) + tl.load(s + 8)
-            p = tl.load(s + 2) * p - tl.load(s + 6) * (x / root) - tl.load(s + 7) * (a / root)
-        return p, a, b, c
-
-    @triton.jit
-    def _step_list(
-        table, owners, scalars, KERNEL: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-        A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
-    ):  # fmt: skip
-        number, part = tl.load(owners + 2 * tl.program_id(0)), tl.load(owners + 2 * tl.program_id(0) + 1)
-        row, s = table + number * _WIDTH, scalars + number * _SCALARS_WIDE
-        pair = part * PAIRS + tl.arange(0, PAIRS)
-        element = 2 * pair[:, None] + tl.arange(0, 2)[None, :]
-        inside = element < tl.load(row)
-        p, grad = _opened(row, 1, P, element, inside), _opened(row, 2, G, element, inside)
-        a, b = _opened(row, 3, A, element, inside), _opened(row, 4, B, element, inside)
-        c = _opened(row, 5, C, element, inside)
-        grad = tl.load(s) * grad + tl.load(s + 1) * p
-        MOMENTUM: tl.constexpr = (A if KERNEL == _SGD else B) is not None
-        p, a, b, c = _stepped(KERNEL, p, grad, a, b, c, s, MOMENTUM, C is not None)
-        _closed(row, 1, 0, P, element, inside, pair, p)
-        _closed(row, 3, 1, A, element, inside, pair, a)
-        _closed(row, 4, 2, B, element, inside, pair, b)
-        _closed(row, 5, 3, C, element, inside, pair, c)
+def _step_apart(kernel: str, stepped: Stepped, kept: Held, step_key: int) -> None:
+    """Step weights whose blocks of one checksum are not within blocks of codes: in FP32, in a copy."""
+    weight, count = read(kept), kept.tensor.numel()
+    step_list(kernel, [stepped._replace(weight=weight, kept=None)], step_key)
+    key = key_of(step_key, kept.name)
+    _launch("move_list", [_move(_Lain.alone(count, count), Held(weight, FP32), kept, key)])

@@ -1,0 +1,52 @@
+"""Which kernels there are for a tensor: those in C on a CPU, those in Triton on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from hmpx.rounding import native, triton
+
+
+class Kernels(Protocol):
+    """What both have; `native` says what each function does."""
+
+    @property
+    def KERNELS(self) -> tuple[str, ...]: ...
+
+    def can_read(self, *tensors: Tensor) -> bool: ...
+
+    def round_(self, out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None: ...
+
+    def round_list(self, roundings: Sequence[native.Rounding], step_key: int) -> None: ...
+
+    def encode_8bit(
+        self,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        rows: Sequence[int],
+        start: int,
+        places: Sequence[Sequence[int]],
+        key: int,
+        given: bool,
+    ) -> None: ...
+
+    def decode_8bit(self, codes: Tensor, scales: Tensor, out: Tensor, rows: Sequence[int], start: int) -> None: ...
+
+    def read(self, held: native.Held) -> Tensor: ...
+
+    def step_list(self, kernel: str, stepped: Sequence[native.Stepped], step_key: int) -> None: ...
+
+
+_ALL: tuple[Kernels, ...] = (native, triton)
+
+
+def kernels_for(*tensors: Tensor) -> Kernels | None:
+    """Those that can follow the pointers of these tensors, which must be of one shape; None where none can."""
+    for kernels in _ALL:
+        if kernels.can_read(*tensors):
+            return kernels
+    return None

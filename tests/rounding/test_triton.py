@@ -1,0 +1,56 @@
+"""The kernels in Triton: in its interpreter, on the CPU, and compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hmpx.rounding import native
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ast.parse((ROOT / "tests/support/triton_checks.py").read_text(encoding="utf-8"))
+CHECKS = [
+    f.name for f in SOURCE.body if isinstance(f, ast.FunctionDef) and f.name.startswith("check_") and not f.args.args
+]
+IN_C = ("check_steps_are_those_in_c", "check_attached_optimizers")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def run(module, **environment):
+    """Triton reads its variables when it is imported, so the interpreter of Python is a new one."""
+    command = [sys.executable, "-m", module]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def raised():
+    return run("tests.support.triton_checks", TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_the_interpreter(check, raised):
+    """Each is a function of `tests.support.triton_checks`, which says what it looks at."""
+    if check in IN_C and native.library() is None:
+        pytest.skip("no C compiler here")
+    assert not raised[check], raised[check]
+
+
+def test_compiled_for_a_gpu(tmp_path):
+    """What the interpreter does not find: types, instructions that round in another way, loads of one number."""
+    found = run("tests.support.triton_compiled", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    for name, (instructions, widest) in found.items():
+        rounding = [each for each in instructions if re.fullmatch(r"(add|sub|mul|div|sqrt|fma)\..*f32", each)]
+        assert set(rounding) <= {f"{each}.rn.f32" for each in ("add", "sub", "mul", "div", "sqrt")}, name
+        assert bool(widest) == name.endswith("aligned"), name
+    assert "sqrt.rn.f32" in found["AdamW in 8 bits, aligned"][0]

@@ -1,0 +1,314 @@
+"""What the kernels in Triton are held against, in a process with ``TRITON_INTERPRET=1``; test_triton.py starts it.
+
+A check is a function here whose name begins with `check_`. The process prints, in JSON, what each has raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import traceback
+import warnings
+
+import torch
+
+import hmpx
+from hmpx.rounding import eager, halves, native, triton
+from hmpx.rounding.eight_bits import Rows, decode, encode
+from hmpx.rounding.keys import derive_key, key_of, name_id, step_key
+from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Held, Stepped
+from hmpx.rounding.places import Place
+from hmpx.updates.checksums import checksums, clear_written
+from tests.support.numbers import special_values
+from tests.support.triton_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
+
+
+@contextlib.contextmanager
+def kernels(name):
+    """What has kernels for CPUs: "C", "Triton", or nothing ("eager")."""
+    readers = native.can_read, triton.can_read
+
+    def follows(*tensors):
+        return all(native.is_plain(each) and each.shape == tensors[0].shape for each in tensors)
+
+    native.can_read, triton.can_read = (
+        readers[0] if name == "C" else lambda *tensors: False,
+        follows if name == "Triton" else lambda *tensors: False,
+    )
+    try:
+        yield
+    finally:
+        native.can_read, triton.can_read = readers
+
+
+def check_one_tensor():
+    x = torch.cat([torch.randn(1100), special_values(), torch.randn(3)])
+    key = derive_key(2**64 - 1, 3, "w")
+    for offset in (0, 1, 2, 255, 2**31 - 3, 2**32 - 1200):
+        found = []
+        for module in (eager, triton):
+            found.append(torch.empty(x.shape, dtype=torch.bfloat16))
+            module.round_(found[-1], x, key, offset)
+        assert same(*found), offset
+
+
+def check_a_list_of_tensors():
+    """Of all sizes around a block, in rows too, past 2^32 elements, and where memory is aligned or not."""
+    pieces = [(size, f"p{i}", 7 * i, size, 0) for i, size in enumerate((1, 127, 128, 129, 2100, 0, 1024, 1025))]
+    pieces += [(1500, "rows", 2**31 + 5, 60, 101), (1500, "long rows", 3 * 2**32 + 2**31 + 5, 300, 1001)]
+    roundings = []
+    for size, name, *place in pieces:
+        x, out = torch.randn(size + 1)[1:], torch.empty(size, dtype=torch.bfloat16)
+        x[: min(size, 25)] = special_values()[: min(size, 25)]
+        roundings.append(native.Rounding(out, x, name_id(name), *place))
+    roundings += [each._replace(out=torch.empty_like(each.out), x=each.x.clone()) for each in roundings]
+    triton.round_list(roundings, step_key(5, 9))
+    for out, x, name, offset, width, stride in roundings:
+        alone = torch.empty_like(out)
+        if x.numel():
+            eager.round_(alone, x, key_of(step_key(5, 9), name, offset >> 32), offset % 2**32, width, stride)
+        assert same(out, alone), (x.numel(), offset, width)
+
+
+def coded(by, x, rows, start, places, given):
+    with kernels(by):
+        codes = torch.full(x.shape, 77, dtype=torch.uint8)
+        scales = torch.full((-(-(start + x.numel()) // rows.width) * rows.blocks,), -4.0, dtype=torch.bfloat16)
+        scales[::2] = 8.0
+        before, back = scales.clone(), torch.empty_like(x)
+        encode(codes, x, scales, rows, start, places, (3, 4, "w"), given)
+        decode(back, codes, scales, rows, start)
+        assert not given or same(scales, before)
+        return codes, scales[rows.range(start, start + x.numel())], back
+
+
+def assert_codes_of(x, rows, places=None, start=0, given=False):
+    places = places or [Place(0, x.numel(), 0, x.numel(), 0)]
+    one, other = (coded(by, x, rows, start, places, given) for by in ("eager", "Triton"))
+    where = rows, start, places, given
+    assert same(one[0], other[0]) and same(one[2].nan_to_num(7.0), other[2].nan_to_num(7.0)), where
+    assert torch.equal(one[2].isnan(), other[2].isnan())
+    if rows == Rows.of(rows.width):  # else there are blocks that nobody holds, left alone
+        assert same(one[1], other[1]), where
+
+
+def spread(count, seed=0):
+    """Numbers of many sizes, one in eight of them zero; nowhere negative where the seed is odd."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, generator=generator) * 10 ** torch.empty(count).uniform_(-6, 2, generator=generator)
+    x = torch.where(torch.rand(count, generator=generator) < 0.125, 0.0, x)
+    return x.abs() if seed % 2 else x
+
+
+def check_codes_and_scales():
+    for seed, (rows, count) in enumerate(((300, 3), (300, 3), (128, 3), (41, 5), (1100, 1), (700, 1), (1, 9))):
+        for given in (False, True):
+            for offset in (0, 7):
+                size = rows * count
+                assert_codes_of(spread(size, seed), Rows.of(rows), [Place(0, size, offset, size, 0)], 0, given)
+
+
+def check_codes_of_special_values():
+    """In one block, each in a block of its own with half of it, and numbers around the ends of the scales' range."""
+    values = special_values()
+    own = torch.zeros(len(values), 128)
+    own[:, 3], own[:, 5] = values, values * 0.5
+    for x in (own, own.abs(), -own.abs()):
+        assert_codes_of(x.view(-1), Rows.of(128))
+    assert_codes_of(values.repeat(9), Rows.of(9 * len(values)))
+    ends = [0.0, -0.0, math.inf, math.nan, -math.inf, 1.8125, 1.8126, -1.8125, 3.4e38, -3.4e38, 1e-45, -1e-45]
+    ends += [1e-38, 1.8125 * 2**126, 1.82 * 2**126, 1.8125 * 2**-126, 1.82 * 2**-126]
+    assert_codes_of(torch.tensor(ends).repeat_interleave(130), Rows.of(130))
+    for tiny in (torch.randn(1000) * 1e-40, torch.randn(1000).abs() * 1e-40):
+        assert_codes_of(tiny, Rows.of(1000))
+
+
+def check_zeros_and_positive_numbers_in_8_bits():
+    """Worked out by hand: the least number is 2^-18 beside a 1; zero stays zero."""
+    x = torch.tensor([1.0, 0.0, 1e-45, 1e-30, 2.0**-19, 2.0**-18, -0.0])
+    back = coded("Triton", x, Rows.of(7), 0, [Place(0, 7, 0, 7, 0)], False)[2]
+    assert back.tolist() == [1.0, 0.0, *[2.0**-18] * 4, 0.0]
+
+
+def check_codes_of_parts_and_of_sharded_rows():
+    for width, first, blocks in ((100, 60, 3), (256, 128, 5), (300, 77, 3)):
+        rows, x = Rows(width, first, blocks), spread(5 * width)
+        for start in {rows.floor(width + 130), 2 * width}:
+            size = x.numel() - start
+            assert_codes_of(x[start:], rows, [Place(0, size, 11, size, 0)], start)
+        places = [Place(0, 2 * width, 10, width, 1000), Place(2 * width, 5 * width, 2**31 + 12, width, 1200)]
+        assert_codes_of(x, rows, places)
+
+
+def check_steps_are_those_in_c():
+    """To the bit: no step has fused multiply-adds, and roots and quotients are rounded to nearest."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for weight, state, grad in ((bf16, fp32, bf16), (fp32, bf16, fp32)):
+        for kernel in STEPS:
+            for scalars in STEPS[kernel]:
+                results = []
+                for module in (native, triton):
+                    results.append(stepped(kernel, scalars, weight, state, grad))
+                    module.step_list(kernel, results[-1], 2**63 + 5)
+                for one, other, before in zip(*results, stepped(kernel, scalars, weight, state, grad), strict=True):
+                    for a, b in zip((one.weight, *one.states), (other.weight, *other.states), strict=True):
+                        assert a is None or same(a, b), (kernel, scalars, weight, state)
+                    assert one.weight.numel() == 1 or not torch.equal(one.weight, before.weight)
+
+
+def check_a_step_of_fp32_weights_is_what_one_of_bf16_weights_rounds():
+    for kernel in STEPS:
+        scalars, dtypes = STEPS[kernel][0], (torch.bfloat16, torch.float32)
+        low, wide = (stepped(kernel, scalars, dtype, torch.float32, dtype) for dtype in dtypes)
+        wide = [one._replace(grad=other.grad.float()) for one, other in zip(wide, low, strict=True)]
+        for each in (low, wide):
+            triton.step_list(kernel, each, 77)
+        for one, exact in zip(low, wide, strict=True):
+            rounded = torch.empty_like(one.weight)
+            eager.round_(rounded, exact.weight, key_of(77, one.name), 0)
+            assert same(rounded, one.weight)
+            assert one.weight.numel() == 1 or not torch.equal(rounded.float(), exact.weight)
+
+
+def read_by_the_specification(held):
+    """In FP32, as the docstrings of `halves.py` and `checksums.py` have it."""
+    if held.kind in (BF16, NEAREST, FP32):
+        return held.tensor.float().clone()
+    out, beside = torch.empty_like(held.tensor, dtype=torch.float32), held.beside.clone()
+    if held.kind == MASTER:
+        halves.read_masters(beside, held.tensor, out)
+    else:
+        clear_written(held.tensor, held.sums, beside)
+        (halves.join if held.kind == SPLIT else halves.join_24)(held.tensor, beside, out)
+    return out
+
+
+def written_by_the_specification(x, held):
+    """What holds `x` in the same way: weights, what is beside them, checksums."""
+    out, size = torch.empty_like(x, dtype=torch.bfloat16), x.numel()
+    if held.kind == FP32:
+        return [x]
+    if held.kind == BF16:
+        eager.round_(out, x, key_of(step_key(*KEY), held.name), 0)
+        return [out]
+    if held.kind in (NEAREST, MASTER):
+        return [x.to(torch.bfloat16), *([x] if held.kind == MASTER else [])]
+    lower = torch.empty_like(held.beside)
+    if held.kind == SPLIT:
+        halves.split(x, out, lower)
+    else:
+        halves.split_24(x, out, lower, [Place(0, size, 0, size, 0)], (*KEY, "w"))
+    return [out, lower, checksums(out)]
+
+
+def check_weights_and_states_held_in_all_ways():
+    """A step in FP32 with the numbers that the specification reads, written back by the specification."""
+    for kind in KINDS:
+        for size, row in ((1280, 128), (1100, 1100), (450, 150), (1, 1)):
+            step_as_specified(size, row, kind)
+    for kind in (SPLIT, SPLIT8):  # with checksums of several weights, which cross the ends of rows, or not
+        for size, row in ((4224, 128), (4350, 150)):
+            step_as_specified(size, row, kind)
+
+
+def step_as_specified(size, row, kind):
+    one = made(size, row, kind)
+    held = one.kept or Held(one.weight, kind, one.name)
+    with kernels("eager"):
+        x, states = read_by_the_specification(held), []
+        for codes, scales, _ in one.states:
+            states.append(torch.empty(size))
+            decode(states[-1], codes, scales, Rows.of(row), 0)
+    assert same(triton.read(held), x), (kind, size, row)
+    wide = Stepped(x, one.name, one.grad, tuple(states), one.state_names, ADAM)
+    for each in (wide, one):
+        triton.step_list("adam", [each], step_key(*KEY))
+    with kernels("eager"):
+        expected = written_by_the_specification(wide.weight, held)
+        for state, name in zip(wide.states, ("w.m", "w.v"), strict=True):
+            codes, scales = torch.empty(size, dtype=torch.uint8), torch.empty_like(one.states[0].scales)
+            encode(codes, state, scales, Rows.of(row), 0, [Place(0, size, 0, size, 0)], (*KEY, name))
+            expected += [codes, scales]
+    for number, (a, b) in enumerate(zip(tensors(one), expected, strict=True)):
+        assert same(a, b), (kind, size, row, number)
+
+
+def check_a_list_of_all_ways_at_once():
+    """Launched together, they are what they are alone."""
+    lists = []
+    for together in (False, True):
+        lists.append([made(size, row, kind) for kind in KINDS for size, row in ((384, 128), (90, 30))])
+        for each in [lists[-1]] if together else [[one] for one in lists[-1]]:
+            triton.step_list("adam", each, 7)
+    for one, other in zip(*lists, strict=True):
+        assert all(map(same, tensors(one), tensors(other)))
+
+
+def check_a_read_of_codes():
+    for size, row in ((1280, 128), (900, 300)):
+        codes, scales, _ = made(size, row, BF16).states[0]
+        with kernels("eager"):
+            out = torch.empty(size)
+            decode(out, codes, scales, Rows.of(row), 0)
+        assert same(triton.read(Held(codes, native.CODED, beside=scales, row=row)), out)
+
+
+def trained(by, options):
+    """Weights, and the state of what an optimizer has stepped thrice; somebody writes to weights in between."""
+    with kernels(by):
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"a": (9, 40), "b": (3, 256), "c": (), "d": (17, 256)}
+        params = {
+            name: torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+            for name, shape in shapes.items()
+        }
+        optimizer = torch.optim.AdamW([*params.items()], lr=1e-2)
+        hmpx.attach(optimizer, **options)
+        for step in range(3):
+            for p in params.values():
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+            if step == 1:
+                with torch.no_grad():
+                    params["a"][3] += 1
+            optimizer.step()
+        states = [value for p in params.values() for value in optimizer.state[p].values()]
+        return [p.detach() for p in params.values()] + states
+
+
+def check_attached_optimizers():
+    """The library by the kernels in Triton alone, as it is on CUDA: what the C kernels make, or the eager ones."""
+    launched, step_list = [], triton.step_list
+    triton.step_list = lambda *arguments: (launched.append(arguments), step_list(*arguments))
+    for options in (
+        *({"fused": True, "state_dtype": "8bit", "weights": way} for way in ("master", "split8")),
+        {"fused": True, "state_dtype": torch.bfloat16},
+        {"state_dtype": "8bit"},
+    ):
+        results = [trained(by, options) for by in ("C", "Triton")]
+        for number, (one, other) in enumerate(zip(*results, strict=True)):
+            assert same(one, other), (options, number)
+        assert bool(launched) == options.get("fused", False)
+        assert all(len(stepped) == 4 for _, stepped, _ in launched)  # all parameters at once
+        launched.clear()
+    triton.step_list = step_list
+
+
+def main():
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # NumPy's, of NaN and inf
+    results = {}
+    for name, check in list(globals().items()):
+        if name.startswith("check_"):
+            try:
+                with torch.no_grad() if name != "check_attached_optimizers" else contextlib.nullcontext():
+                    torch.manual_seed(0)
+                    check()
+                results[name] = ""
+            except BaseException:
+                results[name] = traceback.format_exc()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

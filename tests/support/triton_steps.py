@@ -1,0 +1,99 @@
+"""Steps for the kernels in Triton: parameters whose weights and states are held in every way."""
+
+from __future__ import annotations
+
+import torch
+
+from hmpx.rounding import halves
+from hmpx.rounding.keys import name_id
+from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Coded, Held, Stepped
+from hmpx.updates.checksums import block_of, checksums
+from tests.support.numbers import special_values
+
+KEY = (2**63 + 5, 9)  # seed and step
+KINDS = (FP32, BF16, NEAREST, MASTER, SPLIT, SPLIT8)
+ADAM = (1.0, 0.1, 0.99, 0.9, 0.1, 0.999, 0.001, 1e-2, 1e-8)
+
+STEPS = {  # kernels, and the scalars of `native_steps.c`, with all that they can switch
+    "adam": [(-1.0, 0.1, 0.99, 0.9, 0.1, 0.999, 0.001, 1e-2, 1e-8)],
+    "sgd": [
+        *((1.0, 0.1, 1e-2, 0.9, 0.9, 1.0, nesterov) for nesterov in (0.0, 1.0)),
+        (1.0, 0.0, 0.1, -1.0, 0.0, 1.0, 0.0),
+    ],
+    "lion": [(1.0, 0.0, 0.99, 0.9, 0.1, 0.99, 0.01, 1e-3)],
+    "adagrad": [(-1.0, 0.1, 1e-2, 1e-10)],
+    "rmsprop": [
+        (1.0, 0.1, 1e-2, 0.99, 0.01, 1e-8, momentum, centered) for momentum in (-1.0, 0.9) for centered in (0.0, 1.0)
+    ],
+    "nadam": [(1.0, 0.1, 0.99, 0.1, 0.999, 0.001, 1e-3, 1e-2, 1e-8, 0.1)],
+}
+STATES = {"adam": 2, "sgd": 1, "lion": 1, "adagrad": 1, "rmsprop": 3, "nadam": 2}
+
+
+def stepped(kernel, scalars, weight_dtype, state_dtype, grad_dtype, sizes=(1037, 1, 70)):
+    """What a list of steps is given: the same numbers each time, tensors of their own."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for n, size in enumerate(sizes):
+        p, g, *states = (torch.randn(size, generator=generator) for _ in range(2 + STATES[kernel]))
+        states = [state.to(state_dtype) if i else state.square().to(state_dtype) for i, state in enumerate(states)]
+        if kernel in ("adam", "nadam"):
+            states[1] = states[1].square()
+        if (kernel == "sgd" and scalars[3] < 0) or (kernel == "rmsprop" and scalars[6] < 0):
+            states[0 if kernel == "sgd" else 1] = None
+        if kernel == "rmsprop":
+            states[2] = (states[2] * 0.1).to(state_dtype) if scalars[7] else None
+            states[0] = (states[0] + 1).to(state_dtype)  # so that the variance is positive
+        names = tuple(range(10 * n, 10 * n + len(states)))
+        p = p.bfloat16().to(weight_dtype)
+        found.append(Stepped(p, 2**64 - 3 - n, g.to(grad_dtype), tuple(states), names, scalars))
+    return found
+
+
+def made(size, row, kind, seed=0):
+    """AdamW's: both moments in 8 bits, in rows; some weights and masters that are special, and some written to."""
+    generator = torch.Generator().manual_seed(seed)
+    x, special = torch.randn(size, generator=generator), special_values()
+    x[: min(size, len(special))] = special[:size]
+    weight, kept, name = x if kind == FP32 else x.bfloat16(), None, name_id("w")
+    if kind == NEAREST:
+        kept = Held(weight, kind, name)
+    if kind == MASTER:
+        weight[3::7] += 1
+        kept = Held(weight, kind, name, x)
+    if kind in (SPLIT, SPLIT8):
+        lower = torch.randint(-128, 128, (size,), generator=generator, dtype=torch.int8)
+        if kind == SPLIT:
+            lower = torch.empty(size, dtype=torch.int16)
+            halves.split(x, weight, lower)
+        sums = checksums(weight)
+        weight[5::701] += 1
+        kept = Held(weight, kind, name, lower, sums, block_of(weight))
+    states = tuple(_coded(size, row, signed, generator) for signed in (True, False))
+    names = (name_id("w.m"), name_id("w.v"))
+    return Stepped(weight, name, torch.randn(size, generator=generator).bfloat16(), states, names, ADAM, kept)
+
+
+def _coded(size, row, signed, generator):
+    """Any codes, and scales of small numbers."""
+    codes = torch.randint(0, 126 if signed else 254, (size,), generator=generator, dtype=torch.uint8)
+    codes += 128 * torch.randint(0, 2, (size,), generator=generator, dtype=torch.uint8) * signed
+    scales = 2.0 ** -torch.randint(0, 20, (-(-row // 128) * (size // row),), generator=generator)
+    return Coded(codes, (-scales if signed else scales).bfloat16(), row)
+
+
+def tensors(one):
+    """All that a step writes to."""
+    beside = () if one.kept is None else (one.kept.beside, one.kept.sums)
+    codes = [each for state in one.states for each in (state.codes, state.scales)]
+    return [one.weight, *[each for each in beside if each is not None], *codes]
+
+
+def bits(x):
+    return x.contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def same(one, other):
+    """To the bit; NaN, of which processors make several, is NaN."""
+    nan = one.isnan() & other.isnan()
+    return one.dtype is other.dtype and bool(((bits(one) == bits(other)) | nan.view(-1)).all())
