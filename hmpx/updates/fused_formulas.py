@@ -1,7 +1,7 @@
 """What the fused kernels of each optimizer read: which state, and numbers made of a group's options.
 
 The formulas are those of torch's classes and of `lion_pytorch`; `rounding/native_steps.c` has the loops, and says what
-each number is. To add an optimizer, write its loop there and in `rounding/triton.py`, and a class here.
+each number is. To add an optimizer, write its loop there and in `rounding/triton_kernels.py`, and a class here.
 """
 
 from __future__ import annotations

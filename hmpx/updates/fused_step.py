@@ -10,8 +10,7 @@ Parameters that no kernel takes are stepped in slices:
 - sharded ones (DTensors), and other subclasses of tensors; ones with 2^32 elements or more;
 - ones that share elements with another parameter;
 - where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
-- with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer;
-- with state in 8 bits, or held in another way than "stochastic", on CUDA.
+- with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from torch import optim
 
 from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
-from hmpx.rounding import native, triton
+from hmpx.rounding import native
+from hmpx.rounding.kernels import Kernels, kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.updates.block_layout import Layout
 from hmpx.updates.fused_formulas import Formula, formula_of, is_scaled
@@ -52,22 +52,18 @@ class FusedStep:
         """Whether a kernel can step this parameter."""
         if segment.overlaps is not None:  # a kernel's threads would write to the same elements
             return False
-        p, grad, formula = segment.param, segment.grad, self._formula
-        if segment.way.weights != "stochastic" and not p.is_cpu:
-            return False
+        p, grad, formula, kernels = segment.param, segment.grad, self._formula, kernels_for(segment.param)
         state = self._optimizer.state.get(p, {})
-        if formula is None or not formula.takes(group, by_own_keys(state)) or formula.kernel not in _kernels(p):
+        if formula is None or not formula.takes(group, by_own_keys(state)):
+            return False
+        if kernels is None or formula.kernel not in kernels.KERNELS:
             return False
         _refuse_dtypes(segment, formula.states(group), state)
         in_8_bits = segment.way.state_dtype == "8bit" and any(formula.states(group))
-        if in_8_bits and not _has_blocks(p, state):
+        if in_8_bits and not _can_be_coded(segment, state):
             return False
         held = [v for v in by_own_keys(state).values() if isinstance(v, Tensor) and v.dim()]
-        return (
-            p.numel() < 2**32
-            and grad.dtype in (torch.bfloat16, torch.float32)
-            and all(native.is_plain(t) and t.device == p.device and t.shape == p.shape for t in (p, grad, *held))
-        )
+        return p.numel() < 2**32 and grad.dtype in (torch.bfloat16, torch.float32) and kernels.can_read(p, grad, *held)
 
     def prepare(self, taken: list[tuple[dict, Segment]]) -> Launch:
         """A function that steps parameters that a kernel `takes`.
@@ -97,7 +93,7 @@ class FusedStep:
         held = self._optimizer.state.get(segment.param) or {}
         state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}
         kept = self._kept(segment)
-        before = segment.param.float() if kept is None else native.read(kept)
+        before = segment.param.float() if kept is None else _kernels(kept.tensor).read(kept)
         weights = before.clone()
         self._launch(self._stepped([(group, segment)], [weights], [segment.grad.float()], [state])[0])
         return before, weights
@@ -145,9 +141,8 @@ class FusedStep:
         by_device: dict[torch.device, list[native.Stepped]] = {}
         for each in stepped:
             by_device.setdefault(each.weight.device, []).append(each)
-        for device, here in by_device.items():
-            kernels = native if device.type == "cpu" else triton
-            kernels.step_list(self._kernel, here, self._write_back.rounding_key.of_step)
+        for here in by_device.values():
+            _kernels(here[0].weight).step_list(self._kernel, here, self._write_back.rounding_key.of_step)
 
     @property
     def _kernel(self) -> str:
@@ -180,16 +175,17 @@ def _in_kernel(state: dict, key: str) -> Tensor | native.Coded:
     return native.Coded(codes, state[SCALES + key], Layout.of(codes).rows.width)
 
 
-def _has_blocks(p: Tensor, state: dict) -> bool:
-    """Whether a kernel can step a parameter whose state is in 8 bits: those in C can."""
-    return p.is_cpu and all(native.is_plain(value) for key, value in state.items() if key.startswith(SCALES))
+def _can_be_coded(segment: Segment, state: dict) -> bool:
+    """Whether kernels can step a parameter whose state is in 8 bits."""
+    scales = [value for key, value in state.items() if key.startswith(SCALES)]
+    return all(native.is_plain(each) and each.device == segment.param.device for each in scales)
 
 
-def _kernels(p: Tensor) -> tuple[str, ...]:
-    """The kernels that there are for a parameter."""
-    if p.is_cpu and native.library() is not None:
-        return native.KERNELS
-    return triton.KERNELS if p.is_cuda and triton.available() else ()
+def _kernels(weight: Tensor) -> Kernels:
+    """Those that step weights that they `take`."""
+    kernels = kernels_for(weight)
+    assert kernels is not None, "a kernel takes these parameters"
+    return kernels
 
 
 def _counted(states: list[dict]) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.halves import join, join_24, read_masters, split
+from hmpx.rounding.kernels import kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.updates.checksums import BLOCK, block_of, checksums, clear_written
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
@@ -79,7 +80,7 @@ class Master(_Copies):
 
     def kept(self, segment: Segment) -> native.Held | None:
         held, masters = segment.param.detach(), self._masters.get(segment.param)
-        if masters is None or not native.can_read(held, masters):
+        if masters is None or kernels_for(held, masters) is None:
             return None
         return native.Held(held, native.MASTER, name_id(segment.name), masters)
 
@@ -151,7 +152,8 @@ class _InHalves(_Copies):
         self._update_lower(segment.param)
         if segment.param not in self._lower:
             self._begin_lower(segment.param)
-        if segment.param not in self._checksums:
+        sums = self._checksums.get(segment.param)
+        if sums is None or sums.device != held.device:
             self._checksums[segment.param] = checksums(held)
 
     def _begin_lower(self, param: Parameter) -> None:
@@ -175,7 +177,9 @@ class _InHalves(_Copies):
     def kept(self, segment: Segment) -> native.Held | None:
         held, lower = segment.param.detach(), self._lower.get(segment.param)
         sums, block = self._checksums.get(segment.param), block_of(held)
-        if lower is None or sums is None or segment.param in self._masters or not native.can_read(held, lower):
+        if lower is None or sums is None or segment.param in self._masters or sums.device != held.device:
+            return None
+        if kernels_for(held, lower) is None:
             return None
         if segment.offset % block or (segment.count % block and not segment.is_last):
             return None

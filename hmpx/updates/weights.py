@@ -44,7 +44,7 @@ class StepStore(Protocol):
         """The tensors that are kept beside the weights of one parameter, each of its shape."""
 
     def kept(self, segment: Segment) -> native.Held | None:
-        """How the C kernels read and write the weights of a contiguous parameter in slices.
+        """How kernels of ours read and write the weights of a contiguous parameter in slices.
 
         None where the store has to look first: at what was loaded, say.
         """
