@@ -10,7 +10,9 @@ Parameters that no kernel takes are stepped in slices:
 - sharded ones (DTensors), and other subclasses of tensors; ones with 2^32 elements or more;
 - ones that share elements with another parameter;
 - where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
-- with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer.
+- with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer;
+- on CPUs, with more than 4096 weights in halves ("split", "split8") beside state in 8 bits, in several rows whose
+  length is no multiple of 128.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from hmpx.rounding import native
 from hmpx.rounding.kernels import Kernels, kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.updates.block_layout import Layout
+from hmpx.updates.checksums import block_of
 from hmpx.updates.fused_formulas import Formula, formula_of, is_scaled
 from hmpx.updates.fused_plan import FusedPlan
 from hmpx.updates.held_state import CODES, SCALES, by_own_keys
@@ -60,7 +63,7 @@ class FusedStep:
             return False
         _refuse_dtypes(segment, formula.states(group), state)
         in_8_bits = segment.way.state_dtype == "8bit" and any(formula.states(group))
-        if in_8_bits and not _can_be_coded(segment, state):
+        if in_8_bits and not _can_be_coded(segment, state, kernels):
             return False
         held = [v for v in by_own_keys(state).values() if isinstance(v, Tensor) and v.dim()]
         return p.numel() < 2**32 and grad.dtype in (torch.bfloat16, torch.float32) and kernels.can_read(p, grad, *held)
@@ -175,10 +178,13 @@ def _in_kernel(state: dict, key: str) -> Tensor | native.Coded:
     return native.Coded(codes, state[SCALES + key], Layout.of(codes).rows.width)
 
 
-def _can_be_coded(segment: Segment, state: dict) -> bool:
-    """Whether kernels can step a parameter whose state is in 8 bits."""
+def _can_be_coded(segment: Segment, state: dict, kernels: Kernels) -> bool:
+    """Whether these kernels can step a parameter whose state is in 8 bits."""
+    p, in_halves = segment.param, segment.way.weights in ("split", "split8")
+    if kernels is native and in_halves and block_of(p) > 1 and not Layout.of(p).rows.are_even(p.numel()):
+        return False  # the C kernels would cut the blocks of weights that share a checksum
     scales = [value for key, value in state.items() if key.startswith(SCALES)]
-    return all(native.is_plain(each) and each.device == segment.param.device for each in scales)
+    return all(native.is_plain(each) and each.device == p.device for each in scales)
 
 
 def _kernels(weight: Tensor) -> Kernels:
