@@ -241,8 +241,13 @@ def _kernels() -> ctypes.CDLL:
 
 def can_read(*tensors: torch.Tensor) -> bool:
     """Whether the kernels are there and can follow the pointers of these tensors, which must be of one shape."""
+    if library() is None:
+        return False
     shape = tensors[0].shape
-    return library() is not None and all(is_plain(t) and t.is_cpu and t.shape == shape for t in tensors)
+    for tensor in tensors:  # a loop, as every step asks this of every parameter
+        if not tensor.is_cpu or not is_plain(tensor) or tensor.shape != shape:
+            return False
+    return True
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import json
 import math
 import traceback
 import warnings
+from unittest import mock
 
 import torch
 
@@ -20,6 +21,8 @@ from hmpx.rounding.keys import derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Held, Stepped
 from hmpx.rounding.places import Place
 from hmpx.updates.checksums import checksums, clear_written
+from hmpx.updates.fused_plan import FusedPlan
+from hmpx.updates.sliced_plan import SlicedPlan
 from tests.support.numbers import special_values
 from tests.support.triton_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
 
@@ -27,19 +30,18 @@ from tests.support.triton_steps import ADAM, KEY, KINDS, STEPS, made, same, step
 @contextlib.contextmanager
 def kernels(name):
     """What has kernels for CPUs: "C", "Triton", or nothing ("eager")."""
-    readers = native.can_read, triton.can_read
 
     def follows(*tensors):
         return all(native.is_plain(each) and each.shape == tensors[0].shape for each in tensors)
 
-    native.can_read, triton.can_read = (
-        readers[0] if name == "C" else lambda *tensors: False,
-        follows if name == "Triton" else lambda *tensors: False,
-    )
-    try:
+    with contextlib.ExitStack() as patches:
+        if name != "C":
+            patches.enter_context(mock.patch.object(native, "can_read", lambda *tensors: False))
+            for plan in (FusedPlan, SlicedPlan):  # of steps by the C kernels
+                patches.enter_context(mock.patch.object(plan, "can_be", lambda *arguments: False))
+        if name == "Triton":
+            patches.enter_context(mock.patch.object(triton, "can_read", follows))
         yield
-    finally:
-        native.can_read, triton.can_read = readers
 
 
 def check_one_tensor():
@@ -264,8 +266,9 @@ def trained(by, options):
             for name, shape in shapes.items()
         }
         optimizer = torch.optim.AdamW([*params.items()], lr=1e-2)
-        hmpx.attach(optimizer, **options)
+        handle = hmpx.attach(optimizer, **options)
         for step in range(3):
+            updates = handle.updates() if step == 2 else None  # which asks for what is rounded
             for p in params.values():
                 p.grad = torch.randn(p.shape, generator=generator).bfloat16()
             if step == 1:
@@ -273,25 +276,32 @@ def trained(by, options):
                     params["a"][3] += 1
             optimizer.step()
         states = [value for p in params.values() for value in optimizer.state[p].values()]
-        return [p.detach() for p in params.values()] + states
+        return [p.detach() for p in params.values()] + states, updates.as_json()
 
 
 def check_attached_optimizers():
     """The library by the kernels in Triton alone, as it is on CUDA: what the C kernels make, or the eager ones."""
-    launched, step_list = [], triton.step_list
-    triton.step_list = lambda *arguments: (launched.append(arguments), step_list(*arguments))
+    launched, launch = [], triton.step_list
+
+    def step_list(kernel, stepped, step_key):
+        launched.append(len(stepped))
+        launch(kernel, stepped, step_key)
+
+    ways = {"a": "master", "b": "nearest", "c": "split"}
+    every_way = {"weights": "split8", "parameters": {name: {"weights": way} for name, way in ways.items()}}
     for options in (
-        *({"fused": True, "state_dtype": "8bit", "weights": way} for way in ("master", "split8")),
+        {"fused": True, "state_dtype": "8bit", **every_way},
         {"fused": True, "state_dtype": torch.bfloat16},
         {"state_dtype": "8bit"},
     ):
-        results = [trained(by, options) for by in ("C", "Triton")]
-        for number, (one, other) in enumerate(zip(*results, strict=True)):
-            assert same(one, other), (options, number)
-        assert bool(launched) == options.get("fused", False)
-        assert all(len(stepped) == 4 for _, stepped, _ in launched)  # all parameters at once
         launched.clear()
-    triton.step_list = step_list
+        with mock.patch.object(triton, "step_list", step_list):
+            (one, updates), (other, same_updates) = (trained(by, options) for by in ("C", "Triton"))
+        assert updates == same_updates and len(one) == len(other), options
+        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert same(a, b), (options, number)
+        expected = [4, 4, *(1,) * 8] if "fused" in options else []  # what is watched is stepped alone, twice
+        assert launched == expected, launched
 
 
 def main():
