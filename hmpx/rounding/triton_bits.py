@@ -61,8 +61,8 @@ def encoded(x, r, exponent, signed):
     top, finite = 15 - 8 * signed, tl.where(magnitude < 0x7F800000, magnitude, 0)
     y = float_of(finite) * float_of((254 - exponent) << 23)
     normal = bits_of(y).to(tl.int32) - ((127 - top) << 23)
-    below = tl.minimum(y * float_of((top + 22 + 127) << 23), 8388608.0).to(tl.int32)
-    code = (tl.where(normal < 0x800000, below, normal) + (r * 8 + 4).to(tl.int32)) >> 19
+    below = bits_of(y + float_of((128 - top) << 23)).to(tl.int32) - ((128 - top) << 23)  # an ulp is 1 there
+    code = (tl.maximum(below, normal) + (r * 8 + 4).to(tl.int32)) >> 19
     code = tl.where(signed == 1, code, tl.maximum(code, tl.minimum(magnitude, 1)))  # no positive number becomes 0
     code = tl.minimum(code, top * 16 + 13)
     code = tl.where(magnitude == 0x7F800000, top * 16 + 14, tl.where(magnitude > 0x7F800000, top * 16 + 15, code))

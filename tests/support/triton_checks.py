@@ -19,7 +19,7 @@ from hmpx.rounding import eager, halves, native, triton
 from hmpx.rounding.eight_bits import Rows, decode, encode
 from hmpx.rounding.keys import derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Held, Stepped
-from hmpx.rounding.places import Place
+from hmpx.rounding.places import Place, numbers_of
 from hmpx.updates.checksums import checksums, clear_written
 from hmpx.updates.fused_plan import FusedPlan
 from hmpx.updates.sliced_plan import SlicedPlan
@@ -131,6 +131,19 @@ def check_zeros_and_positive_numbers_in_8_bits():
     x = torch.tensor([1.0, 0.0, 1e-45, 1e-30, 2.0**-19, 2.0**-18, -0.0])
     back = coded("Triton", x, Rows.of(7), 0, [Place(0, 7, 0, 7, 0)], False)[2]
     assert back.tolist() == [1.0, 0.0, *[2.0**-18] * 4, 0.0]
+
+
+def check_ties_below_the_least_exponent():
+    """Numbers that are a quarter, a half and three quarters of the finest step below where rounding goes up."""
+    count, places = 128, [Place(0, 128, 0, 128, 0)]
+    for top in (7, 15):
+        r = numbers_of(torch.empty(count), places, (3, 4, "w")).double()
+        upper, below = 2 + torch.arange(count) % 5, torch.tensor([0.0, 0.25, 0.5, 0.75])[torch.arange(count) % 4]
+        x = ((upper * 2.0**19 - 8 * r - 4 - below) * 2.0 ** -(top + 22)).float()
+        x[0] = -1.8125 if top == 7 else 1.8125
+        codes = coded("Triton", x, Rows.of(count), 0, places, False)[0]
+        assert torch.equal(codes[1:], (upper - (below > 0.5).long())[1:].to(torch.uint8))
+        assert_codes_of(x, Rows.of(count), places)
 
 
 def check_codes_of_parts_and_of_sharded_rows():
