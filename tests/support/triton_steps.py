@@ -12,7 +12,7 @@ from tests.support.numbers import special_values
 
 KEY = (2**63 + 5, 9)  # seed and step
 KINDS = (FP32, BF16, NEAREST, MASTER, SPLIT, SPLIT8)
-ADAM = (1.0, 0.1, 0.99, 0.9, 0.1, 0.999, 0.001, 1e-2, 1e-8)
+ADAM = (1.0, 0.1, 0.99, 0.9, 0.1, 0.999, 0.001, 1e-2, 0.0)  # without eps, so that there is NaN where no element is
 
 STEPS = {  # kernels, and the scalars of `native_steps.c`, with all that they can switch
     "adam": [(-1.0, 0.1, 0.99, 0.9, 0.1, 0.999, 0.001, 1e-2, 1e-8)],
@@ -60,6 +60,8 @@ def made(size, row, kind, seed=0):
         kept = Held(weight, kind, name)
     if kind == MASTER:
         weight[3::7] += 1
+        x[30:34] = torch.tensor([0.0, -0.0, 1e-42, -1e-42])[: max(size - 30, 0)]
+        weight[30:34] = torch.tensor([-0.0, 0.0, -0.0, 0.0])[: max(size - 30, 0)]
         kept = Held(weight, kind, name, x)
     if kind in (SPLIT, SPLIT8):
         lower = torch.randint(-128, 128, (size,), generator=generator, dtype=torch.int8)
