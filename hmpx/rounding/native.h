@@ -1,8 +1,8 @@
-/* What the C kernels are made of: stochastic rounding of a block, keys, and shares of a list for threads. The
+/* What the C kernels are made of: rounding of a block, keys, and shares of a list for threads. The
    specification of the numbers stands at the head of stochastic.py.
 
    The loops are plain, for the compiler to turn into vector instructions, and short enough for AVX2: the hashes of a
-   block come first, and a block with numbers past BF16's maximum, which nearly none has, is rounded twice. */
+   block come first, and a block with numbers that want care, which nearly none has, goes through a second loop. */
 
 #ifndef HMPX_NATIVE_H
 #define HMPX_NATIVE_H
@@ -91,6 +91,18 @@ static inline void round_block(const float *restrict x, uint16_t *restrict out, 
   }
   if (largest > BF16_MAX)
     for (int64_t i = 0; i < n; i++) out[i] = rounded(bits_of(x[i]), r[i]);
+}
+
+/* The same, to the nearest, ties to even. */
+static inline void nearest_block(const float *restrict x, uint16_t *restrict out, int64_t n) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits = bits_of(x[i]), magnitude = bits & 0x7FFFFFFFu;
+    largest = magnitude > largest ? magnitude : largest;
+    out[i] = (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+  }
+  if (largest > 0x7F800000u) /* a NaN */
+    for (int64_t i = 0; i < n; i++) out[i] = nearest(bits_of(x[i]));
 }
 
 #define FOR_EACH_BLOCK(BODY)                                                                             \

@@ -78,8 +78,7 @@ static inline void closed(const Held *held, int64_t at, int64_t count, int64_t r
       encode_block(room + j, codes + j, n, *scale, r + j, largest++->magnitude);
     })
   }
-  if (held->kind == NEAREST || held->kind == MASTER)
-    for (int64_t j = 0; j < count; j++) to[j] = nearest(bits_of(room[j]));
+  if (held->kind == NEAREST || held->kind == MASTER) nearest_block(room, to, count);
   if (held->kind == MASTER && AS(float, held->beside) + at != room)
     memcpy(AS(float, held->beside) + at, room, (size_t)count * sizeof *room);
   if (held->kind == SPLIT) split_block(room, to, AS(uint16_t, held->beside) + at, count);

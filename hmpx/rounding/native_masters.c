@@ -11,11 +11,19 @@ static inline uint32_t kept_bits(uint32_t bits) {
 }
 
 static inline void split_block(const float *restrict x, uint16_t *restrict upper, uint16_t *restrict lower, int64_t n) {
+  uint32_t largest = 0;
   for (int64_t j = 0; j < n; j++) {
-    uint32_t bits = kept_bits(bits_of(x[j]));
+    uint32_t bits = bits_of(x[j]), magnitude = bits & 0x7FFFFFFFu;
+    largest = magnitude > largest ? magnitude : largest;
     lower[j] = (uint16_t)bits;
     upper[j] = (uint16_t)((bits + 0x8000u) >> 16);
   }
+  if (largest > 0x7F800000u) /* a NaN, which nearly no block has */
+    for (int64_t j = 0; j < n; j++) {
+      uint32_t bits = kept_bits(bits_of(x[j]));
+      lower[j] = (uint16_t)bits;
+      upper[j] = (uint16_t)((bits + 0x8000u) >> 16);
+    }
 }
 
 static inline void join_block(const uint16_t *restrict upper, const int16_t *restrict lower, float *restrict out,
@@ -23,17 +31,28 @@ static inline void join_block(const uint16_t *restrict upper, const int16_t *res
   for (int64_t j = 0; j < n; j++) out[j] = float_of(((uint32_t)upper[j] << 16) + (uint32_t)(int32_t)lower[j]);
 }
 
+#define LARGEST_24 0x7F7FFF00u /* the bits of the largest number of 24 bits */
+
 /* A number of 24 bits as a BF16 one and an int8. */
 static inline void split_block_24(const float *restrict x, uint16_t *restrict upper, uint8_t *restrict lower, int64_t n,
                                   uint64_t key, uint64_t offset) {
   Numbers numbers;
   const uint16_t *restrict r = draw(&numbers, n, key, offset);
+  uint32_t largest = 0;
   for (int64_t j = 0; j < n; j++) {
-    uint32_t bits = kept_bits(bits_of(x[j]));
-    bits += (bits & 0x7FFFFFFFu) <= 0x7F7FFF00u ? r[j] >> 8 : 0;
+    uint32_t bits = bits_of(x[j]), magnitude = bits & 0x7FFFFFFFu;
+    largest = magnitude > largest ? magnitude : largest;
+    bits += r[j] >> 8;
     lower[j] = (uint8_t)(bits >> 8);
-    upper[j] = (uint16_t)(((bits & 0xFFFFFF00u) + 0x8000u) >> 16);
+    upper[j] = (uint16_t)((bits + 0x8000u) >> 16);
   }
+  if (largest > LARGEST_24) /* it stays itself, or what is kept in its stead */
+    for (int64_t j = 0; j < n; j++) {
+      uint32_t bits = kept_bits(bits_of(x[j]));
+      bits += (bits & 0x7FFFFFFFu) <= LARGEST_24 ? r[j] >> 8 : 0;
+      lower[j] = (uint8_t)(bits >> 8);
+      upper[j] = (uint16_t)((bits + 0x8000u) >> 16);
+    }
 }
 
 static inline void join_block_24(const uint16_t *restrict upper, const int8_t *restrict lower, float *restrict out,
