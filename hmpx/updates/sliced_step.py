@@ -42,6 +42,8 @@ def cut(
 ) -> Iterator[list[Segment]]:
     """Batches of at most `size` elements: small parameters together, each large one by itself, in parts of one size.
 
+    The small ones in front come first; those between large ones wait until there are enough of them for a batch.
+
     Batches of one part after the other lie alike in the buffers, where each thread then finds what it has left there
     itself: cores that share no cache send each other nothing.
 
@@ -51,13 +53,14 @@ def cut(
     parts: gets a parameter and the size of a part.
     """
     batch: list[Segment] = []
-    room = size
+    room, is_first = size, True
     for segment in segments:
         count = segment.count
         alone = segment.overlaps is not None or count > size // 4
-        if batch and (alone or count > room):
+        if batch and (is_first if alone else count > room):
             yield batch
             batch, room = [], size
+        is_first = is_first and not alone
         is_cut = segment.box is not None or count > size
         pieces = list(parts(segment, even_part(count, size))) if is_cut else [segment]
         if alone or pieces[0].is_gathered:

@@ -108,7 +108,8 @@ def test_unknown_classes_step_whole_and_subclasses_are_unknown():
 
 
 def test_large_parameters_are_cut_evenly_and_small_ones_go_together():
-    sizes = {"first": 30, "second": 20, "large": 450, "third": 100, "fourth": 32, "fifth": 32, "sixth": 32, "last": 33}
+    small = {"fourth": 32, "fifth": 32, "sixth": 30}
+    sizes = {"first": 30, "second": 20, "large": 450, "third": 100, **small, "last": 33, "later": 32, "latest": 3}
     whole = [Segment(nn.Parameter(torch.ones(size, dtype=BF16)), name) for name, size in sizes.items()]
     batches = sliced_step.cut(whole, 128, lambda segment, size: segment.parts(size, None))
     found = [[(part.name, part.offset, part.count) for part in batch] for batch in batches]
@@ -116,8 +117,9 @@ def test_large_parameters_are_cut_evenly_and_small_ones_go_together():
         [("first", 0, 30), ("second", 0, 20)],
         *([("large", start, min(128, 450 - start))] for start in (0, 128, 256, 384)),
         [("third", 0, 100)],
-        [("fourth", 0, 32), ("fifth", 0, 32), ("sixth", 0, 32)],
         [("last", 0, 33)],
+        [("fourth", 0, 32), ("fifth", 0, 32), ("sixth", 0, 30), ("later", 0, 32)],
+        [("latest", 0, 3)],
     ]
     assert [sliced_step.even_part(count, 1280) for count in (5, 1280, 1300, 2560, 2561)] == [64, 1280, 704, 1280, 896]
 
