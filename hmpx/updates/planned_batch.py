@@ -137,6 +137,11 @@ class PlannedBatch:
         native.hold_at(self._words, [p.grad.data_ptr() for p in self._copied])  # type: ignore[union-attr]  # a plan sees that it is there
         native.read_words(self._words)
 
+    def forget_gradients(self) -> None:
+        """Let go of the parameters' own ones, which nothing is to hold between two steps."""
+        for _, shadow in self._ready:
+            shadow.grad = None
+
     def write(self, step_key: int) -> None:
         """Write weights and state back."""
         native.write_words(self._words, len(self._copied), step_key)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -118,19 +119,12 @@ class SlicedPlan(Plan):
             raise
         written += batch.names
         batch.write(write_back.rounding_key.of_step)
-        for each, left, grad, version in zip(shown, batch.states_left(states), grads, seen, strict=True):
-            segment, shadow, copied, state, own, _ = each
-            left_grad: Any = shadow.grad
-            if left_grad is not grad or grad._version != version:
-                buffers = SliceBuffers(write_back.store, by_memory=True)
-                buffers.hold(segment)
-                buffers.hand_back(segment, left_grad)
-            if left_grad is not copied:
-                shadow.grad = copied
-            if own is not None:
-                if left is not own:
-                    states[segment.param] = left
-            elif segment.param in self._late or not _is_same(left, state):
+        _hand_back(batch, grads, seen, write_back.store)
+        for each, left in zip(shown, batch.states_left(states), strict=True):
+            if each.own is not None:
+                if left is not each.own:
+                    states[each.segment.param] = left
+            elif each.segment.param in self._late or not _is_same(left, each.state):
                 batch.show_again(each)
                 self._take(each, left, states, write_back)
         write_back.rounding_key.flush()
@@ -145,6 +139,19 @@ class SlicedPlan(Plan):
         self._late[segment.param].take_back(segment, shadow)
         if segment.is_last:
             self._late.pop(segment.param).finish()
+
+
+def _hand_back(batch: PlannedBatch, grads: list[Any], versions: list[int], store: StepStore) -> None:
+    """Do to the parameters' gradients what the step did to those that it was shown."""
+    left: list[Any] = [each.shadow.grad for each in batch.shown]
+    if not all(map(is_, left, grads)) or [grad._version for grad in grads] != versions:
+        for each, now, grad, version in zip(batch.shown, left, grads, versions, strict=True):
+            if now is not grad or grad._version != version:
+                buffers = SliceBuffers(store, by_memory=True)
+                buffers.hold(each.segment)
+                buffers.hand_back(each.segment, now)
+                each.shadow.grad = each.grad
+    batch.forget_gradients()
 
 
 def _parameters(batches: list[list[Segment]]) -> list[Parameter]:

@@ -40,7 +40,7 @@ def stored(optimizer: Optimizer) -> dict[str, int]:
 
 def keep(optimizer: Optimizer, **new: Any) -> None:
     """Store new values, by their keys, in the first group, with those that are known."""
-    now = {**stored(optimizer), **new}
+    now = new if set(_KEYS) <= new.keys() else {**stored(optimizer), **new}
     groups = optimizer.param_groups
     for group in groups[1:]:
         _drop(group)
