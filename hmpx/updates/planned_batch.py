@@ -125,8 +125,7 @@ class PlannedBatch:
         To update a dict with another one, and to take the last items of one, hashes no keys: tensors do that in Python.
         """
         shadows = [each.shadow for each in self.shown]
-        are_last = len(states) >= len(shadows) and all(map(is_, reversed(states), reversed(shadows)))
-        if are_last and len(self.states) == len(shadows):
+        if len(states) >= len(shadows) and all(map(is_, reversed(states), reversed(shadows))):
             return [states.popitem()[1] for _ in shadows][::-1]
         return [states.pop(shadow, None) for shadow in shadows]
 
