@@ -69,7 +69,7 @@ def test_special_values_stay_what_they_are():
     held = check(x)
     assert torch.equal(held.whole().isnan(), x.isnan()) and torch.equal(held.whole().isinf(), x.isinf())
     check(x.abs().nan_to_num(nan=1e-40)[x.abs() < 1e-30])  # a block of numbers below the normal range
-    for value in (0.0, math.inf, math.nan, -math.inf, 1.0, -1.8125, 3.4e38, -1e-45):
+    for value in (0.0, math.inf, math.nan, -math.inf, 1.0, -1.8125, 1.85 * 2.0**126, 3.4e38, -1e-45):
         check(torch.full((130,), value))
     assert not written(torch.zeros(3, 200)).codes.any()
 

@@ -160,6 +160,20 @@ def test_steps_that_make_and_take_a_plan_take_at_most_half_a_byte_per_parameter(
         assert (peak - stays) / 8_000_000 <= 0.5
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13 has no grad_dtype")
+def test_between_two_steps_a_plan_holds_no_gradients(floor, planned):
+    """Those in FP32 are shown to the optimizer as they are."""
+    params, optimizer, handle = made(*ADAM)
+    for turn in range(4):
+        for p in params:
+            p.grad_dtype = torch.float32
+        grads_for(params, turn, torch.float32)
+        optimizer.step()
+    batches = handle._updates._plans[optimizer]._batches
+    held = [each.shadow.grad is not None for batch in batches for each in batch.shown]
+    assert planned and held and not any(held)
+
+
 def test_between_two_steps_a_plan_has_no_memory():
     params, optimizer, handle = made(*ADAM)
     for turn in range(4):
