@@ -195,7 +195,7 @@ def test_the_c_kernels_have_the_bits_of_the_eager_ones(kernel, monkeypatch):
 
 @torch.no_grad()
 def test_numbers_of_24_bits_are_the_oracles():
-    for x in (spread((1000,)), special_values()):
+    for x in (spread((1000,)), special_values(), special_values().repeat_interleave(256)):  # blocks of one number
         upper, lower, out = torch.empty(len(x)).bfloat16(), torch.empty(len(x), dtype=torch.int8), torch.empty(len(x))
         split_24(x, upper, lower, [Place(0, len(x), 0, len(x), 0)], (7, 3, "w"))
         join_24(upper, lower, out)

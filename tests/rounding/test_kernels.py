@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import textwrap
+from array import array
 
 import pytest
 import torch
@@ -208,6 +209,20 @@ def test_halves_are_exact_on_all_bit_patterns():
             assert torch.equal(back.view(torch.int32), bits)
         bits += size
     assert bits[0] == -(2**31)  # all of them, and round again
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [native.NEAREST, native.MASTER])
+def test_what_c_rounds_to_nearest_is_what_torch_does(kind):
+    """In blocks of one number each, and in one of all."""
+    x = torch.cat([special_values().repeat_interleave(256), special_values()])
+    out, masters = torch.zeros(len(x), dtype=torch.bfloat16), torch.zeros(len(x))
+    words = array("Q", native.shown_words(native.Held(out, kind, beside=masters), 0, len(x)))
+    native.show_at(words, [x.data_ptr()])
+    native.write_words(words, 0, 0)
+    number = ~x.isnan()
+    assert torch.equal(out.isnan(), x.isnan()) and torch.equal(out[number], x.bfloat16()[number])
+    assert kind != native.MASTER or torch.equal(masters.view(torch.int32), x.view(torch.int32))
 
 
 @needs_compiler
