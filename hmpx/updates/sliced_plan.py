@@ -15,6 +15,7 @@ import torch
 from torch import optim
 
 from hmpx.rounding import native
+from hmpx.updates.fused_formulas import is_scaled
 from hmpx.updates.interrupts import mark_incomplete
 from hmpx.updates.names import fingerprint
 from hmpx.updates.plan import Plan
@@ -66,6 +67,7 @@ class SlicedPlan(Plan):
             bool(batches)
             and Plan.can_be_seen(optimizer, _parameters(batches) + others)
             and native.library() is not None
+            and not is_scaled(optimizer)
             and fingerprint(optimizer) is not None
             and all(can_be_planned(each, optimizer.state.get(each.param), store) for batch in batches for each in batch)
         )

@@ -294,6 +294,25 @@ def test_state_that_gets_another_name_is_seen(fused, state_dtype, floor):
     assert same(*results) and not results[0][0].isnan().any()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_that_a_scaler_leaves_scaled(fused, floor):
+    """GradScaler tells a fused optimizer by how much; the step after remembered ones unscales as well."""
+    results = []
+    for forget in (False, True):
+        params, optimizer, handle = made(optim.AdamW, {"fused": True}, fused=fused)
+        for turn in range(6):
+            grads_for(params, turn)
+            if turn == 4:
+                optimizer.grad_scale, optimizer.found_inf = torch.tensor(64.0), torch.tensor(0.0)
+            if forget:
+                handle._updates.look_again()
+            optimizer.step()
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
+        results.append([*everything(params, optimizer), *(p.grad for p in params)])
+    assert same(*results)
+
+
 @pytest.mark.parametrize("turns", [0, 1, 4])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_gradient_without_memory_is_an_error(fused, turns):
