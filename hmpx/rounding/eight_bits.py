@@ -220,7 +220,7 @@ def encode(
         return
     kernels = _kernels(scales, x, codes)
     if kernels is not None and all(place.has_one_key for place in places):
-        kernels.encode_8bit(x, codes, scales, rows, start, places, derive_key(*keys), given)
+        kernels.encode_8bit(native.Coding(x, codes, scales, rows, start, places, derive_key(*keys), given))
         return
     if not given:
         scales.view(-1)[rows.range(start, start + x.numel())] = scales_for(*largest(x, rows, start))

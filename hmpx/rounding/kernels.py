@@ -22,17 +22,7 @@ class Kernels(Protocol):
 
     def round_list(self, roundings: Sequence[native.Rounding], step_key: int) -> None: ...
 
-    def encode_8bit(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        scales: Tensor,
-        rows: Sequence[int],
-        start: int,
-        places: Sequence[Sequence[int]],
-        key: int,
-        given: bool,
-    ) -> None: ...
+    def encode_8bit(self, coding: native.Coding) -> None: ...
 
     def decode_8bit(self, codes: Tensor, scales: Tensor, out: Tensor, rows: Sequence[int], start: int) -> None: ...
 

@@ -46,6 +46,19 @@ class Coded(NamedTuple):
     row: int
 
 
+class Coding(NamedTuple):
+    """What `eight_bits.encode` is given, of tensors with elements, within one key; of each place as `split_24`."""
+
+    x: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    rows: Sequence[int]
+    start: int
+    places: Sequence[Sequence[int]]
+    key: int
+    given: bool
+
+
 class Held(NamedTuple):
     """A tensor of a parameter as it is held between two steps: contiguous.
 
@@ -197,17 +210,9 @@ def split_24(
         _kernels().split_24(*pointers, last - first, key, offset, width, stride, torch.get_num_threads())
 
 
-def encode_8bit(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    rows: Sequence[int],
-    start: int,
-    places: Sequence[Sequence[int]],
-    key: int,
-    given: bool,
-) -> None:
-    """`eight_bits.encode` within one key, of tensors with elements; of each place as `split_24`."""
+def encode_8bit(coding: Coding) -> None:
+    """Write codes, and the scales unless they are given. Needs `library()`."""
+    x, codes, scales, rows, start, places, key, given = coding
     for first, last, offset, width, stride in places:
         pointers = x[first:last].data_ptr(), codes[first:last].data_ptr(), scales.data_ptr()
         where = last - first, key, offset, width, stride, start + first, *rows

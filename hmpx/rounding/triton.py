@@ -14,7 +14,7 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.keys import key_of
-from hmpx.rounding.native import BF16, CODED, FP32, KINDS, Coded, Held, Rounding, Stepped, is_plain
+from hmpx.rounding.native import BF16, CODED, FP32, KINDS, Coded, Coding, Held, Rounding, Stepped, is_plain
 
 try:
     from hmpx.rounding import triton_kernels
@@ -171,17 +171,9 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
     _launch("move_list", parts)
 
 
-def encode_8bit(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    rows: Sequence[int],
-    start: int,
-    places: Sequence[Sequence[int]],
-    key: int,
-    given: bool,
-) -> None:
-    """`eight_bits.encode` within one key, of tensors with elements; as `native.encode_8bit`."""
+def encode_8bit(coding: Coding) -> None:
+    """Write codes, and the scales unless they are given; as `native.encode_8bit`."""
+    x, codes, scales, rows, start, places, key, given = coding
     parts, (row, column, whole) = [], rows
     for first, last, offset, width, stride in places:
         lain = _Lain(last - first, offset, width, stride, row, whole, start + first, column)

@@ -12,7 +12,6 @@ from torch import optim
 from hmpx.rounding import native
 from hmpx.updates.fused_formulas import Formula
 from hmpx.updates.held_state import by_own_keys
-from hmpx.updates.names import fingerprint
 from hmpx.updates.plan import Plan
 from hmpx.updates.segment import Segment
 from hmpx.updates.step_call import StepCall, WriteBack
@@ -63,12 +62,7 @@ class FusedPlan(Plan):
     @staticmethod
     def can_be(optimizer: optim.Optimizer, formula: Formula, taken: list[tuple[dict, Segment]]) -> bool:
         """Whether this can be remembered: all these parameters are on the CPU, with tensors alone in their state."""
-        return (
-            formula.tensors_alone
-            and fingerprint(optimizer) is not None
-            and all(segment.param.is_cpu for _, segment in taken)
-            and Plan.can_be_seen(optimizer, [segment.param for _, segment in taken])
-        )
+        return formula.tensors_alone and Plan.can_be_seen(optimizer, [segment.param for _, segment in taken])
 
     def fits(self, optimizer: optim.Optimizer) -> bool:
         """Whether the next step of these parameters is that of the plan, by the same kernels."""

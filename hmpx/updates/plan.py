@@ -18,7 +18,7 @@ from torch._C._dynamo.guards import TensorGuards
 
 from hmpx.rounding import native
 from hmpx.updates.fused_formulas import is_scaled
-from hmpx.updates.names import members, parameters
+from hmpx.updates.names import fingerprint, members, parameters
 from hmpx.updates.step_call import StepCall, WriteBack
 from hmpx.updates.weights import StepStore
 
@@ -55,12 +55,20 @@ class Plan:
 
     @staticmethod
     def can_be_seen(optimizer: optim.Optimizer, params: Iterable[Parameter]) -> bool:
-        """Whether C kernels can read the gradients of these parameters and their state, which is of tensors alone."""
-        states = [state for p in params if (state := optimizer.state.get(p)) is not None]
-        return all(
-            grad is not None and native.can_read(grad) and grad.dtype in native.KINDS
-            for grad in (p.grad for p in params)
-        ) and all(isinstance(each, Tensor) and each.numel() and each.is_contiguous() for each in _values(states))
+        """Whether all that `fits` looks at can be seen, and C kernels can read these gradients and this state.
+
+        Not after a step whose gradients a GradScaler has left scaled.
+        """
+        if is_scaled(optimizer) or fingerprint(optimizer) is None:
+            return False
+        for p in params:
+            grad = p.grad
+            if grad is None or not native.can_read(grad) or grad.dtype not in native.KINDS:
+                return False
+            for value in (optimizer.state.get(p) or {}).values():
+                if not isinstance(value, Tensor) or not value.numel() or not value.is_contiguous():
+                    return False
+        return True
 
     def fits(self, optimizer: optim.Optimizer) -> bool:
         """Whether the next step of these parameters is that of the plan: only gradients and options have changed.

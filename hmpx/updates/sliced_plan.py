@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from hmpx.rounding import native
-from hmpx.updates.fused_formulas import is_scaled
 from hmpx.updates.interrupts import mark_incomplete
-from hmpx.updates.names import fingerprint
 from hmpx.updates.plan import Plan
 from hmpx.updates.planned_batch import PlannedBatch, Shown, can_be_planned, room_for
 from hmpx.updates.segment import Segment
@@ -66,9 +63,6 @@ class SlicedPlan(Plan):
         return (
             bool(batches)
             and Plan.can_be_seen(optimizer, _parameters(batches) + others)
-            and native.library() is not None
-            and not is_scaled(optimizer)
-            and fingerprint(optimizer) is not None
             and all(can_be_planned(each, optimizer.state.get(each.param), store) for batch in batches for each in batch)
         )
 

@@ -16,8 +16,8 @@ from hmpx.updates.block_layout import Layout
 from hmpx.updates.held_state import HeldCodes
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
-from tests.support.eight_bits import in_8_bits, numbers, read, row_length
-from tests.support.numbers import special_values
+from tests.support.eight_bits import beside_the_finest_steps, in_8_bits, numbers, read, row_length
+from tests.support.numbers import special_values, spread
 from tests.support.oracle import to_24_bits
 
 
@@ -37,14 +37,6 @@ def written(x, name="w.exp_avg", **key):
     held = HeldCodes.new(x)
     held.write(Segment(torch.nn.Parameter(x.bfloat16()), "w"), x, name, RoundingKey(**(key or KEY)))
     return held
-
-
-def spread(shape, seed=0):
-    """Numbers of many sizes, one in eight of them zero, and whole blocks that are nowhere negative."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * 10 ** torch.empty(shape).uniform_(-6, 2, generator=generator)
-    x = torch.where(torch.rand(shape, generator=generator) < 0.125, 0.0, x)
-    return x.abs() if seed % 2 else x
 
 
 def check(x, **key):
@@ -98,15 +90,8 @@ def test_the_mean_is_kept_and_of_signed_blocks_below_the_least_number_too(value)
 @pytest.mark.parametrize("signed", [False, True])
 @torch.no_grad()
 def test_below_the_least_exponent_numbers_are_rounded_to_the_finest_step_ties_to_even(signed):
-    """Numbers a quarter, a half and three quarters of a step, 2^-19 of a code, below where rounding goes up."""
-    count, top = 128, 7 if signed else 15
-    r = torch.from_numpy(numbers(count, **KEY, name="w.exp_avg"))
-    upper, below = 2 + torch.arange(count) % 5, torch.tensor([0.0, 0.25, 0.5, 0.75])[torch.arange(count) % 4]
-    steps = upper.double() * 2**19 - 8 * r - 4 - below
-    x = (steps * 2.0 ** -(top + 22)).float()
-    assert torch.equal(x.double() * 2.0 ** (top + 22), steps)
-    x[0] = -1.8125 if signed else 1.8125
-    assert torch.equal(check(x).codes[1:], (upper - (below > 0.5).long())[1:].to(torch.uint8))
+    x, codes = beside_the_finest_steps(signed, torch.from_numpy(numbers(128, **KEY, name="w.exp_avg")))
+    assert torch.equal(check(x).codes[1:], codes[1:])
 
 
 @torch.no_grad()

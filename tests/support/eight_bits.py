@@ -87,6 +87,20 @@ def _block(x, r):
     return held, codes, -scale if signed else scale
 
 
+def beside_the_finest_steps(signed, r):
+    """A block of numbers below the least exponent, with these random numbers, and its codes but for the first one.
+
+    They lie a quarter, a half and three quarters of the finest step, 2^-19 of a code, below where rounding goes up.
+    """
+    i, top = torch.arange(len(r)), 7 if signed else 15
+    upper, below = 2 + i % 5, torch.tensor([0.0, 0.25, 0.5, 0.75])[i % 4]
+    steps = upper.double() * 2**19 - 8 * r - 4 - below
+    x = (steps * 2.0 ** -(top + 22)).float()
+    assert torch.equal(x.double() * 2.0 ** (top + 22), steps)
+    x[0] = -1.8125 if signed else 1.8125
+    return x, (upper - (below > 0.5).long()).to(torch.uint8)
+
+
 def read(state, key):
     """A state tensor that is held in 8 bits, in FP32; one that is not, as it is."""
     codes, scales = (state.get(f"{kind}{key}") for kind in KINDS.values())

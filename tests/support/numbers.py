@@ -21,6 +21,14 @@ def special_values():
     return torch.tensor(np.array(patterns, dtype=np.uint32).view(np.float32))
 
 
+def spread(shape, seed=0):
+    """Numbers of many sizes, one in eight of them zero; nowhere negative where the seed is odd."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * 10 ** torch.empty(shape).uniform_(-6, 2, generator=generator)
+    x = torch.where(torch.rand(shape, generator=generator) < 0.125, 0.0, x)
+    return x.abs() if seed % 2 else x
+
+
 def steps_apart(one, other):
     """How many numbers that BF16 has lie between two BF16 tensors, element by element, the second one included."""
     ordered = []

@@ -23,7 +23,8 @@ from hmpx.rounding.places import Place, numbers_of
 from hmpx.updates.checksums import checksums, clear_written
 from hmpx.updates.fused_plan import FusedPlan
 from hmpx.updates.sliced_plan import SlicedPlan
-from tests.support.numbers import special_values
+from tests.support.eight_bits import beside_the_finest_steps
+from tests.support.numbers import special_values, spread
 from tests.support.triton_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
 
 
@@ -97,14 +98,6 @@ def assert_codes_of(x, rows, places=None, start=0, given=False):
     assert same(one[1][held], other[1][held]), where
 
 
-def spread(count, seed=0):
-    """Numbers of many sizes, one in eight of them zero; nowhere negative where the seed is odd."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, generator=generator) * 10 ** torch.empty(count).uniform_(-6, 2, generator=generator)
-    x = torch.where(torch.rand(count, generator=generator) < 0.125, 0.0, x)
-    return x.abs() if seed % 2 else x
-
-
 def check_codes_and_scales():
     for seed, (rows, count) in enumerate(((300, 3), (300, 3), (128, 3), (41, 5), (1100, 1), (700, 1), (1, 9))):
         for given in (False, True):
@@ -136,16 +129,12 @@ def check_zeros_and_positive_numbers_in_8_bits():
 
 
 def check_ties_below_the_least_exponent():
-    """Numbers that are a quarter, a half and three quarters of the finest step below where rounding goes up."""
-    count, places = 128, [Place(0, 128, 0, 128, 0)]
-    for top in (7, 15):
-        r = numbers_of(torch.empty(count), places, (3, 4, "w")).double()
-        upper, below = 2 + torch.arange(count) % 5, torch.tensor([0.0, 0.25, 0.5, 0.75])[torch.arange(count) % 4]
-        x = ((upper * 2.0**19 - 8 * r - 4 - below) * 2.0 ** -(top + 22)).float()
-        x[0] = -1.8125 if top == 7 else 1.8125
-        codes = coded("Triton", x, Rows.of(count), 0, places, False)[0]
-        assert torch.equal(codes[1:], (upper - (below > 0.5).long())[1:].to(torch.uint8))
-        assert_codes_of(x, Rows.of(count), places)
+    places = [Place(0, 128, 0, 128, 0)]
+    for signed in (False, True):
+        x, expected = beside_the_finest_steps(signed, numbers_of(torch.empty(128), places, (3, 4, "w")))
+        codes = coded("Triton", x, Rows.of(128), 0, places, False)[0]
+        assert torch.equal(codes[1:], expected[1:])
+        assert_codes_of(x, Rows.of(128), places)
 
 
 def check_codes_of_parts_and_of_sharded_rows():
