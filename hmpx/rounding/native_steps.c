@@ -6,16 +6,22 @@
 #define STATES 3
 #define SCALARS 12
 
-typedef struct { int64_t n, row; Held weight, grad, state[STATES]; } Stepped; /* native.py has the same */
+enum { WEIGHT, GRAD, STATE, TENSORS = STATE + STATES };
+typedef struct { int64_t n, row; Held held[TENSORS]; } Stepped; /* native.py has the same */
 
+/* A kernel leaves a weight and its state in FP32 in `p`, `A`, `B` and `C`. It finds them there, too, or still in BF16:
+   of the gradient, the weight and all state, in this order, the first `halves`. While it waits for a root or a quotient
+   it reads BF16 in no time; loops before it that did nothing else took a tenth of the step. */
 #define KERNEL(NAME, A, B, C)                                                                            \
-  static void NAME(float *restrict p, const float *restrict grad, float *restrict A, float *restrict B,  \
-                   float *restrict C, const float *restrict s, int64_t n)
-typedef void Kernel(float *restrict, const float *restrict, float *restrict, float *restrict, float *restrict,
-                    const float *restrict, int64_t);
+  LOOP NAME(float *restrict p, const uint16_t *restrict half_p, const float *restrict grad,              \
+            const uint16_t *restrict half_grad, float *restrict A, const uint16_t *restrict half_##A,    \
+            float *restrict B, const uint16_t *restrict half_##B, float *restrict C,                     \
+            const uint16_t *restrict half_##C, const float *restrict s, int64_t n, const int halves)
 
 /* A parameter's gradient with its sign (-1 to maximize) and L2 penalty; the first two scalars of every kernel. */
-#define GRADIENT (sign * grad[j] + l2 * p[j])
+#define GRADIENT (sign * (halves > 0 ? from_bf16(half_grad[j]) : grad[j]) + l2 * OLD_WEIGHT)
+#define OLD_WEIGHT (halves > 1 ? from_bf16(half_p[j]) : p[j])
+#define OLD(X) (halves > 2 ? from_bf16(half_##X[j]) : X[j])
 
 /* torch.optim.Adam and AdamW. decay: what a weight is multiplied with first; rest: 1 - beta; rate and eps: with the
    bias corrections multiplied in. */
@@ -24,9 +30,9 @@ KERNEL(adam, m, v, none) {
   float eps = s[8];
   for (int64_t j = 0; j < n; j++) {
     float x = GRADIENT;
-    m[j] = beta1 * m[j] + rest1 * x;
-    v[j] = beta2 * v[j] + rest2 * x * x;
-    p[j] = decay * p[j] - rate * (m[j] / (sqrtf(v[j]) + eps));
+    m[j] = beta1 * OLD(m) + rest1 * x;
+    v[j] = beta2 * OLD(v) + rest2 * x * x;
+    p[j] = decay * OLD_WEIGHT - rate * (m[j] / (sqrtf(v[j]) + eps));
   }
 }
 
@@ -35,12 +41,12 @@ KERNEL(sgd, b, none, none2) {
   float sign = s[0], l2 = s[1], rate = s[2], momentum = s[3], keep = s[4], add = s[5];
   int nesterov = s[6] != 0.0f;
   if (momentum < 0.0f)
-    for (int64_t j = 0; j < n; j++) p[j] -= rate * GRADIENT;
+    for (int64_t j = 0; j < n; j++) p[j] = OLD_WEIGHT - rate * GRADIENT;
   else
     for (int64_t j = 0; j < n; j++) {
       float x = GRADIENT;
-      b[j] = keep * b[j] + add * x;
-      p[j] -= rate * (nesterov ? x + momentum * b[j] : b[j]);
+      b[j] = keep * OLD(b) + add * x;
+      p[j] = OLD_WEIGHT - rate * (nesterov ? x + momentum * b[j] : b[j]);
     }
 }
 
@@ -48,10 +54,10 @@ KERNEL(sgd, b, none, none2) {
 KERNEL(lion, m, none, none2) {
   float sign = s[0], l2 = s[1], decay = s[2], beta1 = s[3], rest1 = s[4], beta2 = s[5], rest2 = s[6], rate = s[7];
   for (int64_t j = 0; j < n; j++) {
-    float x = GRADIENT, u = beta1 * m[j] + rest1 * x;
+    float x = GRADIENT, u = beta1 * OLD(m) + rest1 * x;
     float direction = (float)((u > 0.0f) - (u < 0.0f));
-    p[j] = decay * p[j] - rate * direction;
-    m[j] = beta2 * m[j] + rest2 * x;
+    p[j] = decay * OLD_WEIGHT - rate * direction;
+    m[j] = beta2 * OLD(m) + rest2 * x;
   }
 }
 
@@ -60,8 +66,8 @@ KERNEL(adagrad, sum, none, none2) {
   float sign = s[0], l2 = s[1], rate = s[2], eps = s[3];
   for (int64_t j = 0; j < n; j++) {
     float x = GRADIENT;
-    sum[j] += x * x;
-    p[j] -= rate * (x / (sqrtf(sum[j]) + eps));
+    sum[j] = OLD(sum) + x * x;
+    p[j] = OLD_WEIGHT - rate * (x / (sqrtf(sum[j]) + eps));
   }
 }
 
@@ -72,19 +78,20 @@ KERNEL(rmsprop, square, b, mean) {
   float moved[BLOCK];
   for (int64_t j = 0; j < n; j++) {
     float x = GRADIENT;
-    square[j] = alpha * square[j] + rest * x * x;
+    square[j] = alpha * OLD(square) + rest * x * x;
     moved[j] = x;
   }
   if (centered)
     for (int64_t j = 0; j < n; j++) {
-      mean[j] += rest * (moved[j] - mean[j]);
+      float before = OLD(mean);
+      mean[j] = before + rest * (moved[j] - before);
       moved[j] /= sqrtf(square[j] - mean[j] * mean[j]) + eps;
     }
   else
     for (int64_t j = 0; j < n; j++) moved[j] /= sqrtf(square[j]) + eps;
   if (momentum >= 0.0f)
-    for (int64_t j = 0; j < n; j++) moved[j] = b[j] = momentum * b[j] + moved[j];
-  for (int64_t j = 0; j < n; j++) p[j] -= rate * moved[j];
+    for (int64_t j = 0; j < n; j++) moved[j] = b[j] = momentum * OLD(b) + moved[j];
+  for (int64_t j = 0; j < n; j++) p[j] = OLD_WEIGHT - rate * moved[j];
 }
 
 /* torch.optim.NAdam. rate and rate_mean: what weighs the gradient and its mean; correction: of the second moment. */
@@ -93,14 +100,34 @@ KERNEL(nadam, m, v, none) {
   float eps = s[8], correction = s[9];
   for (int64_t j = 0; j < n; j++) {
     float x = GRADIENT;
-    m[j] += rest1 * (x - m[j]);
-    v[j] = beta2 * v[j] + rest2 * x * x;
+    float before = OLD(m);
+    m[j] = before + rest1 * (x - before);
+    v[j] = beta2 * OLD(v) + rest2 * x * x;
     float root = sqrtf(v[j] / correction) + eps;
-    p[j] = decay * p[j] - rate * (x / root) - rate_mean * (m[j] / root);
+    p[j] = decay * OLD_WEIGHT - rate * (x / root) - rate_mean * (m[j] / root);
   }
 }
 
-static Kernel *const KERNELS[] = {adam, sgd, lion, adagrad, rmsprop, nadam}; /* native.py has the names */
+#define FORM(NAME, HALVES)                                                                               \
+  static void NAME##HALVES(float *const *x, const uint16_t *const *half, const float *s, int64_t n) {    \
+    NAME(x[0], half[0], x[1], half[1], x[2], half[2], x[3], half[3], x[4], half[4], s, n, HALVES);       \
+  }
+#define FORMS(NAME) FORM(NAME, 0) FORM(NAME, 1) FORM(NAME, 2) FORM(NAME, 3)
+#define THEIR_NAMES(NAME) {NAME##0, NAME##1, NAME##2, NAME##3},
+#define FOR_EACH_KERNEL(DO) DO(adam) DO(sgd) DO(lion) DO(adagrad) DO(rmsprop) DO(nadam) /* native.py has the same */
+
+FOR_EACH_KERNEL(FORMS)
+typedef void Kernel(float *const *, const uint16_t *const *, const float *, int64_t);
+static Kernel *const KERNELS[][4] = {FOR_EACH_KERNEL(THEIR_NAMES)};
+
+static int halves_of(const Stepped *one) {
+  const Held *held = one->held;
+  if (held[GRAD].kind != BF16) return 0;
+  if (held[WEIGHT].kind != BF16 && held[WEIGHT].kind != NEAREST) return 1;
+  for (int i = STATE; i < TENSORS; i++)
+    if (held[i].kind != BF16 && held[i].kind != ABSENT) return 2;
+  return 3;
+}
 
 /* Asks for `count` elements that will be opened soon: the loops between two blocks load nothing, and hardware that
    looks at what is loaded does not run far enough ahead. */
@@ -113,24 +140,28 @@ static inline void fetched(const Held *held, int64_t at, int64_t count) {
 /* scalars: SCALARS of each parameter. step_key: of the seed and the step. No parameter has 2^32 elements or more. */
 void step_list(int kernel, const Stepped *list, const float *scalars, int64_t count, uint64_t step_key, int threads) {
   FOR_EACH_SHARE(Stepped, {
+    const Held *held = one->held;
     int64_t row = uneven_rows(one->row, one->n);
     share = (Share){row_start(share.from, row, one->n), row_start(share.to, row, one->n)};
     if (share.from == share.to) continue;
-    uint64_t keys[1 + STATES];
-    for (int i = 0; i <= STATES; i++)
-      keys[i] = derive_key(step_key, (i ? &one->state[i - 1] : &one->weight)->name, 0);
+    int halves = halves_of(one), tensors = TENSORS; /* up to the last one that is there */
+    while (held[tensors - 1].kind == ABSENT) tensors--;
+    const int is_half[TENSORS] = {halves > 1, halves > 0, halves > 2, halves > 2, halves > 2};
+    uint64_t keys[TENSORS];
+    for (int i = 0; i < tensors; i++) keys[i] = derive_key(step_key, held[i].name, 0);
     for (int64_t at = share.from, n; at < share.to; at += n) {
-      float rooms[2 + STATES][BLOCK], *state[STATES];
+      float rooms[TENSORS][BLOCK], *x[TENSORS] = {0};
+      const uint16_t *half[TENSORS] = {0};
       n = opened_at_once(at, share.to, row);
       int64_t next = at + n, ahead = share.to - next < BLOCK ? share.to - next : BLOCK;
-      fetched(&one->weight, next, ahead);
-      fetched(&one->grad, next, ahead);
-      for (int i = 0; i < STATES; i++) fetched(&one->state[i], next, ahead);
-      float *weight = opened(&one->weight, at, n, row, rooms[0]), *grad = opened(&one->grad, at, n, row, rooms[1]);
-      for (int i = 0; i < STATES; i++) state[i] = opened(&one->state[i], at, n, row, rooms[2 + i]);
-      KERNELS[kernel](weight, grad, state[0], state[1], state[2], scalars + (one - list) * SCALARS, n);
-      closed(&one->weight, at, n, row, weight, keys[0]);
-      for (int i = 0; i < STATES; i++) closed(&one->state[i], at, n, row, state[i], keys[1 + i]);
+      for (int i = 0; i < tensors; i++) fetched(&held[i], next, ahead);
+      for (int i = 0; i < tensors; i++) {
+        x[i] = is_half[i] ? rooms[i] : opened(&held[i], at, n, row, rooms[i]);
+        half[i] = AS(uint16_t, held[i].at) + at;
+      }
+      KERNELS[kernel][halves](x, half, scalars + (one - list) * SCALARS, n);
+      for (int i = 0; i < tensors; i++)
+        if (i != GRAD) closed(&held[i], at, n, row, x[i], keys[i]);
     }
   })
 }

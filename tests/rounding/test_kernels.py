@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import textwrap
@@ -13,6 +14,7 @@ import torch
 from hmpx.rounding import eager, halves, native, xla
 from hmpx.rounding.keys import derive_key, key_of, name_id, step_key
 from tests.support import python
+from tests.support.kernel_steps import STEPS, stepped
 from tests.support.numbers import special_values
 
 KEY = derive_key(2**64 - 1, 3, "w")
@@ -73,31 +75,41 @@ def test_a_list_of_tensors_gets_the_bits_that_each_gets_alone(threads):
         torch.set_num_threads(before)
 
 
+def of_dtypes(steps, weight, state, grad):
+    """The same numbers in these dtypes, in tensors of their own."""
+    return [
+        each._replace(
+            weight=each.weight.to(weight, copy=True),
+            grad=each.grad.to(grad),
+            states=tuple(s if s is None else s.to(state, copy=True) for s in each.states),
+        )
+        for each in steps
+    ]
+
+
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_list_of_steps_rounds_by_the_numbers_of_the_specification(threads):
-    """What a kernel computes for FP32 tensors is what it rounds for BF16 ones, whatever their place in the list."""
+@pytest.mark.parametrize(("kernel", "scalars"), [(kernel, scalars) for kernel in STEPS for scalars in STEPS[kernel]])
+def test_a_list_of_steps_rounds_by_the_numbers_of_the_specification(threads, kernel, scalars):
+    """What a kernel computes of FP32 tensors is what it rounds for BF16 ones, whichever of them are BF16."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        generator = torch.Generator().manual_seed(0)
-        drawn = [[torch.randn(n, generator=generator).bfloat16() for _ in range(4)] for n in (1, 300, 70_001, 2, 256)]
-        adam = (1.0, 0.1, 0.99, 0.9, 0.1, 0.999, 0.001, 1e-2, 1e-8)
-        results = {}
-        for dtype in (torch.bfloat16, torch.float32):
-            stepped = results[dtype] = [
-                native.Stepped(p.to(dtype), 3 * i, g, (m.to(dtype), v.abs().to(dtype)), (3 * i + 1, 3 * i + 2), adam)
-                for i, (p, g, m, v) in enumerate([[t.clone() for t in each] for each in drawn])
-            ]
-            native.step_list("adam", stepped, step_key(5, 9))
-        for bf16, fp32 in zip(*results.values(), strict=True):
-            assert not torch.equal(bf16.weight.float(), fp32.weight)
-            for got, exact, name in zip(
-                (bf16.weight, *bf16.states), (fp32.weight, *fp32.states), (bf16.name, *bf16.state_names), strict=True
-            ):
-                rounded = torch.empty_like(got)
-                eager.round_(rounded, exact, key_of(step_key(5, 9), name), 0)
-                assert torch.equal(got, rounded)
+        bf16, fp32 = torch.bfloat16, torch.float32
+        drawn = stepped(kernel, scalars, bf16, bf16, bf16, (1, 300, 70_001 if kernel == "adam" else 513, 2, 256))
+        exact = of_dtypes(drawn, fp32, fp32, fp32)
+        native.step_list(kernel, exact, step_key(5, 9))
+        for dtypes in itertools.product((bf16, fp32), repeat=3):
+            steps = of_dtypes(drawn, *dtypes)
+            native.step_list(kernel, steps, step_key(5, 9))
+            for step, want, old in zip(steps, exact, drawn, strict=True):
+                assert not torch.equal(want.weight, old.weight.float())
+                tensors = zip((step.weight, *step.states), (want.weight, *want.states), strict=True)
+                for (got, number), name in zip(tensors, (step.name, *step.state_names), strict=True):
+                    if got is not None:
+                        rounded = torch.empty_like(number, dtype=bf16)
+                        eager.round_(rounded, number, key_of(step_key(5, 9), name), 0)
+                        assert torch.equal(got, rounded if got.dtype == bf16 else number), (dtypes, name)
     finally:
         torch.set_num_threads(before)
 

@@ -24,8 +24,8 @@ from hmpx.updates.checksums import checksums, clear_written
 from hmpx.updates.fused_plan import FusedPlan
 from hmpx.updates.sliced_plan import SlicedPlan
 from tests.support.eight_bits import beside_the_finest_steps
+from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
 from tests.support.numbers import special_values, spread
-from tests.support.triton_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
 
 
 @contextlib.contextmanager

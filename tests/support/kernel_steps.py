@@ -1,4 +1,4 @@
-"""Steps for the kernels in Triton: parameters whose weights and states are held in every way."""
+"""Steps for the kernels: parameters whose weights and states are held in every way."""
 
 from __future__ import annotations
 
