@@ -154,17 +154,18 @@ def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:
     scalars = array("f")
     for each in stepped:
         scalars.extend(scalars_of(each.scalars))
-    step_words(kernel, words_of(stepped), scalars, [each.grad for each in stepped], step_key)
+    step_words(kernel, words_of(stepped), scalars, step_key)
 
 
 def words_of(stepped: Sequence[Stepped]) -> array[int]:
-    """What the kernels are told of each parameter, but for its gradient, which another step has another one of."""
+    """What the kernels are told of each parameter."""
     words = array("Q")
     for each in stepped:
         weight = each.weight
         row = next((state.row for state in each.states if isinstance(state, Coded)), weight.numel())
         kept = each.kept or Held(weight, KINDS[weight.dtype], each.name)
-        words.extend((weight.numel(), row, *_held_words(*kept[:-1]), *_ABSENT))
+        grad = _held_words(each.grad, KINDS[each.grad.dtype], 0)
+        words.extend((weight.numel(), row, *_held_words(*kept[:-1]), *grad))
         for state, name in zip(each.states, each.state_names, strict=True):
             if isinstance(state, Coded):
                 words.extend(_held_words(state.codes, CODED, name, state.scales))
@@ -191,14 +192,16 @@ def scalars_of(scalars: tuple[float, ...]) -> tuple[float, ...]:
     return (*scalars, *(0.0,) * (_SCALARS - len(scalars)))
 
 
-def step_words(
-    kernel: str, words: array[int], scalars: array[float], grads: Sequence[torch.Tensor], step_key: int
-) -> None:
-    """`step_list`, for the words and scalars of parameters, which get these gradients."""
-    words[_GRAD::_WORDS] = array("Q", [grad.data_ptr() for grad in grads])
-    words[_GRAD + 1 :: _WORDS] = array("Q", [KINDS[grad.dtype] for grad in grads])
+def gradients_at(words: array[int], addresses: Sequence[int]) -> None:
+    """Tell where the parameters' gradients are now."""
+    words[_GRAD::_WORDS] = array("Q", addresses)
+
+
+def step_words(kernel: str, words: array[int], scalars: array[float], step_key: int) -> None:
+    """`step_list`, for the words and scalars of parameters."""
     addresses = words.buffer_info()[0], scalars.buffer_info()[0]
-    _kernels().step_list(KERNELS.index(kernel), *addresses, len(grads), step_key, torch.get_num_threads())
+    count = len(words) // _WORDS
+    _kernels().step_list(KERNELS.index(kernel), *addresses, count, step_key, torch.get_num_threads())
 
 
 def split_24(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import optim
@@ -86,11 +86,11 @@ class FusedPlan(Plan):
                 options = call.optimizer.param_groups[each.group]
                 known[of] = native.scalars_of(self._formula.scalars(call.optimizer, options, step, of[2]))
             scalars.extend(known[of])
-        grads = [cast(Tensor, p.grad) for p in self._params]
         step_key = write_back.rounding_key.of_step
+        native.gradients_at(self._words, self._gradients)
 
         def run() -> None:
-            native.step_words(self._formula.kernel, self._words, scalars, grads, step_key)
+            native.step_words(self._formula.kernel, self._words, scalars, step_key)
             if self._counts:
                 torch._foreach_add_(self._counts, 1)
             torch.autograd.graph.increment_version(self._params)

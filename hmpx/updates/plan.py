@@ -34,7 +34,7 @@ class Plan:
         store: of the weights.
 
     Attributes:
-        params: these parameters.
+        params: these parameters, and their places in their order.
         names: of those that are BF16.
     """
 
@@ -43,7 +43,7 @@ class Plan:
     def __init__(self, optimizer: optim.Optimizer, params: list[Parameter], store: StepStore) -> None:
         self._store, self._held = store, store.all_held()
         self._states, self._members = optimizer.state, members(optimizer)
-        self._params, self.params = params, frozenset(params)
+        self._params, self.params = params, {p: place for place, p in enumerate(params)}
         self._own = [optimizer.state.get(p) for p in params]
         self._dicts = [state for state in self._own if state is not None]
         self._keys, self._values = list(chain(*self._dicts)), _values(self._dicts)
@@ -51,6 +51,7 @@ class Plan:
         self._tensors = list(different.values())
         self._places = list(map(Tensor.data_ptr, self._tensors))
         looks = *self._tensors, *(p.grad for p in params)
+        self._gradients: list[int] = []  # where those of `params` are, as `fits` has seen
         self._guards = TensorGuards(*looks, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     @staticmethod
@@ -87,7 +88,8 @@ class Plan:
             return False
         if list(map(Tensor.data_ptr, self._tensors)) != self._places:
             return False
-        return all([grad.data_ptr() or not grad.numel() for grad in grads])  # else somebody has freed its memory
+        self._gradients = list(map(Tensor.data_ptr, grads))
+        return all(self._gradients) or all([grad.data_ptr() or not grad.numel() for grad in grads])  # memory is there
 
     def others(self, optimizer: optim.Optimizer) -> list[Parameter]:
         """The parameters with a gradient that are not of the plan."""

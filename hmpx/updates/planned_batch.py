@@ -60,6 +60,7 @@ class PlannedBatch:
 
     Args:
         segments: as `can_be_planned` wants them; gradients are there.
+        places: of the plan's parameters, in the order in which it knows their gradients.
         group: the index of each parameter's.
         room: FP32, with at least `room_for` elements.
         store: of the weights.
@@ -75,6 +76,7 @@ class PlannedBatch:
         self,
         segments: list[Segment],
         optimizer: optim.Optimizer,
+        places: dict[Parameter, int],
         group: dict[Parameter, int],
         room: Tensor,
         store: StepStore,
@@ -83,10 +85,11 @@ class PlannedBatch:
         self.counts: list[Count] = []
         self._words, self._places = array("Q"), list[tuple[int, int]]()
         copied = [segment for segment in segments if _is_copied(segment)]  # the first of the words
-        self._copied = [segment.param for segment in copied]
+        self._copied = [places[segment.param] for segment in copied]
         grads = {segment: self._open(segment, native.Held(segment.grad, native.BF16)) for segment in copied}
         self._written: list[Tensor] = []
         self.shown = [self._show(each, grads.get(each), optimizer.state.get(each.param)) for each in segments]
+        self._grads = [each.grad for each in self.shown]
         self._ready = [(each.segment, each.shadow) for each in self.shown if each.grad is None]
         self.lists: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         for each in self.shown:
@@ -129,12 +132,19 @@ class PlannedBatch:
             return [states.popitem()[1] for _ in shadows][::-1]
         return [states.pop(shadow, None) for shadow in shadows]
 
-    def read(self) -> None:
-        """Bring weights, gradients and state to FP32."""
+    def read(self, gradients: list[int]) -> list[Any]:
+        """Bring weights, gradients and state to FP32.
+
+        gradients: where those of the plan's parameters are.
+
+        Returns:
+            The gradients that the optimizer is shown.
+        """
         for segment, shadow in self._ready:
             shadow.grad = segment.of(segment.grad).data
-        native.hold_at(self._words, [p.grad.data_ptr() for p in self._copied])  # type: ignore[union-attr]  # a plan sees that it is there
+        native.hold_at(self._words, [gradients[i] for i in self._copied])
         native.read_words(self._words)
+        return [each.shadow.grad for each in self.shown] if self._ready else self._grads
 
     def forget_gradients(self) -> None:
         """Let go of the parameters' own ones, which nothing is to hold between two steps."""

@@ -46,7 +46,7 @@ class SlicedPlan(Plan):
         room = torch.empty(size, dtype=torch.float32, device="cpu")
         self.names = list(dict.fromkeys(segment.name for batch in batches for segment in batch))
         self._room, self._bytes, self._address = room.untyped_storage(), room.nbytes, -1
-        self._batches = [PlannedBatch(batch, optimizer, group, room, store) for batch in batches]
+        self._batches = [PlannedBatch(batch, optimizer, self.params, group, room, store) for batch in batches]
         for p in others:
             self._batches[0].lists[group[p]].append(p)
         counts = [count for batch in self._batches for count in batch.counts]
@@ -99,9 +99,8 @@ class SlicedPlan(Plan):
 
     def _step(self, batch: PlannedBatch, call: StepCall, write_back: WriteBack, written: list[str]) -> None:
         optimizer, states, shown = call.optimizer, call.optimizer.state, batch.shown
-        batch.read()
+        grads = batch.read(self._gradients)
         versions = [tensor._version for tensor, _ in batch.watched]
-        grads: list[Any] = [each.shadow.grad for each in shown]
         seen = [grad._version for grad in grads]
         states.update(batch.states)
         try:
