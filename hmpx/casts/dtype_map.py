@@ -27,8 +27,9 @@ from hmpx.casts.codegen import COMPILER, Switch
 from hmpx.casts.layouts import schemas
 from hmpx.casts.op_wrappers import Patch, Patching
 from hmpx.casts.ops import catalog
+from hmpx.casts.overriding import call
 from hmpx.casts.patch_table import patch_at, uncast_functions
-from hmpx.casts.rules import METHODS, call
+from hmpx.casts.rules import METHODS
 from hmpx.changes import Attribute, Changes, Flag
 from hmpx.errors import HmpxError
 
@@ -225,7 +226,7 @@ class DtypeMap:
 
 
 def _call(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """`rules.call` for a function of torch's own; a wrapper of ours calls that itself."""
+    """`overriding.call` for a function of torch's own; a wrapper of ours calls that itself."""
     return function(*args, **kwargs) if type(function) is types.FunctionType else call(function, args, kwargs)
 
 

@@ -28,8 +28,9 @@ from torch.compiler import is_dynamo_compiling
 
 from hmpx.casts import dynamo, op_facts
 from hmpx.casts.kept_tensors import Keeper
+from hmpx.casts.overriding import PLAIN, call
 from hmpx.casts.policy import LOW_RULES, Rule
-from hmpx.casts.rules import ELIGIBLE, METHODS, PLAIN, TARGETS, call, is_stated
+from hmpx.casts.rules import ELIGIBLE, METHODS, TARGETS, is_stated
 from hmpx.casts.weight_cache import current, open_caches
 from hmpx.errors import HmpxError, did_you_mean
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 from torch.compiler import is_dynamo_compiling
 
 from hmpx import region_state
+from hmpx.casts.overriding import call
 from hmpx.casts.policy import Rule
-from hmpx.casts.rules import call
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ OptLevel = Literal["O1", "O2"]
 
 
 class Rule(enum.Enum):
-    """What happens to the eligible arguments of an op: the dense tensors of float32, bfloat16 and float16.
+    """What happens to the eligible arguments of an op: dense and nested tensors of float32, bfloat16 and float16.
 
     A list says BF16, FP32 or PROMOTE. FP16 is what the bf16 list says under ``low_precision=torch.float16``.
     FIRST_INPUT is for ops in no list that refuse mixed dtypes; UNCAST and DTYPE_MAP are for functions that are no ops.

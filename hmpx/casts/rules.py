@@ -7,45 +7,42 @@ keyword arguments, and `call_cast` calls an op by it. `codegen` writes faster fu
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.overrides
 
-from hmpx.casts import op_facts
 from hmpx.casts.layouts import Layout
+from hmpx.casts.overriding import PLAIN, call
 from hmpx.casts.policy import LOW_RULES, Rule
 from hmpx.casts.weight_cache import cast_weight, open_caches
 
 Tensor = torch.Tensor
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
 ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_DENSE = frozenset({torch.strided, torch.jagged})  # layouts; nested tensors have either
 # torch's own methods, taken before anything is patched. `x.bfloat16()` is cheaper than `x.to(torch.bfloat16)`.
 METHODS = {torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float, torch.float16: Tensor.half}
 TARGETS = {**{rule: dtype for dtype, rule in LOW_RULES.items()}, Rule.FP32: torch.float32}
 
 
 def is_eligible(value: Any) -> bool:
-    """Whether `value` is a dense floating tensor of FP32, BF16 or FP16."""
-    return (
-        isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.layout is torch.strided and not value.is_nested
-    )
+    """Whether `value` is a dense or nested floating tensor of FP32, BF16 or FP16."""
+    return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.layout in _DENSE
 
 
-def is_sparse_or_nested(value: Any) -> bool:
-    """Whether `value` is a sparse or nested floating tensor: neither it nor what is passed beside it is cast."""
-    return (
-        isinstance(value, Tensor) and value.dtype in ELIGIBLE and (value.layout is not torch.strided or value.is_nested)
-    )
+def is_sparse(value: Any) -> bool:
+    """Whether `value` is a sparse floating tensor: neither it nor what is passed beside it is cast."""
+    return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.layout not in _DENSE
 
 
 def cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
     """An eligible tensor in `dtype`; of a weight, the cast that `cached_weights()` keeps."""
     if open_caches and type(value) is torch.nn.Parameter:
         return cast_weight(value, dtype, METHODS[dtype])
-    return METHODS[dtype](value)
+    found = METHODS[dtype](value)
+    if type(value) not in PLAIN and type(found) is type(value):  # a bias of causal attention is what its attributes say
+        vars(found).update({key: kept for key, kept in vars(value).items() if key not in vars(found)})
+    return found
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -110,7 +107,7 @@ def cast_arguments(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tup
     dtype = target_dtype(rule, args, kwargs)
     if dtype is None or (rule is Rule.FIRST_INPUT and layout.mixed_on_cpu and _is_mixed_on_cpu(args, kwargs)):
         return args, kwargs
-    if not layout.python and any(map(is_sparse_or_nested, (*args, *kwargs.values()))):
+    if not layout.python and any(map(is_sparse, (*args, *kwargs.values()))):
         return args, kwargs  # torch has no mixture of layouts and dtypes
     if not layout.statistics:
         return tuple(cast(value, dtype) for value in args), {key: cast(value, dtype) for key, value in kwargs.items()}
@@ -131,41 +128,6 @@ def _is_mixed_on_cpu(args: tuple, kwargs: dict) -> bool:
     first, *others = (value for value in (*args, *kwargs.values()) if is_eligible(value))
     narrow = first.is_cpu and first.dtype in LOW_RULES
     return narrow and all(t.is_cpu and t.dtype is torch.float32 for t in others)
-
-
-def call(op: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call torch's own function `op`. A tensor subclass that overrides functions is handed `op`, as without hmpx.
-
-    torch itself looks the function up by its name to hand it to ``__torch_function__``, and would find the wrapper. A
-    stand-in for a function, which has the attribute `hands_on`, calls it in this way itself.
-    """
-    subclasses = []
-    for value in (*args, *kwargs.values()):
-        for item in value if type(value) in (list, tuple) else (value,):
-            if isinstance(item, Tensor) and type(item) not in PLAIN:
-                subclasses.append(item)
-    if subclasses and torch.overrides.has_torch_function(subclasses) and not hasattr(op, "hands_on"):
-        return torch.overrides.handle_torch_function(public(op), subclasses, *args, **kwargs)
-    return op(*args, **kwargs)
-
-
-class _Probe(Tensor):
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return func
-
-
-@functools.cache
-def public(op: Callable) -> Callable:
-    """What torch hands to ``__torch_function__`` for `op`: for the operator ``x @ y`` it is ``Tensor.matmul``."""
-    if not (op.__name__.startswith("__") and isinstance(op, types.MethodDescriptorType)):
-        return op
-    probe = torch.empty(0).as_subclass(_Probe)
-    try:
-        found = op(probe) if op.__name__ in op_facts.OPERANDS else op(probe, probe)
-    except TypeError:
-        return op
-    return getattr(found, "__hmpx_original__", found)
 
 
 def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> Any:

@@ -19,8 +19,9 @@ from hmpx.casts.callers import calling, pass_over, register
 from hmpx.casts.codegen import Switch, called_by_torch, make_wrapper
 from hmpx.casts.observing import Observer, Point, observed, stand_in
 from hmpx.casts.ops import Entry
+from hmpx.casts.overriding import PLAIN, call, public
 from hmpx.casts.policy import Case, Rule
-from hmpx.casts.rules import PLAIN, call, call_cast, cast, is_explicit, public
+from hmpx.casts.rules import call_cast, cast, is_explicit
 from hmpx.region_state import place
 
 

@@ -69,12 +69,10 @@ def test_tensors_that_are_not_eligible_pass_through(lists, value):
         assert value.mul(value).layout is value.layout
 
 
-def test_sparse_and_nested_companions_leave_the_call_alone(lists):
-    x = tensor(4, 4)
-    sparse, nested = torch.eye(4).to_sparse(), torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
-    with hmpx.convert(**lists(bf16="matmul mm linear")):
+def test_sparse_companions_leave_the_call_alone(lists):
+    x, sparse = tensor(4, 4), torch.eye(4).to_sparse()
+    with hmpx.convert(**lists(bf16="matmul mm")):
         assert torch.equal(sparse @ x, x) and torch.equal(torch.mm(sparse, x), x)
-        assert F.linear(nested, x).dtype is FP32
 
 
 def test_none_and_numbers_are_legal_everywhere(lists):

@@ -281,16 +281,6 @@ def test_a_subclass_is_handed_torchs_own_functions(name, verbose, dtype):
     assert torch.equal(result.as_subclass(torch.Tensor), plain)
 
 
-def test_nested_tensors_pass_untouched():
-    parts = [torch.randn(2, 8), torch.randn(3, 8)]
-    for layout in (torch.jagged, torch.strided):
-        nested = torch.nested.nested_tensor(parts, layout=layout)
-        linear = nn.Linear(8, 8)
-        assert all(torch.equal(a, linear(b).float()) for a, b in zip(linear(nested).unbind(), parts, strict=True)) or (
-            linear(nested).dtype is FP32
-        )
-
-
 def test_sharded_tensors_are_cast(tmp_path, x):
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hmpx import region_state
-from hmpx.casts.rules import METHODS, call
+from hmpx.casts.overriding import call
+from hmpx.casts.rules import METHODS
 from hmpx.insight.comparing.calls import Asked, Call
 from hmpx.insight.tensors import LOW, Tensor, floating
 

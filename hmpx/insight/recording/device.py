@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hmpx import region_state
-from hmpx.casts.rules import PLAIN
+from hmpx.casts.overriding import PLAIN
 from hmpx.insight.recording.site import Site
 
 _NEVER = 2**62

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hmpx.casts.observing import Seen, unobserved
-from hmpx.casts.rules import call
+from hmpx.casts.overriding import call
 from hmpx.errors import HmpxError
 from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked, Compared

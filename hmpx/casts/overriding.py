@@ -1,0 +1,149 @@
+"""Calls of torch's functions with tensors of a class that overrides them, by ``__torch_function__``.
+
+The class is handed the function that torch has made, as without hmpx: it may look for it in a table that is older than
+the conversion. Where it compares the function with what a name leads to now, ``func is torch.nn.functional.linear``, or
+with what a younger table has, that is a wrapper of ours, and then it is handed this one. torch's own biases of causal
+attention and nested tensors do so; handed anything else, the first lose their mask.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib.util
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.overrides
+
+from hmpx.casts import op_facts
+
+Tensor = torch.Tensor
+PLAIN = frozenset({Tensor, torch.nn.Parameter})  # classes that override nothing
+
+
+def call(op: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call torch's own function `op`. A tensor subclass that overrides functions is handed it as without hmpx.
+
+    torch itself looks the function up by its name to hand it to ``__torch_function__``, and would find the wrapper. A
+    stand-in for a function, which has the attribute `hands_on`, calls it in this way itself.
+    """
+    subclasses = []
+    for value in (*args, *kwargs.values()):
+        for item in value if type(value) in (list, tuple) else (value,):
+            if isinstance(item, Tensor) and type(item) not in PLAIN:
+                subclasses.append(item)
+    if subclasses and torch.overrides.has_torch_function(subclasses) and not hasattr(op, "hands_on"):
+        function = handed(public(op), {type(item): None for item in subclasses})
+        return torch.overrides.handle_torch_function(function, subclasses, *args, **kwargs)
+    return op(*args, **kwargs)
+
+
+class _Probe(Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func
+
+
+@functools.cache
+def public(op: Callable) -> Callable:
+    """What torch hands to ``__torch_function__`` for `op`: for the operator ``x @ y`` it is ``Tensor.matmul``."""
+    if not (op.__name__.startswith("__") and isinstance(op, types.MethodDescriptorType)):
+        return op
+    probe = torch.empty(0).as_subclass(_Probe)
+    try:
+        found = op(probe) if op.__name__ in op_facts.OPERANDS else op(probe, probe)
+    except TypeError:
+        return op
+    return getattr(found, "__hmpx_original__", found)
+
+
+def handed(op: Callable, classes: Iterable[type]) -> Callable:
+    """`op`, or the wrapper of it that one of these classes compares with what it is handed."""
+    for cls in classes:
+        for looked_up in _compared(cls):
+            found = looked_up.found(cls)
+            for each in found if isinstance(found, (dict, set, frozenset, list, tuple)) else (found,):
+                if isinstance(each, types.FunctionType) and getattr(each, "__hmpx_original__", None) is op:
+                    return each
+    return op
+
+
+class _LookUp(NamedTuple):
+    """What the code of a function looks up: a variable, and attributes from there on.
+
+    where: "global", "closure", "import", or "first" for the first parameter of a class method.
+    """
+
+    function: Any
+    where: str
+    variable: str
+    attributes: tuple[str, ...] = ()
+
+    def found(self, cls: type) -> Any:
+        """What is there now, for a method of `cls`; None for nothing."""
+        try:
+            return functools.reduce(getattr, self.attributes, self._start(cls))
+        except (ImportError, LookupError, ValueError, AttributeError):
+            return None
+
+    def _start(self, cls: type) -> Any:
+        if self.where == "import":
+            return importlib.import_module(self.variable)
+        if self.where == "global":
+            return self.function.__globals__[self.variable]
+        if self.where == "closure":
+            place = self.function.__code__.co_freevars.index(self.variable)
+            return (self.function.__closure__ or ())[place].cell_contents
+        return cls
+
+
+@functools.cache
+def _compared(cls: Any) -> list[_LookUp]:
+    """What ``__torch_function__`` of a class looks up to compare it, and functions of its package that it calls."""
+    method = inspect.unwrap(getattr(cls.__torch_function__, "__func__", cls.__torch_function__))
+    if not isinstance(method, types.FunctionType):
+        return []
+    compared, others = _look_ups(method)
+    package = method.__module__.partition(".")[0]
+    for each in others:
+        called = getattr(each.found(cls), "__func__", each.found(cls))
+        if isinstance(called, types.FunctionType) and called.__module__.partition(".")[0] == package:
+            compared += _look_ups(called)[0]
+    return compared
+
+
+def _look_ups(function: types.FunctionType) -> tuple[list[_LookUp], list[_LookUp]]:
+    """What a function looks up to compare it by ``is``, ``==`` or ``in``, and what it looks up for something else."""
+    compared: list[_LookUp] = []
+    others: list[_LookUp] = []
+    stack: list[_LookUp | None] = []  # what an expression has looked up so far; None: a local variable
+    imported, level = "", 0
+    for each in dis.get_instructions(function):
+        name, value = each.opname, each.argval
+        if name in ("LOAD_ATTR", "LOAD_METHOD"):
+            last = stack.pop() if stack else None
+            stack.append(last and last._replace(attributes=(*last.attributes, value)))
+        elif name == "LOAD_GLOBAL":
+            stack.append(_LookUp(function, "global", value))
+        elif name == "LOAD_DEREF":
+            stack.append(_LookUp(function, "closure", value))
+        elif name.startswith("LOAD_FAST"):
+            loaded = value if isinstance(value, tuple) else (value,)
+            stack += [_LookUp(function, "first", v) if v == function.__code__.co_varnames[0] else None for v in loaded]
+        elif name == "IMPORT_NAME":
+            imported = importlib.util.resolve_name("." * level + value, function.__globals__.get("__package__"))
+        elif name == "IMPORT_FROM":
+            others.append(_LookUp(function, "import", imported, (value,)))
+        elif name in ("IS_OP", "COMPARE_OP", "CONTAINS_OP"):
+            compared += filter(None, stack)
+            stack.clear()
+        elif name in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            level = value if type(value) is int else level  # of an import, whose names are another constant
+        elif not name.startswith(("BUILD_", "CACHE", "PUSH_NULL")):
+            others += filter(None, stack)
+            stack.clear()
+    return compared, others

@@ -1,0 +1,143 @@
+"""Tensors of a class that overrides torch's functions, and nested ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import hmpx
+from hmpx.casts.op_lists import shipped
+from tests.support.tensor_classes import Asks, ByImport, by_name
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LISTS = {f"{side}_file_path": shipped() / "autocast-cpu" / f"{side}.txt" for side in ("bf16", "fp32", "promote")}
+OLDER = {F.linear: "linear", torch.matmul: "matmul"}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def under_autocast(call):
+    with torch.autocast("cpu", BF16):
+        return call()
+
+
+def under_lists(call):
+    with hmpx.convert(**LISTS):
+        return call()
+
+
+def same(one, other):
+    return one.dtype is other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+def test_a_causal_bias_masks(bias):
+    query, key = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
+    mask = bias(4, 6)
+
+    def attend():
+        return F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+
+    assert same(under_lists(attend), under_autocast(attend))
+    assert not torch.equal(under_lists(attend), under_lists(lambda: F.scaled_dot_product_attention(query, key, key)))
+
+
+NESTED = {
+    "linear": lambda n, w: F.linear(n, w),
+    "relu": lambda n, w: torch.relu(F.linear(n, w)),
+    "softmax": lambda n, w: torch.softmax(n, -1),
+    "x * x": lambda n, w: n * n,
+    "attention": lambda n, w: F.scaled_dot_product_attention(*[n.unflatten(-1, (2, 8)).transpose(1, 2)] * 3),
+}
+
+
+NEITHER = {("attention", torch.strided)}  # torch has no such thing
+
+
+@pytest.mark.parametrize(
+    ("op", "layout"), [(op, way) for op in NESTED for way in (torch.jagged, torch.strided) if (op, way) not in NEITHER]
+)
+def test_nested_tensors_are_cast_as_under_autocast(op, layout):
+    parts, weight = [torch.randn(3, 16), torch.randn(2, 16)], torch.randn(16, 16)
+    found = []
+    for way in (under_lists, under_autocast):
+        leaves = [part.clone().requires_grad_() for part in parts]
+        nested = torch.nested.as_nested_tensor(leaves, layout=layout)
+        out = way(lambda nested=nested: NESTED[op](nested, weight)).unbind()
+        sum(each.float().square().sum() for each in out).backward()
+        found.append((out, [leaf.grad for leaf in leaves]))
+    for one, other in zip(*found, strict=True):
+        assert all(map(same, one, other))
+
+
+def handed_linear(cls):
+    cls.recognised.clear()
+    F.linear(torch.randn(2, 3).as_subclass(cls), torch.randn(3, 3))
+    return "linear" in cls.recognised
+
+
+def classes():
+    """A class for each way of asking for a function, made now."""
+    table = {F.linear: "linear"}
+
+    class InTable(Asks):
+        @classmethod
+        def recognises(cls, func):
+            return func in table
+
+    class OfClass(Asks):
+        functions = (F.linear, F.relu)
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func not in cls.functions:
+                return super().__torch_function__(func, types, args, kwargs)
+            cls.recognised.append(func.__name__)
+            return args[0]
+
+    return [by_name("is"), by_name("=="), by_name("in"), ByImport, InTable, OfClass]
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize("number", range(6))
+def test_a_class_recognises_what_it_is_handed(number, when):
+    """It asks for a function by name at each call, or has a table, which is older than a conversion or younger."""
+    cls = classes()[number]
+    assert handed_linear(cls)
+    with hmpx.convert(**LISTS):
+        if when == "during":
+            cls = classes()[number]
+        assert handed_linear(cls)
+        with hmpx.disable_casts():
+            assert handed_linear(cls)
+
+
+def test_a_class_that_compares_nothing_is_handed_torchs_own_function():
+    seen = []
+
+    class Sees(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    before = F.linear
+    with hmpx.convert(**LISTS):
+        assert F.linear(torch.randn(2, 3).as_subclass(Sees), torch.randn(3, 3)).dtype is BF16
+    assert before in seen and seen[seen.index(before)] in OLDER
+
+
+def test_what_a_tensor_has_beside_its_numbers_is_there_after_a_cast():
+    class Named(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is F.linear:
+                return args[0].label, args[0].dtype
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.randn(2, 3).as_subclass(Named)
+    x.label = "inputs"
+    with hmpx.convert(**LISTS):
+        assert F.linear(x, torch.randn(3, 3)) == ("inputs", BF16)
+    assert x.dtype is FP32

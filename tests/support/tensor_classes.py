@@ -1,0 +1,64 @@
+"""Classes of tensors that ask, each in its way, whether they are handed `torch.nn.functional.linear`."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Asks(torch.Tensor):
+    """`recognised`: the names of the functions that it has recognised, for which it returns their first argument."""
+
+    recognised: list[str]
+
+    def __init_subclass__(cls):
+        cls.recognised = []
+
+    @classmethod
+    def recognises(cls, func):
+        return False
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if cls.recognises(func):
+            cls.recognised.append(func.__name__)
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def by_name(operator):
+    """A class that asks by name in its own ``__torch_function__``, or in a method that this calls."""
+
+    class Is(Asks):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.nn.functional.linear:
+                cls.recognised.append(func.__name__)
+                return args[0]
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    class Equals(Asks):
+        @classmethod
+        def recognises(cls, func):
+            return func.__name__ == "linear" and torch.nn.functional.linear == func
+
+    class In(Asks):
+        @classmethod
+        def recognises(cls, func):
+            return func in (torch.nn.functional.relu, torch.nn.functional.linear)
+
+    return {"is": Is, "==": Equals, "in": In}[operator]
+
+
+def is_linear(func):
+    return func is torch.nn.functional.linear
+
+
+class ByImport(Asks):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        from tests.support.tensor_classes import is_linear
+
+        if is_linear(func):
+            cls.recognised.append(func.__name__)
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
