@@ -50,7 +50,6 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -58,9 +57,9 @@ from typing import Any
 import torch
 
 from hmpx import process_state, region_state
-from hmpx.casts.callers import WRITTEN, calling, register
+from hmpx.casts.callers import WRITTEN, register
 from hmpx.casts.layouts import Argument, Layout
-from hmpx.casts.overriding import PLAIN, call
+from hmpx.casts.overriding import call, called_by_torch
 from hmpx.casts.policy import Rule
 from hmpx.casts.rules import (
     ELIGIBLE,
@@ -74,14 +73,6 @@ from hmpx.casts.rules import (
 )
 from hmpx.casts.weight_cache import cast_weight, open_caches
 
-# Where torch's compiler spells ops out in other ops, which are no calls of the user's.
-COMPILER = tuple(
-    f"torch.{name}."
-    for name in (
-        *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
-        *("_prims_common", "_refs", "_subclasses", "fx.experimental"),
-    )
-)
 _written = itertools.count(1)  # each source has a file name of its own
 
 
@@ -103,20 +94,6 @@ class Switch:
 
     def casts_off(self) -> bool:
         return self.retired or bool(self.off and region_state.casts_off())
-
-
-def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:
-    """Whether a tensor that is no plain one comes from torch's own decompositions, while it compiles.
-
-    Args:
-        above: how many frames above the one that asks the caller is. It is looked at last: Dynamo, which has plain
-            tensors, cannot trace a look at frames.
-    """
-    if not any(isinstance(a, torch.Tensor) and type(a) not in PLAIN for a in (*args, *kwargs.values())):
-        return False
-    if region_state.casts_off_in_graph():
-        return True
-    return (calling(sys._getframe(above + 1)).f_globals.get("__name__", "") + ".").startswith(COMPILER)
 
 
 class _Missing:

@@ -23,11 +23,11 @@ from torch.compiler import is_dynamo_compiling
 from hmpx import region_state
 from hmpx.casts import op_facts
 from hmpx.casts.callers import frames
-from hmpx.casts.codegen import COMPILER, Switch
+from hmpx.casts.codegen import Switch
 from hmpx.casts.layouts import schemas
 from hmpx.casts.op_wrappers import Patch, Patching
 from hmpx.casts.ops import catalog
-from hmpx.casts.overriding import call
+from hmpx.casts.overriding import COMPILER, call
 from hmpx.casts.patch_table import patch_at, uncast_functions
 from hmpx.casts.rules import METHODS
 from hmpx.changes import Attribute, Changes, Flag

@@ -50,6 +50,11 @@ def never_compile(function: Callable) -> None:
     wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
 
 
+def ask_once(function: Callable) -> None:
+    """torch.compile calls this function when it traces, and takes its result for a constant."""
+    wrapt.register_post_import_hook(lambda dynamo: dynamo.assume_constant_result(function), "torch._dynamo")
+
+
 class Tracing:
     """A part that lets Dynamo see through wrappers, as soon as it is imported. Undone, compiled code is compiled anew.
 

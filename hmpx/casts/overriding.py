@@ -12,17 +12,29 @@ import dis
 import functools
 import importlib.util
 import inspect
+import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.overrides
 
+from hmpx import region_state
 from hmpx.casts import op_facts
+from hmpx.casts.callers import calling
+from hmpx.casts.dynamo import ask_once, never_compile
 
 Tensor = torch.Tensor
 PLAIN = frozenset({Tensor, torch.nn.Parameter})  # classes that override nothing
+# Where torch's compiler spells ops out in other ops, which are no calls of the user's.
+COMPILER = tuple(
+    f"torch.{name}."
+    for name in (
+        *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
+        *("_prims_common", "_refs", "_subclasses", "fx.experimental"),
+    )
+)
 
 
 def call(op: Callable, args: tuple, kwargs: dict) -> Any:
@@ -31,15 +43,42 @@ def call(op: Callable, args: tuple, kwargs: dict) -> Any:
     torch itself looks the function up by its name to hand it to ``__torch_function__``, and would find the wrapper. A
     stand-in for a function, which has the attribute `hands_on`, calls it in this way itself.
     """
-    subclasses = []
+    if is_not_compiled(op, args, kwargs):
+        return _not_compiled(op, args, kwargs)
+    subclasses = _subclasses(args, kwargs)
+    if subclasses and torch.overrides.has_torch_function(subclasses) and not hasattr(op, "hands_on"):
+        function = handed(op, *map(type, subclasses))
+        return torch.overrides.handle_torch_function(function, subclasses, *args, **kwargs)
+    return op(*args, **kwargs)
+
+
+def _subclasses(args: tuple, kwargs: dict) -> list[Tensor]:
+    found = []
     for value in (*args, *kwargs.values()):
         for item in value if type(value) in (list, tuple) else (value,):
             if isinstance(item, Tensor) and type(item) not in PLAIN:
-                subclasses.append(item)
-    if subclasses and torch.overrides.has_torch_function(subclasses) and not hasattr(op, "hands_on"):
-        function = handed(public(op), {type(item): None for item in subclasses})
-        return torch.overrides.handle_torch_function(function, subclasses, *args, **kwargs)
-    return op(*args, **kwargs)
+                found.append(item)
+    return found
+
+
+def is_not_compiled(op: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether Dynamo traces this call, and shall break the graph: a class compares `op` with a wrapper."""
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    classes = [type(item) for item in _subclasses(args, kwargs)]
+    return bool(classes) and _is_compared(op, *classes)
+
+
+def _is_compared(op: Callable, *classes: type) -> bool:
+    return handed(op, *classes) is not public(op)
+
+
+def _not_compiled(op: Callable, args: tuple, kwargs: dict) -> Any:
+    return call(op, args, kwargs)
+
+
+never_compile(_not_compiled)
+ask_once(_is_compared)
 
 
 class _Probe(Tensor):
@@ -61,15 +100,32 @@ def public(op: Callable) -> Callable:
     return getattr(found, "__hmpx_original__", found)
 
 
-def handed(op: Callable, classes: Iterable[type]) -> Callable:
-    """`op`, or the wrapper of it that one of these classes compares with what it is handed."""
-    for cls in classes:
+def handed(op: Callable, *classes: type) -> Callable:
+    """What torch hands to these classes for `op`, or the wrapper of that which one of them compares it with."""
+    op = public(op)
+    for cls in dict.fromkeys(classes):
         for looked_up in _compared(cls):
             found = looked_up.found(cls)
             for each in found if isinstance(found, (dict, set, frozenset, list, tuple)) else (found,):
                 if isinstance(each, types.FunctionType) and getattr(each, "__hmpx_original__", None) is op:
                     return each
     return op
+
+
+def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:
+    """Whether a tensor that is no plain one comes from torch's own decompositions, while it compiles.
+
+    Args:
+        above: how many frames above the one that asks the caller is. It is looked at last: Dynamo, which has plain
+            tensors, cannot trace a look at frames.
+    """
+    if not any(isinstance(a, torch.Tensor) and type(a) not in PLAIN for a in (*args, *kwargs.values())):
+        return False
+    if torch.compiler.is_dynamo_compiling():  # code of the user's
+        return False
+    if region_state.casts_off_in_graph():
+        return True
+    return (calling(sys._getframe(above + 1)).f_globals.get("__name__", "") + ".").startswith(COMPILER)
 
 
 class _LookUp(NamedTuple):

@@ -16,10 +16,10 @@ import torch
 
 from hmpx import region_state
 from hmpx.casts.callers import calling, pass_over, register
-from hmpx.casts.codegen import Switch, called_by_torch, make_wrapper
+from hmpx.casts.codegen import Switch, make_wrapper
 from hmpx.casts.observing import Observer, Point, observed, stand_in
 from hmpx.casts.ops import Entry
-from hmpx.casts.overriding import PLAIN, call, public
+from hmpx.casts.overriding import PLAIN, call, called_by_torch, public
 from hmpx.casts.policy import Case, Rule
 from hmpx.casts.rules import call_cast, cast, is_explicit
 from hmpx.region_state import place

@@ -43,6 +43,41 @@ def test_a_causal_bias_masks(bias):
     assert not torch.equal(under_lists(attend), under_lists(lambda: F.scaled_dot_product_attention(query, key, key)))
 
 
+class Plain(torch.Tensor):
+    """A class that overrides nothing in a way of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("nested", "aot_eager"), ("plain", "eager")])
+def test_whole_graphs_of_tensors_of_a_class(kind, backend):
+    weight, parts = torch.randn(16, 16), [torch.randn(3, 16), torch.randn(2, 16)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged) if kind == "nested" else parts[0].as_subclass(Plain)
+
+    def forward(x):
+        return torch.relu(F.linear(x, weight))
+
+    with hmpx.convert(**LISTS):
+        compiled = torch.compile(forward, backend=backend, fullgraph=True)(x)
+        assert type(compiled) is type(x) and all(map(same, compiled.unbind(), forward(x).unbind()))
+        assert compiled.dtype is BF16
+
+
+@pytest.mark.parametrize("region", [hmpx.enable_casts, hmpx.disable_casts])
+def test_a_causal_bias_masks_in_compiled_code(region):
+    """It breaks the graph: Dynamo would take the comparison for another one, and the mask would be lost."""
+    query, mask = torch.randn(1, 2, 4, 8), causal_lower_right(4, 4)
+
+    def attend(query):
+        return F.scaled_dot_product_attention(query * 1, query, query, attn_mask=mask) * 1
+
+    with hmpx.convert(**LISTS), region():
+        assert same(torch.compile(attend, backend="eager")(query), attend(query))
+        assert attend(query).dtype is (BF16 if region is hmpx.enable_casts else FP32)
+
+
 NESTED = {
     "linear": lambda n, w: F.linear(n, w),
     "relu": lambda n, w: torch.relu(F.linear(n, w)),
