@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -101,15 +101,19 @@ def public(op: Callable) -> Callable:
 
 
 def handed(op: Callable, *classes: type) -> Callable:
-    """What torch hands to these classes for `op`, or the wrapper of that which one of them compares it with."""
-    op = public(op)
-    for cls in dict.fromkeys(classes):
-        for looked_up in _compared(cls):
-            found = looked_up.found(cls)
-            for each in found if isinstance(found, (dict, set, frozenset, list, tuple)) else (found,):
+    """What torch hands to these classes for `op`, or the wrapper of that which one of them compares it with.
+
+    A table that is older than the conversion has the first, one that is younger the second.
+    """
+    op, wrapper = public(op), None
+    for cls in classes:
+        for is_compared, found in _looked_up(cls):
+            for each in _functions(found) if isinstance(found, _TABLES) else (found,) if is_compared else ():
+                if each is op:
+                    return op
                 if isinstance(each, types.FunctionType) and getattr(each, "__hmpx_original__", None) is op:
-                    return each
-    return op
+                    wrapper = each
+    return wrapper or op
 
 
 def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:
@@ -128,78 +132,100 @@ def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:
     return (calling(sys._getframe(above + 1)).f_globals.get("__name__", "") + ".").startswith(COMPILER)
 
 
+_TABLES = (dict, types.MappingProxyType, set, frozenset, list, tuple)
+
+
+def _functions(table: Any) -> Iterator[Any]:
+    """What is in a table of functions, or of one such table for each class."""
+    yield from table
+    if isinstance(table, (dict, types.MappingProxyType)):
+        for each in table.values():
+            yield from each if isinstance(each, _TABLES) else ()
+
+
+def _looked_up(cls: type) -> Iterator[tuple[bool, Any]]:
+    """What ``__torch_function__`` of a class, and functions of its package that it calls, look up in their code.
+
+    Beside each whether it is compared.
+    """
+    for base in cls.__mro__:
+        method = _function(vars(base).get("__torch_function__"))
+        if method is None or base is Tensor:
+            continue
+        package = str(method.__module__).partition(".")[0]
+        for look_up in _look_ups(method.__code__):
+            found = look_up.found(method, cls)
+            yield look_up.is_compared, found
+            called = None if look_up.is_compared else _function(found)
+            if called is not None and str(called.__module__).partition(".")[0] == package:
+                yield from ((each.is_compared, each.found(called, cls)) for each in _look_ups(called.__code__))
+
+
+def _function(found: Any) -> types.FunctionType | None:
+    """A function, also out of a class."""
+    found = getattr(found, "__func__", found) if isinstance(found, (classmethod, staticmethod)) else found
+    found = inspect.unwrap(found) if isinstance(found, types.FunctionType) else found
+    return found if isinstance(found, types.FunctionType) else None
+
+
 class _LookUp(NamedTuple):
     """What the code of a function looks up: a variable, and attributes from there on.
 
-    where: "global", "closure", "import", or "first" for the first parameter of a class method.
+    where: "global", "closure", "first" for the first parameter of a class method, or "import" for a module.
+    level: of a relative import.
     """
 
-    function: Any
     where: str
     variable: str
     attributes: tuple[str, ...] = ()
+    level: int = 0
+    is_compared: bool = False
 
-    def found(self, cls: type) -> Any:
-        """What is there now, for a method of `cls`; None for nothing."""
+    def found(self, function: Any, cls: type) -> Any:
+        """What is there now, without code of anybody's: no import, no property. None for nothing."""
         try:
-            return functools.reduce(getattr, self.attributes, self._start(cls))
-        except (ImportError, LookupError, ValueError, AttributeError):
+            return functools.reduce(inspect.getattr_static, self.attributes, self._start(function, cls))
+        except (ImportError, LookupError, ValueError, AttributeError, TypeError):
             return None
 
-    def _start(self, cls: type) -> Any:
-        if self.where == "import":
-            return importlib.import_module(self.variable)
+    def _start(self, function: Any, cls: type) -> Any:
         if self.where == "global":
-            return self.function.__globals__[self.variable]
+            return function.__globals__[self.variable]
         if self.where == "closure":
-            place = self.function.__code__.co_freevars.index(self.variable)
-            return (self.function.__closure__ or ())[place].cell_contents
-        return cls
+            return function.__closure__[function.__code__.co_freevars.index(self.variable)].cell_contents
+        if self.where == "first":
+            return cls
+        name = "." * self.level + self.variable
+        return sys.modules[importlib.util.resolve_name(name, function.__globals__.get("__package__"))]
 
 
 @functools.cache
-def _compared(cls: Any) -> list[_LookUp]:
-    """What ``__torch_function__`` of a class looks up to compare it, and functions of its package that it calls."""
-    method = inspect.unwrap(getattr(cls.__torch_function__, "__func__", cls.__torch_function__))
-    if not isinstance(method, types.FunctionType):
-        return []
-    compared, others = _look_ups(method)
-    package = method.__module__.partition(".")[0]
-    for each in others:
-        called = getattr(each.found(cls), "__func__", each.found(cls))
-        if isinstance(called, types.FunctionType) and called.__module__.partition(".")[0] == package:
-            compared += _look_ups(called)[0]
-    return compared
-
-
-def _look_ups(function: types.FunctionType) -> tuple[list[_LookUp], list[_LookUp]]:
-    """What a function looks up to compare it by ``is``, ``==`` or ``in``, and what it looks up for something else."""
-    compared: list[_LookUp] = []
-    others: list[_LookUp] = []
+def _look_ups(code: types.CodeType) -> list[_LookUp]:
+    """What code looks up to compare it by ``is``, ``==`` or ``in``, or for something else."""
+    found: list[_LookUp] = []
     stack: list[_LookUp | None] = []  # what an expression has looked up so far; None: a local variable
     imported, level = "", 0
-    for each in dis.get_instructions(function):
+    for each in dis.get_instructions(code):
         name, value = each.opname, each.argval
         if name in ("LOAD_ATTR", "LOAD_METHOD"):
             last = stack.pop() if stack else None
-            stack.append(last and last._replace(attributes=(*last.attributes, value)))
+            is_of_table = value in ("get", "keys", "items", "__contains__", "__getitem__")
+            stack.append(last if last is None or is_of_table else last._replace(attributes=(*last.attributes, value)))
         elif name == "LOAD_GLOBAL":
-            stack.append(_LookUp(function, "global", value))
+            stack.append(_LookUp("global", value))
         elif name == "LOAD_DEREF":
-            stack.append(_LookUp(function, "closure", value))
+            stack.append(_LookUp("closure", value))
         elif name.startswith("LOAD_FAST"):
             loaded = value if isinstance(value, tuple) else (value,)
-            stack += [_LookUp(function, "first", v) if v == function.__code__.co_varnames[0] else None for v in loaded]
+            stack += [_LookUp("first", v) if v == code.co_varnames[0] else None for v in loaded]
         elif name == "IMPORT_NAME":
-            imported = importlib.util.resolve_name("." * level + value, function.__globals__.get("__package__"))
+            imported = value
         elif name == "IMPORT_FROM":
-            others.append(_LookUp(function, "import", imported, (value,)))
-        elif name in ("IS_OP", "COMPARE_OP", "CONTAINS_OP"):
-            compared += filter(None, stack)
-            stack.clear()
+            found.append(_LookUp("import", imported, (value,), level))
         elif name in ("LOAD_CONST", "LOAD_SMALL_INT"):
             level = value if type(value) is int else level  # of an import, whose names are another constant
         elif not name.startswith(("BUILD_", "CACHE", "PUSH_NULL")):
-            others += filter(None, stack)
+            is_compared = name in ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
+            found += [each._replace(is_compared=is_compared) for each in stack if each is not None]
             stack.clear()
-    return compared, others
+    return found

@@ -6,6 +6,7 @@ keyword arguments, and `call_cast` calls an op by it. `codegen` writes faster fu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -42,8 +43,10 @@ def cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
         return cast_weight(value, dtype, METHODS[dtype])
     found = METHODS[dtype](value)
     if type(value) not in PLAIN and type(found) is type(value) and not torch.compiler.is_dynamo_compiling():
-        # What it has beside its numbers: a bias of causal attention is nothing else.
-        vars(found).update({key: kept for key, kept in vars(value).items() if key not in vars(found)})
+        with contextlib.suppress(
+            TypeError
+        ):  # it has nothing beside its numbers; a bias of causal attention, nothing else
+            vars(found).update({key: kept for key, kept in vars(value).items() if key not in vars(found)})
     return found
 
 

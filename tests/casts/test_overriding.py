@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -131,11 +136,25 @@ def classes():
             cls.recognised.append(func.__name__)
             return args[0]
 
-    return [by_name("is"), by_name("=="), by_name("in"), ByImport, InTable, OfClass]
+    class OfEachClass(Asks):
+        functions: ClassVar[dict] = {}
+
+        @classmethod
+        def recognises(cls, func):
+            return cls.functions[cls].get(func) is not None
+
+    OfEachClass.functions[OfEachClass] = table
+
+    class Inherits(by_name("is")):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return super().__torch_function__(func, types, args, kwargs)
+
+    return [by_name("is"), by_name("=="), by_name("in"), ByImport, InTable, OfClass, OfEachClass, Inherits]
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(8))
 def test_a_class_recognises_what_it_is_handed(number, when):
     """It asks for a function by name at each call, or has a table, which is older than a conversion or younger."""
     cls = classes()[number]
@@ -161,6 +180,82 @@ def test_a_class_that_compares_nothing_is_handed_torchs_own_function():
     with hmpx.convert(**LISTS):
         assert F.linear(torch.randn(2, 3).as_subclass(Sees), torch.randn(3, 3)).dtype is BF16
     assert before in seen and seen[seen.index(before)] in OLDER
+
+
+@pytest.mark.parametrize("asks", ["by name first", "in the table first"])
+def test_an_older_table_counts_more_than_a_name(asks):
+    table = {F.linear: "in the table"}
+
+    class Both(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if asks == "by name first" and func is torch.nn.functional.linear:
+                pass
+            found = table.get(func)
+            if found is None and func is torch.nn.functional.linear:
+                return "by name"
+            return found or super().__torch_function__(func, types, args, kwargs or {})
+
+    x, weight = torch.randn(2, 3).as_subclass(Both), torch.randn(3, 3)
+    with hmpx.convert(**LISTS):
+        assert F.linear(x, weight) == "in the table"
+        with hmpx.disable_casts():
+            assert F.linear(x, weight) == "in the table"
+
+
+@pytest.mark.parametrize(
+    "never",
+    [
+        "import antigravity",
+        "from .nowhere import nothing",
+        "from no_module import nothing",
+        "raises.now is func",
+        "none.a.b(1)",
+    ],
+)
+@pytest.mark.parametrize("variables", [{}, {"__name__": "some.module"}])
+def test_code_of_a_class_is_read_and_not_run(never, variables):
+    class Raises:
+        @property
+        def now(self):
+            raise RuntimeError("it was run")
+
+    source = f"""
+class Reads(Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is None:
+            {never}
+        if func is torch.nn.functional.linear:
+            return "recognised"
+        return super().__torch_function__(func, types, args, kwargs or {{}})
+"""
+    variables = {"raises": Raises(), "none": None, "torch": torch, "Tensor": torch.Tensor, **variables}
+    exec(source, variables)
+    with hmpx.convert(**LISTS):
+        assert F.linear(torch.randn(2, 3).as_subclass(variables["Reads"]), torch.randn(3, 3)) == "recognised"
+    assert "antigravity" not in sys.modules
+
+
+def test_a_class_may_get_another_method():
+    cls = by_name("is")
+    with hmpx.convert(**LISTS):
+        assert handed_linear(cls)
+        cls.__torch_function__ = classmethod(by_name("in").__torch_function__.__func__)
+        cls.recognises = classmethod(lambda cls, func: func in (torch.nn.functional.linear,))
+        assert handed_linear(cls)
+
+
+def test_a_class_is_not_held():
+    def used():
+        cls = by_name("is")
+        with hmpx.convert(**LISTS):
+            handed_linear(cls)
+        return weakref.ref(cls)
+
+    seen = used()
+    gc.collect()
+    assert seen() is None
 
 
 def test_what_a_tensor_has_beside_its_numbers_is_there_after_a_cast():
