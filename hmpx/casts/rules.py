@@ -6,16 +6,14 @@ keyword arguments, and `call_cast` calls an op by it. `codegen` writes faster fu
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from hmpx.casts.dynamo import never_compile
 from hmpx.casts.layouts import Layout
-from hmpx.casts.overriding import PLAIN, call, is_not_compiled
+from hmpx.casts.overriding import PLAIN, breaks_graph, call, keep_attributes, out_of_graph
 from hmpx.casts.policy import LOW_RULES, Rule
 from hmpx.casts.weight_cache import cast_weight, open_caches
 
@@ -42,11 +40,8 @@ def cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
     if open_caches and type(value) is torch.nn.Parameter:
         return cast_weight(value, dtype, METHODS[dtype])
     found = METHODS[dtype](value)
-    if type(value) not in PLAIN and type(found) is type(value) and not torch.compiler.is_dynamo_compiling():
-        with contextlib.suppress(
-            TypeError
-        ):  # it has nothing beside its numbers; a bias of causal attention, nothing else
-            vars(found).update({key: kept for key, kept in vars(value).items() if key not in vars(found)})
+    if type(value) not in PLAIN:
+        keep_attributes(found, value)
     return found
 
 
@@ -137,8 +132,8 @@ def _is_mixed_on_cpu(args: tuple, kwargs: dict) -> bool:
 
 def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> Any:
     """Call `op` with its arguments cast. Of the tensors that it writes to, the caller's own are what is updated."""
-    if is_not_compiled(op, args, kwargs):
-        return _not_compiled(op, rule, layout, args, kwargs)
+    if breaks_graph(op, args, kwargs):
+        return out_of_graph(call_cast, op, rule, layout, args, kwargs)
     if not layout.statistics:
         return call(op, *cast_arguments(rule, layout, args, kwargs))
     args, kwargs = cast_arguments(rule, layout, *_by_position(layout, args, kwargs))
@@ -149,13 +144,6 @@ def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dic
         for own, wide in widened:
             own.copy_(wide)
     return result
-
-
-def _not_compiled(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> Any:
-    return call_cast(op, rule, layout, args, kwargs)
-
-
-never_compile(_not_compiled)
 
 
 def _by_position(layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

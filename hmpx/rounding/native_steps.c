@@ -129,7 +129,7 @@ static int halves_of(const Stepped *one) {
   return 3;
 }
 
-/* Asks for `count` elements that will be opened soon: the loops between two blocks load nothing, and hardware that
+/* Asks for `count` elements that will be read soon: the loops that write a block load nothing new, and hardware that
    looks at what is loaded does not run far enough ahead. */
 static inline void fetched(const Held *held, int64_t at, int64_t count) {
   static const int64_t sizes[] = {0, 4, 2, 1, 2, 2, 2, 2}; /* of an element, by kind */

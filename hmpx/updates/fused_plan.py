@@ -93,6 +93,6 @@ class FusedPlan(Plan):
             native.step_words(self._formula.kernel, self._words, scalars, step_key)
             if self._counts:
                 torch._foreach_add_(self._counts, 1)
-            torch.autograd.graph.increment_version(self._params)
+            torch.autograd.graph.increment_version(list(self.params))
 
         return run

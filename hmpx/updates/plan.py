@@ -43,7 +43,7 @@ class Plan:
     def __init__(self, optimizer: optim.Optimizer, params: list[Parameter], store: StepStore) -> None:
         self._store, self._held = store, store.all_held()
         self._states, self._members = optimizer.state, members(optimizer)
-        self._params, self.params = params, {p: place for place, p in enumerate(params)}
+        self.params = {p: place for place, p in enumerate(params)}
         self._own = [optimizer.state.get(p) for p in params]
         self._dicts = [state for state in self._own if state is not None]
         self._keys, self._values = list(chain(*self._dicts)), _values(self._dicts)
@@ -79,11 +79,11 @@ class Plan:
         held = self._store.all_held()
         if not _are(held, self._held) or optimizer.state is not self._states or is_scaled(optimizer):
             return False
-        if members(optimizer) != self._members or not _are(list(map(self._states.get, self._params)), self._own):
+        if members(optimizer) != self._members or not _are(list(map(self._states.get, self.params)), self._own):
             return False
         if list(chain(*self._dicts)) != self._keys or not _are(_values(self._dicts), self._values):
             return False
-        grads: list[Any] = [p.grad for p in self._params]
+        grads: list[Any] = [p.grad for p in self.params]
         if not self._guards.check(*self._tensors, *grads):  # None is not what a gradient was, either
             return False
         if list(map(Tensor.data_ptr, self._tensors)) != self._places:
@@ -94,7 +94,7 @@ class Plan:
     def others(self, optimizer: optim.Optimizer) -> list[Parameter]:
         """The parameters with a gradient that are not of the plan."""
         params = parameters(optimizer)
-        if len(params) == len(self._params):
+        if len(params) == len(self.params):
             return []
         return [p for p in params if p.grad is not None and p not in self.params]
 

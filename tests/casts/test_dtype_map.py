@@ -13,6 +13,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.casts.dtype_map import DtypeMap
 from hmpx.casts.op_wrappers import Patching
+from tests.support.tensor_classes import Recording
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 USE, DOWNCAST = {FP32: BF16, FP64: BF16}, {FP32: BF16, FP64: FP32}
@@ -249,20 +250,12 @@ def test_a_map_beside_lists(lists):
 
 
 def test_tensor_subclasses_are_handed_torchs_own_functions(mapped):
-    seen = []
-
-    class Sub(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    x = torch.ones(2).as_subclass(Sub)
+    x = torch.ones(2).as_subclass(Recording)
     to, double = torch.Tensor.to, torch.Tensor.bfloat16
     with mapped(USE):
-        seen.clear()
-        assert x.to(FP64).dtype is BF16 and x.double().dtype is BF16 and type(x.double()) is Sub
-    assert to in seen and double in seen
+        Recording.seen.clear()
+        assert x.to(FP64).dtype is BF16 and x.double().dtype is BF16 and type(x.double()) is Recording
+    assert to in Recording.seen and double in Recording.seen
 
 
 def test_a_map_that_is_none_is_refused(mapped):

@@ -18,20 +18,16 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx.casts import weight_cache
 from hmpx.casts.build_policy import build_policy
-from hmpx.casts.op_lists import read_lists, shipped
+from hmpx.casts.op_lists import read_lists
 from hmpx.casts.ops import catalog
 from hmpx.casts.policy import Policy, Rule
 from hmpx.recipes.recipe import as_recipe, read_recipe
 from hmpx.shell.main import main
+from tests.support.autocast_lists import AUTOCAST_LISTS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = {BF16: Rule.BF16, FP16: Rule.FP16}
 IN_FP16 = {"low_precision": FP16}
-
-
-AUTOCAST_LISTS = {
-    f"{side}_file_path": shipped() / "autocast-cpu" / f"{side}.txt" for side in ("bf16", "fp32", "promote")
-}
 
 
 def test_a_listed_op_equals_the_op_on_inputs_cast_by_hand(lists):

@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import hmpx
-from hmpx.casts.op_lists import shipped
+from tests.support.autocast_lists import AUTOCAST_LISTS
 from tests.support.tensor_classes import Asks, ByImport, by_name
 
 BF16, FP32 = torch.bfloat16, torch.float32
-LISTS = {f"{side}_file_path": shipped() / "autocast-cpu" / f"{side}.txt" for side in ("bf16", "fp32", "promote")}
-OLDER = {F.linear: "linear", torch.matmul: "matmul"}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -28,7 +26,7 @@ def under_autocast(call):
 
 
 def under_lists(call):
-    with hmpx.convert(**LISTS):
+    with hmpx.convert(**AUTOCAST_LISTS):
         return call()
 
 
@@ -64,7 +62,7 @@ def test_whole_graphs_of_tensors_of_a_class(kind, backend):
     def forward(x):
         return torch.relu(F.linear(x, weight))
 
-    with hmpx.convert(**LISTS):
+    with hmpx.convert(**AUTOCAST_LISTS):
         compiled = torch.compile(forward, backend=backend, fullgraph=True)(x)
         assert type(compiled) is type(x) and all(map(same, compiled.unbind(), forward(x).unbind()))
         assert compiled.dtype is BF16
@@ -78,7 +76,7 @@ def test_a_causal_bias_masks_in_compiled_code(region):
     def attend(query):
         return F.scaled_dot_product_attention(query * 1, query, query, attn_mask=mask) * 1
 
-    with hmpx.convert(**LISTS), region():
+    with hmpx.convert(**AUTOCAST_LISTS), region():
         assert same(torch.compile(attend, backend="eager")(query), attend(query))
         assert attend(query).dtype is (BF16 if region is hmpx.enable_casts else FP32)
 
@@ -150,36 +148,23 @@ def classes():
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             return super().__torch_function__(func, types, args, kwargs)
 
-    return [by_name("is"), by_name("=="), by_name("in"), ByImport, InTable, OfClass, OfEachClass, Inherits]
+    by_operator = {operator: by_name(operator) for operator in ("is", "==", "in")}
+    others = ByImport, InTable, OfClass, OfEachClass, Inherits
+    return by_operator | {cls.__name__: cls for cls in others}
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
-@pytest.mark.parametrize("number", range(8))
-def test_a_class_recognises_what_it_is_handed(number, when):
+@pytest.mark.parametrize("way", classes())
+def test_a_class_recognises_what_it_is_handed(way, when):
     """It asks for a function by name at each call, or has a table, which is older than a conversion or younger."""
-    cls = classes()[number]
+    cls = classes()[way]
     assert handed_linear(cls)
-    with hmpx.convert(**LISTS):
+    with hmpx.convert(**AUTOCAST_LISTS):
         if when == "during":
-            cls = classes()[number]
+            cls = classes()[way]
         assert handed_linear(cls)
         with hmpx.disable_casts():
             assert handed_linear(cls)
-
-
-def test_a_class_that_compares_nothing_is_handed_torchs_own_function():
-    seen = []
-
-    class Sees(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    before = F.linear
-    with hmpx.convert(**LISTS):
-        assert F.linear(torch.randn(2, 3).as_subclass(Sees), torch.randn(3, 3)).dtype is BF16
-    assert before in seen and seen[seen.index(before)] in OLDER
 
 
 @pytest.mark.parametrize("asks", ["by name first", "in the table first"])
@@ -197,7 +182,7 @@ def test_an_older_table_counts_more_than_a_name(asks):
             return found or super().__torch_function__(func, types, args, kwargs or {})
 
     x, weight = torch.randn(2, 3).as_subclass(Both), torch.randn(3, 3)
-    with hmpx.convert(**LISTS):
+    with hmpx.convert(**AUTOCAST_LISTS):
         assert F.linear(x, weight) == "in the table"
         with hmpx.disable_casts():
             assert F.linear(x, weight) == "in the table"
@@ -232,14 +217,14 @@ class Reads(Tensor):
 """
     variables = {"raises": Raises(), "none": None, "torch": torch, "Tensor": torch.Tensor, **variables}
     exec(source, variables)
-    with hmpx.convert(**LISTS):
+    with hmpx.convert(**AUTOCAST_LISTS):
         assert F.linear(torch.randn(2, 3).as_subclass(variables["Reads"]), torch.randn(3, 3)) == "recognised"
     assert "antigravity" not in sys.modules
 
 
 def test_a_class_may_get_another_method():
     cls = by_name("is")
-    with hmpx.convert(**LISTS):
+    with hmpx.convert(**AUTOCAST_LISTS):
         assert handed_linear(cls)
         cls.__torch_function__ = classmethod(by_name("in").__torch_function__.__func__)
         cls.recognises = classmethod(lambda cls, func: func in (torch.nn.functional.linear,))
@@ -249,7 +234,7 @@ def test_a_class_may_get_another_method():
 def test_a_class_is_not_held():
     def used():
         cls = by_name("is")
-        with hmpx.convert(**LISTS):
+        with hmpx.convert(**AUTOCAST_LISTS):
             handed_linear(cls)
         return weakref.ref(cls)
 
@@ -268,6 +253,16 @@ def test_what_a_tensor_has_beside_its_numbers_is_there_after_a_cast():
 
     x = torch.randn(2, 3).as_subclass(Named)
     x.label = "inputs"
-    with hmpx.convert(**LISTS):
+    with hmpx.convert(**AUTOCAST_LISTS):
         assert F.linear(x, torch.randn(3, 3)) == ("inputs", BF16)
     assert x.dtype is FP32
+
+
+def test_a_class_without_attributes_is_cast():
+    class Bare(torch.Tensor):
+        @property
+        def __dict__(self):
+            raise AttributeError
+
+    with hmpx.convert(**AUTOCAST_LISTS):
+        assert F.linear(torch.randn(2, 3).as_subclass(Bare), torch.randn(3, 3)).dtype is BF16

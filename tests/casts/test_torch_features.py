@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import DataLoader, Dataset
 
 import hmpx
+from tests.support.tensor_classes import Recording
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -230,17 +231,6 @@ def test_fake_and_meta_tensors_have_the_dtypes_of_real_ones(mode):
         out = body(x)
         assert out.dtype is (x @ x.t()).dtype is BF16 and body[:2](x).dtype is FP32
         assert out.is_meta if mode == "meta" else type(out) is not torch.Tensor
-
-
-class Recording(torch.Tensor):
-    """Sees every function of torch that it is given to."""
-
-    seen: list = []  # noqa: RUF012
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        cls.seen.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 CALLS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-
-AUTOCAST = {
-    f"{side}_file_path": str(Path(hmpx.__file__).parent / "oplists" / "autocast-cpu" / f"{side}.txt")
-    for side in ("bf16", "fp32", "promote")
-}
-
+from tests.support.autocast_lists import AUTOCAST_LISTS
 
 MADE_OF = {  # what record calls it: what the dispatcher runs for it
     "linear": "addmm mm",
@@ -183,7 +177,7 @@ def model(request):
     return make(), inputs()
 
 
-@pytest.fixture(params=[{}, AUTOCAST], ids=["default", "autocast"])
+@pytest.fixture(params=[{}, AUTOCAST_LISTS], ids=["default", "autocast"])
 def converted(request):
     with hmpx.convert(**request.param) as handle:
         yield handle

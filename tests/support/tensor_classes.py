@@ -1,12 +1,26 @@
-"""Classes of tensors that ask, each in its way, whether they are handed `torch.nn.functional.linear`."""
+"""Classes of tensors that override torch's functions."""
 
 from __future__ import annotations
 
 import torch
 
 
+class Recording(torch.Tensor):
+    """Sees every function of torch that it is given to."""
+
+    seen: list = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 class Asks(torch.Tensor):
-    """`recognised`: the names of the functions that it has recognised, for which it returns their first argument."""
+    """Asks whether it is handed `torch.nn.functional.linear`, each subclass in its way.
+
+    `recognised`: the names of the functions that it has recognised, for which it returns their first argument.
+    """
 
     recognised: list[str]
 

@@ -1,0 +1,7 @@
+"""The lists that cast as `torch.autocast` does on a CPU."""
+
+from __future__ import annotations
+
+from hmpx.casts.op_lists import SIDES, shipped
+
+AUTOCAST_LISTS = {f"{side}_file_path": shipped() / "autocast-cpu" / f"{side}.txt" for side in SIDES}
