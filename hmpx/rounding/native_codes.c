@@ -39,10 +39,13 @@ static inline uint16_t scale_of(const float *restrict x, int64_t count, Largest 
   return (uint16_t)(exponent << 7 | (largest.bits > 0x80000000u) << 15);
 }
 
+#define MISSING 19 /* bits of an FP32 mantissa that a code has not */
+#define CODE(N) ((N) << MISSING)
 #define LOOP static inline __attribute__((always_inline)) void /* of which the compiler makes four: each leaves out what
                                                                   its blocks do not have */
 
-/* Of two ways to read a number, as one that is below the least exponent and as another one, the larger code is right. */
+/* Of two ways to read a number, as one that is below the least exponent and as another one, the larger code is right.
+   All is done in 32 bits and narrowed at the end: compilers would do some of it in 8, and narrow each part. */
 LOOP encode_as(const float *restrict x, uint8_t *restrict codes, int64_t count, uint16_t scale,
                const uint16_t *restrict r, const int is_signed, const int is_within) {
   int32_t top = is_signed ? 7 : 15, least = (128 - top) << 23; /* the bits of the least number with an exponent */
@@ -51,16 +54,17 @@ LOOP encode_as(const float *restrict x, uint8_t *restrict codes, int64_t count, 
     uint32_t magnitude = bits_of(x[j]) & 0x7FFFFFFFu;
     float y = (is_within || magnitude < 0x7F800000u ? float_of(magnitude) : 0.0f) * inverse;
     int32_t below = (int32_t)bits_of(y + float_of((uint32_t)least)), normal = (int32_t)bits_of(y) + 0x800000;
-    int32_t code = ((below > normal ? below : normal) + (r[j] * 8 + (4 - least))) >> 19;
+    int32_t code = (below > normal ? below : normal) + (int32_t)((uint32_t)r[j] << 3) + (4 - least);
     if (!is_signed) { /* no positive number becomes 0 */
-      int32_t lowest = (int32_t)(magnitude < 1 ? magnitude : 1);
+      int32_t lowest = magnitude > 0 ? CODE(1) : 0;
       code = code > lowest ? code : lowest;
     }
     if (!is_within) {
-      code = code < top * 16 + 13 ? code : top * 16 + 13;
-      code = magnitude == 0x7F800000u ? top * 16 + 14 : magnitude > 0x7F800000u ? top * 16 + 15 : code;
+      code = code < CODE(top * 16 + 14) ? code : CODE(top * 16 + 13);
+      code = magnitude == 0x7F800000u ? CODE(top * 16 + 14) : magnitude > 0x7F800000u ? CODE(top * 16 + 15) : code;
     }
-    codes[j] = (uint8_t)(is_signed && x[j] < 0.0f ? code + 0x80 : code);
+    if (is_signed) code += x[j] < 0.0f ? CODE(0x80) : 0;
+    codes[j] = (uint8_t)(code >> MISSING);
   }
 }
 
@@ -74,19 +78,17 @@ static __attribute__((noinline)) void encode_block(const float *restrict x, uint
     is_signed ? encode_as(x, codes, count, scale, r, 1, 0) : encode_as(x, codes, count, scale, r, 0, 0);
 }
 
-/* Of the same two ways, the smaller number is right. */
+/* Of the same two ways, the smaller number is right; both have no sign, so that integers compare as they do. */
 LOOP decode_as(const uint8_t *restrict codes, float *restrict x, int64_t count, uint16_t scale, const int is_signed,
                const int is_finite) {
-  int32_t top = is_signed ? 7 : 15, mask = is_signed ? 0x7F : 0xFF;
-  uint32_t zero = (uint32_t)(127 - top) << 23;
+  uint32_t top = is_signed ? 7 : 15, zero = (127 - top) << 23, mask = CODE(is_signed ? 0x7Fu : 0xFFu);
   float factor = float_of((uint32_t)(scale & 0x7FFFu) << 16), least = float_of(zero + 0x800000u);
   for (int64_t j = 0; j < count; j++) {
-    int32_t code = is_signed ? (int8_t)codes[j] : codes[j], magnitude = code & mask;
-    uint32_t bits = ((uint32_t)magnitude << 19) + zero;
-    float normal = float_of(bits), below = float_of(bits + 0x800000u) - least;
-    float y = (below < normal ? below : normal) * factor;
-    if (!is_finite) y = magnitude == top * 16 + 14 ? INFINITY : magnitude == top * 16 + 15 ? NAN : y;
-    x[j] = is_signed ? float_of(bits_of(y) | ((uint32_t)code & 0x80000000u)) : y;
+    uint32_t code = CODE((uint32_t)(is_signed ? (int8_t)codes[j] : codes[j])), magnitude = code & mask;
+    int32_t normal = (int32_t)(magnitude | zero), below = (int32_t)bits_of(float_of((uint32_t)normal + 0x800000u) - least);
+    float y = float_of((uint32_t)(below < normal ? below : normal)) * factor;
+    if (!is_finite) y = magnitude == CODE(top * 16 + 14) ? INFINITY : magnitude == CODE(top * 16 + 15) ? NAN : y;
+    x[j] = is_signed ? float_of(bits_of(y) | (code & 0x80000000u)) : y;
   }
 }
 
