@@ -134,7 +134,7 @@ def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) ->
         keeper.narrow(low, [*pairs, *zip(_tensors(wide), _tensors(result), strict=True)], round_all)
         return result
 
-    vars(computed)["hands_on"] = True
+    vars(computed)["hands_on"] = op
     return computed
 
 

@@ -106,9 +106,9 @@ def _look_ups(code: types.CodeType) -> list[_LookUp]:
             stack.append(last if last is None or is_of_table else last._replace(attributes=(*last.attributes, value)))
         elif name == "LOAD_GLOBAL":
             stack.append(_LookUp("global", value))
-        elif name == "LOAD_DEREF":
+        elif name == "LOAD_DEREF" and value in code.co_freevars:
             stack.append(_LookUp("closure", value))
-        elif name.startswith("LOAD_FAST"):
+        elif name == "LOAD_DEREF" or name.startswith("LOAD_FAST"):  # the first, where an inner function has it too
             loaded = value if isinstance(value, tuple) else (value,)
             stack += [_LookUp("first", v) if v == code.co_varnames[0] else None for v in loaded]
         elif name == "IMPORT_NAME":

@@ -137,5 +137,6 @@ def stand_in(function: Callable, casting: bool) -> Run:
         result = call(function, args, kwargs)
         return Seen(args, kwargs, result, casting, began, perf_counter())
 
-    vars(standing).update(hands_on=True, __wrapped__=function)
+    standing_for = functools.partial(stand_in, casting=False)
+    vars(standing).update(hands_on=function, standing_for=standing_for, __wrapped__=function)
     return standing

@@ -4,6 +4,9 @@ The class is handed the function that torch has made, as without hmpx: it may lo
 the conversion. Where it compares the function with what a name leads to now, ``func is torch.nn.functional.linear``, or
 with what a younger table has, that is a wrapper of ours, and then it is handed this one. torch's own biases of causal
 attention and nested tensors do so; handed anything else, the first lose their mask.
+
+Arguments are cast before the class is asked, so that what it hands on is computed as the lists say. A class whose casts
+are tensors of another one is asked before, as under torch.autocast: else nobody would ask it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,7 +43,7 @@ def call(op: Callable, args: tuple, kwargs: dict) -> Any:
     """Call torch's own function `op`. A tensor subclass that overrides functions is handed it as without hmpx.
 
     torch itself looks the function up by its name to hand it to ``__torch_function__``, and would find the wrapper. A
-    stand-in for a function, which has the attribute `hands_on`, calls it in this way itself.
+    stand-in, which has the function that it stands for as the attribute `hands_on`, calls it in this way itself.
     """
     if breaks_graph(op, args, kwargs):
         return out_of_graph(call, op, args, kwargs)
@@ -51,13 +54,50 @@ def call(op: Callable, args: tuple, kwargs: dict) -> Any:
     return op(*args, **kwargs)
 
 
-def _subclasses(args: tuple, kwargs: dict) -> list[Tensor]:
-    found = []
+def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
+    """`op` where the classes of its arguments are asked first, because the casts of these are of other ones.
+
+    `casting` makes of `op` what casts its arguments. A class that neither compares `op` nor has it in a table is handed
+    that: it is going to call what it is handed.
+    """
+    if hasattr(op, "standing_for"):  # an observer's: it tells what comes of asking
+        return op.standing_for(asking(op.hands_on, casting))
+    original = op
+    while hasattr(original, "hands_on"):
+        original = original.hands_on
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        subclasses = _subclasses(args, kwargs)
+        function = _looked_up(original, *map(type, subclasses)) or functools.wraps(public(original))(casting(op))
+        return torch.overrides.handle_torch_function(function, subclasses, *args, **kwargs)
+
+    vars(ask)["hands_on"] = original
+    return ask
+
+
+def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
+    """Whether a tensor whose class overrides functions is of another one `after` it was cast.
+
+    A weight of a class that derives from `Parameter`, say: what that does to a tensor gives plain ones.
+    """
+    pairs = zip(_items(*before), _items(*after), strict=True)
+    lost = [then for then, now in pairs if _is_other(then) and type(now) is not type(then)]
+    return torch.overrides.has_torch_function(lost)
+
+
+def _items(args: tuple, kwargs: dict) -> Iterator[Any]:
+    """Arguments, and what is in those that are lists or tuples."""
     for value in (*args, *kwargs.values()):
-        for item in value if type(value) in (list, tuple) else (value,):
-            if isinstance(item, Tensor) and type(item) not in PLAIN:
-                found.append(item)
-    return found
+        yield from value if type(value) in (list, tuple) else (value,)
+
+
+def _subclasses(args: tuple, kwargs: dict) -> list[Tensor]:
+    return list(filter(_is_other, _items(args, kwargs)))
+
+
+def _is_other(value: Any) -> bool:
+    """Whether this is a tensor of another class than torch's plain ones."""
+    return isinstance(value, Tensor) and type(value) not in PLAIN
 
 
 def breaks_graph(op: Callable, args: tuple, kwargs: dict) -> bool:
@@ -101,7 +141,12 @@ def public(op: Callable) -> Callable:
 
 
 def handed(op: Callable, *classes: type) -> Callable:
-    """What torch hands to these classes for `op`, or the wrapper of that which one of them compares it with.
+    """What torch hands to these classes for `op`, or the wrapper of that which one of them compares it with."""
+    return _looked_up(op, *classes) or public(op)
+
+
+def _looked_up(op: Callable, *classes: type) -> Callable | None:
+    """What torch hands to these classes for `op`, or the wrapper of that, if the code of one looks for it.
 
     A table that is older than the conversion has the first, one that is younger the second.
     """
@@ -112,7 +157,7 @@ def handed(op: Callable, *classes: type) -> Callable:
                 return op
             if isinstance(each, types.FunctionType) and getattr(each, "__hmpx_original__", None) is op:
                 wrapper = each
-    return wrapper or op
+    return wrapper
 
 
 def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hmpx.casts.layouts import Layout
-from hmpx.casts.overriding import PLAIN, breaks_graph, call, keep_attributes, out_of_graph
+from hmpx.casts.overriding import PLAIN, asking, breaks_graph, call, keep_attributes, lose_class, out_of_graph
 from hmpx.casts.policy import LOW_RULES, Rule
 from hmpx.casts.weight_cache import cast_weight, open_caches
 
@@ -131,12 +131,21 @@ def _is_mixed_on_cpu(args: tuple, kwargs: dict) -> bool:
 
 
 def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> Any:
-    """Call `op` with its arguments cast. Of the tensors that it writes to, the caller's own are what is updated."""
+    """Call `op` with its arguments cast. Of the tensors that it writes to, the caller's own are what is updated.
+
+    Where the class of a tensor overrides functions, and its cast is of another one, the class is asked first.
+    """
     if breaks_graph(op, args, kwargs):
         return out_of_graph(call_cast, op, rule, layout, args, kwargs)
+    given = _by_position(layout, args, kwargs) if layout.statistics else (args, kwargs)
+    fitting = cast_arguments(rule, layout, *given)
+    if lose_class(given, fitting):
+        if torch.compiler.is_dynamo_compiling():
+            return out_of_graph(call_cast, op, rule, layout, args, kwargs)
+        return asking(op, functools.partial(_casting, rule, layout))(*args, **kwargs)
+    args, kwargs = fitting
     if not layout.statistics:
-        return call(op, *cast_arguments(rule, layout, args, kwargs))
-    args, kwargs = cast_arguments(rule, layout, *_by_position(layout, args, kwargs))
+        return call(op, args, kwargs)
     args = _with_weight(layout, args)
     args, widened = _widen(layout, args)
     result = call(op, args, kwargs)
@@ -144,6 +153,10 @@ def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dic
         for own, wide in widened:
             own.copy_(wide)
     return result
+
+
+def _casting(rule: Rule, layout: Layout, op: Callable) -> Callable:
+    return lambda *args, **kwargs: call_cast(op, rule, layout, args, kwargs)
 
 
 def _by_position(layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

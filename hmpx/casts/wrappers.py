@@ -56,7 +56,7 @@ def _deciding(function: Callable) -> Callable:
     def inner(*args, **kwargs):
         return region_state.run_uncast(call, (function, args, kwargs), {})
 
-    vars(inner)["hands_on"] = True
+    vars(inner)["hands_on"] = function
     return inner
 
 

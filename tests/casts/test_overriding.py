@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import weakref
@@ -14,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import hmpx
 from tests.support.autocast_lists import AUTOCAST_LISTS
-from tests.support.tensor_classes import Asks, ByImport, by_name
+from tests.support.tensor_classes import Asks, ByImport, Forgetful, RoundsByTable, RoundsWeights, by_name, quarters
 
 BF16, FP32 = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -266,3 +267,68 @@ def test_a_class_without_attributes_is_cast():
 
     with hmpx.convert(**AUTOCAST_LISTS):
         assert F.linear(torch.randn(2, 3).as_subclass(Bare), torch.randn(3, 3)).dtype is BF16
+
+
+def of(cls, values):
+    return cls(values) if issubclass(cls, torch.nn.Parameter) else values.clone().as_subclass(cls)
+
+
+CALLS = {
+    "linear": lambda x, w: F.linear(x, w),
+    "layer": lambda x, w: torch.func.functional_call(torch.nn.Linear(8, 8, bias=False), {"weight": w}, (x,)),
+    "x @ w": lambda x, w: x @ w,
+    "matmul": lambda x, w: torch.matmul(x, w),
+    "softmax": lambda x, w: torch.softmax(w, -1),
+    "cat": lambda x, w: torch.cat([x.bfloat16(), w]),
+    "batch_norm": lambda x, w: F.batch_norm(w, torch.zeros(8), torch.ones(8)),
+    "mul": lambda x, w: x.bfloat16()[0] * w,
+}
+
+
+ROUNDED = {RoundsWeights: {"linear", "layer"}, RoundsByTable: {"linear", "layer", "x @ w", "matmul"}, Forgetful: set()}
+
+
+@pytest.mark.parametrize("way", ["", "float32 kernels", "recorded"])
+@pytest.mark.parametrize("cls", ROUNDED)
+def test_a_class_is_asked_whose_casts_are_plain_tensors(cls, way):
+    """As under torch.autocast; what it does not do itself is cast."""
+    torch.manual_seed(0)
+    x, values = torch.randn(3, 8), torch.randn(8, 8)
+    weight = of(cls, values)
+    assert type(weight.bfloat16()) is torch.Tensor
+    record = hmpx.record() if way == "recorded" else contextlib.nullcontext()
+    kernels = "float32" if way == "float32 kernels" else "auto"
+    with hmpx.convert(**AUTOCAST_LISTS, kernels=kernels), record:
+        found = {name: call(x, weight) for name, call in CALLS.items()}
+        with hmpx.disable_casts():
+            uncast = {name: call(x, weight) for name, call in CALLS.items()}
+    for name, call in CALLS.items():
+        seen = quarters(values) if name in ROUNDED[cls] else values
+        assert same(uncast[name], call(x, seen)), name
+        assert same(found[name], under_autocast(lambda call=call: call(x, weight))), name
+        assert same(found[name], under_autocast(lambda call=call, seen=seen: call(x, seen))), name
+
+
+def test_such_a_class_sees_the_functions_that_it_sees_without_hmpx():
+    x, weight = torch.randn(3, 8), of(Forgetful, torch.randn(8, 8))
+
+    def seen(call):
+        Forgetful.seen.clear()
+        call(x, weight)
+        return set(Forgetful.seen)
+
+    expected = {name: seen(call) for name, call in CALLS.items()}
+    with hmpx.convert(**AUTOCAST_LISTS):
+        for name, call in CALLS.items():
+            assert expected[name] <= seen(call), name
+
+
+def test_a_class_that_derives_from_parameter_gets_the_gradients_of_autocast():
+    found = []
+    for way in (under_lists, under_autocast):
+        torch.manual_seed(0)
+        x, weight = torch.randn(3, 8, requires_grad=True), RoundsWeights(torch.randn(8, 8))
+        out = way(lambda x=x, weight=weight: F.linear(torch.relu(F.linear(x, weight)), weight) @ weight)
+        out.float().square().sum().backward()
+        found.append((out, x.grad, weight.grad))
+    assert all(map(same, *found))
