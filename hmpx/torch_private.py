@@ -95,6 +95,7 @@ NAMES: tuple[Private, ...] = (
     Private("torch._ops.OpOverload()._schema", "an op's name, and whether it writes"),
     Private("torch._C._current_autograd_node", "tells backward from forward"),
     # record
+    Private("torch._C.DisableTorchFunctionSubclass", "reads dtypes of tensors whose classes know no function for that"),
     Private("torch._C._DisableTorchDispatch", "what it computes itself is seen by no dispatch mode"),
     Private("torch.Tensor._base", "the tensor that a view is of"),
     # Optimizers

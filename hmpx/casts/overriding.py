@@ -47,8 +47,8 @@ def call(op: Callable, args: tuple, kwargs: dict) -> Any:
     """
     if breaks_graph(op, args, kwargs):
         return out_of_graph(call, op, args, kwargs)
-    subclasses = _subclasses(args, kwargs)
-    if subclasses and torch.overrides.has_torch_function(subclasses) and not hasattr(op, "hands_on"):
+    if overrides(args, kwargs) and not hasattr(op, "hands_on"):
+        subclasses = _subclasses(args, kwargs)
         function = handed(op, *map(type, subclasses))
         return torch.overrides.handle_torch_function(function, subclasses, *args, **kwargs)
     return op(*args, **kwargs)
@@ -73,6 +73,11 @@ def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
 
     vars(ask)["hands_on"] = original
     return ask
+
+
+def overrides(args: tuple, kwargs: dict) -> bool:
+    """Whether the class of an argument overrides functions."""
+    return torch.overrides.has_torch_function(_subclasses(args, kwargs))
 
 
 def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from hmpx.casts.layouts import Layout
-from hmpx.casts.overriding import PLAIN, asking, breaks_graph, call, keep_attributes, lose_class, out_of_graph
+from hmpx.casts.overriding import (
+    PLAIN,
+    asking,
+    breaks_graph,
+    call,
+    keep_attributes,
+    lose_class,
+    out_of_graph,
+    overrides,
+)
 from hmpx.casts.policy import LOW_RULES, Rule
 from hmpx.casts.weight_cache import cast_weight, open_caches
 
@@ -133,13 +142,14 @@ def _is_mixed_on_cpu(args: tuple, kwargs: dict) -> bool:
 def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> Any:
     """Call `op` with its arguments cast. Of the tensors that it writes to, the caller's own are what is updated.
 
-    Where the class of a tensor overrides functions, and its cast is of another one, the class is asked first.
+    Where the class of a tensor overrides functions, and its cast is of another one or not to be had, the class is asked
+    first.
     """
     if breaks_graph(op, args, kwargs):
         return out_of_graph(call_cast, op, rule, layout, args, kwargs)
     given = _by_position(layout, args, kwargs) if layout.statistics else (args, kwargs)
-    fitting = cast_arguments(rule, layout, *given)
-    if lose_class(given, fitting):
+    fitting = _fitting(rule, layout, *given)
+    if fitting is None:
         if torch.compiler.is_dynamo_compiling():
             return out_of_graph(call_cast, op, rule, layout, args, kwargs)
         return asking(op, functools.partial(_casting, rule, layout))(*args, **kwargs)
@@ -153,6 +163,17 @@ def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dic
         for own, wide in widened:
             own.copy_(wide)
     return result
+
+
+def _fitting(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """The arguments cast; None where a tensor of a class that overrides functions would not be one any more."""
+    try:
+        fitting = cast_arguments(rule, layout, args, kwargs)
+    except Exception:  # of a class that knows few functions, and neither what reads a dtype nor what casts
+        if overrides(args, kwargs):
+            return None
+        raise
+    return None if lose_class((args, kwargs), fitting) else fitting
 
 
 def _casting(rule: Rule, layout: Layout, op: Callable) -> Callable:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+import textwrap
 import types
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -123,6 +126,64 @@ def test_names_taken_during_a_conversion_are_originals_after_it():
     assert Holder.taken is F.conv2d and bilinear is not None
     del Holder.taken
     assert kept["conv2d"](torch.ones(1, 1, 2, 2), torch.ones(1, 1, 1, 1)).dtype is torch.float32
+
+
+class Tables:
+    """Of functions, made during a conversion."""
+
+    made: ClassVar[dict] = {}
+
+
+def test_tables_made_during_a_conversion_have_the_originals_as_keys_after_it():
+    kinds = (dict, OrderedDict, functools.partial(defaultdict, int), type("Mine", (dict,), {}))
+    with hmpx.convert():
+        keys = ["first", F.linear, torch.matmul, (F.linear, torch.float32), frozenset({F.relu}), "last"]
+        made = [kind([(key, i) for i, key in enumerate(keys)]) for kind in kinds]
+        Tables.made = {"tables": made, "set": {F.linear, 1}, "frozen": frozenset({F.linear, 1})}
+        both = {linear: "as it was imported", F.linear: "as it is now"}
+        Tables.made["both"] = both
+    keys = ["first", F.linear, torch.matmul, (F.linear, torch.float32), frozenset({F.relu}), "last"]
+    for table in Tables.made["tables"]:
+        assert list(table.items()) == list(zip(keys, range(6), strict=True)) and len(table) == 6
+        assert [table[key] for key in keys] == list(range(6))
+    assert Tables.made["set"] == Tables.made["frozen"] == {F.linear, 1}
+    assert next(iter(both)) is F.linear
+    Tables.made = {}
+
+
+def test_torchs_own_modules_hold_no_wrapper_after_they_were_imported_during_a_conversion():
+    """Its compiler imports hundreds of them. Per-sample gradients look functions up in a table of such a module."""
+    code = """
+        import gc, sys, types, torch, hmpx
+        linear, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+
+        def per_sample():
+            from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+            linear.weight.grad_sample = linear.bias.grad_sample = None
+            call_for_per_sample_grads(linear)(x).sum().backward()
+            return linear.weight.grad_sample
+
+        before = set(sys.modules)
+        with hmpx.convert():
+            compiled = torch.compile(linear, backend="aot_eager")(x)
+            assert torch.equal(compiled, linear(x)) and compiled.dtype is torch.bfloat16
+            assert torch.allclose(per_sample().float(), x[:, None, :].expand(5, 3, 4), rtol=0.01)
+            import torch.ao.quantization.quantize_fx
+        names = {name for name in set(sys.modules) - before if name.startswith("torch.")}
+        held, seen = [(name, vars(sys.modules[name])) for name in names], set()
+        while held:
+            where, thing = held.pop()
+            if id(thing) not in seen:
+                seen.add(id(thing))
+                ours = isinstance(thing, types.FunctionType) and "__hmpx_original__" in vars(thing)
+                assert not ours, (where, thing)
+                if isinstance(thing, (dict, list, tuple, set, frozenset)):
+                    held += [(where, each) for each in gc.get_referents(thing) if type(each).__name__ != "module"]
+        assert len(names) > 100 and len(seen) > 10_000, (len(names), len(seen))
+        assert torch.equal(per_sample(), x[:, None, :].expand(5, 3, 4))
+        """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_cannot_be_rebound_is_reported():

@@ -15,7 +15,16 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import hmpx
 from tests.support.autocast_lists import AUTOCAST_LISTS
-from tests.support.tensor_classes import Asks, ByImport, Forgetful, RoundsByTable, RoundsWeights, by_name, quarters
+from tests.support.tensor_classes import (
+    Asks,
+    ByImport,
+    Forgetful,
+    KnowsLinear,
+    RoundsByTable,
+    RoundsWeights,
+    by_name,
+    quarters,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -307,6 +316,19 @@ def test_a_class_is_asked_whose_casts_are_plain_tensors(cls, way):
         assert same(uncast[name], call(x, seen)), name
         assert same(found[name], under_autocast(lambda call=call: call(x, weight))), name
         assert same(found[name], under_autocast(lambda call=call, seen=seen: call(x, seen))), name
+
+
+@pytest.mark.parametrize("way", ["", "float32 kernels", "recorded"])
+def test_a_class_is_asked_that_refuses_to_be_cast(way):
+    x, values = torch.randn(3, 8), torch.randn(8, 8)
+    weight = values.as_subclass(KnowsLinear)
+    record = hmpx.record() if way == "recorded" else contextlib.nullcontext()
+    kernels = "float32" if way == "float32 kernels" else "auto"
+    with hmpx.convert(**AUTOCAST_LISTS, kernels=kernels), record:
+        found = F.linear(x, weight)
+        with pytest.raises(RuntimeError, match="matmul is not known"):
+            torch.matmul(x, weight)
+    assert same(found, under_autocast(lambda: F.linear(x, weight)))
 
 
 def test_such_a_class_sees_the_functions_that_it_sees_without_hmpx():

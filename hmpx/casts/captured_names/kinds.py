@@ -12,7 +12,7 @@ import torch
 from hmpx.casts.captured_names import raw
 
 _FORWARD_MODULES = ("torch.nn.modules", "torch.distributions", "torch.ao.nn", "torch.testing")
-_OFF_LIMITS = frozenset({"torch", "hmpx", "wrapt", "builtins", "gc", "_thread"})
+_OFF_LIMITS = frozenset({"hmpx", "wrapt", "builtins", "gc", "_thread"})
 _GROUPS = ("modules", "classes", "objects", "functions", "partials", "methods")
 
 
@@ -48,4 +48,11 @@ def is_off_limits(module: Any) -> bool:
 
 @functools.cache
 def _is_named_off_limits(module: str) -> bool:
-    return module.partition(".")[0] in _OFF_LIMITS and not module.startswith(_FORWARD_MODULES)
+    if module.partition(".")[0] == "torch":
+        return not module.startswith(_FORWARD_MODULES)
+    return is_book(module)
+
+
+def is_book(module: Any) -> bool:
+    """Whether it is one of hmpx's or wrapt's: these hold our functions when torch's tables do no more."""
+    return type(module) is not str or module.partition(".")[0] in _OFF_LIMITS

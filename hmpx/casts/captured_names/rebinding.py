@@ -3,7 +3,9 @@
 A pass over everything that is alive (modules, classes, functions, objects with attributes or slots), four containers
 deep, puts the replacement where a function of torch is held: in dicts, lists, attributes, closures, default arguments,
 in a `functools.partial`, which stays the same object, and in tuples and bound methods, which are made anew where they
-are held. What cannot be changed (a set, a cache, a local variable of a running function) is reported.
+are held. What cannot be changed (a set, a cache, a local variable of a running function) is reported. Keys of tables
+are left alone, and so are torch's own tables: they are older than the patch, and want torch's functions. When those
+come back, another pass looks for replacements that were taken in the meantime, there as well.
 
 No code of what is looked through runs: no `values()` of a subclass of dict, no `__eq__`, no property. A module
 that is patched when it is imported starts no pass: only its package is looked through then, and the rest when the
@@ -94,7 +96,7 @@ class Rebinding:
         taken = [new for new in back if sys.getrefcount(new) > self._references.get(id(new), 0)]
         for _ in range(3 if taken else 0):
             try:
-                Sweep({new: back[new] for new in taken}, Places()).everything()
+                Sweep({new: back[new] for new in taken}, Places(), back=True).everything()
                 break
             except KeyboardInterrupt as error:
                 interrupted = error

@@ -11,7 +11,7 @@ import functools
 import gc
 import operator
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -35,12 +35,15 @@ _PARTS: dict[type, list[Any]] = {  # of what can only be made anew
 
 
 class Rewriting:
-    """`by_id`: what to put where the function of that identity is held. `leads`: whether something leads to one."""
+    """`by_id`: what to put where the function of that identity is held. `leads`: whether something leads to one.
 
-    def __init__(self, by_id: dict[int, Any], places: Places, leads: Callable[[Any, int], bool]) -> None:
+    keys: whether keys of dicts and members of sets are exchanged as well, for good.
+    """
+
+    def __init__(self, by_id: dict[int, Any], places: Places, leads: Callable[[Any, int], bool], keys: bool) -> None:
         self.captures: list[Capture] = []
         self.done: dict[int, Any] = {}  # by identity: what takes its place, or itself where that was written to
-        self._by_id, self._places, self._leads = by_id, places, leads
+        self._by_id, self._places, self._leads, self._keys = by_id, places, leads, keys
         self._kept: list[Any] = []  # so that no identity of these is given to something else
 
     def let_go(self) -> None:
@@ -126,6 +129,8 @@ class Rewriting:
         if base is dict:
             for key, held in raw.items(value):
                 self._item(value, key, held, f"{where}[{raw.described(key)}]", depth + 1)
+            if self._keys:
+                self._exchange_keys(value, kind, where, depth)
         elif base in _SEQUENCES:
             get, put = _SEQUENCES[base]
             for index, held in enumerate(list(base.__iter__(value))):
@@ -136,6 +141,10 @@ class Rewriting:
                 self._replace(value, read, write, held, f"{where}[{index}]", depth + 1)
         elif base is tuple:
             return self._tuple(value, kind, where, depth)
+        elif base is frozenset and self._keys and kind is frozenset:
+            return frozenset([self._key(held, where, depth) for held in value])
+        elif base is set and self._keys:
+            self._exchange_members(value, where, depth)
         elif base is not None:
             for held in list(base.__iter__(value)):
                 self._unchangeable(held, where, depth + 1, f"a {base.__name__} cannot be changed")
@@ -159,6 +168,26 @@ class Rewriting:
             self._replace(mapping, read, write, held, where, depth)
         else:
             self._unchangeable(held, where, depth, f"a {raw.class_name(type(key))} as a key runs code of its own")
+
+    def _exchange_keys(self, table: dict, kind: type, where: str, depth: int) -> None:
+        """In their order."""
+        own: Any = OrderedDict if issubclass(kind, OrderedDict) else dict  # which has a list of its own
+        keys = {key: self._key(key, where, depth) for key, _ in raw.items(table) if raw.hashes_in_c(key)}
+        if any(new is not key and new not in keys for key, new in keys.items()):
+            for key, new in keys.items():
+                held = own.pop(table, key, access.MISSING)
+                if held is not access.MISSING:
+                    own.__setitem__(table, key if new in keys else new, held)
+
+    def _exchange_members(self, members: set, where: str, depth: int) -> None:
+        for held in list(set.__iter__(members)):
+            new = self._key(held, where, depth)
+            if new is not held:
+                set.discard(members, held)
+                set.add(members, new)
+
+    def _key(self, key: Any, where: str, depth: int) -> Any:
+        return self.replaced(key, f"a key of {where}", depth + 1) if raw.hashes_in_c(key) else key
 
     def _tuple(self, value: tuple, kind: type, where: str, depth: int) -> Any:
         before, count = list(tuple.__iter__(value)), len(self.captures)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hmpx.casts.captured_names import raw
-from hmpx.casts.captured_names.kinds import grouped, is_off_limits
+from hmpx.casts.captured_names.kinds import grouped, is_book, is_off_limits
 from hmpx.casts.captured_names.places import Capture, Places
 from hmpx.casts.captured_names.rewriting import DEEPEST, HOLDERS, Rewriting
 from hmpx.casts.garbage import none_collected
@@ -37,15 +37,20 @@ _OPTIMIZED = 1  # the flag of code whose local variables are no dict
 
 
 class Sweep:
-    """`replacements`: what to put where a function is held. `places`: where to note what was changed."""
+    """`replacements`: what to put where a function is held. `places`: where to note what was changed.
 
-    def __init__(self, replacements: Mapping[Any, Any], places: Places) -> None:
+    back: whether torch's functions come back. Then those are exchanged, too, that were put into torch's own tables, and
+    that are keys of tables or members of sets: all these were made in the meantime.
+    """
+
+    def __init__(self, replacements: Mapping[Any, Any], places: Places, back: bool = False) -> None:
         self._functions = list(replacements)
         self._by_id = {id(old): new for old, new in replacements.items()}
         self._keys = self._by_id.keys()
         # What the garbage collector does not track holds nothing that it tracks: strings, dicts and tuples of them.
         self._may_lead = gc.is_tracked if all(map(gc.is_tracked, self._functions)) else _always
-        self._rewriting = Rewriting(self._by_id, places, self._leads)
+        self._rewriting = Rewriting(self._by_id, places, self._leads, back)
+        self._stays = is_book if back else is_off_limits
         self._lengths: dict[int, Callable[[Any], int]] = {}  # of kinds that may lead to one
         self._apart: set[int] = set()  # kinds of everything else
         self._empty: dict[int, int] = {}  # what leads to none, and how deep it was looked into
@@ -70,7 +75,7 @@ class Sweep:
         to = self._rewriting
         once = {id(module): module for module in kept["modules"]}.values()
         modules = [module for module in once if not self._is_off(raw.globals_of(module))]
-        classes = [cls for cls in kept["classes"] if not is_off_limits(raw.module_of(cls))]
+        classes = [cls for cls in kept["classes"] if not self._stays(raw.module_of(cls))]
         functions = self._not_off(kept["functions"])
         for look, roots, held_by in (
             (to.module, modules, _referents),
@@ -231,7 +236,7 @@ class Sweep:
         try:
             return self._off[id(namespace)]
         except KeyError:
-            self._off[id(namespace)] = off = is_off_limits(dict.get(namespace, "__name__"))
+            self._off[id(namespace)] = off = self._stays(dict.get(namespace, "__name__"))
             return off
 
 

@@ -10,6 +10,7 @@ import os
 import threading
 import types
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ from hmpx.insight.recording.trips import RoundTrips
 from hmpx.insight.recording.unmatched import unmatched
 from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, is_masked, is_readable, name
 
+_unasked = torch._C.DisableTorchFunctionSubclass  # classes of tensors, which may know no function that reads a dtype
 _STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
 
 
@@ -52,15 +54,30 @@ class Recorder:
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         if self.leaves(frame.f_code):
             return run(*args, **kwargs)
-        began = self._device.begin(args)
+        with _unasked():
+            began = self._device.begin(args)
         entered = perf_counter()
         seen = run(*args, **kwargs)
+        with _unasked():
+            self._note(point, seen, frame, args, kwargs, began, entered)
+        return seen
+
+    def _note(
+        self,
+        point: Point,
+        seen: Seen,
+        frame: types.FrameType,
+        args: tuple,
+        kwargs: dict,
+        began: Any,
+        entered: float,
+    ) -> None:
         given = floating((*args, *kwargs.values()) if kwargs else args)
         result = floating((seen.result,))
         if not given and not result:
-            return seen
+            return
         if point.op == "to" and not (given and result and given[0].dtype is not result[0].dtype):
-            return seen
+            return
         inside = floating((*seen.args, *seen.kwargs.values()) if seen.kwargs else seen.args)
         user = users_frame(frame)
         module = next(modules(frame), None)
@@ -81,7 +98,6 @@ class Recorder:
             self._add(site, seen, None if began else entered, given, inside, result)
             if began:
                 self._device.end(site, began)
-        return seen
 
     def leaves(self, caller: types.CodeType) -> bool:
         """Whether a function computes an optimizer's step."""
