@@ -52,12 +52,15 @@ NAMES: tuple[Private, ...] = (
             *("_prims_common", "_refs", "_subclasses", "_tensor_str", "_utils"),
         )
     ),
+    Private("torch.utils._device._device_constructors", "functions that `with torch.device(...)` gives a device to"),
     Private("torch._subclasses.functional_tensor", "hands on the dtype that a compiled function asks for"),
     # torch.compile
     Private("torch._dynamo.reset", "what was compiled under other casts is compiled anew"),
     Private("torch._dynamo.trace_rules.load_object", "Dynamo's tables keep torch's functions, not the wrappers"),
     Private("torch._dynamo.trace_rules.get_tensor_method", "the same, of tensor methods"),
     Private("torch._dynamo.trace_rules.get_torch_obj_rule_map", "the table itself, which is built anew"),
+    Private("torch._dynamo.variables.torch.get_overridable_functions", "another table", "2.13.0"),
+    Private("torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers", "another one", "2.13.0"),
     Private("torch._dynamo.eval_frame.skip_code", "a wrapper behind a graph break is no graph of its own"),
     Private("torch._dynamo.eval_frame.set_code_exec_strategy", "optimizer steps are not compiled, nor their calls"),
     Private("torch._dynamo.eval_frame.FrameAction", "the same"),

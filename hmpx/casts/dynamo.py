@@ -123,7 +123,7 @@ class Tracing:
             return get_tensor_method() | frozenset(v for v in originals.values() if isinstance(v, _METHODS))
 
         def clear_tables() -> None:
-            for table in (rules.get_torch_obj_rule_map, rules.get_tensor_method, get_tensor_method):
+            for table in (rules.get_torch_obj_rule_map, rules.get_tensor_method, get_tensor_method, *_other_tables()):
                 table.cache_clear()
 
         self._changes.callback(_forget_compiled)
@@ -147,6 +147,14 @@ def _await_rules() -> None:
 def _imported(rules: ModuleType) -> None:
     if process_state.tracing is not None:
         process_state.tracing.exchange(rules)
+
+
+def _other_tables() -> list[Any]:
+    """Those that Dynamo builds out of the attributes themselves, as far as they are there."""
+    variables = sys.modules.get("torch._dynamo.variables.torch")
+    of_class = getattr(variables, "TorchInGraphFunctionVariable", None)
+    found = getattr(variables, "get_overridable_functions", None), getattr(of_class, "_get_handlers", None)
+    return [table for table in found if table is not None]
 
 
 def _forget_compiled() -> None:

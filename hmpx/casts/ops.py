@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.overrides
+from torch.utils._device import _device_constructors
 
 from hmpx.casts import op_facts
 from hmpx.casts.composition import COMPOSED, Row
@@ -185,8 +186,9 @@ def _is_view(name: str) -> bool:
 @none_collected()
 def catalog() -> dict[str, Op]:
     """Every op by its list name. Built once; entry points are attributes, so later patches do not make it stale."""
-    torch.overrides.get_overridable_functions()  # caches functions by identity: fill it while they are torch's own
+    torch.overrides.get_overridable_functions()  # cache functions by identity: fill them while they are torch's own
     torch.overrides.resolve_name(torch.matmul)
+    _device_constructors()  # what `with torch.device(...)` gives a device to
     builder = _Builder()
     builder.functions()
     builder.methods()

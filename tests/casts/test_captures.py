@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 import hmpx
 from hmpx.casts.captured_names import rebinding, rewriting
+from tests.support import python
 
 X = torch.randn(4, 4)
 TABLE = {"linear": F.linear, "other": 1}
@@ -183,6 +184,32 @@ def test_torchs_own_modules_hold_no_wrapper_after_they_were_imported_during_a_co
         assert torch.equal(per_sample(), x[:, None, :].expand(5, 3, 4))
         """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "regions",
+    ["hmpx.convert()", "hmpx.convert(dtype_map={torch.float32: torch.bfloat16})", "hmpx.convert(), hmpx.record()"],
+)
+def test_a_device_that_is_asked_for_during_a_conversion_is_the_device(regions):
+    """torch looks up once, in a table that it keeps, to which functions `with torch.device(...)` gives a device."""
+    code = f"""
+        import torch, hmpx
+
+        def devices():
+            with torch.device("meta"):
+                made = torch.zeros(3), torch.tensor([1.0]), torch.full((2,), 1.0), torch.linspace(0, 1, 3)
+                made += torch.randn(2), torch.eye(2), torch.nn.Linear(2, 2).weight
+            return {{each.device.type for each in made}}
+
+        with {regions}:
+            assert devices() == {{"meta"}}, devices()
+            compiled = torch.compile(lambda: torch.ones(3), backend="eager")
+            with torch.device("meta"):
+                assert compiled().device.type == "meta"
+        assert devices() == {{"meta"}}, devices()
+        """
+    done = python.run("-c", textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
 
 
