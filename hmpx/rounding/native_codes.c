@@ -85,7 +85,8 @@ LOOP decode_as(const uint8_t *restrict codes, float *restrict x, int64_t count, 
   float factor = float_of((uint32_t)(scale & 0x7FFFu) << 16), least = float_of(zero + 0x800000u);
   for (int64_t j = 0; j < count; j++) {
     uint32_t code = CODE((uint32_t)(is_signed ? (int8_t)codes[j] : codes[j])), magnitude = code & mask;
-    int32_t normal = (int32_t)(magnitude | zero), below = (int32_t)bits_of(float_of((uint32_t)normal + 0x800000u) - least);
+    int32_t normal = (int32_t)(magnitude | zero);
+    int32_t below = (int32_t)bits_of(float_of((uint32_t)normal + 0x800000u) - least);
     float y = float_of((uint32_t)(below < normal ? below : normal)) * factor;
     if (!is_finite) y = magnitude == CODE(top * 16 + 14) ? INFINITY : magnitude == CODE(top * 16 + 15) ? NAN : y;
     x[j] = is_signed ? float_of(bits_of(y) | (code & 0x80000000u)) : y;

@@ -90,7 +90,7 @@ class RoundsWeights(torch.nn.Parameter):
 
 
 class RoundsByTable(torch.Tensor):
-    """The same with a table, and with attributes of torch as what the operators are handed."""
+    """The same for `linear` and `matmul`, which it has in a table."""
 
     table = {torch.nn.functional.linear, torch.Tensor.matmul, torch.matmul}  # noqa: RUF012
 
@@ -104,7 +104,7 @@ class RoundsByTable(torch.Tensor):
 
 
 class KnowsLinear(torch.Tensor):
-    """And no other function: not what reads a dtype, nor what casts."""
+    """Rounds weights for `linear`, and knows no other function: not what reads a dtype, nor what casts."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
