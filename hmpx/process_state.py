@@ -47,8 +47,7 @@ tracing: Any = None
 observer: Any = None
 observers: list[Any] = []
 
-# Lists of user functions that wait for a module, by its name (casts.user_functions). Import hooks cannot be taken back,
-# so that there is one for each module, and it looks here.
+# Who waits for a module to be imported, by its name (casts.awaited).
 awaited: dict[str, WeakSet[Any]] = {}
 
 # The caches of casts of weights, by thread; empty while nobody caches (casts.weight_cache). While one is open, ways to

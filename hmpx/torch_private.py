@@ -43,6 +43,17 @@ NAMES: tuple[Private, ...] = (
     Private("torch.nn.utils.clip_grad._get_total_norm", "no model's forward: casts are off inside"),
     Private("torch.nn.utils.clip_grad._clip_grads_with_norm_", "asks for gradients that have been released"),
     Private("torch.amp.GradScaler._unscale_grads_", "the same; `unscale_` and `step` both end in it"),
+    Private("torch.utils.data._utils.fetch._BaseDatasetFetcher", "no model's forward, in workers too"),
+    Private("torch.utils.data.dataloader._BaseDataLoaderIter", "the same, in the main process"),
+    *(
+        Private(f"torch.distributed.tensor.{name}", "parts of an op that has been cast: not cast again", seen)
+        for name, seen in (
+            *(("_redistribute.redistribute_local_tensor", "2.13.0"), ("_tp_conv.tp_convolution", "2.13.0")),
+            *(("_tp_conv.tp_convolution_backward", "2.13.0"), ("parallel.loss._log_softmax", "2.13.0")),
+            ("parallel.loss._nll_loss_forward", "2.13.0"),
+            ("parallel.loss._nll_loss_and_log_softmax_backward", "2.13.0"),
+        )
+    ),
     Private("torch.nn.Module._apply", "maps the dtypes of a module that torch.load has read"),
     # What else torch's own code calls ops for: such calls are no calls of the user's
     *(

@@ -21,7 +21,7 @@ def test_it_says_what_is_in_use_and_nothing_afterwards(lists):
     assert process_state.in_use() == {}
     with hmpx.convert(**lists(bf16="linear"), isVerbose=True, enabled=False) as handle:
         found = process_state.in_use()
-        assert found.keys() == {"installed", "converted", "off_somewhere", "tracing", "observer", "learn"}
+        assert found.keys() == {"installed", "converted", "off_somewhere", "tracing", "observer", "awaited", "learn"}
         assert found["installed"] == {hmpx.Conversion: handle}
         with hmpx.cached_weights():
             assert process_state.in_use().keys() - found.keys() == {"open_caches"}
@@ -34,7 +34,7 @@ def test_it_says_what_is_in_use_and_nothing_afterwards(lists):
 
 def test_a_list_that_waits_for_a_module_is_in_use_until_the_end(lists):
     with hmpx.convert(**lists(bf16="not_there_yet.function"), unknown="warn") as handle:
-        assert handle.escaped and process_state.in_use()["awaited"] == ["not_there_yet"]
+        assert handle.escaped and "not_there_yet" in process_state.in_use()["awaited"]
     assert process_state.in_use() == {}
 
 

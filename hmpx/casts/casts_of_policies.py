@@ -10,6 +10,7 @@ import torch
 
 from hmpx import process_state
 from hmpx.casts import dynamo, torchscript
+from hmpx.casts.beside_model import Later
 from hmpx.casts.captured_names.places import Capture
 from hmpx.casts.captured_names.rebinding import Rebinding, WithCaptures
 from hmpx.casts.dtype_map import DtypeMap
@@ -44,7 +45,8 @@ class CastsOfPolicies:
         self._functions = UserFunctions(policies, self._rebindings[0])
         self._tracing = dynamo.Tracing(self._table.originals, self._in_words())
         self._scripting = torchscript.Scripting(self._table.originals)
-        self._of_table = {(id(patch.owner), patch.attribute): patch for patch in self._table.patches}
+        self._of_table: dict[tuple[int, str], Patch] = {}
+        self._know(*self._table.patches)
 
     @property
     def patched(self) -> tuple[Patch, ...]:
@@ -62,6 +64,7 @@ class CastsOfPolicies:
 
     def apply(self, changes: Changes) -> None:
         WithCaptures(self._rebindings[0], self._table, self._functions).apply(changes)
+        Later(self._table.uncast, self._rebindings[0], self._know).apply(changes)
         self._tracing.apply(changes)
         self._scripting.apply(changes)
         self._beside(changes)
@@ -83,8 +86,11 @@ class CastsOfPolicies:
             own.close()
             raise
         self._rebindings.append(rebinding)
-        self._of_table |= {(id(patch.owner), patch.attribute): patch for patch in table.patches}
+        self._know(*table.patches)
         changes.callback(own.close)
+
+    def _know(self, *patches: Patch) -> None:
+        self._of_table |= {(id(patch.owner), patch.attribute): patch for patch in patches}
 
     def _beside(self, changes: Changes) -> None:
         changes.put(_KNOWN_PLACES, frozenset(self._policies))

@@ -22,13 +22,14 @@ from torch.compiler import is_dynamo_compiling
 
 from hmpx import region_state
 from hmpx.casts import op_facts
+from hmpx.casts.beside_model import functions_in
 from hmpx.casts.callers import frames
 from hmpx.casts.codegen import Switch
 from hmpx.casts.layouts import schemas
 from hmpx.casts.op_wrappers import Patch, Patching
 from hmpx.casts.ops import catalog
 from hmpx.casts.overriding import COMPILER, call
-from hmpx.casts.patch_table import patch_at, uncast_functions
+from hmpx.casts.patch_table import patch_at
 from hmpx.casts.rules import METHODS
 from hmpx.changes import Attribute, Changes, Flag
 from hmpx.errors import HmpxError
@@ -99,7 +100,7 @@ class DtypeMap:
             **dict.fromkeys(op_facts.DTYPE_ASKED_OR_FOUND, self._asked_or_found),
             **{"torch.Tensor.float": self._as_float, "torch.Tensor.double": self._as_double},
             **{"torch.Tensor.numpy": self._to_numpy, "torch.load": self._loaded},
-            **{path: self._initialised for path in uncast_functions() if path.startswith("torch.nn.init.")},
+            **dict.fromkeys(_initialisers(), self._initialised),
         }
         for op in catalog().values():
             if not op.name.startswith("_") and any(a.name == "dtype" for s in schemas(op.name) for a in s.arguments):
@@ -228,6 +229,13 @@ class DtypeMap:
 def _call(function: Callable, args: tuple, kwargs: dict) -> Any:
     """`overriding.call` for a function of torch's own; a wrapper of ours calls that itself."""
     return function(*args, **kwargs) if type(function) is types.FunctionType else call(function, args, kwargs)
+
+
+def _initialisers() -> Iterator[str]:
+    """The public functions of torch.nn.init that write to their argument."""
+    for _, attribute, path in functions_in("torch.nn.init"):
+        if attribute.endswith("_") and not attribute.startswith("_"):
+            yield path
 
 
 def _acts(switch: Switch) -> bool:

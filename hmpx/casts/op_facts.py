@@ -167,15 +167,36 @@ CALLED_LATER = {
     "torch.utils.checkpoint.CheckpointFunction.forward": 1,
 }
 
-# Not the model's forward: casts are off inside. Of the modules, the public functions that write to their argument.
-# Optimizer steps are watched by `updates.step_hooks`.
-UNCAST_MODULES = ("torch.nn.init", "torch.nn.utils", "torch.nn.utils.clip_grad")
-UNCAST_FUNCTIONS = (
-    "torch.nn.utils.get_total_norm",
-    "torch.nn.utils.clip_grad._get_total_norm",
-    "torch.optim.swa_utils.AveragedModel.update_parameters",
-    "torch.amp.grad_scaler.GradScaler.scale",
-)
+# What runs beside a model and not in it: casts are off inside. A module stands for its functions, a class for its
+# methods and those of torch's classes that derive from it; "module:name" is one of them. Optimizer steps are watched by
+# `updates.step_hooks`. Looked through and left to be cast, as they run a model's forward or are part of it: torch.func,
+# torch.autograd.functional, torch.distributions, torch.export, torch.fx, torch.jit, torch.onnx, torch.utils.checkpoint,
+# of torch.nn.utils the hooks of pruning, of weight and spectral norm, parametrizations, `rnn` and `stateless`.
+BESIDE_THE_MODEL = (
+    # learning rates, and averages of weights
+    "torch.optim.lr_scheduler", "torch.optim.lr_scheduler:LRScheduler",
+    "torch.optim.swa_utils:AveragedModel.update_parameters",
+    "torch.distributed.algorithms.model_averaging.utils",
+    # loss scales
+    "torch.amp.grad_scaler:GradScaler", "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler",
+    # initialisation, clipping, and what changes the weights or the layers of a module
+    "torch.nn.init", "torch.nn.utils", "torch.nn.utils.clip_grad", "torch.nn.utils.convert_parameters",
+    "torch.nn.utils.fusion", "torch.nn.utils.init", "torch.nn.utils.parametrizations", "torch.nn.utils.parametrize",
+    "torch.nn.utils.prune", "torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm",
+    # quantization: what is observed of a model, and its conversion
+    "torch.ao.quantization.observer:ObserverBase", "torch.ao.quantization.quantize", "torch.ao.quantization.utils",
+    "torch.ao.quantization.fuse_modules",
+    # data: `__getitem__` of a data set and the collate function, in workers too
+    "torch.utils.data._utils.fetch:_BaseDatasetFetcher", "torch.utils.data.dataloader:_BaseDataLoaderIter",
+    # the parts of an op that has been cast already, by tensor parallelism
+    "torch.distributed.tensor._redistribute:redistribute_local_tensor",
+    "torch.distributed.tensor._dispatch:redistribute_local_tensor",
+    "torch.distributed.tensor._api:redistribute_local_tensor",
+    "torch.distributed.tensor._tp_conv:tp_convolution", "torch.distributed.tensor._tp_conv:tp_convolution_backward",
+    "torch.distributed.tensor.parallel.loss:_log_softmax", "torch.distributed.tensor.parallel.loss:_nll_loss_forward",
+    "torch.distributed.tensor.parallel.loss:_nll_loss_and_log_softmax_backward",
+)  # fmt: skip
+IN_THE_MODEL = frozenset({"torch.nn.utils.parametrize.cached"})  # a region, not a call
 
 # Methods by which a program casts a tensor itself.
 CASTS_BY_HAND = ("to", "bfloat16", "half", "float", "type", "type_as")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,25 +10,24 @@ from typing import Any
 import wrapt
 
 from hmpx.casts import op_facts
+from hmpx.casts.beside_model import Uncast
 from hmpx.casts.codegen import Switch
 from hmpx.casts.fp32_kernels import NATIVE, Kernels
-from hmpx.casts.layouts import Layout
 from hmpx.casts.observing import Observer
-from hmpx.casts.op_wrappers import Patch, Patching, Wrappers, made_patch, read_attribute
-from hmpx.casts.ops import Entry
+from hmpx.casts.op_wrappers import Patch, Patching, Wrappers
 from hmpx.casts.policy import Policy
-from hmpx.casts.wrappers import build_carrying, build_check, build_uncast
+from hmpx.casts.wrappers import build_carrying, build_check
 from hmpx.changes import Changes
 
 
 class PatchTable:
     """The patches of one conversion.
 
-    patches: every attribute that is changed, in order.
+    patches: every attribute that is changed, in order. uncast: makes those of what runs beside the model.
     """
 
-    def __init__(self, patches: tuple[Patch, ...], wrappers: Wrappers, beginning: bool = True) -> None:
-        self.patches = patches
+    def __init__(self, patches: tuple[Patch, ...], wrappers: Wrappers, uncast: Uncast, beginning: bool = True) -> None:
+        self.patches, self.uncast = patches, uncast
         self._wrappers, self._beginning = wrappers, beginning
 
     @classmethod
@@ -51,12 +48,13 @@ class PatchTable:
         switch = Switch()
         wrappers = Wrappers(switch, kernels, observer)
         by_place = {0: policies} if isinstance(policies, Policy) else policies
-        patches = (*wrappers.patches(by_place), *_beside_casts(switch))
-        return cls(tuple(around(patches, switch)) if around else patches, wrappers)
+        uncast = Uncast(switch)
+        patches = (*wrappers.patches(by_place), *uncast.patches(), *_beside_casts(switch))
+        return cls(tuple(around(patches, switch)) if around else patches, wrappers, uncast)
 
     def further(self, policies: Mapping[int, Policy]) -> PatchTable:
         """What changes when these policies hold in places too: a table over this one, which ends before it."""
-        return PatchTable(tuple(self._wrappers.patches(policies)), self._wrappers, beginning=False)
+        return PatchTable(tuple(self._wrappers.patches(policies)), self._wrappers, self.uncast, beginning=False)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.patches))
@@ -79,14 +77,6 @@ class PatchTable:
 
 def _beside_casts(switch: Switch) -> Iterator[Patch]:
     """What is no op of a model, but must know of casts."""
-    uncast: dict[int, Callable] = {}
-    for path in uncast_functions():
-        owner, attribute = _split(path)
-        if hasattr(owner, attribute):
-            entry = Entry(owner, attribute, path, Layout(python=True))
-            original, inherited = read_attribute(owner, attribute)
-            wrapper = uncast.setdefault(id(original), build_uncast(entry, original, switch))
-            yield made_patch(attribute, Patching.UNCAST, None, entry, original, wrapper, inherited)
     for path, weights in op_facts.INPUT_CHECKS.items():
         yield _beside_ops(path, Patching.CHECK, functools.partial(build_check, weights, switch))
     for path, position in op_facts.CALLED_LATER.items():
@@ -118,12 +108,3 @@ def _split(path: str) -> tuple[Any, str]:
     """Owner and attribute of a dotted name in torch."""
     name, _, attribute = path.rpartition(".")
     return pkgutil.resolve_name(name), attribute
-
-
-def uncast_functions() -> Iterator[str]:
-    """Dotted names in torch of what is not the model's forward."""
-    yield from op_facts.UNCAST_FUNCTIONS
-    for name in op_facts.UNCAST_MODULES:
-        for attribute, value in vars(importlib.import_module(name)).items():
-            if inspect.isfunction(value) and attribute.endswith("_") and not attribute.startswith("_"):
-                yield f"{name}.{attribute}"

@@ -11,13 +11,13 @@ import logging
 import os
 import sys
 import types
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import wrapt
 
-from hmpx import process_state, region_state
+from hmpx import region_state
+from hmpx.casts.awaited import await_module, stop_waiting
 from hmpx.casts.captured_names.rebinding import Rebinding
 from hmpx.casts.decorators import wrap
 from hmpx.casts.op_lists import read_file, shipped
@@ -28,11 +28,6 @@ from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
 
 logger = logging.getLogger("hmpx")
 _HEAP_TYPE = 1 << 9  # the flag of a type made by a class statement
-
-
-def _imported(module: Any) -> None:
-    for functions in list(process_state.awaited.pop(module.__name__, ())):
-        functions._take(module)
 
 
 class UserFunctions:
@@ -135,12 +130,9 @@ class UserFunctions:
             logger.warning("%s: %s is not importable now; it is patched if it appears", self._where(name), name)
         # A name may lie in a module (pkg.ops.nms) or in a class of one (pkg.ops.Box.area): wait for both.
         for module in {parent, parent.rpartition(".")[0]} - {""}:
-            known = module in process_state.awaited
-            process_state.awaited.setdefault(module, weakref.WeakSet()).add(self)
-            if not known:
-                wrapt.register_post_import_hook(_imported, module)
+            await_module(module, self)
 
-    def _take(self, module: Any) -> None:
+    def take(self, module: types.ModuleType) -> None:
         """Patch what was waited for in a module that has just been imported."""
         for name in () if self._retired else self.waiting_for(module.__name__):
             try:
@@ -160,8 +152,7 @@ class UserFunctions:
 
     def _retire(self) -> None:
         self._retired = True
-        for waiting in process_state.awaited.values():
-            waiting.discard(self)
+        stop_waiting(self)
 
     def replacements(self) -> list[tuple[Any, Any]]:
         """Originals and wrappers, for names captured elsewhere."""

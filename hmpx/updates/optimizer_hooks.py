@@ -75,12 +75,21 @@ def _keeping_fp32(is_installed: Callable[[], object], process_value: Callable) -
 def _telling_of_groups(add_param_group: Callable) -> Callable:
     @functools.wraps(add_param_group)
     def add(optimizer: Optimizer, param_group: dict) -> None:
+        _widen_hyperparameters(optimizer.defaults)
+        _widen_hyperparameters(param_group)
         add_param_group(optimizer, param_group)
         attachment = attachment_of(optimizer)
         if attachment is not None:
             attachment.sync_parameters()
 
     return add
+
+
+def _widen_hyperparameters(values: dict[str, Any]) -> None:
+    """A learning rate in a tensor is FP32, as one in a float is: in BF16, a scheduler's factor of .999 does nothing."""
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 and not value.dim():
+            values[key] = value.float()
 
 
 def _telling_of_loads(loaded: Callable[[Optimizer], None], load_state_dict: Callable) -> Callable:
