@@ -126,6 +126,10 @@ FP32_KERNELS = frozenset(
 # Of these, what native kernels compute inside in FP32 and keep so for their backward.
 FP32_KEPT = frozenset({"scaled_dot_product_attention"})
 
+# Ops that go wrong on inputs that were rounded before, whatever they are computed in, and what does not: a probability
+# of .999 is 1 in BF16, where the loss of the other class is 100 and its gradient 0. torch.autocast("cuda") refuses too.
+UNSAFE_OF_LOW = {"binary_cross_entropy": "binary_cross_entropy_with_logits"}
+
 # Names torch has that are conversions or bookkeeping, not ops with a precision.
 NOT_OPS = frozenset(
     """

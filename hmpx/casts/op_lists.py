@@ -70,6 +70,11 @@ def shipped() -> Path:
     return Path(str(resources.files("hmpx"))) / "oplists"
 
 
+def is_shipped(origin: str) -> bool:
+    """Whether a name's origin, `file:line`, is one of these."""
+    return os.path.realpath(origin).startswith(f"{os.path.realpath(shipped())}{os.sep}")
+
+
 def default_lists() -> OpLists:
     """The lists that stand where a caller gives none: HMP's published defaults."""
     return read_lists(**{f"{side}_file_path": shipped() / "default" / f"{side}.txt" for side in SIDES})

@@ -16,9 +16,10 @@ from hmpx.casts.codegen import Switch
 from hmpx.casts.fp32_kernels import Kernels
 from hmpx.casts.layouts import Layout
 from hmpx.casts.observing import Observer
+from hmpx.casts.op_lists import is_shipped
 from hmpx.casts.ops import Entry, catalog
 from hmpx.casts.policy import Case, Policy, Rule
-from hmpx.casts.wrappers import build_choice, build_placed, build_untouched
+from hmpx.casts.wrappers import build_choice, build_placed, build_refusing, build_untouched
 from hmpx.changes import Attribute
 
 Cases = tuple[Case, ...]
@@ -75,6 +76,8 @@ class Wrappers:
         self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
         self._standing: dict[tuple[int, str], Patch] = {}
         self._cases = _CasesByOp()
+        self._low = False  # whether some op is computed in low precision
+        self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
 
     def patches(self, policies: Mapping[int, Policy]) -> Iterator[Patch]:
         """Those of functions that have none yet, or another wrapper from now on.
@@ -82,6 +85,9 @@ class Wrappers:
         policies: by place, all that are known.
         """
         self._cases.learn(policies)
+        self._low = self._low or any(policy.bf16 for policy in policies.values())
+        for origins in (policy.origins for policy in policies.values()):
+            self._asked |= {op for op in op_facts.UNSAFE_OF_LOW if op in origins and not is_shipped(origins[op])}
         wanted = self._cases.wanted()
         if self._observer is not None and self._observer.everything:
             wanted = _with_the_others(wanted)
@@ -106,7 +112,11 @@ class Wrappers:
 
     def _build(self, op: str, entry: Entry, original: Callable, cases: Cases) -> Callable:
         run = self._kernels.wrap(op, [case.rule for case in cases], original)
-        return build_choice(op, entry, cases, original, self.switch, run, self._observer)
+        built = build_choice(op, entry, cases, original, self.switch, run, self._observer)
+        instead = op_facts.UNSAFE_OF_LOW.get(op)
+        if instead is None or not self._low or built is original:
+            return built
+        return build_refusing(op, entry, original, built, self.switch, instead, op in self._asked)
 
 
 class _Function:

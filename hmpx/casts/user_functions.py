@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import os
 import sys
 import types
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ from hmpx import region_state
 from hmpx.casts.awaited import await_module, stop_waiting
 from hmpx.casts.captured_names.rebinding import Rebinding
 from hmpx.casts.decorators import wrap
-from hmpx.casts.op_lists import read_file, shipped
+from hmpx.casts.op_lists import is_shipped, read_file, shipped
 from hmpx.casts.op_wrappers import Patch, Patching
 from hmpx.casts.policy import Policy, Rule
 from hmpx.changes import Changes
@@ -84,7 +83,7 @@ class UserFunctions:
 
     def _ships(self, name: str) -> bool:
         """Whether the name comes from a list of hmpx's own: then nothing is said where its module does not have it."""
-        return os.path.realpath(self.origins.get(name, "")).startswith(f"{os.path.realpath(shipped())}{os.sep}")
+        return is_shipped(self.origins.get(name, ""))
 
     def apply(self, changes: Changes) -> None:
         """Patch what is imported, until `changes` are undone."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -22,7 +23,12 @@ from hmpx.casts.ops import Entry
 from hmpx.casts.overriding import PLAIN, call, called_by_torch, public
 from hmpx.casts.policy import Case, Rule
 from hmpx.casts.rules import call_cast, cast, is_explicit
+from hmpx.dtype_names import dtype_name
+from hmpx.errors import HmpxError
 from hmpx.region_state import place
+
+logger = logging.getLogger("hmpx")
+LOW = frozenset({torch.bfloat16, torch.float16})
 
 
 def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
@@ -187,6 +193,34 @@ def build_choice(
         return otherwise(*args, **kwargs)
 
     return _named(choice, entry, original)
+
+
+def build_refusing(
+    op: str, entry: Entry, original: Callable, run: Callable, switch: Switch, instead: str, asked: bool
+) -> Callable:
+    """The wrapper `run` of an op that is unsafe on what was rounded before: a low first input is an error.
+
+    instead: what is safe. asked: a list of the user's own names the op, so that this is a warning, once.
+    """
+    warned = False
+
+    def refusing(*args, **kwargs):
+        nonlocal warned
+        value = args[0] if args else kwargs.get("input")
+        if isinstance(value, torch.Tensor) and value.dtype in LOW and not (switch.casts_off() or warned):
+            dtype = dtype_name(value.dtype)
+            message = (
+                f"{op} of {dtype} probabilities: .999 is 1 in {dtype}, so that a confident wrong answer has loss 100 "
+                f"and gradient 0; use {instead} on the logits"
+            )
+            if not asked:
+                raise HmpxError(f"{message}, or compute the probabilities in float32")
+            logger.warning("hmpx: %s", message)
+            warned = True
+        return run(*args, **kwargs)
+
+    pass_over(refusing.__code__)
+    return _named(refusing, entry, original)
 
 
 def build_untouched(original: Callable) -> Callable:

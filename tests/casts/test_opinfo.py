@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 import hmpx
+from hmpx.casts.op_facts import UNSAFE_OF_LOW
 from hmpx.casts.ops import canonical, catalog
 from tests.support.samples import database, error_samples, samples
 
@@ -139,7 +140,10 @@ def check_against_autocast(chosen, expected, low_precision):
     with hmpx.convert(**arguments, low_precision=low_precision):
         got = [run(*case) for case in chosen]
     wrong = []
-    for (op, *_), a, b in zip(chosen, expected, got, strict=True):
+    for (op, _, sample), a, b in zip(chosen, expected, got, strict=True):
+        if op.name.rpartition(".")[2] in UNSAFE_OF_LOW and sample.input.dtype in (torch.bfloat16, torch.float16):
+            assert isinstance(b, hmpx.HmpxError)  # as torch.autocast("cuda"), where "cpu" computes
+            continue
         autocast_fails = isinstance(a, RuntimeError) and any(text in str(a) for text in AUTOCAST_FAILS)
         if op.name not in COMPOSED_IN_CPP and not autocast_fails and difference(a, b):
             wrong.append((name_of(op), difference(a, b)))
