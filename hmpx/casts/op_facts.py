@@ -126,6 +126,18 @@ FP32_KERNELS = frozenset(
 # Of these, what native kernels compute inside in FP32 and keep so for their backward.
 FP32_KEPT = frozenset({"scaled_dot_product_attention"})
 
+# Ops of which torch has no BF16 or FP16 kernel on some device, by how their names begin and by name, and functions of
+# other modules: where torch refuses such an input, hmpx adds a note to the error. `test_refusals.py` measures it.
+NO_LOW_KERNELS = ("fft_", "linalg_", "special_")
+NO_LOW_KERNEL = frozenset(
+    """
+    _upsample_bilinear2d_aa avg_pool3d cdist cholesky cholesky_inverse cholesky_solve complex ctc_loss det geqrf
+    histogram histogramdd inverse logdet lu_solve lu_unpack matrix_exp multi_margin_loss multilabel_margin_loss
+    nanquantile norm ormqr pdist pinverse polar polygamma qr quantile slogdet stft svd triangular_solve view_as_complex
+    """.split()
+)
+NO_LOW_FUNCTIONS = ("torch.sparse.addmm", "torch.sparse.mm")
+
 # Ops that go wrong on inputs that were rounded before, whatever they are computed in, and what does not: a probability
 # of .999 is 1 in BF16, where the loss of the other class is 100 and its gradient 0. torch.autocast("cuda") refuses too.
 UNSAFE_OF_LOW = {"binary_cross_entropy": "binary_cross_entropy_with_logits"}

@@ -19,7 +19,7 @@ from hmpx.casts.observing import Observer
 from hmpx.casts.op_lists import is_shipped
 from hmpx.casts.ops import Entry, catalog
 from hmpx.casts.policy import Case, Policy, Rule
-from hmpx.casts.wrappers import build_choice, build_placed, build_refusing, build_untouched
+from hmpx.casts.wrappers import build_choice, build_explaining, build_placed, build_refusing, build_untouched
 from hmpx.changes import Attribute
 
 Cases = tuple[Case, ...]
@@ -33,6 +33,7 @@ class Patching(enum.Enum):
     UNCAST = "uncast"  # no casts inside: not the model's forward
     CHECK = "check"  # a layer's check of its input's dtype accepts what will be cast
     CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
+    EXPLAINED = "explained"  # nothing but that an error of torch's says why
     OBSERVED = "observed"  # nothing but that an observer sees them
     DTYPE_MAP = "dtype map"  # a dtype that is asked for becomes another
 
@@ -88,7 +89,7 @@ class Wrappers:
         self._low = self._low or any(policy.bf16 for policy in policies.values())
         for origins in (policy.origins for policy in policies.values()):
             self._asked |= {op for op in op_facts.UNSAFE_OF_LOW if op in origins and not is_shipped(origins[op])}
-        wanted = self._cases.wanted()
+        wanted = self._cases.wanted(self._low)
         if self._observer is not None and self._observer.everything:
             wanted = _with_the_others(wanted)
         for op, entry, cases in wanted:
@@ -104,7 +105,8 @@ class Wrappers:
             wrapper = function.wrapper(cases)
             if old is None or old.wrapper is not wrapper:
                 rule = next((case.rule for each in cases.values() for case in each if case.rule is not None), None)
-                how = Patching.OBSERVED if rule is None else Patching.CAST
+                uncast = Patching.EXPLAINED if self._observer is None else Patching.OBSERVED
+                how = uncast if rule is None else Patching.CAST
                 before = None if old is None else old.wrapper
                 patch = made_patch(op, how, rule, entry, original, wrapper, inherited, before)
                 self._standing[key] = patch
@@ -113,6 +115,8 @@ class Wrappers:
     def _build(self, op: str, entry: Entry, original: Callable, cases: Cases) -> Callable:
         run = self._kernels.wrap(op, [case.rule for case in cases], original)
         built = build_choice(op, entry, cases, original, self.switch, run, self._observer)
+        if self._low and _may_refuse_low(op, cases):
+            return build_explaining(op, entry, original, built)
         instead = op_facts.UNSAFE_OF_LOW.get(op)
         if instead is None or not self._low or built is original:
             return built
@@ -162,17 +166,24 @@ class _CasesByOp:
                 if any(case.rule is not None for case in cases):
                     self._ruled.add(name)
 
-    def wanted(self) -> Iterator[Wanted]:
-        """Every entry point that some rule needs, with its cases."""
+    def wanted(self, low: bool) -> Iterator[Wanted]:
+        """Every entry point that some rule needs, with its cases; where ops run in `low` precision, what refuses it."""
         for name, op in catalog().items():
+            explained = low and not op.view and _may_refuse_low(name, ())
             for entry in op.entries:
                 if entry.in_place:
                     # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
                     # something to do. Its own conversion rounds once where a cast before it would round twice.
                     if op.refuses_mixed:
                         yield name, entry, {0: (Case(Rule.FIRST_INPUT),)}
-                elif name in self._ruled:
+                elif name in self._ruled or (explained and not entry.layout.python):
                     yield name, entry, self._of[name]
+
+
+def _may_refuse_low(op: str, cases: Cases) -> bool:
+    """Whether torch may refuse a BF16 input of this op, which no list names."""
+    named = op in op_facts.NO_LOW_KERNEL or op.startswith(op_facts.NO_LOW_KERNELS)
+    return named and all(case.rule in (None, Rule.FIRST_INPUT) for case in cases)
 
 
 def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:

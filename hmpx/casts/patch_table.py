@@ -13,10 +13,12 @@ from hmpx.casts import op_facts
 from hmpx.casts.beside_model import Uncast
 from hmpx.casts.codegen import Switch
 from hmpx.casts.fp32_kernels import NATIVE, Kernels
+from hmpx.casts.layouts import Layout
 from hmpx.casts.observing import Observer
 from hmpx.casts.op_wrappers import Patch, Patching, Wrappers
+from hmpx.casts.ops import Entry
 from hmpx.casts.policy import Policy
-from hmpx.casts.wrappers import build_carrying, build_check
+from hmpx.casts.wrappers import build_carrying, build_check, build_explaining
 from hmpx.changes import Changes
 
 
@@ -77,6 +79,8 @@ class PatchTable:
 
 def _beside_casts(switch: Switch) -> Iterator[Patch]:
     """What is no op of a model, but must know of casts."""
+    for path in op_facts.NO_LOW_FUNCTIONS:
+        yield _explaining(path)
     for path, weights in op_facts.INPUT_CHECKS.items():
         yield _beside_ops(path, Patching.CHECK, functools.partial(build_check, weights, switch))
     for path, position in op_facts.CALLED_LATER.items():
@@ -88,6 +92,13 @@ def patch_at(path: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
     owner, attribute, original = wrapt.resolve_path(*_split(path))
     inherited = attribute not in vars(owner)
     return Patch(attribute, how, None, path, owner, attribute, original, build(original), inherited, original)
+
+
+def _explaining(path: str) -> Patch:
+    """The patch of a function that is in no list, and may refuse BF16."""
+    owner, attribute = _split(path)
+    entry = Entry(owner, attribute, path, Layout())
+    return patch_at(path, Patching.EXPLAINED, lambda function: build_explaining(path, entry, function, function))
 
 
 def _beside_ops(path: str, how: Patching, build: Callable[[Any], Callable]) -> Patch:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from hmpx import region_state
+from hmpx.casts import refusals
 from hmpx.casts.callers import calling, pass_over, register
 from hmpx.casts.codegen import Switch, make_wrapper
 from hmpx.casts.observing import Observer, Point, observed, stand_in
@@ -28,7 +29,6 @@ from hmpx.errors import HmpxError
 from hmpx.region_state import place
 
 logger = logging.getLogger("hmpx")
-LOW = frozenset({torch.bfloat16, torch.float16})
 
 
 def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
@@ -195,6 +195,20 @@ def build_choice(
     return _named(choice, entry, original)
 
 
+def build_explaining(op: str, entry: Entry, original: Callable, run: Callable) -> Callable:
+    """The wrapper `run` of an op that torch may have no BF16 kernel of: its error says what to do."""
+
+    def explaining(*args, **kwargs):
+        try:
+            return run(*args, **kwargs)
+        except (RuntimeError, TypeError) as error:
+            refusals.explain(error, op, (*args, *kwargs.values()))
+            raise
+
+    pass_over(explaining.__code__)
+    return _named(explaining, entry, original)
+
+
 def build_refusing(
     op: str, entry: Entry, original: Callable, run: Callable, switch: Switch, instead: str, asked: bool
 ) -> Callable:
@@ -207,7 +221,7 @@ def build_refusing(
     def refusing(*args, **kwargs):
         nonlocal warned
         value = args[0] if args else kwargs.get("input")
-        if isinstance(value, torch.Tensor) and value.dtype in LOW and not (switch.casts_off() or warned):
+        if isinstance(value, torch.Tensor) and value.dtype in refusals.LOW and not (switch.casts_off() or warned):
             dtype = dtype_name(value.dtype)
             message = (
                 f"{op} of {dtype} probabilities: .999 is 1 in {dtype}, so that a confident wrong answer has loss 100 "
