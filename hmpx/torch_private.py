@@ -61,6 +61,9 @@ NAMES: tuple[Private, ...] = (
     Private("torch._dynamo.trace_rules.get_torch_obj_rule_map", "the table itself, which is built anew"),
     Private("torch._dynamo.variables.torch.get_overridable_functions", "another table", "2.13.0"),
     Private("torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers", "another one", "2.13.0"),
+    Private(
+        "torch._dynamo.output_graph.OutputGraph.call_user_compiler", "graphs with regions are told of when they run"
+    ),
     Private("torch._dynamo.eval_frame.skip_code", "a wrapper behind a graph break is no graph of its own"),
     Private("torch._dynamo.eval_frame.set_code_exec_strategy", "optimizer steps are not compiled, nor their calls"),
     Private("torch._dynamo.eval_frame.FrameAction", "the same"),
