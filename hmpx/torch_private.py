@@ -89,6 +89,7 @@ NAMES: tuple[Private, ...] = (
     Private("torch._C._len_torch_dispatch_stack", "a cast that a dispatch mode looks at is not kept"),
     Private("torch._C._functorch.peek_interpreter_stack", "nor is one inside torch.func"),
     Private("torch._subclasses.FakeTensor", "a compiler's tensor has no memory to be written to"),
+    Private("torch.autograd.forward_ad._current_level", "inside forward AD, hooks do not see whole tensors"),
     Private("torch._C._autograd._saved_tensors_hooks_is_enabled", "whether hooks may say how tensors are kept"),
     Private("torch._C._autograd._top_saved_tensors_default_hooks", "hooks of the user's go on outside of ours"),
     Private("torch.ops.mkldnn._is_mkldnn_bf16_supported", "whether the CPU has instructions for BF16"),
