@@ -446,7 +446,8 @@ def test_an_exported_program_loads_without_hmpx(strict, tmp_path):
     with converted("float32"):
         torch.export.save(torch.export.export(layer, (x,), strict=strict), tmp_path / "program.pt2")
         torch.save((x, layer(x)), tmp_path / "expected.pt")
-    code = "import sys, torch; x, expected = torch.load('expected.pt'); out = torch.export.load('program.pt2').module()(x)\n"
+    code = "import sys, torch; x, expected = torch.load('expected.pt')\n"
+    code += "out = torch.export.load('program.pt2').module()(x)\n"
     code += "assert torch.equal(out, expected) and out.dtype is torch.bfloat16 and 'hmpx' not in sys.modules"
     done = python.run("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
