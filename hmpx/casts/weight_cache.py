@@ -222,7 +222,10 @@ def _runs_now(weight: Parameter) -> bool:
 
 
 def _device_module(device: torch.device) -> ModuleType:
-    return torch.cpu if device.type == "meta" else torch.get_device_module(device)
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:  # the meta device has none
+        return torch.cpu
 
 
 def _stream(weight: Parameter) -> object:
