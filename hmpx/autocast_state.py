@@ -8,6 +8,8 @@ dtypes; 0 is the device's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import get_autocast_dtype, is_autocast_enabled, set_autocast_dtype, set_autocast_enabled
 
@@ -16,6 +18,7 @@ _ONS_OWN, _OFFS_OWN = get_autocast_dtype(_ON), get_autocast_dtype(_OFF)
 _DTYPES = (_ONS_OWN, *sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)} - {_ONS_OWN}, key=str))
 _DIGITS = {dtype: digit for digit, dtype in enumerate(_DTYPES)}
 _BASE = len(_DTYPES)
+DEVICES = (_OFF, _ON)
 PLACES = _BASE**2  # so many can be told apart
 
 
@@ -47,3 +50,15 @@ def write(before: bool | None, was: int, casting: bool | None, place: int) -> No
         set_autocast_enabled(_OFF, casting is False or place >= _BASE)
     elif (before is False) is not (casting is False):
         set_autocast_enabled(_OFF, casting is False)
+
+
+def saved() -> Callable[[], None]:
+    """What puts back all that is written now."""
+    now = [(each, is_autocast_enabled(each), get_autocast_dtype(each)) for each in DEVICES]
+
+    def put_back() -> None:
+        for device, enabled, dtype in now:
+            set_autocast_enabled(device, enabled)
+            set_autocast_dtype(device, dtype)
+
+    return put_back

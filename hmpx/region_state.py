@@ -71,6 +71,7 @@ _DEFAULT = 0  # the key under which off_somewhere says "off unless a region turn
 _RETIRED = -1  # the key in the off_somewhere of wrappers whose conversion is gone
 _OF_MODULE = -1  # told apart from every region that an object of a user's has entered
 _NONE_OPEN = Region()
+_GRAPH = Region()  # open while a graph runs that opens regions of its own: what these say is in the autocast state
 
 _thread = _Thread()
 
@@ -80,7 +81,13 @@ def _innermost() -> Region:
     opened = _thread.open
     if not opened:
         return _NONE_OPEN
-    if opened[-1].task is None or is_dynamo_compiling():
+    if is_dynamo_compiling():
+        return opened[-1]
+    if opened[-1] is _GRAPH:
+        around = opened[-2] if len(opened) > 1 else _NONE_OPEN
+        casting = autocast_state.casting()
+        return around._replace(casting=casting, place=autocast_state.place() if casting else 0)
+    if opened[-1].task is None:
         return opened[-1]
     carried = _tasks.get()
     return next((region for region in reversed(opened) if region.task is None or region.task in carried), _NONE_OPEN)
@@ -174,7 +181,7 @@ def enter(
 
 def _open(region: Region) -> Region:
     opened = _thread.open
-    before = opened[-1] if opened else _NONE_OPEN
+    before = _last(opened)
     opened.append(region)
     _announce(before, region)
     return region
@@ -207,7 +214,14 @@ def leave(token: Region) -> None:
     left = opened.pop(index)
     if left.task is not None:
         _tasks.set(tuple(other for other in _tasks.get() if other is not left.task))
-    _announce(left, opened[-1] if opened else _NONE_OPEN)
+    _announce(left, _last(opened))
+
+
+def _last(opened: list[Region]) -> Region:
+    """The region that was opened last, as it is announced; a graph's own is what is in force inside it."""
+    if not opened:
+        return _NONE_OPEN
+    return opened[-1] if is_dynamo_compiling() or opened[-1] is not _GRAPH else _innermost()
 
 
 def _announce(before: Region, now: Region) -> None:
@@ -222,6 +236,8 @@ def _announce(before: Region, now: Region) -> None:
 
 def _off_for_some_task() -> bool:
     opened = _thread.open
+    if any(region is _GRAPH for region in opened):
+        return True
     return any(region.task is not None for region in opened) and any(region.casting is False for region in opened)
 
 
@@ -254,6 +270,30 @@ def run_at(place, function, args, kwargs):
         return function(*args, **kwargs)
     finally:
         leave(token)
+
+
+def graph(run: Callable) -> Callable:
+    """A compiled graph with regions inside, run so that they hold.
+
+    A backend that runs the ops of a graph one by one looks them up in torch, and so finds the wrappers.
+    """
+
+    def running(*args):
+        key, opened, off = _thread.key, _thread.open, state.off_somewhere
+        put_back, was_off, depth = autocast_state.saved(), _thread.key in off, len(opened)
+        opened.append(_GRAPH)
+        off[key] = True
+        try:
+            return run(*args)
+        except BaseException:
+            put_back()
+            raise
+        finally:
+            del opened[depth:]
+            if not was_off:
+                off.pop(key, None)
+
+    return running
 
 
 def carrying(function: Callable) -> Callable:

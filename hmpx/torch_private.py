@@ -72,6 +72,9 @@ NAMES: tuple[Private, ...] = (
     Private("torch._dynamo.trace_rules.get_torch_obj_rule_map", "the table itself, which is built anew"),
     Private("torch._dynamo.variables.torch.get_overridable_functions", "another table", "2.13.0"),
     Private("torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers", "another one", "2.13.0"),
+    Private(
+        "torch._dynamo.output_graph.OutputGraph.call_user_compiler", "graphs with regions are told of when they run"
+    ),
     Private("torch._dynamo.eval_frame.skip_code", "a wrapper behind a graph break is no graph of its own"),
     Private("torch._dynamo.eval_frame.set_code_exec_strategy", "optimizer steps are not compiled, nor their calls"),
     Private("torch._dynamo.eval_frame.FrameAction", "the same"),
@@ -97,6 +100,7 @@ NAMES: tuple[Private, ...] = (
     Private("torch._C._len_torch_dispatch_stack", "a cast that a dispatch mode looks at is not kept"),
     Private("torch._C._functorch.peek_interpreter_stack", "nor is one inside torch.func"),
     Private("torch._subclasses.FakeTensor", "a compiler's tensor has no memory to be written to"),
+    Private("torch.autograd.forward_ad._current_level", "inside forward AD, hooks do not see whole tensors"),
     Private("torch._C._autograd._saved_tensors_hooks_is_enabled", "whether hooks may say how tensors are kept"),
     Private("torch._C._autograd._top_saved_tensors_default_hooks", "hooks of the user's go on outside of ours"),
     Private("torch.ops.mkldnn._is_mkldnn_bf16_supported", "whether the CPU has instructions for BF16"),

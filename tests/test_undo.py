@@ -72,10 +72,10 @@ def test_an_operation_that_breaks_at_any_step_leaves_everything_as_it_was(name, 
     run()  # what is made once stays: catalogues, classes that torch wraps
     picture = it.picture()
     for code in steps_of(name, run):
-        assert breaking.broken_at(code, run), f"{code.co_qualname} was not called again"
+        assert breaking.broken_at(code, run), f"{code.co_name} was not called again"
         now = it.picture()
-        assert [key for key in picture if picture[key] != now[key]] == [], code.co_qualname
-        assert untouched.changed() == [], code.co_qualname
+        assert [key for key in picture if picture[key] != now[key]] == [], code.co_name
+        assert untouched.changed() == [], code.co_name
 
 
 def test_a_recipe_that_breaks_at_any_step_leaves_model_optimizer_and_torch_as_they_were(untouched):
@@ -89,11 +89,11 @@ def test_a_recipe_that_breaks_at_any_step_leaves_model_optimizer_and_torch_as_th
     for code in steps_of("prepare", lambda: prepared(whole)):
         it = Trained()
         picture = it.picture()
-        assert breaking.broken_at(code, lambda it=it: prepared(it)), f"{code.co_qualname} was not called again"
+        assert breaking.broken_at(code, lambda it=it: prepared(it)), f"{code.co_name} was not called again"
         now = it.picture()
-        assert [key for key in picture if picture[key] != now[key]] == [], code.co_qualname
+        assert [key for key in picture if picture[key] != now[key]] == [], code.co_name
         del it, now
-        assert untouched.changed() == [], code.co_qualname
+        assert untouched.changed() == [], code.co_name
 
 
 def test_a_rule_that_breaks_at_any_step_leaves_the_conversion_and_other_rules_in_force(lists, untouched):
@@ -119,7 +119,7 @@ def test_a_rule_that_breaks_at_any_step_leaves_the_conversion_and_other_rules_in
             broken += breaking.broken_at(code, run)
             while given:  # an op that does not need this step
                 given.pop().remove()
-            assert seen() == dtypes and conversion.active, code.co_qualname
+            assert seen() == dtypes and conversion.active, code.co_name
         assert broken >= 10
         rule.remove()
     assert it.picture() == picture and untouched.changed() == []

@@ -58,6 +58,7 @@ import torch
 
 from hmpx import process_state, region_state
 from hmpx.casts.callers import WRITTEN, register
+from hmpx.casts.captured_names.raw import GENERATED
 from hmpx.casts.layouts import Argument, Layout
 from hmpx.casts.overriding import call, called_by_torch
 from hmpx.casts.policy import Rule
@@ -235,6 +236,7 @@ def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callabl
     head = _HEAD + "".join(_TYPE.format(p=p.name) for p in tensors) + _ARE_PLAIN
     source = head.format(**fields) + body + _TAIL.format(**fields)
     namespace: dict[str, Any] = {
+        GENERATED: True,
         "_missing": _MISSING,
         "_Tensor": torch.Tensor,
         "_float32": torch.float32,

@@ -19,10 +19,11 @@ from typing import Any
 import wrapt
 from torch.compiler import config
 
-from hmpx import process_state
+from hmpx import autocast_state, process_state, region_state
 from hmpx.changes import Attribute, Changes
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
+_STATES = [(device,) for device in autocast_state.DEVICES]
 _RULES = "torch._dynamo.trace_rules"
 
 
@@ -131,12 +132,33 @@ class Tracing:
         self._changes.put(Attribute(rules, "load_object", f"{_RULES}.load_object"), load_original)
         self._changes.put(Attribute(rules, "get_tensor_method", f"{_RULES}.get_tensor_method"), get_original_methods)
         wrapt.register_post_import_hook(self._skip_wrappers, "torch._dynamo.eval_frame")
+        wrapt.register_post_import_hook(self._watch_graphs, "torch._dynamo.output_graph")
         clear_tables()
 
     def _skip_wrappers(self, eval_frame: ModuleType) -> None:
         """Behind a graph break a wrapper is no graph of its own, as the C function that it stands for is none."""
         for code in self._codes:
             eval_frame.skip_code(code)
+
+    def _watch_graphs(self, output_graph: ModuleType) -> None:
+        """Graphs with regions inside are told of when they run."""
+        if process_state.tracing is not self:
+            return
+        compile_graph = output_graph.OutputGraph.call_user_compiler
+
+        def call_user_compiler(output: Any, module: Any, inputs: Any) -> Callable:
+            opens = any(map(_opens_regions, module.modules()))  # before a backend changes it
+            if not opens:
+                return compile_graph(output, module, inputs)
+            return region_state.graph(region_state.graph(compile_graph)(output, module, inputs))
+
+        label = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"
+        self._changes.put(Attribute(output_graph.OutputGraph, "call_user_compiler", label), call_user_compiler)
+
+
+def _opens_regions(module: Any) -> bool:
+    nodes = module.graph.nodes if hasattr(module, "graph") else ()
+    return any(node.op == "call_function" and node.args[:1] in _STATES for node in nodes)
 
 
 @functools.cache  # once in a process

@@ -24,7 +24,8 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch.compiler import is_dynamo_compiling
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from hmpx.casts import dynamo, op_facts
 from hmpx.casts.kept_tensors import Keeper
@@ -140,10 +141,15 @@ def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) ->
 
 def _widening() -> Callable[[Tensor], Tensor]:
     """What brings a tensor to FP32, here: the compiler's op, what looks for a cast that is kept, or torch's method."""
-    if is_dynamo_compiling():
+    if _by_ops():
         return torch.ops.hmpx.widen
     cache = current() if open_caches else None
     return _to_float if cache is None else cache.widen
+
+
+def _by_ops() -> bool:
+    """Whether the casts are ops of ours: in compiled code, but for a program that is to be loaded without hmpx."""
+    return is_dynamo_compiling() and not is_exporting()
 
 
 def _widened(
@@ -184,7 +190,7 @@ def _narrowed(result: Any, low: torch.dtype) -> Any:
     if isinstance(result, Tensor):
         if result.dtype is not _float32:
             return result
-        return torch.ops.hmpx.narrow(result, low) if is_dynamo_compiling() else METHODS[low](result)
+        return torch.ops.hmpx.narrow(result, low) if _by_ops() else METHODS[low](result)
     return type(result)([_narrowed(item, low) for item in result]) if type(result) in (list, tuple) else result
 
 
@@ -211,8 +217,10 @@ torch.library.register_vmap(
 
 
 def _is_kept(pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether the op keeps tensors for a backward, and hooks may say how: not inside torch.func, nor a compiler."""
-    if is_dynamo_compiling() or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+    """Whether the op keeps tensors for a backward, and hooks may say how: not in torch.func, forward AD, a tracer."""
+    if is_dynamo_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0:
+        return False
+    if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     if not any([wide.requires_grad for wide, _ in pairs]):
         return False

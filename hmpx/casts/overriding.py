@@ -137,7 +137,8 @@ def public(op: Callable) -> Callable:
     """What torch hands to ``__torch_function__`` for `op`: for the operator ``x @ y`` it is ``Tensor.matmul``."""
     if not (op.__name__.startswith("__") and isinstance(op, types.MethodDescriptorType)):
         return op
-    probe = torch.empty(0).as_subclass(_Probe)
+    with torch._C._DisableTorchDispatch():  # a tensor without data can be of no other class
+        probe = torch.empty(0).as_subclass(_Probe)
     try:
         found = op(probe) if op.__name__ in op_facts.OPERANDS else op(probe, probe)
     except TypeError:

@@ -20,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from threading import get_ident
+from types import ModuleType
 
 import torch
 from torch import is_grad_enabled
@@ -216,13 +217,20 @@ def _is_shared(weight: Parameter) -> bool:
 
 def _runs_now(weight: Parameter) -> bool:
     """Whether ops on the weight's device run, as opposed to being recorded into a CUDA graph."""
-    capturing = getattr(torch.get_device_module(weight.device), "is_current_stream_capturing", None)
+    capturing = getattr(_device_module(weight.device), "is_current_stream_capturing", None)
     return capturing is None or not capturing()
+
+
+def _device_module(device: torch.device) -> ModuleType:
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:  # the meta device has none
+        return torch.cpu
 
 
 def _stream(weight: Parameter) -> object:
     """What tells streams apart: work on another one does not wait for the cast. None where there are none."""
     if weight.is_cpu:
         return None
-    current = getattr(torch.get_device_module(weight.device), "current_stream", None)
+    current = getattr(_device_module(weight.device), "current_stream", None)
     return None if current is None else current(weight.device)

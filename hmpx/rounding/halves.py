@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from hmpx.rounding import native
+from hmpx.rounding.dataless import lacks_data
 from hmpx.rounding.keys import derive_key
 from hmpx.rounding.places import Keys, Place, numbers_of
 from hmpx.rounding.xla import is_lazy, reinterpreted, shifted
@@ -79,7 +80,7 @@ def read_masters(masters: Tensor, weights: Tensor, out: Tensor) -> None:
     out.copy_(masters)
     # A tie may have been rounded either way.
     written = (masters.to(torch.bfloat16) != weights) & (_upper(_kept_bits(masters)) != weights)
-    if is_lazy(out) or written.any():
+    if is_lazy(out) or lacks_data(out) or written.any():
         out.copy_(torch.where(written, weights.float(), masters))
 
 
@@ -93,6 +94,6 @@ def _kept_bits(x: Tensor) -> Tensor:
     bits = reinterpreted(x, torch.int32)
     magnitude = bits & 0x7FFFFFFF
     lost = ((magnitude > 0x7F800000) & (magnitude < 0x7F808000)) | (magnitude >= 0x7FFF8000)
-    if is_lazy(bits) or lost.any():
+    if is_lazy(bits) or lacks_data(bits) or lost.any():
         bits = torch.where(lost, bits & -0x80000000 | 0x7FC00000, bits)
     return bits

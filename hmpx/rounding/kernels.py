@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hmpx.rounding import native, triton
+from hmpx.rounding.dataless import lacks_data
 
 
 class Kernels(Protocol):
@@ -36,6 +37,8 @@ _ALL: tuple[Kernels, ...] = (native, triton)
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
     """Those that can follow the pointers of these tensors, which must be of one shape; None where none can."""
+    if any(map(lacks_data, tensors)):
+        return None
     for kernels in _ALL:
         if kernels.can_read(*tensors):
             return kernels

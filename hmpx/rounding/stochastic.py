@@ -33,6 +33,7 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import eager, native, xla
+from hmpx.rounding.dataless import lacks_data
 from hmpx.rounding.kernels import Kernels, kernels_for
 from hmpx.rounding.keys import MAX_UINT64, derive_key, name_id, step_key
 
@@ -115,6 +116,9 @@ def round_into(
     `x` may be rows of `width` elements (0: a single row) that begin `stride` apart in the whole parameter, as they do
     in a parameter that is sharded along another dimension than its first.
     """
+    if lacks_data(x):
+        out.copy_(x)
+        return
     if not x.numel():
         return
     source = x.contiguous()
@@ -129,7 +133,9 @@ def round_into(
 
 def numbers_into(out: Tensor, seed: int, step: int, name: str, offset: int, width: int = 0, stride: int = 0) -> None:
     """The numbers by which `round_into` rounds, r above, in flat int32 `out`."""
-    if out.numel():
+    if lacks_data(out):
+        out.zero_()
+    elif out.numel():
         kernel = xla.numbers_ if xla.is_lazy(out) else eager.numbers_
         _by_key(kernel, out, out, (seed, step, name), offset, width or out.numel(), stride)
 

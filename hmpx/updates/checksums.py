@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import torch
 
 from hmpx.rounding import native
+from hmpx.rounding.dataless import lacks_data
 from hmpx.rounding.eager import GOLDEN, MULTIPLY_1, MULTIPLY_2, signed
 from hmpx.rounding.xla import is_lazy, reinterpreted, shifted
 
@@ -36,6 +37,8 @@ def checksums(weights: Tensor) -> Tensor:
     """The checksum of each block of BF16 `weights`, int16."""
     block = block_of(weights)
     out = torch.empty(-(-weights.numel() // block), dtype=torch.int16, device=weights.device)
+    if lacks_data(weights):
+        return out
     if weights.numel() and native.can_read(weights):
         native.block_checksums(weights, out, block)
         return out
@@ -53,6 +56,8 @@ def checksums(weights: Tensor) -> Tensor:
 
 def clear_written(weights: Tensor, before: Tensor, beside: Tensor) -> None:
     """Zero `beside`, shaped like `weights` and contiguous, in every block whose checksum is not the one of `before`."""
+    if lacks_data(weights):
+        return
     same = checksums(weights) == before
     if not is_lazy(weights) and bool(same.all()):
         return

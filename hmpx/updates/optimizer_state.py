@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import optim
+from torch._subclasses import FakeTensor
 
 from hmpx.updates.held_state import HeldCodes, HeldTensor, entries, held, is_coded
 from hmpx.updates.ranks.sharding import is_sharded
 
 Tensor = torch.Tensor
+_PLAIN = (Tensor, FakeTensor)
 Parameter = torch.nn.Parameter
 BF16 = torch.bfloat16
 
@@ -181,7 +183,7 @@ def _holds(value: Any, dtype: torch.dtype) -> bool:
 
     A count of steps is FP32 without a dimension, and is not meant.
     """
-    if type(value) is Tensor:
+    if type(value) in _PLAIN:
         return value.dtype is dtype and (dtype is BF16 or value.dim() > 0)
     if isinstance(value, list):
         return any(_holds(item, dtype) for item in value)
@@ -190,7 +192,7 @@ def _holds(value: Any, dtype: torch.dtype) -> bool:
 
 def _is_dense(value: Any) -> bool:
     """Whether a value is a plain tensor or a DTensor. Another class may hold its values in eight bits."""
-    return type(value) is Tensor or is_sharded(value)
+    return type(value) in _PLAIN or is_sharded(value)
 
 
 def _cast(value: Any, wrong: torch.dtype, dtype: torch.dtype) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.rounding.dataless import lacks_data
 from hmpx.rounding.xla import is_lazy
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.segment import Segment
@@ -39,7 +40,7 @@ class Overlaps:
 
     def among(self, params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
         """Each parameter that shares an element with another one, with that other one; under `torch.no_grad()`."""
-        held = {p: local(p) for p in params if not is_lazy(p)}
+        held = {p: local(p) for p in params if not is_lazy(p) and not lacks_data(p)}
         places = [(id(p), tensor.data_ptr(), tensor.shape, tensor.stride()) for p, tensor in held.items()]
         if places != self._places:
             by_storage: dict[int, dict[Parameter, Tensor]] = {}

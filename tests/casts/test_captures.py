@@ -341,3 +341,76 @@ def test_nothing_is_looked_through_again_where_nobody_has_taken_a_name(monkeypat
         assert linear(X, X).dtype is torch.bfloat16  # a call leaves no reference behind
         monkeypatch.setattr(rebinding.Sweep, "everything", everything)
     assert linear is F.linear and linear(X, X).dtype is torch.float32
+
+
+SPAWNED = """
+    import sys, torch, hmpx
+    import torch.multiprocessing as mp
+    import torch.nn.functional as F
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.functional import linear
+
+    X, TABLE = torch.randn(4, 4), (F.linear,)
+
+    def layer(x):
+        return linear(x, x)
+
+    def worker(rank):
+        shard = fully_shard
+        with hmpx.convert() as handle:
+            assert {f(X, X).dtype for f in (linear, F.linear, TABLE[0])} == {layer(X).dtype} == {torch.bfloat16}
+            assert "__mp_main__.linear holds linear" in handle.rebound
+        assert linear is F.linear is TABLE[0] and layer(X).dtype is torch.float32
+        with hmpx.activate("neuron-bf16-sr"):
+            import torch.distributed.fsdp as fsdp
+            assert fully_shard is fsdp.fully_shard is not shard
+        assert fully_shard is fsdp.fully_shard is shard
+
+    if __name__ == "__main__":
+        mp.start_processes(worker, nprocs=1, start_method=sys.argv[1])
+    """
+
+
+@pytest.mark.parametrize("how", ["spawn", "forkserver"])
+def test_names_of_a_script_that_a_worker_has_run_again_are_cast(how, tmp_path):
+    """multiprocessing runs the script by runpy: the globals of its functions are the dict of no module."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SPAWNED))
+    done = subprocess.run([sys.executable, script, how], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def multiply(x):
+    return linear(x, x)
+
+
+@pytest.mark.parametrize("name", [{}, {"__name__": "__main__"}, {"__name__": "torch.fake"}, {"__name__": "hmpx.fake"}])
+def test_globals_of_functions_that_are_in_no_module_are_cast(name):
+    """As `exec` and cloudpickle make them; those that say that they are torch's or hmpx's stay."""
+    sent = types.FunctionType(multiply.__code__, {**name, "linear": F.linear})
+    made = {**name}
+    exec("from torch.nn.functional import linear\ndef multiply(x): return linear(x, x)", made)
+    functions = sent, made.pop("multiply")
+    del made
+    mine = name.get("__name__", "") in ("", "__main__")
+    with hmpx.convert():
+        assert {f(X).dtype for f in functions} == {torch.bfloat16 if mine else torch.float32}
+    assert {f(X).dtype for f in functions} == {torch.float32}
+    assert all(f.__globals__["linear"] is F.linear for f in functions)
+
+
+def test_code_without_functions_that_runs_in_no_module_is_cast():
+    namespace = {"X": X}
+    code = "from torch.nn.functional import linear\nimport hmpx\nwith hmpx.convert():\n    y = linear(X, X)\n"
+    exec(code, namespace)
+    assert namespace["y"].dtype is torch.bfloat16 and namespace["linear"] is F.linear
+
+
+def test_a_partial_that_a_table_of_torchs_leads_to_stays(monkeypatch):
+    table = {"ours": [functools.partial(F.linear, bias=None)]}
+    monkeypatch.setattr(torch.overrides, "table", table, raising=False)
+    held = table["ours"][0]
+    local = functools.partial(F.linear, bias=None)
+    with hmpx.convert():
+        assert (held(X, X).dtype, local(X, X).dtype) == (torch.float32, torch.bfloat16)
+    assert held.func is local.func is F.linear

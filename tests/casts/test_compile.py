@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn, optim
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import hmpx
 from hmpx.updates import step_hooks
@@ -374,3 +375,66 @@ def test_torchs_cache_on_disk_tells_conversions_apart(lists, tmp_path, monkeypat
         with hmpx.convert(**lists()):
             assert dtype() is torch.float32
     assert torch.compiler.config.cache_key_tag == tag
+
+
+def as_it_is(graph, inputs):
+    return graph.forward
+
+
+def by_an_interpreter(graph, inputs):
+    return torch.fx.Interpreter(graph).run
+
+
+def traced_again(graph, inputs):
+    return make_fx(graph)(*inputs)
+
+
+@hmpx.fp32
+def listed(x):
+    return x @ x
+
+
+class TwoRules(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.low, self.high = nn.Linear(4, 4), nn.Linear(4, 4)
+        hmpx.policy_for(self.high, "fp32")
+
+    def forward(self, x):
+        with hmpx.casts(fp32=["matmul"]):
+            laid = x @ x
+        with hmpx.disable_casts():
+            off = x @ x
+            with hmpx.enable_casts():
+                on = x.matmul(x)
+            off_again = x.matmul(x)
+        return self.low(x), self.high(x), laid, off, on, off_again, listed(x), x @ x
+
+
+@recent
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", as_it_is, by_an_interpreter, traced_again])
+def test_regions_and_rules_inside_hold_whatever_runs_the_graph(backend):
+    """A backend that runs the ops of a graph one by one finds the wrappers in torch again."""
+    model, x = TwoRules(), torch.randn(4, 4)
+    with hmpx.convert():
+        eager = model(x)
+        found = torch.compile(model, fullgraph=True, backend=backend)(x)
+        assert same(found, eager)
+        assert [t.dtype for t in eager] == [BF16, FP32, FP32, FP32, BF16, FP32, FP32, BF16]
+        assert model.low(x).dtype is BF16
+    assert model.low(x).dtype is FP32
+
+
+@recent
+def test_a_graph_that_fails_in_a_region_leaves_casts_on():
+    def body(x, y):
+        with hmpx.disable_casts():
+            return torch.gather(x, 0, y)
+
+    compiled, x = torch.compile(body, backend="eager"), torch.randn(4, 4)
+    with hmpx.convert():
+        for _ in range(2):
+            compiled(x, torch.zeros(4, 4, dtype=torch.long))
+            with pytest.raises(RuntimeError):
+                compiled(x, torch.full((4, 4), 9))
+            assert (x @ x).dtype is BF16 and torch.compile(torch.mm, backend="eager")(x, x).dtype is BF16

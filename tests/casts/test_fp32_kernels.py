@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.casts import fp32_kernels, weight_cache
 from hmpx.errors import HmpxError
+from tests.support import python
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -420,3 +422,32 @@ def test_training_goes_as_with_native_kernels(make, shape):
     for seed in range(3):
         assert (curves["float32", seed] - curves["native", seed]).abs().mean() < 0.2 * seeds
         assert curves["float32", seed][-4:].mean() < curves["float32", seed][:4].mean()
+
+
+def test_a_trace_and_forward_ad_have_the_native_results():
+    """Of integers, which both kernels sum exactly; the input of forward AD requires a gradient as well."""
+    layer, x, w = nn.Linear(4, 3), integers(5, 4), integers(4, 3)
+    with torch.no_grad():
+        layer.weight.copy_(integers(3, 4)), layer.bias.copy_(integers(3))
+    found = []
+    for kernels in ("float32", "native"):
+        with converted(kernels):
+            traced = torch.jit.trace(layer, x)(2 * x)
+            with forward_ad.dual_level():
+                out = torch.mm(forward_ad.make_dual(x.clone().requires_grad_(), x + 1), w)
+                found.append((traced, *forward_ad.unpack_dual(out)))
+    for ours, native in zip(*found, strict=True):
+        assert ours.dtype is torch.bfloat16 and torch.equal(ours, native)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_loads_without_hmpx(strict, tmp_path):
+    layer, x = nn.Linear(4, 3), torch.randn(5, 4)
+    with converted("float32"):
+        torch.export.save(torch.export.export(layer, (x,), strict=strict), tmp_path / "program.pt2")
+        torch.save((x, layer(x)), tmp_path / "expected.pt")
+    code = "import sys, torch; x, expected = torch.load('expected.pt')\n"
+    code += "out = torch.export.load('program.pt2').module()(x)\n"
+    code += "assert torch.equal(out, expected) and out.dtype is torch.bfloat16 and 'hmpx' not in sys.modules"
+    done = python.run("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

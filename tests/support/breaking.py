@@ -45,7 +45,7 @@ def broken_at(code: types.CodeType, operation: Callable[[], object]) -> bool:
     def look(frame: types.FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code is code and not met and not _undoes(frame):
             met.append(code)
-            raise Broken(code.co_qualname)
+            raise Broken(code.co_name)
 
     try:
         _watched(operation, look)

@@ -13,7 +13,13 @@ from typing import Any
 from hmpx.casts.captured_names import raw
 
 MISSING = object()
+_GLOBALS = vars(types.FunctionType)["__globals__"].__get__
 FUNC, ARGS, KEYWORDS = (vars(functools.partial)[name].__get__ for name in ("func", "args", "keywords"))
+
+
+def globals_of(holder: Any) -> dict:
+    """The namespace of a function, or a namespace itself."""
+    return holder if issubclass(type(holder), dict) else _GLOBALS(holder)
 
 
 def read_class(name: str, cls: type) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 HEAP_TYPE = 1 << 9  # of a type made by a class statement
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _MISSING = object()
+GENERATED = "__hmpx_generated__"  # a key of the globals of code that hmpx writes; Dynamo would import a `__name__`
 Container = type[dict] | type[list] | type[tuple] | type[set] | type[frozenset] | type[deque]
 _CONTAINERS: tuple[Container, ...] = (dict, list, tuple, set, frozenset, deque)
 _FUNCTIONS = (
@@ -58,6 +59,14 @@ def module_of(cls: type) -> str:
 
 def module_name(module: types.ModuleType) -> str:
     return text(dict.get(globals_of(module), "__name__"))
+
+
+def namespace_name(holder: Any) -> str:
+    """The module that code says it is of, by a function of it or by its globals; code without one says nothing."""
+    if not issubclass(type(holder), types.FunctionType):
+        return text(dict.get(holder, "__name__", ""))
+    name = dict.get(holder.__globals__, "__name__", holder.__module__)  # the methods of a dataclass know no other
+    return "" if name is None else text(name)
 
 
 def class_name(cls: type) -> str:

@@ -56,6 +56,11 @@ class Rewriting:
     def module(self, module: types.ModuleType) -> None:
         self._attributes(module, raw.globals_of, raw.module_name(module))
 
+    def namespace(self, holder: Any) -> None:
+        """The globals of code that is in no module."""
+        name = raw.namespace_name(holder) or "code in no module"
+        self._attributes(holder, access.globals_of, name)
+
     def of_class(self, cls: type) -> None:
         where = f"{raw.module_of(cls)}.{raw.class_name(cls)}"
         for name, value in raw.items(raw.namespace(cls)):

@@ -15,12 +15,12 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from hmpx.casts.captured_names import raw
+from hmpx.casts.captured_names import access, raw
 from hmpx.casts.captured_names.kinds import grouped, is_book, is_off_limits
 from hmpx.casts.captured_names.places import Capture, Places
 from hmpx.casts.captured_names.rewriting import DEEPEST, HOLDERS, Rewriting
@@ -31,7 +31,6 @@ _BUNCH = 64  # things at once
 _LENGTHS: dict[type | None, Callable[[Any], int]] = {
     kind: kind.__len__ for kind in (dict, list, tuple, set, frozenset, deque)
 }
-_CALLS = (types.FrameType, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _globals_of = vars(types.FunctionType)["__globals__"].__get__
 _OPTIMIZED = 1  # the flag of code whose local variables are no dict
 
@@ -74,11 +73,14 @@ class Sweep:
         self._bind(kept["methods"])
         to = self._rewriting
         once = {id(module): module for module in kept["modules"]}.values()
+        of_modules = {id(raw.globals_of(module)): module for module in once}
+        outside = self._outside_of(of_modules, kept["functions"])
         modules = [module for module in once if not self._is_off(raw.globals_of(module))]
         classes = [cls for cls in kept["classes"] if not self._stays(raw.module_of(cls))]
         functions = self._not_off(kept["functions"])
         for look, roots, held_by in (
             (to.module, modules, _referents),
+            (to.namespace, outside, _namespaces),
             (to.of_class, classes, _referents),
             (to.of_object, kept["objects"], _referents),
             (to.function, functions, _held_by),
@@ -86,11 +88,26 @@ class Sweep:
             for root in self._leading(roots, held_by):
                 count = len(self.captures)
                 self._carefully(look, root)
-                for held in gc.get_referents(root) if len(self.captures) == count else ():
+                attributes = gc.get_referents(root) if len(self.captures) == count else []
+                if not issubclass(type(root), HOLDERS):  # Python 3.10 keeps attributes in a dict
+                    attributes += gc.get_referents(*[each for each in attributes if type(each) is dict])
+                for held in attributes:
                     where = f"a {raw.class_name(type(root))}"
                     self._rewriting.escaped(held, where, "its attributes cannot be reached without code of its own")
-        self._partials_of_nobody(kept["partials"], [things, *kept.values()])
+        self._partials_of_nobody(kept["partials"], [each for each in once if self._is_off(raw.globals_of(each))])
         self._running_functions()
+
+    def _outside_of(self, modules: Container[int], functions: list[types.FunctionType]) -> list[Any]:
+        """Of each namespace that is no module's, a function that has it for its globals, or else the namespace itself.
+
+        A spawned process runs its script in one, cloudpickle makes them, and so does `exec`.
+        """
+        having: dict[int, Any] = {id(frame.f_globals): frame.f_globals for _, frame in _running()}
+        having |= dict(zip(map(id, map(_globals_of, functions)), functions, strict=True))
+        for key in [key for key in having if key not in modules]:
+            if raw.GENERATED not in access.globals_of(having[key]):
+                self._off[key] = self._stays(raw.namespace_name(having[key]))
+        return [each for key, each in having.items() if key not in modules and not self._off.get(key, True)]
 
     def one(self, module: types.ModuleType) -> None:
         """A module and what is defined in it, alone."""
@@ -185,44 +202,27 @@ class Sweep:
             if issubclass(type(method.__self__), torch.Tensor) and method.__name__ in new:
                 self._by_id[id(method)] = types.MethodType(new[method.__name__], method.__self__)
 
-    def _partials_of_nobody(self, partials: list[functools.partial], ours: list[Any]) -> None:
-        """Those that only local variables lead to. What torch or an object in C holds is not ours to change."""
-        found = [p for p in partials if id(p) not in self._rewriting.done and self._leads(p, DEEPEST)]
-        own, held = {*map(id, ours), id(ours), id(partials), id(found)}, set()
-        level = {id(p): {id(p)} for p in found}  # what to look for the holders of, and the partials that it leads to
-        alive = found
+    def _partials_of_nobody(self, partials: list[functools.partial], off: list[types.ModuleType]) -> None:
+        """Those that local variables lead to, or C code. What the tables of modules that stay lead to stays, too."""
+        found = {id(p): p for p in partials if id(p) not in self._rewriting.done and self._leads(p, DEEPEST)}
+        held: list[Any] = [raw.globals_of(module) for module in off] if found else []
+        seen: set[int] = set()
         for _ in range(DEEPEST):
-            holders = gc.get_referrers(*alive) if alive else []
-            own |= {id(holders), id(alive)}
-            above: dict[int, set[int]] = {}
-            for holder in holders:
-                if id(holder) in own or type(holder) in _CALLS:
-                    continue
-                led = set().union(*(level.get(id(each), ()) for each in gc.get_referents(holder)))
-                if raw.container_type(type(holder)) is None and not issubclass(type(holder), HOLDERS):
-                    held |= led
-                elif not led <= above.get(id(holder), set()):
-                    above[id(holder)] = led
-            alive, level = [holder for holder in holders if id(holder) in above], above
-        for partial in found:
-            if id(partial) not in held and all(id(partial) not in led for led in level.values()):
-                self._carefully(lambda p: self._rewriting.replaced(p, "a functools.partial", 0), partial)
+            held = [each for each in self._holders(gc.get_referents(*held)) if id(each) not in seen]
+            seen.update(map(id, held))
+        for key in found.keys() - seen:
+            self._carefully(lambda p: self._rewriting.replaced(p, "a functools.partial", 0), found[key])
 
     def _running_functions(self) -> None:
         """Local variables of functions that are running now: visible, not changeable."""
-        frame: types.FrameType | None
-        running = sys._current_frames()
-        while running:  # emptied: a frame that one of its own variables holds would keep all that was found alive
-            thread, frame = running.popitem()
-            while frame is not None:
-                inside = dict.get(frame.f_globals, "__name__")
-                if frame.f_code.co_flags & _OPTIMIZED and not is_off_limits(inside):
-                    for name, value in dict(frame.f_locals).items():
-                        if id(value) in self._by_id and name not in frame.f_code.co_freevars:
-                            where = f"local variable {name} of {inside}.{frame.f_code.co_name}"
-                            other = "" if thread == threading.get_ident() else " in another thread"
-                            self._rewriting.escaped(value, where + other, "a local variable cannot be changed")
-                frame = frame.f_back
+        for thread, frame in _running():
+            if frame.f_code.co_flags & _OPTIMIZED and not self._is_off(frame.f_globals):
+                inside = raw.text(dict.get(frame.f_globals, "__name__"))
+                for name, value in dict(frame.f_locals).items():
+                    if id(value) in self._by_id and name not in frame.f_code.co_freevars:
+                        where = f"local variable {name} of {inside}.{frame.f_code.co_name}"
+                        other = "" if thread == threading.get_ident() else " in another thread"
+                        self._rewriting.escaped(value, where + other, "a local variable cannot be changed")
 
     def _not_off(self, functions: list[types.FunctionType]) -> list[types.FunctionType]:
         """Those whose module is looked through; told apart in C, too."""
@@ -238,6 +238,21 @@ class Sweep:
         except KeyError:
             self._off[id(namespace)] = off = self._stays(dict.get(namespace, "__name__"))
             return off
+
+
+def _running() -> Iterator[tuple[int, types.FrameType]]:
+    """The frames of all threads that run now."""
+    frame: types.FrameType | None
+    running = sys._current_frames()
+    while running:  # emptied: a frame that one of its own variables holds would keep all that was found alive
+        thread, frame = running.popitem()
+        while frame is not None:
+            yield thread, frame
+            frame = frame.f_back
+
+
+def _namespaces(holders: list[Any]) -> list[Any]:
+    return list(map(access.globals_of, holders))
 
 
 def _referents(things: list[Any]) -> list[Any]:
