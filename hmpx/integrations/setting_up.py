@@ -147,7 +147,9 @@ class SettingUp:
 
 
 def _cast_whole(module: torch.nn.Module, recipe: Recipe) -> None:
-    cast_models_of(list(module.parameters()), recipe)
+    with contextlib.ExitStack() as undo:
+        cast_models_of(list(module.parameters()), recipe, undo)
+        undo.pop_all()
 
 
 def detach_new(optimizers: Iterable[torch.optim.Optimizer], undo: contextlib.ExitStack) -> None:

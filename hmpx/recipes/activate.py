@@ -23,7 +23,7 @@ from hmpx.recipes.frameworks import watch_frameworks
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe, with_and_without_zero
-from hmpx.updates.attach import attach, attached
+from hmpx.updates.attach import attach, attached, detach
 from hmpx.updates.names import named, names_in, parameters
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
@@ -54,8 +54,9 @@ class Activation(Installation):
         (False, 'stochastic')
     """
 
-    def __init__(self, recipe: Recipe, under_zero: Recipe) -> None:
+    def __init__(self, recipe: Recipe, under_zero: Recipe, group: Any = None) -> None:
         super().__init__()
+        self._group = group
         self._policy = recipe.policy()
         self.recipe, self._under_zero = recipe.inlined(), under_zero
         self._settings = {True: under_zero.settings(), False: recipe.settings()}
@@ -94,7 +95,9 @@ class Activation(Installation):
         self._changes.close()
 
     def _distributes(self, module: torch.nn.Module) -> None:
-        self._take(cast_models_of(list(module.parameters()), self.recipe))
+        with contextlib.ExitStack() as undo:
+            self._take(cast_models_of(list(module.parameters()), self.recipe, undo))
+            undo.pop_all()
 
     def _take(self, models: list[torch.nn.Module]) -> None:
         """Give models the recipe's rules for their modules."""
@@ -105,19 +108,25 @@ class Activation(Installation):
             self._ruled.update(new)
 
     def _made(self, optimizer: torch.optim.Optimizer) -> None:
-        if any(isinstance(held, torch.optim.Optimizer) and attached(held) for held in vars(optimizer).values()):
-            return  # Lookahead and others step through the optimizer that they hold
+        held = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer) and attached(each)]
+        if held and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            return  # it only hands on, as Accelerate's does
+        for each in held:  # Lookahead and its kind write weights themselves, beside the steps of what they hold
+            detach(each)
         params = parameters(optimizer)
-        compare("hmpx.activate", facts(self.recipe))
-        models = cast_models_of(params, self.recipe)
+        compare("hmpx.activate", facts(self.recipe), self._group)
+        with contextlib.ExitStack() as undo:  # a refusal leaves the models as they were
+            models = cast_models_of(params, self.recipe, undo)
+            if any(p.dtype is torch.bfloat16 for p in params):
+                whole = next((model for model in models if set(params) <= set(model.parameters())), None)
+                has_names = any("param_names" in group for group in optimizer.param_groups)
+                settings = self._settings[zero.inner(optimizer) is not None]
+                model = None if has_names else whole
+                with self.recipe.naming_lines():
+                    own = _of_own(settings, optimizer, model, models)
+                    attach(optimizer, model=model, process_group=self._group, **vars(own))
+            undo.pop_all()
         self._take(models)
-        if any(p.dtype is torch.bfloat16 for p in params):
-            whole = next((model for model in models if set(params) <= set(model.parameters())), None)
-            has_names = any("param_names" in group for group in optimizer.param_groups)
-            settings = self._settings[zero.inner(optimizer) is not None]
-            model = None if has_names else whole
-            with self.recipe.naming_lines():
-                attach(optimizer, model=model, **vars(_of_own(settings, optimizer, model, models)))
 
 
 def _of_own(
@@ -144,8 +153,10 @@ def _of_own(
     )
 
 
-def cast_models_of(params: list[torch.nn.Parameter], recipe: Recipe) -> list[torch.nn.Module]:
-    """Cast every model that holds some of these parameters; return the models."""
+def cast_models_of(
+    params: list[torch.nn.Parameter], recipe: Recipe, undo: contextlib.ExitStack
+) -> list[torch.nn.Module]:
+    """Cast every model that holds some of these parameters, until `undo` is closed; return the models."""
     if not params:
         return []
     models = models_of(params)
@@ -155,14 +166,12 @@ def cast_models_of(params: list[torch.nn.Parameter], recipe: Recipe) -> list[tor
     with recipe.naming_lines():
         check_names(models, recipe)
     if not recipe.dtype_map:  # under a map, a model is made in the right dtype
-        with contextlib.ExitStack() as undo:
-            for model in models:
-                cast_model(model, recipe, undo)
-            undo.pop_all()
+        for model in models:
+            cast_model(model, recipe, undo)
     return models
 
 
-def activate(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe) -> Activation:
+def activate(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, *, process_group: Any = None) -> Activation:
     """From here on, run whatever this program makes as a recipe says; a second call replaces the first.
 
     Ops are converted at once. Every optimizer is attached as soon as it is made, and the model that its parameters are
@@ -171,6 +180,8 @@ def activate(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe) -> Act
 
     Args:
         recipe: as for `hmpx.prepare`. NxD's defaults are each optimizer's own.
+        process_group: in a distributed job, the ranks whose optimizers hold the same parameters: those of one stage of
+            a pipeline, say. None: all ranks.
 
     Returns:
         A handle: `recipe`, `restore()`, and ``with activate(...):``. `hmpx.restore()` ends it too.
@@ -186,12 +197,12 @@ def activate(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe) -> Act
         torch.bfloat16
     """
     under_zero, recipe = with_and_without_zero(recipe)
-    return activate_both(recipe, under_zero)
+    return activate_both(recipe, under_zero, process_group)
 
 
-def activate_both(recipe: Recipe, under_zero: Recipe) -> Activation:
+def activate_both(recipe: Recipe, under_zero: Recipe, group: Any = None) -> Activation:
     """`activate` one recipe, and another one for optimizers under ZeRO-1."""
-    activation = Activation(recipe, under_zero)
+    activation = Activation(recipe, under_zero, group)
     activation._install()
     return activation
 

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hmpx import conversion
 from hmpx.casts.module_rules import ModuleRule
+from hmpx.casts.op_lists import LOW_DTYPES
 from hmpx.casts.policy import Policy
 from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError
@@ -37,6 +38,8 @@ def prepare(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
+    *,
+    process_group: Any = None,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Set a model and its optimizer up as a recipe says: cast the parameters, `hmpx.convert`, `hmpx.attach`.
 
@@ -50,6 +53,8 @@ def prepare(
             (``gaudi_config.json``), a dict of a recipe's keys, a `Recipe`, or NxD's own configuration under its one
             key, ``{"mixed_precision_config": {...}}``, with NxD's defaults (see `Recipe.from_nxd`): under ZeRO-1 means
             that the optimizer is a `ZeroRedundancyOptimizer`.
+        process_group: in a distributed job, the ranks that hold the same parameters: those of one stage of a pipeline,
+            say. None: all ranks.
 
     Returns:
         The model and the optimizer, the same objects.
@@ -75,13 +80,16 @@ def prepare(
     frameworks.refuse(frameworks.of_accelerate(), recipe)
     if frameworks.has_accelerator():
         frameworks.say_version("accelerate")
-    compare("hmpx.prepare", facts(recipe))
+    compare("hmpx.prepare", facts(recipe), process_group)
     with recipe.naming_lines(), contextlib.ExitStack() as undo:
         check_names([model], recipe)
         rules = rules_for([model], recipe)
         cast_model(model, recipe, undo)
         if any(p.dtype is torch.bfloat16 for p in model.parameters()):
-            before, attachment = attached(stepping), attach(stepping, model=model, **vars(settings))
+            before, attachment = (
+                attached(stepping),
+                attach(stepping, model=model, process_group=process_group, **vars(settings)),
+            )
             if attachment is not before:
                 undo.callback(attachment.abandon)
         convert(recipe, policy, rules=[*_of_other_models(model), *rules])
@@ -166,6 +174,9 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
     parts = [name for p, name in others.items() if p.untyped_storage().nbytes() > p.nbytes]
     if parts:
         logger.warning("hmpx: %r and %d more were parts of larger storages, and are no more", parts[0], len(parts) - 1)
+    widened = [p for p in others if p.dtype in LOW_DTYPES.values() and dtypes[p] is torch.float32]
+    if widened:
+        logger.warning("hmpx: %d parameters in low precision are trained in float32 by the recipe", len(widened))
     for p in others:
         undo.callback(_assign, p, p.data, p.grad)
         _assign(p, p.data.to(dtypes[p]), None if p.grad is None else p.grad.to(dtypes[p]))
@@ -185,12 +196,17 @@ def _refuse_lazy(model: torch.nn.Module) -> None:
 
 
 def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, torch.dtype]:
-    """The dtype that each parameter is to have; of a tied one, what the first module that holds it says."""
+    """The dtype that each parameter is to have; of a tied one, what the first module that holds it says.
+
+    A frozen one stays in low precision, if no rule names it: it gets no updates that would be lost.
+    """
     found: dict[torch.nn.Parameter, torch.dtype] = {}
     mapped = recipe.mapped()
     for module_name, module in zip(module_names(model), model.modules(), strict=True):
         for name, p in module.named_parameters(recurse=False):
             dtype = mapped.get(p.dtype, p.dtype) if mapped else DTYPES[recipe.parameter_dtype]
+            if not p.requires_grad and p.dtype in LOW_DTYPES.values() and dtype is torch.float32:
+                dtype = p.dtype
             whole = f"{module_name}.{name}" if module_name else name
             found.setdefault(p, dtype_of(whole, recipe.parameters, recipe.module_dtypes) or dtype)
     return found

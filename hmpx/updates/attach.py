@@ -21,7 +21,7 @@ from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.optimizer_scope import SCOPES, scope_of
 from hmpx.updates.plain_steps import allow_plain_steps
 from hmpx.updates.ranks import zero
-from hmpx.updates.ranks.checks import compare
+from hmpx.updates.ranks.checks import compare, refuse
 from hmpx.updates.settings import Settings
 from hmpx.updates.step import WeightUpdates
 from hmpx.updates.ways import Rules, Weights
@@ -96,27 +96,32 @@ def attach(
     """
     if not isinstance(optimizer, Optimizer):
         raise HmpxError(f"attach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    settings = Settings(
-        weights=weights,
-        seed=seed,
-        state_dtype=dtype_named(state_dtype),
-        parameters=parameters,
-        use_fp32_grad_acc=use_fp32_grad_acc,
-        use_master_weights_in_ckpt=use_master_weights_in_ckpt,
-        release_gradients=release_gradients,
-        fused=fused,
-    )
-    given = given_names(optimizer, model, names)
+    what = f"hmpx.attach({type(optimizer).__name__})"
     target = zero.inner(optimizer) or optimizer
-    before = attached(optimizer)
-    if before is not None:
-        if before.settings == settings and given in ({}, before.names):
-            return before
-        raise HmpxError(f"{before!r} is in force; hmpx.detach(optimizer) first")
-    if target is not optimizer:
-        zero.share_names(optimizer)
-    settings.check_patterns({*given.values(), *(name for name, _ in named(target, given))})
-    _check(target, settings, given)
+    try:
+        settings = Settings(
+            weights=weights,
+            seed=seed,
+            state_dtype=dtype_named(state_dtype),
+            parameters=parameters,
+            use_fp32_grad_acc=use_fp32_grad_acc,
+            use_master_weights_in_ckpt=use_master_weights_in_ckpt,
+            release_gradients=release_gradients,
+            fused=fused,
+        )
+        given = given_names(optimizer, model, names)
+        before = attached(optimizer)
+        if before is not None:
+            if before.settings == settings and given in ({}, before.names):
+                return before
+            raise HmpxError(f"{before!r} is in force; hmpx.detach(optimizer) first")
+        if target is not optimizer:
+            zero.share_names(optimizer)
+        settings.check_patterns({*given.values(), *(name for name, _ in named(target, given))})
+        _check(target, settings, given)
+    except HmpxError as error:
+        refuse(what, error, process_group)
+        raise
     if not has_bf16(optimizer):
         logger.warning("hmpx: %s has no BF16 parameters, so its steps are plain ones", type(optimizer).__name__)
     if any(way.state_dtype == "8bit" for way in settings.ways) and any(
@@ -127,8 +132,8 @@ def attach(
             "torch.bfloat16 does not have that",
             type(target).__name__,
         )
-    attachment = Attachment(target, settings, given)
-    compare(f"hmpx.attach({type(target).__name__})", attachment.facts(optimizer), process_group)
+    attachment = Attachment(target, settings, given, process_group)
+    compare(what, attachment.facts(optimizer), process_group)
     attachment.install(optimizer)
     try:
         attachment.take_masters()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from hmpx.updates.names import has_bf16, named, parameters
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.optimizer_methods import writing_methods
 from hmpx.updates.ranks import zero
+from hmpx.updates.ranks.step_counts import StepCounts
 from hmpx.updates.settings import Settings
 from hmpx.updates.step import WeightUpdates
 from hmpx.updates.step_call import StepCall
@@ -30,6 +32,7 @@ from hmpx.updates.watched import Updates
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
+logger = logging.getLogger("hmpx")
 
 
 class Attachment:
@@ -58,8 +61,11 @@ class Attachment:
         False
     """
 
-    def __init__(self, optimizer: Optimizer, settings: Settings, names: dict[Parameter, str]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, settings: Settings, names: dict[Parameter, str], group: Any = None
+    ) -> None:
         self.settings = settings
+        self._counts = StepCounts(group)
         self._optimizer = weakref.ref(optimizer)  # which holds this: no cycle, so it dies when its user lets it go
         self._updates = WeightUpdates(settings, names)
         self._undo = contextlib.ExitStack()  # what puts parameters and hooks back
@@ -227,6 +233,14 @@ class Attachment:
         self._claim.drop(gone)
         released.finish(gone)
         new = [p for p in now if p not in self._dtypes]
+        wide = [p for p in new if p.dtype is torch.float32]
+        if wide and torch.bfloat16 in self._dtypes.values():
+            logger.warning(
+                "hmpx: %d float32 parameters have joined %s, whose others are BF16: they get plain steps; "
+                "to treat them alike, cast them to BF16 before add_param_group",
+                len(wide),
+                type(self._alive).__name__,
+            )
         cast = [p for p, dtype in self._dtypes.items() if p.dtype is not dtype]
         self.cast_state_along()
         for p in new + cast:
@@ -253,6 +267,7 @@ class Attachment:
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
             return attached_copies.attach_copy(call.optimizer, self).step(call)
         self.sync_parameters()
+        self._counts.compare(call.optimizer, self._updates)
         result = self._updates.step(call)
         released.finish(self._dtypes)
         return result

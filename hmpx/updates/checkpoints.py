@@ -36,7 +36,7 @@ class Checkpoints:
     def __init__(self, updates: WeightUpdates) -> None:
         self._updates, self._settings = updates, updates.settings
         self._incoming: dict[int, torch.Tensor] = {}
-        self._complete = self._saw_state_dict = False
+        self._complete = self._saw_state_dict = self._warned = False
         self._is_own, self._stepped = False, True
         self._loading_handle: RemovableHandle | None = None
 
@@ -84,6 +84,7 @@ class Checkpoints:
     def _saved(self, optimizer: Optimizer, state_dict: dict) -> None:
         self._saw_state_dict = True
         if not self._settings.use_master_weights_in_ckpt:
+            self._warn_of_lost(optimizer)
             return
         state_dict["param_groups"][0][HELD_KEY] = True  # even if there are none, because all equal their weights
         index = {p: i for i, p in enumerate(parameters(optimizer))}
@@ -95,6 +96,16 @@ class Checkpoints:
             # Optimizers create the state of a parameter that has none, so a master alone must not look like state.
             if stateless or i in state_dict["state"] or _tell_more(segment, masters):
                 state_dict["state"][i] = {**state_dict["state"].get(i, {}), MASTER_KEY: masters}
+
+    def _warn_of_lost(self, optimizer: Optimizer) -> None:
+        """Say it while the masters are there, and not at the resume that misses them."""
+        if not self._warned and self._settings.has_masters and step_count.stored(optimizer).get(STEP_KEY):
+            self._warned = True
+            logger.warning(
+                "hmpx: the checkpoint of %s holds no masters: who resumes from it starts from the BF16 weights; say "
+                "use_master_weights_in_ckpt=True, of attach or in the recipe, to save them",
+                type(optimizer).__name__,
+            )
 
     def _loading(self, optimizer: Optimizer, state_dict: dict) -> dict:
         steps = state_dict["param_groups"][0].get(STEP_KEY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -18,7 +18,7 @@ Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")
 
 _hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # what `refuse_plain_steps` has put on them
-_warned = False
+_warned: WeakSet[Optimizer] = WeakSet()  # of steps by round-to-nearest
 
 
 def refuse_plain_steps(optimizer: Optimizer) -> None:
@@ -79,12 +79,16 @@ def allow_plain_steps(optimizer: Optimizer) -> bool:
 
 
 def warn_of_nearest(optimizer: Optimizer) -> None:
-    """Warn of a plain step of BF16 parameters, once in a process."""
-    global _warned
-    if not _warned and has_bf16(optimizer):
-        _warned = True
+    """Warn of a plain step of BF16 parameters, once for each optimizer."""
+    if optimizer not in _warned and has_bf16(optimizer):
+        _warned.add(optimizer)
         logger.warning(
             "hmpx: %s updates BF16 parameters with round-to-nearest, which drops small updates; "
             "write `with hmpx.disable_casts(): optimizer.step()` for stochastic rounding",
             type(optimizer).__name__,
         )
+
+
+def forget_warnings() -> None:
+    """Warn anew: torch is as it was, and whoever converts it again is told again."""
+    _warned.clear()

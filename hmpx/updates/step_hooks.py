@@ -30,8 +30,15 @@ from hmpx.updates import optimizer_hooks, step_count
 from hmpx.updates.gradients import released
 from hmpx.updates.names import has_bf16, parameters
 from hmpx.updates.optimizer_hooks import attachment_of
-from hmpx.updates.plain_steps import refuse_codes, refuse_plain_steps, refuse_steps_on_codes, warn_of_nearest
+from hmpx.updates.plain_steps import (
+    forget_warnings,
+    refuse_codes,
+    refuse_plain_steps,
+    refuse_steps_on_codes,
+    warn_of_nearest,
+)
 from hmpx.updates.ranks import zero
+from hmpx.updates.ranks.step_counts import watch_joins
 from hmpx.updates.settings import Settings
 from hmpx.updates.step import WeightUpdates
 from hmpx.updates.step_call import StepCall
@@ -74,9 +81,11 @@ def uninstall() -> None:
 def _watch() -> None:
     for cls, cell in _cells():
         _changes.put(Cell(cell, f"{cls.__name__}.step"), _watched(cell.cell_contents))
+    _changes.callback(forget_warnings)
     optimizer_hooks.wrap(_changes, "profile_hook_step", _hooking)
     optimizer_hooks.install(_changes, lambda: _users, refuse_steps_on_codes)
     released.watch(_changes)
+    watch_joins(_changes)
 
 
 def install_for_graphs(_: Any = None) -> None:

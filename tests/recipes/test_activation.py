@@ -138,12 +138,12 @@ class Lookahead(optim.Optimizer):
         return self.base.step(closure)
 
 
-def test_an_optimizer_around_another_is_left_alone():
+def test_an_optimizer_around_another_takes_its_place():
     with hmpx.activate("neuron-bf16-sr"):
         model = _net()
         base = optim.AdamW(model.parameters(), lr=1e-2)
         outer = Lookahead(base)
-        assert attached(outer) is None
+        assert attached(outer) is not None and attached(base) is None
         inside = _train(model, outer)
         model = _net()
         alone = _train(model, optim.AdamW(model.parameters(), lr=1e-2))

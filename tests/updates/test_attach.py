@@ -7,7 +7,6 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import plain_steps
 from tests.support.training import (
     masters_in,
     parameter,
@@ -69,8 +68,7 @@ def test_split_holds_the_same_masters_in_two_bytes(sliced):
     assert "hmpx_master" not in optimizer.state[named[0][1]]
 
 
-def test_nearest_computes_in_fp32_and_warns_nobody(sliced, monkeypatch, caplog):
-    monkeypatch.setattr(plain_steps, "_warned", False)
+def test_nearest_computes_in_fp32_and_warns_nobody(sliced, caplog):
     named, twin = parameters(), parameters(torch.float32)
     optimizer, reference = optim.AdamW(named, lr=1e-2), optim.AdamW(twin, lr=1e-2)
     hmpx.attach(optimizer, "nearest")

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import plain_steps, sliced_step, step_hooks
+from hmpx.updates import sliced_step, step_hooks
 from tests.support.optimizers import CONFIGURATIONS, forms
 from tests.support.training import parameter, parameters, set_gradients, step_by
 
@@ -379,15 +379,17 @@ def test_nothing_of_the_watch_stays_behind():
     assert not any(hasattr(cell.cell_contents, "__hmpx_original__") for _, cell in step_hooks._cells())
 
 
-def test_nearest_rounding_that_nobody_asked_for_is_warned_of_once(monkeypatch, caplog):
-    monkeypatch.setattr(plain_steps, "_warned", False)
+def test_nearest_rounding_that_nobody_asked_for_is_warned_of_once_for_each_optimizer(caplog):
     named = parameters(BF16)
-    optimizer = optim.SGD(named, lr=0.1)
-    with hmpx.convert():
-        for step in range(2):
-            set_gradients(named, step)
-            optimizer.step()
-    assert caplog.text.count("with hmpx.disable_casts(): optimizer.step()") == 1
+    optimizers = optim.SGD(named, lr=0.1), optim.Adam(named, lr=0.1)
+    for conversions in (1, 2):  # which forget
+        with hmpx.convert():
+            for step in range(2):
+                set_gradients(named, step)
+                for optimizer in optimizers:
+                    optimizer.step()
+        assert caplog.text.count("with hmpx.disable_casts(): optimizer.step()") == 2 * conversions
+        assert caplog.text.count("Adam updates") == conversions
 
 
 def test_small_updates_survive_where_nearest_loses_them():

@@ -3,7 +3,9 @@
 The store is the one in which `torch.distributed.init_process_group` met. It needs no collective, device or process
 group, so a rank may read it at any time and no other rank has to answer. Two things are written to it:
 
-- when an optimizer is attached, what the first rank has attached; every other rank compares itself with that;
+- when an optimizer is attached, what the first rank has attached; every other rank compares itself with that, and
+  all wait until they agree;
+- seed and number of the 1st, 2nd, 4th, 8th ... step after that, compared likewise;
 - when a step fails on one rank, that it failed. Every rank looks before its next step. The news is there by then: both
   ranks have taken part in a collective of the backward pass that came between.
 """
@@ -48,32 +50,86 @@ def _store() -> dist.Store:
 
 
 def compare(what: str, facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Raise if `facts`, which must be JSON, differ from those of the first rank of `group` (None: of all ranks).
+    """Raise on every rank of `group` (None: all) if `facts`, which must be JSON, differ on one, or one has refused.
 
-    Every rank of the group must call this as often as the first. A difference makes the next step of every rank raise.
+    Every rank of the group calls this, or `refuse`, as often as the first, and waits for the others.
     """
-    if not several_ranks():
-        return
-    store, ranks = _store(), tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-    if dist.get_rank() not in ranks or len(ranks) == 1:
-        return
+    ranks = _together(group)
+    if ranks:
+        store, key = _store(), _next_key(ranks)
+        _compare_with_first(store, key, what, facts, ranks)
+        if store.add(f"{key}/agreed", 1) == len(ranks):
+            store.set(f"{key}/end", "")
+        _wait(store, f"{key}/end", what, "another rank")
+        if message := store.get(f"{key}/end").decode():
+            raise HmpxError(message)
+
+
+def refuse(what: str, error: Exception, group: dist.ProcessGroup | None = None) -> None:
+    """In the place of `compare`: this rank goes no further, and the others raise too, at once."""
+    ranks = _together(group)
+    if ranks:
+        store, key = _store(), _next_key(ranks)
+        store.set(f"{key}/end", f"{what} was refused on rank {dist.get_rank()}: {error}")
+        if dist.get_rank() == ranks[0]:
+            store.set(key, json.dumps(None))
+
+
+def largest(name: str, number: int, group: dist.ProcessGroup | None = None) -> int:
+    """The largest of the numbers that the ranks of `group` have; each of them calls this."""
+    ranks = _together(group)
+    if not ranks:
+        return number
+    store, keys = _store(), [f"hmpx/largest/{name}/{rank}" for rank in ranks]
+    store.set(f"hmpx/largest/{name}/{dist.get_rank()}", str(number))
+    for key in keys:
+        _wait(store, key, "torch.distributed.algorithms.Join", f"rank {key.rpartition('/')[2]}")
+    return max(int(store.get(key)) for key in keys)
+
+
+def next_name(group: dist.ProcessGroup | None = None) -> str:
+    """Another name each time, by which the ranks of `group` mean the same if they ask in the same order."""
+    ranks = _together(group)
+    _store()  # a new job counts anew
+    _compared["names", ranks] += 1
+    return f"{','.join(map(str, ranks))}/{_compared['names', ranks]}"
+
+
+def _together(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The ranks of a group that this one belongs to; none if there is no other one."""
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD)) if several_ranks() else ()
+    return ranks if len(ranks) > 1 and dist.get_rank() in ranks else ()
+
+
+def _next_key(ranks: tuple[int, ...]) -> str:
     _compared[ranks] += 1
-    key = f"hmpx/compare/{','.join(map(str, ranks))}/{_compared[ranks]}"
-    if dist.get_rank() == ranks[0]:
-        store.set(key, json.dumps(facts))
-        return
+    return f"hmpx/compare/{','.join(map(str, ranks))}/{_compared[ranks]}"
+
+
+def _wait(store: dist.Store, key: str, what: str, who: str) -> None:
     try:
         store.wait([key], _PATIENCE)
     except RuntimeError:  # torch's DistStoreError is one
         raise HmpxError(
-            f"{what}: rank {ranks[0]} has done nothing like it within {_PATIENCE.total_seconds():.0f} s; "
+            f"{what}: {who} has done nothing like it within {_PATIENCE.total_seconds():.0f} s; "
             "if only some ranks hold this optimizer, give process_group="
         ) from None
+
+
+def _compare_with_first(store: dist.Store, key: str, what: str, facts: dict[str, Any], ranks: tuple[int, ...]) -> None:
+    if dist.get_rank() == ranks[0]:
+        store.set(key, json.dumps(facts))
+        return
+    _wait(store, key, what, f"rank {ranks[0]}")
     theirs = json.loads(store.get(key))
+    if theirs is None:  # it has refused, and says so at the end
+        return
     ours = json.loads(json.dumps(facts))
     difference = next(_differences(ours, theirs), None)
     if difference is not None:
         message = f"{what}: rank {dist.get_rank()} differs from rank {ranks[0]}: {difference}"
+        message += "; ranks that hold other parameters, stages of a pipeline for instance, each want a process_group="
+        store.set(f"{key}/end", message)
         store.set("hmpx/different", message)
         store.set("hmpx/news", "")
         raise HmpxError(message)

@@ -1,0 +1,95 @@
+"""Seed and step number, which the rounding goes by, are the same on every rank that steps an attached optimizer.
+
+They are compared at the 1st, 2nd, 4th, 8th ... step, which finds a rank that alone has loaded a checkpoint. Under
+`torch.distributed.algorithms.Join` a rank that has no more batches steps less often than the others, whose weights it
+is given at the end; its number then becomes theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hmpx.changes import Attribute, Changes
+from hmpx.updates import step_count
+from hmpx.updates.ranks import checks
+from hmpx.updates.step_count import STEP_KEY
+
+_counting: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepCounts] = weakref.WeakKeyDictionary()  # in one order
+
+
+_joins: list[Any] = []  # that are open
+
+
+class StepCounts:
+    """What one attached optimizer compares.
+
+    Args:
+        group: the process group of the ranks that hold it; None for all.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._steps, self._joins = group, 0, 0
+        self._name = ""  # the same on every rank, from the first step on
+
+    def compare(self, optimizer: torch.optim.Optimizer, updates: Any) -> None:
+        """Before a step.
+
+        Raises:
+            HmpxError: seed or step number are not those of the first rank.
+        """
+        self._steps += 1
+        if self._steps & (self._steps - 1):  # no power of two
+            return
+        if checks.several_ranks():
+            self._name = self._name or checks.next_name(self._group)
+            _counting[optimizer] = self
+            if not _joins:  # in which some ranks step less often
+                key = updates.rounding_key(optimizer)
+                what = f"step {self._steps} of {type(optimizer).__name__} since hmpx.attach"
+                checks.compare(what, {"seed": key.seed, "step": key.step}, self._group)
+
+    def join(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over the largest step number, and go on comparing anew."""
+        self._joins, self._steps = self._joins + 1, 0
+        own = step_count.stored(optimizer).get(STEP_KEY, 0)
+        number = checks.largest(f"{self._name}/{self._joins}", own, self._group)
+        if number != own:
+            step_count.keep(optimizer, **{STEP_KEY: number})
+
+
+def watch_joins(changes: Changes) -> None:
+    """Let ranks agree on the number at the end of every `Join`, until `changes` are undone."""
+    if dist.is_available():
+        from torch.distributed.algorithms.join import Join
+
+        for name, wrapped in (("__enter__", _opening(Join.__enter__)), ("__exit__", _agreeing(Join.__exit__))):
+            changes.put(Attribute(Join, name, f"torch.distributed.algorithms.Join.{name}"), wrapped)
+
+
+def _opening(enter: Callable) -> Callable:
+    @functools.wraps(enter)
+    def opening(self: Any) -> Any:
+        _joins.append(self)
+        return enter(self)
+
+    return opening
+
+
+def _agreeing(leave: Callable) -> Callable:
+    @functools.wraps(leave)
+    def agreeing(self: Any, kind: Any, value: Any, traceback: Any) -> None:
+        try:
+            leave(self, kind, value, traceback)
+        finally:
+            _joins[:] = [each for each in _joins if each is not self]
+        if kind is None:
+            for optimizer, counts in list(_counting.items()):
+                counts.join(optimizer)
+
+    return agreeing
