@@ -27,6 +27,7 @@ from hmpx import region_state
 from hmpx.casts import dynamo, weight_cache
 from hmpx.changes import Cell, Changes
 from hmpx.updates import optimizer_hooks, step_count
+from hmpx.updates.averages import watch_averages
 from hmpx.updates.gradients import released
 from hmpx.updates.names import has_bf16, parameters
 from hmpx.updates.optimizer_hooks import attachment_of
@@ -86,6 +87,7 @@ def _watch() -> None:
     optimizer_hooks.install(_changes, lambda: _users, refuse_steps_on_codes)
     released.watch(_changes)
     watch_joins(_changes)
+    watch_averages(_changes)
 
 
 def install_for_graphs(_: Any = None) -> None:

@@ -66,6 +66,12 @@ class WholeStep:
                 self._grads.undo()
                 for p, before in self._before.items():
                     p.copy_(before)
+            if isinstance(error, RuntimeError) and "does not require grad" in str(error):
+                raise HmpxError(
+                    f"{type(self._members[0]).__name__} differentiates gradients inside step(), and the FP32 copies "
+                    "that hmpx hands it have no graph: keep its weights in FP32, without hmpx.attach, or take another "
+                    "optimizer"
+                ) from error
             raise
         self._replace({q: p for p, q in self._shadow.items()})
         written: list[str] = []

@@ -109,6 +109,19 @@ LEFT_OUT = {
 }
 
 
+@pytest.mark.parametrize("name", ["adahessian", "sophiah"])
+def test_an_optimizer_that_differentiates_inside_its_step_is_refused(name):
+    library = pytest.importorskip("pytorch_optimizer")
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = library.load_optimizer(name)(model.parameters(), lr=1e-2)
+    hmpx.attach(optimizer)
+    before = model.weight.detach().clone()
+    model(torch.ones(2, 4, dtype=BF16)).float().square().mean().backward(create_graph=True)
+    with pytest.raises(hmpx.HmpxError, match="differentiates gradients inside step"):
+        optimizer.step()
+    assert torch.equal(model.weight, before) and optimizer.param_groups[0]["params"][0] is model.weight
+
+
 @pytest.mark.slow
 def test_every_class_of_pytorch_optimizer():
     library = pytest.importorskip("pytorch_optimizer")

@@ -1,0 +1,70 @@
+"""Averages of BF16 weights, by torch's `AveragedModel`: computed in FP32 and written back by stochastic rounding.
+
+With a decay of .999 an average moves by a thousandth of the way in each update, which is less than half a unit in the
+last place of BF16: rounded to nearest, it stays where it began. The random numbers go by the name of the parameter and
+the number of the update, so they are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import swa_utils
+from torch.optim.swa_utils import AveragedModel
+
+from hmpx.changes import Attribute, Changes
+from hmpx.rounding.stochastic import stochastic_round
+from hmpx.updates.ranks.sharding import is_sharded
+
+Tensors = Sequence[torch.Tensor]
+
+
+def watch_averages(changes: Changes) -> None:
+    """Round averages stochastically until `changes` are undone."""
+    place = Attribute(AveragedModel, "update_parameters", "torch.optim.swa_utils.AveragedModel.update_parameters")
+    changes.put(place, _updating(AveragedModel.update_parameters))
+
+
+def _updating(update: Callable) -> Callable:
+    @functools.wraps(update)
+    def update_parameters(self: AveragedModel, model: torch.nn.Module) -> None:
+        state = [*self.module.named_parameters(), *self.module.named_buffers()]
+        if not any(p.dtype is torch.bfloat16 and not is_sharded(p) for _, p in state):
+            return update(self, model)
+        names = {p.data_ptr(): name for name, p in state}
+        own = self.multi_avg_fn
+        self.multi_avg_fn = functools.partial(_average, names, own or _one_by_one(self.avg_fn))
+        try:
+            update(self, model)
+        finally:
+            self.multi_avg_fn = own
+
+    return update_parameters
+
+
+def _one_by_one(function: Callable | None) -> Callable:
+    """An averaging function of lists, of one that returns the average of two tensors; None is torch's own."""
+    if function is None:
+        return swa_utils.get_swa_multi_avg_fn()
+
+    def average(averages: Tensors, weights: Tensors, count: Any) -> None:
+        for average, weight in zip(averages, weights, strict=True):
+            average.copy_(function(average, weight, count))
+
+    return average
+
+
+@torch.no_grad()
+def _average(names: dict[int, str], function: Callable, averages: Tensors, weights: Tensors, count: Any) -> None:
+    """Call an averaging function for one BF16 parameter at a time, in FP32, which bounds the memory that it takes."""
+    for average, weight in zip(averages, weights, strict=True):
+        if average.dtype is not torch.bfloat16 or is_sharded(average):
+            function([average], [weight], count)
+            continue
+        wide = average.float()
+        function([wide], [weight.float()], count)
+        name = f"average of {names.get(average.data_ptr(), '')}"
+        average.copy_(stochastic_round(wide, seed=0, step=int(count), name=name))
