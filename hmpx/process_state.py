@@ -47,7 +47,7 @@ tracing: Any = None
 observer: Any = None
 observers: list[Any] = []
 
-# Who waits for a module to be imported, by its name (casts.awaited).
+# Who waits for a module to be imported, by its name (hmpx.awaited).
 awaited: dict[str, WeakSet[Any]] = {}
 
 # The caches of casts of weights, by thread; empty while nobody caches (casts.weight_cache). While one is open, ways to

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     "errors dtype_names torch_private changes version",
     "process_state autocast_state",
+    "awaited",
     "region_state installation",
     "rounding",
     "casts",

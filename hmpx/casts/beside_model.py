@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from hmpx.casts import awaited, op_facts
+from hmpx import awaited
+from hmpx.casts import op_facts
 from hmpx.casts.captured_names.rebinding import Rebinding
 from hmpx.casts.codegen import Switch
 from hmpx.casts.layouts import Layout

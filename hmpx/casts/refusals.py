@@ -12,6 +12,7 @@ from hmpx import region_state
 from hmpx.dtype_names import dtype_name
 
 LOW = frozenset({torch.bfloat16, torch.float16})
+_OF_DTYPES = re.compile("BFloat16|Half|dtype|[Ll]ow precision|float|not implemented")  # in torch's words
 
 
 def explain(error: Exception, op: str, values: Iterable[Any]) -> None:
@@ -20,7 +21,12 @@ def explain(error: Exception, op: str, values: Iterable[Any]) -> None:
     Python 3.10 has no notes: there it is another line of the message.
     """
     low = next((v for v in values if isinstance(v, torch.Tensor) and v.dtype in LOW), None)
-    if low is None or not region_state.casts_on() or "hmpx:" in str((error.args, getattr(error, "__notes__", ()))):
+    if (
+        low is None
+        or not _OF_DTYPES.search(str(error))
+        or not region_state.casts_on()
+        or "hmpx:" in str((error.args, getattr(error, "__notes__", ())))
+    ):
         return
     dtype = dtype_name(low.dtype)
     note = f"hmpx: the input of {op} is {dtype}{_origin(low)}, and torch has no {dtype} kernel of {op} here. "

@@ -16,7 +16,7 @@ from typing import Any
 import wrapt
 
 from hmpx import region_state
-from hmpx.casts.awaited import await_module, stop_waiting
+from hmpx.awaited import await_module, stop_waiting
 from hmpx.casts.captured_names.rebinding import Rebinding
 from hmpx.casts.decorators import wrap
 from hmpx.casts.op_lists import is_shipped, read_file, shipped

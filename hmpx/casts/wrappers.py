@@ -228,7 +228,7 @@ def build_refusing(
                 f"and gradient 0; use {instead} on the logits"
             )
             if not asked:
-                raise HmpxError(f"{message}, or compute the probabilities in float32")
+                raise HmpxError(f"{message}, or compute the sigmoid in float32")
             logger.warning("hmpx: %s", message)
             warned = True
         return run(*args, **kwargs)

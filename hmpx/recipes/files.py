@@ -42,6 +42,11 @@ def recipe_path(name: str | os.PathLike[str]) -> Path:
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".json"):
         return path
+    if path.suffix == ".txt":
+        raise HmpxError(
+            f"{name} is an op list, and not a recipe: hmpx.convert(bf16_file_path={str(name)!r}) takes it, "
+            f"or a recipe's key, bf16_file_path: {name}"
+        )
     path = shipped() / "recipes" / f"{name}.yaml"
     if not path.is_file():
         legal = recipe_names()

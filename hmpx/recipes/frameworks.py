@@ -38,6 +38,7 @@ class Asked:
 
     words: str
     what: str
+    instead: str = "leave it out"
 
 
 def of_accelerate() -> Iterator[Asked]:
@@ -62,7 +63,9 @@ def of_transformers(arguments: Any) -> Iterator[Asked]:
         *(("bf16_full_eval", MODEL_DTYPE), ("fp16_full_eval", MODEL_DTYPE)),
     ):
         if getattr(arguments, name, False):
-            yield Asked(f"TrainingArguments({name}=True)", what)
+            kind = type(arguments).__name__
+            by_itself = "" if kind == "TrainingArguments" else f", which {kind} sets by itself"  # TRL's do
+            yield Asked(f"{kind}({name}=True)", what, f"write {name}=False{by_itself}")
     if not (getattr(arguments, "bf16", False) or getattr(arguments, "fp16", False)):  # `accelerate launch` may have
         yield from (asked for asked in of_accelerate() if asked.what == AUTOCAST)
     if getattr(arguments, "deepspeed", None):
@@ -99,10 +102,12 @@ def conflict(asked: Asked, recipe: Recipe) -> str:
     """Why it does not go with a recipe, and the way out; an empty string if it does."""
     if asked.what == AUTOCAST and recipe.opt_level is not None:
         why = "its torch.autocast would cast the ops once more, by lists of its own"
-        return f"{asked.words} beside a recipe: {why}; leave it out, the recipe says which op runs in which precision"
+        return (
+            f"{asked.words} beside a recipe: {why}; {asked.instead}: the recipe says which op runs in which precision"
+        )
     if asked.what == MODEL_DTYPE:
         why = "it casts the model itself, and the recipe says which dtype the weights have"
-        return f"{asked.words} beside a recipe: {why}; leave it out"
+        return f"{asked.words} beside a recipe: {why}; {asked.instead}"
     if asked.what == ENGINE:
         return f"{asked.words} beside a recipe: DeepSpeed holds and updates weights in an engine of its own; take one"
     if asked.what in (ACCUMULATION, GRADIENT_NORM) and recipe.release_gradients:

@@ -110,6 +110,16 @@ class Recipe:
     seed: int | None = Settings.seed
     _origins: ClassVar[Origins] = Origins()  # of the file that it was read from, which sets its own
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            HmpxError: a value that the key cannot have, with the legal ones.
+        """
+        names = [each.name for each in fields(self)]
+        wrong = [problem for name in names for _, problem in problems(name, getattr(self, name), names)]
+        if wrong:
+            raise HmpxError("\n".join(wrong))
+
     @classmethod
     def from_nxd(cls, config: Mapping[str, bool] | None = None, *, with_zero: bool = False) -> Recipe:
         """The recipe that NeuronX Distributed's `mixed_precision_config` means: ``nxd-standard`` with what it changes.

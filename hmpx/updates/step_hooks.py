@@ -43,6 +43,7 @@ from hmpx.updates.ranks.step_counts import watch_joins
 from hmpx.updates.settings import Settings
 from hmpx.updates.step import WeightUpdates
 from hmpx.updates.step_call import StepCall
+from hmpx.updates.trial_steps import TrialSteps
 
 Optimizer = torch.optim.Optimizer
 
@@ -88,6 +89,7 @@ def _watch() -> None:
     released.watch(_changes)
     watch_joins(_changes)
     watch_averages(_changes)
+    TrialSteps().apply(_changes)
 
 
 def install_for_graphs(_: Any = None) -> None:

@@ -13,6 +13,7 @@ from hmpx.updates import sliced_step
 from tests.support.training import (
     Net,
     masters_in,
+    needs_grad_dtype,
     parameter,
     parameters,
     same,
@@ -378,3 +379,35 @@ def test_hooks_of_the_user_see_the_masters_that_are_saved(prepend):
     optimizer.register_state_dict_post_hook(look, prepend=prepend)
     optimizer.state_dict()
     assert seen == [True]
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("early", [True, False])
+def test_torchs_state_dict_of_an_optimizer_whose_gradients_are_fp32(early):
+    """In one process: torch makes state by a step with gradients of zeros, in BF16."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def made():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8).bfloat16()
+        optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
+        hmpx.attach(optimizer, "master", use_fp32_grad_acc=True, use_master_weights_in_ckpt=True)
+        return model, optimizer
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8, dtype=BF16)).float().square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    for _ in range(2):
+        step(model, optimizer)
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer))
+    step(model, optimizer)
+    resumed, other = made()
+    if early:
+        get_state_dict(resumed, other)
+    set_state_dict(resumed, other, model_state_dict=weights, optim_state_dict=state)
+    step(resumed, other)
+    assert torch.equal(resumed.weight, model.weight)
+    assert resumed.weight.grad.dtype is torch.float32 and resumed.weight.grad_dtype is torch.float32
