@@ -116,7 +116,8 @@ class Recipe:
             HmpxError: a value that the key cannot have, with the legal ones.
         """
         names = [each.name for each in fields(self)]
-        wrong = [problem for name in names for _, problem in problems(name, getattr(self, name), names)]
+        values = {name: spelled_out(name, getattr(self, name)) for name in names}
+        wrong = [problem for name, value in values.items() for _, problem in problems(name, value, names)]
         if wrong:
             raise HmpxError("\n".join(wrong))
 

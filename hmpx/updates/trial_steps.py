@@ -39,7 +39,8 @@ class TrialSteps:
 def _taking_any_gradient(init: Callable) -> Callable:
     @functools.wraps(init)
     def init_optim_state(optim: torch.optim.Optimizer) -> None:
-        wide = [p for p in parameters(optim) if getattr(p, "grad_dtype", p.dtype) is not p.dtype and p.grad is None]
+        found = [p for p in parameters(optim) if p.grad is None and p.dtype is torch.bfloat16]
+        wide = [p for p in found if getattr(p, "grad_dtype", None) is torch.float32]
         for p in wide:
             p.grad_dtype = None
         try:
