@@ -18,6 +18,7 @@ from torch import nn, optim
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
 import hmpx
+from hmpx.casts.op_facts import UNSAFE_OF_LOW
 from hmpx.casts.ops import catalog
 from hmpx.recipes.recipe import read_recipe
 from tests.support.training import needs_grad_dtype
@@ -36,7 +37,7 @@ def _cases(lists):
         for op, args, *more in cases:
             stated = next((each for each in more if isinstance(each, torch.dtype)), None)
             kwargs = next((each for each in more if isinstance(each, dict)), {})
-            if op not in NOT_HERE and not key.endswith("banned"):
+            if op not in NOT_HERE | UNSAFE_OF_LOW.keys() and not key.endswith("banned"):
                 yield key, op, args, kwargs, stated or MEANT[key.rpartition("_")[2]]
 
 

@@ -32,19 +32,7 @@ def _attach_differently(rank, what):
         hmpx.attach(optimizer, **options)
     except hmpx.HmpxError as error:
         message = str(error)
-    attached = hasattr(optimizer, "_hmpx_attachment")
-    for _, p in named:
-        p.grad = torch.ones_like(p)
-    dist.barrier()
-    later = None
-    if rank == 0:
-        before = [p.detach().clone() for _, p in named]
-        try:
-            optimizer.step()
-        except hmpx.HmpxError as error:
-            later = str(error)
-        assert all(torch.equal(p, q) for (_, p), q in zip(named, before, strict=True))
-    return message, attached, later
+    return message, hasattr(optimizer, "_hmpx_attachment")
 
 
 @pytest.mark.parametrize(
@@ -57,11 +45,11 @@ def _attach_differently(rank, what):
         ("step", "step is 7, not 0"),
     ],
 )
-def test_a_rank_that_differs_is_told_when_it_attaches_and_the_others_at_their_next_step(what, difference):
-    (first, attached, later), (told, other, _) = ranks.run(2, _attach_differently, what)
-    assert first is None and attached and not other
-    assert told == f"hmpx.attach(SGD): rank 1 differs from rank 0: {difference}"
-    assert later == told
+def test_ranks_that_differ_are_all_told_when_they_attach(what, difference):
+    (first, attached), (told, other) = ranks.run(2, _attach_differently, what)
+    assert first == told and not attached and not other
+    expected = f"hmpx.attach(SGD): rank 1 differs from rank 0: {difference}"
+    assert told.partition(";")[0] == expected and ("process_group=" in told) is ("parameter" in difference)
 
 
 def _attach_alike(rank):
@@ -142,6 +130,8 @@ def _zero_named_differently(rank):
 
 
 def test_zero_compares_the_names_of_the_whole_optimizer():
-    assert ranks.run(2, _zero_named_differently)[1] == (
-        "hmpx.attach(SGD): rank 1 differs from rank 0: parameter 0's name is 'b.weight', not 'a.weight'"
-    )
+    for message in ranks.run(2, _zero_named_differently):
+        assert message.startswith(
+            "hmpx.attach(ZeroRedundancyOptimizer): rank 1 differs from rank 0: parameter 0's name is 'b.weight', not "
+            "'a.weight'"
+        )

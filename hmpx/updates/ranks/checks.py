@@ -128,7 +128,8 @@ def _compare_with_first(store: dist.Store, key: str, what: str, facts: dict[str,
     difference = next(_differences(ours, theirs), None)
     if difference is not None:
         message = f"{what}: rank {dist.get_rank()} differs from rank {ranks[0]}: {difference}"
-        message += "; ranks that hold other parameters, stages of a pipeline for instance, each want a process_group="
+        if "parameter" in difference:
+            message += "; ranks that hold other parameters, as stages of a pipeline do, each want a process_group="
         store.set(f"{key}/end", message)
         store.set("hmpx/different", message)
         store.set("hmpx/news", "")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hmpx.changes import Attribute, Changes
+from hmpx.errors import HmpxError
 from hmpx.updates import step_count
 from hmpx.updates.ranks import checks
 from hmpx.updates.step_count import STEP_KEY
@@ -52,6 +53,11 @@ class StepCounts:
             if not _joins:  # in which some ranks step less often
                 key = updates.rounding_key(optimizer)
                 what = f"step {self._steps} of {type(optimizer).__name__} since hmpx.attach"
+                try:
+                    checks.check_failures(optimizer, key.step)
+                except HmpxError as error:
+                    checks.refuse(what, error, self._group)
+                    raise
                 checks.compare(what, {"seed": key.seed, "step": key.step}, self._group)
 
     def join(self, optimizer: torch.optim.Optimizer) -> None:
