@@ -1,10 +1,6 @@
 """Mixed precision that you can read, edit and undo."""
 
 from hmpx import hmp
-from hmpx.casts.decorators import bf16, fp16, fp32, promote
-from hmpx.casts.module_rules import ModuleRule, policy_for
-from hmpx.casts.policy import Policy, Rule
-from hmpx.casts.rules_of_model import policies_of
 from hmpx.conversion import Conversion, convert, restore
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
 from hmpx.insight.audit import Audit, audit
@@ -22,6 +18,9 @@ from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.weights.tune_weights import tune_weights
 from hmpx.insight.weights.tuned_weights import TunedWeights, WeightChoice
+from hmpx.ops.decorators import bf16, fp16, fp32, promote
+from hmpx.ops.module_rules import ModuleRule, policies_of, policy_for
+from hmpx.ops.policy import Policy, Rule
 from hmpx.recipes.activate import Activation, activate
 from hmpx.recipes.activate import activate_from_environment as _activate_from_environment
 from hmpx.recipes.prepare import prepare

@@ -2,7 +2,7 @@
 
 It carries ours into compiled graphs: torch.compile guards on it, and sets it again when it runs the ops of a graph one
 by one, where it guards on nothing of ours. The first device type alone says that casts are off, the second that they
-are on, and both that they are on in a place whose number is too large for the second alone. The number is written in
+are on, and both that they are on in a scope whose number is too large for the second alone. The number is written in
 dtypes; 0 is the device's own.
 """
 
@@ -19,7 +19,7 @@ _DTYPES = (_ONS_OWN, *sorted({v for v in vars(torch).values() if isinstance(v, t
 _DIGITS = {dtype: digit for digit, dtype in enumerate(_DTYPES)}
 _BASE = len(_DTYPES)
 DEVICES = (_OFF, _ON)
-PLACES = _BASE**2  # so many can be told apart
+SCOPES = _BASE**2  # so many can be told apart
 
 
 def casting() -> bool | None:
@@ -27,27 +27,27 @@ def casting() -> bool | None:
     return True if is_autocast_enabled(_ON) else False if is_autocast_enabled(_OFF) else None
 
 
-def place() -> int:
-    """In which place, where they are on."""
+def scope() -> int:
+    """In which scope, where they are on."""
     high = _DIGITS[get_autocast_dtype(_OFF)] if is_autocast_enabled(_OFF) else 0
     return _DIGITS[get_autocast_dtype(_ON)] + _BASE * high
 
 
-def write(before: bool | None, was: int, casting: bool | None, place: int) -> None:
+def write(before: bool | None, was: int, casting: bool | None, scope: int) -> None:
     """What the innermost region says.
 
     Args:
         before, was: what the one says whose state may be written now.
-        casting: whether casts are on; None for what holds outside of regions. place: where they are on.
+        casting: whether casts are on; None for what holds outside of regions. scope: where they are on.
     """
-    was, place = (was if before else 0), (place if casting else 0)
+    was, scope = (was if before else 0), (scope if casting else 0)
     if before is not casting:
         set_autocast_enabled(_ON, casting is True)
-    if was != place or (casting and not before):  # a compilation that failed may have left another one
-        set_autocast_dtype(_ON, _DTYPES[place % _BASE])
-    if was >= _BASE or place >= _BASE:
-        set_autocast_dtype(_OFF, _DTYPES[place // _BASE] if place >= _BASE else _OFFS_OWN)
-        set_autocast_enabled(_OFF, casting is False or place >= _BASE)
+    if was != scope or (casting and not before):  # a compilation that failed may have left another one
+        set_autocast_dtype(_ON, _DTYPES[scope % _BASE])
+    if was >= _BASE or scope >= _BASE:
+        set_autocast_dtype(_OFF, _DTYPES[scope // _BASE] if scope >= _BASE else _OFFS_OWN)
+        set_autocast_enabled(_OFF, casting is False or scope >= _BASE)
     elif (before is False) is not (casting is False):
         set_autocast_enabled(_OFF, casting is False)
 

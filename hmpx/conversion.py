@@ -11,31 +11,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from hmpx import installation, process_state, region_state
-from hmpx.casts import dynamo
-from hmpx.casts.build_policy import build_policy
-from hmpx.casts.casts_of_policies import CastsOfPolicies
-from hmpx.casts.decision_log import Announcement, VerboseLog
-from hmpx.casts.dtype_map import DtypeMap
-from hmpx.casts.forwards import ForwardWrappers, replaced_forwards
-from hmpx.casts.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
-from hmpx.casts.garbage import none_collected
-from hmpx.casts.listed_names import Unknown
-from hmpx.casts.module_rules import ModuleRule, places_of_rules
-from hmpx.casts.observing import Several
-from hmpx.casts.op_lists import read_lists
-from hmpx.casts.op_wrappers import Patch
-from hmpx.casts.ops import catalog
-from hmpx.casts.overlays import Overlay
-from hmpx.casts.places import Policies, made_of, number_inside
-from hmpx.casts.policy import OptLevel, Policy
-from hmpx.casts.user_functions import UserFunctions
 from hmpx.changes import Attribute, Changes, Paired, Part, Put
 from hmpx.installation import Installation
+from hmpx.ops import dynamo
+from hmpx.ops.build_policy import build_policy
+from hmpx.ops.casts_of_policies import CastsOfPolicies
+from hmpx.ops.catalog import catalog
+from hmpx.ops.decision_log import Announcement, VerboseLog
+from hmpx.ops.dtype_map import DtypeMap
+from hmpx.ops.forwards import ForwardWrappers, replaced_forwards
+from hmpx.ops.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
+from hmpx.ops.garbage import none_collected
+from hmpx.ops.listed_names import Unknown
+from hmpx.ops.module_rules import ModuleRule, scopes_of_rules
+from hmpx.ops.observing import Several
+from hmpx.ops.op_lists import read_lists
+from hmpx.ops.op_wrappers import Patch
+from hmpx.ops.overlays import Overlay
+from hmpx.ops.policy import OptLevel, Policy
+from hmpx.ops.scopes import Policies, made_of, number_inside
+from hmpx.ops.user_functions import UserFunctions
 from hmpx.process_state import casts_regions
 from hmpx.updates import step_hooks
 
 _OBSERVER = Attribute(process_state, "observer", "the observer of ops")
-_LEARN = Attribute(process_state, "learn", "what learns places")
+_LEARN = Attribute(process_state, "learn", "what learns scopes")
 
 
 class Conversion(Installation):
@@ -83,7 +83,7 @@ class Conversion(Installation):
         """What is put in force, in order, made of torch as it stands now."""
         yield from self.rules
         yield ForwardWrappers()
-        self._policies.know(self._places())
+        self._policies.know(self._scopes())
         yield Put(_LEARN, self._learn)
         yield Paired(step_hooks.install, step_hooks.uninstall)  # first: the patch table wraps what it finds
         log = VerboseLog() if self._verbose else None
@@ -97,17 +97,17 @@ class Conversion(Installation):
         yield self._casts
         yield region_state.Casting(self._enabled)
 
-    def _places(self) -> set[int]:
-        """Every place that is known to come: of rules of modules, and of regions in them."""
-        places = places_of_rules() | {0}
-        places |= {number_inside(place, number) for place in places for number in casts_regions.values()}
+    def _scopes(self) -> set[int]:
+        """Every scope that is known to come: of rules of modules, and of regions in them."""
+        scopes = scopes_of_rules() | {0}
+        scopes |= {number_inside(scope, number) for scope in scopes for number in casts_regions.values()}
         alive = {*casts_regions.values(), *(rule.overlay.number for rule in process_state.module_rules)}
-        return places | made_of(alive)  # those in which something may be running now
+        return scopes | made_of(alive)  # those in which something may be running now
 
-    def _learn(self, places: Iterable[int]) -> None:
-        """Have wrappers for these places as well."""
+    def _learn(self, scopes: Iterable[int]) -> None:
+        """Have wrappers for these scopes as well."""
         with process_state.lock:
-            new = {place: self._policies.at(place) for place in places if place not in self._policies}
+            new = {scope: self._policies.at(scope) for scope in scopes if scope not in self._policies}
             UserFunctions({0: self.policy, **new}).check()
             if not self._policies.know(new) or not self.active:
                 return
@@ -127,12 +127,12 @@ class Conversion(Installation):
             self.rules.append(rule)
             if self.active:
                 rule.apply(self._changes)
-        self._learn(places_of_rules())
+        self._learn(scopes_of_rules())
 
     @property
     def policy_here(self) -> Policy:
         """The policy that holds for ops called from here, now: the innermost rule's or region's over the others."""
-        return self._policies.at(region_state.place())
+        return self._policies.at(region_state.scope())
 
     def _announced(self) -> Iterator[str]:
         """The two lines that HMP logs, and why ops run in other kernels than the user's."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from hmpx.casts.fp32_kernels import KernelsAsked
-from hmpx.casts.module_rules import ModuleRule
-from hmpx.casts.observing import Observer
-from hmpx.casts.policy import Policy
 from hmpx.conversion import Conversion, install, installed
+from hmpx.ops.fp32_kernels import KernelsAsked
+from hmpx.ops.module_rules import ModuleRule
+from hmpx.ops.observing import Observer
+from hmpx.ops.policy import Policy
 from hmpx.process_state import lock, observers
 
 

@@ -27,14 +27,14 @@ lock = threading.RLock()
 converted = False
 off_somewhere: dict[int, bool] = {}
 
-# Lists that lie over others in a module or a region (casts.overlays): `overlays` by number, `places` by number as the
-# place around each and the overlay that makes it. Both begin with the conversion's own lists, and grow with the
-# different lists of a program. `known_places`: those that the conversion in force has wrappers for; `learn` makes them
+# Lists that lie over others in a module or a region (ops.overlays): `overlays` by number, `scopes` by number as the
+# scope around each and the overlay that makes it. Both begin with the conversion's own lists, and grow with the
+# different lists of a program. `known_scopes`: those that the conversion in force has wrappers for; `learn` makes them
 # for more. `module_rules` that are in force (casts.module_rules); `wrap_forward` is what a conversion does for one.
 overlays: list[Any] = [None]
-places: list[tuple[int, int]] = [(0, 0)]
-place_numbers: dict[tuple[int, int], int] = {}
-known_places: frozenset[int] = frozenset({0})
+scopes: list[tuple[int, int]] = [(0, 0)]
+scope_numbers: dict[tuple[int, int], int] = {}
+known_scopes: frozenset[int] = frozenset({0})
 learn: Callable[[Iterable[int]], None] | None = None
 # `casts_regions`: the overlay of each `hmpx.casts` object that is alive.
 module_rules: WeakSet[Any] = WeakSet()

@@ -3,7 +3,7 @@
 Three things decide, the innermost first: a region opened in this thread (`disable_casts`, `enable_casts`, the inside of
 a listed Python function, an optimizer step), the default that `convert(enabled=...)` set, and whether torch is
 converted at all. The first is kept here, by thread and task; the others are the process's, in `process_state`.
-Which lists hold is a *place*, a number: 0 for the conversion's own, another for each nesting of lists that modules and
+Which lists hold is a *scope*, a number: 0 for the conversion's own, another for each nesting of lists that modules and
 regions lay over them (`casts.overlays`).
 
 `process_state.off_somewhere` is empty while every thread casts, so the wrapper of an op pays one truth test for all of
@@ -41,7 +41,7 @@ class Region(NamedTuple):
 
     casting: None leaves it to the default. maps: whether a `dtype_map` acts, as it does inside of a listed Python
     function and not in an optimizer step. task: of a region opened in an asyncio task, a token that only this task and
-    those it starts carry; None means everybody in the thread. place: which lists hold. overlay: the number of those
+    those it starts carry; None means everybody in the thread. scope: which lists hold. overlay: the number of those
     that this region itself has laid over the others, 0 for none; `_OF_MODULE` where a module has its lists.
     """
 
@@ -49,7 +49,7 @@ class Region(NamedTuple):
     rounding: Rounding | None = None
     maps: bool = True
     task: object | None = None
-    place: int = 0
+    scope: int = 0
     overlay: int = 0
 
 
@@ -86,7 +86,7 @@ def _innermost() -> Region:
     if opened[-1] is _GRAPH:
         around = opened[-2] if len(opened) > 1 else _NONE_OPEN
         casting = autocast_state.casting()
-        return around._replace(casting=casting, place=autocast_state.place() if casting else 0)
+        return around._replace(casting=casting, scope=autocast_state.scope() if casting else 0)
     if opened[-1].task is None:
         return opened[-1]
     carried = _tasks.get()
@@ -110,11 +110,11 @@ def casts_on() -> bool:
     return state.converted and not (state.off_somewhere and casts_off())
 
 
-def place() -> int:
+def scope() -> int:
     """Which lists hold for ops called from here, now."""
     if not is_dynamo_compiling() and _len_torch_dispatch_stack() and autocast_state.casting():
-        return autocast_state.place()  # perhaps of an op of a graph that is being compiled
-    return _innermost().place
+        return autocast_state.scope()  # perhaps of an op of a graph that is being compiled
+    return _innermost().scope
 
 
 def casting() -> bool | None:
@@ -163,20 +163,20 @@ def enter(
     casting: bool | None,
     how: Rounding | None = None,
     maps: bool | None = None,
-    place: int | None = None,
+    scope: int | None = None,
     overlay: int = 0,
 ) -> Region:
     """Turn casts on or off in this thread, or in the asyncio task that runs in it, until `leave` is given the result.
 
-    maps: None maps dtypes exactly where casts are not turned off. place: None is the one that holds already.
+    maps: None maps dtypes exactly where casts are not turned off. scope: None is the one that holds already.
     """
     task = None
     if not is_dynamo_compiling() and _get_running_loop() is not None:
         task = object()
         _tasks.set((*_tasks.get(), task))
-    if place is None:
-        place = _innermost().place
-    return _open(Region(casting, how, casting is not False if maps is None else maps, task, place, overlay))
+    if scope is None:
+        scope = _innermost().scope
+    return _open(Region(casting, how, casting is not False if maps is None else maps, task, scope, overlay))
 
 
 def _open(region: Region) -> Region:
@@ -225,13 +225,13 @@ def _last(opened: list[Region]) -> Region:
 
 
 def _announce(before: Region, now: Region) -> None:
-    """Say where casts are on, and in which place, after `before` as well as `now` may have been the innermost."""
+    """Say where casts are on, and in which scope, after `before` as well as `now` may have been the innermost."""
     if before.casting is not now.casting:
         if now.casting is False or (not is_dynamo_compiling() and _off_for_some_task()):
             state.off_somewhere[_thread.key] = True
         else:
             state.off_somewhere.pop(_thread.key, None)
-    autocast_state.write(before.casting, before.place, now.casting, now.place)
+    autocast_state.write(before.casting, before.scope, now.casting, now.scope)
 
 
 def _off_for_some_task() -> bool:
@@ -260,12 +260,12 @@ def run_uncast(function, args, kwargs):
         leave(token)
 
 
-def run_at(place, function, args, kwargs):
-    """Call `function` in a place: the lists of a module hold in its forward."""
+def run_at(scope, function, args, kwargs):
+    """Call `function` in a scope: the lists of a module hold in its forward."""
     here = _innermost()
-    if here.place == place and here.casting:  # a module in another with the same rule
+    if here.scope == scope and here.casting:  # a module in another with the same rule
         return function(*args, **kwargs)
-    token = _open(Region(True, here.rounding, here.maps, None, place, _OF_MODULE))
+    token = _open(Region(True, here.rounding, here.maps, None, scope, _OF_MODULE))
     try:
         return function(*args, **kwargs)
     finally:
@@ -301,7 +301,7 @@ def carrying(function: Callable) -> Callable:
     now = _innermost()
 
     def carried(*args, **kwargs):
-        token = enter(now.casting, now.rounding, now.maps, now.place)
+        token = enter(now.casting, now.rounding, now.maps, now.scope)
         try:
             return function(*args, **kwargs)
         finally:

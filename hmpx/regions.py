@@ -10,16 +10,16 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from hmpx import region_state
-from hmpx.casts import dynamo, weight_cache
-from hmpx.casts.overlays import overlay_by_hand
-from hmpx.casts.places import place_inside
-from hmpx.casts.policy import Policy
 from hmpx.errors import HmpxError
+from hmpx.ops import dynamo, weight_cache
+from hmpx.ops.overlays import overlay_by_hand
+from hmpx.ops.policy import Policy
+from hmpx.ops.scopes import scope_inside
 from hmpx.process_state import casts_regions
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates import step_hooks
@@ -136,19 +136,7 @@ class enable_casts(_Region):
         region_state.leave(region_state.last_entered(True))
 
 
-class _HidingAPackage(type):
-    """Of `casts`, in whose place the package `hmpx.casts` would stand: its modules are found all the same."""
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(cls, name):
-            module = sys.modules.get(f"hmpx.casts.{name}")
-            if module is None:
-                raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-            return module
-
-
-class casts(_Decorator, metaclass=_HidingAPackage):
+class casts(_Decorator):
     """Casts by other lists inside: a region, nestable, per thread, exception-safe, also a decorator.
 
     Lists lie over those that hold around it: they move the ops that they name and leave the others. Casts are on, in
@@ -185,8 +173,8 @@ class casts(_Decorator, metaclass=_HidingAPackage):
         return _CastsAgain(self._overlay)
 
     def __enter__(self) -> casts:
-        place = place_inside(region_state.place(), self._overlay)
-        region_state.enter(True, None, None, place, self._overlay)
+        scope = scope_inside(region_state.scope(), self._overlay)
+        region_state.enter(True, None, None, scope, self._overlay)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -204,7 +192,7 @@ def _overlay(rule: Any, bf16: Any, fp32: Any, promote: Any, low_precision: Any) 
     """The number of what a `casts` region is made with."""
     lists = {"bf16": bf16, "fp32": fp32, "promote": promote, "low_precision": low_precision}
     number = overlay_by_hand("casts", rule, lists, sys._getframe(2)).number
-    place_inside(0, number)
+    scope_inside(0, number)
     return number
 
 

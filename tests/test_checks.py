@@ -20,7 +20,7 @@ FLOORS = (
     "awaited",
     "region_state installation",
     "rounding",
-    "casts",
+    "ops",
     "updates",
     "conversion regions",
     "observation",
@@ -137,7 +137,7 @@ def test_an_import_the_wrong_way_is_found():
     files = set(trees)
     up = ast.parse("def later():\n    from hmpx.updates import attach")
     assert set(imports(up, files)) == {"hmpx.updates.attach"}
-    assert wrong_ways({"hmpx.casts.rules": {"hmpx.updates.attach"}})
+    assert wrong_ways({"hmpx.ops.rules": {"hmpx.updates.attach"}})
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
 
 

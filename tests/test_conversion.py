@@ -21,11 +21,11 @@ from torch import nn
 
 import hmpx
 from hmpx import process_state, region_state
-from hmpx.casts import codegen, wrappers
-from hmpx.casts.build_policy import build_policy
-from hmpx.casts.captured_names import rebinding
-from hmpx.casts.ops import catalog
-from hmpx.casts.patch_table import PatchTable
+from hmpx.ops import codegen, wrappers
+from hmpx.ops.build_policy import build_policy
+from hmpx.ops.captured_names import rebinding
+from hmpx.ops.catalog import catalog
+from hmpx.ops.patch_table import PatchTable
 from tests.support import python
 
 X = torch.randn(4, 4)

@@ -92,7 +92,7 @@ def test_every_python_snippet_runs_and_prints_what_it_says(name, monkeypatch):
     printed = ""
     for kind, block in re.findall(r"```(python|text)\n(.*?)```", READMES[name], re.DOTALL):
         if kind == "python":
-            assert not printed or name == "hmpx/casts/README.md", "a snippet prints what the README does not show"
+            assert not printed or name == "hmpx/ops/README.md", "a snippet prints what the README does not show"
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 exec(compile(block, "model.py", "exec"), namespace)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import hmpx
-from hmpx.casts.op_lists import shipped
+from hmpx.ops.op_lists import shipped
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.recipe import read_recipe
 

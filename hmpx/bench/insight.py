@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hmpx.bench import measure, peers
 from hmpx.bench.train import Subject
-from hmpx.casts.ops import catalog
 from hmpx.insight.comparing.compare import compare
 from hmpx.insight.recording.record import record
+from hmpx.ops.catalog import catalog
 
 _BATCHES = 4, 12  # that compare runs through: the difference is what a batch takes, the rest what it takes to begin
 _STEP = "step"

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hmpx.casts.fp32_kernels import capability
+from hmpx.ops.fp32_kernels import capability
 from hmpx.rounding import native_library
 
 

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from hmpx.casts.op_lists import SIDES, shipped
 from hmpx.conversion import convert
 from hmpx.errors import HmpxError
+from hmpx.ops.op_lists import SIDES, shipped
 
 
 def autocast(device: torch.device, cache: bool = True) -> AbstractContextManager:

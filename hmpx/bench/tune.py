@@ -13,7 +13,6 @@ from torch import Tensor
 from hmpx import observation
 from hmpx.bench import measure
 from hmpx.bench.train import Subject
-from hmpx.casts.policy import Policy
 from hmpx.insight.comparing import subject as comparing
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.sites import Sites
@@ -21,6 +20,7 @@ from hmpx.insight.tuning.held_out import Divided, HeldOut
 from hmpx.insight.tuning.problem import Effect
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.tuning import decidable
+from hmpx.ops.policy import Policy
 
 _BATCHES, _HELD_OUT = 4, 2
 _ASKED = 0.5  # of the gradient error that everything in BF16 makes

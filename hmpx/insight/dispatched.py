@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hmpx import process_state, region_state
-from hmpx.casts.callers import frames, rule_of, users_line
-from hmpx.casts.composition import callers
-from hmpx.casts.fp32_kernels import is_computing
-from hmpx.casts.ops import Op, canonical, catalog
-from hmpx.casts.policy import Policy, Rule
-from hmpx.casts.rules import TARGETS, eligible_dtypes
 from hmpx.conversion import Conversion
+from hmpx.ops.callers import frames, rule_of, users_line
+from hmpx.ops.catalog import Op, canonical, catalog
+from hmpx.ops.composition import callers
+from hmpx.ops.fp32_kernels import is_computing
+from hmpx.ops.policy import Policy, Rule
+from hmpx.ops.rules import TARGETS, eligible_dtypes
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Watch(TorchDispatchMode):
         if conversion is not None:
             if conversion is not self._conversion:
                 self._conversion, self._known = conversion, {}
-            key = region_state.place(), id(func)
+            key = region_state.scope(), id(func)
             known = self._known.get(key)
             if known is None:
                 known = self._known[key] = (func, *_listed(func, conversion.policy_here))

@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hmpx.casts.fp32_kernels import NATIVE, Kernels
-from hmpx.casts.listed_names import unknown_op
-from hmpx.casts.ops import Op, aten_only, canonical, catalog, legal_names
-from hmpx.casts.overlays import Overlay
-from hmpx.casts.policy import Policy, Rule
 from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.reasons import reason
 from hmpx.insight.recipe_words import recipe_in_words
+from hmpx.ops.catalog import Op, aten_only, canonical, catalog, legal_names
+from hmpx.ops.fp32_kernels import NATIVE, Kernels
+from hmpx.ops.listed_names import unknown_op
+from hmpx.ops.overlays import Overlay
+from hmpx.ops.policy import Policy, Rule
 from hmpx.recipes.recipe import Recipe, as_recipe
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import FrameType
 
-from hmpx.casts.forwards import rule_that_casts
-from hmpx.casts.observing import Point, Seen
-from hmpx.casts.ops import Op, catalog
-from hmpx.casts.policy import Policy, Rule
-from hmpx.casts.rules import is_explicit
+from hmpx.ops.catalog import Op, catalog
+from hmpx.ops.forwards import rule_that_casts
+from hmpx.ops.observing import Point, Seen
+from hmpx.ops.policy import Policy, Rule
+from hmpx.ops.rules import is_explicit
 
 
 def reason(op: Op, policy: Policy) -> str:

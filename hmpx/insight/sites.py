@@ -10,15 +10,15 @@ from pathlib import Path
 
 import yaml
 
-from hmpx.casts.build_policy import build_policy
-from hmpx.casts.fp32_kernels import Kernels, choose
-from hmpx.casts.op_lists import SIDES, Listed, read_file
-from hmpx.casts.policy import Policy
 from hmpx.errors import HmpxError
 from hmpx.insight.call_sites import calls_on_line
 from hmpx.insight.check import is_recipe
 from hmpx.insight.explain import explain_op
 from hmpx.insight.recipe_words import recipe_lines
+from hmpx.ops.build_policy import build_policy
+from hmpx.ops.fp32_kernels import Kernels, choose
+from hmpx.ops.op_lists import SIDES, Listed, read_file
+from hmpx.ops.policy import Policy
 from hmpx.recipes.keys import LISTS, MODULES, PARAMETERS, SWITCHES
 from hmpx.recipes.recipe import Recipe, read_recipe
 

@@ -14,10 +14,10 @@ from weakref import WeakSet
 import torch
 
 from hmpx import installation, region_state
-from hmpx.casts.module_rules import ModuleRule
 from hmpx.changes import Changes
 from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError
+from hmpx.ops.module_rules import ModuleRule
 from hmpx.recipes import frameworks
 from hmpx.recipes.activate import Activation, cast_models_of
 from hmpx.recipes.constructor_hooks import watch_distribution

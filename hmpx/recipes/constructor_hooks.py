@@ -14,8 +14,8 @@ import torch
 import wrapt
 from torch.nn.parallel import DistributedDataParallel
 
-from hmpx.casts.captured_names.rebinding import Rebinding
 from hmpx.changes import MISSING, Attribute, Changes
+from hmpx.ops.captured_names.rebinding import Rebinding
 
 Module = torch.nn.Module
 Optimizer = torch.optim.Optimizer

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from hmpx.casts.op_lists import SIDES, shipped
 from hmpx.errors import HmpxError, did_you_mean
+from hmpx.ops.op_lists import SIDES, shipped
 from hmpx.recipes import gaudi, nxd
 from hmpx.recipes.keys import LISTS, problems, spelled_out
 from hmpx.recipes.origins import Origins

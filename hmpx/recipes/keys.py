@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from hmpx.casts.build_policy import OPT_LEVELS
-from hmpx.casts.fp32_kernels import KERNELS
-from hmpx.casts.op_lists import LOW_PRECISION, SIDES
-from hmpx.casts.policy import Policy
 from hmpx.dtype_names import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean
+from hmpx.ops.build_policy import OPT_LEVELS
+from hmpx.ops.fp32_kernels import KERNELS
+from hmpx.ops.op_lists import LOW_PRECISION, SIDES
+from hmpx.ops.policy import Policy
 from hmpx.recipes import nxd
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.settings import SWITCHES

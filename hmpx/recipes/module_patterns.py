@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from hmpx.casts.module_rules import ModuleRule, modules_called_in, never_called
-from hmpx.casts.overlays import Overlay
 from hmpx.errors import HmpxError, did_you_mean
+from hmpx.ops.module_rules import ModuleRule, modules_called_in, never_called
+from hmpx.ops.overlays import Overlay
 from hmpx.recipes.keys import MODULES, PARAMETERS
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.names import names_in, plain_names

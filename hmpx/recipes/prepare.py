@@ -15,11 +15,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hmpx import conversion
-from hmpx.casts.module_rules import ModuleRule
-from hmpx.casts.op_lists import LOW_DTYPES
-from hmpx.casts.policy import Policy
 from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError
+from hmpx.ops.module_rules import ModuleRule
+from hmpx.ops.op_lists import LOW_DTYPES
+from hmpx.ops.policy import Policy
 from hmpx.recipes import frameworks
 from hmpx.recipes.keys import DTYPES, LISTS
 from hmpx.recipes.module_patterns import check_names, module_names, rules_for

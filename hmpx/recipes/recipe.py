@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 import torch
 import yaml
 
-from hmpx.casts.build_policy import build_policy
-from hmpx.casts.fp32_kernels import KernelsAsked
-from hmpx.casts.op_lists import LOW_DTYPES, SIDES, Listed, read_lists
-from hmpx.casts.overlays import Overlay, read_overlay
-from hmpx.casts.policy import OptLevel, Policy
 from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
+from hmpx.ops.build_policy import build_policy
+from hmpx.ops.fp32_kernels import KernelsAsked
+from hmpx.ops.op_lists import LOW_DTYPES, SIDES, Listed, read_lists
+from hmpx.ops.overlays import Overlay, read_overlay
+from hmpx.ops.policy import OptLevel, Policy
 from hmpx.recipes import nxd
 from hmpx.recipes.files import named_twice, read_keys, recipe_path
 from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, problems, spelled_out

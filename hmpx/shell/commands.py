@@ -6,12 +6,12 @@ import argparse
 import re
 from pathlib import Path
 
-from hmpx.casts.fp32_kernels import choose
 from hmpx.errors import HmpxError
 from hmpx.insight.check import check_files
 from hmpx.insight.explain import explain_op, ops_table
 from hmpx.insight.recipe_words import recipe_in_words, recipes_table
 from hmpx.insight.sites import explain_site
+from hmpx.ops.fp32_kernels import choose
 from hmpx.recipes import run_script
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.gaudi import is_configuration

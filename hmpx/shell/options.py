@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 
-from hmpx.casts.build_policy import OPT_LEVELS
-from hmpx.casts.fp32_kernels import KERNELS
-from hmpx.casts.op_lists import LOW_DTYPES, SIDES
 from hmpx.dtype_names import dtype_name
+from hmpx.ops.build_policy import OPT_LEVELS
+from hmpx.ops.fp32_kernels import KERNELS
+from hmpx.ops.op_lists import LOW_DTYPES, SIDES
 from hmpx.recipes.activate import VARIABLE
 from hmpx.recipes.recipe import Recipe, changed, read_recipe
 

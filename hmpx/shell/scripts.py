@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from hmpx.casts.fp32_kernels import choose
+from hmpx.ops.fp32_kernels import choose
 from hmpx.recipes import environment
 from hmpx.recipes.recipe import Recipe, changed, with_and_without_zero
 from hmpx.shell.options import (

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from hmpx import region_state
-from hmpx.casts import dynamo, weight_cache
 from hmpx.changes import Cell, Changes
+from hmpx.ops import dynamo, weight_cache
 from hmpx.updates import optimizer_hooks, step_count
 from hmpx.updates.averages import watch_averages
 from hmpx.updates.gradients import released

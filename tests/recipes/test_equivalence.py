@@ -18,8 +18,8 @@ from torch import nn, optim
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
 import hmpx
-from hmpx.casts.op_facts import UNSAFE_OF_LOW
-from hmpx.casts.ops import catalog
+from hmpx.ops.catalog import catalog
+from hmpx.ops.op_facts import UNSAFE_OF_LOW
 from hmpx.recipes.recipe import read_recipe
 from tests.support.training import needs_grad_dtype
 

@@ -14,8 +14,8 @@ import torch
 
 import hmpx
 from hmpx.bench import memory, step
-from hmpx.casts.op_lists import shipped
 from hmpx.insight.check import is_recipe
+from hmpx.ops.op_lists import shipped
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.recipe import read_recipe
 from hmpx.shell.main import main

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hmpx.casts.op_lists import SIDES, shipped
+from hmpx.ops.op_lists import SIDES, shipped
 
 AUTOCAST_LISTS = {f"{side}_file_path": shipped() / "autocast-cpu" / f"{side}.txt" for side in SIDES}

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-ROADS = ("casts", "updates", "recipes", "rounding", "insight")
+ROADS = ("ops", "updates", "recipes", "rounding", "insight")
 FILES = ("changes.py", "conversion.py", "installation.py", "process_state.py", "region_state.py", "regions.py")
 WHOLE = "changes conversion docstrings installation process_state region_situations regions torch_private undo"
-NEAR = ("tests/casts", "tests/updates", "tests/recipes", "tests/rounding", "tests/insight")
+NEAR = ("tests/ops", "tests/updates", "tests/recipes", "tests/rounding", "tests/insight")
 NEAR = (*NEAR, *(f"tests/test_{name}.py" for name in WHOLE.split()))
 SLOW = ("test_opinfo", "test_equivalence", "test_torch_features", "test_sharding", "test_replicas", "test_agreement")
 SLOW = (*SLOW, "test_distributed_checkpoints", "test_run", "test_compile", "test_composition", "test_layouts")

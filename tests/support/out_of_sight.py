@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 
-from hmpx.casts.captured_names import kinds
+from hmpx.ops.captured_names import kinds
 
 _LIBRARIES = frozenset({"_pytest", "matplotlib", "mpmath", "numpy", "scipy", "setuptools", "sympy"})  # know no torch
 _BEFORE = kinds._OFF_LIMITS

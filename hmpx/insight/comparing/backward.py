@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from hmpx.casts.observing import Seen, unobserved
 from hmpx.insight.comparing.calls import Asked, Compared
 from hmpx.insight.comparing.passes import Low, is_recomputing
 from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.tensors import Tensor, floating
+from hmpx.ops.observing import Seen, unobserved
 
 
 class Backward(Low):

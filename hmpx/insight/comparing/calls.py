@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hmpx.casts.observing import Point, Run, Seen
 from hmpx.insight.comparing.difference import Difference, Distance
 from hmpx.insight.tensors import LOW, Tensor
+from hmpx.ops.observing import Point, Run, Seen
 
 Number = tuple[int, int]  # the batch, and which call of its site it is in there
 

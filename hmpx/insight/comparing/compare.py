@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from hmpx import observation
-from hmpx.casts.observing import unobserved
-from hmpx.casts.policy import Policy
 from hmpx.insight.comparing import noise, trials
 from hmpx.insight.comparing.backward import Backward
 from hmpx.insight.comparing.calls import Compared
@@ -25,6 +23,8 @@ from hmpx.insight.comparing.sites import Pass, Sites
 from hmpx.insight.comparing.subject import Loss, Subject
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import Tensor
+from hmpx.ops.observing import unobserved
+from hmpx.ops.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 

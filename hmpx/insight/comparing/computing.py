@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hmpx import region_state
-from hmpx.casts.overriding import call
-from hmpx.casts.rules import METHODS
 from hmpx.insight.comparing.calls import Asked, Call
 from hmpx.insight.tensors import LOW, Tensor, floating
+from hmpx.ops.overriding import call
+from hmpx.ops.rules import METHODS
 
 
 def in_fp32(asked: Asked) -> Any:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from hmpx import conversion
-from hmpx.casts.build_policy import build_policy
-from hmpx.casts.fp32_kernels import KernelsAsked
-from hmpx.casts.module_rules import ModuleRule
-from hmpx.casts.op_lists import read_lists
-from hmpx.casts.policy import Policy
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError, did_you_mean
+from hmpx.ops.build_policy import build_policy
+from hmpx.ops.fp32_kernels import KernelsAsked
+from hmpx.ops.module_rules import ModuleRule
+from hmpx.ops.op_lists import read_lists
+from hmpx.ops.policy import Policy
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.recipe import Recipe, as_recipe
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from hmpx.casts.observing import Seen, unobserved
-from hmpx.casts.rules import TARGETS
 from hmpx.conversion import installed
 from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked, Call, Compared, Number
@@ -25,6 +23,8 @@ from hmpx.insight.comparing.scores import furthest, score_in_backward
 from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.tensors import LOW, Tensor, floating, name
+from hmpx.ops.observing import Seen, unobserved
+from hmpx.ops.rules import TARGETS
 
 _equal = torch.equal
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import types
 from typing import Protocol
 
-from hmpx.casts.callers import modules, users_frame
-from hmpx.casts.observing import Point, Run, Seen
 from hmpx.insight.comparing.calls import Asked, Compared
 from hmpx.insight.module_names import ModuleNames
+from hmpx.ops.callers import modules, users_frame
+from hmpx.ops.observing import Point, Run, Seen
 
 
 class Pass(Protocol):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hmpx.casts.observing import unobserved
 from hmpx.errors import HmpxError
 from hmpx.insight.kept import kept
 from hmpx.insight.tensors import LOW, Tensor
+from hmpx.ops.observing import unobserved
 from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.recipe import Recipe
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hmpx import region_state
-from hmpx.casts.overriding import PLAIN
 from hmpx.insight.recording.site import Site
+from hmpx.ops.overriding import PLAIN
 
 _NEVER = 2**62
 _SHIFT = 31  # a call's number among all, and beneath it the one among those of its site, in one integer

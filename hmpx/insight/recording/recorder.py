@@ -15,11 +15,6 @@ from typing import Any
 import torch
 
 from hmpx import region_state, rounding, updates
-from hmpx.casts.callers import frames, modules, users_frame
-from hmpx.casts.forwards import side_that_casts
-from hmpx.casts.observing import Point, Run, Seen
-from hmpx.casts.policy import Policy, Rule
-from hmpx.casts.rules import TARGETS
 from hmpx.conversion import Conversion, installed
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.reasons import reason_of_call
@@ -29,6 +24,11 @@ from hmpx.insight.recording.site import SHAPES, Site
 from hmpx.insight.recording.trips import RoundTrips
 from hmpx.insight.recording.unmatched import unmatched
 from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, is_masked, is_readable, name
+from hmpx.ops.callers import frames, modules, users_frame
+from hmpx.ops.forwards import side_that_casts
+from hmpx.ops.observing import Point, Run, Seen
+from hmpx.ops.policy import Policy, Rule
+from hmpx.ops.rules import TARGETS
 
 _unasked = torch._C.DisableTorchFunctionSubclass  # classes of tensors, which may know no function that reads a dtype
 _STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
@@ -164,7 +164,7 @@ class Recorder:
         policy = self._of(conversion).policy_here if conversion else Policy()
         listed = policy.listed(point.op)
         rule = point.rule if seen.casting else listed if listed is Rule.PROMOTE and point.rule is None else None
-        self._used.setdefault(region_state.place(), set()).update((point.op, *point.follows))
+        self._used.setdefault(region_state.scope(), set()).update((point.op, *point.follows))
         return Site(
             op=point.op,
             entry=point.label,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hmpx import process_state
-from hmpx.casts.op_lists import SIDES, shipped
-from hmpx.casts.ops import catalog
-from hmpx.casts.overlays import Overlay
-from hmpx.casts.policy import Policy
+from hmpx.ops.catalog import catalog
+from hmpx.ops.op_lists import SIDES, shipped
+from hmpx.ops.overlays import Overlay
+from hmpx.ops.policy import Policy
 
 _HIDDEN = "every op that was called in it was in a module or region with a rule of its own"
 
@@ -67,5 +67,5 @@ def _decided(place: int, called: set[str]) -> Iterator[tuple[int, set[str]]]:
 def _overlays_of(place: int) -> Iterator[int]:
     """The numbers of the overlays of a place, from the innermost outwards."""
     while place:
-        place, overlay = process_state.places[place]
+        place, overlay = process_state.scopes[place]
         yield overlay

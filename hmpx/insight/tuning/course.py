@@ -23,13 +23,13 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from hmpx import conversion
-from hmpx.casts.fp32_kernels import KernelsAsked
-from hmpx.casts.policy import Policy
 from hmpx.errors import HmpxError
 from hmpx.insight.comparing.subject import arguments_of
 from hmpx.insight.kept import kept
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import LOW, Tensor
+from hmpx.ops.fp32_kernels import KernelsAsked
+from hmpx.ops.policy import Policy
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.recipe import Recipe

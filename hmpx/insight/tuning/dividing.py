@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from hmpx.casts.ops import catalog
-from hmpx.casts.policy import Policy, Rule
-from hmpx.casts.rules import TARGETS
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.tuning.charges import Scored
 from hmpx.insight.tuning.problem import Chosen, Part, Problem
+from hmpx.ops.catalog import catalog
+from hmpx.ops.policy import Policy, Rule
+from hmpx.ops.rules import TARGETS
 
 Rules = dict[str, dict[str, list[str]]]  # by module: "bf16" and "fp32", and the names
 

@@ -11,8 +11,8 @@ from zlib import crc32
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hmpx.casts.observing import unobserved
 from hmpx.insight.tensors import Tensor
+from hmpx.ops.observing import unobserved
 
 _CHUNK = 1 << 20  # elements that are widened to 64 bits at once
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

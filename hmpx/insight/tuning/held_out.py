@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hmpx.casts.observing import Seen, unobserved
-from hmpx.casts.overriding import call
 from hmpx.errors import HmpxError
 from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked, Compared
@@ -24,6 +22,8 @@ from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.tuning.problem import Effect
 from hmpx.insight.tuning.raising import check_finite, said
+from hmpx.ops.observing import Seen, unobserved
+from hmpx.ops.overriding import call
 
 Drawn = dict[tuple[Compared, int], Tensor]  # the state of torch's generator before each call that draws
 

@@ -10,9 +10,6 @@ from typing import NamedTuple
 import torch
 
 from hmpx import observation
-from hmpx.casts.build_policy import build_policy
-from hmpx.casts.fp32_kernels import KernelsAsked
-from hmpx.casts.policy import Policy
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.tuning.charges import Scored
@@ -26,6 +23,9 @@ from hmpx.insight.tuning.reasons import choices_of
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import FLOPS, Objective
 from hmpx.insight.tuning.writing import policy_of, recipe_of
+from hmpx.ops.build_policy import build_policy
+from hmpx.ops.fp32_kernels import KernelsAsked
+from hmpx.ops.policy import Policy
 from hmpx.recipes.module_patterns import rules_for
 from hmpx.recipes.recipe import Recipe, as_recipe
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx import region_state
-from hmpx.casts.observing import Seen
 from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked
 from hmpx.insight.comparing.computing import in_fp32
 from hmpx.insight.comparing.difference import Distance
 from hmpx.insight.tensors import LOW, Tensor, floating
+from hmpx.ops.observing import Seen
 
 
 class Rounded(NamedTuple):

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from hmpx.casts.observing import Seen, unobserved
 from hmpx.insight.comparing.calls import Asked, Compared
 from hmpx.insight.comparing.computing import in_fp32
 from hmpx.insight.comparing.passes import is_recomputing
@@ -22,6 +21,7 @@ from hmpx.insight.tuning.charges import Charge, Edge, Scored
 from hmpx.insight.tuning.found import Found
 from hmpx.insight.tuning.raising import said
 from hmpx.insight.tuning.roundings import Backward, Rounded, computed, difference, dot, moved, redrawing, rounded
+from hmpx.ops.observing import Seen, unobserved
 
 Call = tuple[Compared, int]  # a site, and which of its calls in a run
 Sums = dict[tuple[int, int], float]  # of a charge, by batch and run

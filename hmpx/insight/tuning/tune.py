@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from hmpx import region_state
-from hmpx.casts.module_rules import rules_of
-from hmpx.casts.policy import Policy
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.comparing.lists import lists_meant
 from hmpx.insight.comparing.subject import Loss, Subject, arguments_of
@@ -26,6 +24,8 @@ from hmpx.insight.tuning.result import Asked
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.tuning import Tuning
 from hmpx.insight.tuning.worth import OBJECTIVES, Objective
+from hmpx.ops.module_rules import rules_of
+from hmpx.ops.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 _LEAST = 2  # batches to score, and to hold out
@@ -153,8 +153,8 @@ def _check_nothing_around(model: torch.nn.Module) -> None:
                 f"tune: module {name!r} has a rule ({rule.where}), which tune is to find: remove() it, or leave the "
                 "recipe that brings it"
             )
-    if region_state.place() or region_state.casting() is False:
-        region = "casts(...)" if region_state.place() else "disable_casts()"
+    if region_state.scope() or region_state.casting() is False:
+        region = "casts(...)" if region_state.scope() else "disable_casts()"
         raise HmpxError(
             f"tune: {region} is open around it, and would decide in the place of the lists: call it outside"
         )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hmpx.casts.policy import Policy
 from hmpx.insight.comparing.comparison import plain
 from hmpx.insight.tuning import writing
 from hmpx.insight.tuning.choice import Choice, amount, percent
@@ -18,6 +17,7 @@ from hmpx.insight.tuning.confirmed import Confirmed
 from hmpx.insight.tuning.mark import Mark
 from hmpx.insight.tuning.page import as_page
 from hmpx.insight.tuning.plot import as_svg
+from hmpx.ops.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 1

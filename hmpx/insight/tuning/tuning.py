@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from hmpx import observation
-from hmpx.casts.ops import catalog
-from hmpx.casts.policy import Policy, Rule
 from hmpx.errors import HmpxError
 from hmpx.insight.comparing import noise
 from hmpx.insight.comparing.calls import Compared
@@ -34,6 +32,8 @@ from hmpx.insight.tuning.result import Asked, Outcome, known, result
 from hmpx.insight.tuning.scoring import Kept, Rescoring, Scoring
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import LOW, WIDE, Measuring, cast_seconds, free
+from hmpx.ops.catalog import catalog
+from hmpx.ops.policy import Policy, Rule
 from hmpx.recipes.module_patterns import module_names
 
 _DIRECTIONS = 3  # along which the weights are shifted, for each batch

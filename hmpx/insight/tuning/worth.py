@@ -13,13 +13,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx import region_state
-from hmpx.casts import op_facts
-from hmpx.casts.observing import unobserved
 from hmpx.insight.comparing.calls import Asked
 from hmpx.insight.comparing.computing import in_fp32
 from hmpx.insight.tensors import Tensor, floating
 from hmpx.insight.tuning.charges import Scored
 from hmpx.insight.tuning.roundings import Rounded, redrawing, with_inputs
+from hmpx.ops import op_facts
+from hmpx.ops.observing import unobserved
 
 Objective = Literal["speed", "coverage", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("speed", "coverage", "memory")

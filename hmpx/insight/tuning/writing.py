@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hmpx.casts.op_lists import SIDES
-from hmpx.casts.policy import Policy
 from hmpx.insight.tuning.choice import Choice
 from hmpx.insight.tuning.dividing import Rules
+from hmpx.ops.op_lists import SIDES
+from hmpx.ops.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 

@@ -1,0 +1,276 @@
+"""One pass over everything that is alive, for functions that are held under names of their own.
+
+The garbage collector's own traversal (`gc.get_referents`) says in C what an object holds, so that most objects are done
+with after one look; only those that lead to a function are handed to `rewriting`. torch's own tables (operator
+registries, the overrides of `__torch_function__`, Dynamo's rules) hold the originals for a reason and are left alone,
+as is everything else inside torch that is neither a layer nor a distribution.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hmpx.ops.captured_names import access, raw
+from hmpx.ops.captured_names.kinds import grouped, is_book, is_off_limits
+from hmpx.ops.captured_names.places import Capture, Places
+from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, Rewriting
+from hmpx.ops.garbage import none_collected
+
+_LONGEST = 10_000  # items: a longer list or dict is data, not a table of functions
+_BUNCH = 64  # things at once
+_LENGTHS: dict[type | None, Callable[[Any], int]] = {
+    kind: kind.__len__ for kind in (dict, list, tuple, set, frozenset, deque)
+}
+_globals_of = vars(types.FunctionType)["__globals__"].__get__
+_OPTIMIZED = 1  # the flag of code whose local variables are no dict
+
+
+class Sweep:
+    """`replacements`: what to put where a function is held. `places`: where to note what was changed.
+
+    back: whether torch's functions come back. Then those are exchanged, too, that were put into torch's own tables, and
+    that are keys of tables or members of sets: all these were made in the meantime.
+    """
+
+    def __init__(self, replacements: Mapping[Any, Any], places: Places, back: bool = False) -> None:
+        self._functions = list(replacements)
+        self._by_id = {id(old): new for old, new in replacements.items()}
+        self._keys = self._by_id.keys()
+        # What the garbage collector does not track holds nothing that it tracks: strings, dicts and tuples of them.
+        self._may_lead = gc.is_tracked if all(map(gc.is_tracked, self._functions)) else _always
+        self._rewriting = Rewriting(self._by_id, places, self._leads, back)
+        self._stays = is_book if back else is_off_limits
+        self._lengths: dict[int, Callable[[Any], int]] = {}  # of kinds that may lead to one
+        self._apart: set[int] = set()  # kinds of everything else
+        self._empty: dict[int, int] = {}  # what leads to none, and how deep it was looked into
+        self._off: dict[int, bool] = {}  # of modules' namespaces: whether they stay as they are
+
+    @property
+    def captures(self) -> list[Capture]:
+        return self._rewriting.captures
+
+    def let_go(self) -> None:
+        """Hold nothing that was looked for or found any more; whoever counts references is not kept waiting."""
+        self._functions.clear()
+        self._by_id.clear()
+        self._rewriting.let_go()
+
+    @none_collected()
+    def everything(self) -> None:
+        # gc.freeze() takes modules, too, out of the collector's lists.
+        things = gc.get_objects() + [module for _, module in raw.items(sys.modules)]
+        kept = grouped(things)
+        self._bind(kept["methods"])
+        to = self._rewriting
+        once = {id(module): module for module in kept["modules"]}.values()
+        of_modules = {id(raw.globals_of(module)): module for module in once}
+        outside = self._outside_of(of_modules, kept["functions"])
+        modules = [module for module in once if not self._is_off(raw.globals_of(module))]
+        classes = [cls for cls in kept["classes"] if not self._stays(raw.module_of(cls))]
+        functions = self._not_off(kept["functions"])
+        for look, roots, held_by in (
+            (to.module, modules, _referents),
+            (to.namespace, outside, _namespaces),
+            (to.of_class, classes, _referents),
+            (to.of_object, kept["objects"], _referents),
+            (to.function, functions, _held_by),
+        ):
+            for root in self._leading(roots, held_by):
+                count = len(self.captures)
+                self._carefully(look, root)
+                attributes = gc.get_referents(root) if len(self.captures) == count else []
+                if not issubclass(type(root), HOLDERS):  # Python 3.10 keeps attributes in a dict
+                    attributes += gc.get_referents(*[each for each in attributes if type(each) is dict])
+                for held in attributes:
+                    where = f"a {raw.class_name(type(root))}"
+                    self._rewriting.escaped(held, where, "its attributes cannot be reached without code of its own")
+        self._partials_of_nobody(kept["partials"], [each for each in once if self._is_off(raw.globals_of(each))])
+        self._running_functions()
+
+    def _outside_of(self, modules: Container[int], functions: list[types.FunctionType]) -> list[Any]:
+        """Of each namespace that is no module's, a function that has it for its globals, or else the namespace itself.
+
+        A spawned process runs its script in one, cloudpickle makes them, and so does `exec`.
+        """
+        having: dict[int, Any] = {id(frame.f_globals): frame.f_globals for _, frame in _running()}
+        having |= dict(zip(map(id, map(_globals_of, functions)), functions, strict=True))
+        for key in [key for key in having if key not in modules]:
+            if raw.GENERATED not in access.globals_of(having[key]):
+                self._off[key] = self._stays(raw.namespace_name(having[key]))
+        return [each for key, each in having.items() if key not in modules and not self._off.get(key, True)]
+
+    def one(self, module: types.ModuleType) -> None:
+        """A module and what is defined in it, alone."""
+        self._carefully(self._rewriting.module, module)
+        for _, thing in raw.items(raw.globals_of(module)):
+            if type(thing) is types.FunctionType and thing.__globals__ is raw.globals_of(module):
+                self._carefully(self._rewriting.function, thing)
+            elif issubclass(type(thing), type) and raw.module_of(thing) == raw.module_name(module):
+                self._carefully(self._rewriting.of_class, thing)
+
+    def _leading(self, roots: list[Any], held_by: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        """Those that lead to a function: few, so that most are told apart in bunches."""
+        found = []
+        for start in range(0, len(roots), _BUNCH):
+            bunch = roots[start : start + _BUNCH]
+            if self._one_leads(held_by(bunch)):
+                found += [root for root in bunch if self._any(held_by([root]), DEEPEST)]
+        return found
+
+    def _one_leads(self, held: list[Any]) -> bool:
+        """Whether one of these is a function that is looked for, or may lead to one."""
+        seen: set[int] = set()
+        empty, lengths = self._empty, self._lengths
+        for _ in range(2 * DEEPEST):
+            held = list(filter(self._may_lead, held))
+            if not self._keys.isdisjoint(map(id, held)):
+                return True
+            held = [each for each in self._holders(held) if id(each) not in empty and id(each) not in seen]
+            held = [each for each in held if 0 < lengths[id(type(each))](each) <= _LONGEST]
+            if not held:
+                empty.update(dict.fromkeys(seen, 2 * DEEPEST))
+                return False
+            seen.update(map(id, held))
+            held = gc.get_referents(*held)
+        return True
+
+    def _holders(self, things: list[Any]) -> Iterator[Any]:
+        """Those whose class is one that may lead to a function; told apart in C, for there are millions."""
+        kinds = list(map(id, map(type, things)))  # not __class__: a proxy answers that by importing or warning
+        unknown = set(kinds).difference(self._lengths, self._apart)
+        if unknown:
+            for thing, kind in zip(things, kinds, strict=True):
+                if kind in unknown:
+                    unknown.discard(kind)
+                    self._sort(type(thing))
+        return itertools.compress(things, map(self._lengths.__contains__, kinds))
+
+    def _sort(self, kind: type) -> None:
+        """Whether objects of a class may lead to a function, and how to see how much they hold."""
+        base = raw.container_type(kind)
+        if base is None and not issubclass(kind, HOLDERS):
+            self._apart.add(id(kind))
+        else:
+            self._lengths[id(kind)] = _LENGTHS.get(base, _one)
+
+    def _any(self, held: list[Any], depth: int) -> bool:
+        """Whether one of these is a function that is looked for, or leads to one."""
+        if not self._keys.isdisjoint(map(id, held)):
+            return True
+        apart = self._apart
+        return any([self._leads(each, depth) for each in filter(self._may_lead, held) if id(type(each)) not in apart])
+
+    def _leads(self, thing: Any, depth: int) -> bool:
+        """Whether a container, or another builtin object that holds things, leads to a function within that depth."""
+        if self._empty.get(id(thing), 0) >= depth:
+            return False
+        kind = type(thing)
+        if id(kind) not in self._lengths:
+            self._sort(kind)
+            if id(kind) in self._apart:
+                return False
+        length = self._lengths[id(kind)]
+        self._empty[id(thing)] = depth  # until it is known better: it may hold itself
+        if length(thing) > _LONGEST or self._off.get(id(thing)):
+            return False
+        if self._any(gc.get_referents(thing), depth - (length is not _one)):
+            del self._empty[id(thing)]
+            return True
+        return False
+
+    def _carefully(self, look: Callable[[Any], None], thing: Any) -> None:
+        try:
+            look(thing)
+        except Exception as error:
+            where = f"a {raw.class_name(type(thing))}"
+            self.captures.append(Capture(where, "a function of torch", f"it could not be looked through: {error}"))
+
+    def _bind(self, methods: list[types.BuiltinFunctionType]) -> None:
+        """A bound method of a tensor (``x.exp``) is an object of its own, which does not hold `Tensor.exp`."""
+        new = {f.__name__: self._by_id[id(f)] for f in self._functions if type(f) is types.MethodDescriptorType}
+        for method in methods:
+            if issubclass(type(method.__self__), torch.Tensor) and method.__name__ in new:
+                self._by_id[id(method)] = types.MethodType(new[method.__name__], method.__self__)
+
+    def _partials_of_nobody(self, partials: list[functools.partial], off: list[types.ModuleType]) -> None:
+        """Those that local variables lead to, or C code. What the tables of modules that stay lead to stays, too."""
+        found = {id(p): p for p in partials if id(p) not in self._rewriting.done and self._leads(p, DEEPEST)}
+        held: list[Any] = [raw.globals_of(module) for module in off] if found else []
+        seen: set[int] = set()
+        for _ in range(DEEPEST):
+            held = [each for each in self._holders(gc.get_referents(*held)) if id(each) not in seen]
+            seen.update(map(id, held))
+        for key in found.keys() - seen:
+            self._carefully(lambda p: self._rewriting.replaced(p, "a functools.partial", 0), found[key])
+
+    def _running_functions(self) -> None:
+        """Local variables of functions that are running now: visible, not changeable."""
+        for thread, frame in _running():
+            if frame.f_code.co_flags & _OPTIMIZED and not self._is_off(frame.f_globals):
+                inside = raw.text(dict.get(frame.f_globals, "__name__"))
+                for name, value in dict(frame.f_locals).items():
+                    if id(value) in self._by_id and name not in frame.f_code.co_freevars:
+                        where = f"local variable {name} of {inside}.{frame.f_code.co_name}"
+                        other = "" if thread == threading.get_ident() else " in another thread"
+                        self._rewriting.escaped(value, where + other, "a local variable cannot be changed")
+
+    def _not_off(self, functions: list[types.FunctionType]) -> list[types.FunctionType]:
+        """Those whose module is looked through; told apart in C, too."""
+        namespaces = list(map(_globals_of, functions))
+        keys = list(map(id, namespaces))
+        looked = {key for key, each in dict(zip(keys, namespaces, strict=True)).items() if not self._is_off(each)}
+        return list(itertools.compress(functions, map(looked.__contains__, keys)))
+
+    def _is_off(self, namespace: dict) -> bool:
+        """Whether the module of these globals stays as it is."""
+        try:
+            return self._off[id(namespace)]
+        except KeyError:
+            self._off[id(namespace)] = off = self._stays(dict.get(namespace, "__name__"))
+            return off
+
+
+def _running() -> Iterator[tuple[int, types.FrameType]]:
+    """The frames of all threads that run now."""
+    frame: types.FrameType | None
+    running = sys._current_frames()
+    while running:  # emptied: a frame that one of its own variables holds would keep all that was found alive
+        thread, frame = running.popitem()
+        while frame is not None:
+            yield thread, frame
+            frame = frame.f_back
+
+
+def _namespaces(holders: list[Any]) -> list[Any]:
+    return list(map(access.globals_of, holders))
+
+
+def _referents(things: list[Any]) -> list[Any]:
+    return gc.get_referents(*things)
+
+
+def _held_by(functions: list[types.FunctionType]) -> list[Any]:
+    return [
+        held
+        for function in functions
+        for held in (function.__defaults__, function.__kwdefaults__, function.__closure__, function.__dict__)
+        if held
+    ]
+
+
+def _one(holder: Any) -> int:
+    return 1
+
+
+def _always(thing: Any) -> bool:
+    return True

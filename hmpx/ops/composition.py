@@ -1,0 +1,236 @@
+"""What torch composes, in C++, of other ops: `einsum` of `bmm`, `cross_entropy` of `log_softmax` and `nll_loss`.
+
+A patch in Python does not reach such a part. An op that no list names therefore takes the rule of its parts
+(`Policy.cases`), and `audit` reads the same table the other way round: which ops a part may have been called by.
+
+A row says what runs: the parts of one way with blanks between them, one way or another with "|" between them where
+torch chooses by device, size or gradient. Several rows are tried in order, by the arguments of the call. Views and
+movement of data are left out, and `ARITHMETIC` beside another part has no say: it is not what makes a product or a loss
+precise. An op of several arithmetic parts and nothing else (`kl_div`) follows none of them and is not in the table.
+
+The rows were read off torch's profiler over its sample database; `tests/ops/test_composition.py` repeats that and
+fails if a part is missing here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Row(NamedTuple):
+    """What an op runs. `ways`: its parts, one tuple a way. `when`: of the op's arguments; None stands for always."""
+
+    ways: tuple[tuple[str, ...], ...]
+    when: Callable[..., bool] | None = None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that have a say, of all ways."""
+        parts = dict.fromkeys(part for way in self.ways for part in way)
+        return tuple(part for part in parts if part not in ARITHMETIC) or tuple(parts)
+
+
+# Arithmetic by element, reductions and comparisons, with which torch joins the parts of an op.
+ARITHMETIC = frozenset(
+    """
+    abs add all amax amin aminmax any bitwise_and bitwise_not ceil clamp clamp_max clamp_min clip cumprod cumsum div
+    eq erf exp floor ge gt isnan isneginf le log log2 logical_not lt masked_fill max maximum mean min minimum mul nansum
+    ne neg pow prod reciprocal remainder rsqrt rsub sgn sigmoid sqrt square sub sum tanh true_divide where xlogy
+    """.split()
+)
+
+# Parts that torch has no BF16 kernel of: beside one that a list puts in BF16 they are as if listed in FP32.
+ONLY_FP32 = frozenset("linalg_eigh linalg_inv linalg_inv_ex linalg_svd linalg_svdvals svd".split())
+
+
+def _pads(wanted: str, dimensions: int) -> Callable[..., bool]:
+    return lambda input, pad, mode="constant", value=None: mode == wanted and len(pad) == 2 * dimensions
+
+
+def _contracts(equation: str, operands: Any, *, path: Any = None) -> bool:
+    """Whether a label that is not in the result is in two operands: only then `einsum` runs a product of matrices.
+
+    Dimensions of size 1 do not count: they are multiplied by broadcasting.
+    """
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    letters = terms.replace(",", "").replace(".", "")
+    held: dict[Any, int] = {}
+    for term, operand in zip(terms.split(","), operands, strict=True):
+        before, dots, behind = term.partition("...")
+        hidden = [("...", i) for i in range(operand.dim() - len(before) - len(behind), 0, -1)] if dots else []
+        labels = [*before, *hidden, *behind]
+        for label in {label for label, size in zip(labels, operand.shape, strict=True) if size != 1}:
+            held[label] = held.get(label, 0) + 1
+    for label, count in held.items():
+        in_result = label in result if len(label) == 1 else "..." in result
+        if not arrow:
+            in_result = letters.count(label) == 1 if len(label) == 1 else True
+        if count > 1 and not in_result:
+            return True
+    return False
+
+
+def _gives_one(a: Tensor, b: Tensor, dims_self: Any, dims_other: Any) -> bool:
+    shared = math.prod(a.shape[d] for d in dims_self), math.prod(b.shape[d] for d in dims_other)
+    return (a.numel(), b.numel()) == shared
+
+
+def _flattens(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    return bias is not None and (input.dim() <= 2 or input.is_contiguous())
+
+
+def _length(dim: Any) -> int:
+    return 1 if isinstance(dim, int) else len(dim)
+
+
+def _has_singular_values(input: Tensor, ord: Any = "fro", *rest: Any, **more: Any) -> bool:
+    return ord in ("nuc", 2, -2)
+
+
+def _classes(input: Tensor, target: Tensor, *rest: Any, **more: Any) -> bool:
+    return not target.is_floating_point()
+
+
+# The arguments by which a row is chosen, under the names that torch has for them.
+_BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
+    "cdist": (
+        ("_cdist_forward", lambda x1, x2, p=2.0, compute_mode=None: p != 2 or "donot" in str(compute_mode)),
+        ("_euclidean_dist | _cdist_forward", None),
+    ),
+    "cross_entropy": (("log_softmax nll_loss", _classes), ("log_softmax mul", None)),
+    "einsum": (
+        ("bmm", _contracts),
+        ("mul", lambda equation, operands, *, path=None: len(operands) > 1),
+    ),
+    "inner": (
+        ("mul", lambda input, other: input.dim() == 0 or other.dim() == 0),
+        ("dot | mul sum", lambda input, other: _gives_one(input, other, [-1], [-1])),
+        ("tensordot", None),
+    ),
+    "linalg_matrix_norm": (("linalg_svdvals mul", _has_singular_values), ("linalg_vector_norm", None)),
+    "linalg_matrix_power": (
+        ("matmul", lambda input, n: n > 1),
+        ("linalg_inv", lambda input, n: n == -1),
+        ("linalg_inv matmul", lambda input, n: n < 0),
+    ),
+    "linalg_vecdot": (
+        ("vdot", lambda input, other, *, dim=-1: input.dim() == other.dim() == 1),
+        ("mul sum", None),
+    ),
+    "linalg_norm": (
+        (
+            "linalg_matrix_norm",
+            lambda input, ord=None, dim=None, *rest, **more: (
+                _has_singular_values(input, ord) and (input.dim() if dim is None else _length(dim)) == 2
+            ),
+        ),
+        ("linalg_vector_norm", None),
+    ),
+    "linear": (("addmm", _flattens), ("matmul", None)),
+    "matmul": (
+        ("dot", lambda input, other: input.dim() == other.dim() == 1),
+        ("mv", lambda input, other: other.dim() == 1 and input.dim() > 1),
+        ("mm", lambda input, other: other.dim() == 2),
+        ("bmm", None),
+    ),
+    "max": (("maximum", lambda input, other=None, *rest, **more: isinstance(other, Tensor)),),
+    "min": (("minimum", lambda input, other=None, *rest, **more: isinstance(other, Tensor)),),
+    "pad": tuple(
+        (f"{name}_pad{n}d", _pads(mode, n))
+        for mode, name in (("reflect", "reflection"), ("replicate", "replication"))
+        for n in (1, 2, 3)
+    ),
+    "tensordot": (("dot | mul sum", _gives_one), ("mm", None)),
+}
+
+_ALWAYS = {
+    # products
+    "_euclidean_dist": "matmul mul", "_trilinear": "bmm", "bilinear": "_trilinear", "chain_matmul": "mm",
+    "corrcoef": "cov mul", "cov": "mm mul", "kron": "mul", "linalg_multi_dot": "mm mul", "outer": "mul", "vdot": "dot",
+    # convolutions and recurrent layers
+    "_convolution_mode": "convolution",
+    "slow_conv3d": "slow_conv3d_forward",
+    "thnn_conv2d": "_slow_conv2d_forward", "conv1d": "convolution | _convolution_mode",
+    "conv2d": "convolution | _convolution_mode", "conv3d": "convolution | _convolution_mode",
+    "conv_transpose1d": "convolution", "conv_transpose2d": "convolution", "conv_transpose3d": "convolution",
+    "convolution": "_convolution",
+    "gru": "linear mul | _cudnn_rnn", "gru_cell": "linear mul", "lstm": "mkldnn_rnn_layer | _cudnn_rnn | linear mul",
+    "lstm_cell": "linear mul", "rnn_relu": "linear add | _cudnn_rnn", "rnn_relu_cell": "linear add",
+    "rnn_tanh": "linear add | _cudnn_rnn", "rnn_tanh_cell": "linear add",
+    # attention, softmax and losses
+    "_safe_softmax": "softmax", "_scaled_dot_product_attention_math": "matmul _safe_softmax",
+    "binary_cross_entropy_with_logits": "logsigmoid mul", "cosine_similarity": "linalg_vector_norm mul",
+    "ctc_loss": "_ctc_loss", "dist": "norm", "log_softmax": "_log_softmax", "logcumsumexp": "_logcumsumexp",
+    "logsigmoid": "log_sigmoid_forward", "nll_loss": "nll_loss_forward | nll_loss2d_forward",
+    "pairwise_distance": "norm sub",
+    "_lu_with_info": "linalg_lu_factor_ex", "pdist": "_pdist_forward",
+    "scaled_dot_product_attention": """
+        _scaled_dot_product_flash_attention_for_cpu | _scaled_dot_product_flash_attention |
+        _scaled_dot_product_efficient_attention | _scaled_dot_product_cudnn_attention |
+        _scaled_dot_product_attention_math
+    """,
+    "softmax": "_softmax", "triplet_margin_loss": "pairwise_distance sub",
+    # norms and dropout
+    "_batch_norm_impl_index": "native_batch_norm | _native_batch_norm_legit | cudnn_batch_norm",
+    "_weight_norm": "_weight_norm_interface", "alpha_dropout": "mul",
+    "batch_norm": "_batch_norm_impl_index", "dropout": "native_dropout | mul", "feature_alpha_dropout": "mul",
+    "feature_dropout": "mul", "group_norm": "native_group_norm", "instance_norm": "batch_norm",
+    "layer_norm": "native_layer_norm", "renorm": "linalg_vector_norm", "rms_norm": "_fused_rms_norm",
+    # pooling, embeddings, activations
+    "adaptive_avg_pool1d": "adaptive_avg_pool2d", "adaptive_avg_pool2d": "_adaptive_avg_pool2d",
+    "adaptive_avg_pool3d": "_adaptive_avg_pool3d", "adaptive_max_pool1d": "adaptive_max_pool2d",
+    "avg_pool1d": "avg_pool2d", "celu": "elu", "embedding_bag": "_embedding_bag | _embedding_bag_forward_only",
+    "grid_sampler": "grid_sampler_2d | grid_sampler_3d", "max_pool1d": "max_pool1d_with_indices",
+    "max_pool1d_with_indices": "max_pool2d_with_indices", "max_pool2d": "max_pool2d_with_indices",
+    "max_pool3d": "max_pool3d_with_indices", "prelu": "_prelu_kernel", "relu": "clamp_min", "relu6": "hardtanh",
+    "selu": "elu",
+    # linear algebra
+    "cholesky_solve": "_cholesky_solve_helper", "cross": "linalg_cross", "inverse": "linalg_inv",
+    "linalg_cholesky": "linalg_cholesky_ex", "linalg_cond": "linalg_svdvals div | linalg_inv_ex linalg_matrix_norm",
+    "linalg_det": "_linalg_det", "linalg_eigh": "_linalg_eigh", "linalg_eigvals": "_linalg_eigvals | linalg_eig",
+    "linalg_eigvalsh": "_linalg_eigh", "linalg_inv": "linalg_inv_ex", "linalg_ldl_factor": "linalg_ldl_factor_ex",
+    "linalg_lu_factor": "linalg_lu_factor_ex", "linalg_matrix_rank": "linalg_svdvals mul | linalg_eigvalsh mul",
+    "linalg_pinv": "svd matmul | linalg_eigh matmul",
+    "linalg_slogdet": "_linalg_slogdet", "linalg_solve": "linalg_solve_ex", "linalg_solve_ex": "_linalg_solve_ex",
+    "linalg_svd": "_linalg_svd", "linalg_svdvals": "_linalg_svd", "linalg_tensorinv": "linalg_inv_ex",
+    "linalg_tensorsolve": "linalg_solve", "logdet": "linalg_slogdet log", "lu_solve": "linalg_lu_solve",
+    "matrix_exp": "linalg_matrix_exp", "pinverse": "linalg_pinv", "qr": "linalg_qr", "svd": "linalg_svd",
+    # Fourier transforms
+    **dict.fromkeys(("fft_fft", "fft_ifft"), "_fft_r2c | _fft_c2c"),
+    **dict.fromkeys(("fft_fft2", "fft_fftn", "fft_ifft2", "fft_ifftn"), "_fft_c2c"),
+    **dict.fromkeys(("fft_hfft", "fft_irfft", "fft_irfft2", "fft_irfftn"), "_fft_c2r"),
+    **dict.fromkeys(("fft_hfft2", "fft_hfftn"), "_fft_c2r | _fft_c2c _fft_c2r"),
+    **dict.fromkeys(("fft_ihfft", "fft_rfft", "fft_rfft2", "fft_rfftn"), "_fft_r2c"),
+    **dict.fromkeys(("fft_ihfft2", "fft_ihfftn"), "_fft_r2c | _fft_r2c _fft_c2c"),
+    "stft": "_fft_r2c mul",
+    # sorting, differences
+    "argsort": "sort", "diff": "sub", "msort": "sort", "nanquantile": "sort", "quantile": "sort", "square": "pow",
+    "special_polygamma": "polygamma", "sum_to_size": "sum",
+}  # fmt: skip
+_BY_ARGUMENTS["matrix_power"] = _BY_ARGUMENTS["linalg_matrix_power"]
+
+
+def _row(text: str, when: Callable[..., bool] | None = None) -> Row:
+    return Row(tuple(tuple(way.split()) for way in text.split("|")), when)
+
+
+COMPOSED: dict[str, tuple[Row, ...]] = {
+    **{name: (_row(text),) for name, text in _ALWAYS.items()},
+    **{name: tuple(_row(*row) for row in rows) for name, rows in _BY_ARGUMENTS.items()},
+}
+
+
+@functools.cache
+def callers(part: str) -> tuple[str, ...]:
+    """The ops that are nothing but `part` in some way, so that it may be they that were called when it runs."""
+    found = dict.fromkeys(
+        name for name, rows in COMPOSED.items() for row in rows if (part,) in row.ways and part not in ARITHMETIC
+    )
+    return tuple(dict.fromkeys((*found, *(outer for name in found for outer in callers(name)))))

@@ -1,0 +1,258 @@
+"""Dtypes that become others wherever one is asked for: what XLA_USE_BF16 and XLA_DOWNCAST_BF16 did below Python.
+
+With ``{float32: bfloat16}``, `torch.zeros(3)`, `x.float()`, `x.to(torch.float32)`, `torch.sum(x, dtype=torch.float32)`,
+`nn.Linear(4, 4)` and `torch.load(file)` all give BF16. The mapping is applied once to what a caller asks for, and once
+to what comes from outside of torch (NumPy, buffers, files); a tensor that is there already is left alone. So a tensor's
+`dtype` says what it is. On XLA it did not: there it went on saying what had been asked for.
+
+Calls by hmpx itself, by torch's compiler and other internals, and by optimizer steps are not mapped: steps compute and
+count in FP32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from hmpx import region_state
+from hmpx.changes import Attribute, Changes, Flag
+from hmpx.errors import HmpxError
+from hmpx.ops import op_facts
+from hmpx.ops.beside_model import functions_in
+from hmpx.ops.callers import frames
+from hmpx.ops.catalog import catalog
+from hmpx.ops.codegen import Switch
+from hmpx.ops.layouts import schemas
+from hmpx.ops.op_wrappers import Patch, Patching
+from hmpx.ops.overriding import COMPILER, call
+from hmpx.ops.patch_table import patch_at
+from hmpx.ops.rules import METHODS
+
+Tensor = torch.Tensor
+_LEGACY = {
+    torch.float64: torch.DoubleTensor,
+    torch.float32: torch.FloatTensor,
+    torch.bfloat16: torch.BFloat16Tensor,
+}
+_DEFAULT_DTYPE = Flag("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
+# Calls from these modules get the dtype that they ask for: their numbers are no part of the model.
+_INTERNAL = (*COMPILER, "hmpx.", "torch._tensor_str.", "torch._utils.", "torch.amp.", "torch.optim.", "torch.testing.")
+_IN_BETWEEN = "torch._subclasses.functional_tensor"  # hands on what a compiled function asks for
+
+
+class DtypeMap:
+    """The mapping of one conversion.
+
+    Args:
+        mapping: from torch.float32 and torch.float64 to torch.bfloat16 and torch.float32.
+
+    Raises:
+        HmpxError: a mapping of other dtypes.
+    """
+
+    def __init__(self, mapping: Mapping[torch.dtype, torch.dtype]) -> None:
+        for old, new in mapping.items():
+            if old not in (torch.float32, torch.float64) or new not in (torch.bfloat16, torch.float32):
+                raise HmpxError(
+                    f"dtype_map: {old} to {new}; it maps torch.float32 and torch.float64 to torch.bfloat16 and "
+                    "torch.float32"
+                )
+        self._mapping = dict(mapping)
+        self._asked: dict[Any, Any] = self._mapping | {
+            f"torch.{_LEGACY[old].__name__}": f"torch.{_LEGACY[new].__name__}" for old, new in self._mapping.items()
+        }
+
+    def __str__(self) -> str:
+        return "".join(f"{old} -> {new}\n" for old, new in self._mapping.items())
+
+    def apply(self, changes: Changes) -> None:
+        """Give the default dtype and the old names of tensor types (`torch.FloatTensor`) their successors."""
+        default = torch.get_default_dtype()
+        changes.put(_DEFAULT_DTYPE, self._mapping.get(default, default))
+        for dtype, new in self._mapping.items():
+            name = _LEGACY[dtype].__name__
+            changes.put(Attribute(torch, name, f"torch.{name}"), _LEGACY[new])
+
+    def patches(self, patches: tuple[Patch, ...], switch: Switch) -> Iterator[Patch]:
+        """`patches`, and those that map dtypes: one attribute gets one patch, which does both."""
+        places = {(id(patch.owner), patch.attribute): patch for patch in patches}
+        made: dict[tuple[int, Callable], Callable] = {}
+        for path, build in self._wanted():
+            patch = patch_at(path, Patching.DTYPE_MAP, lambda function: function)
+            before = places.get((id(patch.owner), patch.attribute), patch)
+            key = id(before.wrapper), build
+            if key not in made:
+                made[key] = _named_like(build(before.wrapper, switch), patch)
+            places[id(patch.owner), patch.attribute] = dataclasses.replace(before, wrapper=made[key])
+        yield from places.values()
+
+    def _wanted(self) -> Iterator[tuple[str, Callable]]:
+        """Every function that is asked for a dtype or brings data in, and what makes its wrapper."""
+        special = {
+            **dict.fromkeys(op_facts.DTYPE_ASKED, self._asked_for),
+            **dict.fromkeys(op_facts.DTYPE_FOUND, self._found),
+            **dict.fromkeys(op_facts.DTYPE_ASKED_OR_FOUND, self._asked_or_found),
+            **{"torch.Tensor.float": self._as_float, "torch.Tensor.double": self._as_double},
+            **{"torch.Tensor.numpy": self._to_numpy, "torch.load": self._loaded},
+            **dict.fromkeys(_initialisers(), self._initialised),
+        }
+        for op in catalog().values():
+            if not op.name.startswith("_") and any(a.name == "dtype" for s in schemas(op.name) for a in s.arguments):
+                for entry in op.entries:
+                    path = f"torch.{entry.label}" if entry.owner is Tensor else entry.label
+                    if not entry.layout.python and path not in special:
+                        yield path, self._asked_for
+        yield from special.items()
+
+    def _new(self, values: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """What is asked for, mapped."""
+        asked = self._asked
+        return (
+            tuple(asked.get(v, v) if type(v) in (torch.dtype, str) else v for v in values),
+            {k: asked.get(v, v) if type(v) in (torch.dtype, str) else v for k, v in kwargs.items()},
+        )
+
+    def _narrowed(self, value: Any) -> Any:
+        """A tensor that has come in, in the dtype that its own is mapped to."""
+        if not isinstance(value, Tensor) or value.dtype not in self._mapping:
+            return value
+        new = METHODS[self._mapping[value.dtype]]
+        return new(value.detach()).requires_grad_(value.requires_grad) if value.is_leaf else new(value)
+
+    def _asked_for(self, inner: Callable, switch: Switch) -> Callable:
+        def wrapper(*args, **kwargs):
+            if _acts(switch):
+                args, kwargs = self._new(args, kwargs)
+            return _call(inner, args, kwargs)
+
+        return wrapper
+
+    def _found(self, inner: Callable, switch: Switch) -> Callable:
+        def wrapper(*args, **kwargs):
+            out = _call(inner, args, kwargs)
+            # A tensor, viewed or handed on, is narrowed only if it was asked to be of another dtype.
+            own = bool(args) and isinstance(args[0], Tensor) and out.dtype is args[0].dtype
+            return out if own or not _acts(switch) else self._narrowed(out)
+
+        return wrapper
+
+    def _asked_or_found(self, inner: Callable, switch: Switch) -> Callable:
+        def wrapper(*args, **kwargs):
+            if not _acts(switch):
+                return _call(inner, args, kwargs)
+            stated = kwargs.get("dtype") is not None
+            args, kwargs = self._new(args, kwargs)
+            out = _call(inner, args, kwargs)
+            return out if stated or (args and isinstance(args[0], Tensor)) else self._narrowed(out)
+
+        return wrapper
+
+    def _as_float(self, inner: Callable, switch: Switch) -> Callable:
+        return self._as(torch.float32, inner, switch)
+
+    def _as_double(self, inner: Callable, switch: Switch) -> Callable:
+        return self._as(torch.float64, inner, switch)
+
+    def _as(self, dtype: torch.dtype, inner: Callable, switch: Switch) -> Callable:
+        new = self._mapping.get(dtype)
+        instead = inner if new is None else METHODS[new]
+
+        def wrapper(*args, **kwargs):
+            return _call(instead if _acts(switch) else inner, args, kwargs)
+
+        return wrapper
+
+    def _to_numpy(self, inner: Callable, switch: Switch) -> Callable:
+        """NumPy has no BF16, and the way there, ``x.float().numpy()``, is closed by the mapping itself."""
+
+        def wrapper(self, *args, **kwargs):
+            wide = self.dtype is torch.bfloat16 and not switch.retired
+            return _call(inner, (METHODS[torch.float32](self) if wide else self, *args), kwargs)
+
+        return wrapper
+
+    def _initialised(self, inner: Callable, switch: Switch) -> Callable:
+        """Weights begin as those of FP32 rounded, as on XLA, where they came from the host; BF16 has no QR either."""
+
+        def wrapper(tensor, *args, **kwargs):
+            if tensor.dtype is not torch.bfloat16 or not _acts(switch):
+                return inner(tensor, *args, **kwargs)
+            wide = METHODS[torch.float32](tensor.detach())
+            inner(wide, *args, **kwargs)
+            with torch.no_grad():
+                return tensor.copy_(wide)
+
+        return wrapper
+
+    def _loaded(self, inner: Callable, switch: Switch) -> Callable:
+        def wrapper(*args, **kwargs):
+            if not _acts(switch):
+                return inner(*args, **kwargs)
+            with region_state.region(region_state.casting(), region_state.rounding(), maps=False):
+                loaded = inner(*args, **kwargs)
+                return self._tree(loaded, {})
+
+        return wrapper
+
+    def _tree(self, value: Any, seen: dict[int, Any]) -> Any:
+        """What was loaded, containers and modules as they are, tensors mapped.
+
+        A tensor without a dimension stays: a count of steps would stop at 256 in BF16.
+        """
+        if id(value) in seen:
+            return seen[id(value)]
+        new = value
+        if isinstance(value, torch.nn.Module):
+            value._apply(lambda t: self._tree(t, seen))
+        elif isinstance(value, Tensor):
+            new = self._narrowed(value) if value.dim() else value
+            if isinstance(value, torch.nn.Parameter) and new is not value:
+                new = torch.nn.Parameter(new.detach(), value.requires_grad)
+        elif isinstance(value, dict):
+            for key in value:
+                value[key] = self._tree(value[key], seen)
+        elif isinstance(value, list):
+            value[:] = [self._tree(item, seen) for item in value]
+        elif isinstance(value, tuple):
+            items = [self._tree(item, seen) for item in value]
+            new = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        seen[id(value)] = new
+        return new
+
+
+def _call(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """`overriding.call` for a function of torch's own; a wrapper of ours calls that itself."""
+    return function(*args, **kwargs) if type(function) is types.FunctionType else call(function, args, kwargs)
+
+
+def _initialisers() -> Iterator[str]:
+    """The public functions of torch.nn.init that write to their argument."""
+    for _, attribute, path in functions_in("torch.nn.init"):
+        if attribute.endswith("_") and not attribute.startswith("_"):
+            yield path
+
+
+def _acts(switch: Switch) -> bool:
+    """Whether the call of the wrapper that asks is one to map."""
+    if switch.retired or not region_state.maps():
+        return False
+    if is_dynamo_compiling():
+        return True
+    callers = (frame.f_globals.get("__name__", "") for frame in frames(sys._getframe(2)))
+    caller = next((name for name in callers if name != _IN_BETWEEN), "")
+    return not (caller + ".").startswith(_INTERNAL)
+
+
+def _named_like(wrapper: Callable, patch: Patch) -> Callable:
+    """It takes the place of the original by name, for pickling too."""
+    method = patch.owner is Tensor
+    wrapper.__module__ = "torch" if method else patch.owner.__name__
+    wrapper.__name__, wrapper.__qualname__ = patch.attribute, f"Tensor.{patch.attribute}" if method else patch.attribute
+    wrapper.__doc__, vars(wrapper)["__hmpx_original__"] = patch.original.__doc__, patch.original
+    return wrapper

@@ -1,0 +1,157 @@
+"""The forwards of modules with rules: each runs in the scope that its rules make.
+
+While torch is converted, the forward of a class is wrapped once a module of it has a rule; the wrapper looks at the
+module's own attribute. A forward that stands in the module itself (`module.forward = ...`, as Accelerate does it) is
+wrapped there. Hooks would not do: after Ctrl-C, the hook that leaves the scope would not be called.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
+from typing import Any
+
+import torch
+
+from hmpx import process_state as state
+from hmpx import region_state
+from hmpx.changes import Attribute, Changes
+from hmpx.errors import HmpxError
+from hmpx.ops.module_rules import RULES, deciding, forward_class, rules_of
+from hmpx.ops.overlays import Overlay
+from hmpx.ops.policy import LOW_RULES, Rule
+from hmpx.ops.rules import is_eligible
+from hmpx.ops.scopes import scope_inside
+
+Module = torch.nn.Module
+# Attribute of a class with a wrapped forward, inherited by the classes below: its identity. Of a module in which a
+# wrapped forward stands: 0. So a wrapper knows whether another one, further out, has put the module's rules in force.
+_OUTERMOST = "_hmpx_outermost"
+_LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)  # what computes later
+
+
+class ForwardWrappers:
+    """A part: the forwards of all modules with rules are wrapped, of those too that get one while it is applied."""
+
+    def __init__(self) -> None:
+        self._wrapped: set[int] = set()  # by identity: what holds the forward
+
+    def apply(self, changes: Changes) -> None:
+        self._changes = changes
+        changes.put(Attribute(state, "wrap_forward", "hmpx.process_state.wrap_forward"), self._wrap)
+        for rule in list(state.module_rules):
+            for cls in rule.classes:
+                self._wrap(cls)
+            for module in rule.modules():  # whose class may be another one than before
+                self._wrap(module if "forward" in vars(module) else forward_class(module))
+
+    def _wrap(self, owner: Any) -> None:
+        """Wrap the forward that stands in a class or in a module."""
+        inner = vars(owner)["forward"]
+        if isinstance(owner, Module):
+            if not (isinstance(inner, functools.partial) and inner.func is _forward_of):
+                outer = functools.update_wrapper(functools.partial(_forward_of, owner, inner), inner)
+                self._changes.put(Attribute(owner, "forward", f"the forward of a {type(owner).__name__}"), outer)
+                self._changes.put(Attribute(owner, _OUTERMOST, f"a {type(owner).__name__}.{_OUTERMOST}"), 0)
+        elif id(owner) not in self._wrapped:
+            self._wrapped.add(id(owner))
+            name = f"{owner.__module__}.{owner.__qualname__}"
+            self._changes.put(Attribute(owner, RULES, f"{name}.{RULES}"), ())
+            self._changes.put(Attribute(owner, _OUTERMOST, f"{name}.{_OUTERMOST}"), id(owner))
+            self._changes.put(Attribute(owner, "forward", f"{name}.forward"), _placing(inner, id(owner)))
+
+
+def _placing(original: Callable, owner: int) -> Callable:
+    """The forward of a class, in the place of the module that it is called for; `owner` is the class by identity.
+
+    A forward that calls the one of its base class has its rules already.
+    """
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        rules = getattr(self, RULES, ())  # the class has none any more where somebody has kept this wrapper
+        if not rules or getattr(self, _OUTERMOST, owner) != owner or not region_state.casts_on():
+            return original(self, *args, **kwargs)
+        return _run(rules, original, (self, *args), kwargs)
+
+    return forward
+
+
+def _forward_of(module, inner, *args, **kwargs):
+    """The forward that stands in a module itself, in its place."""
+    rules = rules_of(module)
+    if not rules or not region_state.casts_on():
+        return inner(*args, **kwargs)
+    return _run(rules, inner, args, kwargs)
+
+
+def _run(rules, function, args, kwargs):
+    """Call a forward in the scope that its rules make; a copy may carry some that were removed."""
+    scope, overlay, casting = region_state.scope(), None, None
+    for rule in deciding(rules):
+        overlay = rule.overlay
+        if overlay.whole:  # what is around decides nothing any more
+            casting = overlay if overlay.dtype is not None and rule.casts_arguments else None
+        scope = scope_inside(scope, overlay.number)
+    if casting is not None:
+        args = tuple([_cast_once(value, casting) for value in args])
+        kwargs = {key: _cast_once(value, casting) for key, value in kwargs.items()}
+    result = region_state.run_at(scope, function, args, kwargs)
+    if overlay is not None and isinstance(result, _LAZY):
+        raise HmpxError(
+            f"{overlay.where}: the forward returned a {type(result).__name__}, whose ops run after the call, where the "
+            f"rule does not hold; return a list or tuple"
+        )
+    return result
+
+
+def _cast_once(value: Any, overlay: Overlay) -> Any:
+    """An argument as a cast by hand would make it. A list or dict stays: the module may write to it."""
+    if isinstance(value, torch.Tensor):
+        return value.to(overlay.dtype) if value.dtype is not overlay.dtype and is_eligible(value) else value
+    if isinstance(value, tuple):
+        items = [_cast_once(item, overlay) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+def replaced_forwards() -> list[str]:
+    """The rules in force for modules whose forward is another one than that which was wrapped, in words."""
+    if state.wrap_forward is None:
+        return []
+    return [
+        f"{rule.where}: the forward of a {type(module).__name__} was replaced after convert(), and the rule may not "
+        f"hold in the new one: call convert() again"
+        for rule in list(state.module_rules)
+        for module in rule.modules()
+        if not _is_wrapped(module.forward)
+    ]
+
+
+def _is_wrapped(forward: Any) -> bool:
+    """Whether a forward is a wrapper, or one that was put around a wrapper and says so, as `functools.wraps` does."""
+    while forward is not None:
+        if isinstance(forward, functools.partial):
+            if forward.func is _forward_of:
+                return True
+        elif getattr(forward, "__code__", None) is _WRAPPER:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+_WRAPPER = _placing(Module.forward, 0).__code__
+
+
+def rule_that_casts(frame: FrameType) -> str:
+    """What says so, where `frame` casts an argument of a module; else nothing."""
+    return frame.f_locals["overlay"].where if frame.f_code is _cast_once.__code__ else ""
+
+
+def side_that_casts(frame: FrameType) -> str:
+    """The rule, as an op's is called, where `frame` casts an argument of a module; else nothing."""
+    if frame.f_code is not _cast_once.__code__:
+        return ""
+    dtype = frame.f_locals["overlay"].dtype
+    return str(Rule.FP32 if dtype is torch.float32 else LOW_RULES[dtype])

@@ -1,0 +1,268 @@
+"""Rules of modules: lists that hold in the forward of a module, and in everything that it calls.
+
+A module carries its rules as an attribute, so that copies, replicas and pickled modules carry them too. `forwards`
+looks at it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hmpx import process_state as state
+from hmpx.changes import Changes
+from hmpx.errors import HmpxError
+from hmpx.ops.overlays import Overlay, overlay_by_hand
+from hmpx.ops.policy import Policy
+from hmpx.ops.scopes import number_inside
+
+Module = torch.nn.Module
+RULES = "_hmpx_rules"  # the attribute: rules, each with the number of containers between it and the module
+_NO_FORWARD = Module.forward  # what a container has
+# Classes of torch whose forward nobody calls, and who takes their weights.
+_NOT_CALLED = {"NonDynamicallyQuantizableLinear": "MultiheadAttention takes its weights; give that the rule"}
+
+
+class ModuleRule:
+    """One rule of a module: what `hmpx.policy_for` returns.
+
+    Attributes:
+        where: what says so, as file:line.
+        active: whether it has not been removed.
+
+    `remove()` takes it away, from copies of the module too; what the module had before is in force again. `overlay`,
+    `classes`, `casts_arguments`, `modules` and `apply` are for hmpx itself.
+
+    Example:
+        >>> rule = hmpx.policy_for(model, fp32=["linear"])
+        >>> with hmpx.convert():
+        ...     before = model(inputs).dtype
+        ...     rule.remove()
+        ...     before, model(inputs).dtype
+        (torch.float32, torch.bfloat16)
+    """
+
+    def __init__(self, module: Module, overlay: Overlay, *, casts_arguments: bool = True) -> None:
+        self.overlay, self.casts_arguments = overlay, casts_arguments
+        self.active = False
+        targets = list(_with_forward(module))
+        if nothing := never_called(module):
+            raise HmpxError(f"a rule for a {type(module).__name__}: {nothing}")
+        self._modules = [(weakref.ref(each), distance) for each, distance in targets]
+        self.classes = {forward_class(each) for each, _ in targets if "forward" not in vars(each)}
+
+    @property
+    def where(self) -> str:
+        return self.overlay.where
+
+    def __repr__(self) -> str:
+        return f"<hmpx.ModuleRule, {'active' if self.active else 'removed'}: {self.where}>"
+
+    def __copy__(self) -> ModuleRule:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> ModuleRule:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _unpickled, (self.overlay, self.active, self.classes, self.casts_arguments)
+
+    def modules(self) -> Iterator[Module]:
+        """Those whose forward it is about and that are alive."""
+        return (module for module, _ in self._alive())
+
+    def _alive(self) -> Iterator[tuple[Module, int]]:
+        return ((module, distance) for reference, distance in self._modules if (module := reference()) is not None)
+
+    def apply(self, changes: Changes | None = None) -> None:
+        """Put it in force, over the rules that the module has; until `changes` are undone, if they are given."""
+        with state.lock:
+            self.active = True
+            state.module_rules.add(self)
+            if state.wrap_forward is not None:
+                for cls in self.classes:
+                    state.wrap_forward(cls)
+            for module, distance in self._alive():
+                # Containers first; of rules for the same one, the last is the last that was given.
+                vars(module)[RULES] = tuple(sorted((*rules_of(module), (distance, self)), key=lambda each: -each[0]))
+                if state.wrap_forward is not None and "forward" in vars(module):
+                    state.wrap_forward(module)
+        if changes is not None:
+            changes.callback(self.remove)
+
+    def remove(self) -> None:
+        """Take it away; nothing happens the second time."""
+        with state.lock:
+            self.active = False
+            state.module_rules.discard(self)
+            for module in self.modules():
+                others = tuple(each for each in rules_of(module) if each[1] is not self)
+                if others:
+                    vars(module)[RULES] = others
+                else:
+                    vars(module).pop(RULES, None)
+
+
+def policy_for(
+    module: Module,
+    rule: Policy | torch.dtype | str | Mapping[str, Any] | None = None,
+    /,
+    *,
+    bf16: Iterable[str] | None = None,
+    fp32: Iterable[str] | None = None,
+    promote: Iterable[str] | None = None,
+    low_precision: torch.dtype | str | None = None,
+) -> ModuleRule:
+    """Say in which precision ops run in the forward of a module, and in all that it calls.
+
+    Lists lie over what holds around the module: they move the ops that they name and leave the others. Of nested
+    modules the innermost decides, of several rules for one module the last. It may be said before `convert()` or after
+    it, and does nothing while nothing is converted, or in `disable_casts()`. Copies of the module have the rule too.
+
+    Args:
+        module: any module; the rule of a container without a forward (`ModuleList`) is one of each module that is in it
+            now, and of none that is appended later.
+        rule: torch.float32, torch.bfloat16, torch.float16 or its name, for every op that computes; the floating tensors
+            that the module is called with are cast once, as by hand, so that an in-place write to one goes to a copy.
+            Or a `Policy`, in the place of the one around. Or a mapping of the arguments below, as a recipe has it.
+        bf16, fp32, promote: names of ops.
+        low_precision: what the ops in the bf16 list run in from here on; None for what they run in around.
+
+    Returns:
+        A handle, whose `remove()` takes the rule away.
+
+    Raises:
+        HmpxError: a scripted module, or one whose forward is a generator or coroutine; a rule that says nothing. When
+            the module is called: its forward returned a generator, a `map` or the like, whose ops run later.
+        UnknownOpError, OpListError: a name that is no op, or on two sides.
+
+    Example:
+        >>> rule = hmpx.policy_for(model, fp32=["linear"])
+        >>> with hmpx.convert():
+        ...     model(inputs).dtype
+        torch.float32
+        >>> rule.remove()
+    """
+    if not isinstance(module, Module):
+        raise HmpxError(f"policy_for takes a torch.nn.Module, not a {type(module).__name__}")
+    lists = {"bf16": bf16, "fp32": fp32, "promote": promote, "low_precision": low_precision}
+    made = ModuleRule(module, overlay_by_hand("policy_for", rule, lists, sys._getframe(1)))
+    try:
+        made.apply()
+        if state.learn is not None:
+            state.learn(scopes_of_rules())
+    except BaseException:  # a function of the user's that cannot be cast, say
+        made.remove()
+        raise
+    return made
+
+
+def _unpickled(overlay: Overlay, active: bool, classes: set[type], casts_arguments: bool = True) -> ModuleRule:
+    """A rule that came with a module, which holds it; no other one is known to have it."""
+    rule = ModuleRule.__new__(ModuleRule)
+    rule.overlay, rule.active, rule.classes, rule._modules = overlay, active, classes, []
+    rule.casts_arguments = casts_arguments
+    if active:
+        rule.apply()
+    return rule
+
+
+def rules_of(module: Module) -> tuple[tuple[int, ModuleRule], ...]:
+    """The rules of a module, each with the number of containers between it and the module, the outermost first."""
+    return vars(module).get(RULES, ())
+
+
+def deciding(rules):
+    """Those that decide, from the outermost inwards: of each level the last that is active."""
+    if len(rules) == 1:
+        return [rules[0][1]] if rules[0][1].active else []
+    return list({distance: rule for distance, rule in rules if rule.active}.values())
+
+
+def forward_class(module: Module) -> type:
+    """The class that defines the forward of a module."""
+    return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+
+
+def never_called(module: Module) -> str:
+    """Why a rule of this module would do nothing; nothing where it does something."""
+    kinds = [type(each).__name__ for each, _ in _with_forward(module)]
+    if not kinds:
+        return "there is no forward in it"
+    return "" if set(kinds) - _NOT_CALLED.keys() else f"its forward is never called: {_NOT_CALLED[kinds[0]]}"
+
+
+def modules_called_in(module: Module) -> list[Module]:
+    """The modules one level further in that have a forward which is called."""
+    return [each for child in module.children() for each, _ in _with_forward(child) if not never_called(each)]
+
+
+def _with_forward(module: Module, distance: int = 0) -> Iterator[tuple[Module, int]]:
+    """The module; of a container, which has no forward of its own, what it contains."""
+    if isinstance(module, torch.jit.ScriptModule):
+        what = "a scripted module is compiled, and no rule reaches its ops"
+        raise HmpxError(f"a rule for a {type(module).__name__}: {what}")
+    if "forward" in vars(module) or type(module).forward is not _NO_FORWARD:
+        _check(module)
+        yield module, distance
+        return
+    for child in module.children():
+        yield from _with_forward(child, distance + 1)
+
+
+def _check(module: Module) -> None:
+    kind = type(module).__name__
+    forward = inspect.unwrap(module.forward)
+    for is_later in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
+        if is_later(forward):
+            raise HmpxError(
+                f"a rule for a {kind}: its forward is a generator or coroutine function, whose body runs after the call"
+            )
+
+
+def scopes_of_rules() -> set[int]:
+    """The scopes that the rules in force make, in modules and in modules inside of these."""
+    found: set[int] = set()
+    seen: set[tuple[int, int]] = set()
+
+    def walk(module: Module, scope: int) -> None:
+        for rule in deciding(rules_of(module)):
+            scope = number_inside(scope, rule.overlay.number)
+            found.add(scope)
+        if (id(module), scope) not in seen:
+            seen.add((id(module), scope))
+            for child in module.children():
+                walk(child, scope)
+
+    for rule in list(state.module_rules):
+        found.add(number_inside(0, rule.overlay.number))
+        for module in rule.modules():
+            walk(module, 0)
+    return found
+
+
+def policies_of(model: Module) -> list[ModuleRule]:
+    """The rules that are in force in a model: of whatever gave them, `policy_for` or a recipe.
+
+    Of a model that was copied or loaded they are not what `policy_for` has returned; `remove()` takes them away all the
+    same.
+
+    Returns:
+        Each rule once, in the order of `model.modules()`; of one module those of its containers first.
+
+    Example:
+        >>> import copy
+        >>> _ = hmpx.policy_for(model, fp32=["linear"])
+        >>> rules = hmpx.policies_of(copy.deepcopy(model))
+        >>> [rule.remove() for rule in rules], hmpx.policies_of(model)
+        ([None], [])
+    """
+    if not isinstance(model, Module):
+        raise HmpxError(f"policies_of takes a torch.nn.Module, not a {type(model).__name__}")
+    found = [rule for module in model.modules() for _, rule in rules_of(module) if rule.active]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,226 @@
+"""What stands in the places of torch's functions: one wrapper for each, by what its op does in each scope."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import wrapt
+
+from hmpx.changes import Attribute
+from hmpx.ops import op_facts
+from hmpx.ops.catalog import Entry, catalog
+from hmpx.ops.codegen import Switch
+from hmpx.ops.fp32_kernels import Kernels
+from hmpx.ops.layouts import Layout
+from hmpx.ops.observing import Observer
+from hmpx.ops.op_lists import is_shipped
+from hmpx.ops.policy import Case, Policy, Rule
+from hmpx.ops.wrappers import build_choice, build_explaining, build_refusing, build_scoped, build_untouched
+
+Cases = tuple[Case, ...]
+Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entry points, and what it does in each scope
+
+
+class Patching(enum.Enum):
+    """What a patch does to the calls of an entry point."""
+
+    CAST = "cast"  # the arguments are cast as its rule says
+    UNCAST = "uncast"  # no casts inside: not the model's forward
+    CHECK = "check"  # a layer's check of its input's dtype accepts what will be cast
+    CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
+    EXPLAINED = "explained"  # nothing but that an error of torch's says why
+    OBSERVED = "observed"  # nothing but that an observer sees them
+    DTYPE_MAP = "dtype map"  # a dtype that is asked for becomes another
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute, before and after.
+
+    how: what the patch does. rule: of one that casts, what the policy says (where that depends on the arguments of a
+    call, or on the scope, the first of its cases); else None. before: what it takes the place of: the original, or an
+    older wrapper of ours.
+    """
+
+    op: str
+    how: Patching
+    rule: Rule | None
+    label: str
+    owner: Any
+    attribute: str
+    original: Any
+    wrapper: Any
+    inherited: bool
+    before: Any
+
+    def __str__(self) -> str:
+        return f"{self.label:45} {self.rule or self.how}"
+
+    @property
+    def place(self) -> Attribute:
+        return Attribute(self.owner, self.attribute, self.label)
+
+
+class Wrappers:
+    """The wrappers of one conversion. It may learn more scopes while it is in force."""
+
+    def __init__(self, switch: Switch, kernels: Kernels, observer: Observer | None) -> None:
+        self.switch, self._kernels, self._observer = switch, kernels, observer
+        self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
+        self._standing: dict[tuple[int, str], Patch] = {}
+        self._cases = _CasesByOp()
+        self._low = False  # whether some op is computed in low precision
+        self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
+
+    def patches(self, policies: Mapping[int, Policy]) -> Iterator[Patch]:
+        """Those of functions that have none yet, or another wrapper from now on.
+
+        policies: by scope, all that are known.
+        """
+        self._cases.learn(policies)
+        self._low = self._low or any(policy.bf16 for policy in policies.values())
+        for origins in (policy.origins for policy in policies.values()):
+            self._asked |= {op for op in op_facts.UNSAFE_OF_LOW if op in origins and not is_shipped(origins[op])}
+        wanted = self._cases.wanted(self._low)
+        if self._observer is not None and self._observer.everything:
+            wanted = _with_the_others(wanted)
+        for op, entry, cases in wanted:
+            key = id(entry.owner), entry.attribute
+            old = self._standing.get(key)
+            if old is None:
+                original, inherited = read_attribute(entry.owner, entry.attribute)
+            else:
+                original, inherited = old.original, old.inherited
+            function = self._functions.get((id(original), entry.in_place))
+            if function is None:
+                function = self._functions[id(original), entry.in_place] = _Function(op, entry, original, self._build)
+            wrapper = function.wrapper(cases)
+            if old is None or old.wrapper is not wrapper:
+                rule = next((case.rule for each in cases.values() for case in each if case.rule is not None), None)
+                uncast = Patching.EXPLAINED if self._observer is None else Patching.OBSERVED
+                how = uncast if rule is None else Patching.CAST
+                before = None if old is None else old.wrapper
+                patch = made_patch(op, how, rule, entry, original, wrapper, inherited, before)
+                self._standing[key] = patch
+                yield patch
+
+    def _build(self, op: str, entry: Entry, original: Callable, cases: Cases) -> Callable:
+        run = self._kernels.wrap(op, [case.rule for case in cases], original)
+        built = build_choice(op, entry, cases, original, self.switch, run, self._observer)
+        if self._low and _may_refuse_low(op, cases):
+            return build_explaining(op, entry, original, built)
+        instead = op_facts.UNSAFE_OF_LOW.get(op)
+        if instead is None or not self._low or built is original:
+            return built
+        return build_refusing(op, entry, original, built, self.switch, instead, op in self._asked)
+
+
+class _Function:
+    """One function of torch, and what is called in its place."""
+
+    def __init__(self, op: str, entry: Entry, original: Callable, build: Callable[..., Callable]) -> None:
+        self._op, self._entry, self._original, self._build = op, entry, original, build
+        self._built: dict[Cases, Callable] = {}
+        self._runs: dict[int, Callable] = {}  # by scope; the scoped wrapper looks here
+        self._scoped: Callable | None = None
+
+    def wrapper(self, cases: Mapping[int, Cases]) -> Callable:
+        """Of one rule, where that is the same in all scopes; else one that asks where it is."""
+        for scope, each in itertools.islice(cases.items(), len(self._runs), None):  # in the order of before
+            if each not in self._built:
+                built = self._build(self._op, self._entry, self._original, each)
+                self._built[each] = build_untouched(built) if built is self._original else built
+            self._runs[scope] = self._built[each]
+        if self._scoped is None and len(self._built) > 1:
+            self._scoped = build_scoped(self._entry, self._original, self._runs)
+        return self._runs[0] if self._scoped is None else self._scoped
+
+
+class _CasesByOp:
+    """What each op does in the scopes that are known. Of a further scope, no other is worked out again."""
+
+    def __init__(self) -> None:
+        self._first: dict[Policy, int] = {}  # the first scope of each: many scopes have one policy
+        self._scopes: set[int] = set()
+        self._of: dict[str, dict[int, Cases]] = {name: {} for name in catalog()}
+        self._ruled: set[str] = set()  # ops that some rule concerns in some scope
+
+    def learn(self, policies: Mapping[int, Policy]) -> None:
+        """Work out those scopes that are not known yet."""
+        for scope, policy in policies.items():
+            if scope in self._scopes:
+                continue
+            self._scopes.add(scope)
+            like = self._first.setdefault(policy, scope)
+            for name, op in catalog().items():
+                cases = policy.cases(op) if like == scope else self._of[name][like]
+                self._of[name][scope] = cases
+                if any(case.rule is not None for case in cases):
+                    self._ruled.add(name)
+
+    def wanted(self, low: bool) -> Iterator[Wanted]:
+        """Every entry point that some rule needs, with its cases; where ops run in `low` precision, what refuses it."""
+        for name, op in catalog().items():
+            explained = low and not op.view and _may_refuse_low(name, ())
+            for entry in op.entries:
+                if entry.in_place:
+                    # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
+                    # something to do. Its own conversion rounds once where a cast before it would round twice.
+                    if op.refuses_mixed:
+                        yield name, entry, {0: (Case(Rule.FIRST_INPUT),)}
+                elif name in self._ruled or (explained and not entry.layout.python):
+                    yield name, entry, self._of[name]
+
+
+def _may_refuse_low(op: str, cases: Cases) -> bool:
+    """Whether torch may refuse a BF16 input of this op, which no list names."""
+    named = op in op_facts.NO_LOW_KERNEL or op.startswith(op_facts.NO_LOW_KERNELS)
+    return named and all(case.rule in (None, Rule.FIRST_INPUT) for case in cases)
+
+
+def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:
+    """`wanted`, and the ops that no rule concerns, with casts by hand.
+
+    Not among them: views, what makes no new values, and Python functions of torch, whose parts are seen.
+    """
+    found = set()
+    for op, entry, cases in wanted:
+        found.add((id(entry.owner), entry.attribute))
+        yield op, entry, cases
+    nothing = {0: (Case(None),)}
+    for each in catalog().values():
+        if each.computes and not each.view and not each.name.startswith("_"):
+            for entry in each.entries:
+                if not entry.layout.python and (id(entry.owner), entry.attribute) not in found:
+                    yield each.name, entry, nothing
+    for method in op_facts.CASTS_BY_HAND:
+        yield "to", Entry(torch.Tensor, method, f"Tensor.{method}", Layout()), nothing
+
+
+def made_patch(
+    op: str,
+    how: Patching,
+    rule: Rule | None,
+    entry: Entry,
+    original: Any,
+    wrapper: Any,
+    inherited: bool,
+    before: Any = None,
+) -> Patch:
+    """The patch of an entry point; `before` where that is no longer the original."""
+    before = original if before is None else before
+    return Patch(op, how, rule, entry.label, entry.owner, entry.attribute, original, wrapper, inherited, before)
+
+
+def read_attribute(owner: Any, attribute: str) -> tuple[Any, bool]:
+    """The attribute as it stands in the namespace, or along a class's MRO; and whether it is inherited."""
+    _, _, original = wrapt.resolve_path(owner, attribute)
+    return original, attribute not in vars(owner)

@@ -1,0 +1,237 @@
+"""Lists that lie over others: what a module rule or a `casts` region says, and which policy comes of it.
+
+An overlay is one of three things: lists of ops, which move these ops and leave the others as they are around it; a
+dtype, for every op that computes; or a whole policy in the place of the one around it. Equal overlays are one object
+with one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+import torch
+
+from hmpx import process_state as state
+from hmpx.dtype_names import SHORT, dtype_name, dtype_named
+from hmpx.errors import HmpxError, OpListError, did_you_mean
+from hmpx.ops import op_facts
+from hmpx.ops.build_policy import build_policy
+from hmpx.ops.callers import users_line
+from hmpx.ops.catalog import catalog
+from hmpx.ops.listed_names import resolve
+from hmpx.ops.op_lists import LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists
+from hmpx.ops.policy import LOW_RULES, Policy
+
+DTYPES = (torch.float32, *LOW_RULES)  # what everything in a module may run in
+_KEYS = (*SIDES, LOW_PRECISION, "opt_level")
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """What holds in a module or a region.
+
+    where: what says so, as in ``train.py:12, hmpx.policy_for``. names: each listed op with its side and where it is
+    listed. low_precision: what the bf16 list means from here on; None is what it means around. dtype: of every op that
+    computes. policy: in the place of the one around.
+    """
+
+    where: str
+    names: tuple[tuple[str, str, str], ...] = ()
+    low_precision: torch.dtype | None = None
+    dtype: torch.dtype | None = None
+    policy: Policy | None = None
+    number: int = field(default=0, compare=False)
+
+    def over(self, policy: Policy) -> Policy:
+        """The policy that holds inside, where `policy` holds around."""
+        if self.policy is not None:
+            listed = [name for side in SIDES for name in getattr(self.policy, side)]
+            known = self.policy.origins
+            origins = {name: f"{known[name]}, {self.where}" if name in known else self.where for name in listed}
+            return replace(self.policy, origins=origins)
+        if self.dtype is not None:
+            side = "fp32" if self.dtype is torch.float32 else "bf16"
+            names = [*(name for name, op in catalog().items() if op.computes), *policy.user_functions()]
+            low = policy.low_precision if side == "fp32" else self.dtype
+            origins = dict.fromkeys(names, self.where)
+            return Policy(
+                **{side: tuple(sorted(names))}, opt_level=policy.opt_level, origins=origins, low_precision=low
+            )
+        own = {name: side for name, side, _ in self.names}
+
+        def names_of(side: str) -> tuple[str, ...]:
+            around = getattr(policy, side)
+            kept = [name for name in around if name not in own and op_facts.FOLLOWS.get(name) not in own]
+            return tuple(sorted([*kept, *(name for name, its in own.items() if its == side)]))
+
+        return replace(
+            policy,
+            bf16=names_of("bf16"),
+            fp32=names_of("fp32"),
+            promote=names_of("promote"),
+            origins={**policy.origins, **{name: where for name, _, where in self.names}},
+            low_precision=self.low_precision or policy.low_precision,
+        )
+
+    @property
+    def whole(self) -> bool:
+        """Whether it decides every op, so that nothing around it does."""
+        return self.dtype is not None or self.policy is not None
+
+    def hides(self, around: Overlay) -> bool:
+        """Whether `around` decides nothing inside of this one."""
+        if self.whole or around.whole:
+            return self.whole
+        own = {name for name, _, _ in self.names}
+        if around.low_precision and not self.low_precision:
+            return False
+        return all(name in own or op_facts.FOLLOWS.get(name) in own for name, _, _ in around.names)
+
+    def in_words(self) -> str:
+        """What it says: ``everything in float32``, ``linear and matmul in FP32``."""
+        if self.policy is not None:
+            return f"a policy of its own ({self.policy.opt_level})"
+        if self.dtype is not None:
+            return f"everything in {dtype_name(self.dtype)}"
+        low = LOW_RULES[self.low_precision].name if self.low_precision else "low precision"
+        how = {"bf16": f"in {low}", "fp32": "in FP32", "promote": "promoted"}
+        parts = []
+        for side, word in how.items():
+            names = [name for name, its, _ in self.names if its == side]
+            if names:
+                parts.append(f"{', '.join(names)} {word}")
+        if self.low_precision and not any(side == "bf16" for _, side, _ in self.names):
+            parts.append(f"the bf16 list in {low}")
+        return " and ".join(parts) or "as around it"
+
+    def __reduce__(self) -> tuple:
+        return _unpickled, (self.where, self.names, self.low_precision, self.dtype, self.policy)
+
+    def __copy__(self) -> Overlay:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Overlay:
+        return self
+
+
+def _unpickled(*content: Any) -> Overlay:
+    return _registered(Overlay(*content))
+
+
+def _registered(overlay: Overlay) -> Overlay:
+    """The one object for what this says, with its number."""
+    with state.lock:
+        for known in state.overlays[1:]:
+            if known == overlay:
+                return known
+        object.__setattr__(overlay, "number", len(state.overlays))
+        state.overlays.append(overlay)
+        return overlay
+
+
+def read_overlay(
+    rule: Any, where: str, what: str, lines: Mapping[tuple, str] | None = None, unset: str = ""
+) -> Overlay:
+    """The overlay that a rule means.
+
+    Args:
+        rule: a dtype or its name, a `Policy`, or a mapping of sides to names of ops; with `opt_level` in it, the
+            mapping is a whole policy.
+        where: what says so. what: what begins an error.
+        lines: where each name stands, by side and position; `where` for those that are not in it.
+        unset: what to say of a mapping that is empty.
+
+    Raises:
+        HmpxError: it means none; every problem is a line of the message.
+    """
+    if isinstance(rule, Policy):
+        return _registered(Overlay(where, policy=rule))
+    if isinstance(rule, Mapping):
+        return _registered(_of_mapping(rule, where, what, lines or {}, unset))
+    dtype = dtype_named(rule)
+    if dtype not in DTYPES:
+        legal = [dtype_name(each) for each in DTYPES]
+        short = [name for name, full in SHORT.items() if full in legal]
+        misspelt = isinstance(rule, str) and not isinstance(dtype, torch.dtype)
+        hint = did_you_mean(rule, [*short, *legal]) if misspelt else ""
+        raise HmpxError(
+            f"{what}: {rule!r} is no dtype of ops{hint} (legal: {', '.join(legal)}, lists of ops, a policy)"
+        )
+    return _registered(Overlay(where, dtype=dtype))
+
+
+def overlay_by_hand(name: str, rule: Any, lists: Mapping[str, Any], frame: FrameType) -> Overlay:
+    """The overlay that the arguments of ``hmpx.NAME(rule, bf16=..., ...)`` mean, called in `frame`.
+
+    Raises:
+        HmpxError: as `read_overlay`; and both a rule and lists.
+    """
+    line, what = users_line(frame), f"hmpx.{name}"
+    given = {key: value for key, value in lists.items() if value is not None}
+    if rule is not None and given:
+        raise HmpxError(f"{what}: a rule and {', '.join(given)}=: which of the two?")
+    unset = f"says nothing: hmpx.{name}(torch.float32), or lists of ops, as in fp32=['softmax']"
+    given = {key: _whole(value) for key, value in given.items()}
+    return read_overlay(given if rule is None else rule, f"{line}, {what}", what, unset=unset)
+
+
+def _whole(value: Any) -> Any:
+    """What can be gone through once, as what can be gone through again."""
+    return value if isinstance(value, str | torch.dtype) or not isinstance(value, Iterable) else tuple(value)
+
+
+def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str], unset: str) -> Overlay:
+    wrong = [
+        f"{what}: {key!r} is no list{did_you_mean(str(key), _KEYS)} (legal: {', '.join(_KEYS)})"
+        for key in rule
+        if key not in _KEYS
+    ]
+    given = {side: rule[side] for side in SIDES if rule.get(side) is not None}
+    for side, names in given.items():
+        if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(n, str) for n in names):
+            wrong.append(f"{what}: {side} is {names!r}, not a list of names")
+    low = rule.get(LOW_PRECISION)
+    low = LOW_DTYPES.get(low, low) if isinstance(low, str) else low
+    if low is not None and low not in LOW_RULES:
+        wrong.append(f"{what}: {LOW_PRECISION} is {rule[LOW_PRECISION]!r}, none of {', '.join(LOW_DTYPES)}")
+    if not wrong and not given and low is None and "opt_level" not in rule:
+        wrong.append(f"{what}: {unset or 'says nothing: it wants a dtype, lists of ops, or a policy'}")
+    if wrong:
+        raise HmpxError("\n".join(wrong))
+    listed = {side: tuple(_listed(name, lines.get((side, i), where)) for i, name in enumerate(names))
+              for side, names in given.items()}  # fmt: skip
+    if "opt_level" in rule:
+        bf16, fp32, promote = map(listed.get, SIDES)
+        lists = OpLists(bf16, fp32, promote)
+        return Overlay(where, policy=build_policy(rule["opt_level"], lists, low_precision=low))
+    problems: dict[str, type[OpListError]] = {}
+    chosen = {side: resolve(names, "error", problems) for side, names in listed.items()}
+    for name, line in chosen.get("fp32", {}).items():
+        if name in chosen.get("bf16", {}):
+            problems[f"{line.where}: {name!r} is on both sides"] = OpListError
+    if problems:
+        kinds = set(problems.values())
+        raise (kinds.pop() if len(kinds) == 1 else OpListError)("\n".join(problems))
+    sides = {name: (side, line) for side in ("promote", "fp32", "bf16") for name, line in chosen.get(side, {}).items()}
+    names = tuple(sorted((name, side, _origin(line.where, where)) for name, (side, line) in sides.items()))
+    return Overlay(where, names, low)
+
+
+class _Listed(Listed):
+    """A name that stands where `path` says already."""
+
+    @property
+    def where(self) -> str:
+        return self.path
+
+
+def _listed(name: str, where: str) -> Listed:
+    return _Listed(name, where, 0)
+
+
+def _origin(line: str, where: str) -> str:
+    """Where a name is listed, and in what."""
+    return line if line == where else f"{line}, {where.partition(', ')[2] or where}"

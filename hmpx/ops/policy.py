@@ -1,0 +1,190 @@
+"""A frozen `Policy`: op -> rule. It prints as an op list file and reads back to the same policy."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.ops.catalog import Op, canonical, catalog
+from hmpx.ops.composition import ONLY_FP32, Row
+from hmpx.ops.op_lists import SIDES
+
+OptLevel = Literal["O1", "O2"]
+
+
+class Rule(enum.Enum):
+    """What happens to the eligible arguments of an op: dense and nested tensors of float32, bfloat16 and float16.
+
+    A list says BF16, FP32 or PROMOTE. FP16 is what the bf16 list says under ``low_precision=torch.float16``.
+    FIRST_INPUT is for ops in no list that refuse mixed dtypes; UNCAST and DTYPE_MAP are for functions that are no ops.
+
+    Example:
+        >>> with hmpx.convert() as handle:
+        ...     handle.policy.listed("linear"), str(handle.policy.listed("softmax"))
+        (<Rule.BF16: 'bf16'>, 'fp32')
+    """
+
+    BF16 = "bf16"  # all to bfloat16
+    FP16 = "fp16"  # all to float16
+    FP32 = "fp32"  # all to float32
+    PROMOTE = "promote"  # all to the widest dtype among them
+    FIRST_INPUT = "first input"  # the others to the dtype of the first
+
+    def __str__(self) -> str:
+        return self.value
+
+
+# What the ops in the bf16 list may run in, and the rule that they get then.
+LOW_RULES: dict[torch.dtype, Rule] = {torch.bfloat16: Rule.BF16, torch.float16: Rule.FP16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an op does in a call whose arguments `when` accepts; None accepts every call.
+
+    rule: None leaves the op as torch made it. follows: the listed ops that the rule comes from, if it is not its own.
+    """
+
+    rule: Rule | None
+    when: Callable[..., bool] | None = None
+    follows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which op runs under which rule. It prints as an op list file; two are equal where lists and `low_precision` are.
+
+    Attributes:
+        bf16, fp32, promote: sorted op names; a dotted name is a user's own function.
+        low_precision: torch.bfloat16 or torch.float16, what the ops in `bf16` run in.
+        opt_level: "O1" or "O2", what it was made for.
+        origins: where each name was listed, as file:line.
+
+    `listed(name)` is the rule of the list that has this name itself, `user_functions()` are the dotted names with their
+    rules. Of an op of hmpx's catalogue, `rule(op)` is the rule that it gets, `cases(op)` the rules by the arguments of
+    a call, `listed_as(op)` the rule of its own name or of the op that it is another name of, `undecided(op)` its parts
+    that are in different lists.
+
+    Raises:
+        HmpxError: another dtype for `low_precision`.
+
+    Example:
+        >>> policy = hmpx.Policy(bf16=("linear",), fp32=("softmax",))
+        >>> print(policy)
+        # opt_level O1
+        bf16:
+          - linear
+        fp32:
+          - softmax
+        promote: []
+        <BLANKLINE>
+    """
+
+    bf16: tuple[str, ...] = ()
+    fp32: tuple[str, ...] = ()
+    promote: tuple[str, ...] = ()
+    opt_level: OptLevel = field(default="O1", compare=False)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    low_precision: torch.dtype = torch.bfloat16
+    _rules: dict[str, Rule] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.low_precision not in tuple(LOW_RULES):
+            legal = " nor ".join(map(str, LOW_RULES))
+            raise HmpxError(f"low_precision={self.low_precision!r} is neither {legal}")
+        sides = {"promote": Rule.PROMOTE, "fp32": Rule.FP32, "bf16": LOW_RULES[self.low_precision]}
+        rules = {name: rule for side, rule in sides.items() for name in getattr(self, side)}
+        object.__setattr__(self, "_rules", rules)
+
+    def listed(self, name: str) -> Rule | None:
+        """The rule of the list that names `name` itself."""
+        return self._rules.get(name)
+
+    def listed_as(self, op: Op) -> Rule | None:
+        """The rule of the list that names an op, by its own or by another name of the same computation."""
+        listed = self.listed(op.name)
+        return self.listed(op.follows) if listed is None and op.follows else listed
+
+    def rule(self, op: Op) -> Rule | None:
+        """The rule of an op of the catalogue; None leaves it as torch made it.
+
+        Where it depends on the arguments of a call (`cases`), the first that casts.
+        """
+        rules = [case.rule for case in self.cases(op)]
+        return next((rule for rule in rules if rule in (*LOW_RULES.values(), Rule.FP32)), rules[0])
+
+    def cases(self, op: Op) -> tuple[Case, ...]:
+        """What an op does, by the arguments of a call; the first case that accepts them decides.
+
+        Its own listing goes first, then that of the op that it follows as another name, then those of its parts.
+        """
+        if op.view:
+            return (Case(None),)
+        listed = self.listed_as(op)
+        if listed is not None:
+            follows = (op.follows,) if op.follows and not self.listed(op.name) else ()
+            return (Case(self._effective(op, listed), follows=follows),)
+        rows = op.rows or (catalog()[op.follows].rows if op.follows else ())
+        cases = [self._case(op, row) for row in rows]
+        if all(case.when is not None for case in cases):
+            cases.append(Case(self._effective(op, None)))
+        agreed = len({case.rule for case in cases}) == 1
+        followed = tuple(dict.fromkeys(name for case in cases for name in case.follows))
+        return (Case(cases[0].rule, follows=followed),) if agreed else tuple(cases)
+
+    def _case(self, op: Op, row: Row) -> Case:
+        found = self._of_parts(row)
+        rules: set[Rule] = {rule for rule in found.values() if rule is not Rule.PROMOTE}
+        rules = rules or set(found.values())
+        names = tuple(name for name in found if self.listed(name))
+        if not names or len(rules) > 1:
+            return Case(self._effective(op, None), row.when)
+        return Case(self._effective(op, rules.pop()), row.when, names)
+
+    def _of_parts(self, row: Row) -> dict[str, Rule]:
+        """The rules of the parts of a row that have one, by the name that is listed."""
+        found: dict[str, Rule] = {}
+        for name in row.parts:
+            part = catalog().get(name := canonical(name))
+            listed = self.listed_as(part) if part else self.listed(name)
+            if listed is not None:
+                found[name if self.listed(name) or not part else part.follows or name] = listed
+            elif name in ONLY_FP32:
+                found[name] = Rule.FP32
+            else:
+                for inner in part.rows if part else ():
+                    found |= self._of_parts(inner)
+        return found
+
+    def undecided(self, op: Op) -> dict[str, Rule]:
+        """The parts of an op that no list names, with their rules, where these differ and it stays as it is."""
+        for row in () if op.view or self.listed_as(op) else op.rows:
+            found = self._of_parts(row)
+            if any(map(self.listed, found)) and len({rule for rule in found.values() if rule is not Rule.PROMOTE}) > 1:
+                return found
+        return {}
+
+    @staticmethod
+    def _effective(op: Op, listed: Rule | None) -> Rule | None:
+        if listed is None or (listed is Rule.PROMOTE and not op.refuses_mixed):
+            # torch's own promotion already goes to the widest dtype, so a promoted op is left alone unless it refuses.
+            return Rule.FIRST_INPUT if op.refuses_mixed else None
+        return listed
+
+    def user_functions(self) -> dict[str, Rule]:
+        """Dotted names of functions outside torch, each with its rule."""
+        return {name: rule for name, rule in self._rules.items() if "." in name}
+
+    def __str__(self) -> str:
+        blocks = [f"# opt_level {self.opt_level}"]
+        if self.low_precision is not torch.bfloat16:
+            blocks.append(f"low_precision: {str(self.low_precision).removeprefix('torch.')}")
+        for side in SIDES:
+            names = getattr(self, side)
+            blocks.append("\n".join([f"{side}:", *(f"  - {name}" for name in names)]) if names else f"{side}: []")
+        return "\n".join(blocks) + "\n"

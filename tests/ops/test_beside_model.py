@@ -1,0 +1,183 @@
+"""What of torch runs beside a model computes as it does without hmpx; the oracle is torch itself."""
+
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.nn.utils import fusion, parametrizations, parametrize, prune
+from torch.optim import lr_scheduler, swa_utils
+from torch.utils.data import DataLoader, Dataset
+
+import hmpx
+from hmpx.ops import beside_model
+from tests.support import python
+
+SCHEDULERS = {
+    "LambdaLR": {"lr_lambda": lambda epoch: 0.99**epoch},
+    "MultiplicativeLR": {"lr_lambda": lambda epoch: 0.99},
+    "StepLR": {"step_size": 3, "gamma": 0.9},
+    "MultiStepLR": {"milestones": [5, 20], "gamma": 0.7},
+    "ConstantLR": {},
+    "LinearLR": {"total_iters": 50},
+    "ExponentialLR": {"gamma": 0.999},
+    "PolynomialLR": {"total_iters": 100, "power": 1.5},
+    "CosineAnnealingLR": {"T_max": 30},
+    "CosineAnnealingWarmRestarts": {"T_0": 10},
+    "CyclicLR": {"base_lr": 1e-4, "max_lr": 1e-2, "step_size_up": 7, "cycle_momentum": False},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 100},
+    "ReduceLROnPlateau": {"patience": 1, "factor": 0.9},
+    "SequentialLR": {"milestones": [10]},
+    "ChainedScheduler": {},
+    "SWALR": {"swa_lr": 0.01},
+}
+
+
+def learning_rates(name, lr):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=lr)
+    parts = [lr_scheduler.ExponentialLR(optimizer, 0.99), lr_scheduler.LinearLR(optimizer)]
+    if name == "ChainedScheduler":
+        scheduler = lr_scheduler.ChainedScheduler(parts)
+    elif name == "SequentialLR":
+        scheduler = lr_scheduler.SequentialLR(optimizer, parts, **SCHEDULERS[name])
+    else:
+        module = swa_utils if name == "SWALR" else lr_scheduler
+        scheduler = getattr(module, name)(optimizer, **SCHEDULERS[name])
+    found = []
+    for _ in range(40):
+        optimizer.step()
+        scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        found.append(float(optimizer.param_groups[0]["lr"]))
+    return found
+
+
+def test_every_scheduler_of_torch_is_in_the_table():
+    found = {
+        name
+        for module in (lr_scheduler, swa_utils)
+        for name, cls in vars(module).items()
+        if isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler)
+    }
+    assert found - {"LRScheduler", "_LRScheduler"} == SCHEDULERS.keys()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_with_a_learning_rate_in_a_tensor(name):
+    expected = learning_rates(name, torch.tensor(1e-3))
+    with hmpx.convert():
+        assert learning_rates(name, torch.tensor(1e-3)) == expected
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_learning_rate_under_a_map_of_dtypes(name):
+    """The tensor is made in BF16, as XLA_USE_BF16 made it; what the scheduler makes of it is FP32."""
+    expected = learning_rates(name, torch.tensor(1e-3).bfloat16().float())
+    with hmpx.activate("xla-use-bf16"):
+        assert learning_rates(name, torch.tensor(1e-3)) == expected
+
+
+def pruned():
+    layer = torch.nn.Linear(8, 8)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    layer(torch.ones(2, 8))
+    return prune.remove(layer, "weight").weight
+
+
+def fused():
+    norm = torch.nn.BatchNorm2d(4).eval()
+    torch.nn.init.uniform_(norm.running_var, 0.5, 2)
+    return fusion.fuse_conv_bn_eval(torch.nn.Conv2d(3, 4, 3).eval(), norm).weight
+
+
+def normed():
+    layer = parametrizations.weight_norm(torch.nn.Linear(4, 4))
+    return parametrize.remove_parametrizations(layer, "weight").weight
+
+
+def observed():
+    observer = torch.ao.quantization.observer.HistogramObserver()
+    observer(torch.linspace(-1, 3, 100))
+    return observer.calculate_qparams()[0]
+
+
+def flattened():
+    return torch.nn.utils.parameters_to_vector(torch.nn.Linear(4, 4).parameters())
+
+
+@pytest.mark.parametrize("make", [pruned, fused, normed, observed, flattened])
+def test_what_changes_or_observes_a_module(make):
+    torch.manual_seed(0)
+    expected = make()
+    with hmpx.convert("O1"):
+        torch.manual_seed(0)
+        found = make()
+    assert found.dtype is torch.float32 and torch.equal(found, expected)
+
+
+def test_pruning_and_weight_norm_are_cast_in_the_forward(lists):
+    """Their hooks are part of the model."""
+    layer = parametrizations.weight_norm(torch.nn.Linear(4, 4))
+    with hmpx.convert(**lists(bf16="_weight_norm")):
+        assert layer.weight.dtype is torch.bfloat16
+
+
+def test_a_grad_scaler_steps_a_fused_optimizer():
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(layer.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = layer.weight.detach().clone()
+    with hmpx.convert(low_precision="float16"):
+        scaler.scale(layer(torch.ones(2, 4)).float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert layer.weight.dtype is torch.float32 and not torch.equal(layer.weight, before)
+
+
+class Products(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.ones(2, 2) @ torch.full((2, 2), index + 0.001)
+
+
+def collated(batch):
+    return torch.stack(batch) @ torch.eye(2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_is_not_cast(workers, lists):
+    def batches():
+        return list(DataLoader(Products(), 2, num_workers=workers, collate_fn=collated))
+
+    expected = batches()
+    with hmpx.convert(**lists(bf16="matmul")):
+        found = batches()
+        assert (found[0] @ found[0]).dtype is torch.bfloat16
+    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(found, expected, strict=True))
+
+
+def test_a_module_that_is_imported_later_is_patched_then():
+    code = """
+        import sys, torch, hmpx
+        with hmpx.convert() as handle:
+            assert "torch.nn.utils.prune" not in sys.modules
+            import torch.nn.utils.prune as prune
+            assert "torch.nn.utils.prune.remove" in {patch.label for patch in handle.patched}
+            layer = torch.nn.Linear(8, 8)
+            prune.l1_unstructured(layer, "weight", 0.5)
+            assert prune.remove(layer, "weight").weight.dtype is torch.float32
+        assert not hasattr(prune.remove, "__hmpx_original__")
+    """
+    done = python.run("-c", textwrap.dedent(code))
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_place_of_the_table_exists():
+    for module, names in beside_model.places().items():
+        __import__(module)
+        for name in names:
+            assert list(beside_model.functions_in(module)), (module, name)
+            found = sys.modules[module]
+            for part in name.split(".") if name else ():
+                found = getattr(found, part)

@@ -1,0 +1,367 @@
+"""`cached_weights`: the bits of plain casts, one cast a weight, and nothing stale however a weight is written to."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import logging
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import hmpx
+from hmpx.ops import weight_cache
+
+BF16 = torch.bfloat16
+DATA = torch._C.TensorBase.__dict__["data"]
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).requires_grad_(False)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 8, dtype=BF16)
+
+
+@pytest.fixture(autouse=True)
+def converted():
+    hmpx.convert()
+    yield
+    hmpx.restore()
+    assert not weight_cache.open_caches and "data" not in vars(torch.Tensor) and torch.Tensor.data is DATA
+
+
+def casts(work):
+    """How many casts `work` makes."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        work()
+    return sum(event.name == "aten::_to_copy" for event in profiled.events())
+
+
+def test_each_weight_is_cast_once_and_the_bits_are_the_same(model, x):
+    expected = model(x)
+    assert casts(lambda: model(x)) == 4
+    with hmpx.cached_weights() as cache:
+        assert casts(lambda: model(x)) == 4
+        assert casts(lambda: model(x)) == 0
+        assert torch.equal(model(x), expected)
+        assert repr(cache) == "<hmpx.cached_weights: 4 casts, 0.0 MiB>"
+        cache.clear()
+        assert casts(lambda: model(x)) == 4
+    assert casts(lambda: model(x)) == 4 and repr(cache) == "<hmpx.cached_weights, closed>"
+
+
+def in_place(model):
+    model[0].weight.mul_(2)
+
+
+def foreach(model):
+    torch._foreach_mul_(list(model.parameters()), 2)
+
+
+def through_data(model):
+    model[0].weight.data.mul_(2)
+
+
+def through_data_of_a_state_dict(model):
+    model.state_dict()["0.weight"].data.mul_(2)
+
+
+def through_a_view(model):
+    model[0].weight.detach().view(-1)[:10].mul_(2)
+
+
+def new_data(model):
+    model[0].weight.data = model[0].weight * 2
+
+
+def new_parameter(model):
+    model[0].weight = nn.Parameter(model[0].weight * 2, requires_grad=False)
+
+
+def loaded(model):
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def loaded_by_assignment(model):
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+
+
+def swapped(model):
+    torch.utils.swap_tensors(model[0].weight, nn.Parameter(model[0].weight * 2, requires_grad=False))
+
+
+def in_inference_mode(model):
+    with torch.inference_mode():
+        model[0].weight.mul_(2)
+
+
+def initialised(model):
+    nn.init.normal_(model[0].weight)
+
+
+def set_to_another(model):
+    model[0].weight.set_(torch.ones(8, 8))
+
+
+WRITES = [
+    *(in_place, foreach, through_data, through_data_of_a_state_dict, through_a_view, new_data, new_parameter, loaded),
+    *(loaded_by_assignment, swapped, in_inference_mode, initialised, set_to_another),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_no_write_is_missed(model, x, write):
+    with torch.no_grad(), hmpx.cached_weights():
+        before = model(x)
+        write(model)
+        after = model(x)
+        again = model(x)
+        with torch.inference_mode():
+            inference = model(x)
+    fresh = model(x)
+    assert torch.equal(after, fresh) and torch.equal(again, fresh) and torch.equal(inference, fresh)
+    assert not torch.equal(before, fresh)
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize("attached", [True, False])
+def test_an_optimizer_step_is_seen(model, x, how, attached):
+    """A fused step leaves no trace in `_version`."""
+    model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **how)
+    if attached:
+        hmpx.attach(optimizer)
+    with hmpx.cached_weights():
+        with torch.no_grad():
+            model(x)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        with torch.no_grad():
+            after = model(x)
+    assert torch.equal(after, model(x))
+
+
+@pytest.mark.parametrize("alias", [lambda p: p.data, lambda p: p.detach().numpy(), lambda p: p.untyped_storage()])
+def test_a_weight_whose_storage_something_else_holds_is_not_kept(model, x, alias, caplog):
+    held = alias(model[0].weight)
+    with hmpx.cached_weights() as cache, caplog.at_level(logging.WARNING, "hmpx"):
+        model(x)
+        assert len(weight_cache.current().casts) == 3 or isinstance(held, torch.UntypedStorage)
+        if not isinstance(held, torch.UntypedStorage):
+            held *= 2
+            assert "1 casts made anew: something else holds its storage" in repr(cache)
+            assert "casts a (8, 8) weight anew" in caplog.text
+        after = model(x)
+    assert torch.equal(after, model(x))
+
+
+def test_a_flat_buffer_is_not_kept(x):
+    """As sharded models hold their weights."""
+    flat = torch.randn(128)
+    layer = nn.Linear(8, 16, bias=False)
+    layer.weight = nn.Parameter(flat.view(16, 8), requires_grad=False)
+    with hmpx.cached_weights():
+        layer(x)
+        flat.data.zero_()
+        assert not layer(x).any()
+
+
+def test_what_an_op_returns_of_a_cast_may_be_written_to(lists):
+    """A dropout that drops nothing hands its input on."""
+    hmpx.convert(**lists(bf16="dropout linear"))
+    layer, x = nn.Linear(8, 8, bias=False).requires_grad_(False), torch.randn(2, 8)
+    with hmpx.cached_weights():
+        expected = layer(x)
+        nn.functional.dropout(layer.weight, training=False).zero_()  # the cast, the caller's own without a cache
+        assert torch.equal(layer(x), expected) and expected.any()
+
+
+def test_a_users_function_gets_a_cast_of_its_own(model, x):
+    @hmpx.bf16
+    def scale(weight):
+        return weight.mul_(0)
+
+    with hmpx.cached_weights():
+        expected = model(x)
+        scale(model[0].weight)
+        assert torch.equal(model(x), expected)
+
+
+def test_a_weight_that_needs_a_gradient_gets_one(model, x, caplog):
+    model[2].requires_grad_(True)
+    with hmpx.cached_weights() as cache, caplog.at_level(logging.WARNING, "hmpx"):
+        for _ in range(2):
+            model(x).sum().backward()
+        assert "it requires a gradient; put torch.no_grad() around" in caplog.text and len(caplog.records) == 1
+        assert repr(cache).startswith("<hmpx.cached_weights: 2 casts, 0.0 MiB; 4 casts made anew: it requires")
+        with torch.no_grad():
+            model(x)
+        model(x).sum().backward()
+    cached = copy.deepcopy(model[2].weight.grad)
+    model.zero_grad()
+    for _ in range(3):
+        model(x).sum().backward()
+    assert torch.equal(model[2].weight.grad, cached)
+
+
+def test_inference_mode_and_a_graph_may_take_turns(model, x):
+    """The weights are frozen, the input is not: the cast that inference mode made is saved for backward."""
+    with hmpx.cached_weights():
+        with torch.inference_mode():
+            model(x)
+        x = x.clone().requires_grad_()
+        model(x).sum().backward()
+    expected = x.grad.clone()
+    x.grad = None
+    model(x).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+def test_weights_made_in_inference_mode_are_not_kept(x):
+    with torch.inference_mode():
+        layer = nn.Linear(8, 8)
+        with hmpx.cached_weights() as cache:
+            layer(x)
+            layer.weight.zero_()
+            assert torch.equal(layer(x), layer.bias.to(BF16).expand(3, 8)) and "inference mode" in repr(cache)
+
+
+def test_no_cast_is_kept_of_a_graph_that_records_or_taken_from_another_stream(monkeypatch):
+    """On the meta device, with a stand-in for what CUDA says of streams."""
+    now = SimpleNamespace(stream=1, capturing=False)
+    device = SimpleNamespace(current_stream=lambda _: now.stream, is_current_stream_capturing=lambda: now.capturing)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    weight, cache, casts_made = nn.Parameter(torch.empty(8, device="meta"), False), weight_cache.WeightCache(), []
+
+    def cast(weight):
+        casts_made.append(weight)
+        return weight.bfloat16()
+
+    def made(stream, capturing):
+        now.stream, now.capturing = stream, capturing
+        casts_made.clear()
+        assert cache.get(weight, BF16, cast).dtype is BF16
+        return len(casts_made)
+
+    assert made(1, True) == 1  # and nothing is kept
+    assert [made(1, False), made(1, False)] == [1, 0]
+    assert [made(1, True), made(1, False)] == [1, 0]
+    assert [made(2, False), made(2, False)] == [1, 0]
+
+
+def test_a_cache_belongs_to_its_thread(model, x):
+    seen = []
+
+    def other():
+        seen.append(casts(lambda: model(x)))
+        with hmpx.cached_weights():
+            model(x)
+        seen.append(torch.Tensor.data is DATA)
+
+    with hmpx.cached_weights():
+        model(x)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert seen == [4, False] and casts(lambda: model(x)) == 0
+
+
+def test_nesting_exceptions_and_decorating(model, x):
+    with pytest.raises(KeyError), hmpx.cached_weights():
+        with hmpx.cached_weights():
+            model(x)
+        assert casts(lambda: model(x)) == 0  # the outermost keeps
+        raise KeyError
+
+    @hmpx.cached_weights()
+    def twice():
+        model(x)
+        return casts(lambda: model(x))
+
+    assert twice() == 0 and twice() == 0
+
+
+def test_regions_lists_and_restore_inside(model, lists):
+    x = torch.randn(3, 8)
+    with hmpx.cached_weights():
+        assert model(x).dtype is BF16
+        with hmpx.disable_casts():
+            assert model(x).dtype is torch.float32
+        hmpx.convert(**lists(fp32="linear"))
+        assert model(x).dtype is torch.float32 and model.bfloat16()(x).dtype is torch.float32
+        hmpx.restore()
+        assert model(x.to(BF16)).dtype is BF16
+    with hmpx.cached_weights():  # without a conversion
+        assert model(x.to(BF16)).dtype is BF16
+
+
+def test_recurrent_layers_and_convolutions():
+    lstm, conv = nn.LSTM(4, 4).requires_grad_(False), nn.Conv2d(1, 2, 3).requires_grad_(False)
+    norm, image, x = nn.BatchNorm2d(2).eval(), torch.randn(1, 1, 8, 8), torch.randn(2, 1, 4, dtype=BF16)
+
+    def run():
+        return torch.cat([lstm(x)[0].flatten(), norm(conv(image)).flatten()])
+
+    expected = run()
+    with hmpx.cached_weights():
+        run()
+        assert casts(run) == 2  # of the image, and of x for the check of its dtype
+        assert torch.equal(run(), expected)
+
+
+def test_transforms_modes_and_compiled_code_make_their_own_casts(model, x):
+    expected, mapped = model(x), torch.vmap(model)(x)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hmpx.cached_weights():
+        assert torch.equal(compiled(x), expected)
+        assert torch.equal(torch.vmap(model)(x), mapped)
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model(x)
+        assert not weight_cache.current().casts
+        assert torch.equal(model(x), expected) and casts(lambda: model(x)) == 0
+        assert torch.equal(compiled(x), expected)
+    torch._dynamo.reset()
+
+
+TO_MEMORY = {
+    "numpy": lambda w: w.detach().numpy(),
+    "asarray": lambda w: np.asarray(w.detach()),
+    "dlpack": lambda w: np.from_dlpack(w.detach()),
+    "torch's dlpack": lambda w: torch.from_dlpack(w.detach()).numpy(),
+    "address": lambda w: np.ctypeslib.as_array((ctypes.c_float * w.numel()).from_address(w.data_ptr())),
+    "storage": lambda w: torch.tensor([], dtype=w.dtype).set_(w.untyped_storage(), 0, w.shape).numpy(),
+    "a view": lambda w: w[1:].detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("how", TO_MEMORY)
+@pytest.mark.parametrize("kept", [True, False])
+def test_memory_that_is_taken_after_the_cast_was_kept(how, kept, lists):
+    taken = TO_MEMORY[how]
+    before = {name: vars(torch.Tensor).get(name) for name in ("numpy", "data_ptr", "untyped_storage", "__dlpack__")}
+    layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4)
+    with hmpx.convert(**lists(bf16="linear")), torch.no_grad(), hmpx.cached_weights() as cached:
+        layer(x)
+        if kept:
+            memory = taken(layer.weight)
+            layer(x)
+            memory[...] = 0.5
+            if how == "address":  # which nobody can see the use of
+                cached.clear()
+        else:
+            taken(layer.weight)[...] = 0.5
+        assert torch.equal(layer(x), nn.functional.linear(x.bfloat16(), layer.weight.bfloat16()))
+        assert (layer.weight[1:] == 0.5).all()
+    assert before == {name: vars(torch.Tensor).get(name) for name in before}

@@ -1,0 +1,69 @@
+"""Written wrappers: their source is what the docstring shows, and the code that runs tells the rule."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hmpx
+from hmpx.ops import codegen
+from hmpx.ops.callers import frames, rule_of
+from hmpx.ops.op_wrappers import Patching
+
+
+class RulesAbove(TorchDispatchMode):
+    """`seen`: the rules of the wrappers above each op that the dispatcher sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append({rule for frame in frames(sys._getframe(1)) if (rule := rule_of(frame))})
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_source_in_the_docstring_is_the_one_that_is_written(lists):
+    with hmpx.convert(**lists(bf16="matmul")):
+        file = inspect.unwrap(torch.matmul).__code__.co_filename
+        written = "".join(linecache.getlines(file))
+    assert written.startswith("def make(") and textwrap.indent(written, "    ") in codegen.__doc__
+
+
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("matmul", lambda x: torch.matmul(x, x)),  # a written wrapper
+        ("stack", lambda x: torch.stack([x, x])),
+        ("einsum", lambda x: torch.einsum("ij,jk->ik", x, x)),  # a function of torch in Python
+        ("glu", lambda x: F.glu(x)),
+    ],
+)
+def test_the_code_that_runs_tells_the_rule(lists, op, call):
+    """The wrappers of one op under two rules differ in nothing else, and are both alive here."""
+    x = torch.ones(2, 2)
+    for side, rule in (("bf16", hmpx.Rule.BF16), ("fp32", hmpx.Rule.FP32), ("bf16", hmpx.Rule.BF16)):
+        with hmpx.convert(**lists(**{side: op})), RulesAbove() as above:
+            call(x)
+        assert above.seen[-1] == {rule}
+    with RulesAbove() as above:
+        call(x)
+    assert not any(above.seen)
+
+
+def test_a_patch_says_what_it_does(lists):
+    with hmpx.convert(**lists(bf16="linear"), dtype_map={torch.float64: torch.float32}) as handle:
+        how = {patch.label: (patch.how, patch.rule) for patch in handle.patched}
+    assert how["torch._C._nn.linear"] == (Patching.CAST, hmpx.Rule.BF16)
+    assert how["torch.nn.init.ones_"] == (Patching.UNCAST, None)
+    assert how["torch.nn.RNNBase.check_input"] == (Patching.CHECK, None)
+    assert how["torch.Tensor.to"] == (Patching.DTYPE_MAP, None)
+    assert {kind for kind, rule in how.values() if rule is None} == {*Patching} - {Patching.CAST, Patching.OBSERVED}
+    assert not [label for label, (kind, rule) in how.items() if kind is Patching.CAST and rule is None]

@@ -1,0 +1,305 @@
+"""Ops that torch composes in C++ follow their parts, as torch's profiler sees these; and views stay views."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.profiler import profile
+
+import hmpx
+from hmpx.insight.explain import explain_op
+from hmpx.ops.build_policy import build_policy
+from hmpx.ops.catalog import canonical, catalog
+from hmpx.ops.composition import ARITHMETIC, COMPOSED
+from hmpx.ops.op_lists import read_lists
+from hmpx.ops.policy import Rule
+from tests.support.samples import database, samples
+
+BF16, FP32 = torch.bfloat16, torch.float32
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.tensor([0, 1, 2, 3])
+
+# Whose other calls below Python move data, count, check arguments, or run beside a kernel of their own.
+BOOKKEEPING = {
+    "binary_cross_entropy", "histogram", "histogramdd", "huber_loss", "index_reduce", "isnan", "linalg_matrix_exp",
+    "linalg_vander", "masked_select", "max_pool1d", "repeat", "repeat_interleave", "scatter_reduce", "std",
+    "take_along_dim", "var",
+}  # fmt: skip
+BESIDE = {"float_power": "it computes in float64, whatever it is given", "gradient": "its parts are arithmetic"}
+MOVEMENT = frozenset(
+    """
+    _convert_indices_from_coo_to_csr _reshape_copy _to_copy _unsafe_index _unsafe_index_put _unsafe_view _unique
+    alias_copy arange argsort broadcast_tensors cat channel_shuffle clone column_stack constant_pad_nd copy diag
+    diag_embed diagonal_copy diff empty empty_like empty_strided eye fill flip full full_like gather hstack index
+    index_put index_select item linspace masked_select meshgrid new_empty new_full new_ones new_zeros nonzero ones
+    ones_like repeat roll scalar_tensor sort stack take tril_indices triu_indices type_as unique_consecutive unique_dim
+    unsafe_chunk unsafe_split zeros zeros_like conj_physical _conj_physical native_channel_shuffle tril _pad_circular
+    sparse_coo_tensor bernoulli dropout atleast_1d atleast_2d atleast_3d _to_sparse
+    _sparse_coo_tensor_with_dims_and_tensors
+    """.split()
+)
+
+
+def _schema(name):
+    base, _, overload = name.partition(".")
+    found = torch._C._jit_get_schemas_for_operator(f"aten::{base}")
+    return next((schema for schema in found if schema.overload_name == overload), None)
+
+
+def _calls(run):
+    """What torch's dispatcher saw: each call of an aten op, with its overload and the calls within it."""
+    overloads = torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
+    with warnings.catch_warnings(), profile(experimental_config=overloads) as seen:
+        warnings.simplefilter("ignore")
+        run()
+
+    def name(event):
+        return event.name.removeprefix("aten::") + (f".{event.overload_name}" if event.overload_name else "")
+
+    for event in seen.function_events:
+        if event.name.startswith("aten::"):
+            yield name(event), {name(child) for child in event.cpu_children if child.name.startswith("aten::")}
+
+
+def _is_writing(schema):
+    return schema is None or schema.is_mutable or any(a.is_out for a in schema.arguments)
+
+
+def _parts(called):
+    """Of the calls within an op, those that a list may name and that compute: no views, no writes, no movement."""
+    parts = set()
+    for name in called:
+        schema, base = _schema(name), name.partition(".")[0]
+        if _is_writing(schema) or base in MOVEMENT:
+            continue
+        if any(r.alias_info is None and "Tensor" in str(r.type) for r in schema.returns):
+            parts.add(canonical(base))
+    return parts
+
+
+def _attempt(op, sample):
+    try:
+        return op(sample.input, *sample.args, **sample.kwargs)
+    except Exception as error:
+        return error
+
+
+@pytest.mark.slow
+def test_the_table_holds_what_torch_runs_within_its_ops():
+    """Every op of the sample database, watched by the profiler: a part of a listed op that the table lacks fails."""
+    found = [(op, sample) for op in database() for sample in samples(op, FP32, 4)]
+    missing, checked, ops = {}, set(), catalog()
+    for name, called in _calls(lambda: [_attempt(op, sample) for op, sample in found]):
+        op = ops.get(canonical(name.partition(".")[0]))
+        composed = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd")
+        if op is None or _is_writing(_schema(name)) or not composed or op.follows or op.name in {*BOOKKEEPING, *BESIDE}:
+            continue
+        parts = _parts(called) - {op.name}
+        parts = parts - ARITHMETIC or (parts if len(parts) == 1 and len(called) == 1 else set())
+        known = {canonical(part) for row in op.rows for way in row.ways for part in way}
+        if op.rows:
+            checked.add(op.name)
+        if parts - known:
+            missing.setdefault(op.name, set()).update(parts - known)
+    assert not missing
+    assert len(checked) > 60
+
+
+BY_ARGUMENTS = {
+    "matmul": [(X[0], X[0]), (X, X[0]), (X[0], X), (X, X), (X[None], X), (X[0], X[None]), (X[None], X[None])],
+    "linear": [(X, X), (X, X, X[0]), (X[None], X, X[0]), (X[None].mT, X, X[0]), (X[0], X, X[0])],
+    "tensordot": [
+        (X, X, [1], [0]), (X, X, [0, 1], [1, 0]), (X[:1], X[:, :1], [1], [0]), (X[0], X, [0], [0]), (X, X, [], []),
+    ],
+    "linalg_matrix_power": [(X, 3), (X, -1), (X, -3)],
+    "cross_entropy": [(X, CLASSES), (X, X.softmax(-1))],
+    "pad": [
+        *((X[None, None], [1] * 4, mode) for mode in ("reflect", "replicate")),
+        *((X[None], [1] * 2, mode) for mode in ("reflect", "replicate")),
+        *((torch.ones(1, 1, 3, 3, 3), [1] * 6, mode) for mode in ("reflect", "replicate")),
+    ],
+    "einsum": [
+        ("ij,jk->ik", (X, X)), ("ij,jk", (X, X)), ("i,j", (X[0], X[0])), ("ij,ij->ij", (X, X)), ("i,i", (X[0], X[0])),
+        ("ij,jk", (X[:, :1], X[:1])), ("...i,...i", (X, X)), ("...i,...i->i", (X, X)), ("ij,jk,kl", (X, X, X)),
+        ("a,b,ab", (X[0], X[0], X)), ("b i d, b j d -> b i j", (X[None], X[None])), ("ii,i", (X, X[0])),
+    ],
+    "linalg_vecdot": [(X[0], X[0]), (X, X)],
+    "cdist": [(X, X, 2.0, 1), (X, X, 1.0)],
+}  # fmt: skip
+FUNCTIONS = {
+    "linear": F.linear, "cross_entropy": F.cross_entropy, "pad": torch._C._nn.pad,
+    "linalg_matrix_power": torch.linalg.matrix_power, "linalg_vecdot": torch.linalg.vecdot, "matmul": torch.matmul,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_ARGUMENTS)
+def test_the_row_that_the_arguments_choose_is_what_runs(name):
+    function = FUNCTIONS.get(name) or getattr(torch._VF, name)
+    aten = "cross_entropy_loss" if name == "cross_entropy" else name
+    for arguments in BY_ARGUMENTS[name]:
+        called = _calls(functools.partial(function, *arguments))
+        ran = next(_parts(inner) for outer, inner in called if outer.split(".")[0] == aten)
+        row = next(row for row in COMPOSED[name] if row.when is None or row.when(*arguments))
+        way = {part for way in row.ways for part in way}
+        assert ran & way and not (ran - way - ARITHMETIC), (arguments, ran, way)
+
+
+FOLLOWING = {
+    "einsum": ("bmm", lambda x: torch.einsum("ij,jk", x, x)),
+    "einsum of three": ("bmm", lambda x: torch.einsum("ij,jk,kl->il", x, x, x)),
+    "tensordot": ("mm", lambda x: torch.tensordot(x, x, 1)),
+    "inner": ("mm", lambda x: x.inner(x)),
+    "multi_dot": ("mm", lambda x: torch.linalg.multi_dot([x, x, x])),
+    "chain_matmul": ("mm", lambda x: torch.chain_matmul(x, x)),
+    "bilinear": ("bmm", lambda x: F.bilinear(x, x, x[None])),
+    "matrix_power": ("matmul", lambda x: x.matrix_power(3)),
+    "linalg.matrix_power": ("mm", lambda x: torch.linalg.matrix_power(x, 2)),
+    "cov": ("mm", lambda x: x.cov()),
+    "corrcoef": ("matmul mm", lambda x: torch.corrcoef(x)),
+    "matmul": ("mm", lambda x: x @ x),
+    "linear without bias": ("mm", lambda x: F.linear(x, x)),
+    "linear": ("addmm", lambda x: F.linear(x, x, x[0])),
+    "conv1d": ("_convolution", lambda x: F.conv1d(x[None], x[:, :, None])),
+    "attention": ("matmul", lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])),
+    "gru_cell": ("linear", lambda x: torch.gru_cell(x, x, x.repeat(3, 1), x.repeat(3, 1))),
+    "outer": ("mul", lambda x: torch.outer(x[0], x[0])),
+    "pad": ("reflection_pad1d", lambda x: F.pad(x, (1, 1), mode="reflect")),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_an_op_in_no_list_follows_its_parts(lists, name):
+    part, call = FOLLOWING[name]
+    expected = call(X.bfloat16())
+    with hmpx.convert(**lists(bf16=part)):
+        got = call(X)
+    assert got.dtype is BF16 and torch.equal(got, expected)
+    with hmpx.convert(**lists(fp32=part)):
+        assert call(X.bfloat16()).dtype is FP32
+
+
+@pytest.mark.parametrize(
+    "part, call",
+    [
+        ("bmm", lambda: torch.einsum("ij->i", X)),
+        ("bmm", lambda: torch.einsum("i,j", X[0], X[0])),
+        ("bmm", lambda: X @ X),
+        ("addmm", lambda: F.linear(X, X)),
+        ("reflection_pad1d", lambda: F.pad(X[None, None], (1, 1, 1, 1), mode="reflect")),
+        ("reflection_pad1d", lambda: F.pad(X, (1, 1))),
+        ("nll_loss", lambda: F.cross_entropy(X, X.softmax(-1))),
+        ("matmul", lambda: torch.linalg.matrix_power(X, 1)),
+    ],
+)
+def test_a_call_that_does_not_run_the_part_stays_as_it_is(lists, part, call):
+    with hmpx.convert(**lists(bf16=part)):
+        assert call().dtype is FP32
+
+
+def test_a_loss_is_computed_where_its_parts_are_listed(lists):
+    x = X.bfloat16()
+    with hmpx.convert(**lists(bf16="linear", fp32="log_softmax nll_loss")):
+        losses = F.cross_entropy(x, CLASSES), nn.CrossEntropyLoss(label_smoothing=0.1)(x, x.softmax(-1))
+    assert all(loss.dtype is FP32 for loss in losses)
+    assert torch.equal(losses[0], F.cross_entropy(x.float(), CLASSES))
+
+
+def test_its_own_listing_outranks_and_mixed_dtypes_meet(lists):
+    with hmpx.convert(**lists(bf16="bmm", fp32="einsum")):
+        assert torch.einsum("ij,jk", X.bfloat16(), X).dtype is FP32
+    with hmpx.convert(**lists(bf16="bmm")):
+        assert torch.einsum("ij,jk", X.bfloat16(), X).dtype is BF16
+        assert torch.einsum("i,j", X[0].bfloat16(), X[0]).dtype is BF16  # no product: the others follow the first
+
+
+def test_parts_in_different_lists_leave_it_as_it_is_and_audit_says_so(lists):
+    q = X[None]
+
+    def call(x):
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)  # which has no fused kernel
+
+    with hmpx.convert(**lists(bf16="matmul", fp32="softmax")) as handle:
+        assert call(q).dtype is FP32
+        found = hmpx.audit(call, q).findings
+        assert {finding.op for finding in found} == {"matmul"}
+    assert "its parts are in different lists (matmul bf16, softmax fp32)" in explain_op(
+        "scaled_dot_product_attention", handle.policy
+    )
+
+
+def test_what_has_no_bf16_kernel_is_not_given_bf16(lists):
+    singular = X @ X.mT
+    with hmpx.convert(**lists(bf16="matmul")):
+        assert torch.equal(torch.linalg.pinv(singular), torch.linalg.pinv(singular.clone()))
+        assert torch.linalg.matrix_power(singular, -2).dtype is torch.linalg.pinv(singular).dtype is FP32
+
+
+def test_explain_names_the_parts(lists):
+    policy = build_policy(lists=read_lists(**lists(bf16="bmm mm addmm", fp32="log_softmax nll_loss")))
+    assert "bf16: in no list; follows bmm, listed at " in explain_op("einsum", policy)
+    assert "bf16.txt:1" in explain_op("einsum", policy)
+    assert "fp32: in no list; follows log_softmax, listed at " in explain_op("cross_entropy", policy)
+    assert policy.rule(catalog()["cross_entropy"]) is Rule.FP32
+
+
+@pytest.mark.parametrize("call", [lambda x: torch.einsum("ij,jk", x, x), lambda x: x @ x, lambda x: F.linear(x, x)])
+def test_compiled_in_one_graph(lists, call):
+    with hmpx.convert(**lists(bf16="bmm mm")):
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(X)
+    torch._dynamo.reset()
+    assert torch.equal(compiled, call(X.bfloat16()))
+
+
+VIEWS = {
+    "adjoint": lambda x: x.adjoint(), "as_strided": lambda x: x.as_strided((2, 2), (1, 2)),
+    "broadcast_to": lambda x: x.broadcast_to(4, 4), "chunk": lambda x: x.chunk(2)[0],
+    "contiguous": lambda x: x.contiguous(), "diagonal": lambda x: x.diagonal(),
+    "dsplit": lambda x: x[None].dsplit(2)[0],
+    "expand": lambda x: x.expand(4, 4), "expand_as": lambda x: x.expand_as(x), "flatten": lambda x: x.flatten(),
+    "hsplit": lambda x: x.hsplit(2)[0], "linalg_diagonal": lambda x: torch.linalg.diagonal(x),
+    "moveaxis": lambda x: x.moveaxis(0, 1), "movedim": lambda x: x.movedim(0, 1), "narrow": lambda x: x.narrow(0, 0, 2),
+    "permute": lambda x: x.permute(1, 0), "ravel": lambda x: x.ravel(), "real": lambda x: torch.real(x),
+    "reshape": lambda x: x.reshape(-1), "reshape_as": lambda x: x.reshape_as(x), "select": lambda x: x.select(0, 0),
+    "split": lambda x: x.split(2)[0], "split_with_sizes": lambda x: x.split_with_sizes([2, 2])[0],
+    "squeeze": lambda x: x.squeeze(), "swapaxes": lambda x: x.swapaxes(0, 1), "swapdims": lambda x: x.swapdims(0, 1),
+    "t": lambda x: x.t(), "tensor_split": lambda x: x.tensor_split(2)[0], "transpose": lambda x: x.transpose(0, 1),
+    "unbind": lambda x: x.unbind()[0], "unflatten": lambda x: x.unflatten(0, (2, 2)),
+    "unfold": lambda x: x.unfold(0, 2, 2),
+    "unsqueeze": lambda x: x.unsqueeze(0), "view": lambda x: x.view(-1), "view_as": lambda x: x.view_as(x),
+    "vsplit": lambda x: x.vsplit(2)[0], "atleast_2d": lambda x: torch.atleast_2d(x), "positive": lambda x: x.positive(),
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x)[0], "meshgrid": lambda x: torch.meshgrid(x[0])[0],
+    "resolve_conj": lambda x: x.resolve_conj(), "resolve_neg": lambda x: x.resolve_neg(),
+    "conj": lambda x: x.conj(), "cpu": lambda x: x.cpu(), "atleast_1d": lambda x: torch.atleast_1d(x),
+    "atleast_3d": lambda x: torch.atleast_3d(x), "view_as_real": lambda x: torch.view_as_real(torch.complex(x, x)),
+}  # fmt: skip
+# Of tensors that are sparse, nested, complex or on a GPU, of the compiler, or no attribute of a plain tensor.
+OTHER_VIEWS = {
+    "ccol_indices", "coalesce", "col_indices", "crow_indices", "cuda", "imag", "indices", "row_indices",
+    "slice_inverse", "values", "as_tensor", "view_as_real",
+}  # fmt: skip
+
+
+def test_every_view_of_the_catalogue_stays_a_view_in_a_bf16_list(lists):
+    views = {name for name, op in catalog().items() if op.view and not name.startswith("_")}
+    assert views - OTHER_VIEWS == VIEWS.keys() - OTHER_VIEWS and {"t", "view", "transpose", "reshape"} <= views
+    with hmpx.convert(**lists(bf16=" ".join(sorted(views)))) as handle:
+        for name in sorted(VIEWS.keys() - OTHER_VIEWS):
+            x = torch.zeros(4, 4)
+            shown = VIEWS[name](x)
+            assert shown.dtype is FP32 and shown.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), name
+            torch.as_strided(shown, (1,), (1,), shown.storage_offset()).fill_(1)
+            assert x.sum() == 1, name
+        assert not handle.patched or not {patch.op for patch in handle.patched} & views
+        assert "only makes a view: never cast, though listed at " in explain_op("t", handle.policy)
+
+
+def test_a_write_through_a_view_in_the_default_list_arrives():
+    weight = torch.zeros(3, 4)
+    with hmpx.convert():
+        weight.t().copy_(torch.ones(4, 3))
+    assert weight.sum() == 12

@@ -1,0 +1,290 @@
+"""convert and restore run no code of the objects that they look through, and undo themselves completely."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict, deque
+
+import pytest
+import torch
+import torch.nn.functional as F
+import wrapt
+
+import hmpx
+from hmpx.ops.captured_names import access, sweep
+from hmpx.ops.captured_names.rebinding import Rebinding
+
+X = torch.randn(4, 4)
+LINEAR = F.linear
+pytestmark = pytest.mark.usefixtures("everything_is_looked_through")
+
+
+class Raising(Exception):
+    pass
+
+
+armed = []
+
+
+def hostile(base, *names):
+    """A subclass whose methods of those names raise while `armed`."""
+
+    def method(name):
+        def raises(self, *args, **kwargs):
+            if armed:
+                raise Raising(name)
+            return getattr(super(cls, self), name)(*args, **kwargs)
+
+        return raises
+
+    cls = type(f"Hostile{base.__name__}", (base,), {name: method(name) for name in names})
+    return cls
+
+
+LOOKS = ("__len__", "__iter__", "__eq__", "__hash__", "__getattribute__", "__repr__", "__contains__", "__getitem__")
+DICT = hostile(dict, *LOOKS, "values", "items", "keys", "get", "copy", "__setitem__")(linear=F.linear)
+ORDERED = hostile(OrderedDict, *LOOKS, "values", "items", "keys", "get", "copy", "__setitem__")(linear=F.linear)
+LIST = hostile(list, *LOOKS, "__setitem__", "copy")([F.linear])
+DEQUE = hostile(deque, *LOOKS, "__setitem__", "copy")([F.linear])
+OBJECT = hostile(object, "__getattribute__", "__setattr__", "__eq__", "__hash__", "__repr__")()
+object.__setattr__(OBJECT, "act", F.linear)
+KEY = hostile(object, "__eq__", "__hash__", "__repr__")()
+KEYED = {KEY: 1, "linear": F.linear, "nothing": {KEY: F.linear}}
+
+
+class Proxied:
+    """`__class__` and `__dict__` are code."""
+
+    @property
+    def __class__(self):
+        raise Raising("__class__")
+
+    @property
+    def __dict__(self):
+        raise Raising("__dict__")
+
+
+PROXIED = object.__new__(Proxied)
+object.__setattr__(PROXIED, "act", F.linear)
+PROXY = wrapt.ObjectProxy(F.linear)
+
+
+class Meta(type):
+    def __setattr__(cls, name, value):
+        raise Raising("__setattr__ of a metaclass")
+
+    def __eq__(cls, other):
+        raise Raising("__eq__ of a metaclass")
+
+    def __hash__(cls):
+        if armed:
+            raise Raising("__hash__ of a metaclass")
+        return 1
+
+
+class Strict(metaclass=Meta):
+    act = F.linear
+
+
+class Lazy(types.ModuleType):
+    __all__ = property(lambda self: (_ for _ in ()).throw(Raising("a property of a module")))
+
+    def __getattr__(self, name):
+        raise Raising(name)
+
+
+LAZY = Lazy("lazy")
+vars(LAZY)["act"] = F.linear
+
+
+def reached():
+    return [
+        *(dict.__getitem__(d, "linear") for d in (DICT, ORDERED, KEYED)),
+        *(list.__getitem__(LIST, 0), deque.__getitem__(DEQUE, 0)),
+        object.__getattribute__(OBJECT, "act"),
+        *(type.__getattribute__(Strict, "act"), types.ModuleType.__getattribute__(LAZY, "act")),
+    ]
+
+
+@pytest.fixture
+def code_raises(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lazy", LAZY)
+    armed.append(True)
+    yield
+    armed.clear()
+
+
+def test_no_code_of_containers_objects_classes_and_modules_runs(code_raises):
+    with hmpx.convert() as handle:
+        assert [f(X, X).dtype for f in reached()] == [torch.bfloat16] * 8
+        assert any(line.startswith("a Proxied holds linear: its attributes cannot be") for line in handle.escaped)
+        assert any("KEYED['nothing'][<Hostileobject>] holds linear: " in line for line in handle.escaped)
+    assert all(f is LINEAR for f in reached())
+
+
+def test_a_pep_562_module_imports_nothing(monkeypatch):
+    module = types.ModuleType("pep562")
+    vars(module).update(act=F.linear, __getattr__=lambda name: pytest.fail(name))
+    monkeypatch.setitem(sys.modules, "pep562", module)
+    with hmpx.convert():
+        assert vars(module)["act"](X, X).dtype is torch.bfloat16
+
+
+class Value:
+    pass
+
+
+def test_dictionaries_that_change_while_they_are_read():
+    weak, strong, stop, modules = weakref.WeakValueDictionary(), {"linear": F.linear}, threading.Event(), []
+    globals()["CHANGING"] = (weak, strong)
+
+    def change():
+        number = 0
+        while not stop.is_set():
+            number += 1
+            value = weak[number] = Value()
+            strong[number] = value
+            strong.pop(number - 50, None)
+            name = f"made_by_a_thread_{number % 50}"
+            sys.modules[name] = types.ModuleType(name)
+            modules.append(name)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(3):
+            with hmpx.convert():
+                assert strong["linear"](X, X).dtype is torch.bfloat16
+            assert strong["linear"] is F.linear
+    finally:
+        stop.set()
+        thread.join()
+        del globals()["CHANGING"]
+        for name in modules:
+            sys.modules.pop(name, None)
+
+
+class Cyclic:
+    def __init__(self, finalized):
+        self.finalized, self.own = finalized, self
+
+    def __del__(self):
+        self.finalized.append(self)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_finalizer_of_garbage_runs_meanwhile(monkeypatch, enabled):
+    finalized, seen, grouped = [], [], sweep.grouped
+
+    def make_garbage():
+        Cyclic(finalized)
+        _ = [[] for _ in range(10)]  # enough for a collection
+
+    def grouped_amid_garbage(things):
+        make_garbage()
+        seen.append(len(finalized))
+        return grouped(things)
+
+    monkeypatch.setattr(sweep, "grouped", grouped_amid_garbage)
+    threshold = gc.get_threshold()
+    gc.freeze()
+    try:
+        gc.set_threshold(1)
+        if not enabled:
+            gc.disable()
+        with hmpx.convert():
+            assert seen == [0] and gc.isenabled() is enabled
+        make_garbage()
+        assert bool(finalized) is enabled
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, MemoryError])
+def test_whatever_ends_the_pass_half_way_everything_is_as_it_was(monkeypatch, error, untouched):
+    before, calls, running = reached(), [], sweep.Sweep._running_functions
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) == 1:
+            assert any(capture.rebound for capture in self.captures)
+            raise error
+        running(self)
+
+    monkeypatch.setattr(sweep.Sweep, "_running_functions", interrupted)
+    with pytest.raises(error):
+        hmpx.convert()
+    monkeypatch.undo()
+    assert all(a is b for a, b in zip(reached(), before, strict=True))
+    assert not untouched.changed() and len(calls) == 2
+
+
+def test_a_pass_that_is_interrupted_changes_nothing_and_is_made_when_asked_again(monkeypatch):
+    before = reached()
+
+    def mine(x, y):
+        raise AssertionError("is not called")
+
+    def interrupted(self):
+        assert reached() == [mine] * 8
+        raise KeyboardInterrupt
+
+    rebinding = Rebinding()
+    rebinding.expect(lambda: [(F.linear, mine)])
+    rebinding.add_imported([(F.linear, mine)], ())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sweep.Sweep, "_running_functions", interrupted)
+        _ = rebinding.captures
+    assert reached() == before
+    assert any(capture.rebound for capture in rebinding.captures) and reached() == [mine] * 8
+    rebinding.undo()
+    assert reached() == before
+
+
+def test_an_interrupt_of_the_undo_does_not_stop_it(monkeypatch, untouched):
+    handle = hmpx.convert()
+    write, calls = access.write_item, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        write(*args)
+
+    (rebinding,) = handle._casts._rebindings
+    for place in rebinding._places._places.values():
+        if getattr(place.write, "func", None) is write:
+            object.__setattr__(place, "write", functools.partial(interrupted, *place.write.args))
+    with pytest.raises(KeyboardInterrupt):
+        hmpx.restore()
+    assert calls and all(f is LINEAR for f in reached())
+    assert not untouched.changed()
+
+
+def test_what_the_user_put_there_meanwhile_stays():
+    table, mine = {"linear": F.linear}, object()
+    globals()["TABLE"] = table
+    with hmpx.convert():
+        table["linear"] = mine
+    assert table["linear"] is mine
+    del globals()["TABLE"]
+
+
+def test_a_model_does_not_live_longer_for_what_it_captured():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = torch.matmul
+
+    models = [Model()]
+    with hmpx.convert():
+        assert models[0].act(X, X).dtype is torch.bfloat16
+        alive = weakref.ref(models[0])
+        models.clear()
+        assert alive() is None

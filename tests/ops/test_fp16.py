@@ -1,0 +1,403 @@
+"""FP16 as the low precision of a conversion: whatever BF16 does, with the other dtype."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from hmpx.ops import weight_cache
+from hmpx.ops.build_policy import build_policy
+from hmpx.ops.catalog import catalog
+from hmpx.ops.op_lists import read_lists
+from hmpx.ops.policy import Policy, Rule
+from hmpx.recipes.recipe import as_recipe, read_recipe
+from hmpx.shell.main import main
+from tests.support.autocast_lists import AUTOCAST_LISTS
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW = {BF16: Rule.BF16, FP16: Rule.FP16}
+IN_FP16 = {"low_precision": FP16}
+
+
+def test_a_listed_op_equals_the_op_on_inputs_cast_by_hand(lists):
+    x, weight, bias = torch.randn(4, 6), torch.randn(5, 6), torch.randn(5)
+    expected, product = F.linear(x.half(), weight.half(), bias.half()), x.half() @ weight.half().T
+    with hmpx.convert(**lists(bf16="linear matmul", fp32="softmax"), **IN_FP16):
+        for dtypes in itertools.product((FP32, FP16), repeat=3):  # any mixture, by position and by name
+            given = [t.to(dtype) for t, dtype in zip((x, weight, bias), dtypes, strict=True)]
+            assert torch.equal(F.linear(*given), expected)
+            assert torch.equal(F.linear(given[0], weight=given[1], bias=given[2]), expected)
+        assert torch.equal(x @ weight.T, product) and torch.equal(torch.matmul(x, weight.T), product)
+        assert F.linear(x, weight).softmax(-1).dtype is FP32 and torch.exp(x.half()).dtype is FP16
+        assert (x.double() @ x.double().T).dtype is torch.float64
+        with hmpx.disable_casts():
+            assert (x @ x.T).dtype is FP32
+    assert (x @ x.T).dtype is FP32
+
+
+def test_bf16_tensors_beside_fp16_ops_follow_the_lists(lists):
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    with hmpx.convert(**lists(bf16="mm", fp32="log_softmax", promote="dot"), **IN_FP16):
+        assert torch.equal(torch.mm(x.bfloat16(), y), x.bfloat16().half().mm(y.half()))
+        assert x.bfloat16().log_softmax(-1).dtype is FP32
+        # Neither holds the other: for the two torch has FP32, in ops that promote by themselves and in others.
+        assert torch.dot(x[0].bfloat16(), y[0].half()).dtype is FP32
+        assert (x.bfloat16() + y.half()).dtype is torch.promote_types(BF16, FP16) is FP32
+        assert torch.bmm(x[None].half(), y[None].bfloat16()).dtype is FP16  # in no list: the first decides
+        assert torch.bmm(x[None].bfloat16(), y[None].half()).dtype is BF16
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_policy_in_fp16_is_another_one_and_prints_as_itself(level, tmp_path):
+    policy, other = build_policy(level, low_precision=FP16), build_policy(level)
+    (tmp_path / "policy.yaml").write_text(str(policy))
+    assert build_policy(lists=read_lists(tmp_path / "policy.yaml")) == policy != other
+    assert "low_precision: float16\n" in str(policy) and "low_precision" not in str(other)
+    assert policy.bf16 == other.bf16 and dataclasses.replace(policy, low_precision=BF16) == other
+    assert policy.rule(catalog()["linear"]) is Rule.FP16 and other.rule(catalog()["linear"]) is Rule.BF16
+    x = torch.randn(3, 3)
+    with hmpx.convert(level, **IN_FP16) as handle:
+        assert (x @ x).dtype is FP16 and F.log_softmax(x @ x, -1).dtype is FP32 and handle.policy == policy
+
+
+def test_a_list_file_may_say_it_and_the_caller_outranks_it(tmp_path, lists):
+    x, path = torch.randn(3, 3), tmp_path / "mine.yaml"
+    for written in ("fp16", "float16", "bf16", "bfloat16"):
+        path.write_text(f"bf16: [mm]\nlow_precision: {written}\n")
+        meant = FP16 if "fl" in written[:2] or written == "fp16" else BF16
+        for said in (None, BF16, FP16):
+            with hmpx.convert(bf16_file_path=path, low_precision=said):
+                assert x.mm(x).dtype is (said or meant)
+    path.write_text("low_precision: float16\n")  # and the default lists
+    with hmpx.convert(bf16_file_path=path):
+        assert x.mm(x).dtype is FP16
+    assert as_recipe({"bf16_file_path": str(path)}).policy() == build_policy(low_precision=FP16)
+    assert as_recipe({"bf16_file_path": str(path), "low_precision": "bf16"}).policy() == build_policy()
+    (tmp_path / "other.yaml").write_text("low_precision: bf16\n")
+    with pytest.raises(hmpx.OpListError, match=r"mine.yaml and .*other.yaml disagree: low_precision is torch.float16"):
+        hmpx.convert(bf16_file_path=path, fp32_file_path=tmp_path / "other.yaml")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("low_precision: fp8\n", ":1: low_precision is 'fp8', none of bfloat16, float16, bf16, fp16"),
+        ("bf16: []\nlow_precision: [fp16]\n", ":2: low_precision is a list, none of bfloat16, float16"),
+        ("low_precision: fp16\nlow_precision: fp16\n", ":2: the key 'low_precision' stands here for the second time"),
+        ("bf16: []\nlow_precison: fp16\n", ":2: 'low_precison' is no list that hmpx knows; did you mean 'low_prec"),
+    ],
+)
+def test_a_list_file_that_is_wrong_is_refused_with_its_line(text, message, tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(hmpx.OpListError) as error:
+        hmpx.convert(bf16_file_path=path)
+    assert f"{path}{message}" in str(error.value)
+    assert main(["check", str(path)]) == 1 and message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.float64, torch.float8_e5m2, torch.int16, "float8", False])
+def test_any_other_dtype_is_refused_with_the_legal_ones_and_nothing_is_changed(dtype):
+    x = torch.randn(3, 3)
+    installed = hmpx.convert()
+    for refused in (hmpx.convert, lambda **which: hmpx.convert("O2", **which), Policy):
+        with pytest.raises(hmpx.HmpxError, match=r"is neither torch.bfloat16 nor torch.float16"):
+            refused(low_precision=dtype)
+    assert installed.active and (x @ x).dtype is BF16
+    hmpx.restore()
+
+
+def test_a_recipe_says_it_in_every_way_that_a_dtype_is_said(tmp_path):
+    (tmp_path / "mine.yaml").write_text("low_precision: fp16\nparameter_dtype: fp32\n")
+    said = [{"low_precision": name, "parameter_dtype": "float32"} for name in ("fp16", "float16", FP16)]
+    (printed,) = {str(as_recipe(each)) for each in (*said, tmp_path / "mine.yaml")}
+    assert "\nlow_precision: float16\n" in printed and "\nparameter_dtype: float32\n" in printed
+    assert as_recipe(said[0]).policy() == build_policy(low_precision=FP16)
+    for wrong in ("fp32", FP32, "float8", 16, ["fp16"]):
+        with pytest.raises(hmpx.HmpxError, match=r"low_precision is .*, none of bfloat16, float16"):
+            hmpx.activate({"low_precision": wrong})
+    with pytest.raises(hmpx.HmpxError, match=r"low_precision float16: opt_level null leaves torch's ops as they are"):
+        hmpx.activate({"low_precision": "fp16", "opt_level": None})
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is FP32
+
+
+def test_the_shell_takes_it(tmp_path, capsys, monkeypatch):
+    (tmp_path / "script.py").write_text("import torch\nprint((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setenv("HMPX_RUN", "")
+    for recipe, option, dtype in (("hmp-o1", "fp16", FP16), ("hmp-o2", "float16", FP16), ("apex-o1", "bf16", BF16)):
+        arguments = ["run", "--recipe", recipe, "--low-precision", option, str(tmp_path / "script.py")]
+        assert main(arguments) == 0
+        printed = capsys.readouterr()
+        assert printed.out == f"{dtype}\n" and f"low precision {str(dtype)[6:]}; runs" in printed.err
+    assert main(["run", "--recipe", "apex-o1", str(tmp_path / "script.py")]) == 0
+    assert capsys.readouterr().out == f"{FP16}\n"
+    assert main(["explain", "linear", "--low-precision", "fp16"]) == 0
+    assert "rule          fp16: listed at" in capsys.readouterr().out
+    assert main(["ops", "linear", "--low-precision", "fp16", "--opt-level", "O2"]) == 0
+    assert "linear                             fp16         torch.nn.functional.linear" in capsys.readouterr().out
+    assert main(["explain", "hmp-o1", "--low-precision", "fp16"]) == 0
+    explained = capsys.readouterr().out
+    assert " in FP16, " in explained and "GradScaler" in explained
+    with pytest.raises(SystemExit):
+        main(["ops", "--low-precision", "fp8"])
+    hmpx.restore()
+
+
+@hmpx.fp16
+def in_fp16(*tensors):
+    return [t.dtype for t in tensors], (tensors[0] @ tensors[0]).dtype
+
+
+@hmpx.bf16
+def in_bf16(x):
+    return x.dtype
+
+
+@pytest.mark.parametrize("low", [BF16, FP16])
+def test_a_decorator_says_its_own_dtype(low):
+    tensors = torch.randn(3, 3), torch.randn(2).bfloat16(), torch.randn(2).half(), torch.randn(2).double()
+    assert in_fp16(*tensors)[0] == [t.dtype for t in tensors]
+    with hmpx.convert(low_precision=low):
+        assert in_fp16(*tensors) == ([FP16, FP16, FP16, torch.float64], FP16) and in_bf16(tensors[0]) is BF16
+        assert (tensors[0] @ tensors[0]).dtype is low
+        with hmpx.disable_casts():
+            assert in_fp16(*tensors)[0] == [t.dtype for t in tensors]
+    with pytest.raises(hmpx.HmpxError, match="is no function"):
+        hmpx.fp16(nn.Linear)
+
+
+def test_a_users_function_in_the_list(lists, tmp_path, monkeypatch):
+    (tmp_path / "mylib16.py").write_text("def f(x, y):\n    return x.dtype, y.dtype\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import mylib16
+
+    with hmpx.convert(**lists(bf16="mylib16.f"), **IN_FP16) as handle:
+        assert mylib16.f(torch.ones(2), torch.ones(2).bfloat16()) == (FP16, FP16)
+        assert [patch.rule for patch in handle.patched if patch.op == "mylib16.f"] == [Rule.FP16]
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.norm(self.up(x))))
+
+
+def _trained(region, steps=8, clip=None):
+    """Scales, losses and weights of a run with loss scaling that overflows at first."""
+    torch.manual_seed(0)
+    model, seen = Small(), []
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
+    for step in range(steps):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        with region():
+            loss = F.cross_entropy(model(x), torch.arange(16) % 4)
+        scaler.scale(loss).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), loss.detach(), [p.detach().clone() for p in model.parameters()]))
+    return seen
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_run_with_a_grad_scaler_that_skips_a_step_is_autocasts_to_the_bit(clip):
+    expected = _trained(lambda: torch.autocast("cpu", dtype=FP16), clip=clip)
+    with hmpx.convert(**AUTOCAST_LISTS, enabled=False, **IN_FP16):
+        got = _trained(hmpx.enable_casts, clip=clip)
+    with hmpx.convert(**AUTOCAST_LISTS, **IN_FP16):  # around scaler, clipping and step too: they are not the forward
+        whole = _trained(contextlib.nullcontext, clip=clip)
+    start = [p.detach() for p in (torch.manual_seed(0), Small())[1].parameters()]
+    weights = [start, *(weights for *_, weights in expected)]
+    moved = [not all(map(torch.equal, a, b)) for a, b in itertools.pairwise(weights)]
+    scales = [scale for scale, *_ in expected]
+    assert not moved[0] and moved[-1] and scales[0] == 2.0**18 and any(b > a for a, b in itertools.pairwise(scales))
+    for run in (got, whole):
+        for (scale, loss, after), (scale_, loss_, after_) in zip(expected, run, strict=True):
+            assert scale == scale_ and torch.equal(loss, loss_) and all(map(torch.equal, after, after_))
+
+
+def test_the_scale_of_a_loss_is_never_cast(lists):
+    """65536 is infinite in FP16, and lists may name the multiplication."""
+    scaler, loss = torch.amp.GradScaler("cpu"), torch.tensor(3.0)
+    with hmpx.convert(**lists(bf16="mul"), **IN_FP16):
+        assert (loss * torch.tensor(65536.0)).isinf()
+        for scaled in (scaler.scale(loss), *scaler.scale([loss, loss.half()])):
+            assert scaled.dtype is FP32 and scaled == 3 * 65536
+    assert "hmpx" not in torch.amp.GradScaler.scale.__code__.co_filename
+
+
+def test_apex_o1_is_fp16_by_the_lists_that_apex_o1_bf16_has():
+    recipe, in_bf16 = read_recipe("apex-o1"), read_recipe("apex-o1-bf16")
+    assert dataclasses.replace(recipe, low_precision=None) == in_bf16 and recipe.low_precision == "float16"
+    model = Small()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    hmpx.prepare(model, optimizer, "apex-o1")
+    loss = F.cross_entropy(model(torch.randn(4, 8)), torch.arange(4))
+    assert model(torch.randn(4, 8)).dtype is FP16 and loss.dtype is FP32
+    scaler.scale(loss).backward()
+    assert {p.grad.dtype for p in model.parameters()} == {p.dtype for p in model.parameters()} == {FP32}
+    before = model.up.weight.detach().clone()
+    scaler.step(optimizer)
+    assert not torch.equal(before, model.up.weight) and not hasattr(optimizer, "_hmpx_attachment")
+    hmpx.restore()
+
+
+def _gradients(function, model, x):
+    model.zero_grad()
+    out = function(x)
+    out.float().square().sum().backward()
+    return [out.detach(), *(p.grad for p in model.parameters())]
+
+
+def test_compiled_code_has_the_bits_of_eager_and_sees_other_low_precisions():
+    model, x = Small(), torch.randn(4, 8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for low in (FP16, BF16, FP16):
+        with hmpx.convert(low_precision=low):
+            eager, graph = _gradients(model, model, x), _gradients(compiled, model, x)
+            assert graph[0].dtype is low and all(map(torch.equal, eager, graph))
+            decorated = torch.compile(lambda x: in_fp16(x)[1] is FP16, backend="aot_eager", fullgraph=True)
+            assert decorated(torch.randn(3, 3))
+    assert compiled(x).dtype is FP32
+
+
+def test_cached_weights_keep_fp16_casts():
+    model, x = Small(), torch.randn(4, 8)
+    with torch.no_grad(), hmpx.convert(**IN_FP16):
+        expected = model(x)
+        with hmpx.cached_weights() as cache:
+            assert torch.equal(model(x), expected) and torch.equal(model(x), expected)
+            assert {kept.dtype for kept in weight_cache.current().casts} == {FP16} and "6 casts" in repr(cache)
+            model.up.weight.mul_(2)
+            assert not torch.equal(model(x), expected)
+
+
+def test_audit_knows_what_fp16_means(lists):
+    x = torch.randn(4, 4)
+    with hmpx.convert(**lists(bf16="mm exp"), **IN_FP16):
+        assert not hmpx.audit(lambda x: (x.mm(x), x.exp()), x)
+        found = hmpx.audit(lambda x: torch.ops.aten.exp(x), x)
+        assert [(each.op, each.rule, each.dtypes) for each in found.findings] == [("exp", Rule.FP16, (FP32,))]
+        assert len(hmpx.audit(lambda x: torch.ops.aten.exp(x), x.bfloat16()).findings) == 1
+        assert not hmpx.audit(lambda x: torch.ops.aten.exp(x), x.half())
+
+
+def test_the_log_names_the_rule(lists, caplog):
+    caplog.set_level("INFO", "hmpx")
+    with hmpx.convert(**lists(bf16="mm"), isVerbose=True, **IN_FP16):
+        torch.mm(torch.randn(2, 2), torch.randn(2, 2).bfloat16())
+        in_fp16(torch.randn(2, 2))
+    assert "mm as torch.mm, fp16: float32, bfloat16 -> float16, float16 -> float16 at " in caplog.text
+    assert "in_fp16, fp16: float32 -> float16" in caplog.text
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_in_fp16(reentrant):
+    model, x = Small(), torch.randn(4, 8, requires_grad=True)
+    with hmpx.convert(**IN_FP16):
+        expected = _gradients(model, model, x)
+        got = _gradients(lambda x: checkpoint(model, x, use_reentrant=reentrant), model, x)
+    assert all(map(torch.equal, expected, got)) and got[0].dtype is FP16
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"])
+def test_recurrent_layers_take_inputs_of_any_dtype_and_equal_the_layer_in_fp16(kind, lists):
+    """The layers check their input against their weights, which are FP32 here, before they call the op."""
+    layer, x = getattr(nn, kind)(8, 8), torch.randn(2, 8) if kind.endswith("Cell") else torch.randn(3, 2, 8)
+    expected = tree_leaves(copy.deepcopy(layer).half()(x.half()))
+    with hmpx.convert(**lists(bf16="lstm gru rnn_tanh lstm_cell gru_cell rnn_tanh_cell"), **IN_FP16):
+        for dtype in (FP32, FP16):
+            assert all(map(torch.equal, expected, tree_leaves(layer(x.to(dtype)))))
+        assert {out.dtype for out in tree_leaves(layer(x.bfloat16()))} == {FP16}
+        sum(out.float().sum() for out in tree_leaves(layer(x))).backward()
+    assert all(p.grad.dtype is FP32 and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_is_autocasts_to_the_bit(training):
+    x, layer = torch.randn(3, 5, 8), nn.MultiheadAttention(8, 2, batch_first=True).train(training)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).train(training)
+    for function in (lambda: layer(x, x, x), lambda: layer(x, x, x, need_weights=False)[0], lambda: encoder(x)):
+        with torch.autocast("cpu", dtype=FP16):
+            expected = tree_leaves(function())
+        with hmpx.convert(**AUTOCAST_LISTS, **IN_FP16):
+            got = tree_leaves(function())
+        for a, b in zip(expected, got, strict=True):
+            assert a.dtype is b.dtype and torch.equal(a, b)
+
+
+NORMS = {
+    "layer_norm": lambda x, w, b: F.layer_norm(x, (4,), w, b),
+    "rms_norm": lambda x, w, b: F.rms_norm(x, (4,), w),
+    "group_norm": lambda x, w, b: F.group_norm(x, 2, w, b),
+    "batch_norm": lambda x, w, b: F.batch_norm(x, torch.zeros(4), torch.ones(4), w, b, training=True),
+    "instance_norm": lambda x, w, b: F.instance_norm(x, torch.zeros(4), torch.ones(4), w, b),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_take_the_mixtures_that_the_cpu_takes_and_cast_the_others(norm, lists):
+    x, w, b = torch.randn(2, 4, 4), torch.rand(4), torch.rand(4)
+    native = NORMS[norm](x.half(), w, b)  # of the CPU's own: FP16 beside FP32 weights
+    with hmpx.convert(**lists(), **IN_FP16):
+        assert native.dtype is FP16 and torch.equal(NORMS[norm](x.half(), w, b), native)
+        for first, other in itertools.product((FP16, BF16, FP32), repeat=2):
+            out = NORMS[norm](x.to(first), w.to(other), b.to(other))
+            assert out.dtype is first
+            torch.testing.assert_close(out.float(), NORMS[norm](x, w, b), atol=3e-2, rtol=3e-2)
+    with hmpx.convert(**lists(bf16=norm), **IN_FP16):
+        for first, other in itertools.product((FP16, BF16, FP32), repeat=2):
+            assert NORMS[norm](x.to(first), w.to(other), b.to(other)).dtype is FP16
+
+
+def test_an_fp16_model_has_fp16_gradients_and_a_plain_step(lists):
+    """Stochastic rounding is BF16's: in `disable_casts()`, FP16 parameters get torch's own step."""
+    torch.manual_seed(0)
+    model = Small().half()
+    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+    with hmpx.convert(**lists(bf16="linear", fp32="layer_norm"), **IN_FP16):
+        model(x).float().square().sum().backward()
+        assert {p.grad.dtype for p in model.parameters()} == {FP16}
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            p.grad = q.grad.clone()
+        with hmpx.disable_casts():
+            optim.SGD(model.parameters(), lr=1e-2).step()
+    optim.SGD(plain.parameters(), lr=1e-2).step()
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
+def test_bf16_weights_train_beside_fp16_ops():
+    """The weights' own dtype is the recipe's other key: here BF16, rounded stochastically, with ops in FP16."""
+    model = Small()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    hmpx.prepare(model, optimizer, {"low_precision": "fp16"})
+    out = model(torch.randn(4, 8))
+    F.cross_entropy(out, torch.arange(4)).backward()
+    optimizer.step()
+    assert out.dtype is FP16 and {p.dtype for p in model.parameters()} == {BF16}
+    assert {p.grad.dtype for p in model.parameters()} == {BF16}
+    hmpx.detach(optimizer)
+    hmpx.restore()

@@ -1,0 +1,453 @@
+"""Ops that run in BF16 or FP16, computed by FP32 kernels: held against FP64 and against native kernels."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from hmpx.errors import HmpxError
+from hmpx.ops import fp32_kernels, weight_cache
+from tests.support import python
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+def converted(kernels, low=torch.bfloat16):
+    return hmpx.convert(kernels=kernels, low_precision=low)
+
+
+def results(cases, low=torch.bfloat16):
+    """By name: results and gradients by FP32 kernels, by native ones, and of the rounded inputs in FP64 without hmpx.
+
+    cases: name -> op and tensors.
+    """
+    found = {name: [] for name in cases}
+    for kernels in ("float32", "native", None):
+        with converted(kernels, low) if kernels else contextlib.nullcontext():
+            for name, (op, tensors) in cases.items():
+                given = [t.to(low).to(low if kernels else torch.float64).requires_grad_() for t in tensors]
+                out = op(*given)
+                torch.manual_seed(1)
+                gradient = torch.randint(-4, 5, out.shape).to(out.dtype)
+                found[name].append([out.detach(), *torch.autograd.grad(out, given, gradient)])
+    return found
+
+
+def distance(result, exact):
+    return torch.linalg.vector_norm(result.double() - exact).item()
+
+
+def integers(*shape):
+    return torch.randint(-4, 5, shape).float()
+
+
+OPS = {
+    "linear": (F.linear, [(9, 40), (7, 40), (7,)]),
+    "linear without bias, 3 dimensions": (F.linear, [(2, 5, 33), (4, 33)]),
+    "mm": (torch.mm, [(17, 65), (65, 3)]),
+    "x @ y": (lambda x, y: x @ y, [(3, 17, 65), (65, 9)]),
+    "transposed": (lambda x, y: x.t() @ y.t(), [(64, 5), (6, 64)]),
+    "bmm": (torch.bmm, [(3, 8, 64), (3, 64, 8)]),
+    "addmm": (torch.addmm, [(6,), (5, 31), (31, 6)]),
+    "baddbmm": (torch.baddbmm, [(2, 4, 6), (2, 4, 50), (2, 50, 6)]),
+    "einsum": (lambda x, y: torch.einsum("bij,kj->bki", x, y), [(2, 5, 40), (4, 40)]),
+    "conv1d": (F.conv1d, [(2, 3, 20), (5, 3, 4), (5,)]),
+    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1), [(2, 8, 9, 9), (6, 8, 3, 3), (6,)]),
+    "conv2d in groups": (lambda x, w: F.conv2d(x, w, groups=4, dilation=2), [(2, 8, 9, 9), (8, 2, 3, 3)]),
+    "conv3d": (F.conv3d, [(1, 2, 5, 6, 7), (3, 2, 3, 3, 3)]),
+    "conv_transpose2d": (F.conv_transpose2d, [(2, 4, 5, 5), (4, 3, 3, 3)]),
+    "bilinear": (F.bilinear, [(5, 12), (5, 13), (4, 12, 13)]),
+    "one element": (torch.matmul, [(1, 1), (1, 1)]),
+    "empty": (torch.mm, [(0, 4), (4, 3)]),
+    "empty inside": (torch.mm, [(2, 0), (0, 3)]),
+}
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_products_of_small_integers_have_the_native_bits(low):
+    """FP32 holds every partial sum, so both kernels round the exact result, and the exact gradients."""
+    cases = {name: (op, [integers(*shape) for shape in shapes]) for name, (op, shapes) in OPS.items()}
+    for name, found in results(cases, low).items():
+        for ours, native, exact in zip(*found, strict=True):
+            assert ours.dtype is native.dtype is low, name
+            assert torch.equal(ours, exact.to(low)) and torch.equal(ours, native), name
+
+
+def test_no_result_is_further_from_the_exact_one_than_natively():
+    """Nor than one that is rounded once and no more."""
+    cases = {
+        f"{name}, {scale}": (op, [torch.randn(shape) * scale for shape in shapes])
+        for name, (op, shapes) in OPS.items()
+        for scale in (1.0, 2.0**-40, 2.0**40)
+    }
+    for name, (ours, native, exact) in results(cases).items():
+        once = distance(exact[0].to(torch.bfloat16), exact[0])
+        assert distance(ours[0], exact[0]) <= max(distance(native[0], exact[0]), 1.001 * once), name
+
+
+def test_no_gradient_is_further_from_the_exact_one_than_natively():
+    cases = {name: (op, [torch.randn(shape) for shape in shapes]) for name, (op, shapes) in OPS.items()}
+    q = [torch.randn(2, 3, 16, 8) for _ in range(3)]
+    cases["attention"] = (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), q)
+    for name, found in results(cases).items():
+        for ours, native, exact in zip(*found, strict=True):
+            once = distance(exact.to(torch.bfloat16), exact)
+            assert distance(ours, exact) <= max(1.02 * distance(native, exact), 1.01 * once), name
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_infinity_overflow_nan_and_subnormals_come_out_as_natively(low):
+    huge, tiny = torch.finfo(low).max, torch.finfo(low).smallest_normal
+    x = torch.tensor([[huge, huge], [float("inf"), 1], [float("nan"), 1], [-huge, -huge], [0, float("inf")], [tiny, 0]])
+    ((out, *_), (native, *_), _) = results({"": (torch.mm, [x, torch.tensor([[1.0, 0.25], [1, 0.25]])])}, low)[""]
+    assert torch.equal(out.float().nan_to_num(7.0, 8.0, 9.0), native.float().nan_to_num(7.0, 8.0, 9.0))
+    assert out.isinf().any() and out.isnan().any() and (out[-1] != 0).all()
+
+
+def test_recurrences_are_no_further_from_the_exact_result_than_natively():
+    """Over all gradients and three sets of weights: a single one of few elements is as good as its last rounding."""
+    subjects = []
+    for layer in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model, x = layer(6, 8).bfloat16(), torch.randn(4, 6).bfloat16()
+            wide = layer(6, 8).double()
+            wide.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
+            subjects.append((layer, model, wide, torch.stack([x] * 12) if issubclass(layer, nn.RNNBase) else x))
+
+    def run(model, x):
+        out = model(x)
+        out = out[0] if isinstance(out, tuple) else out
+        model.zero_grad()
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype))
+        return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    exact = [run(wide, x.double()) for _, _, wide, x in subjects]
+    off = {}
+    for kernels in ("float32", "native"):
+        with converted(kernels):
+            for (layer, model, _, x), trues in zip(subjects, exact, strict=True):
+                for i, (result, true) in enumerate(zip(run(model, x), trues, strict=True)):
+                    assert result.dtype is torch.bfloat16
+                    place = layer, i, kernels
+                    off[place] = off.get(place, 0.0) + distance(result, true) ** 2
+    for layer, i, _ in off:
+        assert off[layer, i, "float32"] <= off[layer, i, "native"], (layer, "result" if i == 0 else "gradients")
+
+
+@contextlib.contextmanager
+def saved(into):
+    """Collect what autograd keeps, by memory and dtype."""
+
+    def pack(tensor):
+        into.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def kept_bytes(tensors, known):
+    """Bytes of the storages in `tensors` that are none of `known`."""
+    old = {t.untyped_storage().data_ptr() for t in known}
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(size for pointer, size in found.items() if pointer not in old)
+
+
+KEEPERS = {
+    "linear": (F.linear, [(64, 32), (16, 32), (16,)]),
+    "linear, one input twice": (lambda x, w: F.linear(x, w) + F.linear(x, w), [(64, 32), (16, 32)]),
+    "conv2d": (F.conv2d, [(2, 3, 16, 16), (4, 3, 3, 3)]),
+    "matmul": (torch.matmul, [(4, 16, 8), (8, 12)]),
+    "of a view": (lambda x, w: torch.mm(x[1:, ::2], w.t()), [(9, 16), (5, 8)]),
+    "attention": (F.scaled_dot_product_attention, [(2, 4, 16, 8)] * 3),
+    "gru cell": (torch.gru_cell, [(4, 6), (4, 8), (24, 6), (24, 8)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_is_kept_for_the_backward_is_what_native_kernels_keep(dtype):
+    """The same bytes, beside what the caller has himself, in the same dtypes."""
+    found = {}
+    for kernels in ("float32", "native"):
+        with converted(kernels):
+            for name, (op, shapes) in KEEPERS.items():
+                kept, tensors = [], [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+                with saved(kept):
+                    out = op(*tensors)
+                found[name, kernels] = kept_bytes(kept, [*tensors, out]), sorted(str(t.dtype) for t in kept)
+    for name in KEEPERS:
+        assert found[name, "float32"] == found[name, "native"], name
+
+
+def test_a_tensor_that_was_written_to_before_the_backward_is_an_error_as_in_torch():
+    x, w = torch.randn(4, 8).bfloat16(), torch.randn(3, 8).bfloat16().requires_grad_()
+    with converted("float32"):
+        out = F.linear(x, w)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_hooks_of_somebody_else_get_the_low_tensors_and_give_them_back():
+    x, w = integers(4, 8).requires_grad_(), integers(3, 8).requires_grad_()
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor.dtype)
+        return tensor.clone()
+
+    with converted("float32"), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.mul(2)):
+        out = F.linear(x, w)
+    out.float().sum().backward()
+    assert set(seen) == {torch.bfloat16}
+    assert torch.equal(w.grad, 2 * x.detach().sum(0).expand(3, 8))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_recomputes_the_same_gradients(reentrant):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(6, 8, requires_grad=True)
+    with converted("float32"):
+        model(x).float().square().sum().backward()
+        plain = [x.grad, *(p.grad for p in model.parameters())]
+        x.grad = None
+        model.zero_grad()
+        checkpoint(model, x, use_reentrant=reentrant).float().square().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(plain, [x.grad, *(p.grad for p in model.parameters())], strict=True))
+
+
+def test_gradients_of_gradients_and_torch_func_agree_with_native_kernels():
+    x, w = integers(5, 8).requires_grad_(), integers(3, 8).requires_grad_()
+
+    def second():
+        first = torch.autograd.grad(F.linear(x, w).float().square().sum(), x, create_graph=True)[0]
+        return torch.autograd.grad(first.float().square().sum(), x)[0]
+
+    def loss(v):
+        return F.linear(v, w.detach()).float().square().sum()
+
+    results = []
+    for kernels in ("float32", "native"):
+        with converted(kernels):
+            v = x.detach()
+            results.append(
+                [
+                    second(),
+                    torch.func.grad(loss)(v),
+                    torch.func.hessian(loss)(v[0]),
+                    torch.func.vmap(lambda row: F.linear(row, w))(v),
+                    torch.func.jvp(lambda t: F.linear(t, w.detach()), (v,), (torch.ones_like(v),))[1],
+                ]
+            )
+    for mine, theirs in zip(*results, strict=True):
+        assert mine.dtype is theirs.dtype and torch.equal(mine, theirs)
+
+
+def test_compiled_code_has_the_bits_of_eager_code():
+    """A compiler drops two casts in a row, and with them the rounding, where it can see them."""
+    model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))
+    x = torch.randn(4, 16)
+
+    def run(function):
+        model.zero_grad()
+        out = function(x)
+        out.float().square().sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    with converted("float32"):
+        eager, compiled = run(model), run(torch.compile(model, fullgraph=True))
+    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+
+
+def computed_in(function):
+    """The dtypes that aten's matrix products see."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+                seen.append(args[-1].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        function()
+    return seen
+
+
+X, Y = torch.ones(4, 4), torch.ones(4, 4)
+
+
+def test_listed_ops_and_those_that_follow_their_first_input_use_fp32_kernels(lists):
+    with hmpx.convert(**lists("mm"), kernels="float32"):
+        assert computed_in(lambda: torch.mm(X, Y)) == [torch.float32]
+        assert torch.mm(X, Y).dtype is torch.bfloat16
+    with hmpx.convert(**lists(), kernels="float32"):
+        assert computed_in(lambda: torch.mm(X.bfloat16(), Y)) == [torch.float32]
+        assert torch.mm(X.bfloat16(), Y).dtype is torch.bfloat16
+        assert torch.mm(X.half(), Y.half()).dtype is torch.float16
+        assert torch.mm(X, Y.bfloat16()).dtype is torch.float32
+
+
+def test_out_in_place_and_disabled_casts_are_native():
+    x, y = X.bfloat16(), Y.bfloat16()
+    with converted("float32"):
+        assert computed_in(lambda: torch.mm(x, y, out=torch.empty_like(x))) == [torch.bfloat16]
+        assert computed_in(lambda: x.clone().addmm_(x, y)) == [torch.bfloat16]
+        with hmpx.disable_casts():
+            assert computed_in(lambda: torch.mm(x, y)) == [torch.bfloat16]
+    assert computed_in(lambda: torch.mm(x, y)) == [torch.bfloat16]
+
+
+def test_audit_finds_nothing_in_fp32_kernels(lists):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    with converted("float32"):
+        assert not hmpx.audit(model, torch.randn(2, 8))
+        assert not hmpx.audit(lambda q: F.scaled_dot_product_attention(q, q, q), torch.randn(1, 2, 4, 4))
+
+
+def test_audit_finds_nothing_in_what_torch_composes_an_op_of(lists):
+    with hmpx.convert(**lists("mul"), kernels="float32"):
+        assert not hmpx.audit(F.bilinear, tuple(torch.randn(shape).bfloat16() for shape in ((4, 5), (4, 6), (3, 5, 6))))
+
+
+def test_auto_asks_for_fp32_kernels_where_the_cpu_has_no_instructions(monkeypatch):
+    monkeypatch.delenv("HMPX_KERNELS", raising=False)
+    for has in ((), LOW, (torch.bfloat16,)):
+        monkeypatch.setattr(fp32_kernels, "has_instructions", lambda dtype, has=has: dtype in has)
+        assert fp32_kernels.choose("auto").widened == set(LOW) - set(has)
+    assert fp32_kernels.choose("native").widened == frozenset()
+    assert fp32_kernels.choose("float32").widened == set(LOW)
+
+
+def test_the_environment_says_what_auto_means_and_nothing_else(monkeypatch):
+    monkeypatch.setenv("HMPX_KERNELS", "float32")
+    assert fp32_kernels.choose("auto").widened == set(LOW)
+    assert fp32_kernels.choose("native").widened == frozenset()
+    monkeypatch.setenv("HMPX_KERNELS", "nativ")
+    with pytest.raises(HmpxError, match=r"HMPX_KERNELS=nativ does not exist; did you mean 'native'"):
+        hmpx.convert()
+
+
+def test_cached_weights_keep_the_rounded_weight_in_fp32_and_count_it():
+    model, x = nn.Linear(16, 32, bias=False).requires_grad_(False), torch.randn(4, 16)
+    with converted("float32"):
+        expected = model(x)
+        with hmpx.cached_weights() as cache:
+            assert torch.equal(model(x), expected)
+            assert torch.equal(model(x), expected)
+            (kept,) = weight_cache.current().casts
+            assert torch.equal(kept, model.weight.bfloat16())
+            assert weight_cache.current().nbytes == 4 * 16 * 32
+            assert "1 casts, 0.0 MiB" in repr(cache)
+            model.weight.data.mul_(2)
+            assert torch.equal(model(x), expected * 2)
+            assert weight_cache.current().nbytes == 4 * 16 * 32
+        half = nn.Linear(16, 32, bias=False).requires_grad_(False).bfloat16()
+        expected = half(x)
+        with hmpx.cached_weights():
+            assert torch.equal(half(x), expected) and torch.equal(half(x), expected)
+            half.weight.mul_(2)
+            assert torch.equal(half(x), expected * 2)
+
+
+def test_an_unknown_word_is_an_error_and_changes_nothing():
+    with pytest.raises(HmpxError, match=r"kernels='fp32' does not exist.*legal: auto, native, float32"):
+        hmpx.convert(kernels="fp32")
+    with pytest.raises(HmpxError, match="kernels"):
+        hmpx.prepare(nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(1))]), {"kernels": "float16"})
+
+
+def test_the_handle_and_explain_say_what_was_decided(capsys):
+    with converted("float32") as handle:
+        assert "FP32 kernels for BF16 and FP16 on CPU" in repr(handle)
+    with converted("native") as handle:
+        assert "native kernels" in repr(handle)
+    hmpx.explain({"kernels": "float32"})
+    assert "FP32 kernels for BF16 and FP16 on CPU" in capsys.readouterr().out
+
+
+class Attending(nn.Module):
+    """One block of attention over a sequence of vectors, and a class for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(16, 48), nn.Linear(16, 4), nn.LayerNorm(16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        return self.out((x + attended).mean(1))
+
+
+def convolving():
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.LazyLinear(4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"), [(Attending, (32, 8, 16)), (convolving, (32, 1, 8, 8))], ids=["attention", "convolutions"]
+)
+def test_training_goes_as_with_native_kernels(make, shape):
+    """The difference in loss is small beside what another seed of the weights makes."""
+    torch.manual_seed(0)
+    batches = [(torch.randn(shape), torch.randint(4, (shape[0],))) for _ in range(4)]
+    curves = {}
+    for kernels in ("float32", "native"):
+        with converted(kernels):
+            for seed in range(3):
+                torch.manual_seed(seed)
+                model = make()
+                model(batches[0][0])
+                optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+                losses = []
+                for x, target in batches * 8:
+                    loss = F.cross_entropy(model(x).float(), target)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+                curves[kernels, seed] = torch.tensor(losses)
+    seeds = torch.stack([curves["native", seed] for seed in range(3)]).std(0).mean()
+    for seed in range(3):
+        assert (curves["float32", seed] - curves["native", seed]).abs().mean() < 0.2 * seeds
+        assert curves["float32", seed][-4:].mean() < curves["float32", seed][:4].mean()
+
+
+def test_a_trace_and_forward_ad_have_the_native_results():
+    """Of integers, which both kernels sum exactly; the input of forward AD requires a gradient as well."""
+    layer, x, w = nn.Linear(4, 3), integers(5, 4), integers(4, 3)
+    with torch.no_grad():
+        layer.weight.copy_(integers(3, 4)), layer.bias.copy_(integers(3))
+    found = []
+    for kernels in ("float32", "native"):
+        with converted(kernels):
+            traced = torch.jit.trace(layer, x)(2 * x)
+            with forward_ad.dual_level():
+                out = torch.mm(forward_ad.make_dual(x.clone().requires_grad_(), x + 1), w)
+                found.append((traced, *forward_ad.unpack_dual(out)))
+    for ours, native in zip(*found, strict=True):
+        assert ours.dtype is torch.bfloat16 and torch.equal(ours, native)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_loads_without_hmpx(strict, tmp_path):
+    layer, x = nn.Linear(4, 3), torch.randn(5, 4)
+    with converted("float32"):
+        torch.export.save(torch.export.export(layer, (x,), strict=strict), tmp_path / "program.pt2")
+        torch.save((x, layer(x)), tmp_path / "expected.pt")
+    code = "import sys, torch; x, expected = torch.load('expected.pt')\n"
+    code += "out = torch.export.load('program.pt2').module()(x)\n"
+    code += "assert torch.equal(out, expected) and out.dtype is torch.bfloat16 and 'hmpx' not in sys.modules"
+    done = python.run("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,295 @@
+"""A user's own functions: decorators, and dotted names in lists."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+
+import hmpx
+from hmpx import conversion
+from hmpx.ops.captured_names.sweep import Sweep
+from hmpx.ops.op_lists import shipped
+from hmpx.recipes.recipe import read_recipe
+
+X, B = torch.randn(3, 3), torch.randn(3, 3).bfloat16()
+
+
+@hmpx.fp32
+def in_fp32(x, *, others=(), table=None):
+    """Documented."""
+    return x.dtype, [o.dtype for o in others], {k: v.dtype for k, v in (table or {}).items()}, torch.matmul(x, x).dtype
+
+
+@hmpx.bf16
+def in_bf16(x):
+    return x.dtype
+
+
+@hmpx.promote
+def widest(x, y, z=None):
+    return x.dtype, y.dtype
+
+
+class Box:
+    @hmpx.bf16
+    def method(self, x):
+        return type(self), x.dtype
+
+    @classmethod
+    @hmpx.bf16
+    def of_class(cls, x):
+        return cls, x.dtype
+
+
+def test_without_convert_a_decorated_function_is_the_plain_one():
+    assert in_fp32(B)[0] is torch.bfloat16 and in_bf16(X) is torch.float32
+
+
+def test_inputs_are_cast_and_nothing_inside_is_cast_again(lists):
+    with hmpx.convert(**lists(bf16="matmul")):
+        x, others, table, product = in_fp32(B, others=[B, X], table={"a": B})
+        assert {x, *others, *table.values(), product} == {torch.float32}
+        assert in_bf16(X) is torch.bfloat16 and widest(B, X) == (torch.float32, torch.float32)
+        assert widest(B, B) == (torch.bfloat16, torch.bfloat16)
+        assert (X @ X).dtype is torch.bfloat16
+        with hmpx.disable_casts():
+            assert in_bf16(X) is torch.float32
+
+
+def test_a_sparse_argument_passes_and_the_others_are_cast():
+    @hmpx.bf16
+    def dtypes(graph, x):
+        return graph.dtype, x.dtype
+
+    with hmpx.convert():
+        assert dtypes(torch.eye(3).to_sparse(), X) == (torch.float32, torch.bfloat16)
+
+
+def test_binding_signature_and_documentation_survive():
+    assert in_fp32.__doc__ == "Documented." and "others" in inspect.signature(in_fp32).parameters
+    with hmpx.convert():
+        assert Box().method(X) == (Box, torch.bfloat16) == Box.of_class(X)
+
+
+MODULE = """
+import torch
+def iou(a, b):
+    return a.dtype, torch.matmul(a, b).dtype
+class Boxes:
+    def area(self, x):
+        return x.dtype
+    @staticmethod
+    def unit(x):
+        return x.dtype
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package `mylib` with a module `mylib.ops`, importable and not imported."""
+    (tmp_path / "mylib").mkdir()
+    (tmp_path / "mylib" / "__init__.py").write_text("")
+    (tmp_path / "mylib" / "ops.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mylib"]:
+        del sys.modules[name]
+
+
+NAMES = "mylib.ops.iou mylib.ops.Boxes.area mylib.ops.Boxes.unit"
+
+
+def check(ops):
+    assert ops.iou(X, X) == (torch.bfloat16, torch.bfloat16)
+    assert ops.Boxes().area(X) is ops.Boxes.unit(X) is torch.bfloat16
+
+
+def test_a_dotted_name_of_an_imported_module(lists, package):
+    ops = importlib.import_module("mylib.ops")
+    original = ops.iou
+    captured = {"iou": ops.iou}
+    ops.captured = captured
+    with hmpx.convert(**lists(bf16=NAMES)) as handle:
+        check(ops)
+        assert captured["iou"](X, X)[0] is torch.bfloat16
+        assert not any("not imported" in line for line in handle.escaped)
+    assert ops.iou is original is captured["iou"] and ops.iou(X, X)[0] is torch.float32
+
+
+def test_a_dotted_name_of_a_module_that_is_imported_later(lists, package):
+    with hmpx.convert(**lists(bf16=NAMES)) as handle:
+        assert "mylib.ops.iou is not imported yet" in handle.escaped
+        ops = importlib.import_module("mylib.ops")
+        check(ops)
+        assert "mylib.ops.iou is not imported yet" not in handle.escaped
+    assert ops.iou(X, X)[0] is torch.float32
+
+
+def test_of_names_in_two_modules_each_waits_for_its_own(lists, package, tmp_path, caplog):
+    (tmp_path / "mylib" / "others.py").write_text("def giou(a):\n    return a.dtype\n")
+    with hmpx.convert(**lists(bf16="mylib.ops.iou mylib.others.giou")) as handle:
+        assert importlib.import_module("mylib.ops").iou(X, X)[0] is torch.bfloat16
+        assert [line for line in handle.escaped if "mylib" in line] == ["mylib.others.giou is not imported yet"]
+        assert importlib.import_module("mylib.others").giou(X) is torch.bfloat16
+    assert not caplog.text
+
+
+def test_a_module_imported_after_restore_is_left_alone(lists, package):
+    hmpx.convert(**lists(bf16=NAMES))
+    hmpx.restore()
+    assert importlib.import_module("mylib.ops").iou(X, X)[0] is torch.float32
+
+
+BAD_NAMES = {
+    "mylib.ops.iuo": "bf16.txt:1: mylib.ops has no 'iuo'; did you mean 'iou'",
+    "os.path.nope": "bf16.txt:1: os.path has no 'nope'",
+    "math.pi": "bf16.txt:1: math.pi is no function but 3.14",
+    "builtins.str.upper": "bf16.txt:1: str is a type in C and cannot be changed",
+    "linear.typo": "bf16.txt:1: unknown op 'linear.typo'",
+    "torch.softmax.nonsense": "bf16.txt:1: unknown op 'torch.softmax.nonsense'",
+    "relu_": "bf16.txt:1: 'relu_' writes to its input and keeps its dtype; list 'relu' for the op",
+}
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_name_that_stands_for_nothing_changes_nothing(lists, package, name):
+    importlib.import_module("mylib.ops")
+    installed = hmpx.convert()
+    with pytest.raises(hmpx.HmpxError) as error:
+        hmpx.convert(**lists(bf16=name))
+    assert BAD_NAMES[name] in str(error.value)
+    assert installed.active and (X @ X).dtype is torch.bfloat16
+    hmpx.restore()
+
+
+def test_an_inherited_method_is_deleted_again(lists, package):
+    ops = importlib.import_module("mylib.ops")
+
+    class Child(ops.Boxes):
+        pass
+
+    ops.Child = Child
+    with hmpx.convert(**lists(bf16="mylib.ops.Child.area")):
+        assert Child().area(X) is torch.bfloat16 and ops.Boxes().area(X) is torch.float32
+    assert "area" not in vars(Child)
+
+
+def test_functions_copy_and_pickle_by_name():
+    assert copy.deepcopy({"f": in_bf16})["f"] is in_bf16 is pickle.loads(pickle.dumps(in_bf16))
+
+
+@pytest.mark.parametrize("decorated", [lambda: (yield), torch.nn.Linear, "text"])
+def test_what_is_no_plain_function_is_refused(decorated):
+    with pytest.raises(hmpx.HmpxError, match=r"generator or coroutine|is no function"):
+        hmpx.bf16(decorated)
+
+
+def test_the_handle_and_the_log_tell_of_own_functions(lists, package, caplog):
+    caplog.set_level("INFO", "hmpx")
+    ops = importlib.import_module("mylib.ops")
+    with hmpx.convert(**lists(bf16="mylib.ops.iou"), isVerbose=True) as handle:
+        ops.iou(X, X)
+        in_fp32(B)
+        assert "mylib.ops.iou" in [patch.label for patch in handle.patched]
+    assert "mylib.ops.iou, bf16: float32, float32 -> bfloat16, bfloat16" in caplog.text
+    assert "in_fp32, fp32: bfloat16 -> float32" in caplog.text and __file__ in caplog.text
+
+
+TORCHVISION = {
+    "torchvision/__init__.py": "from torchvision import ops\n",
+    "torchvision/ops/__init__.py": "from .boxes import nms\nfrom .align import *\n",
+    "torchvision/ops/boxes.py": (
+        "def nms(boxes, scores, iou_threshold):\n    return boxes.dtype, scores.dtype\n"
+        "def batched_nms(boxes, scores, idxs, iou_threshold):\n    return nms(boxes, scores, iou_threshold)\n"
+    ),
+    "torchvision/ops/align.py": "".join(
+        f"def {name}(input, boxes, weight=None):\n    return input.dtype, boxes.dtype\n"
+        for name in ("deform_conv2d", "ps_roi_align", "ps_roi_pool", "roi_align", "roi_pool")
+    ),
+    "torchvision/ops/poolers.py": "from .align import roi_align as pool\n",
+}
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A package named torchvision, since the real one needs the torch that it was built beside."""
+    for path, text in TORCHVISION.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    forget()
+    yield lambda: importlib.import_module("torchvision.ops")
+    hmpx.restore()
+    forget()
+
+
+def forget():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+
+
+LISTS = ["default", "autocast-cpu", "autocast-cuda", "autocast-xla"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("folder", LISTS)
+def test_torchvisions_ops_are_in_fp32_as_its_own_autocast_has_them(stand_in, folder, before):
+    """Whether it is imported before `convert` or after, and by whatever name of its package they are called."""
+    if before:
+        stand_in()
+    sides = ("bf16", "fp32", "promote")
+    with hmpx.convert(**{f"{side}_file_path": shipped() / folder / f"{side}.txt" for side in sides}):
+        ops = stand_in()
+        boxes, poolers = (importlib.import_module(f"torchvision.ops.{name}") for name in ("boxes", "poolers"))
+        captured = ops.nms
+        results = [ops.nms(B, B, 0.5), boxes.nms(B, B, 0.5), boxes.batched_nms(B, B, X, 0.5), captured(B, B, 0.5)]
+        for name in ("deform_conv2d", "ps_roi_align", "ps_roi_pool", "roi_align", "roi_pool"):
+            results.append(getattr(ops, name)(B, B))
+        results += [poolers.pool(B, B)]
+    assert set(results) == {(torch.float32, torch.float32)}
+    after = [ops.nms(B, B, 0.5), boxes.batched_nms(B, B, X, 0.5), captured(B, B, 0.5), poolers.pool(B, B)]
+    assert set(after) == {(torch.bfloat16, torch.bfloat16)}
+    assert not hasattr(boxes.nms, "__wrapped__")
+
+
+def test_without_torchvision_nothing_is_said_for_the_shipped_lists_or_copies_of_them(
+    monkeypatch, lists, caplog, tmp_path
+):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    (tmp_path / "copy.yaml").write_text(str(read_recipe("neuron-bf16-sr")))
+    copied = read_recipe(tmp_path / "copy.yaml").policy()
+    assert "torchvision.ops.nms" in copied.fp32
+    for install in (conversion.convert, lambda: conversion.install(copied)):
+        with install() as handle:
+            assert not caplog.text and not any("torchvision" in line for line in handle.escaped)
+    with hmpx.convert(**lists(fp32="torchvision.ops.box_iou")) as handle:
+        assert "torchvision.ops.box_iou is not importable now" in caplog.text
+        assert any("torchvision.ops.box_iou is not imported yet" in line for line in handle.escaped)
+
+
+def test_an_import_in_the_middle_of_another_starts_no_sweep(stand_in, monkeypatch):
+    with hmpx.convert():
+        monkeypatch.setattr(Sweep, "everything", lambda sweep: pytest.fail("a sweep within an import"))
+        assert stand_in().nms(B, B, 0.5)[0] is torch.float32
+        monkeypatch.undo()
+
+
+def test_a_wrapper_that_outlives_its_conversion_casts_nothing(lists, monkeypatch):
+    """Nobody can take it out of the local variable of a function that is running."""
+    module = types.ModuleType("outlived")
+    exec("def double(x):\n    return x * 2", vars(module))
+    monkeypatch.setitem(sys.modules, "outlived", module)
+    with hmpx.convert(**lists(bf16="outlived.double")):
+        held = module.double
+        assert held(X).dtype is torch.bfloat16
+    assert held is not module.double and held(X).dtype is torch.float32
+    with hmpx.convert(**lists(bf16="outlived.double")):
+        assert held(X).dtype is torch.float32 and module.double(X).dtype is torch.bfloat16

@@ -1,0 +1,228 @@
+"""Op list files: what reads, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import hmpx
+from hmpx.ops.build_policy import build_policy
+from hmpx.ops.op_lists import default_lists, read_file, read_lists, shipped
+
+WILD = sorted((Path(__file__).parents[1] / "data" / "in_the_wild").glob("*.yaml"))
+
+
+def names(listed):
+    return [entry.name for entry in listed]
+
+
+def test_text_takes_comments_blank_lines_crlf_and_a_byte_order_mark(tmp_path):
+    path = tmp_path / "ops.txt"
+    path.write_bytes(b"\xef\xbb\xbf# head\r\nconv2d\r\n\r\n  mm  # product\r\nlinear")
+    listed = read_file(path, "bf16").bf16
+    assert [(entry.name, entry.line) for entry in listed] == [("conv2d", 2), ("mm", 4), ("linear", 5)]
+    assert listed[1].where == f"{path}:4"
+
+
+def test_yaml_fills_its_sides_and_remembers_lines(tmp_path):
+    path = tmp_path / "ops.yaml"
+    path.write_text('name: "mine"\nbf16:\n  - conv2d\nfp32: [softmax, log]\npromote: null\n')
+    lists = read_lists(path)
+    assert names(lists.bf16) == ["conv2d"] and lists.bf16[0].line == 3
+    assert names(lists.fp32) == ["softmax", "log"]
+    assert lists.promote is None
+
+
+def test_json_of_gaudi_with_tabs(tmp_path):
+    path = tmp_path / "gaudi_config.json"
+    path.write_text('{\n\t"use_fused_adam": true,\n\t"hmp_bf16_ops": ["add", "mm"],\n\t"hmp_fp32_ops": []\n}')
+    lists = read_lists(path)
+    assert names(lists.bf16) == ["add", "mm"] and lists.bf16[1].line == 3
+    assert lists.fp32 == () and lists.promote is None
+
+
+def test_an_empty_file_is_an_empty_list_and_an_empty_path_is_the_default(tmp_path):
+    path = tmp_path / "none.txt"
+    path.write_text("")
+    assert build_policy(lists=read_lists(path, path, path)).bf16 == ()
+    assert build_policy(lists=read_lists("", None, "")) == build_policy() != build_policy(lists=read_lists(path))
+
+
+def test_one_side_from_each_of_two_files(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("bf16: [mm]\nfp32: [log]\n")
+    second.write_text("fp32: [exp]\n")
+    assert names(read_lists(first, second).fp32) == ["exp"]
+    second.write_text("bf16: [bmm]\nfp32: [exp]\n")
+    third = tmp_path / "c.txt"
+    third.write_text("add")
+    with pytest.raises(hmpx.OpListError, match="both hold a fp32 list; say which with fp32_file_path="):
+        read_lists(bf16_file_path=first, promote_file_path=_with_promote(second))
+
+
+def _with_promote(path):
+    path.write_text(path.read_text() + "promote: [add]\n")
+    return path
+
+
+def test_the_published_defaults_of_hmp_are_the_defaults():
+    lists = default_lists()
+    assert set(names(lists.bf16)) == set(
+        "addmm batch_norm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d dot dropout "
+        "dropout1d dropout2d dropout3d group_norm instance_norm layer_norm leaky_relu linear matmul mm mul mv "
+        "relu t".split()
+    )
+    assert {name for name in names(lists.fp32) if not name.startswith("torchvision.ops.")} == set(
+        "binary_cross_entropy binary_cross_entropy_with_logits cross_entropy div divide embedding embedding_bag log "
+        "log2 log_softmax nll_loss smooth_l1_loss softmax topk truediv".split()
+    )
+
+
+@pytest.mark.parametrize("folder", ["resnet50", "bert", "unet", "vit", "decoder"])
+def test_every_shipped_folder_makes_a_policy(folder):
+    lists = read_lists(shipped() / folder / "bf16.txt", shipped() / folder / "fp32.txt")
+    policy = build_policy(lists=lists)
+    assert set(names(lists.bf16)) == set(policy.bf16) and set(names(lists.fp32)) == set(policy.fp32)
+
+
+@pytest.mark.parametrize("path", WILD, ids=lambda path: path.stem)
+def test_lists_from_the_wild_load_or_are_refused_by_name(path):
+    if path.stem == "mr-dlrm":  # it names two ops that only Habana's own bridge had
+        line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "embedding_bag_sum_fwd" in text)
+        with pytest.raises(hmpx.UnknownOpError, match="'embedding_bag_sum_fwd'; did you mean 'embedding_bag'") as error:
+            build_policy(lists=read_lists(path))
+        assert f"{path}:{line}:" in str(error.value)
+        assert "embedding_bag_sum_fwd" not in build_policy(lists=read_lists(path), unknown="warn").fp32
+        return
+    policy = build_policy(lists=read_lists(path))
+    assert policy.bf16
+
+
+BAD = {
+    "a missing file": (None, "ops.txt: no such op list file"),
+    "bytes": (b"conv2d\n\xff\xfe\n", "ops.txt:2: not UTF-8 text (byte 0xff)"),
+    "a dash": (b"conv2d\n- relu\n", "ops.txt:2: '- relu' is no op name; did you mean 'relu'?"),
+    "two names": (b"conv2d relu\n", "ops.txt:1: 'conv2d relu' is no op name; write one name a line"),
+    "a typo": (b"\nconv2dd\n", "ops.txt:2: unknown op 'conv2dd'; did you mean 'conv2d'?"),
+    "case": (b"conv2D\n", "ops.txt:1: unknown op 'conv2D'; did you mean 'conv2d'?"),
+    "a class": (b"BCELoss\n", "ops.txt:1: 'BCELoss' is a class, and a list names functions; did you mean 'binary_cro"),
+    "a class by its path": (b"nn.Linear\n", ":1: 'nn.Linear' is a class, and a list names functions; did you mean 'li"),
+    "a class of many parts": (b"torch.nn.Transformer\n", "functions: list the functions that its forward calls"),
+    "another name": (b"bce_loss\n", "ops.txt:1: unknown op 'bce_loss'; did you mean 'binary_cross_entropy'?"),
+    "the name of a module": (
+        b"conv_transpose_2d\n",
+        "unknown op 'conv_transpose_2d'; did you mean 'conv_transpose2d'?",
+    ),
+    "elsewhere's name": (b"attention\n", "unknown op 'attention'; did you mean 'scaled_dot_product_attention'?"),
+    "a module that is torch's": (b"nn.functional.gelu\n", "op 'nn.functional.gelu'; did you mean 'gelu'?"),
+    "a conversion": (b"to\n", "ops.txt:1: unknown op 'to'"),
+    "torch's, but wrong": (b"torch.nn.functional.sofmax\n", "ops.txt:1: unknown op"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_text_names_file_and_line(tmp_path, case):
+    content, message = BAD[case]
+    path = tmp_path / "ops.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(hmpx.OpListError) as error:
+        hmpx.convert(bf16_file_path=path)
+    assert message in str(error.value) and str(path) in str(error.value)
+
+
+BAD_TREES = {
+    "top-level list": ("ops.yaml", "- conv2d\n", ":1: expected the keys bf16, fp32, promote, found a list"),
+    "nested list": ("ops.yaml", "bf16:\n  - [conv2d]\n", ":2: 'bf16' must hold names, found a list"),
+    "mapping": ("ops.yaml", "bf16:\n  a: b\n", ":2: 'bf16' must be a list of names, found a mapping"),
+    "typo in a key": ("ops.yaml", "fb16: [conv2d]\n", ":1: 'fb16' is no list that hmpx knows; did you mean 'bf16'?"),
+    "broken yaml": ("ops.yaml", "bf16: [conv2d\n", ": not YAML"),
+    "broken json": ("ops.json", '{"hmp_bf16_ops": [,]}', ":1: not JSON"),
+    "keys of another file": ("ops.json", '{"bf16": ["mm"]}', ":1: holds none of the keys hmp_bf16_ops, hmp_fp32_ops"),
+    "typo beside a right key": ("ops.yaml", "bf16: [mm]\nfp23: log\n", ":2: 'fp23' is no list that hmpx knows"),
+    "a key that is a list": ("ops.yaml", "? [a]\n: b\n", ":1: a list is no key"),
+    "twice": ("ops.yaml", "bf16: [mm]\nbf16: [mv]\n", ":2: the key 'bf16' stands here for the second time"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TREES)
+def test_bad_trees_name_file_and_line(tmp_path, case):
+    name, content, message = BAD_TREES[case]
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(hmpx.OpListError) as error:
+        hmpx.convert(bf16_file_path=path)
+    assert message in str(error.value) and str(path) in str(error.value)
+
+
+def test_all_problems_of_lists_are_said_at_once(tmp_path, lists):
+    """Seven in two files, each with its line, of whatever kind."""
+    given = lists(bf16="mm sofmax linaer nn.Linear", fp32="log mm")
+    (tmp_path / "bf16.txt").write_text("mm\nsofmax\n- relu\nlinaer\nnn.Linear\ngelu relu\n")
+    (tmp_path / "fp32.txt").write_text("log\nmm\nlgo\n")
+    with pytest.raises(hmpx.OpListError) as error:
+        hmpx.convert(**given)
+    places = [line.partition(": ")[0].rpartition("/")[2] for line in str(error.value).splitlines()]
+    assert sorted(places) == [*(f"bf16.txt:{line}" for line in (2, 3, 4, 5, 6)), "fp32.txt:2", "fp32.txt:3"]
+    tree = tmp_path / "ops.yaml"
+    tree.write_text("bf16: [mm, sofmax]\nfp23: [log]\nfp32:\n  - [log]\n  - lgo\n? [a]\n: b\n")
+    with pytest.raises(hmpx.OpListError) as error:
+        hmpx.convert(bf16_file_path=tree)
+    assert [line.partition(": ")[0].rpartition(":")[2] for line in str(error.value).splitlines()] == list("24615")
+    with pytest.raises(hmpx.UnknownOpError) as error:  # all of one kind: an error of that kind
+        hmpx.convert(**lists(bf16="sofmax linaer"))
+    assert len(str(error.value).splitlines()) == 2
+    with pytest.raises(hmpx.OpListError, match="fp23"):
+        hmpx.convert("O2", bf16_file_path=_written(tree, "fp23: [log]\n"))
+
+
+def test_a_class_is_answered_with_the_op_that_it_calls(lists):
+    """In its forward, or in a method of its own that the forward calls, or in none."""
+    ops = {
+        "Conv2d": "conv2d",
+        "InstanceNorm1d": "instance_norm",
+        "Linear": "linear",
+        "ReLU6": "hardtanh",
+        "LSTM": "lstm",
+    }
+    with pytest.raises(hmpx.UnknownOpError) as error:
+        hmpx.convert(**lists(bf16=" ".join(f"nn.{name}" for name in (*ops, "Sequential"))))
+    lines = str(error.value).splitlines()
+    for line, (name, op) in zip(lines, ops.items(), strict=False):
+        assert f"'nn.{name}' is a class, and a list names functions; did you mean {op!r}?" in line
+    assert lines[len(ops)].endswith("a list names functions: list the functions that its forward calls")
+
+
+def _written(path, text):
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("value", [["linear"], True, b"ops.txt", {"linear"}])
+def test_what_is_no_path_is_refused(value):
+    with pytest.raises(hmpx.OpListError, match="bf16_file_path takes the path of a file, not a"):
+        hmpx.convert(bf16_file_path=value)
+
+
+def test_a_shipped_list_is_pointed_at():
+    with pytest.raises(hmpx.OpListError, match=r"no such op list file; hmpx ships one: .*bert.bf16.txt"):
+        hmpx.convert(bf16_file_path="nowhere/oplists/bert/bf16.txt")
+
+
+def test_a_directory_is_refused(tmp_path):
+    with pytest.raises(hmpx.OpListError, match="is a directory"):
+        hmpx.convert(bf16_file_path=tmp_path)
+
+
+def test_a_name_on_both_sides_is_refused_with_both_places(tmp_path, lists):
+    with pytest.raises(hmpx.OpListError, match=r"fp32.txt:2: 'mm' is on both sides; in the bf16 list at .*bf16.txt:1"):
+        hmpx.convert(**lists(bf16="mm", fp32="log mm"))
+
+
+def test_json_round_trips_through_the_shell_of_json(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"hmp_bf16_ops": ["mm"], "hmp_fp32_ops": ["log"], "hmp_is_verbose": False}, indent=2))
+    policy = build_policy(lists=read_lists(path))
+    assert policy.bf16 == ("mm",) and policy.fp32 == ("log",)

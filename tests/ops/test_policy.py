@@ -1,0 +1,141 @@
+"""Policies: which rule an op gets, and that a policy is its own text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import hmpx
+from hmpx.ops.build_policy import build_policy
+from hmpx.ops.catalog import catalog
+from hmpx.ops.op_lists import read_lists
+from hmpx.ops.overlays import Overlay
+from hmpx.ops.policy import Policy, Rule
+
+
+def read_back(policy: Policy, tmp_path) -> Policy:
+    path = tmp_path / "policy.yaml"
+    path.write_text(str(policy))
+    return build_policy(lists=read_lists(path))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_policy_prints_as_a_list_file_that_reads_back_to_it(tmp_path, level):
+    policy = build_policy(level)
+    assert read_back(policy, tmp_path) == policy
+    assert policy.bf16 and policy.fp32
+
+
+def test_an_empty_and_a_dotted_policy_read_back(tmp_path, lists):
+    for arguments in (lists(), lists(bf16="mm somewhere.else.f", fp32="log", promote="stack")):
+        policy = build_policy(lists=read_lists(**arguments))
+        assert read_back(policy, tmp_path) == policy
+    assert policy.user_functions() == {"somewhere.else.f": Rule.BF16}
+
+
+def test_listed_names_leave_the_promote_list(lists):
+    policy = build_policy(lists=read_lists(**lists(bf16="bilinear", fp32="lerp", promote="bilinear lerp dot")))
+    assert policy.promote == ("dot",)
+
+
+def test_what_a_user_lists_outranks_a_default(tmp_path):
+    path = tmp_path / "bf16.txt"
+    path.write_text("softmax\n")
+    policy = build_policy(lists=read_lists(path))
+    assert policy.bf16 == ("softmax",) and "softmax" not in policy.fp32 and "log_softmax" in policy.fp32
+    path.write_text("div\n")  # and what follows it: the default fp32 list also names truediv and divide
+    policy = build_policy(lists=read_lists(path))
+    assert {policy.rule(catalog()[name]) for name in ("div", "divide", "truediv")} == {Rule.BF16}
+
+
+def test_aten_overloads_and_internal_names_map_to_their_python_op(lists):
+    policy = build_policy(
+        lists=read_lists(
+            **lists(
+                bf16="conv_transpose2d.input _convolution.deprecated torch.nn.functional.linear torch.linalg.multi_dot",
+                fp32="pow.Tensor_Scalar pow.Scalar frobenius_norm.dim nll_loss2d cross_entropy_loss torch.Tensor.exp",
+            )
+        )
+    )
+    assert set(policy.bf16) == {"conv_transpose2d", "_convolution", "linear", "linalg_multi_dot"}
+    assert set(policy.fp32) == {"pow", "frobenius_norm", "nll_loss", "cross_entropy", "exp"}
+
+
+def test_another_name_of_an_op_follows_it_unless_listed_itself(lists):
+    ops = catalog()
+    policy = build_policy(lists=read_lists(**lists(bf16="mul", fp32="divide softmax")))
+    assert policy.rule(ops["multiply"]) is Rule.BF16
+    assert policy.rule(ops["div"]) is None and policy.rule(ops["divide"]) is Rule.FP32
+    assert policy.rule(ops["special_softmax"]) is Rule.FP32
+
+
+def test_rules_of_unlisted_and_promoted_ops(lists):
+    ops = catalog()
+    policy = build_policy(lists=read_lists(**lists(promote="add bilinear")))
+    assert policy.rule(ops["add"]) is None  # torch promotes by itself
+    assert policy.rule(ops["bilinear"]) is Rule.PROMOTE
+    assert policy.rule(ops["linear"]) is Rule.FIRST_INPUT
+    assert policy.rule(ops["exp"]) is None
+
+
+def test_o2_runs_matrix_products_in_bf16_and_the_rest_in_fp32():
+    policy = build_policy("O2")
+    assert {"linear", "conv2d", "matmul", "bmm", "einsum"} <= set(policy.bf16)
+    assert {"softmax", "add", "layer_norm", "gelu", "sum"} <= set(policy.fp32)
+    # views, factories and Python functions that only call other ops have no precision of their own
+    assert not {"view", "t", "zeros_like", "to", "multi_head_attention_forward"} & set(policy.fp32)
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "o1", "", None])
+def test_another_opt_level_is_an_error_that_names_the_legal_ones(level):
+    with pytest.raises(hmpx.OptLevelError, match=r"legal: O1, O2"):
+        hmpx.convert(opt_level=level)
+
+
+def test_what_is_no_opt_level_but_something_else_is_told_where_it_goes():
+    with pytest.raises(hmpx.OptLevelError, match=r"'lean' is a recipe: hmpx.prepare\(model, optimizer, 'lean'\)"):
+        hmpx.convert("lean")
+    with pytest.raises(hmpx.OptLevelError, match="a list file goes to bf16_file_path="):
+        hmpx.convert("mine.txt")
+
+
+def test_o2_takes_no_lists(lists):
+    with pytest.raises(hmpx.OptLevelError, match="O2 decides by itself"):
+        hmpx.convert("O2", **lists(bf16="mm"))
+
+
+def test_unknown_warn_skips_the_name_and_says_so(lists, caplog):
+    hmpx.convert(**lists(bf16="mm nosuch"), unknown="warn")
+    assert "bf16.txt:2: unknown op 'nosuch'" in caplog.text
+    hmpx.restore()
+
+
+@pytest.mark.parametrize("name", ["fp16", "float16", "torch.float16"])
+def test_a_dtype_may_be_given_by_name(name):
+    """To attach as well, where recipes take names."""
+    with hmpx.convert(low_precision=name) as handle:
+        assert handle.policy.low_precision is torch.float16
+    with pytest.raises(hmpx.HmpxError, match=r"low_precision=torch\.float32 is neither"):
+        hmpx.convert(low_precision="fp32")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
+    assert hmpx.attach(optimizer, state_dtype="bf16").settings.state_dtype is torch.bfloat16
+
+
+def test_parts_in_different_lists_leave_an_op_as_it_is_unless_it_is_listed_itself():
+    parts = {"bf16": ("log_softmax",), "fp32": ("nll_loss",)}
+    op = catalog()["cross_entropy"]
+    assert Policy(**parts).undecided(op) == {"log_softmax": Rule.BF16, "nll_loss": Rule.FP32}
+    listed = Policy(bf16=("cross_entropy", "log_softmax"), fp32=("nll_loss",))
+    assert listed.undecided(op) == {} and listed.rule(op) is Rule.BF16
+
+
+def test_where_the_names_of_a_policy_within_another_one_are_listed(lists):
+    given = lists(bf16="linear")
+    own = replace(build_policy(lists=read_lists(**given)), fp32=("exp",))
+    within = Overlay("train.py:3, hmpx.casts", policy=own).over(Policy(bf16=("matmul",)))
+    assert within.origins == {
+        "linear": f"{given['bf16_file_path']}:1, train.py:3, hmpx.casts",
+        "exp": "train.py:3, hmpx.casts",
+    }

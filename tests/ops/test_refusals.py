@@ -1,0 +1,69 @@
+"""Where torch has no BF16 kernel of an op, its error says why the input is BF16 and what mends it."""
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+
+import hmpx
+from hmpx.ops import op_facts
+from hmpx.ops.catalog import catalog
+
+SPARSE = torch.eye(4).to_sparse()
+CALLS = {
+    "fft_rfft": torch.fft.rfft,
+    "linalg_inv": torch.linalg.inv,
+    "quantile": lambda x: x.quantile(0.5),
+    "view_as_complex": lambda x: torch.view_as_complex(x.reshape(8, 2)),
+    "torch.sparse.mm": lambda x: torch.sparse.mm(SPARSE, x),
+}
+
+
+@pytest.fixture
+def hidden():
+    torch.manual_seed(0)
+    with hmpx.convert(kernels="native"):
+        yield torch.nn.Linear(4, 4)(torch.eye(4))
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_the_error_names_the_op_its_input_and_the_cure(op, hidden, tmp_path):
+    with pytest.raises(RuntimeError) as plain, hmpx.disable_casts():
+        CALLS[op](hidden)
+    assert not getattr(plain.value, "__notes__", None)
+    with pytest.raises(RuntimeError) as refused:
+        CALLS[op](hidden)
+    text = "\n".join((*map(str, refused.value.args), *getattr(refused.value, "__notes__", ())))
+    assert text.startswith(str(plain.value)) and text.count("hmpx:") == 1
+    made_by = "View" if op == "view_as_complex" else "Addmm"
+    assert f"the input of {op} is bfloat16, the result of {made_by}" in text.replace("UnsafeView", "View")
+    if op == "torch.sparse.mm":
+        assert text.endswith("Call it with input.float().") and CALLS[op](hidden.float()).dtype is torch.float32
+        return
+    assert f"fp32: [{op}]" in text
+    path = tmp_path / "fp32.txt"
+    path.write_text(op)
+    with hmpx.convert(bf16_file_path=None, fp32_file_path=path):
+        assert not CALLS[op](hidden).dtype.itemsize % 4  # what the note says to do
+
+
+def test_other_errors_have_no_note(hidden):
+    for matrix in (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bfloat16)):
+        with pytest.raises(RuntimeError, match="square") as refused:
+            torch.linalg.inv(matrix)
+        assert not getattr(refused.value, "__notes__", None)
+
+
+def test_compiled_code_is_one_graph():
+    with hmpx.convert():
+        call = torch.compile(lambda x: torch.fft.rfft(x).abs() + 1, backend="aot_eager", fullgraph=True)
+        assert torch.equal(call(torch.ones(4)), torch.fft.rfft(torch.ones(4)).abs() + 1)
+
+
+def test_every_op_without_a_kernel_on_this_cpu_is_known():
+    for op in op_db:
+        name = op.name.replace("nn.functional.", "").replace(".", "_")
+        dtypes = op.supported_dtypes("cpu")
+        if name in catalog() and torch.float32 in dtypes and torch.bfloat16 not in dtypes:
+            python = all(entry.layout.python for entry in catalog()[name].entries)
+            known = name in op_facts.NO_LOW_KERNEL or name.startswith(op_facts.NO_LOW_KERNELS)
+            assert known or python, name

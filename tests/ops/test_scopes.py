@@ -1,0 +1,702 @@
+"""Lists that hold in a part of a model or of a program: module rules and `casts` regions."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import sys
+import threading
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+import hmpx
+from hmpx.ops.catalog import catalog
+from hmpx.ops.forwards import replaced_forwards
+from tests.support import python
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(F.softmax(q @ k.transpose(-1, -2) / 3, -1) @ v)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.LayerNorm(8), Attention(), nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))
+        return x + self.mlp(x)
+
+
+class Net(nn.Module):
+    """A small transformer whose forward ends in the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 5)
+
+    def features(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x):
+        return F.cross_entropy(self.head(self.features(x)).flatten(0, 1), torch.arange(6) % 5)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(1)
+    return Net()
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(2)
+    return torch.randn(2, 3, 8)
+
+
+def results(model, x, forward=None):
+    """The loss and every gradient, that of the input last."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    loss = (model if forward is None else forward)(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), x.grad]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+POLICIES = {
+    "default lists": lambda: hmpx.Recipe().policy(),
+    "O2": lambda: hmpx.Recipe(opt_level="O2").policy(),
+    "autocast": lambda: hmpx.Recipe(
+        bf16=("linear", "matmul"), fp32=("softmax", "layer_norm"), low_precision="float16"
+    ).policy(),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("other", ["no lists", "float32", "O2"])
+def test_a_rule_over_the_whole_model_is_the_global_lists(name, other, model, x, lists):
+    """To the bit, forward and gradients, whatever holds around it."""
+    policy = POLICIES[name]()
+    with hmpx.conversion.install(policy):
+        expected = results(model, x)
+    around = {
+        "no lists": lambda: hmpx.convert(**lists()),
+        "float32": lambda: hmpx.convert(**lists(fp32="linear matmul softmax div layer_norm cross_entropy gelu")),
+        "O2": lambda: hmpx.convert("O2"),
+    }
+    rule = hmpx.policy_for(model, policy)
+    with around[other]():
+        found = results(model, x)
+        rule.remove()
+        without = results(model, x)
+    assert same(found, expected)
+    assert other == name or not same(without, expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        *(("blocks.1", "fp32"), ("blocks.1.attn", "fp32"), ("head", "fp32"), ("blocks.0.mlp", "fp32")),
+        *(("blocks.1", "bf16"), ("blocks.1.attn", "bf16")),
+    ],
+)
+def test_a_dtype_for_a_module_is_its_code_between_casts_by_hand(name, part, model, x):
+    """As if its input and its weights were cast, and nothing in it."""
+    dtype, module = {"fp32": FP32, "bf16": BF16}[name], model.get_submodule(part)
+
+    def by_hand(*args):
+        inner = {key: p.to(dtype) for key, p in module.named_parameters()}
+        with hmpx.disable_casts():
+            return functional_call(module, inner, tuple(a.to(dtype) for a in args))
+
+    with hmpx.convert():
+        plain = results(model, x)
+        vars(module)["forward"] = by_hand_once(module, by_hand)
+        expected = results(model, x)
+        del module.forward
+        rule = hmpx.policy_for(module, name)
+        found = results(model, x)
+        rule.remove()
+        assert same(found, expected)
+        assert same(results(model, x), plain)
+    assert not same(plain, expected)
+
+
+def by_hand_once(module, by_hand):
+    """A forward that stands in a module: `by_hand`, which calls the module again with the forward of its class."""
+
+    def forward(*args):
+        del module.forward
+        try:
+            return by_hand(*args)
+        finally:
+            vars(module)["forward"] = forward
+
+    return forward
+
+
+def product(x, y=None):
+    return (x @ (x if y is None else y)).dtype
+
+
+X = torch.randn(4, 4)
+
+
+class Product(nn.Module):
+    """What dtype a product has inside, and inside of what it holds."""
+
+    def __init__(self, inner=None):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x=X):
+        return [product(x), *(self.inner(x) if self.inner is not None else [])]
+
+
+def test_a_rule_on_a_part_is_the_mixture_by_hand(model, x, lists):
+    """The part under its own lists, everything else under the others."""
+    mine, others = lists(fp32="linear softmax"), {}
+    handle = hmpx.convert(**mine)
+    policy = handle.policy
+    hmpx.restore()
+
+    part = model.blocks[0]
+    own = type(part).forward
+
+    def switching(hidden):
+        with hmpx.convert(**mine):
+            return own(part, hidden)
+
+    with hmpx.convert(**others):
+        vars(part)["forward"] = switching
+        expected = results(model, x)
+        del part.forward
+        rule = hmpx.policy_for(part, policy)
+        assert same(results(model, x), expected)
+        rule.remove()
+        assert not same(results(model, x), expected)
+
+
+def test_of_nested_modules_the_innermost_decides_and_its_lists_lie_over_those_around():
+    inner = Product()
+    outer = Product(inner)
+    with hmpx.convert():
+        assert outer() == [BF16, BF16]
+        first = hmpx.policy_for(outer, fp32=["matmul", "linear"])
+        assert outer() == [FP32, FP32] and inner() == [BF16]
+        second = hmpx.policy_for(inner, bf16=["exp"])
+        assert outer() == [FP32, FP32] and inner() == [BF16]
+        third = hmpx.policy_for(inner, bf16=["matmul"])
+        assert outer() == [FP32, BF16]
+        third.remove()
+        third.remove()
+        assert outer() == [FP32, FP32]
+        first.remove()
+        assert outer() == [BF16, BF16]
+        second.remove()
+    assert not hmpx.process_state.module_rules and outer() == [FP32, FP32]
+
+
+def test_a_rule_may_come_before_the_conversion_and_outlives_it():
+    module = Product()
+    rule = hmpx.policy_for(module, "fp32")
+    assert module() == [FP32] and module(X.bfloat16()) == [BF16] and type(module).forward is Product.forward
+    for _ in range(2):
+        with hmpx.convert():
+            assert product(X) is BF16 and module(X.bfloat16()) == [FP32]
+            with hmpx.disable_casts():
+                assert module(X.bfloat16()) == [BF16]
+    rule.remove()
+    assert "_hmpx_rules" not in vars(module) and "_hmpx_rules" not in vars(Product)
+
+
+def test_a_region_has_lists_of_its_own():
+    @hmpx.casts("fp32")
+    def inside(x):
+        return product(x)
+
+    region = hmpx.casts(fp32=["matmul"])
+    with region:  # nothing is converted
+        assert product(X.bfloat16()) is BF16
+    with hmpx.convert():
+        with region:
+            assert product(X) is FP32
+            with hmpx.casts(bf16=["matmul"]), region, hmpx.casts(bf16=["matmul"]):
+                assert product(X) is BF16
+            with hmpx.disable_casts():
+                assert product(X.bfloat16()) is BF16
+                with region:  # casts are on in it
+                    assert product(X.bfloat16()) is FP32
+            with pytest.raises(KeyError), region:
+                raise KeyError
+            assert product(X) is FP32
+        assert product(X) is BF16 and inside(X) is FP32
+        with hmpx.casts(bf16=["exp"]):
+            assert inside(X) is FP32 and X.exp().dtype is BF16
+    with hmpx.convert(enabled=False):
+        with region:
+            assert product(X.bfloat16()) is FP32
+        assert product(X) is FP32
+
+
+def test_a_module_in_a_region_and_a_region_in_a_module():
+    module = Product()
+    rule = hmpx.policy_for(module, bf16=["matmul"])
+    with hmpx.convert():
+        with hmpx.casts("fp32"):
+            assert product(X) is FP32 and module() == [BF16]
+        with hmpx.casts(fp32=["matmul"]):
+            assert module() == [BF16]
+    rule.remove()
+
+
+def test_a_region_that_is_left_inside_of_a_module_leaves_the_modules_lists_alone():
+    class Leaving(nn.Module):
+        def forward(self, region):
+            region.__exit__(None, None, None)
+            return product(X)
+
+    module = Leaving()
+    rule = hmpx.policy_for(module, "fp32")
+    with hmpx.convert():
+        for region in (hmpx.enable_casts(), hmpx.casts("bf16")):
+            region.__enter__()
+            assert module(region) is FP32 and product(X) is BF16
+    rule.remove()
+
+
+def test_whatever_raises_the_place_is_left():
+    class Failing(nn.Module):
+        def forward(self, error):
+            raise error
+
+    module = Failing()
+    rule = hmpx.policy_for(module, fp32=["matmul"])
+    with hmpx.convert():
+        for error in (KeyError, KeyboardInterrupt, SystemExit):
+            with pytest.raises(error):
+                module(error)
+            assert product(X) is BF16 and not hmpx.region_state._thread.open
+    rule.remove()
+
+
+def test_places_belong_to_their_thread():
+    module, seen, inside, go_on = Product(), [], threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def forward(self):
+            inside.set()
+            assert go_on.wait(10)
+            seen.append(product(X))
+
+    waiting = Waiting()
+    rules = [hmpx.policy_for(waiting, "fp32"), hmpx.policy_for(module, fp32=["exp"])]
+    with hmpx.convert():
+        thread = threading.Thread(target=waiting)
+        thread.start()
+        assert inside.wait(10)
+        assert product(X) is BF16 and module() == [BF16]
+        go_on.set()
+        thread.join()
+    assert seen == [FP32]
+    for rule in rules:
+        rule.remove()
+
+
+def test_copies_and_pickled_modules_carry_the_rule():
+    module = Product()
+    rule = hmpx.policy_for(module, fp32=["matmul"])
+    copies = [copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    with hmpx.convert():
+        assert [each() for each in copies] == [[FP32]] * 3
+        rule.remove()
+        assert [each() for each in copies] == [[BF16], [BF16], [FP32]]  # the last came from elsewhere
+        module = Product()
+        assert module() == [BF16]
+    vars(copies[-1])["_hmpx_rules"][0][1].remove()
+
+
+def test_the_rules_of_a_model_that_was_loaded_can_be_listed_and_removed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 8))
+    given = [hmpx.policy_for(part, fp32=["linear"]) for part in (model, model[1], model[2])]
+    assert hmpx.policies_of(model) == given == hmpx.policies_of(copy.deepcopy(model))
+    loaded = pickle.loads(pickle.dumps(model))
+    rules = hmpx.policies_of(loaded)
+    assert [rule.where for rule in rules] == [rule.where for rule in given] and not {*rules} & {*given}
+    for rule in (*rules, *given[:2]):
+        rule.remove()
+    assert hmpx.policies_of(loaded) == [] and hmpx.policies_of(model) == given[2:]
+    with hmpx.convert():
+        assert [part(torch.ones(2, 8)).dtype for part in (model[2], loaded[2])] == [FP32, BF16]
+    given[2].remove()
+    with pytest.raises(hmpx.HmpxError, match=r"policies_of takes a torch\.nn\.Module, not a str"):
+        hmpx.policies_of("model")
+
+
+def test_a_further_nesting_works_out_its_own_lists_and_no_other(monkeypatch):
+    """However many there are already; and none the second time."""
+    worked_out, cases = [], hmpx.Policy.cases
+    monkeypatch.setattr(hmpx.Policy, "cases", lambda policy, op: worked_out.append(policy) or cases(policy, op))
+    found = []
+    with hmpx.convert():
+        for name in ("linear", "matmul", "bmm", "linear"):
+            worked_out.clear()
+            with hmpx.casts(fp32=[name], promote=["hypot"]):
+                found.append((len({id(policy) for policy in worked_out}), len(worked_out)))
+    ops = found[0][1]
+    assert found == [(1, ops), (1, ops), (1, ops), (0, 0)] and ops == len(catalog())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_no_call_of_a_module_in_another_changes_torch(monkeypatch, before):
+    """What two rules make together is worked out when they are given, and not amid the first call."""
+    inner = Product()
+    outer = Product(nn.Sequential(inner))
+    rules = [hmpx.policy_for(inner, bf16=["matmul"])] if before else []
+    with hmpx.convert() as handle:
+        rules.append(hmpx.policy_for(outer, fp32=["matmul", "linear"]))
+        if not before:
+            rules.append(hmpx.policy_for(inner, bf16=["matmul"]))
+        known, patched = hmpx.process_state.known_scopes, handle.patched
+        monkeypatch.setattr(hmpx.process_state, "learn", lambda places: pytest.fail(f"{places} were not known"))
+        assert outer() == [FP32, BF16]
+        assert hmpx.process_state.known_scopes is known and handle.patched == patched
+        monkeypatch.undo()
+    for rule in rules:
+        rule.remove()
+
+
+def test_a_rule_for_a_container_holds_in_each_module_in_it_and_around_their_own():
+    modules = nn.ModuleList([Product(), nn.ModuleDict({"a": Product()})])
+    rules = [hmpx.policy_for(modules[1], bf16=["exp"]), hmpx.policy_for(modules, fp32=["matmul", "exp"])]
+    with hmpx.convert():
+        assert modules[0]() == [FP32] and modules[1]["a"]() == [FP32]
+        rules.append(hmpx.policy_for(modules[0], bf16=["matmul"]))
+        assert modules[0]() == [BF16] and modules[1]["a"]() == [FP32]
+    for rule in rules:
+        rule.remove()
+
+
+def test_a_forward_that_stands_in_the_module_itself_is_wrapped_there():
+    module = Product()
+    module.forward = lambda x: [product(x)]
+    own = module.forward
+    rule = hmpx.policy_for(module, "fp32")
+    with hmpx.convert():
+        assert module(X) == [FP32] and module.forward(X) == [FP32]
+    assert module.forward is own
+    rule.remove()
+
+
+def _set_forward(module):
+    module.forward = lambda x: F.linear(x, module.weight)
+
+
+def _set_class(module):
+    module.__class__ = type("Other", (nn.Linear,), {"forward": lambda self, x: F.linear(x, self.weight)})
+
+
+def _patch_class(module):
+    type(module).forward = lambda self, x: F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("replace", [_set_forward, _set_class, _patch_class])
+def test_a_forward_that_was_replaced_after_convert_is_said_and_has_its_rule_in_the_next_conversion(replace):
+    module = type("Mine", (nn.Linear,), {"forward": lambda self, x: F.linear(x, self.weight)})(4, 4)
+    rule = hmpx.policy_for(module, "fp32")
+    with hmpx.convert() as handle:
+        assert module(X).dtype is FP32 and not replaced_forwards()
+        replace(module)
+        assert module(X).dtype is BF16
+        (said,) = replaced_forwards()
+        assert said.startswith(f"{rule.where}: the forward of a ")
+        assert said in handle.escaped and said in hmpx.audit(module, X).escaped
+        with hmpx.record() as log:
+            module(X)
+        assert log.escaped.count(said) == 1
+    with hmpx.convert():
+        assert module(X).dtype is FP32 and not replaced_forwards()
+        module.forward = types.FunctionType.__get__(_around(module.forward), module)
+        assert module(X).dtype is FP32 and not replaced_forwards()  # the new one calls the wrapper, and says so
+    rule.remove()
+
+
+def _around(forward):
+    @functools.wraps(forward)
+    def around(self, x):
+        return forward(x)
+
+    return around
+
+
+@pytest.mark.parametrize("later", [lambda x: map(torch.exp, [x]), lambda x: (each.exp() for each in [x])])
+def test_a_forward_that_returns_what_computes_later_is_an_error(later):
+    class Later(nn.Module):
+        def forward(self, x):
+            return later(x)
+
+    module = Later()
+    rule = hmpx.policy_for(module, "fp32")
+    with (
+        hmpx.convert(),
+        pytest.raises(hmpx.HmpxError, match=r"the forward returned a \w+, whose ops run after the call"),
+    ):
+        module(X)
+    rule.remove()
+    with hmpx.convert():
+        assert len(list(module(X))) == 1
+
+
+def test_of_a_container_and_a_module_in_it_the_innermost_dtype_casts_the_arguments():
+    modules = nn.ModuleList([nn.Identity()])
+    given = [hmpx.policy_for(modules, "bf16"), hmpx.policy_for(modules[0], "fp32")]
+    with hmpx.convert():
+        assert modules[0](X) is X
+        given[1].remove()
+        assert modules[0](X).dtype is BF16
+    given[0].remove()
+
+
+@pytest.mark.parametrize(("dtype", "side"), [("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16")])
+def test_record_names_the_rule_that_casts_a_modules_arguments(dtype, side):
+    module = nn.Linear(4, 4)
+    rule = hmpx.policy_for(module, dtype)
+    with hmpx.convert(), hmpx.record() as log:
+        module(X.bfloat16() if dtype == "fp32" else X)
+        X.bfloat16()
+    rows = {site.reason: site.rule for site in log.sites if site.op == "to"}
+    assert rows == {f"cast before the module's forward: {rule.where}": side, "cast by hand": ""}
+    rule.remove()
+
+
+def test_arguments_are_cast_once_and_what_a_module_may_write_to_is_not():
+    class Takes(nn.Module):
+        def forward(self, x, pair, *, items, flag=None):
+            return x, *pair, *items, flag
+
+    low = X.bfloat16()
+    module = Takes()
+    rule = hmpx.policy_for(module, "fp32")
+    with hmpx.convert():
+        x, a, b, kept, flag = module(low, (low, 1), items=[low], flag=low.double())
+    assert x.dtype is a.dtype is FP32 and b == 1 and kept is low and flag.dtype is torch.float64
+    rule.remove()
+
+
+def test_a_name_of_a_users_function_has_its_own_rule_in_a_place(lists, monkeypatch):
+    mine = types.ModuleType("mine")
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    mine.first, mine.second = (lambda x: x.dtype), (lambda x: x.dtype)
+    mine.table = {"second": mine.second}
+    with hmpx.convert(**lists(bf16="mine.first")):
+        assert mine.first(X) is BF16 and mine.second(X) is FP32
+        with hmpx.casts(fp32=["mine.first"], bf16=["mine.second"]):
+            assert mine.first(X.bfloat16()) is FP32 and mine.second(X) is mine.table["second"](X) is BF16
+        assert mine.first(X) is BF16 and mine.second(X) is FP32
+    assert mine.first(X) is FP32
+    with hmpx.convert(**lists()), pytest.raises(hmpx.UnknownOpError, match="mine has no 'third'"):
+        hmpx.casts(fp32=["mine.third"])
+
+
+def test_a_pickled_module_has_its_rule_in_a_process_that_knows_no_other(tmp_path):
+    """What wraps the forward of its class comes with it."""
+    module = nn.Sequential(nn.Linear(4, 4))
+    rule = hmpx.policy_for(module, "fp32")
+    torch.save(module, tmp_path / "model.pt")
+    rule.remove()
+    program = f"""
+import torch, hmpx
+model, x = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False), torch.ones(1, 4)
+with hmpx.convert():
+    print(model(x).dtype, model[0](x).dtype)
+    late = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+    print(late(x).dtype)
+"""
+    done = python.run("-c", program, check=True)
+    assert done.stdout.split() == ["torch.float32", "torch.bfloat16", "torch.float32"]
+
+
+def test_regions_and_modules_that_are_running_keep_their_lists_under_another_conversion(lists):
+    class Converting(nn.Module):
+        def forward(self):
+            with hmpx.convert(**lists(bf16="exp matmul sigmoid")):
+                return X.exp().dtype, product(X)
+
+    module = Converting()
+    rule = hmpx.policy_for(module, fp32=["matmul"])
+    with hmpx.convert(), hmpx.casts(fp32=["exp"]), hmpx.casts(bf16=["tanh"]):
+        assert module() == (FP32, FP32)
+        with hmpx.convert(**lists(bf16="exp matmul sigmoid")):
+            assert (X.exp().dtype, product(X), X.sigmoid().dtype, X.tanh().dtype) == (FP32, BF16, BF16, BF16)
+    rule.remove()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: hmpx.policy_for(nn.Linear(1, 1)),
+            "hmpx.policy_for: says nothing: hmpx.policy_for(torch.float32), or l",
+        ),
+        (lambda: hmpx.casts(), "hmpx.casts: says nothing: hmpx.casts(torch.float32), or lists of ops"),
+        (lambda: hmpx.casts("fp32", bf16=["exp"]), "hmpx.casts: a rule and bf16=: which of the two?"),
+        (lambda: hmpx.casts("fp23"), "hmpx.casts: 'fp23' is no dtype of ops; did you mean 'fp32'? (legal: float32, "),
+        (
+            lambda: hmpx.casts(torch.float64),
+            "hmpx.casts: torch.float64 is no dtype of ops (legal: float32, bfloat16, f",
+        ),
+        (lambda: hmpx.casts(0), "hmpx.casts: 0 is no dtype of ops (legal: float32, "),
+        (lambda: hmpx.casts("float64"), "hmpx.casts: 'float64' is no dtype of ops (legal: float32, "),
+        (lambda: hmpx.casts(fp32="exp"), "hmpx.casts: fp32 is 'exp', not a list of names"),
+        (lambda: hmpx.casts(fp32=["sofmax"]), f"{__file__}:"),
+        (lambda: hmpx.casts(bf16=["exp"], fp32=["exp"]), f"{__file__}:"),
+        (lambda: hmpx.casts(bf16=["exp"], low_precision="fp8"), "hmpx.casts: low_precision is 'fp8', none of bfloat16"),
+        (
+            lambda: hmpx.policy_for(F.linear, "fp32"),
+            "policy_for takes a torch.nn.Module, not a builtin_function_or_meth",
+        ),
+        (lambda: hmpx.policy_for(nn.ModuleList(), "fp32"), "a rule for a ModuleList: there is no forward in it"),
+        (
+            lambda: hmpx.policy_for(nn.MultiheadAttention(4, 2).out_proj, "fp32"),
+            "a rule for a NonDynamicallyQuantizableLinear: its forward is never called: MultiheadAttention takes its w",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(make, message):
+    with pytest.raises(hmpx.HmpxError) as raised:
+        make()
+    assert str(raised.value).startswith(message)
+    assert not hmpx.process_state.module_rules
+
+
+def test_a_forward_that_runs_after_the_call_can_have_no_rule():
+    class Later(nn.Module):
+        def forward(self, x):
+            yield x
+
+    with pytest.raises(hmpx.HmpxError, match="a rule for a Later: its forward is a generator or coroutine function"):
+        hmpx.policy_for(Later(), "fp32")
+
+
+def test_a_forward_that_was_captured_meanwhile_is_the_modules_own_afterwards():
+    module = Product()
+    rule = hmpx.policy_for(module, "fp32")
+    with hmpx.convert():
+        captured, other = module.forward, Product().forward
+        assert captured(X.bfloat16()) == [FP32] and other(X) == [BF16]
+    assert captured(X.bfloat16()) == [BF16] and other(X) == [FP32]
+    rule.remove()
+    with hmpx.convert():
+        assert captured(X) == other(X) == [BF16]
+
+
+@pytest.mark.parametrize(
+    ("decorator", "name"),
+    [
+        (lambda: hmpx.casts("fp32"), "casts"),
+        (lambda: hmpx.casts("fp32")._recreate_cm(), "casts"),
+        (hmpx.disable_casts, "disable_casts"),
+        (lambda: hmpx.disable_casts, "disable_casts"),
+        (hmpx.enable_casts, "enable_casts"),
+        (hmpx.cached_weights, "cached_weights"),
+    ],
+)
+def test_a_region_over_a_function_whose_body_runs_later_is_refused(decorator, name):
+    async def later():
+        pass
+
+    def generator():
+        yield
+
+    for function in (later, generator):
+        with pytest.raises(hmpx.HmpxError, match=f"^{name} over a generator or coroutine function"):
+            decorator()(function)
+
+
+def test_a_module_has_its_rules_once_whichever_classes_have_others():
+    """A forward that calls the one of its base class, in a region too, is in the module's lists already."""
+
+    class Base(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    class Derived(Base):
+        def forward(self, x):
+            with hmpx.casts(bf16=["linear"]):
+                return super().forward(x)
+
+    def beside(x):
+        with hmpx.casts(bf16=["linear"]):
+            return Base.forward(own, x)
+
+    derived, own, base, plain = Derived(4, 4), Base(4, 4), Base(4, 4), nn.Linear(4, 4)
+    own.forward = beside
+    with hmpx.convert():
+        given = [hmpx.policy_for(derived, fp32=["linear"]), hmpx.policy_for(own, fp32=["linear"])]
+        assert derived(X).dtype is own(X).dtype is BF16
+        given += [hmpx.policy_for(each, fp32=["linear"]) for each in (base, plain)]
+        assert derived(X).dtype is own(X).dtype is BF16 and base(X).dtype is plain(X).dtype is FP32
+        given[2].remove()
+        assert base(X).dtype is BF16
+    for rule in given:
+        rule.remove()
+    assert not {"_hmpx_rules", "_hmpx_outermost"} & {*vars(Base), *vars(Derived), *vars(nn.Linear), *vars(own)}
+
+
+def test_record_sees_lists_that_are_new_and_names_what_listed_them():
+    class Two(nn.Module):
+        def forward(self, x):
+            with hmpx.casts(bf16=["sigmoid"]):
+                return (x @ x).sigmoid()
+
+    module = Two()
+    rule, uncalled = hmpx.policy_for(module, fp32=["matmul", "exp"]), hmpx.policy_for(Two(), fp32=["exp"])
+    with hmpx.convert(), hmpx.record() as log:
+        module(X)
+        audited = hmpx.audit(lambda: hmpx.casts(fp32=["mm"])(torch.ops.aten.mm)(X.bfloat16(), X.bfloat16()))
+    sites = {site.op: site for site in log.sites}
+    assert sites["matmul"].reason.startswith(f"fp32: listed at {__file__}:") and sites["matmul"].rule == "fp32"
+    assert sites["matmul"].reason.endswith(", hmpx.policy_for") and sites["sigmoid"].reason.endswith(", hmpx.casts")
+    said = [line.rpartition(", hmpx.policy_for: ")[2] for line in log.unmatched]
+    assert said == ["exp", "no op was called in it"]
+    assert "mm is in the fp32 list at " in str(audited) and "hmpx.casts and ran in bfloat16" in str(audited)
+    rule.remove()
+    uncalled.remove()
+
+
+def test_a_rule_with_a_name_that_is_nothing_leaves_no_rule(lists):
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with hmpx.convert(**lists(bf16="linear")):
+        with pytest.raises(hmpx.UnknownOpError, match="math has no 'cosine'"):
+            hmpx.policy_for(model, fp32=["linear", "math.cosine"])
+        assert model(x).dtype is BF16
+        with hmpx.casts(fp32=["linear"]):
+            assert model(x).dtype is FP32
+    with hmpx.convert(**lists(bf16="linear")):
+        assert model(x).dtype is BF16

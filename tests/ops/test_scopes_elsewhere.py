@@ -1,0 +1,369 @@
+"""Module rules and `casts` regions beside the rest of torch: compiled, checkpointed, replicated, sharded, in tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from tests.support import ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+X = torch.randn(4, 4)
+compiling = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="regions in Dynamo want torch 2.13")
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.LayerNorm(8), Attention(), nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))
+        return x * torch.sigmoid(x) + self.mlp(x)
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 4))
+
+
+def rules(model):
+    return [
+        hmpx.policy_for(model[1], "fp32"),
+        hmpx.policy_for(model[1].mlp, bf16=["linear"]),
+        hmpx.policy_for(model[2].attn, fp32=["matmul"], bf16=["softmax"]),
+    ]
+
+
+def results(model, forward=None):
+    """What a small transformer computes: the output and all gradients."""
+    torch.manual_seed(2)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    model.zero_grad()
+    out = (model if forward is None else forward)(x)
+    out.backward(torch.arange(out.numel()).reshape(out.shape).to(out.dtype))
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.fixture
+def compiled():
+    """Compile as one graph, whose bits are those of eager."""
+    torch._dynamo.reset()
+    yield lambda function: torch.compile(function, fullgraph=True, backend="aot_eager")
+    hmpx.restore()
+    torch._dynamo.reset()
+
+
+@compiling
+def test_one_graph_has_the_rules_of_its_modules_and_none_that_was_removed(compiled):
+    model = net()
+    given = rules(model)
+    with hmpx.convert():
+        function = compiled(model)
+        seen = [results(model)]
+        assert same(results(model, function), seen[0])
+        for rule in reversed(given):
+            rule.remove()
+            seen.append(results(model))
+            assert same(results(model, function), seen[-1]) and not same(*seen[-2:])
+
+
+@compiling
+def test_operators_have_their_place_when_the_graph_is_lowered(compiled):
+    """`x @ y` reaches its wrapper only then; each of the places is another."""
+
+    def function(x):
+        a = x @ x
+        with hmpx.casts(fp32=["matmul"]):
+            b = x @ x
+            with hmpx.casts(bf16=["matmul", "add"]):
+                c = (x @ x, x + x)
+            d = (x @ x, x + x)
+            with hmpx.disable_casts():
+                e = x.bfloat16() @ x.bfloat16()
+        return [each.dtype for each in (a, b, *c, *d, e, x @ x)], x @ x
+
+    with hmpx.convert():
+        expected = function(X)[0]
+        assert compiled(lambda x: function(x)[1])(X).dtype is BF16
+        made = compiled(lambda x: [x @ x for _ in range(1)] + _in_scopes(x))(X)
+        assert [each.dtype for each in made] == [each.dtype for each in [X @ X, *_in_scopes(X)]]
+    assert expected == [BF16, FP32, BF16, BF16, FP32, FP32, BF16, BF16]
+
+
+def _in_scopes(x):
+    with hmpx.casts(fp32=["matmul"]):
+        b = x @ x
+        with hmpx.casts(bf16=["matmul", "add"]):
+            c = [x @ x, x + x]
+        d = [x @ x, x + x]
+        with hmpx.disable_casts():
+            e = x.bfloat16() @ x.bfloat16()
+            with hmpx.casts(fp32=["matmul"]):
+                f = x.bfloat16() @ x.bfloat16()
+    return [b, *c, *d, e, f, x @ x]
+
+
+@compiling
+def test_a_region_around_compiled_code_is_a_place_of_its_own(compiled):
+    function = compiled(lambda x: (x @ x, torch.matmul(x, x)))
+    region = hmpx.casts(fp32=["matmul"])
+    with hmpx.convert():
+        for _ in range(2):
+            assert {each.dtype for each in function(X)} == {BF16}
+            with region:
+                assert {each.dtype for each in function(X)} == {FP32}
+        with hmpx.disable_casts(), region:
+            assert {each.dtype for each in function(X)} == {FP32}
+
+
+@compiling
+def test_lists_that_are_new_while_it_is_traced(compiled):
+    """The wrappers that they need are put in place, and what was traced before is traced again."""
+
+    @hmpx.casts(bf16=["tanh"])
+    def decorated(x):
+        return x.tanh()
+
+    def function(x):
+        before = x.sigmoid(), torch.exp(x)
+        with hmpx.casts(bf16=["sigmoid", "exp"]):
+            return (*before, x.sigmoid(), torch.exp(x), decorated(x))
+
+    with hmpx.convert():
+        assert [each.dtype for each in compiled(function)(X)] == [FP32, FP32, BF16, BF16, BF16]
+        assert [each.dtype for each in function(X)] == [FP32, FP32, BF16, BF16, BF16]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpointing_recomputes_in_the_place_of_the_forward(reentrant, inside):
+    """Wherever backward stands, and of a function that is called in the module, too."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(lambda x: (self.inner(x) @ x.transpose(-1, -2)).softmax(-1), x, use_reentrant=reentrant)
+
+    def run(model, checkpointing):
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        model.zero_grad()
+        inner = model.inner
+        out = model(x) if checkpointing else (inner(x) @ x.transpose(-1, -2)).softmax(-1)
+        loss = out.float().square().sum()
+        with hmpx.casts("bf16") if inside else hmpx.disable_casts():
+            loss.backward()
+        return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+    torch.manual_seed(1)
+    model = Checkpointed(Block())
+    given = [*(rules(nn.ModuleList([model, model.inner, model.inner]))), hmpx.policy_for(model, fp32=["matmul"])]
+    with hmpx.convert():
+        given[0].remove()
+        with hmpx.casts(fp32=["matmul"]):
+            expected = run(model, checkpointing=False)
+        assert same(run(model, checkpointing=True), expected)
+    for rule in given:
+        rule.remove()
+
+
+def test_functional_transforms():
+    model = net()
+    given = rules(model)
+    x = torch.randn(2, 3, 8)
+    with hmpx.convert():
+        expected = results(model)
+        params = dict(model.named_parameters())
+
+        def loss(params, x):
+            return functional_call(model, params, (x,)).float().square().sum()
+
+        model.zero_grad()
+        loss(params, x).backward()
+        found = grad(loss)({name: p.detach() for name, p in params.items()}, x)
+        assert same(list(found.values()), [p.grad for p in model.parameters()])
+        assert vmap(model[1])(x).dtype is FP32 and vmap(model[2].attn)(x).dtype is FP32 and expected[0].dtype is BF16
+    for rule in given:
+        rule.remove()
+
+
+def test_a_place_belongs_to_its_task_and_to_those_that_it_starts():
+    async def inside(seen, entered, leave):
+        with hmpx.casts(fp32=["matmul"]):
+            entered.set()
+            await leave.wait()
+            seen.append((X @ X).dtype)
+            seen.append(await asyncio.create_task(product()))
+
+    async def product():
+        return (X @ X).dtype
+
+    async def main():
+        seen, entered, leave = [], asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(inside(seen, entered, leave))
+        await entered.wait()
+        outside = (X @ X).dtype
+        leave.set()
+        await task
+        return outside, seen
+
+    with hmpx.convert():
+        assert asyncio.run(main()) == (BF16, [FP32, FP32])
+        assert (X @ X).dtype is BF16
+    assert not hmpx.region_state._thread.open
+
+
+def test_lists_that_another_thread_brings_leave_no_moment_without_casts():
+    """Ops keep their wrappers while those of new places are put over them."""
+    stop, seen = threading.Event(), []
+
+    def computing():
+        while not stop.is_set():
+            seen.append(torch.matmul(X, X).dtype)
+
+    with hmpx.convert():
+        thread = threading.Thread(target=computing)
+        thread.start()
+        for name in ("exp", "matmul", "sigmoid"):
+            with hmpx.casts(fp32=[name]):
+                assert torch.exp(X).dtype is FP32
+        stop.set()
+        thread.join()
+    assert set(seen) == {BF16} and len(seen) > 10
+
+
+def test_a_module_that_is_scripted_has_no_rule_and_a_rule_is_no_bar_to_scripting():
+    module = nn.Linear(4, 4)
+    with pytest.raises(hmpx.HmpxError, match="a scripted module is compiled, and no rule reaches its ops"):
+        hmpx.policy_for(torch.jit.script(module), "fp32")
+    rule = hmpx.policy_for(module, "fp32")
+    with hmpx.convert():
+        assert torch.jit.script(module)(X).dtype is FP32
+        assert torch.jit.trace(module, X)(X).dtype is FP32 and module(X.bfloat16()).dtype is FP32
+        assert torch.export.export(module, (X,)).module()(X).dtype is FP32
+        assert torch.fx.symbolic_trace(nn.Sequential(module))(X).dtype is FP32
+        traced = torch.fx.symbolic_trace(module)  # goes through its forward, without its rule
+        assert traced(X).dtype is BF16
+        given = hmpx.policy_for(traced, "fp32")
+        assert traced(X).dtype is FP32
+        given.remove()
+    rule.remove()
+
+
+def test_the_softmax_of_torchs_own_attention_has_the_rule_of_its_module():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(2, 3, 8)
+    with hmpx.convert():
+        rule = hmpx.policy_for(attention, "fp32")
+        assert attention(x, x, x)[0].dtype is FP32
+        rule.remove()
+        assert attention(x, x, x)[0].dtype is BF16
+        assert F.linear(x, x[0]).dtype is BF16
+
+
+def _gradients_of(model, rank):
+    """Of one rank's batch."""
+    torch.manual_seed(10 + rank)
+    model.zero_grad()
+    model(torch.randn(2, 3, 8)).float().square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def _distributed(rank, how, after):
+    """Gradients on this rank, and what they are by hand."""
+    model = net()
+    given = rules(model)
+    with hmpx.convert():
+        expected = [sum(each) / 2 for each in zip(*(_gradients_of(model, r) for r in (0, 1)), strict=True)]
+        for rule in given:
+            rule.remove()
+        plain = [sum(each) / 2 for each in zip(*(_gradients_of(model, r) for r in (0, 1)), strict=True)]
+        if not after:
+            rules(model)
+        wrapped = model
+        if how == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        else:
+            mesh = init_device_mesh("cpu", (2,))
+            for layer in (*model[1].children(), *model, model):
+                fully_shard(layer, mesh=mesh)
+        if after:
+            rules(model)
+        found = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in _gradients_of(wrapped, rank)]
+    return same(found, expected), same(found, plain)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("after", [False, True])
+def test_replicated_and_sharded_models_keep_their_rules(how, after):
+    """Given before or after the model was wrapped: the gradients are the mean of what each batch has by itself."""
+    assert ranks.run(2, _distributed, how, after) == [(True, False)] * 2
+
+
+def _prepared_and_wrapped(rank):
+    model = nn.parallel.DistributedDataParallel(net())
+    recipe = {"parameter_dtype": "float32", "modules": {"3": "fp32"}}
+    hmpx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe)
+    return model(torch.randn(2, 3, 8)).dtype
+
+
+def test_patterns_are_of_names_without_what_torch_puts_around_modules():
+    assert ranks.run(1, _prepared_and_wrapped) == [FP32]
+
+
+@pytest.mark.parametrize("kernels", ["native", "float32"])
+def test_kept_weights_and_fp32_kernels_are_those_of_the_place(kernels):
+    """One weight in two places: each has its cast, and the bits are those without the cache, and without places."""
+    torch.manual_seed(1)
+    weight = nn.Linear(8, 8)
+    model = nn.Sequential(nn.Sequential(weight), nn.Sequential(weight), nn.Sequential(weight)).requires_grad_(False)
+    x = torch.randn(3, 8)
+    given = [hmpx.policy_for(model[0], "fp32"), hmpx.policy_for(model[1], {"bf16": ["linear"]})]
+    given.append(hmpx.policy_for(model[2], bf16=["linear"], low_precision="fp16"))
+
+    def by_hand():
+        with hmpx.disable_casts():
+            one = F.linear(x, weight.weight, weight.bias)
+        with hmpx.convert(kernels=kernels):
+            two = weight(one)
+        with hmpx.convert(kernels=kernels, low_precision=torch.float16):
+            return weight(two)
+
+    expected = by_hand()
+    with hmpx.convert(kernels=kernels):
+        plain = model(x)
+        with hmpx.cached_weights() as cache:
+            kept = [model(x) for _ in range(2)]
+            assert repr(cache).startswith("<hmpx.cached_weights: 4 casts")  # weight and bias, in each of two dtypes
+        for rule in given:
+            rule.remove()
+    assert same([expected, expected, expected], [plain, *kept]) and expected.dtype is torch.float16
