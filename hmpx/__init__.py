@@ -1,58 +1,54 @@
 """Mixed precision that you can read, edit and undo."""
 
+import typing as _typing
+from importlib import import_module as _import_module
+
 from hmpx import hmp
-from hmpx.conversion import Conversion, convert, restore
-from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError
-from hmpx.insight.audit import Audit, audit
-from hmpx.insight.comparing.compare import compare
-from hmpx.insight.comparing.comparison import Comparison
-from hmpx.insight.comparing.row import Row
-from hmpx.insight.dispatched import Finding
-from hmpx.insight.explain import explain
-from hmpx.insight.recording.log import Log
-from hmpx.insight.recording.record import record
-from hmpx.insight.tuning.choice import Choice
-from hmpx.insight.tuning.confirmed import Confirmed
-from hmpx.insight.tuning.mark import Mark
-from hmpx.insight.tuning.tune import tune
-from hmpx.insight.tuning.tuned import Tuned
-from hmpx.insight.weights.tune_weights import tune_weights
-from hmpx.insight.weights.tuned_weights import TunedWeights, WeightChoice
+from hmpx.conversion import convert, restore
+from hmpx.errors import HmpxError
 from hmpx.ops.decorators import bf16, fp16, fp32, promote
-from hmpx.ops.module_rules import ModuleRule, policies_of, policy_for
-from hmpx.ops.policy import Policy, Rule
-from hmpx.recipes.activate import Activation, activate
+from hmpx.ops.module_rules import policies_of, policy_for
+from hmpx.ops.policy import Policy
+from hmpx.recipes.activate import activate
 from hmpx.recipes.activate import activate_from_environment as _activate_from_environment
 from hmpx.recipes.prepare import prepare
 from hmpx.recipes.recipe import Recipe
 from hmpx.regions import cached_weights, casts, disable_casts, enable_casts
 from hmpx.rounding.stochastic import stochastic_round, stochastic_round_
-from hmpx.updates.attach import Attachment, attach, detach
+from hmpx.updates.attach import attach, detach
 from hmpx.version import __version__ as __version__
 
+if _typing.TYPE_CHECKING:
+    from hmpx.conversion import Conversion as Conversion
+    from hmpx.errors import OpListError as OpListError
+    from hmpx.errors import OptLevelError as OptLevelError
+    from hmpx.errors import UnknownOpError as UnknownOpError
+    from hmpx.insight import Audit as Audit
+    from hmpx.insight import Choice as Choice
+    from hmpx.insight import Comparison as Comparison
+    from hmpx.insight import Confirmed as Confirmed
+    from hmpx.insight import Finding as Finding
+    from hmpx.insight import Log as Log
+    from hmpx.insight import Mark as Mark
+    from hmpx.insight import Row as Row
+    from hmpx.insight import Tuned as Tuned
+    from hmpx.insight import TunedWeights as TunedWeights
+    from hmpx.insight import WeightChoice as WeightChoice
+    from hmpx.insight.audit import audit
+    from hmpx.insight.comparing.compare import compare
+    from hmpx.insight.explain import explain
+    from hmpx.insight.recording.record import record
+    from hmpx.insight.tuning.tune import tune
+    from hmpx.insight.weights.tune_weights import tune_weights
+    from hmpx.ops.module_rules import ModuleRule as ModuleRule
+    from hmpx.ops.policy import Rule as Rule
+    from hmpx.recipes.activate import Activation as Activation
+    from hmpx.updates.attach import Attachment as Attachment
+
 __all__ = [
-    "Activation",
-    "Attachment",
-    "Audit",
-    "Choice",
-    "Comparison",
-    "Confirmed",
-    "Conversion",
-    "Finding",
     "HmpxError",
-    "Log",
-    "Mark",
-    "ModuleRule",
-    "OpListError",
-    "OptLevelError",
     "Policy",
     "Recipe",
-    "Row",
-    "Rule",
-    "Tuned",
-    "TunedWeights",
-    "UnknownOpError",
-    "WeightChoice",
     "activate",
     "attach",
     "audit",
@@ -79,5 +75,40 @@ __all__ = [
     "tune",
     "tune_weights",
 ]
+
+# Loaded when they are asked for: what explains and searches, since a run needs none of it; and the classes of what
+# functions give back, for annotations and `isinstance`.
+_LATER = {
+    "audit": "hmpx.insight.audit",
+    "compare": "hmpx.insight.comparing.compare",
+    "explain": "hmpx.insight.explain",
+    "record": "hmpx.insight.recording.record",
+    "tune": "hmpx.insight.tuning.tune",
+    "tune_weights": "hmpx.insight.weights.tune_weights",
+    "Activation": "hmpx.recipes.activate",
+    "Attachment": "hmpx.updates.attach",
+    "Conversion": "hmpx.conversion",
+    "ModuleRule": "hmpx.ops.module_rules",
+    "OpListError": "hmpx.errors",
+    "OptLevelError": "hmpx.errors",
+    "Rule": "hmpx.ops.policy",
+    "UnknownOpError": "hmpx.errors",
+    **dict.fromkeys(
+        ("Audit", "Choice", "Comparison", "Confirmed", "Finding", "Log", "Mark", "Row", "Tuned", "TunedWeights"),
+        "hmpx.insight",
+    ),
+    "WeightChoice": "hmpx.insight",
+}
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'hmpx' has no attribute {name!r}")
+    return getattr(_import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 _activate_from_environment()

@@ -314,9 +314,20 @@ def test_every_entry_point_builds_under_every_rule():
 
 
 def test_public_names_are_exactly_all():
-    public = {name for name in vars(hmpx) if not name.startswith("_")}
+    public = {name for name in dir(hmpx) if not name.startswith("_")}
     modules = {name for name in public if type(getattr(hmpx, name)) is type(hmpx)} - {"hmp"}
-    assert public - modules == set(hmpx.__all__) == set(sorted(hmpx.__all__))
+    assert public - modules == set(hmpx.__all__) and len(hmpx.__all__) <= 30
+    with pytest.raises(AttributeError, match="module 'hmpx' has no attribute 'recrod'"):
+        getattr(hmpx, "recrod")  # noqa: B009
+
+
+def test_what_explains_and_searches_is_loaded_at_its_first_use():
+    code = (
+        "import sys, hmpx; own = [name for name in sys.modules if name.startswith('hmpx')];"
+        "assert not any('insight' in name for name in own) and len(own) <= 140, len(own);"
+        "assert hmpx.Log.__module__ == hmpx.insight.recording.log.__name__ and callable(hmpx.tune)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_importing_hmpx_leaves_torch_alone():

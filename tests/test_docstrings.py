@@ -63,6 +63,6 @@ def test_every_public_name_is_looked_at():
     classes = {each for name in hmpx.__all__ if isinstance(each := getattr(hmpx, name), type)}
     errors = {each for each in classes if issubclass(each, Exception)}
     regions = {hmpx.disable_casts, hmpx.enable_casts, hmpx.casts, hmpx.cached_weights}
-    assert classes - errors - regions == set(HANDLES)
+    assert classes - errors - regions <= set(HANDLES)
     functions = [name for name in hmpx.__all__ if isinstance(getattr(hmpx, name), types.FunctionType)]
     assert "convert" in functions and set(functions) <= set(documented())

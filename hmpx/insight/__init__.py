@@ -1,1 +1,50 @@
-"""What ran in which precision, and why."""
+"""What ran in which precision, and why. `import hmpx` does not load this package; the first use of it does."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hmpx.insight.audit import Audit
+    from hmpx.insight.comparing.comparison import Comparison
+    from hmpx.insight.comparing.row import Row
+    from hmpx.insight.dispatched import Finding
+    from hmpx.insight.recording.log import Log
+    from hmpx.insight.tuning.choice import Choice
+    from hmpx.insight.tuning.confirmed import Confirmed
+    from hmpx.insight.tuning.mark import Mark
+    from hmpx.insight.tuning.tuned import Tuned
+    from hmpx.insight.weights.tuned_weights import TunedWeights, WeightChoice
+
+__all__ = [
+    "Audit",
+    "Choice",
+    "Comparison",
+    "Confirmed",
+    "Finding",
+    "Log",
+    "Mark",
+    "Row",
+    "Tuned",
+    "TunedWeights",
+    "WeightChoice",
+]
+
+_FILES = {
+    "Audit": "audit",
+    "Choice": "tuning.choice",
+    "Comparison": "comparing.comparison",
+    "Confirmed": "tuning.confirmed",
+    "Finding": "dispatched",
+    "Log": "recording.log",
+    "Mark": "tuning.mark",
+    "Row": "comparing.row",
+    "Tuned": "tuning.tuned",
+    "TunedWeights": "weights.tuned_weights",
+    "WeightChoice": "weights.tuned_weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FILES:
+        return getattr(import_module(f"hmpx.insight.{_FILES[name]}"), name)
+    raise AttributeError(f"module 'hmpx.insight' has no attribute {name!r}")
