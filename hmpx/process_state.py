@@ -30,7 +30,7 @@ off_somewhere: dict[int, bool] = {}
 # Lists that lie over others in a module or a region (ops.overlays): `overlays` by number, `scopes` by number as the
 # scope around each and the overlay that makes it. Both begin with the conversion's own lists, and grow with the
 # different lists of a program. `known_scopes`: those that the conversion in force has wrappers for; `learn` makes them
-# for more. `module_rules` that are in force (casts.module_rules); `wrap_forward` is what a conversion does for one.
+# for more. `module_rules` that are in force (ops.module_rules); `wrap_forward` is what a conversion does for one.
 overlays: list[Any] = [None]
 scopes: list[tuple[int, int]] = [(0, 0)]
 scope_numbers: dict[tuple[int, int], int] = {}
@@ -41,8 +41,8 @@ module_rules: WeakSet[Any] = WeakSet()
 casts_regions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 wrap_forward: Callable[[Any], None] | None = None
 
-# Of the conversion that is in force: how torch.compile sees its wrappers (casts.dynamo.Tracing), and who observes the
-# calls of ops (casts.observing.Observer). `observers` are those that conversions to come take over.
+# Of the conversion that is in force: how torch.compile sees its wrappers (ops.dynamo.Tracing), and who observes the
+# calls of ops (ops.observing.Observer). `observers` are those that conversions to come take over.
 tracing: Any = None
 observer: Any = None
 observers: list[Any] = []
@@ -50,12 +50,12 @@ observers: list[Any] = []
 # Who waits for a module to be imported, by its name (hmpx.awaited).
 awaited: dict[str, WeakSet[Any]] = {}
 
-# The caches of casts of weights, by thread; empty while nobody caches (casts.weight_cache). While one is open, ways to
+# The caches of casts of weights, by thread; empty while nobody caches (ops.weight_cache). While one is open, ways to
 # write to a tensor that leave no trace are watched.
 open_caches: dict[int, Any] = {}
 watching_writes = Changes()
 
-# The rule of each code that a wrapper runs, by identity: two codes written from one source are equal (casts.callers).
+# The rule of each code that a wrapper runs, by identity: two codes written from one source are equal (ops.callers).
 # It grows with the wrappers that are written, and these are kept, too.
 rules: dict[int, tuple[types.CodeType, Any]] = {}
 

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 from hmpx import region_state
+from hmpx.compiling import never_compile_alone
 from hmpx.errors import HmpxError
-from hmpx.ops import dynamo, weight_cache
+from hmpx.ops import weight_cache
 from hmpx.ops.overlays import overlay_by_hand
 from hmpx.ops.policy import Policy
 from hmpx.ops.scopes import scope_inside
@@ -251,7 +252,7 @@ class cached_weights(_Region):
         return f"<hmpx.cached_weights: {len(cache.casts)} casts, {size:.1f} MiB{refused}>"
 
 
-dynamo.never_compile_alone(
+never_compile_alone(
     *(region_state.enter, region_state.last_entered, region_state.leave, region_state.run_uncast),
     *(disable_casts.__enter__, disable_casts.__exit__, enable_casts.__enter__, enable_casts.__exit__),
     *(region_state.run_at, casts.__enter__, casts.__exit__),

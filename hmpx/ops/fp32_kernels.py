@@ -27,8 +27,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling, is_exporting
 
+from hmpx.compiling import never_compile_alone
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.ops import dynamo, op_facts
+from hmpx.ops import op_facts
 from hmpx.ops.kept_tensors import Keeper
 from hmpx.ops.overriding import PLAIN, call
 from hmpx.ops.policy import LOW_RULES, Rule
@@ -235,4 +236,4 @@ def _tensors(result: Any) -> list[Tensor]:
 
 _any = _computing(torch.matmul, frozenset(), False)
 _COMPUTED = _any.__code__  # one for all of them
-dynamo.never_compile_alone(_any)
+never_compile_alone(_any)

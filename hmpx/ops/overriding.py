@@ -22,9 +22,9 @@ import torch
 import torch.overrides
 
 from hmpx import region_state
+from hmpx.compiling import ask_once, never_compile
 from hmpx.ops import op_facts
 from hmpx.ops.callers import calling
-from hmpx.ops.dynamo import ask_once, never_compile
 from hmpx.ops.look_ups import functions_of
 
 Tensor = torch.Tensor

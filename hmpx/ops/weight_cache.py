@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from threading import get_ident
 from types import ModuleType
 
@@ -166,13 +166,6 @@ def _upper_halves(wide: Tensor, low: Tensor) -> Tensor:
         if torch.equal(upper, low):
             return upper
     return low
-
-
-def forget(params: Iterable[Tensor]) -> None:
-    """Forget the casts of parameters that an optimizer has stepped."""
-    identities = {id(p) for p in params}
-    for cache in list(open_caches.values()):
-        cache.forget(identities)
 
 
 def current() -> WeightCache | None:

@@ -25,7 +25,8 @@ import torch
 
 from hmpx import region_state
 from hmpx.changes import Cell, Changes
-from hmpx.ops import dynamo, weight_cache
+from hmpx.compiling import never_compile
+from hmpx.process_state import open_caches
 from hmpx.updates import optimizer_hooks, step_count
 from hmpx.updates.averages import watch_averages
 from hmpx.updates.gradients import released
@@ -176,14 +177,16 @@ def _watched(step: Callable) -> Callable:
                 return call.run()
         finally:
             running.discard(id(optimizer))
-            if weight_cache.open_caches:
-                weight_cache.forget(parameters(optimizer))
+            if open_caches:
+                stepped = {id(p) for p in parameters(optimizer)}
+                for cache in list(open_caches.values()):
+                    cache.forget(stepped)
 
     vars(watched).update(__hmpx_original__=step, _torchdynamo_disable=True)
     return watched
 
 
-dynamo.never_compile(_watched(lambda optimizer: None))  # one code serves every class
+never_compile(_watched(lambda optimizer: None))  # one code serves every class
 
 
 def _cast_inside(casting: bool | None, closure: Callable) -> Callable:

@@ -1,0 +1,37 @@
+"""What torch.compile does with functions of hmpx: traces through them, leaves them to Python, or takes their result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import wrapt
+
+
+def never_compile_alone(*functions: Callable) -> None:
+    """torch.compile may trace through these functions, but never makes one of them a graph of its own.
+
+    Such a graph would lose what they tell the rest of the thread.
+    """
+
+    def skip(eval_frame: ModuleType) -> None:
+        for function in functions:
+            eval_frame.skip_code(function.__code__)
+
+    wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
+
+
+def never_compile(function: Callable) -> None:
+    """torch.compile neither traces into this function nor compiles what it calls."""
+
+    def skip(eval_frame: ModuleType) -> None:
+        action = eval_frame.FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame.FrameExecStrategy(action, action))
+
+    vars(function)["_torchdynamo_disable"] = True
+    wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
+
+
+def ask_once(function: Callable) -> None:
+    """torch.compile calls this function when it traces, and takes its result for a constant."""
+    wrapt.register_post_import_hook(lambda dynamo: dynamo.assume_constant_result(function), "torch._dynamo")
