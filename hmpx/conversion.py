@@ -15,7 +15,7 @@ from hmpx.changes import Attribute, Changes, Paired, Part, Put
 from hmpx.installation import Installation
 from hmpx.ops import dynamo
 from hmpx.ops.build_policy import build_policy
-from hmpx.ops.casts_of_policies import CastsOfPolicies
+from hmpx.ops.casts import Casts
 from hmpx.ops.catalog import catalog
 from hmpx.ops.decision_log import Announcement, VerboseLog
 from hmpx.ops.dtype_map import DtypeMap
@@ -26,8 +26,8 @@ from hmpx.ops.listed_names import Unknown
 from hmpx.ops.module_rules import ModuleRule, scopes_of_rules
 from hmpx.ops.observing import Several
 from hmpx.ops.op_lists import read_lists
-from hmpx.ops.op_wrappers import Patch
 from hmpx.ops.overlays import Overlay
+from hmpx.ops.patches import Patch
 from hmpx.ops.policy import OptLevel, Policy
 from hmpx.ops.scopes import Policies, made_of, number_inside
 from hmpx.ops.user_functions import UserFunctions
@@ -89,7 +89,7 @@ class Conversion(Installation):
         log = VerboseLog() if self._verbose else None
         observers = [*([log] if log else ()), *process_state.observers]
         observer = Several(observers) if observers else None
-        self._casts = CastsOfPolicies(self._policies, observer, self.dtype_map, self.kernels)
+        self._casts = Casts(self._policies, observer, self.dtype_map, self.kernels)
         if log:
             yield log
         yield Announcement(*self._announced())
@@ -114,7 +114,7 @@ class Conversion(Installation):
             if self.dtype_map:  # its wrappers stand around ours
                 self.put_in_force_again()
             else:
-                self._casts.further(self._changes)
+                self._casts.extend(self._changes)
         dynamo.trace_anew()
 
     def expect(self, overlays: Iterable[Overlay]) -> None:

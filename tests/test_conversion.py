@@ -24,8 +24,8 @@ from hmpx import process_state, region_state
 from hmpx.ops import codegen, wrappers
 from hmpx.ops.build_policy import build_policy
 from hmpx.ops.captured_names import rebinding
+from hmpx.ops.casts import PatchTable
 from hmpx.ops.catalog import catalog
-from hmpx.ops.patch_table import PatchTable
 from tests.support import python
 
 X = torch.randn(4, 4)

@@ -91,7 +91,7 @@ class Watch(TorchDispatchMode):
         if kwargs.get("dtype") is not None:
             return
         values = tree_leaves((args, kwargs))
-        written_beside = any(entry.layout.statistics for op in ops for entry in op.entries)
+        written_beside = any(entry.signature.statistics for op in ops for entry in op.entries)
         dtypes = tuple(dict.fromkeys(eligible_dtypes(values[:1] if written_beside else values)))
         wrong = {name: rule for name, rule in rules.items() if any(dtype is not TARGETS[rule] for dtype in dtypes)}
         if len(wrong) < len(rules):

@@ -19,8 +19,8 @@ from hmpx.ops import op_facts
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.catalog import Entry
 from hmpx.ops.codegen import Switch
-from hmpx.ops.layouts import Layout
-from hmpx.ops.op_wrappers import Patch, Patching, made_patch, read_attribute
+from hmpx.ops.patches import Patch, Patching, made_patch, read_attribute
+from hmpx.ops.signatures import Signature
 from hmpx.ops.wrappers import build_uncast
 
 
@@ -40,7 +40,7 @@ class Uncast:
     def patches_in(self, module: str) -> Iterator[Patch]:
         """Those of one module."""
         for owner, attribute, path in functions_in(module):
-            entry = Entry(owner, attribute, path, Layout(python=True))
+            entry = Entry(owner, attribute, path, Signature(python=True))
             original, inherited = read_attribute(owner, attribute)
             wrapper = self._wrappers.get(id(original))
             if wrapper is None:

@@ -26,7 +26,7 @@ from torch.utils._device import _device_constructors
 from hmpx.ops import op_facts
 from hmpx.ops.composition import COMPOSED, Row
 from hmpx.ops.garbage import none_collected
-from hmpx.ops.layouts import Argument, Layout, is_tensor, read_layout, schemas
+from hmpx.ops.signatures import Argument, Signature, is_tensor, read_signature, schemas
 
 Tensor = torch.Tensor
 
@@ -35,18 +35,18 @@ Tensor = torch.Tensor
 class Entry:
     """One attribute under which an op can be called. `in_place`: it writes to its first argument.
 
-    arguments: their layout, or what reads it. Most entries are never patched, and nobody asks for theirs.
+    arguments: their signature, or what reads it. Most entries are never patched, and nobody asks for theirs.
     """
 
     owner: Any
     attribute: str
     label: str
-    arguments: Layout | Callable[[], Layout]
+    arguments: Signature | Callable[[], Signature]
     in_place: bool = False
 
     @property
-    def layout(self) -> Layout:
-        return self.arguments if isinstance(self.arguments, Layout) else self.arguments()
+    def signature(self) -> Signature:
+        return self.arguments if isinstance(self.arguments, Signature) else self.arguments()
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Op:
     rows: tuple[Row, ...] = field(default=(), repr=False)
 
 
-def _python_layout(function: Any) -> Layout:
+def _python_signature(function: Any) -> Signature:
     """A Python function's arguments are all looked at; only a statement of `dtype` matters to the call."""
-    return Layout(python=inspect.isfunction(function))
+    return Signature(python=inspect.isfunction(function))
 
 
 class _Builder:
@@ -102,9 +102,9 @@ class _Builder:
         """A C function, under every attribute where it sits."""
         in_place = aten.endswith("_") and not aten.endswith("__")
         name = op_facts.RENAMED.get(aten.rstrip("_") if in_place else aten, aten.rstrip("_") if in_place else aten)
-        layout = functools.partial(read_layout, aten, "input")
+        signature = functools.partial(read_signature, aten, "input")
         for owner, attribute, label in (*self.places.get(id(function), ()), *extra):
-            self.add(name, Entry(owner, attribute, label, layout, in_place))
+            self.add(name, Entry(owner, attribute, label, signature, in_place))
 
     def functions(self) -> None:
         variable_functions = torch._C._VariableFunctions
@@ -129,20 +129,20 @@ class _Builder:
             aten = attribute.removesuffix("_")
             if callable(getattr(Tensor, attribute)) and schemas(attribute):
                 name = op_facts.RENAMED.get(aten, aten)
-                layout = functools.partial(read_layout, attribute, "self")
-                self.add(name, Entry(Tensor, attribute, f"Tensor.{attribute}", layout, in_place))
+                signature = functools.partial(read_signature, attribute, "self")
+                self.add(name, Entry(Tensor, attribute, f"Tensor.{attribute}", signature, in_place))
 
     def operators(self) -> None:
         for name, attributes in op_facts.OPERATORS.items():
             for attribute in attributes:
                 function = getattr(Tensor, attribute)
                 operands = op_facts.OPERANDS.get(attribute, ("self", "other"))
-                layout = Layout(
+                signature = Signature(
                     lead=tuple(Argument(operand, tensor=operand != "index") for operand in operands),
                     dtype_positional=False,
                     python=inspect.isfunction(function),
                 )
-                entry = Entry(Tensor, attribute, f"Tensor.{attribute}", layout, attribute in op_facts.WRITING)
+                entry = Entry(Tensor, attribute, f"Tensor.{attribute}", signature, attribute in op_facts.WRITING)
                 self.add(name, entry)
 
     def python_functions(self) -> None:
@@ -155,14 +155,14 @@ class _Builder:
                 name = op_facts.RENAMED.get(attribute, attribute)
                 front = name in self.entries and attribute not in op_facts.NOT_FRONTS
                 if not front:
-                    self.add(name, Entry(module, attribute, f"{label}.{attribute}", _python_layout(function)))
+                    self.add(name, Entry(module, attribute, f"{label}.{attribute}", _python_signature(function)))
 
 
 def _computes(name: str, entries: tuple[Entry, ...]) -> bool:
     """Whether some overload returns tensors that are no views, from tensors that it was given."""
     found = schemas(name)
     if not found:
-        return any(not entry.layout.python for entry in entries)
+        return any(not entry.signature.python for entry in entries)
     fresh = any(r.alias_info is None and "Tensor" in str(r.type) for s in found for r in s.returns)
     takes_tensor = any(is_tensor(a) for s in found for a in s.arguments)
     return fresh and takes_tensor and not name.startswith(op_facts.NOT_COMPUTING)

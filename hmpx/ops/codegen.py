@@ -1,7 +1,7 @@
-"""The fast wrapper of an op whose layout is known: a plain Python function with the op's own leading parameters.
+"""The fast wrapper of an op whose signature is known: a plain Python function with the op's own leading parameters.
 
 It is written out as source. Ordinary tensors get one look at their `type` and `dtype` each, and those to be cast one at
-their layout; everything else (a subclass, a missing argument, a list, a sparse tensor) goes back to the definition,
+their signature; everything else (a subclass, a missing argument, a list, a sparse tensor) goes back to the definition,
 `rules.cast_arguments`. What is usual is asked first, by identity: to find it in a set takes twice as long.
 
 The wrapper of `torch.matmul` in the bf16 list, in full (`_run` computes the op, `_original` is what stood in its place
@@ -24,7 +24,7 @@ before, `_off` is empty while every thread casts, `_target` is torch.bfloat16, `
                 input_cast = input
                 if input_dtype is _usual or input_dtype in _castable:
                     if input.layout is not _strided:
-                        return _unusual(_original, _run, _switch, _rule, _layout, (input, other,), args, kwargs)
+                        return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), args, kwargs)
                     if _caches and input_type is _Param:
                         input_cast = _cast_weight(input, _target, _to_target)
                     else:
@@ -32,7 +32,7 @@ before, `_off` is empty while every thread casts, `_target` is torch.bfloat16, `
                 other_cast = other
                 if other_dtype is _usual or other_dtype in _castable:
                     if other.layout is not _strided:
-                        return _unusual(_original, _run, _switch, _rule, _layout, (input, other,), args, kwargs)
+                        return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), args, kwargs)
                     if _caches and other_type is _Param:
                         other_cast = _cast_weight(other, _target, _to_target)
                     else:
@@ -41,7 +41,7 @@ before, `_off` is empty while every thread casts, `_target` is torch.bfloat16, `
                     kwargs = {key: _cast(value, _target) for key, value in kwargs.items()}
                     return _run(input_cast, other_cast, *args, **kwargs)
                 return _run(input_cast, other_cast)
-            return _unusual(_original, _run, _switch, _rule, _layout, (input, other,), args, kwargs)
+            return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), args, kwargs)
         return matmul
 """
 
@@ -59,7 +59,6 @@ import torch
 from hmpx import process_state, region_state
 from hmpx.ops.callers import WRITTEN, register
 from hmpx.ops.captured_names.raw import GENERATED
-from hmpx.ops.layouts import Argument, Layout
 from hmpx.ops.overriding import call, called_by_torch
 from hmpx.ops.policy import Rule
 from hmpx.ops.rules import (
@@ -72,6 +71,7 @@ from hmpx.ops.rules import (
     is_explicit,
     is_stated,
 )
+from hmpx.ops.signatures import Argument, Signature
 from hmpx.ops.weight_cache import cast_weight, open_caches
 
 _written = itertools.count(1)  # each source has a file name of its own
@@ -114,23 +114,23 @@ def _unusual(
     run: Callable,
     switch: Switch,
     rule: Rule,
-    layout: Layout,
+    signature: Signature,
     values: tuple,
     args: tuple,
     kwargs: dict,
 ) -> Any:
     """Any call, by the definition. Leading arguments may have come by torch's other names for them, like `x1`."""
-    parameters = (*(layout.lead or ()), *layout.tail)
+    parameters = (*(signature.lead or ()), *signature.tail)
     first_missing = next((i for i, value in enumerate(values) if value is _MISSING), len(values))
     given = list(values[:first_missing])
     rest = zip(parameters[first_missing:], values[first_missing:], strict=True)
     named = {p.name: value for p, value in rest if value is not _MISSING and value is not p.default}
-    while not args and len(given) > len(layout.lead or ()) and given[-1] is parameters[len(given) - 1].default:
+    while not args and len(given) > len(signature.lead or ()) and given[-1] is parameters[len(given) - 1].default:
         given.pop()  # of the tail, and the caller has not written it
     args, kwargs = (*given, *args), {**named, **kwargs}
     if switch.casts_off() or is_explicit(args, kwargs) or called_by_torch(args, kwargs, 2):
         return call(original, args, kwargs)
-    return call_cast(run, rule, layout, args, kwargs)
+    return call_cast(run, rule, signature, args, kwargs)
 
 
 # {right} and {same} look at the dtypes of the parameters that may be tensors, {plain} at their types.
@@ -168,7 +168,7 @@ _CAST = """\
             {p}_cast = {p}
             if {p}_dtype is _usual or {p}_dtype in _castable:
                 if {p}.layout is not _strided:
-                    return _unusual(_original, _run, _switch, _rule, _layout, ({names},), args, kwargs)
+                    return _unusual(_original, _run, _switch, _rule, _signature, ({names},), args, kwargs)
                 if _caches and {p}_type is _Param:
                     {p}_cast = _cast_weight({p}, _target, _to_target)
                 else:
@@ -181,7 +181,7 @@ _CAST_CALL = """\
             return _run({casts})
 """
 _TAIL = """\
-        return _unusual(_original, _run, _switch, _rule, _layout, ({names},), args, kwargs)
+        return _unusual(_original, _run, _switch, _rule, _signature, ({names},), args, kwargs)
     return {function}
 """
 
@@ -196,9 +196,9 @@ def _default(p: Argument) -> str:
 
 
 @functools.cache
-def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callable, Callable, Switch], Callable]:
-    """What makes the wrapper named `function` for one layout and rule, out of the op, what runs it, and a switch."""
-    parameters = (*(layout.lead or ()), *layout.tail)
+def make_wrapper(signature: Signature, rule: Rule, function: str) -> Callable[[Callable, Callable, Switch], Callable]:
+    """What makes the wrapper named `function` for one signature and rule, out of the op, what runs it, and a switch."""
+    parameters = (*(signature.lead or ()), *signature.tail)
     tensors = [p for p in parameters if p.tensor]
     fields = {
         "function": function,
@@ -206,19 +206,19 @@ def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callabl
         "names": ", ".join(p.name for p in parameters),
         "present": "".join(f" and {p.name} is not _missing" for p in parameters if p.required and not p.tensor),
         "plain": " and ".join(map(_is_plain, tensors)),
-        "dtypes": " or args and _has_dtype(args)" if layout.dtype_positional else "",
+        "dtypes": " or args and _has_dtype(args)" if signature.dtype_positional else "",
         "casts": ", ".join(f"{p.name}_cast" if p.tensor else p.name for p in parameters),
     }
     target, first = TARGETS.get(rule), f"{tensors[0].name}_dtype"
     wanted = first if target is None else "_target"
-    kept = {parameters[i] for i in (*layout.statistics, *layout.beside)}
+    kept = {parameters[i] for i in (*signature.statistics, *signature.beside)}
     # Statistics of FP32, and what is beside them, are right whatever the input is; so is what is not there.
     right_dtypes = {p: "_float32" if p in kept else wanted for p in tensors}
     right = [f"{p.name}_dtype is {dtype}" for p, dtype in right_dtypes.items() if dtype != f"{p.name}_dtype"]
     if target is None and kept:
         right.insert(0, f"{first} in _eligible")
-    if layout.beside:  # a bias without a weight gets one
-        weight, bias = (parameters[i].name for i in layout.beside)
+    if signature.beside:  # a bias without a weight gets one
+        weight, bias = (parameters[i].name for i in signature.beside)
         right.append(f"({bias} is None or {weight} is not None)")
     fields["right"] = " and ".join(right) or "True"
     body = ""
@@ -243,7 +243,7 @@ def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callabl
         "_target": target,
         "_to_target": None if target is None else METHODS[target],
         "_rule": rule,
-        "_layout": layout,
+        "_signature": signature,
         "_eligible": ELIGIBLE,
         "_castable": ELIGIBLE - {target},
         "_usual": torch.bfloat16 if target is torch.float32 else torch.float32,
@@ -256,7 +256,7 @@ def make_wrapper(layout: Layout, rule: Rule, function: str) -> Callable[[Callabl
         "_is_stated": is_stated,
         "_has_dtype": has_dtype,
     }
-    namespace |= {_default(p): p.default for p in layout.tail}
+    namespace |= {_default(p): p.default for p in signature.tail}
     file = f"{WRITTEN} {function}: {rule}, {next(_written)}>"
     linecache.cache[file] = len(source), None, source.splitlines(True), file  # for tracebacks, and for `inspect`
     exec(compile(source, file, "exec"), namespace)

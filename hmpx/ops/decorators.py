@@ -18,12 +18,12 @@ import wrapt
 
 from hmpx import process_state, region_state
 from hmpx.errors import HmpxError
-from hmpx.ops.layouts import Layout
 from hmpx.ops.observing import Point, Seen, observed
 from hmpx.ops.policy import Rule
 from hmpx.ops.rules import cast_arguments
+from hmpx.ops.signatures import Signature
 
-_LAYOUT = Layout(python=True)
+_SIGNATURE = Signature(python=True)
 Rules = Mapping[int, Rule | None]  # by scope
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -66,13 +66,13 @@ def wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool]) -> 
 def _called(function: Callable, rule: Rule | None, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
     if rule is None or not active():
         return function(*args, **kwargs)
-    return region_state.run_uncast(function, *cast_arguments(rule, _LAYOUT, args, kwargs))
+    return region_state.run_uncast(function, *cast_arguments(rule, _SIGNATURE, args, kwargs))
 
 
 def _seen(function: Callable, rule: Rule, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Seen:
     casting = active()
     if casting:
-        args, kwargs = cast_arguments(rule, _LAYOUT, args, kwargs)
+        args, kwargs = cast_arguments(rule, _SIGNATURE, args, kwargs)
     began = perf_counter()
     result = region_state.run_uncast(function, args, kwargs) if casting else function(*args, **kwargs)
     return Seen(args, kwargs, result, casting, began, perf_counter())

@@ -28,11 +28,10 @@ from hmpx.ops.beside_model import functions_in
 from hmpx.ops.callers import frames
 from hmpx.ops.catalog import catalog
 from hmpx.ops.codegen import Switch
-from hmpx.ops.layouts import schemas
-from hmpx.ops.op_wrappers import Patch, Patching
 from hmpx.ops.overriding import COMPILER, call
-from hmpx.ops.patch_table import patch_at
+from hmpx.ops.patches import Patch, Patching, patch_at
 from hmpx.ops.rules import METHODS
+from hmpx.ops.signatures import schemas
 
 Tensor = torch.Tensor
 _LEGACY = {
@@ -106,7 +105,7 @@ class DtypeMap:
             if not op.name.startswith("_") and any(a.name == "dtype" for s in schemas(op.name) for a in s.arguments):
                 for entry in op.entries:
                     path = f"torch.{entry.label}" if entry.owner is Tensor else entry.label
-                    if not entry.layout.python and path not in special:
+                    if not entry.signature.python and path not in special:
                         yield path, self._asked_for
         yield from special.items()
 

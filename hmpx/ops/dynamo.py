@@ -60,7 +60,7 @@ class Tracing:
         config.cache_key_tag = self._untagged()
         self._originals.clear()
 
-    def further(self, originals: Mapping[Callable, Callable], what: str) -> None:
+    def extend(self, originals: Mapping[Callable, Callable], what: str) -> None:
         """More wrappers stand in their places. What is compiled already has none of them in it, and stays."""
         self._originals.update({id(wrapper): original for wrapper, original in originals.items()})
         self._tag_with(what)

@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import wrapt
 
-from hmpx.changes import Attribute
 from hmpx.ops import op_facts
 from hmpx.ops.catalog import Entry, catalog
 from hmpx.ops.codegen import Switch
 from hmpx.ops.fp32_kernels import Kernels
-from hmpx.ops.layouts import Layout
 from hmpx.ops.observing import Observer
 from hmpx.ops.op_lists import is_shipped
+from hmpx.ops.patches import Patch, Patching, made_patch, read_attribute
 from hmpx.ops.policy import Case, Policy, Rule
+from hmpx.ops.signatures import Signature
 from hmpx.ops.wrappers import build_choice, build_explaining, build_refusing, build_scoped, build_untouched
 
 Cases = tuple[Case, ...]
 Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entry points, and what it does in each scope
-
-
-class Patching(enum.Enum):
-    """What a patch does to the calls of an entry point."""
-
-    CAST = "cast"  # the arguments are cast as its rule says
-    UNCAST = "uncast"  # no casts inside: not the model's forward
-    CHECK = "check"  # a layer's check of its input's dtype accepts what will be cast
-    CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
-    EXPLAINED = "explained"  # nothing but that an error of torch's says why
-    OBSERVED = "observed"  # nothing but that an observer sees them
-    DTYPE_MAP = "dtype map"  # a dtype that is asked for becomes another
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One attribute, before and after.
-
-    how: what the patch does. rule: of one that casts, what the policy says (where that depends on the arguments of a
-    call, or on the scope, the first of its cases); else None. before: what it takes the place of: the original, or an
-    older wrapper of ours.
-    """
-
-    op: str
-    how: Patching
-    rule: Rule | None
-    label: str
-    owner: Any
-    attribute: str
-    original: Any
-    wrapper: Any
-    inherited: bool
-    before: Any
-
-    def __str__(self) -> str:
-        return f"{self.label:45} {self.rule or self.how}"
-
-    @property
-    def place(self) -> Attribute:
-        return Attribute(self.owner, self.attribute, self.label)
 
 
 class Wrappers:
@@ -176,7 +129,7 @@ class _CasesByOp:
                     # something to do. Its own conversion rounds once where a cast before it would round twice.
                     if op.refuses_mixed:
                         yield name, entry, {0: (Case(Rule.FIRST_INPUT),)}
-                elif name in self._ruled or (explained and not entry.layout.python):
+                elif name in self._ruled or (explained and not entry.signature.python):
                     yield name, entry, self._of[name]
 
 
@@ -199,28 +152,7 @@ def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:
     for each in catalog().values():
         if each.computes and not each.view and not each.name.startswith("_"):
             for entry in each.entries:
-                if not entry.layout.python and (id(entry.owner), entry.attribute) not in found:
+                if not entry.signature.python and (id(entry.owner), entry.attribute) not in found:
                     yield each.name, entry, nothing
     for method in op_facts.CASTS_BY_HAND:
-        yield "to", Entry(torch.Tensor, method, f"Tensor.{method}", Layout()), nothing
-
-
-def made_patch(
-    op: str,
-    how: Patching,
-    rule: Rule | None,
-    entry: Entry,
-    original: Any,
-    wrapper: Any,
-    inherited: bool,
-    before: Any = None,
-) -> Patch:
-    """The patch of an entry point; `before` where that is no longer the original."""
-    before = original if before is None else before
-    return Patch(op, how, rule, entry.label, entry.owner, entry.attribute, original, wrapper, inherited, before)
-
-
-def read_attribute(owner: Any, attribute: str) -> tuple[Any, bool]:
-    """The attribute as it stands in the namespace, or along a class's MRO; and whether it is inherited."""
-    _, _, original = wrapt.resolve_path(owner, attribute)
-    return original, attribute not in vars(owner)
+        yield "to", Entry(torch.Tensor, method, f"Tensor.{method}", Signature()), nothing

@@ -1,6 +1,6 @@
 """What a rule does to the arguments of a call: which tensors are cast, and to what.
 
-`cast_arguments` is the definition of every cast that hmpx makes, for any layout and any mixture of positional and
+`cast_arguments` is the definition of every cast that hmpx makes, for any signature and any mixture of positional and
 keyword arguments, and `call_cast` calls an op by it. `codegen` writes faster functions that do the same.
 """
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from hmpx.ops.layouts import Layout
 from hmpx.ops.overriding import (
     PLAIN,
     asking,
@@ -24,6 +23,7 @@ from hmpx.ops.overriding import (
     overrides,
 )
 from hmpx.ops.policy import LOW_RULES, Rule
+from hmpx.ops.signatures import Signature
 from hmpx.ops.weight_cache import cast_weight, open_caches
 
 Tensor = torch.Tensor
@@ -111,18 +111,18 @@ def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
     return dtypes[0] if rule is Rule.FIRST_INPUT else functools.reduce(torch.promote_types, dtypes)
 
 
-def cast_arguments(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments as the op is to see them. Tensors that it may write to (``layout.statistics``) stay themselves."""
+def cast_arguments(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments as the op is to see them; tensors that it may write to (`signature.statistics`) are not cast."""
     dtype = target_dtype(rule, args, kwargs)
-    if dtype is None or (rule is Rule.FIRST_INPUT and layout.mixed_on_cpu and _is_mixed_on_cpu(args, kwargs)):
+    if dtype is None or (rule is Rule.FIRST_INPUT and signature.mixed_on_cpu and _is_mixed_on_cpu(args, kwargs)):
         return args, kwargs
-    if not layout.python and any(map(is_sparse, (*args, *kwargs.values()))):
+    if not signature.python and any(map(is_sparse, (*args, *kwargs.values()))):
         return args, kwargs  # torch has no mixture of layouts and dtypes
-    if not layout.statistics:
+    if not signature.statistics:
         return tuple(cast(value, dtype) for value in args), {key: cast(value, dtype) for key, value in kwargs.items()}
-    names = [p.name for p in layout.lead or ()]
-    written = {*layout.statistics, *(names[i] for i in layout.statistics if i < len(names))}
-    follow = {*layout.beside, *(names[i] for i in layout.beside)}
+    names = [p.name for p in signature.lead or ()]
+    written = {*signature.statistics, *(names[i] for i in signature.statistics if i < len(names))}
+    follow = {*signature.beside, *(names[i] for i in signature.beside)}
     places = {**dict(enumerate(args)), **kwargs}
     beside = next((places[key].dtype for key in places if key in written and is_eligible(places[key])), dtype)
 
@@ -139,25 +139,25 @@ def _is_mixed_on_cpu(args: tuple, kwargs: dict) -> bool:
     return narrow and all(t.is_cpu and t.dtype is torch.float32 for t in others)
 
 
-def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> Any:
+def call_cast(op: Callable, rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> Any:
     """Call `op` with its arguments cast. Of the tensors that it writes to, the caller's own are what is updated.
 
     Where the class of a tensor overrides functions, and its cast is of another one or not to be had, the class is asked
     first.
     """
     if breaks_graph(op, args, kwargs):
-        return out_of_graph(call_cast, op, rule, layout, args, kwargs)
-    given = _by_position(layout, args, kwargs) if layout.statistics else (args, kwargs)
-    fitting = _fitting(rule, layout, *given)
+        return out_of_graph(call_cast, op, rule, signature, args, kwargs)
+    given = _by_position(signature, args, kwargs) if signature.statistics else (args, kwargs)
+    fitting = _fitting(rule, signature, *given)
     if fitting is None:
         if torch.compiler.is_dynamo_compiling():
-            return out_of_graph(call_cast, op, rule, layout, args, kwargs)
-        return asking(op, functools.partial(_casting, rule, layout))(*args, **kwargs)
+            return out_of_graph(call_cast, op, rule, signature, args, kwargs)
+        return asking(op, functools.partial(_casting, rule, signature))(*args, **kwargs)
     args, kwargs = fitting
-    if not layout.statistics:
+    if not signature.statistics:
         return call(op, args, kwargs)
-    args = _with_weight(layout, args)
-    args, widened = _widen(layout, args)
+    args = _with_weight(signature, args)
+    args, widened = _widen(signature, args)
     result = call(op, args, kwargs)
     with torch.no_grad():
         for own, wide in widened:
@@ -165,10 +165,10 @@ def call_cast(op: Callable, rule: Rule, layout: Layout, args: tuple, kwargs: dic
     return result
 
 
-def _fitting(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+def _fitting(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """The arguments cast; None where a tensor of a class that overrides functions would not be one any more."""
     try:
-        fitting = cast_arguments(rule, layout, args, kwargs)
+        fitting = cast_arguments(rule, signature, args, kwargs)
     except Exception:  # of a class that knows few functions, and neither what reads a dtype nor what casts
         if overrides(args, kwargs):
             return None
@@ -176,42 +176,42 @@ def _fitting(rule: Rule, layout: Layout, args: tuple, kwargs: dict) -> tuple[tup
     return None if lose_class((args, kwargs), fitting) else fitting
 
 
-def _casting(rule: Rule, layout: Layout, op: Callable) -> Callable:
-    return lambda *args, **kwargs: call_cast(op, rule, layout, args, kwargs)
+def _casting(rule: Rule, signature: Signature, op: Callable) -> Callable:
+    return lambda *args, **kwargs: call_cast(op, rule, signature, args, kwargs)
 
 
-def _by_position(layout: Layout, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _by_position(signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The call with its leading keyword arguments in their places."""
     values, rest = list(args), dict(kwargs)
-    for argument in (layout.lead or ())[len(args) :]:
+    for argument in (signature.lead or ())[len(args) :]:
         if argument.name not in rest:
             break
         values.append(rest.pop(argument.name))
     return tuple(values), rest
 
 
-def _with_weight(layout: Layout, args: tuple) -> tuple:
+def _with_weight(signature: Signature, args: tuple) -> tuple:
     """A bias that comes without a weight gets one of ones, which changes no bit.
 
     On a CPU instance_norm takes a BF16 input beside FP32 weight and bias, and not beside an FP32 bias alone.
     """
-    weight, bias = (args[i] if i < len(args) else None for i in layout.beside or (len(args), len(args)))
+    weight, bias = (args[i] if i < len(args) else None for i in signature.beside or (len(args), len(args)))
     if weight is not None or bias is None or not is_eligible(bias):
         return args
     with torch.no_grad():
         ones = torch.ones_like(bias)
-    return (*args[: layout.beside[0]], ones, *args[layout.beside[0] + 1 :])
+    return (*args[: signature.beside[0]], ones, *args[signature.beside[0] + 1 :])
 
 
-def _widen(layout: Layout, args: tuple) -> tuple[tuple, list[tuple[Tensor, Tensor]]]:
+def _widen(signature: Signature, args: tuple) -> tuple[tuple, list[tuple[Tensor, Tensor]]]:
     """Widen statistics that are narrower than the input, which torch refuses; the pairs say what to write back."""
     widened = []
     values = list(args)
-    if layout.beside and values and is_eligible(values[0]) and values[0].dtype is torch.float32:
-        for i in (*layout.statistics, *layout.beside):
+    if signature.beside and values and is_eligible(values[0]) and values[0].dtype is torch.float32:
+        for i in (*signature.statistics, *signature.beside):
             if i < len(values) and is_eligible(values[i]) and values[i].dtype is not torch.float32:
                 wide = cast(values[i], torch.float32)
-                if i in layout.statistics:
+                if i in signature.statistics:
                     widened.append((values[i], wide))
                 values[i] = wide
     return tuple(values), widened

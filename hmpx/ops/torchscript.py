@@ -31,12 +31,12 @@ class Scripting:
         self._originals: dict[int, Callable] = {}  # by identity of the wrapper
 
     def apply(self, changes: Changes) -> None:
-        self.further(self._find(), changes)
+        self.extend(self._find(), changes)
         for name in ("try_compile_fn", "make_stub"):
             seeing = self._seeing(getattr(_recursive, name))
             changes.put(Attribute(_recursive, name, f"torch.jit._recursive.{name}"), seeing)
 
-    def further(self, originals: Mapping[Callable, Callable], changes: Changes) -> None:
+    def extend(self, originals: Mapping[Callable, Callable], changes: Changes) -> None:
         """More wrappers, by which originals are to be seen until `changes` are undone."""
         for wrapper, original in originals.items():
             self._originals[id(wrapper)] = original

@@ -22,7 +22,7 @@ from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.decorators import wrap
 from hmpx.ops.op_lists import is_shipped, read_file, shipped
-from hmpx.ops.op_wrappers import Patch, Patching
+from hmpx.ops.patches import Patch, Patching
 from hmpx.ops.policy import Policy, Rule
 
 logger = logging.getLogger("hmpx")
@@ -55,7 +55,7 @@ class UserFunctions:
             self.origins = dict(policy.origins) | self.origins
         return new
 
-    def further(self, policies: Mapping[int, Policy]) -> None:
+    def extend(self, policies: Mapping[int, Policy]) -> None:
         """Know these policies, too: all that there are. What is new is patched until the others end."""
         new = self._know(policies)
         for name in new:

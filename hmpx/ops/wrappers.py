@@ -1,7 +1,7 @@
 """One wrapper built for each (entry point, rule): look at the arguments, cast what the rule says, call torch.
 
 Plain functions beat wrapt proxies and `TorchFunctionMode` in Python's interpreter, and the unlisted op costs nothing.
-Where the layout is known, `codegen` writes one that does not even walk `*args`.
+Where the signature is known, `codegen` writes one that does not even walk `*args`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ logger = logging.getLogger("hmpx")
 
 
 def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
-    """Any layout; also Python functions of torch, inside of which nothing is cast again."""
-    layout = entry.layout
-    stated = _stated_positions(original) if layout.python else ()
-    inner = _deciding(run) if layout.python else run
+    """Any signature; also Python functions of torch, inside of which nothing is cast again."""
+    signature = entry.signature
+    stated = _stated_positions(original) if signature.python else ()
+    inner = _deciding(run) if signature.python else run
 
     def wrapper(*args, **kwargs):
         if switch.casts_off() or called_by_torch(args, kwargs, 1):
             return call(original, args, kwargs)
         if is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args):
             return call(inner, args, kwargs)
-        return call_cast(inner, rule, layout, args, kwargs)
+        return call_cast(inner, rule, signature, args, kwargs)
 
     wrapper.__code__ = _code_under(rule, wrapper.__code__)
     return wrapper
@@ -154,9 +154,9 @@ def _computing(entry: Entry, rule: Rule, original: Callable, run: Callable | Non
 
 def _built(entry: Entry, rule: Rule, run: Callable, original: Callable, switch: Switch) -> Callable:
     public(original)  # looks it up once, while torch is as it was made
-    if entry.layout.python or entry.layout.lead is None:
+    if entry.signature.python or entry.signature.lead is None:
         return _general(entry, rule, original, run, switch)
-    return make_wrapper(entry.layout, rule, entry.attribute)(original, run, switch)
+    return make_wrapper(entry.signature, rule, entry.attribute)(original, run, switch)
 
 
 def build_choice(

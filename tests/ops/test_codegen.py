@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hmpx
 from hmpx.ops import codegen
 from hmpx.ops.callers import frames, rule_of
-from hmpx.ops.op_wrappers import Patching
+from hmpx.ops.patches import Patching
 
 
 class RulesAbove(TorchDispatchMode):

@@ -64,6 +64,6 @@ def test_every_op_without_a_kernel_on_this_cpu_is_known():
         name = op.name.replace("nn.functional.", "").replace(".", "_")
         dtypes = op.supported_dtypes("cpu")
         if name in catalog() and torch.float32 in dtypes and torch.bfloat16 not in dtypes:
-            python = all(entry.layout.python for entry in catalog()[name].entries)
+            python = all(entry.signature.python for entry in catalog()[name].entries)
             known = name in op_facts.NO_LOW_KERNEL or name.startswith(op_facts.NO_LOW_KERNELS)
             assert known or python, name

@@ -1,4 +1,4 @@
-"""How the arguments of an op are laid out, read off torch's schemas: which may be tensors, and which are written to."""
+"""The signatures of ops, read off torch's schemas: which arguments may be tensors, and which are written to."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Argument(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the arguments of one op are laid out.
+class Signature:
+    """The arguments of one op.
 
     lead: the positional parameters up to the last tensor one; None where overloads disagree, and then every argument
         is looked at.
@@ -59,8 +59,8 @@ def is_tensor(argument: Any) -> bool:
 
 
 @functools.cache
-def read_layout(name: str, first: str) -> Layout:
-    """Read a layout off the schemas of aten::`name`; `first` is what Python calls the schema's `self`."""
+def read_signature(name: str, first: str) -> Signature:
+    """Read a signature off the schemas of aten::`name`; `first` is what Python calls the schema's `self`."""
     overloads = [[a for a in schema.arguments if not a.kwarg_only] for schema in schemas(name)]
     for arguments in overloads if first == "self" else ():
         arguments.sort(key=lambda a: a.name != "self")  # a method: the tensor it belongs to comes first
@@ -80,7 +80,7 @@ def read_layout(name: str, first: str) -> Layout:
     statistics, beside = op_facts.STATISTICS.get(name, ((), ()))
     if not statistics and not name.endswith("_"):
         statistics = tuple({i for arguments in overloads for i, a in enumerate(arguments) if _is_written(a)})
-    return Layout(
+    return Signature(
         lead=shared if agreed else None,
         tail=_tail([arguments[length:] for arguments in overloads]) if agreed else (),
         dtype_positional=dtype_positional or not agreed,
