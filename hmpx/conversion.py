@@ -33,6 +33,7 @@ from hmpx.ops.scopes import Policies, made_of, number_inside
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.process_state import casts_regions
 from hmpx.updates import step_hooks
+from hmpx.updates.attach import detach
 
 _OBSERVER = Attribute(process_state, "observer", "the observer of ops")
 _LEARN = Attribute(process_state, "learn", "what learns scopes")
@@ -262,8 +263,13 @@ def installed() -> Conversion | None:
     return installation.current(Conversion)
 
 
-def restore() -> None:
+def restore(*optimizers: torch.optim.Optimizer) -> None:
     """Put torch back exactly as it was, whatever is in force or would be given back; else nothing happens.
+
+    Args:
+        optimizers: are detached too (`hmpx.detach`), which drops masters and rounds their state to the dtype of the
+            parameters. Optimizers that are not given here stay attached. After ``hmpx.prepare(model, optimizer, ...)``,
+            ``hmpx.restore(optimizer)`` undoes all but the dtype of the parameters.
 
     Example:
         >>> before = id(torch.matmul)
@@ -275,5 +281,7 @@ def restore() -> None:
         True
     """
     installation.end_all()
+    for optimizer in optimizers:
+        detach(optimizer)
     step_hooks.uninstall_for_graphs()
     step_hooks.uninstall_collected()

@@ -46,6 +46,18 @@ def test_restore_without_convert_is_a_no_op(untouched):
     assert not untouched.changed()
 
 
+def test_restore_of_an_optimizer_undoes_all_that_prepare_did(untouched):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    hmpx.prepare(model, optimizer, "nxd-standard")
+    model(X).sum().backward()
+    optimizer.step()
+    assert untouched.changed()
+    hmpx.restore(optimizer)
+    assert not untouched.changed() and "hmpx_seed" not in str(optimizer.state_dict())
+    assert {v.dtype for v in optimizer.state[model.weight].values() if v.dim()} == {torch.bfloat16}
+
+
 def test_building_a_table_touches_nothing(untouched):
     table = PatchTable.build(build_policy())
     assert not untouched.changed()

@@ -45,8 +45,8 @@ def prepare(
 
     Parameters stay the same objects, so schedulers, tied weights and the optimizer go on as they are. A model that is
     to be replicated or sharded is cast before it is wrapped (``model.bfloat16()``) and prepared after that. What
-    Accelerate's `prepare` makes of the two may be given, or made of them later. Taken back by `hmpx.restore()` and
-    `hmpx.detach(optimizer)`; the parameters keep their dtype.
+    Accelerate's `prepare` makes of the two may be given, or made of them later. Taken back by
+    ``hmpx.restore(optimizer)``; the parameters keep their dtype.
 
     Args:
         recipe: a name (``"nxd-standard"``), the path of a YAML file or of a Gaudi configuration
@@ -67,8 +67,7 @@ def prepare(
         >>> model, optimizer = hmpx.prepare(model, optimizer, {"weights": "split", "fp32": ["linear"]})
         >>> model.weight.dtype, model(inputs).dtype
         (torch.bfloat16, torch.float32)
-        >>> hmpx.restore()
-        >>> hmpx.detach(optimizer)
+        >>> hmpx.restore(optimizer)
     """
     if not isinstance(model, torch.nn.Module):
         raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")
