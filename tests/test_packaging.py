@@ -64,10 +64,21 @@ def test_a_wheel_installed_elsewhere(fresh, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert "hmpx/oplists/default/bf16.txt" in names and "hmpx/py.typed" in names
     assert "hmpx/insight/recording/page.html" in names
+    measuring = {"hmpx/bench/__init__.py", "hmpx/bench/measure.py", "hmpx/bench/memory.py"}
+    assert {name for name in names if name.startswith("hmpx/bench/")} == measuring
     assert not [name for name in names if name.startswith(("tests", "oplists"))]
     install(interpreter, wheel)
     package = python(interpreter, tmp_path, PYTHONPATH=os.pathsep.join([str(site), borrowed]))
     assert package == site / "hmpx" and not (package / "oplists").is_symlink()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), borrowed])}
+    for table, status, said in (
+        ("memory", 0, "GiB on each rank"),
+        ("rounding", 2, "bench rounding is no part of an installed hmpx"),
+    ):
+        done = subprocess.run(
+            [interpreter, "-m", "hmpx", "bench", table], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == status and said in done.stdout + done.stderr
 
 
 def test_a_source_distribution_builds_the_same_wheel(tmp_path):

@@ -27,7 +27,12 @@ def _count(text: str) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     # Here, so that the other commands do not pay for torch's profiler.
-    from hmpx.bench import casts, insight, measure, rounding, step, train, tune
+    try:
+        from hmpx.bench import casts, insight, measure, rounding, step, train, tune
+    except ImportError as error:
+        raise HmpxError(
+            f"bench {options.what} is no part of an installed hmpx ({error}): run it in a checkout; `bench memory` is"
+        ) from None
 
     device = _device(options.device)
     if options.threads:
