@@ -53,8 +53,7 @@ class Conversion(Installation):
         rebound: the places that had captured a function of torch before, and hold its wrapper now.
         escaped: what the policy names and the conversion does not reach, one sentence each.
 
-    `restore()` takes it away; nothing happens if it is not the one in force. `rules`, `add_rules`, `expect`,
-    `policy_here` and `put_in_force_again` are for hmpx itself.
+    `restore()` takes it away; nothing happens if it is not the one in force.
 
     Example:
         >>> with hmpx.convert() as handle:

@@ -35,8 +35,7 @@ class ModuleRule:
         where: what says so, as file:line.
         active: whether it has not been removed.
 
-    `remove()` takes it away, from copies of the module too; what the module had before is in force again. `overlay`,
-    `classes`, `casts_arguments`, `modules` and `apply` are for hmpx itself.
+    `remove()` takes it away, from copies of the module too; what the module had before is in force again.
 
     Example:
         >>> rule = hmpx.policy_for(model, fp32=["linear"])

@@ -62,7 +62,7 @@ class Recipe:
 
     `from_nxd()` makes one of NxD's configuration, `inlined()` one without paths. `policy()`, `overlays()`, `mapped()`
     and `settings()` say what it means for `hmpx.convert`, `hmpx.policy_for` and `hmpx.attach`, `bytes_per_parameter()`
-    and `footprint()` what it takes. `listed()` and `naming_lines()` are for hmpx itself.
+    and `footprint()` what it takes.
 
     Example:
         >>> recipe = hmpx.Recipe(bf16=("linear",), fp32=("softmax",), promote=(), weights="split")

@@ -45,9 +45,7 @@ class Attachment:
         active: whether this is what the optimizer is attached by now.
 
     `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does. `updates()` counts what rounding to
-    nearest would lose, and `watched` is what it has given, None where nothing is counted. What else it has (`install`,
-    `take_masters`, `masters_of`, `set_masters`, `abandon`, `facts`, `before_load`, `sync_parameters`,
-    `cast_state_along`, `step`, `detach_from`) is for hmpx itself.
+    nearest would lose, and `watched` is what it has given, None where nothing is counted.
 
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).bfloat16().parameters(), lr=0.1)
