@@ -371,7 +371,7 @@ SPAWNED = """
     """
 
 
-@pytest.mark.parametrize("how", ["spawn", "forkserver"])
+@pytest.mark.parametrize("how", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_names_of_a_script_that_a_worker_has_run_again_are_cast(how, tmp_path):
     """multiprocessing runs the script by runpy: the globals of its functions are the dict of no module."""
     script = tmp_path / "script.py"

@@ -292,6 +292,7 @@ def test_a_step_that_dynamo_could_trace_is_kept_out_of_the_graph():
     assert torch.equal(p, expected) and len(p.unique()) == 2
 
 
+@pytest.mark.slow
 def test_dynamo_may_be_loaded_before_or_after():
     for first in ("import torch._dynamo; hmpx.convert()", "hmpx.convert(); import torch._dynamo"):
         code = f"""
@@ -356,6 +357,7 @@ def test_a_wrapper_behind_a_graph_break_is_no_graph_of_its_own():
     assert graphs.frame_count == 0
 
 
+@pytest.mark.slow
 def test_torchs_cache_on_disk_tells_conversions_apart(lists, tmp_path, monkeypatch):
     """A graph stands there under the names of its ops; what the lists make of `x @ y` is decided behind them."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

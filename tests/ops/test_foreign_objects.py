@@ -139,6 +139,7 @@ class Value:
     pass
 
 
+@pytest.mark.slow
 def test_dictionaries_that_change_while_they_are_read():
     weak, strong, stop, modules = weakref.WeakValueDictionary(), {"linear": F.linear}, threading.Event(), []
     globals()["CHANGING"] = (weak, strong)

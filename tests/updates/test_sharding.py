@@ -110,7 +110,7 @@ def of_one_process():
     return [train(case) for case in CASES]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_however_parameters_are_cut_the_weights_are_those_of_one_process(world):
     for found in ranks.run(world, _cut_in_every_way, CASES):
         for case, one, ways in zip(CASES, of_one_process(), found, strict=True):
