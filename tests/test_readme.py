@@ -190,8 +190,8 @@ def command_of(name):
 
 def test_the_commands_are_marked():
     assert "examples/charlm.py" in command_of("main")
-    assert command_of("test").endswith("-m pytest -n 2 --dist worksteal")
-    assert command_of("downstream test").endswith("-m pytest -n 2 --dist worksteal tests/downstream")
+    run = '-m pytest -n 2 --dist worksteal -m "not slow"'
+    assert command_of("test").endswith(run) and command_of("downstream test").endswith(f"{run} tests/downstream")
 
 
 @pytest.mark.parametrize(
