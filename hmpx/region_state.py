@@ -30,8 +30,8 @@ from hmpx.changes import Changes
 
 
 @dataclass(frozen=True)
-class Rounding:
-    """How an optimizer step inside a region writes BF16 parameters: stochastic rounding, keyed by `seed`."""
+class StochasticSteps:
+    """Optimizer steps inside a region round BF16 parameters stochastically, by the numbers of `seed`."""
 
     seed: int | None = None
 
@@ -46,7 +46,7 @@ class Region(NamedTuple):
     """
 
     casting: bool | None = None
-    rounding: Rounding | None = None
+    rounding: StochasticSteps | None = None
     maps: bool = True
     task: object | None = None
     scope: int = 0
@@ -122,7 +122,7 @@ def casting() -> bool | None:
     return _innermost().casting
 
 
-def rounding() -> Rounding | None:
+def rounding() -> StochasticSteps | None:
     """How the innermost `disable_casts` region writes BF16 parameters; None outside of one."""
     return _innermost().rounding
 
@@ -161,7 +161,7 @@ def retire() -> None:
 
 def enter(
     casting: bool | None,
-    how: Rounding | None = None,
+    how: StochasticSteps | None = None,
     maps: bool | None = None,
     scope: int | None = None,
     overlay: int = 0,
@@ -187,7 +187,7 @@ def _open(region: Region) -> Region:
     return region
 
 
-def last_entered(casting: bool | None, how: Rounding | None = None, overlay: int = 0) -> Region:
+def last_entered(casting: bool | None, how: StochasticSteps | None = None, overlay: int = 0) -> Region:
     """What the last `enter` of this kind that is open here has returned, for whoever cannot keep it.
 
     An object that a user enters as a region may be open several times, in several threads and tasks.
@@ -242,7 +242,7 @@ def _off_for_some_task() -> bool:
 
 
 @contextlib.contextmanager
-def region(casting: bool | None, how: Rounding | None = None, maps: bool | None = None) -> Iterator[None]:
+def region(casting: bool | None, how: StochasticSteps | None = None, maps: bool | None = None) -> Iterator[None]:
     """`enter` and `leave` around a block."""
     token = enter(casting, how, maps)
     try:

@@ -26,7 +26,7 @@ from hmpx.rounding.stochastic import check_seed
 from hmpx.updates import step_hooks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_UNSEEDED = region_state.Rounding()
+_UNSEEDED = region_state.StochasticSteps()
 _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
@@ -96,7 +96,7 @@ class disable_casts(_Region):
     """
 
     def __init__(self, *, seed: int | None = None) -> None:
-        self._how = _UNSEEDED if seed is None else region_state.Rounding(check_seed(seed))
+        self._how = _UNSEEDED if seed is None else region_state.StochasticSteps(check_seed(seed))
 
     def _recreate_cm(self) -> disable_casts:
         return disable_casts(seed=self._how.seed)

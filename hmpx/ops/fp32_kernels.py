@@ -30,10 +30,10 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from hmpx.compiling import never_compile_alone
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops import op_facts
-from hmpx.ops.kept_tensors import Keeper
 from hmpx.ops.overriding import PLAIN, call
 from hmpx.ops.policy import LOW_RULES, Rule
 from hmpx.ops.rules import ELIGIBLE, METHODS, TARGETS, is_stated
+from hmpx.ops.saved_tensors import Keeper
 from hmpx.ops.weight_cache import current, open_caches
 
 Tensor = torch.Tensor

@@ -39,7 +39,7 @@ _lock = threading.Lock()
 storage_of, _pointer, _to_float = Tensor.untyped_storage, Tensor.data_ptr, Tensor.float  # as torch made them
 
 
-class _Kept:
+class _CachedCast:
     """The cast of one weight, and what both were when it was made. wide: the cast in FP32, where a kernel wants it."""
 
     __slots__ = ("cast", "pointer", "stream", "version", "weight", "wide")
@@ -60,8 +60,8 @@ class WeightCache:
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
         self.depth = 0
-        self._kept: dict[tuple[int, torch.dtype], _Kept] = {}
-        self._of_cast: dict[int, _Kept] = {}  # the same, by identity of the cast
+        self._kept: dict[tuple[int, torch.dtype], _CachedCast] = {}
+        self._of_cast: dict[int, _CachedCast] = {}  # the same, by identity of the cast
 
     def get(self, weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
         """`cast(weight)`, or the one that was kept."""
@@ -94,7 +94,7 @@ class WeightCache:
         # The cast is an ordinary tensor also in inference mode, so that it may be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             made = cast(weight)
-        self._kept[key] = self._of_cast[id(made)] = _Kept(weight, version, pointer, made)
+        self._kept[key] = self._of_cast[id(made)] = _CachedCast(weight, version, pointer, made)
         return made
 
     def widen(self, value: Tensor) -> Tensor:

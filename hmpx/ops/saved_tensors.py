@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 _to_float = METHODS[torch.float32]
 
 
-class _Kept:
+class _Saved:
     """A tensor that one op keeps. version: of a tensor of the caller's, not to be written to until the backward."""
 
     __slots__ = ("held", "low", "version")
@@ -32,14 +32,14 @@ class Keeper:
     """
 
     def __init__(self) -> None:
-        self._kept: list[_Kept] = []
+        self._saved: list[_Saved] = []
         self._pack: Callable[[Tensor], Any] | None
         self._unpack: Callable[[Any], Tensor] | None
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
 
-    def pack(self, tensor: Tensor) -> _Kept:
-        kept = _Kept(tensor)
-        self._kept.append(kept)
+    def pack(self, tensor: Tensor) -> _Saved:
+        kept = _Saved(tensor)
+        self._saved.append(kept)
         return kept
 
     def narrow(self, low: torch.dtype, pairs: list[tuple[Tensor, Tensor]], round_all: bool) -> None:
@@ -48,7 +48,7 @@ class Keeper:
         pairs: each FP32 tensor that the op was given or returned, with its low counterpart, which is kept in its place.
         round_all: what else the op keeps is rounded; else only where that changes nothing.
         """
-        kept_here, self._kept = self._kept, []  # the graph holds this object
+        kept_here, self._saved = self._saved, []  # the graph holds this object
         counterparts = {storage_of(wide).data_ptr(): (wide, own) for wide, own in pairs if wide.numel()}
         for kept in kept_here:
             tensor = kept.held
@@ -65,7 +65,7 @@ class Keeper:
             if self._pack:
                 kept.held, kept.version = self._pack(kept.held), None
 
-    def unpack(self, kept: _Kept) -> Tensor:
+    def unpack(self, kept: _Saved) -> Tensor:
         tensor = self._unpack(kept.held) if self._unpack else kept.held
         if kept.version is not None and tensor._version != kept.version:
             raise RuntimeError(
