@@ -16,9 +16,9 @@ import torch
 
 from hmpx import process_state as state
 from hmpx.dtype_names import SHORT, dtype_name, dtype_named
-from hmpx.errors import HmpxError, OpListError, did_you_mean
+from hmpx.errors import HmpxError, OpListError, OptLevelError, did_you_mean
 from hmpx.ops import op_facts
-from hmpx.ops.build_policy import build_policy
+from hmpx.ops.build_policy import OPT_LEVELS, build_policy
 from hmpx.ops.callers import users_line
 from hmpx.ops.catalog import catalog
 from hmpx.ops.listed_names import resolve
@@ -191,19 +191,26 @@ def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str]
     ]
     given = {side: rule[side] for side in SIDES if rule.get(side) is not None}
     for side, names in given.items():
-        if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(n, str) for n in names):
+        if (
+            isinstance(names, str | Mapping)
+            or not isinstance(names, Iterable)
+            or not all(isinstance(n, str) for n in names)
+        ):
             wrong.append(f"{what}: {side} is {names!r}, not a list of names")
     low = rule.get(LOW_PRECISION)
     low = LOW_DTYPES.get(low, low) if isinstance(low, str) else low
-    if low is not None and low not in LOW_RULES:
+    if low is not None and low not in [*LOW_RULES]:
         wrong.append(f"{what}: {LOW_PRECISION} is {rule[LOW_PRECISION]!r}, none of {', '.join(LOW_DTYPES)}")
     if not wrong and not given and low is None and "opt_level" not in rule:
         wrong.append(f"{what}: {unset or 'says nothing: it wants a dtype, lists of ops, or a policy'}")
     if wrong:
         raise HmpxError("\n".join(wrong))
-    listed = {side: tuple(_listed(name, lines.get((side, i), where)) for i, name in enumerate(names))
+    listed = {side: tuple(Listed(name, lines.get((side, i), where), 0) for i, name in enumerate(names))
               for side, names in given.items()}  # fmt: skip
     if "opt_level" in rule:
+        if rule["opt_level"] not in OPT_LEVELS:
+            legal = ", ".join(OPT_LEVELS)
+            raise OptLevelError(f"{what}: opt_level {rule['opt_level']!r} does not exist (legal: {legal})")
         bf16, fp32, promote = map(listed.get, SIDES)
         lists = OpLists(bf16, fp32, promote)
         return Overlay(where, policy=build_policy(rule["opt_level"], lists, low_precision=low))
@@ -218,18 +225,6 @@ def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str]
     sides = {name: (side, line) for side in ("promote", "fp32", "bf16") for name, line in chosen.get(side, {}).items()}
     names = tuple(sorted((name, side, _origin(line.where, where)) for name, (side, line) in sides.items()))
     return Overlay(where, names, low)
-
-
-class _Listed(Listed):
-    """A name that stands where `path` says already."""
-
-    @property
-    def where(self) -> str:
-        return self.path
-
-
-def _listed(name: str, where: str) -> Listed:
-    return _Listed(name, where, 0)
 
 
 def _origin(line: str, where: str) -> str:

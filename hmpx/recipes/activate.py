@@ -28,6 +28,7 @@ from hmpx.updates.names import named, names_in, parameters
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.settings import Settings
+from hmpx.yaml_files import shown
 
 logger = logging.getLogger("hmpx")
 VARIABLE = "HMPX_RECIPE"
@@ -219,7 +220,7 @@ def activate_from_environment() -> None:
         try:
             activate(name)
         except HmpxError as error:
-            raise SystemExit(f"hmpx: {VARIABLE}={name}: {error}") from None
+            raise SystemExit(f"hmpx: {VARIABLE}={shown(name)}: {error}") from None
 
 
 def runs_a_shell_command(arguments: Sequence[str]) -> bool:
