@@ -178,6 +178,28 @@ def overlay_by_hand(name: str, rule: Any, lists: Mapping[str, Any], frame: Frame
     return read_overlay(given if rule is None else rule, f"{line}, {what}", what, unset=unset)
 
 
+def with_names(lists: OpLists, names: Mapping[str, Iterable[str] | None], frame: FrameType) -> OpLists:
+    """The lists with those that ``hmpx.convert(bf16=...)``, called in `frame`, has named in their place.
+
+    Raises:
+        OpListError: something else than names.
+    """
+    own: dict[str, Any] = {}
+    for side, given in names.items():
+        listed = _whole(given)
+        if (
+            isinstance(listed, tuple)
+            and all(isinstance(name, str) for name in listed)
+            and not isinstance(given, Mapping)
+        ):
+            own[side] = tuple(Listed(name, f"{users_line(frame)}, hmpx.convert", 0) for name in listed)
+        elif given is not None:
+            raise OpListError(
+                f"hmpx.convert: {side} is {given!r}, not a list of names; a file goes to {side}_file_path"
+            )
+    return replace(lists, **own)
+
+
 def _whole(value: Any) -> Any:
     """What can be gone through once, as what can be gone through again."""
     return value if isinstance(value, str | torch.dtype) or not isinstance(value, Iterable) else tuple(value)

@@ -20,7 +20,7 @@ from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.ops.build_policy import build_policy
 from hmpx.ops.fp32_kernels import KernelsAsked
-from hmpx.ops.op_lists import LOW_DTYPES, LOW_PRECISION, SIDES, Listed, read_file, read_lists
+from hmpx.ops.op_lists import LOW_DTYPES, LOW_PRECISION, SIDES, Listed, read_file, read_lists, shipped
 from hmpx.ops.overlays import Overlay, read_overlay
 from hmpx.ops.policy import OptLevel, Policy
 from hmpx.recipes import nxd
@@ -281,6 +281,15 @@ _MAPPINGS = (MODULES, "module_dtypes", PARAMETERS, "dtype_map")
 def changed(recipe: Recipe, **keys: Any) -> Recipe:
     """The recipe with other values for some keys; the others go on to know where they stand."""
     return _from(replace(recipe, **keys), recipe._origins.without(keys))
+
+
+def name_of(recipe: Recipe) -> str:
+    """What a user calls a recipe: its name, its file, or, if it is a dict, its keys."""
+    files = [place.path for place in recipe._origins.places.values() if place.line]
+    if not files:
+        return repr(recipe)
+    path = Path(files[-1])
+    return repr(path.stem if path.parent == shipped() / "recipes" else str(path))
 
 
 def _from(recipe: Recipe, origins: Origins) -> Recipe:

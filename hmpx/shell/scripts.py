@@ -101,6 +101,8 @@ def traceback_of_the_script() -> Iterator[None]:
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             own = _of_the_script(trace)
+            if own is None and not isinstance(error, SyntaxError):  # which a script that does not parse raises
+                own = trace
             shown(kind, error.with_traceback(own), own)
 
         sys.excepthook = excepthook
@@ -108,11 +110,11 @@ def traceback_of_the_script() -> Iterator[None]:
 
 
 def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """From the first frame in which the main module runs; all of it if there is none."""
+    """From the first frame in which the main module runs."""
     frames, main = trace, vars(sys.modules["__main__"])
     while frames is not None and frames.tb_frame.f_globals is not main:
         frames = frames.tb_next
-    return frames or trace
+    return frames
 
 
 def is_first_rank() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from hmpx.insight.weights.scoring import Scoring
 from hmpx.insight.weights.tuned_weights import TunedWeights
 from hmpx.recipes.module_patterns import check_names
 from hmpx.recipes.parameter_rules import dtype_of
-from hmpx.recipes.recipe import Recipe, as_recipe, changed
+from hmpx.recipes.recipe import Recipe, Stated, as_recipe, changed
 
 _AIMS = 0.5, 0.25  # of the tolerance: what further choices are to keep, where the first does not
 
@@ -33,7 +32,7 @@ def tune_weights(
     batches: Sequence[tuple],
     loss: Loss,
     *,
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe | None = None,
+    recipe: Stated = None,
     steps: int = 100,
     tolerance: float = 0.25,
     seed: int = 0,
