@@ -6,12 +6,14 @@ Everything that can go wrong (a list that does not read, a name that does not ex
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from hmpx import installation, process_state, region_state
 from hmpx.changes import Attribute, Changes, Paired, Part, Put
+from hmpx.errors import OpListError
 from hmpx.installation import Installation
 from hmpx.ops import dynamo
 from hmpx.ops.build_policy import build_policy
@@ -23,10 +25,11 @@ from hmpx.ops.forwards import ForwardWrappers, replaced_forwards
 from hmpx.ops.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
 from hmpx.ops.garbage import none_collected
 from hmpx.ops.listed_names import Unknown
+from hmpx.ops.loss_scale import ScalerLookedFor
 from hmpx.ops.module_rules import ModuleRule, scopes_of_rules
 from hmpx.ops.observing import Several
 from hmpx.ops.op_lists import read_lists
-from hmpx.ops.overlays import Overlay
+from hmpx.ops.overlays import Overlay, with_names
 from hmpx.ops.patches import Patch
 from hmpx.ops.policy import OptLevel, Policy
 from hmpx.ops.scopes import Policies, made_of, number_inside
@@ -78,6 +81,7 @@ class Conversion(Installation):
         self.policy, self.kernels = policy, kernels
         self.rules, self._policies = list(rules), Policies(policy)
         self._verbose, self._enabled, self.dtype_map = verbose, enabled, dtype_map
+        self._scaler_looked_for = ScalerLookedFor()
 
     def _parts(self) -> Iterator[Part]:
         """What is put in force, in order, made of torch as it stands now."""
@@ -93,6 +97,8 @@ class Conversion(Installation):
         if log:
             yield log
         yield Announcement(*self._announced())
+        if self.policy.low_precision is torch.float16 and self.policy.bf16:
+            yield self._scaler_looked_for
         yield Put(_OBSERVER, observer)
         yield self._casts
         yield region_state.Casting(self._enabled)
@@ -194,6 +200,9 @@ def convert(
     isVerbose: bool = False,
     *,
     promote_file_path: str | os.PathLike[str] | None = "",
+    bf16: Iterable[str] | None = None,
+    fp32: Iterable[str] | None = None,
+    promote: Iterable[str] | None = None,
     unknown: Unknown = "error",
     enabled: bool = True,
     low_precision: torch.dtype | str | None = None,
@@ -207,6 +216,7 @@ def convert(
             computes in FP32; no list may be given.
         bf16_file_path, fp32_file_path, promote_file_path: op list files, read before the call returns. ``""`` and
             None stand for the default list. A YAML or JSON file given for one side also fills the sides not given.
+        bf16, fp32, promote: the same lists, name by name, in the place of a file.
         isVerbose: log each distinct decision once (logger "hmpx"), with the line of the caller's code.
         unknown: "error", or "warn" to skip names that stand for nothing.
         enabled: cast everywhere but in `disable_casts()` regions; False: only in `enable_casts()` regions.
@@ -237,7 +247,11 @@ def convert(
         >>> hmpx.restore()
     """
     with none_collected():
-        lists = read_lists(bf16_file_path, fp32_file_path, promote_file_path)
+        paths = {"bf16": bf16_file_path, "fp32": fp32_file_path, "promote": promote_file_path}
+        names = {"bf16": bf16, "fp32": fp32, "promote": promote}
+        if both := [side for side in paths if paths[side] and names[side] is not None]:
+            raise OpListError(f"hmpx.convert: {both[0]} and {both[0]}_file_path: which of the two?")
+        lists = with_names(read_lists(*paths.values()), names, sys._getframe(1))
         return install(build_policy(opt_level, lists, unknown, low_precision), isVerbose, enabled, dtype_map, kernels)
 
 

@@ -16,7 +16,7 @@ import hmpx
 ROOT = Path(__file__).parent.parent
 FLOORS = (
     "errors dtype_names torch_private changes version compiling",
-    "process_state autocast_state",
+    "process_state autocast_state yaml_files",
     "awaited",
     "region_state installation",
     "rounding",

@@ -73,6 +73,26 @@ def test_the_handle_restores_on_exit_and_on_exceptions(untouched):
     assert not untouched.changed()
 
 
+def test_names_are_given_as_they_stand_in_a_file(lists):
+    by_file = hmpx.convert(**lists(bf16="matmul", fp32="exp", promote=""))
+    by_name = hmpx.convert(bf16=["matmul"], fp32=(name for name in ("exp",)), promote=[])
+    assert by_name.policy == by_file.policy
+    assert by_name.policy.origins["matmul"].partition(":")[0] == __file__
+    assert hmpx.convert(bf16=["exp"]).policy.rule(catalog()["exp"]) is hmpx.Rule.BF16  # outranks the default
+    before = torch.matmul
+    for wrong, said in (
+        (dict(bf16=["sofmax"]), f"{__file__}:.*, hmpx.convert: unknown op 'sofmax'; did you mean 'softmax'"),
+        (dict(bf16="linear"), "bf16 is 'linear', not a list of names; a file goes to bf16_file_path"),
+        (dict(bf16=["mm"], bf16_file_path="mine.txt"), "bf16 and bf16_file_path: which of the two"),
+        (dict(bf16=["mm"], fp32=["mm"]), "'mm' is on both sides"),
+        (dict(opt_level="O2", fp32=["mm"]), "O2 decides by itself and takes no op lists"),
+    ):
+        with pytest.raises(hmpx.HmpxError, match=said):
+            hmpx.convert(**wrong)
+        assert torch.matmul is before
+    hmpx.restore()
+
+
 def test_a_second_convert_replaces_the_first(lists, untouched):
     first = hmpx.convert(**lists(bf16="matmul"))
     second = hmpx.convert(**lists(bf16="exp"))

@@ -15,8 +15,9 @@ from hmpx.ops.listed_names import may_be_user_function, unknown_op
 from hmpx.ops.op_lists import LOW_PRECISION, SIDES, Listed, read_file
 from hmpx.recipes import gaudi, nxd
 from hmpx.recipes.files import recipe_names, recipe_path
-from hmpx.recipes.keys import LISTS
-from hmpx.recipes.recipe import Recipe, read_recipe
+from hmpx.recipes.keys import EXTENDS, LISTS
+from hmpx.recipes.recipe import Recipe, faults
+from hmpx.recipes.yaml_nodes import composed
 
 
 def check_files(paths: Sequence[str]) -> Iterator[str]:
@@ -62,44 +63,41 @@ def is_recipe(path: str) -> bool:
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
         return False
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        keys = [str(key.value) for key, _ in composed(Path(path), SIDES).value]
+    except HmpxError:
         return False
-    keys = [str(key.value) for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
     of_lists = (*SIDES, LOW_PRECISION)
-    of_recipes = {nxd.KEY, nxd.MASTERS, *vars(Recipe())} - set(of_lists)
+    of_recipes = {nxd.KEY, nxd.MASTERS, EXTENDS, *vars(Recipe())} - set(of_lists)
     return any(key in of_recipes for key in keys) or any(
         did_you_mean(key, of_recipes) and not did_you_mean(key, of_lists) for key in keys
     )
 
 
 def _check_recipe(name: str) -> Iterator[str]:
-    """What reading a recipe says, and what is wrong in its lists; its settings once that is right."""
+    """Everything that is wrong in a recipe and in its lists, in the order of its lines."""
     path = recipe_path(name)
-    said: dict[str, None] = {}  # what is found in two ways is said once
-    recipe = None
+    found: list[str] = []
     try:
-        recipe = read_recipe(name)
+        found += [*_check_lists(path), *faults(path)]
     except HmpxError as error:
-        said |= dict.fromkeys(str(error).splitlines())
-    said |= dict.fromkeys(_check_lists(path))
-    for look in (recipe.settings, *([recipe.policy] if not said else [])) if recipe else ():
-        try:
-            look()
-        except HmpxError as error:
-            said |= dict.fromkeys(str(error).splitlines())
-    yield from said
+        found += str(error).splitlines()
+    said: dict[str, str] = {}  # what is found in two ways is said once
+    for problem in found:
+        said.setdefault(problem.partition("; ")[0], problem)
+    yield from sorted(said.values(), key=lambda problem: _line(problem, path))
+
+
+def _line(problem: str, path: Path) -> int:
+    line = problem.removeprefix(f"{path}:").partition(":")[0]
+    return int(line) if line.isdecimal() else 0
 
 
 def _check_lists(path: Path) -> Iterator[str]:
     """The lists of a recipe, read from its YAML, whatever else is wrong in it."""
-    try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return
+    root = composed(path, SIDES)
     seen: dict[str, tuple[str, Listed]] = {}
     in_this_file: set[str] = set()
-    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+    for key, value in root.value:
         if key.value in LISTS and isinstance(value, yaml.ScalarNode) and value.value:
             where = f"{path}:{key.start_mark.line + 1}: {key.value}: "
             named = os.path.normpath(path.parent / value.value)

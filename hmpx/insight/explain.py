@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.reasons import reason
@@ -14,7 +12,7 @@ from hmpx.ops.fp32_kernels import NATIVE, Kernels
 from hmpx.ops.listed_names import unknown_op
 from hmpx.ops.overlays import Overlay
 from hmpx.ops.policy import Policy, Rule
-from hmpx.recipes.recipe import Recipe, as_recipe
+from hmpx.recipes.recipe import Stated, as_recipe
 
 
 def entry_points(op: Op) -> list[str]:
@@ -74,7 +72,7 @@ def explain_op(
     return "\n".join(lines)
 
 
-def explain(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe) -> None:
+def explain(recipe: Stated) -> None:
     """Print in words what a recipe does to weights, ops, gradients, state and checkpoints, with bytes per parameter.
 
     Args:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
 from hmpx.errors import HmpxError
 from hmpx.insight.call_sites import calls_on_line
 from hmpx.insight.check import is_recipe
@@ -19,8 +17,10 @@ from hmpx.ops.build_policy import build_policy
 from hmpx.ops.fp32_kernels import Kernels, choose
 from hmpx.ops.op_lists import SIDES, Listed, read_file
 from hmpx.ops.policy import Policy
-from hmpx.recipes.keys import LISTS, MODULES, PARAMETERS, SWITCHES
-from hmpx.recipes.recipe import Recipe, read_recipe
+from hmpx.recipes.keys import EXTENDS, LISTS, MODULES, PARAMETERS, SWITCHES
+from hmpx.recipes.recipe import DEFAULT, Recipe, read_recipe
+from hmpx.recipes.yaml_nodes import composed
+from hmpx.yaml_files import text_of
 
 _LISTS = (".txt", ".yaml", ".yml", ".json")
 # Which line of a recipe in words says what a key does.
@@ -35,6 +35,7 @@ _WORDS = {
     "state_dtype": "state",
     "kernels": "kernels",
     "dtype_map": "dtypes",
+    EXTENDS: "",  # all of them
 }
 
 
@@ -55,7 +56,7 @@ def explain_site(path: str, line: int, recipe: Recipe | None = None) -> str:
     suffix = Path(path).suffix.lower()
     said = f"{path}:{line}: {lines[line - 1].strip()}"
     if suffix == ".py":
-        recipe = recipe or Recipe(parameter_dtype="float32")
+        recipe = recipe or DEFAULT
         policy = recipe.policy()
         if policy is None:
             raise HmpxError("under this recipe torch's ops run as they are (opt_level null)")
@@ -70,7 +71,8 @@ def explain_site(path: str, line: int, recipe: Recipe | None = None) -> str:
 
 def _lines(path: str) -> list[str]:
     try:
-        return Path(path).read_text(encoding="utf-8-sig").splitlines()
+        text = Path(path).read_text(encoding="utf-8-sig") if path.endswith(".py") else text_of(path)
+        return text.splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise HmpxError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
@@ -105,15 +107,14 @@ def _listed_in_words(path: str, line: int, recipe: Recipe | None) -> Iterator[st
         yield from (explain_op(listed.name, policy) for listed in on_line)
     elif key:
         about = _WORDS[key]
-        yield "\n".join(text for text in recipe_lines(own) if text.startswith(f"{about} "))
+        yield "\n".join(text for text in recipe_lines(own) if not about or text.startswith(f"{about} "))
     else:
         raise HmpxError(f"{path}:{line}: nothing is listed on this line{_nearest_name(names, line)}")
 
 
 def _key_at(path: str, line: int) -> str | None:
     """The key of a recipe that a line belongs to."""
-    root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    before = [key.value for key, _ in root.value if key.start_mark.line < line]
+    before = [key.value for key, _ in composed(Path(path), _WORDS).value if key.start_mark.line < line]
     return before[-1] if before else None
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from hmpx import hmp
 from hmpx.errors import HmpxError
-from hmpx.integrations.setting_up import RecipeAsked, SettingUp, detach_new
+from hmpx.integrations.setting_up import SettingUp, Stated, detach_new
 from hmpx.recipes import frameworks
 from hmpx.recipes.recipe import Recipe
 
@@ -69,7 +69,7 @@ class HmpxPrecision(Precision):
 
     def __init__(
         self,
-        recipe: RecipeAsked | None = None,
+        recipe: Stated = None,
         *,
         opt_level: str | None = None,
         bf16_file_path: str | os.PathLike[str] | None = None,
@@ -87,7 +87,7 @@ class HmpxPrecision(Precision):
             recipe = Recipe(opt_level=level, parameter_dtype="float32", **paths)
         self._set_up(recipe, verbose)
 
-    def _set_up(self, recipe: RecipeAsked, verbose: bool = False) -> None:
+    def _set_up(self, recipe: Stated, verbose: bool = False) -> None:
         self._setting_up = SettingUp(type(self).__name__, _FRAMEWORK, recipe, verbose)
         self._undo = contextlib.ExitStack()  # until the optimizers are attached
         narrow = self.recipe.parameter_dtype == "bfloat16"

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 from weakref import WeakSet
 
 import torch
@@ -23,13 +22,12 @@ from hmpx.recipes.activate import Activation, cast_models_of
 from hmpx.recipes.constructor_hooks import watch_distribution
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model, convert, facts
-from hmpx.recipes.recipe import Recipe, changed, with_and_without_zero
+from hmpx.recipes.recipe import Recipe, Stated, changed, with_and_without_zero
 from hmpx.updates.attach import attach, attached, check_torch
 from hmpx.updates.names import has_bf16, parameters
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, in_job
 
-RecipeAsked = str | os.PathLike[str] | Mapping[str, Any] | Recipe
 _of_trainers: WeakSet[Conversion] = WeakSet()  # those that a trainer's plugin has made
 
 
@@ -42,7 +40,7 @@ class SettingUp:
         HmpxError: the recipe is wrong, or asks for what this torch does not have.
     """
 
-    def __init__(self, plugin: str, framework: str, asked: RecipeAsked, verbose: bool = False) -> None:
+    def __init__(self, plugin: str, framework: str, asked: Stated, verbose: bool = False) -> None:
         under_zero, recipe = with_and_without_zero(asked)
         if verbose:
             under_zero, recipe = changed(under_zero, verbose=True), changed(recipe, verbose=True)

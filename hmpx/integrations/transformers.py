@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from hmpx import region_state
 from hmpx.errors import HmpxError
-from hmpx.integrations.setting_up import RecipeAsked, SettingUp
+from hmpx.integrations.setting_up import SettingUp, Stated
 from hmpx.recipes import frameworks
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.attach import attached
@@ -56,7 +56,7 @@ class HmpxCallback(TrainerCallback):
         (torch.bfloat16, 2)
     """
 
-    def __init__(self, recipe: RecipeAsked, *, verbose: bool = False) -> None:
+    def __init__(self, recipe: Stated, *, verbose: bool = False) -> None:
         self._setting_up = SettingUp(type(self).__name__, "transformers", recipe, verbose)
 
     @property

@@ -22,6 +22,7 @@ import torch
 import yaml
 
 from hmpx.errors import OpListError, did_you_mean
+from hmpx.yaml_files import root_of, shown, text_of
 
 SIDES = ("bf16", "fp32", "promote")
 LOW_PRECISION = "low_precision"  # a key of YAML files, and what may stand there
@@ -36,7 +37,10 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 @dataclass(frozen=True)
 class Listed:
-    """One name in an op list file, and where it stands. `problem`: why it cannot be the name of an op."""
+    """One name in an op list, and where it stands: a file and a line, or, with line 0, what `path` says in words.
+
+    problem: why it cannot be the name of an op.
+    """
 
     name: str
     path: str
@@ -45,7 +49,7 @@ class Listed:
 
     @property
     def where(self) -> str:
-        return f"{self.path}:{self.line}"
+        return f"{self.path}:{self.line}" if self.line else self.path
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def read_file(path: str | os.PathLike[str], side: str) -> OpLists:
 
 def _text(path: str) -> str:
     try:
-        raw = Path(path).read_bytes()
+        return text_of(path, OpListError)
     except FileNotFoundError:
         folder = Path(path).parent
         siblings = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
@@ -147,12 +151,7 @@ def _text(path: str) -> str:
     except IsADirectoryError:
         raise OpListError(f"{path}: is a directory; an op list is a .txt, .yaml or .json file") from None
     except OSError as error:
-        raise OpListError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise OpListError(f"{path}:{line}: not UTF-8 text (byte 0x{raw[error.start]:02x})") from None
+        raise OpListError(f"{shown(path)}: cannot be read: {error.strerror}") from error
 
 
 def _read_lines(path: str, text: str):
@@ -184,14 +183,10 @@ def _read_tree(path: str, text: str, suffix: str) -> OpLists:
             json.loads(text)
         except json.JSONDecodeError as error:
             raise OpListError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        except (RecursionError, ValueError):  # which line it is, is said below
+            pass
         text = text.replace("\t", " ")
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise OpListError(f"{path}:{line}: not YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise OpListError(f"{path}: not YAML: {error}") from None
+    root = root_of(path, text, OpListError)
     if not isinstance(root, yaml.MappingNode):
         kind = "nothing" if root is None else f"a {_kind(root)}"
         line = 1 if root is None else root.start_mark.line + 1
@@ -248,4 +243,6 @@ def _is_null(value: yaml.Node) -> bool:
 
 
 def _kind(node: yaml.Node) -> str:
-    return {yaml.SequenceNode: "list", yaml.MappingNode: "mapping"}.get(type(node), "single value")
+    if isinstance(node, yaml.CollectionNode):
+        return "list" if isinstance(node, yaml.SequenceNode) else "mapping"
+    return "single value"

@@ -16,9 +16,9 @@ import torch
 
 from hmpx import process_state as state
 from hmpx.dtype_names import SHORT, dtype_name, dtype_named
-from hmpx.errors import HmpxError, OpListError, did_you_mean
+from hmpx.errors import HmpxError, OpListError, OptLevelError, did_you_mean
 from hmpx.ops import op_facts
-from hmpx.ops.build_policy import build_policy
+from hmpx.ops.build_policy import OPT_LEVELS, build_policy
 from hmpx.ops.callers import users_line
 from hmpx.ops.catalog import catalog
 from hmpx.ops.listed_names import resolve
@@ -178,6 +178,28 @@ def overlay_by_hand(name: str, rule: Any, lists: Mapping[str, Any], frame: Frame
     return read_overlay(given if rule is None else rule, f"{line}, {what}", what, unset=unset)
 
 
+def with_names(lists: OpLists, names: Mapping[str, Iterable[str] | None], frame: FrameType) -> OpLists:
+    """The lists with those that ``hmpx.convert(bf16=...)``, called in `frame`, has named in their place.
+
+    Raises:
+        OpListError: something else than names.
+    """
+    own: dict[str, Any] = {}
+    for side, given in names.items():
+        listed = _whole(given)
+        if (
+            isinstance(listed, tuple)
+            and all(isinstance(name, str) for name in listed)
+            and not isinstance(given, Mapping)
+        ):
+            own[side] = tuple(Listed(name, f"{users_line(frame)}, hmpx.convert", 0) for name in listed)
+        elif given is not None:
+            raise OpListError(
+                f"hmpx.convert: {side} is {given!r}, not a list of names; a file goes to {side}_file_path"
+            )
+    return replace(lists, **own)
+
+
 def _whole(value: Any) -> Any:
     """What can be gone through once, as what can be gone through again."""
     return value if isinstance(value, str | torch.dtype) or not isinstance(value, Iterable) else tuple(value)
@@ -191,19 +213,26 @@ def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str]
     ]
     given = {side: rule[side] for side in SIDES if rule.get(side) is not None}
     for side, names in given.items():
-        if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(n, str) for n in names):
+        if (
+            isinstance(names, str | Mapping)
+            or not isinstance(names, Iterable)
+            or not all(isinstance(n, str) for n in names)
+        ):
             wrong.append(f"{what}: {side} is {names!r}, not a list of names")
     low = rule.get(LOW_PRECISION)
     low = LOW_DTYPES.get(low, low) if isinstance(low, str) else low
-    if low is not None and low not in LOW_RULES:
+    if low is not None and low not in [*LOW_RULES]:
         wrong.append(f"{what}: {LOW_PRECISION} is {rule[LOW_PRECISION]!r}, none of {', '.join(LOW_DTYPES)}")
     if not wrong and not given and low is None and "opt_level" not in rule:
         wrong.append(f"{what}: {unset or 'says nothing: it wants a dtype, lists of ops, or a policy'}")
     if wrong:
         raise HmpxError("\n".join(wrong))
-    listed = {side: tuple(_listed(name, lines.get((side, i), where)) for i, name in enumerate(names))
+    listed = {side: tuple(Listed(name, lines.get((side, i), where), 0) for i, name in enumerate(names))
               for side, names in given.items()}  # fmt: skip
     if "opt_level" in rule:
+        if rule["opt_level"] not in OPT_LEVELS:
+            legal = ", ".join(OPT_LEVELS)
+            raise OptLevelError(f"{what}: opt_level {rule['opt_level']!r} does not exist (legal: {legal})")
         bf16, fp32, promote = map(listed.get, SIDES)
         lists = OpLists(bf16, fp32, promote)
         return Overlay(where, policy=build_policy(rule["opt_level"], lists, low_precision=low))
@@ -218,18 +247,6 @@ def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str]
     sides = {name: (side, line) for side in ("promote", "fp32", "bf16") for name, line in chosen.get(side, {}).items()}
     names = tuple(sorted((name, side, _origin(line.where, where)) for name, (side, line) in sides.items()))
     return Overlay(where, names, low)
-
-
-class _Listed(Listed):
-    """A name that stands where `path` says already."""
-
-    @property
-    def where(self) -> str:
-        return self.path
-
-
-def _listed(name: str, where: str) -> Listed:
-    return _Listed(name, where, 0)
 
 
 def _origin(line: str, where: str) -> str:

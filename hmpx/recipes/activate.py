@@ -6,9 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -21,13 +19,13 @@ from hmpx.installation import Installation
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
 from hmpx.recipes.frameworks import watch_frameworks
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.prepare import cast_model, convert, facts
-from hmpx.recipes.recipe import Recipe, with_and_without_zero
+from hmpx.recipes.prepare import cast_model, convert, facts, of_own, prepared_by
+from hmpx.recipes.recipe import Recipe, Stated, with_and_without_zero
 from hmpx.updates.attach import attach, attached, detach
-from hmpx.updates.names import named, names_in, parameters
+from hmpx.updates.names import parameters
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
-from hmpx.updates.settings import Settings
+from hmpx.yaml_files import shown
 
 logger = logging.getLogger("hmpx")
 VARIABLE = "HMPX_RECIPE"
@@ -123,34 +121,11 @@ class Activation(Installation):
                 settings = self._settings[zero.inner(optimizer) is not None]
                 model = None if has_names else whole
                 with self.recipe.naming_lines():
-                    own = _of_own(settings, optimizer, model, models)
+                    own = of_own(settings, optimizer, model, models)
                     attach(optimizer, model=model, process_group=self._group, **vars(own))
+                    prepared_by[optimizer] = self.recipe
             undo.pop_all()
         self._take(models)
-
-
-def _of_own(
-    settings: Settings, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, models: list[torch.nn.Module]
-) -> Settings:
-    """The settings with the rules that fit parameters of this optimizer: the others are for other optimizers.
-
-    Raises:
-        HmpxError: rules go by names that the optimizer does not know.
-    """
-    if not settings.rules:
-        return settings
-    in_models = {p: name for each in models for p, name in names_in(each).items()}
-    names = []
-    for name, p in named(optimizer, names_in(model) if model is not None else {}):
-        names.append(name)
-        if settings.way(in_models.get(p, name)) != settings.way(name):
-            raise HmpxError(
-                f"parameters: {type(optimizer).__name__} knows parameter {in_models[p]!r} as {name!r}, so that other "
-                "patterns fit it: give it the named_parameters() of the whole model, or parameters()"
-            )
-    return replace(
-        settings, parameters=tuple(rule for rule in settings.rules if any(fnmatchcase(name, rule[0]) for name in names))
-    )
 
 
 def cast_models_of(
@@ -171,7 +146,7 @@ def cast_models_of(
     return models
 
 
-def activate(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, *, process_group: Any = None) -> Activation:
+def activate(recipe: Stated, *, process_group: Any = None) -> Activation:
     """From here on, run whatever this program makes as a recipe says; a second call replaces the first.
 
     Ops are converted at once. Every optimizer is attached as soon as it is made, and the model that its parameters are
@@ -219,7 +194,7 @@ def activate_from_environment() -> None:
         try:
             activate(name)
         except HmpxError as error:
-            raise SystemExit(f"hmpx: {VARIABLE}={name}: {error}") from None
+            raise SystemExit(f"hmpx: {VARIABLE}={shown(name)}: {error}") from None
 
 
 def runs_a_shell_command(arguments: Sequence[str]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,20 +12,24 @@ import yaml
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.op_lists import SIDES, shipped
 from hmpx.recipes import gaudi, nxd
-from hmpx.recipes.keys import LISTS, problems, spelled_out
+from hmpx.recipes.keys import EXTENDS, LISTS, problems, spelled_out
 from hmpx.recipes.origins import Origins
-from hmpx.recipes.yaml_nodes import composed, constructed, lines_inside
+from hmpx.recipes.yaml_nodes import composed, lines_inside
+from hmpx.yaml_files import shown, value_of
 
 
 class Read(NamedTuple):
     """What a file says.
 
-    base: the shipped recipe that the keys change; None where they are a recipe of their own.
+    keys: those without fault. base: the file that this one extends; None where it is a recipe of its own.
+    wrong: each problem with file and line. faulty: the keys that they are about.
     """
 
     keys: dict[str, Any]
     origins: Origins
-    base: str | None = None
+    base: Path | None = None
+    wrong: Sequence[str] = ()
+    faulty: Collection[str] = ()
 
 
 def recipe_names() -> list[str]:
@@ -33,49 +37,51 @@ def recipe_names() -> list[str]:
     return sorted(each.stem for each in (shipped() / "recipes").glob("*.yaml"))
 
 
-def recipe_path(name: str | os.PathLike[str]) -> Path:
+def recipe_path(name: str | os.PathLike[str], beside: str | os.PathLike[str] = "") -> Path:
     """The file of a recipe that hmpx ships, by name; a path that ends in .yaml, or in Gaudi's .json, is that file.
+
+    beside: the folder that a path is relative to.
 
     Raises:
         HmpxError: no such recipe, with the nearest one.
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".json"):
-        return path
+        return Path(os.path.normpath(beside / path)) if beside else path
     if path.suffix == ".txt":
         raise HmpxError(
-            f"{name} is an op list, and not a recipe: hmpx.convert(bf16_file_path={str(name)!r}) takes it, "
-            f"or a recipe's key, bf16_file_path: {name}"
+            f"{shown(name)} is an op list, and not a recipe: hmpx.convert(bf16_file_path={shown(name)!r}) takes it, "
+            f"or a recipe's key, bf16_file_path: {shown(name)}"
         )
-    path = shipped() / "recipes" / f"{name}.yaml"
-    if not path.is_file():
-        legal = recipe_names()
+    legal = recipe_names()
+    if str(name) not in legal:
         others = f" (there are {', '.join(legal)}, and files that end in .yaml or .json)"
         hint = did_you_mean(str(name), legal) or others
-        raise HmpxError(f"there is no recipe {str(name)!r}{hint}")
-    return path
+        raise HmpxError(f"there is no recipe {shown(name)!r}{hint}")
+    return shipped() / "recipes" / f"{name}.yaml"
 
 
 def read_keys(path: Path, legal: Sequence[str], *, with_zero: bool = False) -> Read:
-    """The keys of a recipe's file, checked one by one; list files are looked for beside it.
+    """The keys of a recipe's file, checked one by one; list files, and the recipe that it extends, are beside it.
 
     Args:
         legal: the names of every key that a recipe has.
         with_zero: what the defaults of NxD's `mixed_precision_config` depend on, see `Recipe.from_nxd`.
 
     Raises:
-        HmpxError: each problem with file and line, the key or value, and the nearest legal one.
+        HmpxError: it cannot be read, or is no mapping, or what Gaudi's or NxD's configuration says is wrong.
     """
     if path.suffix == ".json":
-        keys, lines = gaudi.recipe_keys(path)
-        return Read(keys, Origins(str(path), lines))
+        keys, stands = gaudi.recipe_keys(path)
+        return Read(keys, Origins.of_file(path, stands))
     root = composed(path, legal)
     if [key.value for key, _ in root.value] == [nxd.KEY]:
         ((key, value),) = root.value
         return _nxds(path, key, value, with_zero)
     values: dict[str, Any] = {}
-    lines = {}
+    lines: dict[tuple, int] = {}
     wrong: dict[str, None] = {}
+    faulty: set[str] = set()
     for key, value in root.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
@@ -83,25 +89,39 @@ def read_keys(path: Path, legal: Sequence[str], *, with_zero: bool = False) -> R
             continue
         if key.value in values:
             wrong[f"{path}:{line}: {key.value!r} stands here for the second time"] = None
-        values[key.value] = spelled_out(key.value, constructed(value))
         lines |= {(key.value,): line, **lines_inside(key.value, value)}
+        try:
+            values[key.value] = spelled_out(key.value, value_of(path, value))
+        except HmpxError as error:
+            wrong[str(error)] = None
+            faulty.add(key.value)
+            continue
         for inside, problem in problems(key.value, values[key.value], legal):
             wrong[f"{path}:{lines.get((key.value, inside), line)}: {problem}"] = None
+            faulty.add(key.value)
         if key.value in LISTS and isinstance(values[key.value], str) and values[key.value]:
             values[key.value] = os.path.normpath(path.parent / values[key.value])
-    wrong |= dict.fromkeys(f"{path}:{lines[side,]}: {both}" for side, both in named_twice(values))
-    if wrong:
-        raise HmpxError("\n".join(wrong))
-    return Read(values, Origins(str(path), lines, {key: values[key] for key in LISTS if values.get(key)}))
+    for side, both in named_twice(values):
+        wrong[f"{path}:{lines[side,]}: {both}"] = None
+        faulty.add(side)
+    keys = {key: value for key, value in values.items() if key not in faulty}
+    lists = {key: keys[key] for key in LISTS if keys.get(key)}
+    base = keys.pop(EXTENDS, None)
+    if base is not None:
+        try:
+            base = recipe_path(base, path.parent)
+        except HmpxError as error:
+            wrong[f"{path}:{lines[EXTENDS,]}: {EXTENDS}: {error}"] = base = None
+    return Read(keys, Origins.of_file(path, lines, lists), base, list(wrong), faulty)
 
 
 def _nxds(path: Path, key: yaml.Node, value: yaml.Node, with_zero: bool) -> Read:
     """Of a file with NxD's configuration."""
     line = key.start_mark.line + 1
     lines = {inner: at for (_, inner), at in lines_inside(nxd.KEY, value).items()}
-    keys = nxd.recipe_keys(constructed(value), with_zero, lambda inner: f"{path}:{lines.get(inner, line)}: ")
+    keys = nxd.recipe_keys(value_of(path, value), with_zero, lambda inner: f"{path}:{lines.get(inner, line)}: ")
     where = {(own,): lines.get(nxd.MASTERS if own == "weights" else own, line) for own in keys}
-    return Read(keys, Origins(str(path), where), nxd.BASE)
+    return Read(keys, Origins.of_file(path, where), recipe_path(nxd.BASE))
 
 
 def named_twice(values: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.recipes.yaml_nodes import composed, constructed, lines_inside
+from hmpx.recipes.yaml_nodes import composed, lines_inside
+from hmpx.yaml_files import value_of
 
 logger = logging.getLogger("hmpx")
 
@@ -50,8 +51,8 @@ def recipe_keys(path: Path) -> tuple[dict[str, Any], dict[tuple, int]]:
     where_names: dict[tuple, int] = {}
     aside, wrong = [], []
     for key, node in composed(path, _KEYS).value:
-        name, where = key.value, f"{path}:{key.start_mark.line + 1}: "
-        values[name], lines[name] = constructed(node), key.start_mark.line + 1
+        name, where = str(key.value), f"{path}:{key.start_mark.line + 1}: "
+        values[name], lines[name] = value_of(path, node), key.start_mark.line + 1
         if name in _LISTS:
             where_names |= {(_LISTS[name], i): line for (_, i), line in lines_inside(name, node).items()}
         if name in (_SWITCH, "hmp_is_verbose", "use_torch_autocast") and not isinstance(values[name], bool):
@@ -60,7 +61,7 @@ def recipe_keys(path: Path) -> tuple[dict[str, Any], dict[tuple, int]]:
             wrong.append(f"{where}use_torch_autocast asks for torch.autocast; a recipe is made of the hmp_ keys")
         elif name == "hmp_opt_level" and values[name] not in _LEVELS:
             wrong.append(
-                f"{where}hmp_opt_level is {values[name]!r}, none of O1, O2{did_you_mean(values[name], _LEVELS)}"
+                f"{where}hmp_opt_level is {values[name]!r}, none of O1, O2{did_you_mean(str(values[name]), _LEVELS)}"
             )
         elif name in _LISTS and not _is_list_of_names(values[name]):
             wrong.append(f"{where}{name} is {values[name]!r}, not a list of names")

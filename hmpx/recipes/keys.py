@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hmpx.updates.weights import WAYS
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map
 MODULES, PARAMETERS = "modules", "parameters"
+EXTENDS = "extends"  # of files and dicts: the recipe that their other keys change
 LISTS = tuple(f"{side}_file_path" for side in SIDES)
 _LEGAL = {
     "opt_level": (*OPT_LEVELS, None),
@@ -50,6 +52,8 @@ def spelled_out(key: Any, value: Any) -> Any:
         return {pattern: _rule_spelled_out(rule) for pattern, rule in value.items()}
     if isinstance(value, Mapping):
         return {_spelled_out(k) if key == "dtype_map" else k: _spelled_out(v) for k, v in value.items()}
+    if key in LISTS:
+        return "" if value is None else os.fspath(value) if isinstance(value, os.PathLike) else value
     return _spelled_out(value) if key in ("parameter_dtype", "state_dtype", LOW_PRECISION) else value
 
 
@@ -64,7 +68,9 @@ def _rule_spelled_out(rule: Any) -> Any:
     if not isinstance(rule, Mapping):
         return _spelled_out(rule)
     return {
-        key: _spelled_out(names) if isinstance(names, str | torch.dtype | None) else list(names)
+        key: list(names)
+        if isinstance(names, Iterable) and not isinstance(names, str | Mapping)
+        else _spelled_out(names)
         for key, names in rule.items()
     }
 
@@ -86,8 +92,11 @@ def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, s
             f"{key!r} is NxD's, and no key beside a recipe's own: NxD's keys stand in {nxd.KEY} alone "
             f"({{{nxd.KEY!r}: {{{nxd.MASTERS!r}: True}}}}); in a recipe's own terms it is weights: master",
         )
+    elif key == EXTENDS:
+        if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+            yield None, f"{key} is {value!r}, neither the name of a recipe nor the path of a file"
     elif key not in keys:
-        yield None, f"{key!r} is no key of a recipe{did_you_mean(str(key), keys)}"
+        yield None, f"{key!r} is no key of a recipe{did_you_mean(str(key), (*keys, EXTENDS))}"
     elif key in _LEGAL:
         yield from ((None, problem) for problem in _wrong(key, value, _LEGAL[key]))
     elif key == "seed" and value is not None:

@@ -1,4 +1,4 @@
-"""Where the keys of a recipe stand in its file, so that an error that is found later still names the line."""
+"""Where the keys of a recipe are said, so that an error that is found later still names the file and line."""
 
 from __future__ import annotations
 
@@ -6,29 +6,51 @@ import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hmpx.errors import HmpxError
+from hmpx.yaml_files import shown
+
+
+class Place(NamedTuple):
+    """A line of a file; with line 0, what `path` says in words (``--set seed=1``)."""
+
+    path: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}" if self.line else self.path
 
 
 @dataclass(frozen=True)
 class Origins:
-    """The lines of a file by key: ``("weights",)``, ``("module_dtypes", "lm_head")``, ``("bf16", 0)`` for a first name.
+    """The place of each key: ``("weights",)``, ``("module_dtypes", "lm_head")``, ``("bf16", 0)`` for a first name.
 
-    `lists`: the path of each list file, by its key. A recipe that was no file has none of this.
+    Places are in the order of their lines, those of a file behind those of a file that it extends. `lists`: the path of
+    each list file, by its key. A recipe that was no file has none of this.
     """
 
-    path: str = ""
-    lines: Mapping[tuple, int] = field(default_factory=dict)
+    places: Mapping[tuple, Place] = field(default_factory=dict)
     lists: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of_file(cls, path: object, lines: Mapping[tuple, int], lists: Mapping[str, str] | None = None) -> Origins:
+        """Of the lines of one file."""
+        return cls({key: Place(str(path), line) for key, line in lines.items()}, lists or {})
+
     def where(self, *key: str | int) -> str:
-        """``"mine.yaml:3"``; an empty string where the file does not have the key."""
-        return f"{self.path}:{self.lines[key]}" if key in self.lines else ""
+        """``"mine.yaml:3"``; an empty string where no place is known."""
+        return str(self.places[key]) if key in self.places else ""
 
     def without(self, keys: Collection[str]) -> Origins:
         """Those of a recipe that says something else of these keys."""
-        lines = {key: line for key, line in self.lines.items() if key[0] not in keys}
-        return Origins(self.path, lines, {key: path for key, path in self.lists.items() if key not in keys})
+        places = {key: place for key, place in self.places.items() if key[0] not in keys}
+        return Origins(places, {key: path for key, path in self.lists.items() if key not in keys})
+
+    def under(self, nearer: Origins) -> Origins:
+        """Both; where both have a key, the place in the nearer one."""
+        around = {key: place for key, place in self.places.items() if key not in nearer.places}
+        return Origins({**around, **nearer.places}, {**self.lists, **nearer.lists})
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -36,25 +58,26 @@ class Origins:
         try:
             yield
         except HmpxError as error:
-            message = "\n".join(map(self._located, str(error).splitlines()))
+            message = "\n".join(map(self.located, str(error).splitlines()))
             if message == str(error):
                 raise
             raise type(error)(message) from error
 
-    def _located(self, problem: str) -> str:
-        if self.path and problem.startswith(f"{self.path}:"):
+    def located(self, problem: str) -> str:
+        """One problem with the place of the key that it is about, if it is about one and says no place itself."""
+        if any(problem.startswith(f"{path}:") for path in {place.path for place in self.places.values()}):
             return problem
         for key, path in self.lists.items():
-            if path in problem and (key,) in self.lines:
+            if shown(path) in problem and (key,) in self.places:
                 return f"{self.where(key)}: {key}: {problem}"
-        # The most exact one, and of several the last: until that line, the file was right.
-        found = [key for key in self.lines if _is_about(problem, key)]
+        # The most exact one, and of several the last, in the nearest file: until that line, all was right.
+        found = [key for key in self.places if is_about(problem, key)]
         if not found:
             return problem
-        return f"{self.where(*max(found, key=lambda key: (len(key), self.lines[key])))}: {problem}"
+        return f"{self.where(*max(reversed(found), key=len))}: {problem}"
 
 
-def _is_about(problem: str, key: tuple) -> bool:
+def is_about(problem: str, key: tuple) -> bool:
     """Whether a message is about a key. Some keys (`weights`) are words too: they open it, or stand before ``=``."""
     name = re.escape(str(key[0]))
     if len(key) > 1:

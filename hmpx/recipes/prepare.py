@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,23 +24,24 @@ from hmpx.recipes import frameworks
 from hmpx.recipes.keys import DTYPES, LISTS
 from hmpx.recipes.module_patterns import check_names, module_names, rules_for
 from hmpx.recipes.parameter_rules import dtype_of
-from hmpx.recipes.recipe import Recipe, as_recipe
+from hmpx.recipes.recipe import Recipe, Stated, as_recipe, name_of
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.gradients.accumulation import replicas
+from hmpx.updates.names import named, names_in
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.ranks.sharding import is_sharded
+from hmpx.updates.settings import Settings
 
 logger = logging.getLogger("hmpx")
 
 
+Optimizers = TypeVar("Optimizers", torch.optim.Optimizer, Sequence[torch.optim.Optimizer])
+
+
 def prepare(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
-    *,
-    process_group: Any = None,
-) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model: torch.nn.Module, optimizer: Optimizers, recipe: Stated, *, process_group: Any = None
+) -> tuple[torch.nn.Module, Optimizers]:
     """Set a model and its optimizer up as a recipe says: cast the parameters, `hmpx.convert`, `hmpx.attach`.
 
     Parameters stay the same objects, so schedulers, tied weights and the optimizer go on as they are. A model that is
@@ -49,10 +50,13 @@ def prepare(
     ``hmpx.restore(optimizer)``; the parameters keep their dtype.
 
     Args:
+        optimizer: one, or a list of those that train the model.
         recipe: a name (``"nxd-standard"``), the path of a YAML file or of a Gaudi configuration
             (``gaudi_config.json``), a dict of a recipe's keys, a `Recipe`, or NxD's own configuration under its one
             key, ``{"mixed_precision_config": {...}}``, with NxD's defaults (see `Recipe.from_nxd`): under ZeRO-1 means
-            that the optimizer is a `ZeroRedundancyOptimizer`.
+            that the optimizer is a `ZeroRedundancyOptimizer`. Under the key `extends`, a file or dict names the recipe
+            that its other keys change: ``{"extends": "lean", "weights": "split"}``. None: the default lists with FP32
+            weights.
         process_group: in a distributed job, the ranks that hold the same parameters: those of one stage of a pipeline,
             say. None: all ranks.
 
@@ -61,7 +65,8 @@ def prepare(
 
     Raises:
         HmpxError: something does not fit, or differs between ranks, or Accelerate was asked for what does not go with
-            the recipe (``mixed_precision=``); model, torch and optimizer are as they were.
+            the recipe (``mixed_precision=``), or the optimizer is prepared by another recipe; model, torch and
+            optimizer are as they were.
 
     Example:
         >>> model, optimizer = hmpx.prepare(model, optimizer, {"weights": "split", "fp32": ["linear"]})
@@ -71,31 +76,94 @@ def prepare(
     """
     if not isinstance(model, torch.nn.Module):
         raise HmpxError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise HmpxError(f"prepare needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    stepping = frameworks.unwrapped(optimizer)
-    recipe = as_recipe(recipe, with_zero=zero.inner(stepping) is not None)
-    settings, policy = recipe.settings(), recipe.policy()
-    frameworks.refuse(frameworks.of_accelerate(), recipe)
+    given: Any = optimizer
+    optimizers: list[torch.optim.Optimizer] = [*given] if isinstance(given, list | tuple) else [given]
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise HmpxError(f"prepare needs a torch.optim.Optimizer, not {type(each).__name__}")
+    if not optimizers:
+        raise HmpxError("prepare needs an optimizer, and the list has none; hmpx.convert() casts ops alone")
+    stepping = [frameworks.unwrapped(each) for each in optimizers]
+    recipes = [as_recipe(recipe, with_zero=zero.inner(each) is not None) for each in stepping]
+    whole = recipes[0]
+    settings, policy = [each.settings() for each in recipes], whole.policy()
+    frameworks.refuse(frameworks.of_accelerate(), whole)
     if frameworks.has_accelerator():
         frameworks.say_version("accelerate")
-    compare("hmpx.prepare", facts(recipe), process_group)
-    with recipe.naming_lines(), contextlib.ExitStack() as undo:
-        check_names([model], recipe)
-        rules = rules_for([model], recipe)
-        cast_model(model, recipe, undo)
+    compare("hmpx.prepare", facts(whole), process_group)
+    for each, own in zip(stepping, recipes, strict=True):
+        _refuse_another(each, own)
+    with whole.naming_lines(), contextlib.ExitStack() as undo:
+        check_names([model], whole)
+        rules: list[ModuleRule] = rules_for([model], whole)
+        cast_model(model, whole, undo)
         if any(p.dtype is torch.bfloat16 for p in model.parameters()):
-            before, attachment = (
-                attached(stepping),
-                attach(stepping, model=model, process_group=process_group, **vars(settings)),
-            )
-            if attachment is not before:
-                undo.callback(attachment.abandon)
-        convert(recipe, policy, rules=[*_of_other_models(model), *rules])
+            for each, asked in zip(stepping, settings, strict=True):
+                own_settings = asked if len(stepping) == 1 else of_own(asked, each, model, [model])
+                before = attached(each)
+                attachment = attach(each, model=model, process_group=process_group, **vars(own_settings))
+                if attachment is not before:
+                    undo.callback(attachment.abandon)
+        convert(whole, policy, rules=[*_of_other_models(model), *rules])
         undo.pop_all()
-    _refuse_later(stepping, recipe)
-    logger.info("hmpx: prepared by this recipe:\n%s", recipe)
+    for each, own in zip(stepping, recipes, strict=True):
+        prepared_by[each] = own
+        _refuse_later(each, own)
+    logger.info("hmpx: prepared by this recipe:\n%s", whole)
     return model, optimizer
+
+
+# The recipe that each optimizer was attached by.
+prepared_by: WeakKeyDictionary[torch.optim.Optimizer, Recipe] = WeakKeyDictionary()
+
+
+def _refuse_another(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Raise if an optimizer is attached already, in a way that is not the recipe's.
+
+    Raises:
+        HmpxError: it is; which recipe did it, and the way out.
+    """
+    attachment, before = attached(optimizer), prepared_by.get(optimizer)
+    if attachment is None:
+        return
+    if before is None:
+        same, how = attachment.settings == recipe.settings(), f"attached already ({attachment!r})"
+    else:
+        same = (before.settings(), _of_weights(before)) == (recipe.settings(), _of_weights(recipe))
+        how = f"prepared by the recipe {name_of(before)} already"
+    if not same:
+        raise HmpxError(
+            f"this {type(optimizer).__name__} is {how}, and the recipe {name_of(recipe)} holds weights in another way: "
+            "call hmpx.detach(optimizer) first, then prepare; weights keep their dtype and values"
+        )
+
+
+def _of_weights(recipe: Recipe) -> tuple:
+    return recipe.parameter_dtype, dict(recipe.module_dtypes), dict(recipe.parameters), dict(recipe.dtype_map)
+
+
+def of_own(
+    settings: Settings, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, models: list[torch.nn.Module]
+) -> Settings:
+    """The settings with the rules that fit parameters of this optimizer: the others are for other optimizers.
+
+    Raises:
+        HmpxError: rules go by names that the optimizer does not know.
+    """
+    if not settings.rules:
+        return settings
+    in_models = {p: name for each in models for p, name in names_in(each).items()}
+    names = []
+    for name, p in named(optimizer, names_in(model) if model is not None else {}):
+        names.append(name)
+        if settings.way(in_models.get(p, name)) != settings.way(name):
+            raise HmpxError(
+                f"parameters: {type(optimizer).__name__} knows parameter {in_models[p]!r} as {name!r}, so that other "
+                "patterns fit it: give it the named_parameters() of the whole model, or parameters()"
+            )
+    return replace(
+        settings, parameters=tuple(rule for rule in settings.rules if any(fnmatchcase(name, rule[0]) for name in names))
+    )
 
 
 def _of_other_models(model: torch.nn.Module) -> list[ModuleRule]:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from hmpx.errors import HmpxError
+from hmpx.yaml_files import root_of, shown, text_of
 
 
 def composed(path: Path, keys: Iterable[str]) -> yaml.MappingNode:
@@ -18,34 +19,29 @@ def composed(path: Path, keys: Iterable[str]) -> yaml.MappingNode:
         HmpxError: it cannot be read, is not YAML, or holds something other than a mapping of `keys`.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text.replace("\t", " ") if path.suffix == ".json" else text, Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise HmpxError(f"{path}: cannot be read: {error}") from None
-    except yaml.MarkedYAMLError as error:
-        raise HmpxError(f"{path}:{error.problem_mark.line + 1}: not YAML: {error.problem}") from None
+        text = text_of(path)
+    except OSError as error:
+        raise HmpxError(f"{shown(path)}: cannot be read: {error.strerror}") from None
+    root = root_of(path, text.replace("\t", " ") if path.suffix == ".json" else text)
     if not isinstance(root, yaml.MappingNode):
         raise HmpxError(f"{path}:1: a recipe is a mapping of {', '.join(keys)}")
     return root
 
 
-def constructed(value: yaml.Node) -> Any:
-    """The value that a node stands for."""
-    return yaml.SafeLoader("").construct_object(value, deep=True)
-
-
 def lines_inside(key: str, value: yaml.Node) -> dict[tuple, int]:
     """Where the keys of a mapping, and the names of a list, stand; of those in it, too."""
-    return _lines((key,), value)
+    found: dict[tuple, int] = {}
+    _find_lines((key,), value, found)
+    return found
 
 
-def _lines(path: tuple, value: yaml.Node) -> dict[tuple, int]:
+def _find_lines(path: tuple, value: yaml.Node, found: dict[tuple, int]) -> None:
     inside: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(value, yaml.MappingNode):
-        inside = [(key.value, key, inner) for key, inner in value.value]
+        inside = [(key.value, key, inner) for key, inner in value.value if isinstance(key, yaml.ScalarNode)]
     elif isinstance(value, yaml.SequenceNode):
         inside = [(i, inner, inner) for i, inner in enumerate(value.value)]
-    found: dict[tuple, int] = {}
     for name, where, inner in inside:
-        found |= {(*path, name): where.start_mark.line + 1, **_lines((*path, name), inner)}
-    return found
+        here = (*path, name)
+        found[here] = where.start_mark.line + 1
+        _find_lines(here, inner, found)

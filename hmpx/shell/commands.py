@@ -18,7 +18,7 @@ from hmpx.recipes.gaudi import is_configuration
 from hmpx.recipes.recipe import as_recipe, read_recipe
 from hmpx.shell import audit, compare, record, tune
 from hmpx.shell.options import add_recipe_options, recipe_asked, says_a_policy, with_options
-from hmpx.shell.scripts import add_script, recipes_asked
+from hmpx.shell.scripts import add_script, behind, recipes_asked, traceback_of_the_script
 
 _SITE = re.compile(r"(.+\.\w+):(\d+)")
 
@@ -34,8 +34,10 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "run",
         "run an unmodified training script under a recipe",
         "Run a script as `python SCRIPT ARGUMENTS` does, with its ops, its models and its optimizers under a recipe.\n"
-        "Without --recipe, HMPX_RECIPE names it, or else the variables of Neuron and PyTorch/XLA.",
-        "--recipe neuron-bf16-sr train.py --steps 500\n--recipe hmp-o1 --bf16 mine.txt -m package.train",
+        "Without --recipe, HMPX_RECIPE names it, or else the variables of Neuron and PyTorch/XLA. Lists\n"
+        "alone lie over the default ones, with FP32 weights.",
+        "--recipe neuron-bf16-sr train.py --steps 500\n--recipe lean --set seed=3 --bf16 mine.txt -m package.train\n"
+        "--list mine.txt train.py",
     )
     add_script(run, "the one that the environment names")
     run.set_defaults(run=_run)
@@ -93,8 +95,12 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
 def _run(options: argparse.Namespace) -> int:
     recipes = recipes_asked(options)
     if recipes is None:
-        raise HmpxError(f"run needs --recipe NAME or FILE; there are {', '.join(recipe_names())}")
-    run_script.run(recipes[0], options.script, options.arguments, as_module=options.as_module, under_zero=recipes[1])
+        misplaced = f", before {options.script}: what is behind it is its own" if behind(options) else ""
+        raise HmpxError(f"run needs --recipe NAME or FILE{misplaced}; there are {', '.join(recipe_names())}")
+    with traceback_of_the_script():
+        run_script.run(
+            recipes[0], options.script, options.arguments, as_module=options.as_module, under_zero=recipes[1]
+        )
     return 0
 
 

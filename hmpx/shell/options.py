@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 
-from hmpx.dtype_names import dtype_name
+from hmpx.errors import HmpxError
 from hmpx.ops.build_policy import OPT_LEVELS
 from hmpx.ops.fp32_kernels import KERNELS
 from hmpx.ops.op_lists import LOW_DTYPES, SIDES
-from hmpx.recipes.activate import VARIABLE
-from hmpx.recipes.recipe import Recipe, changed, read_recipe
+from hmpx.recipes.keys import EXTENDS, LISTS
+from hmpx.recipes.origins import Origins, Place
+from hmpx.recipes.recipe import Recipe, as_recipe, checked, laid_over
+from hmpx.yaml_files import root_of, value_of
 
 _LOW_PRECISIONS = [*LOW_DTYPES]
-# What `hmpx.convert()` does without arguments: the default lists, weights as they are.
-_DEFAULT = Recipe(parameter_dtype="float32")
 
 
 def add_recipe_options(command: argparse.ArgumentParser, default: str = "the default lists") -> None:
-    """`--recipe`, the lists, and how the bf16 list runs."""
+    """`--recipe`, the lists, how the bf16 list runs, and `--set` for every other key."""
     group = command.add_argument_group("which precision")
     group.add_argument(
         "--recipe", metavar="NAME", help=f"a recipe's name, see `recipes`, or its YAML file; without it {default}"
@@ -32,21 +32,51 @@ def add_recipe_options(command: argparse.ArgumentParser, default: str = "the def
         "--low-precision", choices=_LOW_PRECISIONS, metavar="DTYPE", help="what the bf16 list runs in: bf16 or fp16"
     )
     group.add_argument("--kernels", choices=KERNELS, help="what computes those ops on a CPU, see hmpx.convert")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any key of a recipe, the value as in its file: --set weights=split; as often as needed",
+    )
 
 
 def recipe_asked(options: argparse.Namespace) -> Recipe:
-    """The recipe that the options of a command name, or the default lists."""
-    return with_options(read_recipe(options.recipe) if options.recipe else _DEFAULT, options)
+    """The recipe that the options of a command name, or the default lists with FP32 weights."""
+    return with_options(as_recipe(options.recipe or None), options)
 
 
 def with_options(recipe: Recipe, options: argparse.Namespace) -> Recipe:
-    """A recipe with what the options say in the place of its own."""
-    own = {key: getattr(options, key) for key in ("opt_level", "kernels") if getattr(options, key)}
+    """A recipe with what the options say in the place of its own.
+
+    Raises:
+        HmpxError: what `--set` says is no key of a recipe, or no value that the key may have.
+    """
+    given = {key: getattr(options, key) for key in ("opt_level", "kernels", "low_precision") if getattr(options, key)}
+    said = {(key,): Place(f"--{key.replace('_', '-')}") for key in given}
     for side, path in lists_asked(options).items():
-        own |= {side: None, f"{side}_file_path": path}
-    if options.low_precision:
-        own["low_precision"] = dtype_name(LOW_DTYPES[options.low_precision])
-    return changed(recipe, **own)
+        given[f"{side}_file_path"] = path
+        said[f"{side}_file_path",] = Place(f"--{side}")
+    for setting in options.set:
+        key, value = _read_setting(setting)
+        given[key], said[key,] = value, Place(f"--set {setting}")
+    return laid_over(recipe, checked(given), Origins(said))
+
+
+def _read_setting(setting: str) -> tuple[str, object]:
+    """The key and the value of ``KEY=VALUE``; the value is as in a file."""
+    key, equals, text = setting.partition("=")
+    what = f"--set {setting}"
+    if not equals:
+        raise HmpxError(f"{what}: write --set KEY=VALUE, as in --set weights=split")
+    if key == EXTENDS:
+        raise HmpxError(f"{what}: --recipe says which recipe it is")
+    node = root_of(what, text)
+    value = value_of(what, node) if node else None
+    try:
+        return key, checked({key: os.path.abspath(value) if key in LISTS and isinstance(value, str) else value})[key]
+    except HmpxError as error:
+        raise HmpxError("\n".join(f"{what}: {line}" for line in str(error).splitlines())) from None
 
 
 def lists_asked(options: argparse.Namespace) -> dict[str, str]:
@@ -56,9 +86,5 @@ def lists_asked(options: argparse.Namespace) -> dict[str, str]:
 
 def says_a_policy(options: argparse.Namespace) -> bool:
     """Whether the options say anything of how ops are cast."""
-    return bool(options.recipe or lists_asked(options) or options.opt_level or options.low_precision)
-
-
-def name_from_environment() -> str | None:
-    """The recipe that HMPX_RECIPE names."""
-    return os.environ.get(VARIABLE)
+    own = (options.opt_level, options.low_precision, options.kernels, options.set)
+    return bool(options.recipe or lists_asked(options) or any(own))

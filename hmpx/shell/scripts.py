@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
+from types import TracebackType
 
+from hmpx.errors import HmpxError
 from hmpx.ops.fp32_kernels import choose
+from hmpx.ops.op_lists import SIDES
 from hmpx.recipes import environment
-from hmpx.recipes.recipe import Recipe, changed, with_and_without_zero
+from hmpx.recipes.activate import VARIABLE
+from hmpx.recipes.recipe import DEFAULT, Recipe, changed, with_and_without_zero
 from hmpx.shell.options import (
     add_recipe_options,
     lists_asked,
-    name_from_environment,
-    recipe_asked,
     says_a_policy,
     with_options,
 )
@@ -32,14 +36,15 @@ def add_script(command: argparse.ArgumentParser, default: str) -> None:
     own.required = False
 
 
-def recipes_asked(options: argparse.Namespace, lists_alone: bool = False) -> tuple[Recipe, Recipe] | None:
+def recipes_asked(options: argparse.Namespace) -> tuple[Recipe, Recipe] | None:
     """The recipe to run a script under, and the one for optimizers under ZeRO-1, which is announced.
 
-    None where neither the options nor the environment name one. lists_alone: lists without a recipe are the default
-    one with these lists.
+    Lists without a recipe lie over the default lists, with FP32 weights. None where neither the options nor the
+    environment say anything.
     """
     of_environment = environment.recipe_of(os.environ)
-    named = options.recipe or name_from_environment()
+    named = options.recipe or os.environ.get(VARIABLE)
+    _say_what_stands_behind(options)
     if named:
         aside = " (which goes before the variables of Neuron and XLA)" if of_environment else ""
         under_zero, recipe = with_and_without_zero(named)
@@ -47,9 +52,9 @@ def recipes_asked(options: argparse.Namespace, lists_alone: bool = False) -> tup
     elif of_environment is not None:
         recipe, said = of_environment
         under_zero = recipe
-    elif lists_alone and says_a_policy(options):
-        recipe = under_zero = recipe_asked(options)
-        said = "weights as they are"
+    elif says_a_policy(options):
+        recipe = under_zero = DEFAULT
+        said = "the default lists, FP32 weights"
     else:
         return None
     environment.take_over(os.environ)
@@ -60,10 +65,56 @@ def recipes_asked(options: argparse.Namespace, lists_alone: bool = False) -> tup
         asked = [f"{side} list {path}" for side, path in lists_asked(options).items()]
         asked += [f"opt level {options.opt_level}"] if options.opt_level else []
         asked += [f"low precision {recipe.low_precision}"] if options.low_precision else []
+        asked += options.set
         policy, kernels = recipe.policy(), choose(recipe.kernels)
         asked += [str(kernels)] if policy is not None and policy.low_precision in kernels.widened else []
         print(f"hmpx: {', '.join([said, *asked])}; runs {options.script}", file=sys.stderr)
     return recipe, under_zero
+
+
+_OWN = ("--recipe", "--list", "--set", *(f"--{side}" for side in SIDES))  # options that a script rarely has
+
+
+def behind(options: argparse.Namespace) -> list[str]:
+    """The options of hmpx that stand behind the script, and so go to the script."""
+    return [word for word in options.arguments if word.partition("=")[0] in _OWN]
+
+
+def _say_what_stands_behind(options: argparse.Namespace) -> None:
+    found = behind(options)
+    if found and is_first_rank():
+        words, script = " and ".join(found), options.script
+        print(
+            f"hmpx: {words} behind {script} goes to the script; what hmpx is to read stands before it", file=sys.stderr
+        )
+
+
+@contextlib.contextmanager
+def traceback_of_the_script() -> Iterator[None]:
+    """The traceback of what is raised inside, and never caught, begins at the script, as under ``python SCRIPT``."""
+    try:
+        yield
+    except HmpxError:
+        raise
+    except BaseException:
+        shown = sys.excepthook
+
+        def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            own = _of_the_script(trace)
+            if own is None and not isinstance(error, SyntaxError):  # which a script that does not parse raises
+                own = trace
+            shown(kind, error.with_traceback(own), own)
+
+        sys.excepthook = excepthook
+        raise
+
+
+def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """From the first frame in which the main module runs."""
+    frames, main = trace, vars(sys.modules["__main__"])
+    while frames is not None and frames.tb_frame.f_globals is not main:
+        frames = frames.tb_next
+    return frames
 
 
 def is_first_rank() -> bool:

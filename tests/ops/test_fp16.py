@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -245,6 +246,29 @@ def test_the_scale_of_a_loss_is_never_cast(lists):
         for scaled in (scaler.scale(loss), *scaler.scale([loss, loss.half()])):
             assert scaled.dtype is FP32 and scaled == 3 * 65536
     assert "hmpx" not in torch.amp.GradScaler.scale.__code__.co_filename
+
+
+def test_fp16_without_a_scaler_is_said_once(lists, caplog):
+    """Not in BF16, not beside an enabled GradScaler, not again in the same conversion."""
+
+    def stepped():
+        caplog.clear()
+        model = nn.Linear(4, 4)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            F.linear(torch.ones(2, 4), model.weight).float().sum().backward()
+            optimizer.step()
+        return caplog.text.count("there is no enabled GradScaler")
+
+    before = [*_global_optimizer_pre_hooks]
+    with hmpx.convert(**lists(bf16="linear")):
+        assert stepped() == 0
+    with hmpx.convert(**lists(bf16="linear"), **IN_FP16):
+        assert stepped() == 1 and stepped() == 0
+    scaler = torch.amp.GradScaler("cpu")
+    with hmpx.convert(**lists(bf16="linear"), **IN_FP16):
+        assert stepped() == 0 and scaler.is_enabled()
+    assert [*_global_optimizer_pre_hooks] == before
 
 
 def test_apex_o1_is_fp16_by_the_lists_that_apex_o1_bf16_has():

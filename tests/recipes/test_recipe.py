@@ -437,3 +437,66 @@ def test_all_problems_of_a_recipe_are_said_at_once(tmp_path):
     with pytest.raises(hmpx.HmpxError) as error:
         as_recipe(yaml.safe_load(path.read_text()))
     assert len(str(error.value).splitlines()) == 6
+
+
+def trained(recipe, together):
+    """Two optimizers of one model, prepared in one call or each in its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    first = optim.AdamW(model[0].parameters(), lr=1e-2)
+    second = optim.SGD([p for part in model[1:] for p in part.parameters()], lr=1e-1)
+    if together:
+        both = [first, second]
+        assert hmpx.prepare(model, both, recipe)[1] is both
+    else:
+        hmpx.prepare(model, first, recipe), hmpx.prepare(model, second, recipe)
+    for _ in range(3):
+        model(torch.randn(4, 8)).square().sum().backward()
+        first.step(), second.step()
+        first.zero_grad(), second.zero_grad()
+    hmpx.restore()
+    return [*model.parameters(), *(first.state[p]["exp_avg"] for p in first.state)]
+
+
+def test_several_optimizers_are_prepared_in_one_call():
+    alone, together = trained("neuron-bf16-sr", False), trained("neuron-bf16-sr", True)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    rules = {"parameters": {"0.bias": {"weights": "split"}, "2.*": {"weights": "master"}}}
+    assert trained(rules, True)[0].dtype is BF16  # each optimizer has the rules that fit its own parameters
+
+
+def test_several_optimizers_are_all_as_they_were_after_a_refusal():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second = optim.SGD(model[0].parameters(), lr=1e-2), optim.LBFGS(model[1].parameters())
+    with pytest.raises(hmpx.HmpxError, match="fused has kernels for"):
+        hmpx.prepare(model, [first, second], {"fused": True})
+    assert model[0].weight.dtype is torch.float32 and not hasattr(first, "_hmpx_attachment")
+    for wrong in ([], [first, model]):
+        with pytest.raises(hmpx.HmpxError, match="prepare needs a"):
+            hmpx.prepare(model, wrong, "lean")
+
+
+@pytest.mark.parametrize("first", ["activate", "prepare", "attach"])
+def test_prepare_again_under_another_recipe_names_the_one_in_force_and_the_way_out(first, tmp_path):
+    (tmp_path / "mine.yaml").write_text("weights: split\n")
+    model = nn.Linear(4, 4)
+    handle = hmpx.activate("neuron-bf16-sr") if first == "activate" else None
+    optimizer = optim.SGD(model.parameters(), lr=1e-2)
+    if handle is not None:
+        handle.restore()
+    elif first == "prepare":
+        hmpx.prepare(model, optimizer, "neuron-bf16-sr")
+        hmpx.prepare(model, optimizer, {"extends": "neuron-bf16-sr", "fp32": ["gelu"]})  # of ops alone
+    else:
+        hmpx.attach(optimizer)
+    how = (
+        "<hmpx.Attachment of SGD: weights='stochastic'>" if first == "attach" else "the recipe 'neuron-bf16-sr' already"
+    )
+    for other in ("lean8", tmp_path / "mine.yaml", "torchao-bf16-sr"):
+        with pytest.raises(hmpx.HmpxError) as error:
+            hmpx.prepare(model, optimizer, other)
+        said = str(error.value)
+        assert how in said and f"{other}'" in said and "hmpx.detach(optimizer)" in said and ".yaml:" not in said
+    hmpx.detach(optimizer)
+    hmpx.prepare(model, optimizer, "torchao-bf16-sr")
+    hmpx.restore()

@@ -177,6 +177,56 @@ def test_what_a_script_raises_and_its_exit_status(tmp_path):
     assert status.returncode == 3
 
 
+def test_a_traceback_begins_at_the_script(tmp_path):
+    """It is what ``python SCRIPT`` prints, also of a script that does not parse, or has its own excepthook."""
+    scripts = {
+        "inner.py": "def deep(): raise KeyError('mine')\n",
+        "fails.py": "import inner\n\ninner.deep()\n",
+        "parses.py": "x = (\n",
+        "hooked.py": "import sys, traceback as t\nsys.excepthook = lambda *error: t.print_tb(error[2])\n1 / 0\n",
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text)
+    for name in ("fails.py", "parses.py", "hooked.py"):
+        _, plain = call(name, module=(), cwd=tmp_path, good=False, fresh=True)
+        _, err = call("--recipe", "hmp-o1", name, cwd=tmp_path, good=False, fresh=True)
+        assert err.replace(f"{tmp_path}/", "").endswith(plain.replace(f"{tmp_path}/", "")), (err, plain)
+        assert "hmpx/" not in err and "runpy" not in err
+
+
+LISTED = """
+import sys, torch
+x = torch.ones(2, 2)
+print(str((x @ x).dtype), str(x.softmax(-1).dtype), sys.argv[1:])
+"""
+
+
+def test_lists_alone_lie_over_the_default_ones_with_fp32_weights(tmp_path, script):
+    (tmp_path / "mine.txt").write_text("softmax\n")
+    (tmp_path / "listed.py").write_text(LISTED)
+    out, err = call("--list", "mine.txt", "listed.py", cwd=tmp_path)
+    assert out == "torch.float32 torch.bfloat16 []\n"
+    assert re.search(
+        f"hmpx: the default lists, FP32 weights, bf16 list {tmp_path}/mine.txt{KERNELS}; runs listed.py", err
+    )
+    out, err = call("--set", "bf16=[cross_entropy]", script, cwd=tmp_path)
+    assert out.startswith("float32 bfloat16 float32") and ", bf16=[cross_entropy]" in err
+    with_masters = ("--set", "use_master_weights_in_ckpt=true")
+    assert call("--recipe", "flash", *with_masters, script)[0] == call("--recipe", "flash", script)[0]
+
+
+def test_an_option_behind_the_script_is_noticed(tmp_path):
+    (tmp_path / "listed.py").write_text(LISTED)
+    behind = ("listed.py", "--recipe", "hmp-o1")
+    _, err = call(*behind, cwd=tmp_path, good=False)
+    assert "hmpx: --recipe behind listed.py goes to the script; what hmpx is to read stands before it\n" in err
+    assert "hmpx: run needs --recipe NAME or FILE, before listed.py: what is behind it is its own" in err
+    out, err = call("--recipe", "hmp-o1", *behind, cwd=tmp_path)
+    assert out == "torch.bfloat16 torch.float32 ['--recipe', 'hmp-o1']\n" and "goes to the script" in err
+    _, err = call("--recipe", "hmp-o1", "listed.py", "--steps", "3", cwd=tmp_path)
+    assert "goes to the script" not in err
+
+
 SPAWNING = """
 import torch
 import torch.multiprocessing as mp

@@ -52,8 +52,8 @@ def compare(
             batch of one argument that is a list of tensors is written ``([...],)``.
         loss: called as ``loss(model, *batch)``, returns a scalar tensor. None: only results of ``model(*batch)`` are
             compared.
-        lists: a policy, a recipe or its name (its rules for modules hold, too), or a dict of `convert`'s arguments.
-            None: what is installed, else the default lists.
+        lists: a recipe, as for `prepare` (a name, a file, a dict of its keys; its rules for modules hold, too), or a
+            policy. None: what is in force, else the default lists with FP32 weights.
 
     Raises:
         HmpxError: something above does not fit; the loss in FP32 is another one when it is computed again.

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from hmpx import conversion
 from hmpx.conversion import installed
-from hmpx.errors import HmpxError, did_you_mean
+from hmpx.errors import HmpxError
 from hmpx.ops.build_policy import build_policy
 from hmpx.ops.fp32_kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
-from hmpx.ops.op_lists import read_lists
 from hmpx.ops.policy import Policy
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.recipe import Recipe, as_recipe
@@ -34,8 +30,6 @@ def lists_meant(lists: Any, asked: str = "compare") -> tuple[Policy, Recipe | No
         return now.policy, None, now.kernels.asked
     if isinstance(lists, Policy):
         return lists, None, "auto"
-    if isinstance(lists, Mapping) and not isinstance(lists, Recipe):
-        return _of_arguments(dict(lists), asked)
     recipe = as_recipe(lists)
     policy = recipe.policy()
     if policy is None or recipe.dtype_map:
@@ -54,18 +48,3 @@ def rules_meant(lists: Any, recipe: Recipe | None, model: torch.nn.Module) -> li
     with recipe.naming_lines():
         check_names([model], recipe)
         return rules_for([model], recipe)
-
-
-def _of_arguments(arguments: dict[str, Any], asked: str) -> tuple[Policy, None, KernelsAsked]:
-    legal = [name for name in inspect.signature(conversion.convert).parameters if name not in ("isVerbose", "enabled")]
-    for name in arguments:
-        if name not in legal or name == "dtype_map":
-            raise HmpxError(f"{asked}: lists has no {name!r}{did_you_mean(name, legal)}; it takes convert's arguments")
-    paths = [arguments.get(f"{side}_file_path") for side in ("bf16", "fp32", "promote")]
-    policy = build_policy(
-        arguments.get("opt_level", "O1"),
-        read_lists(*paths),
-        arguments.get("unknown", "error"),
-        arguments.get("low_precision"),
-    )
-    return policy, None, arguments.get("kernels", "auto")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from hmpx.insight.weights.scoring import Scoring
 from hmpx.insight.weights.tuned_weights import TunedWeights
 from hmpx.recipes.module_patterns import check_names
 from hmpx.recipes.parameter_rules import dtype_of
-from hmpx.recipes.recipe import Recipe, as_recipe, changed
+from hmpx.recipes.recipe import Recipe, Stated, as_recipe, changed
 
 _AIMS = 0.5, 0.25  # of the tolerance: what further choices are to keep, where the first does not
 
@@ -33,7 +32,7 @@ def tune_weights(
     batches: Sequence[tuple],
     loss: Loss,
     *,
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe | None = None,
+    recipe: Stated = None,
     steps: int = 100,
     tolerance: float = 0.25,
     seed: int = 0,
@@ -57,7 +56,7 @@ def tune_weights(
             is written ``([...],)``. The runs draw from them.
         loss: called as ``loss(model, *batch)``, returns a scalar tensor.
         recipe: what else the training is to do, as for `prepare`: its op lists hold in all runs, those in FP32 too.
-            What it says of weights and state is found anew.
+            What it says of weights and state is found anew. None: the default lists.
         steps: of a run.
         tolerance: how far the losses may be from FP32's, in units of how far two orders of the batches are apart. They
             may be larger by half of it in the mean. 0.25 makes the distance of two orders 3 % larger.
@@ -83,7 +82,7 @@ def tune_weights(
         raise HmpxError(f"tune_weights: seed={seed!r} is no whole number in [0, 2^63)")
     if conversion.installed() is not None:
         raise HmpxError("tune_weights: a conversion is in force; say recipe=, and hmpx.restore() first")
-    base = as_recipe(recipe if recipe is not None else {})
+    base = as_recipe(recipe)
     if base.parameters:
         raise HmpxError(
             "tune_weights: the recipe has `parameters` already, which tune_weights is to find: leave them out"

@@ -1,0 +1,127 @@
+"""Files that anybody may have written, read within bounds: a recipe or an op list from the net can do no harm.
+
+A file is a regular one of at most 1 MiB. Its YAML has at most 50,000 nodes, those that aliases repeat counted each
+time, at most 32 inside of one another, and no tags.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import Any
+
+import yaml
+
+from hmpx.errors import HmpxError
+
+_BYTES, _NODES, _DEPTH = 2**20, 50_000, 32
+_NAME = 200  # letters of a name that a message repeats
+
+
+def shown(name: object) -> str:
+    """A name that somebody gave, as a message repeats it."""
+    text = str(name)
+    return text if len(text) <= _NAME else f"{text[:_NAME]}... ({len(text)} letters)"
+
+
+def bytes_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) -> bytes:
+    """What a file holds.
+
+    Raises:
+        HmpxError: no regular file, too large, or no path at all. OSError as `open` does.
+    """
+    try:
+        kind = os.stat(path).st_mode
+    except ValueError as wrong:
+        raise error(f"{shown(path)}: is no path: {wrong}") from None
+    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+        raise error(f"{path}: is no regular file (a pipe, a device or a socket): save it as one first")
+    with open(path, "rb") as file:
+        found = file.read(_BYTES + 1)
+    if len(found) > _BYTES:
+        raise error(f"{path}: is larger than {_BYTES} bytes, which no op list and no recipe is")
+    return found
+
+
+def text_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) -> str:
+    """The text of a file, read as UTF-8.
+
+    Raises:
+        HmpxError: as `bytes_of`, and a byte that is no UTF-8. OSError as `open` does.
+    """
+    raw = bytes_of(path, error)
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as wrong:
+        line = raw.count(b"\n", 0, wrong.start) + 1
+        raise error(f"{path}:{line}: not UTF-8 text (byte 0x{raw[wrong.start]:02x})") from None
+
+
+def root_of(path: str | os.PathLike[str], text: str, error: type[HmpxError] = HmpxError) -> yaml.Node | None:
+    """The node that a YAML text stands for; None of an empty one.
+
+    Raises:
+        HmpxError: it is no YAML, or is beyond the bounds, with file and line.
+    """
+    try:
+        return _Loader(text).get_single_node()
+    except _Refused as wrong:
+        raise error(f"{path}:{wrong.line}: {wrong.why}") from None
+    except yaml.MarkedYAMLError as wrong:
+        line = wrong.problem_mark.line + 1 if wrong.problem_mark else 1
+        raise error(f"{path}:{line}: not YAML: {wrong.problem}") from None
+    except yaml.reader.ReaderError as wrong:
+        line = text.count("\n", 0, wrong.position) + 1
+        raise error(f"{path}:{line}: not YAML: {wrong.reason}") from None
+
+
+def value_of(path: str | os.PathLike[str], node: yaml.Node) -> Any:
+    """The value that a node stands for.
+
+    Raises:
+        HmpxError: it stands for none, as the date 2001-99-99 does, with file and line.
+    """
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except (yaml.YAMLError, ValueError, OverflowError) as wrong:
+        why = getattr(wrong, "problem", None) or wrong
+        raise HmpxError(f"{path}:{node.start_mark.line + 1}: not YAML: {why}") from None
+
+
+class _Refused(Exception):
+    def __init__(self, event: yaml.Event, why: str) -> None:
+        mark = event.start_mark
+        self.line, self.why = mark.line + 1 if mark else 1, why
+
+
+class _Loader(yaml.SafeLoader):
+    """Counts nodes while it makes them: aliases are one node to YAML, and as many as they repeat to who reads them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._made = 0
+        self._sizes: dict[int, int] = {}  # of a node that is complete, with all that is in it
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        self._made, self._depth = self._made + 1, self._depth + 1
+        if getattr(event, "tag", None):
+            raise _Refused(event, f"the tag {event.tag!r}: tags are not read; a value is a name, a number or a list")
+        if self._depth > _DEPTH:
+            raise _Refused(event, f"more than {_DEPTH} lists and mappings in one another")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if id(node) not in self._sizes:
+                raise _Refused(event, f"the alias *{event.anchor} stands in what it repeats")
+        else:
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(each)] for each in _inside(node))
+        if max(self._made, self._sizes[id(node)]) > _NODES:
+            raise _Refused(event, f"more than {_NODES} names and values, with those that aliases repeat")
+        return node
+
+
+def _inside(node: yaml.Node | None) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [each for pair in node.value for each in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []

@@ -1,0 +1,188 @@
+"""`extends`: a recipe that changes another one. The nearest word wins, wherever it is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import yaml
+from torch import nn, optim
+
+import hmpx
+from hmpx.insight.check import check_files
+from hmpx.recipes.recipe import as_recipe, read_recipe
+from hmpx.shell.main import main
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        path = folder / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize("how", ["a file", "a dict", "a dict over a Recipe"])
+def test_what_is_not_said_is_as_in_the_recipe_that_is_extended(how, tmp_path):
+    keys = {"extends": "lean8", "weights": "split", "seed": 3}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(keys))
+    base = read_recipe("lean8")
+    given = {"a file": tmp_path / "mine.yaml", "a dict": keys, "a dict over a Recipe": {**keys, "extends": base}}
+    assert as_recipe(given[how]) == dataclasses.replace(base, weights="split", seed=3)
+
+
+def test_a_path_is_relative_to_the_file_and_so_are_the_lists_of_each_file(tmp_path, monkeypatch):
+    (tmp_path / "far").mkdir(), (tmp_path / "near").mkdir()
+    (tmp_path / "far" / "mine.txt").write_text("gelu\n")
+    write(tmp_path, **{"far/base": "bf16_file_path: mine.txt\nweights: split\n"})
+    write(tmp_path, **{"near/mine": "extends: ../far/base.yaml\nseed: 1\n"})
+    monkeypatch.chdir(tmp_path / "near")
+    for recipe in (read_recipe("mine.yaml"), as_recipe({"extends": "../far/base.yaml", "seed": 1})):
+        assert recipe.policy().bf16 == ("gelu",) and (recipe.weights, recipe.seed) == ("split", 1)
+        assert "gelu" in str(recipe) and "extends" not in str(recipe)  # resolved
+
+
+@pytest.mark.parametrize(
+    "nearer, bf16, fp32",
+    [
+        ("seed: 1", ("gelu",), ("log",)),
+        ("bf16: [mm]", ("mm",), ("log",)),
+        ("bf16_file_path: mm.txt", ("mm",), ("log",)),
+        ("bf16_file_path: both.yaml", ("mm",), ("exp",)),
+        ("fp32: []", ("gelu",), ()),
+    ],
+)
+@pytest.mark.parametrize("base", ["bf16: [gelu]\nfp32: [log]\n", "bf16_file_path: a.txt\nfp32_file_path: b.txt\n"])
+def test_a_list_goes_in_the_place_of_that_list_however_it_was_said(base, nearer, bf16, fp32, tmp_path):
+    for name, text in {"a.txt": "gelu", "b.txt": "log", "mm.txt": "mm", "both.yaml": "bf16: [mm]\nfp32: [exp]"}.items():
+        (tmp_path / name).write_text(text)
+    write(tmp_path, base=base, mine=f"extends: base.yaml\n{nearer}\n")
+    policy = read_recipe(tmp_path / "mine.yaml").policy()
+    assert (policy.bf16, policy.fp32) == (bf16, fp32)
+
+
+def test_another_opt_level_comes_without_the_lists_of_the_one_before():
+    assert as_recipe({"extends": "neuron-bf16-sr", "opt_level": "O2"}).policy() == read_recipe("hmp-o2").policy()
+    none = as_recipe({"extends": "apex-o1", "opt_level": None})
+    assert none.policy() is None and none.parameter_dtype == "float32"
+    default = as_recipe({"extends": "neuron-bf16-sr", "bf16": None, "fp32_file_path": "", "promote": None})
+    assert default.policy().bf16 == hmpx.Recipe().policy().bf16
+
+
+def test_rules_lie_behind_those_that_are_extended(tmp_path):
+    """So of two that fit, the nearer decides; a pattern that both have is the nearer one's."""
+    write(
+        tmp_path,
+        base='modules: {"0": fp32, "1": {fp32: [relu]}}\nparameters: {"*": {weights: split}, "*.bias": fp32}\n',
+        mine='extends: base.yaml\nmodules: {"0": {bf16: [linear]}}\nparameters: {"1.*": {weights: master}}\n',
+    )
+    recipe = read_recipe(tmp_path / "mine.yaml")
+    assert list(recipe.modules.items()) == [("1", {"fp32": ["relu"]}), ("0", {"bf16": ["linear"]})]
+    assert list(recipe.parameters) == ["*", "*.bias", "1.*"]
+    assert recipe.settings().way("1.bias").weights == "master"
+    assert hmpx.Recipe(modules={"1": {"fp32": ["relu"]}}).overlays().keys() < recipe.overlays().keys()
+
+
+def test_every_line_is_that_of_the_file_that_says_it(tmp_path):
+    write(
+        tmp_path,
+        base="seed: 1\nweights: nearest\nmodule_dtypes: {nowhere: fp32}\nbf16:\n- gelu\n",
+        mine="extends: base.yaml\nfp32: [log]\nuse_master_weights_in_ckpt: true\n",
+        list="extends: base.yaml\nfp32: [gelu]\n",
+    )
+    base, mine = (tmp_path / name for name in ("base.yaml", "mine.yaml"))
+    model = nn.Linear(2, 2)
+    with pytest.raises(hmpx.HmpxError, match=re.escape(f"{mine}:3: weights='nearest' has no masters")):
+        hmpx.prepare(model, optim.SGD(model.parameters()), mine)
+    with pytest.raises(hmpx.HmpxError, match=re.escape(f"{base}:3: module_dtypes: 'nowhere' is the name of no")):
+        hmpx.prepare(model, optim.SGD(model.parameters()), {"extends": base})
+    policy = read_recipe(mine).policy()
+    assert policy.origins["gelu"] == f"{base}:5" and policy.origins["log"] == f"{mine}:2"
+    with pytest.raises(
+        hmpx.HmpxError, match=re.escape(f"list.yaml:2: 'gelu' is on both sides; in the bf16 list at {base}:5")
+    ):
+        read_recipe(tmp_path / "list.yaml")
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({"a": "seed: 1\nextends: a.yaml\n"}, "{}/a.yaml:2: extends: a circle: {}/a.yaml extends {}/a.yaml"),
+        (
+            {"a": "extends: b.yaml\n", "b": "seed: 1\n\nextends: in/../a.yaml\n"},
+            "{}/b.yaml:3: extends: a circle: {}/a.yaml extends {}/b.yaml extends {}/a.yaml",
+        ),
+        ({"a": "extends: leen\n"}, "{}/a.yaml:1: extends: there is no recipe 'leen'; did you mean 'lean'?"),
+        ({"a": "extends: b.yaml\n"}, "{}/a.yaml:1: extends: {}/b.yaml: cannot be read: No such file or directory"),
+        ({"a": "extends: b.yaml\n", "b": "weigths: split\n"}, "{}/b.yaml:1: 'weigths' is no key of a recipe; did"),
+        ({"a": "extends: b.txt\n", "b": ""}, "{}/a.yaml:1: extends: b.txt is an op list, and not a recipe"),
+        ({"a": "extend: lean\n"}, "{}/a.yaml:1: 'extend' is no key of a recipe; did you mean 'extends'?"),
+        ({"a": "extends: [lean]\n"}, "{}/a.yaml:1: extends is ['lean'], neither the name of a recipe nor"),
+        ({f"{'a' * (i + 1)}": f"extends: {'a' * (i + 2)}.yaml\n" for i in range(40)}, "more than 32 recipes that ext"),
+    ],
+)
+def test_a_circle_and_what_is_not_there(files, message, tmp_path):
+    write(tmp_path, **files)
+    with pytest.raises(hmpx.HmpxError) as error:
+        read_recipe(tmp_path / "a.yaml")
+    assert message.replace("{}", str(tmp_path)) in str(error.value)
+    assert message.replace("{}", str(tmp_path)) in "\n".join(check_files([str(tmp_path / "a.yaml")]))
+
+
+def test_check_finds_everything_in_both_files_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, base="weigths: split\nbf16: [sofmax]\n")
+    write(tmp_path, mine="kernels: fast\nextends: base.yaml\nfp32_file_path: no.txt\nrelease_gradients: maybe\n")
+    write(
+        tmp_path, other="opt_level: null\nweights: nearest\nuse_master_weights_in_ckpt: true\nfp32: [lgo]\nseed: -1\n"
+    )
+    found = [problem.split(": ")[0] for problem in check_files(["mine.yaml", "other.yaml"])]
+    assert sorted(found) == sorted(
+        [
+            *(f"mine.yaml:{line}" for line in (1, 3, 4)),
+            *("base.yaml:1", "base.yaml:2"),
+            *(f"other.yaml:{i}" for i in (3, 4, 4, 5)),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (
+            ["use_master_weights_in_ckpt=true", "weights=split"],
+            {"use_master_weights_in_ckpt": True, "weights": "split"},
+        ),
+        (["state_dtype=bf16"], {"state_dtype": "bfloat16"}),
+        (["bf16=[linear, mm]"], {"bf16": ("linear", "mm"), "bf16_file_path": ""}),
+        (["bf16=[mm]", "opt_level=O1"], {"bf16": ("mm",), "bf16_file_path": ""}),
+        (['modules={"0": fp32}'], {"modules": {"0": "float32"}}),
+        (["seed=1", "seed=2"], {"seed": 2}),
+        (["low_precision="], {"low_precision": None}),
+    ],
+)
+def test_set_says_any_key_from_the_shell(settings, expected, capsys, tmp_path):
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert main(["explain", "neuron-bf16-sr", *words]) == 0
+    said = capsys.readouterr().out
+    hmpx.explain(dataclasses.replace(read_recipe("neuron-bf16-sr"), **expected))
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--set", "weigths=split"], "--set weigths=split: 'weigths' is no key of a recipe; did you mean 'weights'?"),
+        (["--set", "weights=slipt"], "--set weights=slipt: weights is 'slipt', none of stochastic"),
+        (["--set", "seed"], "--set seed: write --set KEY=VALUE"),
+        (["--set", "bf16=[sofmax]"], "--set bf16=[sofmax]: unknown op 'sofmax'; did you mean 'softmax'?"),
+        (["--set", "use_master_weights_in_ckpt=true"], "--set use_master_weights_in_ckpt=true: weights='stochastic'"),
+        (["--set", "extends=lean"], "--set extends=lean: --recipe says which recipe it is"),
+        (["--set", "bf16=["], "--set bf16=[:1: not YAML"),
+        (["--set", "opt_level=null", "--kernels", "float32"], "--set opt_level=null: kernels float32: opt_level"),
+        (["--set", "bf16=[mm]", "--list", "x.txt"], "bf16 and bf16_file_path: which of the two?"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_named_as_it_was_written(words, message, capsys):
+    assert main(["explain", "neuron-bf16-sr", *words]) == 2
+    assert f"hmpx: {message}" in capsys.readouterr().err

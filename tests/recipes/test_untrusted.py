@@ -1,0 +1,95 @@
+"""Files that somebody else has written: whatever is in them is read at once, or is an error with file and line."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+
+import hmpx
+from hmpx.insight.check import check_files
+from hmpx.recipes.recipe import read_recipe
+from tests.support import python
+
+ANCHORS = "abcdefghi"
+NESTED = "modules:\n  a: &a {fp32: [mm, mm]}\n" + "".join(
+    f"  {name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in itertools.pairwise(ANCHORS)
+)
+WRONG = {
+    "aliases that repeat aliases": (NESTED, ":6: more than 50000 names and values, with those that aliases repeat"),
+    "an alias in what it repeats": ("seed: 1\nbf16: &a [*a]\n", ":2: the alias *a stands in what it repeats"),
+    "a tag": ("seed: 1\nfp32: !!python/object/apply:os.system [ls]\n", ":2: the tag "),
+    "deep nesting": (
+        f"seed: 1\nbf16: {'[' * 9000}{']' * 9000}\n",
+        ":2: more than 32 lists and mappings in one another",
+    ),
+    "many names": (f"bf16: [{'mm, ' * 60000}]\n", ":1: more than 50000 names and values"),
+    "control characters": ("seed: 1\nbf16: [\x01]\n", ":2: not YAML: special characters are not allowed"),
+    "a byte that is no UTF-8": (b"seed: 1\nbf16: [\xff]\n", ":2: not UTF-8 text (byte 0xff)"),
+    "a large file": ("#" * 2**21, ": is larger than 1048576 bytes"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("read", [read_recipe, lambda path: hmpx.convert(bf16_file_path=path), check_files])
+def test_a_file_that_does_harm_is_refused_with_its_line(what, read, tmp_path):
+    text, message = WRONG[what]
+    path = tmp_path / "foreign.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    if read is check_files:
+        (found,) = check_files([str(path)])
+        assert found.startswith(f"{path}{message}")
+    else:
+        with pytest.raises(hmpx.HmpxError) as error:
+            read(path)
+        assert str(error.value).startswith(f"{path}{message}")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("seed: 2001-99-99\n", "not YAML: month must be in 1..12"),
+        (f"seed: {'9' * 5000}\n", "not YAML: Exceeds the limit"),
+        ("modules: {<<: 3}\n", "not YAML: expected a mapping"),
+        ("modules: {? [a] : fp32}\n", "not YAML: found unhashable key"),
+        ("modules: {a: {fp32: 3}}\n", "modules: 'a': fp32 is 3, not a list of names"),
+        ("modules: {a: {low_precision: [x]}}\n", "modules: 'a': low_precision is ['x'], none of"),
+        ("modules: {a: {opt_level: [O1]}}\n", "modules: 'a': opt_level ['O1'] does not exist (legal: O1, O2)"),
+        ("weights: split\n---\n", "not YAML: but found another document"),
+    ],
+)
+def test_a_value_that_is_none_is_refused_with_its_line(text, message, tmp_path):
+    path = tmp_path / "foreign.yaml"
+    path.write_text(f"# mine\n{text}")
+    with pytest.raises(hmpx.HmpxError) as error:
+        read_recipe(path)
+    line = 3 if "document" in message else 2
+    assert str(error.value).startswith(f"{path}:{line}: {message}")
+
+
+def test_aliases_that_repeat_little_are_read(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("modules:\n  a: &rule {fp32: &ops [linear, mm]}\n  b: *rule\n  c: {bf16: *ops}\n")
+    assert read_recipe(path).modules["c"] == {"bf16": ["linear", "mm"]}
+    assert read_recipe(path).modules["b"] == read_recipe(path).modules["a"]
+
+
+@pytest.mark.parametrize("name", ["pipe.txt", "pipe.yaml", "zero.txt", "zero.yaml"])
+def test_a_pipe_and_a_device_are_no_files(name, tmp_path):
+    path = tmp_path / name
+    os.mkfifo(path) if "pipe" in name else path.symlink_to("/dev/zero")
+    (tmp_path / "mine.yaml").write_text(f"seed: 1\nfp32_file_path: {name}\nextends: {name}\n".replace(
+        "extends" if name.endswith("txt") else "fp32_file_path", "# "))  # fmt: skip
+    with pytest.raises(hmpx.HmpxError, match="no regular file"):
+        hmpx.convert(bf16_file_path=path)
+    with pytest.raises(hmpx.HmpxError, match=r"mine.yaml:[23]: .*no regular file"):
+        hmpx.activate(tmp_path / "mine.yaml")
+    assert "no regular file" in next(check_files([str(path)]))
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 5000 + ".yaml", "a/" * 2500, "x" * 5000 + ".txt"])
+def test_a_recipe_of_thousands_of_letters_is_refused_in_few(name):
+    done = python.run("-c", "import hmpx", env={**os.environ, "HMPX_RECIPE": name})
+    assert done.returncode == 1 and done.stderr.startswith("hmpx: HMPX_RECIPE=") and len(done.stderr) < 1500
+    assert "Traceback" not in done.stderr and " letters)" in done.stderr
