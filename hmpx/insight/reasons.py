@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import FrameType
 
+import torch
+
 from hmpx.ops.catalog import Op, catalog
 from hmpx.ops.forwards import rule_that_casts
 from hmpx.ops.observing import Point, Seen
@@ -42,6 +44,14 @@ def reason_of_call(point: Point, seen: Seen, policy: Policy, frame: FrameType | 
     if point.in_place:
         return "in place: it keeps its first tensor's dtype"
     return reason(op, policy)
+
+
+def in_a_line(error: Exception) -> str:
+    """What an error says, in one line. That memory ran out is no matter of precision, and is raised again."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        raise error
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _where(name: str, policy: Policy, before: str = "") -> str:

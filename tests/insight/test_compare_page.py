@@ -91,7 +91,7 @@ def test_what_magnifies_errors_is_the_worst_of_those_that_break_it_alike_but_for
 
 
 def test_a_row_in_words_says_where_it_is_as_far_as_that_is_known():
-    effect = "gradient error - of the noise, loss -, error of the op alone 0"
+    effect = "gradient error -, loss change -, error of the op alone 0"
     assert str(Row("exp")) == f"exp: {effect}"
     assert str(Row("exp", "/a/model.py:3", "head")) == f"model.py:3: exp in head: {effect}"
 

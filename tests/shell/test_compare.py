@@ -31,6 +31,17 @@ def setup():
 def results():
     return Net(), [batch[:1] for batch in setup()[1]]
 
+def with_targets():
+    return setup()[:2]
+
+def not_finite():
+    model, data, loss = setup()
+    return model, data, lambda model, x, y: loss(model, x, y).sub(1e3).log()
+
+def raises():
+    model, data, loss = setup()
+    return model, data, lambda model, x, y: nn.functional.cross_entropy(model(x).masked_fill(y[:, None] > 2, -1e9), y)
+
 def alone():
     return Net()
 """
@@ -40,14 +51,23 @@ def alone():
     "function, more, status, message",
     [
         ("setup", (), 1, "each break it alone:\n"),
-        ("setup", ("--opt-level", "O2"), 0, ": healthy\n"),
+        ("setup", ("--opt-level", "O2"), 0, "healthy: gradient error 0.0"),
         ("setup", ("--recipe", "autocast-cpu", "--json", "found.json"), 1, "mine.py:12: mean in Net: gradient error"),
-        ("results", (), 0, "op      "),
+        ("results", (), 0, "no loss was given, so results alone are compared"),
+        ("not_finite", (), 1, "stopped: FP32 itself is not finite: the loss of batch 0 has inf or NaN, first in the"),
+        (
+            "raises",
+            ("--low-precision", "fp16", "--list", "fp16.txt"),
+            1,
+            "mine.py:32: masked_fill: RuntimeError: value cannot",
+        ),
+        ("with_targets", (), 2, "compare: without a loss it calls model(*batch), and Net does not take the 2"),
         ("alone", (), 2, "mine.py:alone must return (model, batches, loss) or (model, batches), not a Net"),
     ],
 )
 def test_compare_runs_what_a_function_returns(function, more, status, message, tmp_path, capsys, monkeypatch):
     (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "fp16.txt").write_text("masked_fill\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     found = main(["compare", f"mine.py:{function}", *more])

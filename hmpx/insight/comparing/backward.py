@@ -9,26 +9,26 @@ from typing import Any
 import torch
 
 from hmpx.insight.comparing.calls import Asked, Compared
-from hmpx.insight.comparing.passes import Low, is_recomputing
-from hmpx.insight.comparing.sites import Sites
+from hmpx.insight.comparing.passes import is_recomputing
+from hmpx.insight.comparing.sites import Pass
 from hmpx.insight.tensors import Tensor, floating
 from hmpx.ops.observing import Seen, unobserved
 
 
-class Backward(Low):
-    """The run under the lists, with a look at what goes into and out of each node of autograd's graph.
+class Backward:
+    """A run as another pass makes it, with a look at what goes into and out of each node of autograd's graph.
 
     A call's nodes are those between its results and its inputs. first: the site of the first node that was given
     finite gradients only, and handed on another.
     """
 
-    def __init__(self, sites: Sites) -> None:
-        super().__init__(sites)
+    def __init__(self, run: Pass) -> None:
+        self._run = run
         self.first: Compared | None = None
         self._known: dict[Any, None] = {}  # nodes that have an owner; kept alive, so that none takes another's place
 
     def around(self, asked: Asked) -> Seen:
-        seen = asked.plainly()
+        seen = self._run.around(asked)
         if not is_recomputing():
             with unobserved():
                 inputs = [tensor.grad_fn for tensor in floating((asked.args, asked.kwargs))]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hmpx.insight.comparing.decisions import Taken
 from hmpx.insight.comparing.difference import Difference, Distance
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.ops.observing import Point, Run, Seen
@@ -21,6 +22,7 @@ class Call:
     given, dtypes: of its floating inputs, as they came and as the op saw them. casting: whether a rule had looked at
     them. follows: whether no list names the op, so that it ran in low precision because its inputs were. drawn: the
     state of torch's generator before, if the op drew numbers. results: its floating results. order: among all calls.
+    decisions: of the results those that are indices, orders, masks.
     """
 
     given: tuple[torch.dtype, ...]
@@ -30,6 +32,7 @@ class Call:
     drawn: Tensor | None
     results: list[Tensor]
     order: int
+    decisions: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         low = any(result.dtype in LOW for result in self.results)
@@ -45,7 +48,9 @@ class Compared:
     and those of the run under the lists. loss_change, shifted: by batch, the first-order change of the loss by the
     errors of the op alone; the same at weights that are shifted a little. differentiable: whether autograd sees its
     results. first_wrong: batch and order of the first call with a result that is not finite and should be; largest:
-    what FP32 has there, by magnitude.
+    what FP32 has there, by magnitude. decisions: of the batch at hand, those of FP32. decided, otherwise: how many
+    there were, and how many the lists changed; changed_at: batch and order of the calls in which they did. raised: the
+    error that the op raises under the lists, in a line; FP32 is used there then.
     """
 
     op: str
@@ -64,6 +69,11 @@ class Compared:
     not_compared: str = ""
     first_wrong: tuple[int, int] | None = None
     largest: float = 0.0
+    decisions: dict[Number, Taken] = field(default_factory=dict)
+    decided: int = 0
+    otherwise: int = 0
+    changed_at: list[tuple[int, int]] = field(default_factory=list)
+    raised: str = ""
 
     def begin_batch(self, batches: int) -> None:
         """Make room for the scores of so many batches; of those in which it was not called they are 0."""

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hmpx.insight.comparing.found import Found
 from hmpx.insight.comparing.page import as_page
+from hmpx.insight.comparing.row import Found
 from hmpx.insight.comparing.words import as_text
 from hmpx.insight.text_table import terminal_width
 
@@ -27,7 +27,11 @@ class Comparison(Found):
             the noise between batches; above 0.1 the training is another one. NaN without a loss or with one batch.
         loss, loss_change: the FP32 loss, and what the lists add to it, means over batches.
         first_nonfinite: the row of the op where something first is not finite that is finite in FP32; None if nothing
-            is.
+            is. It is where that is seen; what is to blame stands in `broken`.
+        rest: the gradient error of all ops together that do not break it alone, in one batch; NaN where that was not
+            measured. together: the rows of a group that breaks it together where no single op does, as far as found.
+        stopped: why the comparison could not go on, in words: FP32 itself is not finite, or the program raises under
+            the lists outside of any op; "" where it did.
         passes: how many runs of the model it took. policy: the lists, as a file.
 
     `by_op()` and `by_module()` are sums, `worst(n)` the n rows that do most to the training, `broken` those that break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from hmpx import region_state
 from hmpx.insight.comparing.calls import Asked, Call
+from hmpx.insight.reasons import in_a_line
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.ops.overriding import call
 from hmpx.ops.rules import METHODS
@@ -34,10 +36,12 @@ def as_listed(asked: Asked, kept: Call) -> Any:
     args, kwargs = _in_dtypes(asked, kept.dtypes)
     if asked.point.in_place:
         args = (args[0].clone(), *args[1:])
-    if not kept.casting:
-        return asked.run(*args, **kwargs).result
-    with region_state.region(True):
-        return asked.run(*args, **kwargs).result
+    try:
+        with region_state.region(True) if kept.casting else contextlib.nullcontext():
+            return asked.run(*args, **kwargs).result
+    except Exception as error:  # of a constant that FP32 holds and the low dtype does not, say
+        asked.site.not_compared = f"from what FP32 hands it, it raises {in_a_line(error)}"
+        return None
 
 
 def of_rounded_inputs(asked: Asked, kept: Call) -> Any:

@@ -55,12 +55,12 @@ class Noise:
         return error
 
     def state(self) -> dict[str, Any]:
-        """What `of` makes another of."""
+        """All that it holds, as a dict that `of` reads."""
         return {key: getattr(self, key) for key in ("_squares", "_sum", "_errors", "_error_sum", "_wrong", "batches")}
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Noise:
-        """The noise that `state` is of."""
+        """The noise that a dict from `state` holds."""
         found = cls()
         vars(found).update(state)
         return found
@@ -72,8 +72,10 @@ class Noise:
     @property
     def noise(self) -> float:
         """The root mean square of the distance of a batch's gradient from the mean; NaN for batches that are alike."""
-        whole, mean = self._squares / max(self.batches, 1), square(self._sum) / max(self.batches, 1) ** 2
-        if self.batches < 2 or whole - mean <= _ALIKE * mean:
+        if self.batches < 2:
+            return math.nan
+        whole, mean = self._squares / self.batches, square(self._sum) / self.batches**2
+        if whole - mean <= _ALIKE * mean:
             return math.nan
         return math.sqrt((whole - mean) * self.batches / (self.batches - 1))
 
@@ -84,7 +86,7 @@ class Noise:
     @property
     def error(self) -> float:
         """Of the lists as a whole."""
-        return self.in_noise(self._errors / self.batches)
+        return self.in_noise(self._errors / max(self.batches, 1))
 
     @property
     def shared(self) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hmpx.insight.comparing.found import Found
-from hmpx.insight.comparing.row import BROKEN
+from hmpx.insight.comparing.row import BROKEN, Found
 from hmpx.insight.comparing.words import as_text, verdict
 from hmpx.insight.pages import filled
 

@@ -2,8 +2,8 @@
 
 `Low` is the run under the lists. `Wide` is the same in FP32; beside each call it computes what the op alone makes of
 its FP32 inputs under the lists, and asks the backward pass what that error does to the loss. `Shifted` asks that again,
-with weights that are shifted a little. In `Alone` some sites run under the lists and all others in FP32; in `Mended`
-it is the other way round.
+with weights that are shifted a little and the decisions of `Wide`. In `Alone` some sites run under the lists and all
+others in FP32; in `Mended` it is the other way round. `Finite` finds where FP32 itself first makes inf or NaN.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from hmpx.conversion import installed
 from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked, Call, Compared, Number
 from hmpx.insight.comparing.computing import as_listed, in_fp32, of_rounded_inputs, widened
+from hmpx.insight.comparing.decisions import decisions_in, otherwise, taken, taken_again
 from hmpx.insight.comparing.difference import Difference, in_full, square
 from hmpx.insight.comparing.scores import furthest, score_in_backward
 from hmpx.insight.comparing.sites import Sites
-from hmpx.insight.reasons import reason_of_call
-from hmpx.insight.tensors import LOW, Tensor, floating, name
+from hmpx.insight.reasons import in_a_line, reason_of_call
+from hmpx.insight.tensors import LOW, Tensor, floating, is_masked, name
 from hmpx.ops.observing import Seen, unobserved
 from hmpx.ops.rules import TARGETS
 
@@ -30,7 +32,10 @@ _equal = torch.equal
 
 
 class Low:
-    """Everything as the lists say. What each call saw, and what came out, is kept for `Wide`."""
+    """Everything as the lists say. What each call saw, and what came out, is kept for `Wide`.
+
+    An op that raises so, and does not in FP32, runs in FP32.
+    """
 
     def __init__(self, sites: Sites) -> None:
         self._sites = sites
@@ -40,14 +45,44 @@ class Low:
 
     def around(self, asked: Asked) -> Seen:
         if is_recomputing():
-            return asked.plainly()
+            return self.plainly(asked)
         if asked.point.in_place:
             self._keep_what_is_overwritten(asked.args)
         before = generators.get_state()
-        seen = asked.plainly()
+        seen = self.plainly(asked)
         with unobserved():
             self._keep(asked, seen, None if _equal(before, generators.get_state()) else before)
         return seen
+
+    def plainly(self, asked: Asked) -> Seen:
+        """As the lists say, if that can be."""
+        try:
+            return asked.plainly()
+        except Exception as error:
+            if is_recomputing() and not asked.site.raised:  # a checkpoint that has what it wants says so by an error
+                raise
+            with unobserved():
+                try:
+                    seen = asked.answer(in_fp32(asked))
+                except Exception:  # it is not the lists that make it raise
+                    raise error from None
+                if not asked.site.raised:
+                    self._describe_raised(asked, seen, error)
+            return seen
+
+    def _describe_raised(self, asked: Asked, seen: Seen, error: Exception) -> None:
+        site, conversion = asked.site, installed()
+        site.raised, site.rule = in_a_line(error), str(asked.point.rule or "")
+        site.dtypes = " and ".join(dict.fromkeys(name(each.dtype) for each in floating((asked.args, asked.kwargs))))
+        if conversion is not None:
+            site.reason = reason_of_call(asked.point, seen._replace(casting=True), conversion.policy_here)
+        if asked.point.rule not in TARGETS:
+            memories = {_memory(each) for each in floating((asked.args, asked.kwargs)) if each.dtype in LOW}
+            made = [kept for memory in memories for kept in self._held.get(memory, ())]
+            makers = [each for each in self._sites.compared() if any(kept in each.calls.values() for kept in made)]
+            if makers:
+                maker = max(makers, key=lambda each: max(call.order for call in each.calls.values()))
+                site.reason += f"; its input is that of {maker.op} at {maker.where} ({maker.reason})"
 
     def _keep(self, asked: Asked, seen: Seen, drawn: Tensor | None) -> None:
         results, given = floating((seen.result,)), floating((asked.args, asked.kwargs))
@@ -64,12 +99,13 @@ class Low:
             drawn=drawn,
             results=[result.detach() for result in results],
             order=self._order,
+            decisions=[] if transformed else decisions_in(asked.point.op, asked.args, asked.kwargs, seen.result),
         )
-        kept.is_low = kept.is_low and not transformed
+        kept.is_low = kept.is_low and not transformed and not asked.site.raised
         self._order += 1
         for result in results:
             self._held.setdefault(_memory(result), []).append(kept)
-        if not asked.site.calls:
+        if not asked.site.calls and not asked.site.raised:
             _describe(asked, seen, kept)
         asked.site.calls[self._number(asked)] = kept
 
@@ -96,7 +132,7 @@ class Mended(Low):
 
     def around(self, asked: Asked) -> Seen:
         if asked.site not in self._chosen or asked.point.in_place:
-            return asked.plainly()
+            return self.plainly(asked)
         with unobserved():
             return asked.answer(in_fp32(asked))
 
@@ -117,15 +153,31 @@ class Wide(Low):
             number = self._number(asked, again)
             kept = asked.site.calls.get(number)
             if kept is None:
-                return asked.answer(in_fp32(asked))
+                return asked.answer(self._exact(asked, number))
             _draw_again(kept)
             return asked.answer(self._result(asked, kept, number, again))
+
+    def _exact(self, asked: Asked, number: Number, kept: Call | None = None) -> Any:
+        """The op in FP32; its decisions are kept for `Shifted`, and held against those under the lists."""
+        result = in_fp32(asked)
+        if self._compare and torch._C._functorch.peek_interpreter_stack() is None:
+            made = taken(asked.point.op, asked.args, asked.kwargs, result)
+            if made is not None:
+                again = number in asked.site.decisions
+                asked.site.decisions[number] = made
+                if kept is not None and kept.decisions and not again:
+                    changed = otherwise(made.values, kept.decisions)
+                    asked.site.decided += sum(value.numel() for value in made.values)
+                    asked.site.otherwise += changed
+                    if changed:
+                        asked.site.changed_at.append((number[0], kept.order))
+        return result
 
     def _result(self, asked: Asked, kept: Call, number: Number, again: bool) -> Any:
         if not self._compare:
             return in_fp32(asked)
         beside = self._beside(asked, kept) if kept.is_low else None
-        result = in_fp32(asked)
+        result = self._exact(asked, number, kept)
         results = floating((result,))
         with torch.no_grad():
             wholes = [square(in_full(each)) for each in results] if kept.results else []
@@ -174,6 +226,9 @@ class Wide(Low):
             unit = next((dtype for dtype in (*(each.dtype for each in low), *kept.dtypes) if dtype in LOW), None)
         deltas: list[Tensor | None] = []
         for a, b, whole in zip(low, exact or results, [None] * len(low) if exact else wholes, strict=False):
+            if a.shape != b.shape:
+                asked.site.not_compared = "its result has another shape in FP32"
+                return []
             before = difference.error
             delta = difference.add(a, b, whole)
             difference.note_largest(delta, b, unit)
@@ -192,7 +247,7 @@ class Wide(Low):
 
 
 class Shifted(Wide):
-    """Everything in FP32, at shifted weights; the errors are those that `Wide` has found."""
+    """Everything in FP32, at shifted weights; errors and decisions are those that `Wide` has found."""
 
     def __init__(self, sites: Sites) -> None:
         super().__init__(sites)
@@ -206,8 +261,11 @@ class Shifted(Wide):
         """
         return None if self._written else furthest(self._scored)
 
+    def _exact(self, asked: Asked, number: Number, kept: Call | None = None) -> Any:
+        return taken_again(asked.args, in_fp32(asked), asked.site.decisions.get(number))
+
     def _result(self, asked: Asked, kept: Call, number: Number, again: bool) -> Any:
-        result = in_fp32(asked)
+        result = self._exact(asked, number)
         self._written = self._written or asked.point.in_place
         deltas = asked.site.deltas.get(number, [])
         self._scored += score_in_backward(asked.site.shifted, asked, floating((result,)), deltas)
@@ -218,14 +276,67 @@ class Alone(Wide):
     """Everything in FP32, but some sites as the lists say."""
 
     def __init__(self, sites: Sites, chosen: Collection[Compared]) -> None:
-        super().__init__(sites)
+        super().__init__(sites, compare=False)
         self._chosen = chosen
 
     def _result(self, asked: Asked, kept: Call, number: Number, again: bool) -> Any:
-        low = as_listed(asked, kept) if asked.site in self._chosen else None
+        low = as_listed(asked, kept) if asked.site in self._chosen and kept.is_low else None
         if low is None:
             return in_fp32(asked)
-        return asked.args[0].copy_(low) if asked.point.in_place else widened(low)
+        if not asked.site.accumulated.nonfinite and not _finite(low) and _finite(_apart(asked)):
+            # A constant that a program takes from the dtype, as for masks, is that of FP32 here.
+            asked.site.not_compared = "from what FP32 hands it, it overflows, and under the lists it does not"
+            return in_fp32(asked)
+        low = widened(low)
+        if kept.follows:
+            low = self._with_own_error(asked, kept, low)
+        return asked.args[0].copy_(low) if asked.point.in_place else low
+
+    @staticmethod
+    def _with_own_error(asked: Asked, kept: Call, low: Any) -> Any:
+        """The FP32 result with the error of an op that only follows its inputs: not with that of rounding these."""
+        _draw_again(kept)
+        rounded = of_rounded_inputs(asked, kept)
+        _draw_again(kept)
+        return tree_map(_added, low, rounded, _apart(asked))
+
+
+def _apart(asked: Asked) -> Any:
+    """What the op comes to in FP32; of one that writes to its first input, into a copy of that."""
+    args = (asked.args[0].clone(), *asked.args[1:]) if asked.point.in_place else asked.args
+    return in_fp32(asked.with_arguments(args, asked.kwargs))
+
+
+def _added(low: Any, rounded: Any, exact: Any) -> Any:
+    """exact + (low - rounded) where these are numbers."""
+    if not isinstance(low, Tensor) or not low.dtype.is_floating_point or low.shape != exact.shape:
+        return exact if isinstance(low, Tensor) else low
+    error = low - rounded
+    return torch.where(torch.isfinite(error.detach()), exact + error, low)
+
+
+class Finite(Wide):
+    """Everything in FP32. first: the first site that makes inf or NaN of finite inputs, but for the -inf of a mask."""
+
+    def __init__(self, sites: Sites) -> None:
+        super().__init__(sites, compare=False)
+        self.first: Compared | None = None
+
+    def around(self, asked: Asked) -> Seen:
+        with unobserved():
+            inputs = floating((asked.args, asked.kwargs))
+            looks = self.first is None and not is_recomputing() and _finite(inputs)
+        seen = super().around(asked)
+        if looks:
+            with unobserved():
+                odd = next((each for each in floating((seen.result,)) if not _finite(each)), None)
+                if odd is not None and not is_masked(asked.point.op, inputs, odd):
+                    self.first = asked.site
+        return seen
+
+
+def _finite(values: Any) -> bool:
+    return all(bool(torch.isfinite(each.detach()).all()) for each in floating((values,)))
 
 
 def _describe(asked: Asked, seen: Seen, kept: Call) -> None:

@@ -1,13 +1,23 @@
-"""`Row`: one call site under the lists, beside itself in FP32."""
+"""Rows of a comparison: what one call site does under the lists, beside itself in FP32, and which rows are to blame."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
+import torch
+
+from hmpx.insight.comparing.calls import Compared
+from hmpx.insight.comparing.difference import Difference, Distance
+from hmpx.insight.comparing.noise import Noise, biased_square, by_direction, mean_square
+from hmpx.insight.recording.alike import numberless
 from hmpx.insight.recording.words import short_places
+from hmpx.insight.tensors import LOW, name
 
 BROKEN = 0.1  # gradient error in units of the noise between batches; healthy ops lie at 0.001 to 0.01
+_MAGNIFIED = 10  # an error of an op alone so many times another's is its own doing
+_LARGEST = {dtype: torch.finfo(dtype).max for dtype in LOW}
 
 
 @dataclass(frozen=True)
@@ -28,11 +38,13 @@ class Row:
         gradient_error: what it does to the gradients of the parameters, in units of the noise between batches.
         gradient_bias: the part that batches do not average out, in units of the noise of their mean.
         measured: whether loss_change and gradient_error come from runs with this op alone in low precision, of a batch
-            or more, those in which it looks worst first. Else they are estimates, the second right within a factor of
-            two or so.
+            or more, those in which it looks worst first; infinite where they end in inf or NaN. Else they are
+            estimates, the second right within a factor of two or so unless an index, an order or a mask changes.
         nonfinite: results that are not finite under the lists, and finite in FP32. phase: "forward" or "backward",
-            where that begins. mended: whether FP32 at this op alone keeps everything finite; None where it was not
-            tried.
+            where that is first seen, which does not say that the op is to blame: `measured` does. mended: whether FP32
+            at this op alone keeps everything finite; None where it was not tried.
+        raised: the error that the op raises under the lists, in a line; the comparison goes on with FP32 there.
+        decisions: of an op that picks an index, an order or a mask, how many of them the lists change, in words.
         note: what else there is to say, in words.
 
         is_broken: whether it breaks the training by itself, as far as is known.
@@ -66,22 +78,204 @@ class Row:
     nonfinite: int = 0
     phase: str = ""
     mended: bool | None = None
+    raised: str = ""
+    decisions: str = ""
     note: str = ""
 
     @property
     def is_broken(self) -> bool:
         """Whether it breaks the training by itself, as far as is known."""
-        return bool(self.phase) or self.gradient_error >= BROKEN
+        unmeasured = bool(self.phase) and not self.measured
+        return bool(self.raised) or self.gradient_error >= BROKEN or unmeasured
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
         inside = f" in {self.module}" if self.module else ""
-        effect = f"gradient error {number(self.gradient_error)} of the noise, loss {number(self.loss_change)}"
-        if self.phase:
+        effect = f"gradient error {number(self.gradient_error)}, loss change {number(self.loss_change)}"
+        if self.raised:
+            return short_places(f"{place}{self.op}{inside}: {self.raised}; {self.dtypes}; {self.reason}")
+        if self.phase and not self.gradient_error >= BROKEN:
             effect = f"not finite in the {self.phase} pass, where FP32 is"
+        elif self.gradient_error == math.inf:
+            effect = "inf or NaN"
         return short_places(f"{place}{self.op}{inside}: {effect}, error of the op alone {number(self.error)}")
 
 
 def number(value: float) -> str:
     """With two figures; "-" for what does not exist."""
-    return "-" if math.isnan(value) else "0" if value == 0 else f"{value:.1e}"
+    if math.isnan(value):
+        return "-"
+    return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.2g}"
+
+
+def alike(rows: Iterable[Row]) -> list[Row]:
+    """Rows of equal blocks as one: the same op and line in modules whose names differ in their numbers only.
+
+    It has the calls of all, and the other figures of the worst of them, which `rows` has first. What breaks the
+    training is not put together with what does not.
+    """
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        kind = row.is_broken, row.phase, row.raised
+        groups.setdefault((row.op, row.where, numberless(row.module), row.rule, row.dtypes, *kind), []).append(row)
+    return [
+        replace(group[0], module=numberless(group[0].module), calls=sum(row.calls for row in group))
+        if len({row.module for row in group}) > 1
+        else group[0]
+        for group in groups.values()
+    ]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The values of a `Comparison`, which says what they are."""
+
+    rows: tuple[Row, ...]
+    gradient_error: float = math.nan
+    gradient_bias: float = math.nan
+    loss: float = math.nan
+    loss_change: float = math.nan
+    first_nonfinite: Row | None = None
+    rest: float = math.nan
+    together: tuple[Row, ...] = ()
+    stopped: str = ""
+    passes: int = 0
+    policy: str = ""
+    _ops: tuple[Row, ...] = field(default=(), repr=False)
+    _modules: tuple[Row, ...] = field(default=(), repr=False)
+
+    def by_op(self) -> list[Row]:
+        """A row for each op, the worst first: errors of its sites together, effects added up with their signs."""
+        return sorted(self._ops, key=_order)
+
+    def by_module(self) -> list[Row]:
+        """A row for each module, the worst first. What its submodules call counts for them alone."""
+        return sorted(self._modules, key=_order)
+
+    def worst(self, n: int = 5) -> list[Row]:
+        """The n rows that do most to the training; not those of the largest error, which says little about it.
+
+        Where several break it about equally, within a factor of two, one that makes a large error of small ones is
+        first.
+        """
+        rows = sorted(self.rows, key=_order)
+        if rows and rows[0].gradient_error >= BROKEN and not rows[0].phase:
+            equal = [row for row in rows if row.gradient_error >= max(rows[0].gradient_error / 2, BROKEN)]
+            largest = max(equal, key=lambda row: row.error)
+            if largest.error > _MAGNIFIED * rows[0].error:
+                rows.insert(0, rows.pop(rows.index(largest)))
+        return rows[:n]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether there is another training or none: an op raises, something is not finite, gradients are off."""
+        raised = any(row.raised for row in self.rows)
+        return bool(self.stopped) or raised or self.first_nonfinite is not None or self.gradient_error >= BROKEN
+
+    @property
+    def broken(self) -> list[Row]:
+        """The rows that break the training by themselves, the worst first. Estimates do not count."""
+        return [
+            row for row in self.worst(len(self.rows)) if row.is_broken and (row.measured or row.phase or row.raised)
+        ]
+
+
+def _order(row: Row) -> tuple[float, ...]:
+    """What sorts the worst first: the effect on gradients, what is not finite, the loss, and the error itself."""
+    effects = (row.gradient_error, row.phase != "", row.loss_change, row.accumulated if row.error else 0.0, row.error)
+    return (-bool(row.raised), *(-effect if not math.isnan(effect) else 0.0 for effect in effects))
+
+
+def row_of(site: Compared, noise: Noise, h: float) -> Row:
+    """What one site came to."""
+    row = Row(site.op, site.where, site.module, site.rule, site.reason, site.dtypes, calls=len(site.calls))
+    changed = f"{site.otherwise} of {site.decided} changed" if site.otherwise else ""
+    row = replace(row, **_measures(site.alone, site.accumulated), raised=site.raised, decisions=changed)
+    row = replace(row, note=_note(site, noise.batches > 0))
+    if not noise.batches or not site.differentiable:
+        return row
+    return replace(row, **_effects(site.loss_change, projected(site, h), noise))
+
+
+def _note(site: Compared, scored: bool) -> str:
+    """What else there is to say of a site; scored: whether there are estimates of what it does to a loss."""
+    if site.not_compared:
+        return f"not compared: {site.not_compared}"
+    if scored and not site.differentiable:
+        return "runs without gradients: what it does to the loss is seen in a run of its own only"
+    return ""
+
+
+def sums(rows: Mapping[Compared, Row], group: Callable[[Compared], Row], noise: Noise, h: float) -> tuple[Row, ...]:
+    """Rows over several sites, each under the row that `group` gives; effects are added up with their signs."""
+    found: dict[Row, list[Compared]] = {}
+    for site in rows:
+        found.setdefault(group(site), []).append(site)
+    return tuple(_sum(head, {site: rows[site] for site in sites}, noise, h) for head, sites in found.items())
+
+
+def _sum(head: Row, rows: Mapping[Compared, Row], noise: Noise, h: float) -> Row:
+    alone, accumulated = Difference(), Distance()
+    for site in rows:
+        alone.merge(site.alone)
+        accumulated.merge(site.accumulated)
+    head = replace(head, **_measures(alone, accumulated), calls=sum(row.calls for row in rows.values()))
+    if not noise.batches:
+        return head
+    changes = [sum(scores) for scores in zip(*(site.loss_change for site in rows), strict=True)]
+    along = [sum(scores) for scores in zip(*(projected(site, h) for site in rows), strict=True)]
+    head = replace(head, **_effects(changes, along, noise))
+    measured = [row for row in rows.values() if row.measured or row.phase or row.raised]
+    if not measured:
+        return head
+    worst = min(measured, key=_order)
+    keys = (
+        "loss_change",
+        "gradient_error",
+        "gradient_bias",
+        "measured",
+        "phase",
+        "nonfinite",
+        "mended",
+        "raised",
+        "note",
+    )
+    return replace(head, **{key: getattr(worst, key) for key in keys})
+
+
+def _measures(alone: Difference, accumulated: Distance) -> dict:
+    # A constant that a program takes from the dtype, as for masks, is that of FP32 where the op is computed alone: what
+    # overflows there alone says nothing.
+    overflows = bool(accumulated.nonfinite)
+    return {
+        "error": math.inf if overflows and alone.nonfinite else alone.relative,
+        "ulp": alone.ulp,
+        "bias": alone.bias,
+        "spread": alone.spread,
+        "accumulated": math.inf if overflows else accumulated.relative,
+        "nonfinite": accumulated.nonfinite,
+    }
+
+
+def projected(site: Compared, h: float) -> list[float]:
+    """v . e_b of one site, by batch."""
+    return [(shifted - here) / h for here, shifted in zip(site.loss_change, site.shifted, strict=True)]
+
+
+def _effects(changes: list[float], along: list[float], noise: Noise) -> dict:
+    return {
+        "loss_change": math.sqrt(mean_square(changes)),
+        "gradient_error": noise.in_noise(mean_square(along)),
+        "gradient_bias": noise.in_noise(biased_square(by_direction(along), len(along))),
+    }
+
+
+def mask_note(site: Compared) -> str:
+    """What a value has to do with it that FP32 holds and the low dtype does not: that of a mask, most of the time."""
+    for dtype, largest in _LARGEST.items():
+        if name(dtype) in site.dtypes.split() and site.largest >= largest * (1 - 2**-9):
+            return (
+                f"FP32 has {site.largest:.4g} there, and {name(dtype)} ends at {largest:.4g}: if this is a mask, "
+                "fill it with torch.finfo(x.dtype).min"
+            )
+    return ""

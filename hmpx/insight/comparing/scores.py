@@ -20,7 +20,7 @@ def score_in_backward(
     found = []
     for result, delta in zip(results, deltas, strict=False):
         handed_on = not asked.point.in_place and any(result is arg for arg in asked.args)
-        if delta is not None and result.requires_grad and not handed_on:
+        if delta is not None and result.requires_grad and not handed_on and delta.shape == result.shape:
             result.register_hook(functools.partial(_score, scores, delta))
             found.append(result)
     return found

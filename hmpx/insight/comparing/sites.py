@@ -53,12 +53,13 @@ class Sites:
         """Let go of the results under the lists."""
         for site in self._found.values():
             for call in site.calls.values():
-                call.results = []
+                call.results, call.decisions = [], []
 
     def end_batch(self) -> None:
         self.forget_results()
         for site in self._found.values():
             site.deltas.clear()
+            site.decisions.clear()
 
     def compared(self) -> list[Compared]:
         """The sites that ran under the lists, in the order in which they were met."""

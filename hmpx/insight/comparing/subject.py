@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,11 +15,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hmpx.errors import HmpxError
 from hmpx.insight.kept import kept
 from hmpx.insight.tensors import LOW, Tensor
+from hmpx.ops.callers import users_frame
 from hmpx.ops.observing import unobserved
 from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.recipe import Recipe
 
 Loss = Callable[..., Tensor]
+
+
+class Stopped(Exception):
+    """A comparison cannot go on; its words are the verdict."""
+
+
 _SAME = 1e-5  # relative difference of two FP32 losses that rounding explains
 
 
@@ -25,7 +34,8 @@ class Subject:
     """A model, batches, and a loss or none.
 
     Each run starts from the same random numbers and buffers, and leaves both, with parameters and their gradients, as
-    they were. In FP32, parameters, buffers and inputs in low precision are widened.
+    they were. In FP32, parameters, buffers and inputs in low precision are widened. Without a loss, the number of
+    infinite elements of the result stands in its place, NaN where one is NaN.
     """
 
     def __init__(
@@ -44,6 +54,9 @@ class Subject:
             raise HmpxError(
                 f"{asked}: no parameter of the model requires a gradient; without `loss` compare looks at results"
             )
+
+        if loss is None:
+            _check_arguments(model, self.batches[0], asked)
 
     @contextlib.contextmanager
     def gradients_kept(self) -> Iterator[None]:
@@ -102,6 +115,13 @@ class Subject:
                     tensor.data = tensor.data.float()
             return self._run(tree_map(_wide, batch), gradients, wanted, also)
 
+    def not_finite(self, batch: tuple) -> str:
+        """Which part of the input is not finite; "" where all is."""
+        for what, tensors in (("have its inputs", _floats(batch)), ("have parameters", list(self.model.parameters()))):
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+                return what
+        return ""
+
     def check_repeats(self, exact: float, again: float) -> None:
         """Check that two runs in FP32 of the first batch come to one loss."""
         if math.isfinite(exact) and abs(again - exact) > _SAME * max(abs(exact), abs(again)):
@@ -123,8 +143,9 @@ class Subject:
                 with torch.no_grad():
                     result = self.model(*batch)
                 with unobserved():
-                    finite = all(bool(torch.isfinite(leaf).all()) for leaf in _floats(result))
-                return (0.0 if finite else math.nan), []
+                    leaves = _floats(result)
+                    infinite = sum(int(torch.isinf(leaf).sum()) for leaf in leaves)
+                    return (math.nan if any(bool(leaf.isnan().any()) for leaf in leaves) else float(infinite)), []
             loss = self.loss(self.model, *batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = (
@@ -167,6 +188,16 @@ class Subject:
         return found
 
 
+def place_of(error: Exception) -> str:
+    """The line of the user's code in which an error was raised, as file:line."""
+    places = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if users_frame(frame) is frame
+    ]
+    return places[-1] if places else "?"
+
+
 def _checked(model: Any, batches: Any, loss: Any, asked: str) -> list[tuple]:
     if not isinstance(model, torch.nn.Module):
         raise HmpxError(f"{asked}: model is a {type(model).__name__}, not a torch.nn.Module")
@@ -183,6 +214,19 @@ def arguments_of(batches: Any, what: str, asked: str) -> list[tuple]:
     if not found:
         raise HmpxError(f"{asked}: {what} is empty")
     return found
+
+
+def _check_arguments(model: torch.nn.Module, batch: tuple, asked: str) -> None:
+    """Check that a model can be called with a batch, where there is no loss that does so."""
+    try:
+        inspect.signature(model.forward).bind(*batch)
+    except TypeError as error:
+        raise HmpxError(
+            f"{asked}: without a loss it calls model(*batch), and {type(model).__name__} does not take the "
+            f"{len(batch)} of a batch: {error}; give loss(model, *batch), or batches of the model's arguments"
+        ) from None
+    except ValueError:  # it has no signature to look at
+        pass
 
 
 def _has_reentrant_checkpoint(loss: Tensor) -> bool:

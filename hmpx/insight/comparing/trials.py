@@ -1,19 +1,20 @@
-"""Trials: runs in which one op alone is in low precision. Of which ops, in which batches, and what they come to.
+"""Trials: runs in which some ops alone are in low precision. Of which ops, in which batches, and what they come to.
 
-**The problem.** An estimate is right within a factor of two or three where errors are small, and autograd sees the op.
-A run of its own tells in any case; one for each op and batch takes longer than everything else together.
+**The problem.** An estimate is right within a factor of two or three where errors are small, autograd sees the op, and
+no decision changes. A run of its own tells in any case; one for each op and batch takes longer than all else together.
 
 **The choice.** Where the lists as a whole do little harm, no op does much: only a sight of the worst is wanted, and of
-those that autograd does not see. Else whatever may break it is run; where the estimates do not explain the harm, the
-next ones too. Each is run once, in the batch in which it looks worst; what is broken there or nearly so, or changes the
-loss otherwise than estimated, in others too. In all there are at most as many runs as batches, or four.
+those that autograd does not see. Else whatever may break it is run: by the estimates, and what stands right before a
+decision that changed, or where inf or NaN is first seen. Each is run once, in the batch in which it looks worst. Then
+all others are run together. Where they still break it, they are halved until single ops are found, or groups of which
+no half does. Runs that are left go, in other batches, to what is nearly broken or changes the loss unexpectedly.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hmpx.insight.comparing.calls import Compared
@@ -24,21 +25,57 @@ from hmpx.insight.tensors import Tensor
 _SUSPECT = 0.03  # an estimate of a gradient error that may be one of `BROKEN`
 _EXPLAINED = 0.5  # of the gradient error of the lists, by the estimates
 _LINEAR = 0.5  # of the change of the loss, by which a run may be off the estimate
-_RUNS, _ROWS = 4, 8  # how many runs there may be of few batches; how many rows of many
+_RUNS, _ROWS = 4, 8  # how many runs there are of few batches; how many sites are run alone before the rest is together
+_BEFORE = 2  # sites before each decision that changed
+_MORE = 8  # runs to halve the rest, beyond those that one op takes to be found
 
-Run = Callable[[Compared, int], tuple[float, list[Tensor]]]  # what a site alone changes in a batch: loss and gradients
+Effect = tuple[float, list[Tensor]]  # what it changes: the loss, and the gradients
+Run = Callable[[Collection[Compared], int], Effect]  # what some sites alone change in a batch
 
 
-def suspects(rows: Mapping[Compared, Row], noise: Noise) -> list[Compared]:
-    """The sites to be run alone, in the order in which they look worst."""
-    seen = {site: row.gradient_error for site, row in rows.items() if row.error and site.differentiable}
-    unseen = [site for site, row in rows.items() if row.error and not site.differentiable]
-    least = BROKEN if not noise.error >= BROKEN else _SUSPECT if _explained(rows, noise) else 0.0
-    worst = sorted((site for site, look in seen.items() if look >= least), key=lambda site: -seen[site])
-    broken = [site for site in worst if seen[site] >= BROKEN]
-    unseen.sort(key=lambda site: -rows[site].error)
-    in_turn = itertools.zip_longest(unseen, worst[len(broken) :])
-    return [*broken, *(site for pair in in_turn for site in pair if site)][: min(_ROWS, _runs(noise))]
+def suspects(rows: Mapping[Compared, Row], noise: Noise, first: Compared | None, broken: bool) -> list[Compared]:
+    """The sites to be run alone, in the order in which they look worst.
+
+    first: where inf or NaN is first seen. broken: whether the lists as a whole break the training.
+    """
+    known = {site: row for site, row in rows.items() if can_run_alone(site, row)}
+    seen = {site: row.gradient_error for site, row in known.items() if site.differentiable}
+    unseen = [site for site in known if not site.differentiable]
+    least = BROKEN if not broken else _SUSPECT if _explained(rows, noise) else 0.0
+    worst = [site for site, look in seen.items() if look >= least or (broken and math.isnan(look))]
+    worst.sort(key=lambda site: (-seen[site] if seen[site] >= 0 else 0.0, -known[site].error))
+    likely = [site for site in worst if seen[site] >= BROKEN]
+    unseen.sort(key=lambda site: -known[site].error)
+    before = _before_decisions(rows, known) if broken else []
+    in_turn = itertools.zip_longest(unseen, worst[len(likely) :])
+    rest = (site for pair in in_turn for site in pair if site)
+    must = dict.fromkeys([*([first] if first in known else []), *before, *likely])
+    found = list(must | dict.fromkeys(rest))
+    if not broken:
+        return found[: min(_ROWS, runs_of(noise))]
+    return found[: max(min(len(must), _ROWS), runs_of(noise) - 1)]  # one run is of all others together
+
+
+def can_run_alone(site: Compared, row: Row) -> bool:
+    """Whether a run of this site alone in low precision would tell anything."""
+    return bool(row.error) and not site.not_compared and not site.raised
+
+
+def runs_of(noise: Noise) -> int:
+    """How many trials there are to be."""
+    return max(noise.batches, _RUNS)
+
+
+def _before_decisions(deciding: Iterable[Compared], known: Mapping[Compared, Row]) -> list[Compared]:
+    """The sites that ran in low precision right before decisions that the lists have changed."""
+    calls = {(number[0], call.order): site for site in known for number, call in site.calls.items() if call.is_low}
+    order = sorted(calls)
+    found: dict[Compared, None] = {}
+    for site in deciding:
+        for batch, at in site.changed_at[:1]:
+            earlier = [place for place in order if place[0] == batch and place[1] <= at]
+            found |= dict.fromkeys(calls[place] for place in reversed(earlier[-_BEFORE:]))
+    return list(found)[: _ROWS // 2]
 
 
 def worst_batches(along: Sequence[float], errors: Sequence[float]) -> list[int]:
@@ -51,20 +88,30 @@ def worst_batches(along: Sequence[float], errors: Sequence[float]) -> list[int]:
     return sorted(range(len(looks)), key=lambda batch: -looks[batch])
 
 
-def make(trials: Sequence[Trial], rows: Mapping[Compared, Row], noise: Noise, run: Run) -> None:
-    """Make the runs of these trials."""
+def repeat(trials: Sequence[Trial], rows: Mapping[Compared, Row], noise: Noise, run: Run, runs: int) -> None:
+    """Make so many more runs, in turn, of the trials that other batches may change."""
     waiting, explained = list(trials), _explained(rows, noise)
-    for _ in range(_runs(noise)):
-        if not waiting:
-            return
+    while runs > 0 and waiting:
         trial = waiting.pop(0)
-        trial.add(trial.batches.pop(0), run)
         if trial.batches and (trial.is_near(noise) or not trial.is_linear or not explained):
+            trial.add(trial.batches.pop(0), run)
             waiting.append(trial)
+            runs -= 1
 
 
-def _runs(noise: Noise) -> int:
-    return max(noise.batches, _RUNS)
+def halved(group: Sequence[Compared], breaks: Callable[[Sequence[Compared]], bool]) -> list[list[Compared]]:
+    """Of a group that breaks it together, smaller parts that do: single sites, or groups of which neither half does."""
+    waiting, found = [list(group)], []
+    runs = 2 * math.ceil(math.log2(max(len(group), 2))) + _MORE
+    while waiting and runs > 0:
+        part = waiting.pop(0)
+        halves = (part[: len(part) // 2], part[len(part) // 2 :]) if len(part) > 1 else ()
+        runs -= len(halves)
+        broken = [half for half in halves if breaks(half)]
+        waiting[:0] = broken
+        if not broken:
+            found.append(part)
+    return [*found, *(part for part in waiting if len(part) == 1)]
 
 
 def _explained(rows: Mapping[Compared, Row], noise: Noise) -> bool:
@@ -79,6 +126,17 @@ def _shares(values: Sequence[float]) -> list[float]:
     if math.isfinite(whole):
         return [value / (whole or 1.0) for value in values]
     return [float(not math.isfinite(value)) for value in values]
+
+
+def in_noise(effect: Effect, noise: Noise) -> float:
+    """The gradient error of a run; infinite where it ended in inf or NaN, NaN where there is no noise to measure by."""
+    squares = _squares(effect)
+    return noise.in_noise(squares) if math.isfinite(squares) else math.inf
+
+
+def _squares(effect: Effect) -> float:
+    change, gradients = effect
+    return (square(gradients) if gradients else 0.0) if math.isfinite(change) else math.inf
 
 
 @dataclass
@@ -97,8 +155,11 @@ class Trial:
 
     def add(self, batch: int, run: Run) -> None:
         """Make the run of one batch."""
-        self.changes[batch], gradients = run(self.site, batch)
-        self.squares.append(square(gradients))
+        effect = run([self.site], batch)
+        if self.site.not_compared:
+            return
+        self.changes[batch], gradients = effect
+        self.squares.append(_squares(effect))
         self.total = [a + b for a, b in zip(self.total, gradients, strict=True)] if self.total else gradients
 
     @property
@@ -110,10 +171,23 @@ class Trial:
 
     def is_near(self, noise: Noise) -> bool:
         """Whether it breaks the training in a batch, or nearly so."""
-        return noise.in_noise(max(self.squares)) >= BROKEN / 2
+        return self.error(noise) >= BROKEN / 2
+
+    def error(self, noise: Noise) -> float:
+        """The gradient error in the worst batch that was run."""
+        worst = max(self.squares, default=math.nan)
+        return worst if worst == math.inf else noise.in_noise(worst)
 
     def row(self, estimated: Row, noise: Noise) -> Row:
         """A row of estimates, with what the runs say in their place."""
+        if not self.squares:
+            return replace(estimated, note=f"not compared: {self.site.not_compared}", gradient_error=math.nan)
+        if math.inf in self.squares:
+            return replace(
+                estimated, loss_change=math.nan, gradient_error=math.inf, gradient_bias=math.inf, measured=True
+            )
+        if not noise.batches or math.isnan(noise.noise):
+            return replace(estimated, measured=True)
         error = noise.in_noise(sum(self.squares) / len(self.squares))
         known = self.changes
         if self.is_linear or (self.site.differentiable and error < BROKEN):  # the estimates of other batches are good
@@ -129,8 +203,6 @@ class Trial:
     def _bias(self, error: float, estimated: Row, noise: Noise) -> float:
         """|mean of the changes|^2 times the batches there are, of the pairs of those that were run; or as estimated."""
         runs, whole = len(self.squares), sum(self.squares)
-        if not math.isfinite(whole):
-            return math.inf
         if runs == 1:
             return error * estimated.gradient_bias / (estimated.gradient_error or math.nan)
         shared = (square(self.total) - whole) / (runs * (runs - 1))

@@ -1,0 +1,248 @@
+"""`hmpx.compare` where the fault shows at another place than where it is: it names what a run alone bears out."""
+
+import dataclasses
+import inspect
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import hmpx
+from hmpx.insight.comparing.trials import halved
+from tests.support.misleading import (
+    Blocks,
+    Codes,
+    Experts,
+    RootOfZero,
+    log_of_negative,
+    masked_by_a_constant,
+    one_minus_probability,
+    variance_then_exp,
+)
+from tests.support.planted import Model, batches, loss_of, root_of_a_small_difference
+
+ELEMENTWISE = "add sub mul mean square exp rsqrt sqrt sigmoid log linear"
+
+
+def policy(bf16, fp32="cross_entropy"):
+    return hmpx.Policy(bf16=tuple(bf16.split()), fp32=tuple(fp32.split()))
+
+
+def fp16(*names):
+    return dataclasses.replace(hmpx.Policy(bf16=names), low_precision=torch.float16)
+
+
+def line_of(function, text):
+    source, first = inspect.getsourcelines(function)
+    return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(source) if text in line)}"
+
+
+def error_alone(model, data, module, name):
+    """The gradient error of one module's op in BF16, by a rule for that module and with nothing of `compare`."""
+
+    def gradients():
+        found = [
+            torch.autograd.grad(loss_of(model, *batch), list(model.parameters()), allow_unused=True) for batch in data
+        ]
+        return torch.stack(
+            [
+                torch.cat(
+                    [
+                        torch.zeros_like(p).flatten() if g is None else g.flatten()
+                        for p, g in zip(model.parameters(), each, strict=True)
+                    ]
+                )
+                for each in found
+            ]
+        )
+
+    exact = gradients()
+    rule = hmpx.policy_for(module, bf16=[name])
+    with hmpx.convert(**EMPTY):
+        error = gradients() - exact
+    rule.remove()
+    noise = ((exact - exact.mean(0)).square().sum() / (len(data) - 1)).sqrt()
+    return float(error.square().sum(1).mean().sqrt() / noise)
+
+
+@pytest.fixture(autouse=True)
+def empty_lists(tmp_path, monkeypatch):
+    for side in ("bf16", "fp32", "promote"):
+        (tmp_path / side).write_text("")
+        EMPTY[f"{side}_file_path"] = str(tmp_path / side)
+
+
+EMPTY: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("lists", ["autocast-cpu", policy(ELEMENTWISE)], ids=["autocast", "own"])
+def test_what_overflows_because_of_its_input_is_no_culprit(lists):
+    found = hmpx.compare(Model(variance_then_exp), batches(), loss_of, lists=lists)
+    first, worst = found.first_nonfinite, found.worst(1)[0]
+    assert (first.op, first.where) == ("exp", line_of(variance_then_exp, "torch.exp("))
+    assert first.measured and not first.is_broken and first.gradient_error < 0.05
+    assert worst.where == line_of(variance_then_exp, "variance =") and worst.op in {"sub", "mean", "mul", "square"}
+    assert worst.measured and worst.gradient_error > 0.1
+    assert {row.where for row in found.broken} == {worst.where}
+    said = str(found)
+    assert "its inputs are wrong, alone it stays finite" in said
+    assert not any("exp" in line.split() for line in said.partition("each break it alone")[2].splitlines()[:5])
+    assert found.rest < 0.1 and "all other ops together do not" in said
+
+
+def test_a_slope_that_is_infinite_because_of_its_input_is_no_culprit():
+    found = hmpx.compare(Model(root_of_a_small_difference), batches(), loss_of, lists=policy(ELEMENTWISE))
+    assert found.first_nonfinite.op == "sqrt" and not found.first_nonfinite.is_broken
+    assert found.worst(1)[0].where == line_of(root_of_a_small_difference, "distance =")
+
+
+def test_the_probability_is_to_blame_and_not_its_logarithm():
+    found = hmpx.compare(Model(one_minus_probability), batches(), loss_of, lists="autocast-cpu")
+    assert [row.op for row in found.broken] == ["sigmoid"] and "one op breaks it alone" in str(found)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("choice, top", [("topk", 1), ("topk", 2), ("sort", 2), ("argmax", 1), ("max", 1)])
+def test_of_a_router_that_flips_the_router_is_named_and_no_expert(choice, top, sparse):
+    model, data = Experts(choice, top, sparse), batches()
+    lists = policy("linear", "softmax cross_entropy mul add sum")
+    found = hmpx.compare(model, data, loss_of, lists=lists)
+    worst = found.worst(1)[0]
+    assert (worst.op, worst.module) == ("linear", "router") and worst.measured, str(found)
+    assert worst.gradient_error > 0.3 and {row.module for row in found.broken} <= {"router", "first"}
+    experts = [row for row in found.rows if row.module.startswith("experts")]
+    assert experts and all(row.gradient_error < 0.02 for row in experts)
+    (decided,) = [row for row in found.rows if row.decisions]
+    assert decided.op == choice and f"{choice} in Experts: {decided.decisions}" in str(found)
+
+
+def test_what_is_measured_of_a_router_and_an_expert_is_what_a_rule_for_the_module_does():
+    model, data = Experts("topk"), batches()
+    found = hmpx.compare(model, data, loss_of, lists=policy("linear", "softmax cross_entropy mul add sum"))
+    router = next(row for row in found.rows if row.module == "router")
+    assert error_alone(model, data, model.router, "linear") == pytest.approx(router.gradient_error, rel=0.5)
+    assert error_alone(model, data, model.experts[3], "linear") < 0.01
+
+
+def test_a_codebook_without_gradients_has_its_product_named():
+    model, data = Codes(), batches()
+    found = hmpx.compare(model, data, loss_of, lists=policy("matmul linear", "cross_entropy mul add sub"))
+    assert found.worst(1)[0].op == "matmul" and found.worst(1)[0].measured, str(found)
+    assert [row.op for row in found.rows if row.decisions] == ["argmax"]
+
+
+def test_no_estimate_is_called_broken_and_unmeasured_ops_are_not_acquitted():
+    found = hmpx.compare(Experts("topk"), batches(), loss_of, lists=policy("linear", "softmax cross_entropy mul add"))
+    assert all(row.measured for row in found.broken)
+    guessed = tuple(dataclasses.replace(row, measured=False) for row in found.rows)
+    said = str(dataclasses.replace(found, rows=guessed, rest=math.nan, first_nonfinite=None))
+    assert "0 ops measured, none breaks it alone; the others were not measured" in said
+
+
+@pytest.mark.parametrize("culprits", [{3}, {0, 9}, {2, 3, 11}])
+def test_halving_finds_each_that_breaks_it_alone(culprits):
+    found = halved(list(range(12)), lambda group: bool(culprits & {*group}))
+    assert {part[0] for part in found if len(part) == 1} == culprits and len(found) == len(culprits)
+
+
+def test_halving_stops_at_a_group_of_which_no_half_does():
+    assert halved(list(range(8)), lambda group: {1, 6} <= {*group}) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert halved(list(range(8)), lambda group: {4, 6} <= {*group}) == [[4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("listed", [("linear", "masked_fill"), ("linear", "mul")], ids=["listed", "follows"])
+def test_an_op_that_raises_is_named_with_its_line_and_list_and_all_else_is_compared(listed):
+    found = hmpx.compare(Model(masked_by_a_constant), batches(), loss_of, lists=fp16(*listed))
+    worst = found.worst(1)[0]
+    assert (worst.op, worst.where) == ("masked_fill", line_of(masked_by_a_constant, "masked_fill("))
+    assert "overflow" in worst.raised and found.is_broken and found.gradient_error < 0.01
+    assert ("fp16:" if "masked_fill" in listed else "its input is that of mul at") in worst.reason
+    line = str(found).splitlines()[0]
+    assert line.startswith("raises under the lists: ") and "masked_fill in Model: RuntimeError" in line
+
+
+def test_a_mask_of_the_dtype_at_hand_does_not_raise_and_is_healthy():
+    def masked(h):
+        return torch.softmax(h.masked_fill(h > 1, torch.finfo(h.dtype).min), -1)
+
+    found = hmpx.compare(Model(masked), batches(), loss_of, lists=fp16("linear", "masked_fill", "mul"))
+    assert not found.is_broken and not any(row.raised for row in found.rows), str(found)
+
+
+def test_a_program_that_raises_under_the_lists_outside_of_any_op_is_told_with_its_line():
+    def choosy(h):
+        if h.dtype is not torch.float32:
+            raise ValueError("float32 is wanted")
+        return h
+
+    found = hmpx.compare(Model(choosy), batches(), loss_of)
+    assert found.is_broken and found.stopped in str(found).replace("stopped: ", "") + found.stopped
+    assert f"raises ValueError: float32 is wanted at {line_of(choosy, 'raise ')}" in found.stopped
+
+
+def test_an_error_of_the_program_itself_is_raised_as_it_is():
+    with pytest.raises(RuntimeError, match="invalid for input"):
+        hmpx.compare(Model(lambda h: h.reshape(3)), batches(), loss_of)
+
+
+def test_where_fp32_is_not_finite_the_line_is_named_and_nothing_else():
+    found = hmpx.compare(Model(log_of_negative), batches(), loss_of)
+    assert found.is_broken and not found.rows and "FP32 itself is not finite: the loss of batch 0" in found.stopped
+    assert f"forward pass of log in Model, {line_of(log_of_negative, 'log(')}" in found.stopped
+    assert len(str(found).splitlines()) == 1
+
+
+def test_where_the_gradients_of_fp32_are_not_finite_they_are_named():
+    def faulty(h):
+        return RootOfZero.apply(torch.tanh(h))
+
+    found = hmpx.compare(Model(faulty), batches(), loss_of)
+    assert "FP32 itself is not finite: a gradient of batch 0" in found.stopped
+
+    def root(h):
+        return torch.sqrt(h * 0) + h
+
+    found = hmpx.compare(Model(root), batches(), loss_of)
+    assert f"backward pass of sqrt in Model, {line_of(root, 'sqrt(')}" in found.stopped
+
+
+def test_inputs_that_are_not_finite_are_named():
+    data = batches()
+    data[2][0][0, 0] = math.nan
+    found = hmpx.compare(Model(torch.relu), data, loss_of)
+    assert "the loss of batch 2 has inf or NaN, and so have its inputs" in found.stopped
+
+
+def test_without_a_loss_inf_is_blamed_where_it_is_made():
+    def faulty(h):
+        return torch.exp(h + 11.5)
+
+    found = hmpx.compare(
+        nn.Sequential(Model(faulty).first, _Of(faulty)), [(x,) for x, _ in batches(2)], lists=fp16("exp")
+    )
+    assert found.first_nonfinite.op == "exp" == found.broken[0].op and found.first_nonfinite.mended
+
+
+class _Of(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def test_without_a_loss_a_batch_with_targets_gets_one_line():
+    with pytest.raises(hmpx.HmpxError, match=r"does not take the 2 of a batch.*give loss"):
+        hmpx.compare(Model(torch.relu), batches())
+
+
+def test_equal_blocks_stand_in_one_row_and_one_that_breaks_it_on_its_own(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    found = hmpx.compare(Blocks(sharp=4), batches(), loss_of, lists=policy("linear", "softmax mul cross_entropy"))
+    assert found.worst(1)[0].module == "blocks.4" and [row.module for row in found.broken] == ["blocks.4"], str(found)
+    modules = [line.split()[-2] for line in str(found).splitlines() if line.startswith("linear ")]
+    assert {*modules} == {"blocks.*", "blocks.4", "last"} and len(modules) < 7
+    assert len([row for row in found.rows if row.module.startswith("blocks.")]) == 6
+    assert "* stands for the numbers of equal blocks" in str(found)
