@@ -8,6 +8,9 @@ from hmpx.insight.comparing.compare import compare
 from hmpx.insight.comparing.comparison import Comparison
 from hmpx.insight.comparing.row import Row
 from hmpx.insight.dispatched import Finding
+from hmpx.insight.doctor.diagnosis import Diagnosis
+from hmpx.insight.doctor.doctor import doctor
+from hmpx.insight.doctor.problem import Problem
 from hmpx.insight.explain import explain
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.record import record
@@ -38,6 +41,7 @@ __all__ = [
     "Comparison",
     "Confirmed",
     "Conversion",
+    "Diagnosis",
     "Finding",
     "HmpxError",
     "Log",
@@ -46,6 +50,7 @@ __all__ = [
     "OpListError",
     "OptLevelError",
     "Policy",
+    "Problem",
     "Recipe",
     "Row",
     "Rule",
@@ -63,6 +68,7 @@ __all__ = [
     "convert",
     "detach",
     "disable_casts",
+    "doctor",
     "enable_casts",
     "explain",
     "fp16",
