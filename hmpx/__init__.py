@@ -27,15 +27,18 @@ if _typing.TYPE_CHECKING:
     from hmpx.insight import Choice as Choice
     from hmpx.insight import Comparison as Comparison
     from hmpx.insight import Confirmed as Confirmed
+    from hmpx.insight import Diagnosis as Diagnosis
     from hmpx.insight import Finding as Finding
     from hmpx.insight import Log as Log
     from hmpx.insight import Mark as Mark
+    from hmpx.insight import Problem as Problem
     from hmpx.insight import Row as Row
     from hmpx.insight import Tuned as Tuned
     from hmpx.insight import TunedWeights as TunedWeights
     from hmpx.insight import WeightChoice as WeightChoice
     from hmpx.insight.audit import audit
     from hmpx.insight.comparing.compare import compare
+    from hmpx.insight.doctor.doctor import doctor
     from hmpx.insight.explain import explain
     from hmpx.insight.recording.record import record
     from hmpx.insight.tuning.tune import tune
@@ -59,6 +62,7 @@ __all__ = [
     "convert",
     "detach",
     "disable_casts",
+    "doctor",
     "enable_casts",
     "explain",
     "fp16",
@@ -81,6 +85,7 @@ __all__ = [
 _LATER = {
     "audit": "hmpx.insight.audit",
     "compare": "hmpx.insight.comparing.compare",
+    "doctor": "hmpx.insight.doctor.doctor",
     "explain": "hmpx.insight.explain",
     "record": "hmpx.insight.recording.record",
     "tune": "hmpx.insight.tuning.tune",
@@ -94,10 +99,12 @@ _LATER = {
     "Rule": "hmpx.ops.policy",
     "UnknownOpError": "hmpx.errors",
     **dict.fromkeys(
-        ("Audit", "Choice", "Comparison", "Confirmed", "Finding", "Log", "Mark", "Row", "Tuned", "TunedWeights"),
+        (
+            *("Audit", "Choice", "Comparison", "Confirmed", "Diagnosis", "Finding", "Log", "Mark", "Problem", "Row"),
+            *("Tuned", "TunedWeights", "WeightChoice"),
+        ),
         "hmpx.insight",
     ),
-    "WeightChoice": "hmpx.insight",
 }
 
 

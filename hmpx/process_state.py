@@ -47,6 +47,9 @@ tracing: Any = None
 observer: Any = None
 observers: list[Any] = []
 
+# The examination of `hmpx.doctor` that is open (insight.doctor); at most one.
+examined: list[Any] = []
+
 # Who waits for a module to be imported, by its name (hmpx.awaited).
 awaited: dict[str, WeakSet[Any]] = {}
 
@@ -73,5 +76,6 @@ def in_use() -> dict[str, Any]:
         "open_caches": open_caches,
         "module_rules": list(module_rules),
         "learn": learn,
+        "examined": examined,
     }
     return {name: value for name, value in states.items() if value}

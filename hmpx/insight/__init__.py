@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from hmpx.insight.comparing.comparison import Comparison
     from hmpx.insight.comparing.row import Row
     from hmpx.insight.dispatched import Finding
+    from hmpx.insight.doctor.diagnosis import Diagnosis
+    from hmpx.insight.doctor.problem import Problem
     from hmpx.insight.recording.log import Log
     from hmpx.insight.tuning.choice import Choice
     from hmpx.insight.tuning.confirmed import Confirmed
@@ -20,9 +22,11 @@ __all__ = [
     "Choice",
     "Comparison",
     "Confirmed",
+    "Diagnosis",
     "Finding",
     "Log",
     "Mark",
+    "Problem",
     "Row",
     "Tuned",
     "TunedWeights",
@@ -34,9 +38,11 @@ _FILES = {
     "Choice": "tuning.choice",
     "Comparison": "comparing.comparison",
     "Confirmed": "tuning.confirmed",
+    "Diagnosis": "doctor.diagnosis",
     "Finding": "dispatched",
     "Log": "recording.log",
     "Mark": "tuning.mark",
+    "Problem": "doctor.problem",
     "Row": "comparing.row",
     "Tuned": "tuning.tuned",
     "TunedWeights": "weights.tuned_weights",

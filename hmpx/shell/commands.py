@@ -16,7 +16,7 @@ from hmpx.recipes import run_script
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.gaudi import is_configuration
 from hmpx.recipes.recipe import as_recipe, read_recipe
-from hmpx.shell import audit, compare, record, tune
+from hmpx.shell import audit, compare, doctor, record, tune
 from hmpx.shell.options import add_recipe_options, recipe_asked, says_a_policy, with_options
 from hmpx.shell.scripts import add_script, behind, recipes_asked, traceback_of_the_script
 
@@ -86,6 +86,7 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
     check.add_argument("files", nargs="+", metavar="FILE", help="an op list (text, YAML, JSON), or a recipe")
     check.set_defaults(run=_check)
 
+    doctor.add(add)
     audit.add(add)
     record.add(add)
     compare.add(add)

@@ -50,9 +50,9 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _record(options: argparse.Namespace) -> int:
-    outputs = {kind: _of_rank(path) for kind in ("html", "json") if (path := getattr(options, kind))}
+    outputs = {kind: of_rank(path) for kind in ("html", "json") if (path := getattr(options, kind))}
     for kind, path in outputs.items():
-        _check_folder(kind, path)
+        check_folder(kind, path)
     run_script.found(options.script, options.as_module)  # or else nothing is to be shown
     recipe, under_zero = recipes_asked(options) or (None, None)
     log, started = Log(), Counter[str]()
@@ -84,7 +84,7 @@ def _report(options: argparse.Namespace) -> int:
     log = Log.load(options.file)
     if options.html:
         path = Path(options.html)
-        _check_folder("html", path)
+        check_folder("html", path)
         log.html(path)
     if options.diff:
         found = log.diff(Log.load(options.diff))
@@ -94,7 +94,7 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _of_rank(path: str) -> Path:
+def of_rank(path: str) -> Path:
     """Where this rank writes, absolute, since a script may change its folder; of many, ``log.3.json`` for rank 3."""
     whole = Path(os.path.abspath(path))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -102,7 +102,7 @@ def _of_rank(path: str) -> Path:
     return whole
 
 
-def _check_folder(kind: str, path: Path) -> None:
+def check_folder(kind: str, path: Path) -> None:
     if not path.parent.is_dir():
         raise HmpxError(f"--{kind} {path}: there is no folder {path.parent}")
     if path.is_dir():

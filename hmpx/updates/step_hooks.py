@@ -123,11 +123,16 @@ def uninstall_collected() -> None:
 
 def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Parameter) -> None:
     """Step one parameter of an attached optimizer, outside of the optimizer's `step`."""
-    cell = _cell(type(optimizer).step)
+    with region_state.region(casting=False), torch.no_grad():
+        updates.step_alone(StepCall(optimizer, own_step(type(optimizer))), p)
+
+
+def own_step(cls: type[Optimizer]) -> Callable:
+    """The step function of an optimizer class, without what torch and hmpx have put around it."""
+    cell = _cell(cls.step)
     assert cell is not None, "the step of every class is wrapped"
     own = cell.cell_contents
-    with region_state.region(casting=False), torch.no_grad():
-        updates.step_alone(StepCall(optimizer, getattr(own, "__hmpx_original__", own)), p)
+    return getattr(own, "__hmpx_original__", own)
 
 
 def _cells() -> Iterator[tuple[type, types.CellType]]:

@@ -168,6 +168,10 @@ def insight(model: torch.nn.Module, x: Tensor) -> list[str]:
     assert_type(held, hmpx.TunedWeights)
     assert_type(held.choices, tuple[hmpx.WeightChoice, ...])
     print(choices[0].reason, marks[0].cost)
+    with hmpx.doctor(steps=3, at=[2]) as diagnosis:
+        assert_type(diagnosis, hmpx.Diagnosis)
+    assert_type(diagnosis.findings, list[hmpx.Problem])
+    assert_type(diagnosis.recipe, hmpx.Recipe | None)
     with hmpx.record() as log:
         assert_type(log, hmpx.Log)
         log.every(10, lambda rows: print(rows[0]["op"]))

@@ -23,7 +23,8 @@ from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.site import SHAPES, Site
 from hmpx.insight.recording.trips import RoundTrips
 from hmpx.insight.recording.unmatched import unmatched
-from hmpx.insight.tensors import LOW, Tensor, floating, is_finite, is_masked, is_readable, name
+from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_readable, name
+from hmpx.insight.unchosen import unchosen
 from hmpx.ops.callers import frames, modules, users_frame
 from hmpx.ops.forwards import side_that_casts
 from hmpx.ops.observing import Point, Run, Seen
@@ -185,22 +186,8 @@ class Recorder:
         given: list[Tensor],
         result: list[Tensor],
     ) -> str:
-        """Why a stream in low precision came out wide, where no list asks for FP32: what was wide and met it.
-
-        That is a parameter, a buffer, or what is smaller than the stream. Two streams of one size make no finding: a
-        sum in FP32 of an FP32 residual and a BF16 branch is as mixed precision should be.
-        """
-        wide = [tensor for tensor in given if tensor.dtype is torch.float32 and tensor.dim()]
-        low = [tensor for tensor in given if tensor.dtype in LOW]
-        if rule in TARGETS or not wide or not low or not result or result[0].dtype is not torch.float32:
-            return ""
-        most = max([tensor.numel() for tensor in low])
-        names = [self._names.of_tensor(tensor, frame) for tensor in wide]
-        if any(not named and tensor.numel() >= most for named, tensor in zip(names, wide, strict=True)):
-            return ""
-        shapes = ["x".join(map(str, tensor.shape)) for tensor in wide]
-        said = [named or f"a tensor of {shape}" for named, shape in zip(names, shapes, strict=True)]
-        return f"float32 comes out, as {' and '.join(said)} in float32 met {name(low[0].dtype)}"
+        """Why it ran in a dtype that nobody chose, where no list asks for FP32."""
+        return "" if rule in TARGETS else unchosen(self._names, frame, given, result)
 
     def _of(self, conversion: Conversion) -> Conversion:
         """The conversion, which is remembered."""

@@ -1,0 +1,47 @@
+"""Which model the parameters of an optimizer are in, and what they are called there."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from hmpx.ops.callers import frames
+from hmpx.updates.names import names_in
+
+Parameter = torch.nn.Parameter
+
+
+class Owners:
+    """The models that stand in the variables of whoever steps an optimizer, or in the objects whose method does."""
+
+    def __init__(self) -> None:
+        self._models: list[weakref.ref[torch.nn.Module]] = []
+
+    def look(self, frame: types.FrameType | None, params: Iterable[Parameter]) -> None:
+        """Find the modules that hold these parameters."""
+        wanted = {id(p) for p in params}
+        for each in frames(frame):
+            values = list(each.f_locals.values())
+            holder = each.f_locals.get("self")
+            values += list(getattr(holder, "__dict__", {}).values())
+            found = [value for value in values if isinstance(value, torch.nn.Module)]
+            for model in sorted(found, key=lambda model: -sum(id(p) in wanted for p in model.parameters())):
+                here = {id(p) for p in model.parameters()}
+                if here & wanted:
+                    wanted -= here
+                    self._models.append(weakref.ref(model))
+            if not wanted:
+                return
+
+    def every(self) -> dict[Parameter, str]:
+        """Every parameter of these models, trained or not, with its name."""
+        models = [model for each in self._models if (model := each()) is not None]
+        return {p: name for model in reversed(models) for p, name in names_in(model).items()}
+
+    def names(self, params: Iterable[Parameter]) -> dict[Parameter, str]:
+        """What these parameters are called; by its place in the optimizer what is in no model."""
+        known = self.every()
+        return {p: known.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(params)}

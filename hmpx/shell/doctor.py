@@ -1,0 +1,84 @@
+"""`doctor SCRIPT`: what is wrong with the precision of an unmodified script, from the shell."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+from hmpx.insight.doctor.diagnosis import Diagnosis
+from hmpx.insight.doctor.doctor import doctor
+from hmpx.recipes import run_script
+from hmpx.shell.record import check_folder, of_rank
+from hmpx.shell.scripts import add_script, is_first_rank, recipes_asked
+from hmpx.shell.started import started_processes
+
+_STEPS = 50
+
+
+def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    command = add_command(
+        "doctor",
+        "run an unmodified script and say what is wrong with its precision",
+        "Run the first steps of a script as it is, without a recipe and with the bits that it has without this, and\n"
+        "print what is wrong with its precision to standard error, the worst first: the evidence, the line or the\n"
+        "parameter, and the one thing to do. The script ends after --steps steps of an optimizer. The exit status is\n"
+        "1 if something is wrong. Of many ranks, the first prints.",
+        "train.py\n--steps 200 -m package.train --lr 0.1\n--fix recipe.yaml train.py\n--recipe recipe.yaml train.py",
+    )
+    command.add_argument(
+        "--steps", type=int, default=_STEPS, metavar="N", help=f"of an optimizer, {_STEPS} without this; 0: all"
+    )
+    command.add_argument(
+        "--at",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="look at every op of this step, too",
+    )
+    files = command.add_argument_group("what is saved")
+    files.add_argument("--fix", metavar="FILE", help="the least recipe that answers what is found, with its reasons")
+    files.add_argument("--html", metavar="FILE", help="one page that holds everything, and needs no network")
+    files.add_argument("--json", metavar="FILE", help="what was found, for programs")
+    add_script(command, "none: the script runs as it is")
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    outputs = {kind: of_rank(path) for kind in ("html", "json", "fix") if (path := getattr(options, kind))}
+    for kind, path in outputs.items():
+        check_folder(kind, path)
+    run_script.found(options.script, options.as_module)  # or else nothing is to be shown
+    recipe, under_zero = recipes_asked(options) or (None, None)
+    found, started, status = Diagnosis(), Counter[str](), 0
+    try:
+        with started_processes() as started, doctor(options.steps or None, options.at) as found:
+            run_script.run(
+                recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero
+            )
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        _show(found, outputs, started)
+    return status or int(found.wrong and is_first_rank())
+
+
+def _show(found: Diagnosis, outputs: dict, started: Counter[str]) -> None:
+    """Write the files, and print what was found beneath all that the script has printed."""
+    written = []
+    for kind, path in outputs.items():
+        if kind == "fix" and found.recipe is None:
+            written.append("hmpx: no recipe answers these findings, so none was written")
+        elif kind != "fix" or is_first_rank():
+            getattr(found, kind)(path)
+            written.append(f"hmpx: wrote {path}")
+    if is_first_rank():
+        sys.stdout.flush()
+        if started:
+            names = ", ".join(f"{name} ({number})" for name, number in started.items())
+            written.append(f"hmpx: the script started processes, which were not looked at: {names}")
+        print("", found, *written, sep="\n", file=sys.stderr)

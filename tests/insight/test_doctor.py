@@ -1,0 +1,25 @@
+"""`doctor` finds each fault that was planted in a training, and is silent where it was not."""
+
+from __future__ import annotations
+
+import pytest
+
+import hmpx
+from tests.support.planted_trainings import PLANTED
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name):
+    with hmpx.doctor() as found:
+        PLANTED[name](True)
+    kinds = [each.kind for each in found.findings]
+    assert name.partition(":")[0] in kinds, str(found)
+    assert not any(line.startswith("could not look") for line in found.looked), found.looked
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_its_healthy_twin_is_silent(name):
+    with hmpx.doctor() as found:
+        PLANTED[name](False)
+    assert found.findings == [] and not found.wrong, str(found)
+    assert not any(line.startswith("could not look") for line in found.looked), found.looked
