@@ -135,16 +135,13 @@ def average_by_mul_and_add(sick):
 
 @planted("average of weights")
 def averaged_model(sick):
-    model = mlp()
-    wide = copy.deepcopy(model).to(BF16 if sick else FP32)
-    multi_avg = torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
-    average = torch.optim.swa_utils.AveragedModel(wide, multi_avg_fn=multi_avg)
-
-    def update():
-        wide.load_state_dict(model.state_dict())
-        average.update_parameters(wide)
-
-    train(model, torch.optim.Adam(model.parameters(), lr=1e-3), after=update)
+    model = mlp(BF16 if sick else FP32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1e-3)  # or else its own updates would be lost
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, after=lambda: average.update_parameters(model))
 
 
 @planted("gradient accumulation")

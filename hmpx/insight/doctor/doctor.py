@@ -130,7 +130,7 @@ class Examination:
             self._plain = min(self._plain or took, took)
         number = self.iterations + 1
         affordable = self._took <= _SHARE * (now - self._began)
-        if number in self._at or number == 2 or (number % 10 == 0 and affordable):
+        if number in self._at or number == 3 or (number % 10 == 0 and affordable):
             self._open(_ITERATION)
 
     def _open(self, most: int | None) -> None:
@@ -201,7 +201,8 @@ def doctor(steps: int | None = None, at: Collection[int] = ()) -> Iterator[Diagn
     """Look at a training as it is, and say what is wrong with its precision.
 
     Updates of weights in BF16 and FP16 are looked at in steps 1, 2, 4, 7, 11 and so on, with up to 1024 elements of
-    each parameter; ops in the second iteration and now and then later, as long as that takes a tenth of the time.
+    each parameter; the first 5000 ops, those of the third iteration, and of every tenth as long as that takes no more than
+    a tenth of the time.
     Nothing is converted, and the training has the bits that it has without. Compiled code hides its ops. The thread
     that opens it is looked at, on each rank its own part.
 

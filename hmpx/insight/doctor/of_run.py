@@ -20,7 +20,7 @@ def of_run(watch: OpWatch, scaling: Scaling) -> Iterator[Problem]:
             True,
             f"GradScaler has skipped {skipped} of the last {of} steps, and its scale is down to {scaling.scale:g}: "
             "gradients are inf or NaN at any scale",
-            "look for the first op that makes them (doctor --at 2), or use BF16, which needs no scale",
+            "look for the first op that makes them (doctor --at 3), or use BF16, which needs no scale",
             weight=0.9,
         )
     precision = watch.precision

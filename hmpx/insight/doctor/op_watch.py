@@ -7,6 +7,7 @@ patches nothing. What is looked for in an op stands in `op_checks`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import types as python_types
@@ -25,7 +26,7 @@ from hmpx.insight.doctor.spots import Spots
 from hmpx.insight.doctor.writes import Writes
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.unchosen import MIXING, unchosen
-from hmpx.ops.callers import users_frame
+from hmpx.ops.callers import frames, users_frame
 from hmpx.ops.observing import unobserved
 
 _STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
@@ -121,11 +122,9 @@ class OpWatch(TorchDispatchMode):
             self.accumulation.look(name, node, args, given, before)
             self.underflow.look(results)
             return
-        if self.stepping or not results:
-            return
-        if before is not None:
-            if not beside(frame):
-                self.writes.after(func, name, args, kwargs, before, frame)
+        if before is not None and not self.stepping and not beside(frame):
+            self.writes.after(func, name, args, kwargs, before, frame)
+        if self.stepping or not results or before is not None:
             return
         out = results[0]
         if name in PRODUCTS:
@@ -180,4 +179,5 @@ def beside(frame: python_types.FrameType | None) -> bool:
 
 def _is_root(frame: python_types.FrameType | None) -> bool:
     """Whether `backward()` makes the gradient that it begins with."""
-    return frame is not None and frame.f_code.co_name == "_make_grads"
+    near = itertools.islice(frames(frame), 4)  # Dynamo, where it was imported, stands around a mode's function
+    return any(each.f_code.co_name == "_make_grads" for each in near)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-import weakref
 from collections.abc import Iterable
 
 import torch
@@ -18,7 +17,7 @@ class Owners:
     """The models that stand in the variables of whoever steps an optimizer, or in the objects whose method does."""
 
     def __init__(self) -> None:
-        self._models: list[weakref.ref[torch.nn.Module]] = []
+        self._names: dict[Parameter, str] = {}
 
     def look(self, frame: types.FrameType | None, params: Iterable[Parameter]) -> None:
         """Find the modules that hold these parameters."""
@@ -32,16 +31,14 @@ class Owners:
                 here = {id(p) for p in model.parameters()}
                 if here & wanted:
                     wanted -= here
-                    self._models.append(weakref.ref(model))
+                    self._names = {**names_in(model), **self._names}
             if not wanted:
                 return
 
     def every(self) -> dict[Parameter, str]:
         """Every parameter of these models, trained or not, with its name."""
-        models = [model for each in self._models if (model := each()) is not None]
-        return {p: name for model in reversed(models) for p, name in names_in(model).items()}
+        return self._names
 
     def names(self, params: Iterable[Parameter]) -> dict[Parameter, str]:
         """What these parameters are called; by its place in the optimizer what is in no model."""
-        known = self.every()
-        return {p: known.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(params)}
+        return {p: self._names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(params)}

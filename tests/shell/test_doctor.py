@@ -1,0 +1,103 @@
+"""`doctor` from the shell: the script runs as ever, and what is wrong is told beneath it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hmpx.recipes.recipe import read_recipe
+from tests.support import python
+
+SCRIPT = """
+import sys, torch, torch.nn.functional as F
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 10)).to(DTYPE)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+for i in range(60):
+    x = torch.randn(32, 64)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x.to(DTYPE)).float(), x[:, :10].argmax(-1))
+    loss.backward()
+    optimizer.step()
+print("trained", sys.argv[1:], loss.item(), [p.double().sum().item() for p in model.parameters()])
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(dtype="torch.bfloat16", source=SCRIPT):
+        (tmp_path / "train.py").write_text(source.replace("DTYPE", dtype))
+        return "train.py"
+
+    return write
+
+
+def doctor(tmp_path, *arguments, **more):
+    return python.run("-m", "hmpx", "doctor", *arguments, cwd=tmp_path, **more)
+
+
+def test_lost_updates_are_told_and_the_recipe_that_is_written_mends_them(script, tmp_path):
+    files = ("--fix", "recipe.yaml", "--json", "found.json", "--html", "found.html")
+    done = doctor(tmp_path, *files, script())
+    assert done.returncode == 1 and done.stdout == "", done.stderr  # it ends after 50 steps
+    assert "WRONG  lost updates: train.py:11: round-to-nearest loses " in done.stderr
+    assert "50 steps of AdamW; parameters: 9,610 in bfloat16" in done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["wrong"] and [each["kind"] for each in found["findings"]] == ["lost updates"]
+    assert set(found["findings"][0]["names"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert "lost updates" in (tmp_path / "found.html").read_text()
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    assert (recipe.opt_level, recipe.weights, recipe.parameter_dtype) == (None, "stochastic", "bfloat16")
+    done = doctor(tmp_path, "--recipe", "recipe.yaml", "train.py")
+    assert done.returncode == 0 and "nothing wrong was found" in done.stderr, done.stderr
+
+
+def test_a_script_prints_and_computes_what_it_does_without(script, tmp_path):
+    plain = python.run(script(), "a", "--b", cwd=tmp_path, check=True)
+    done = doctor(tmp_path, "--steps", "0", "train.py", "a", "--b")
+    assert done.returncode == 1 and done.stdout == plain.stdout != ""
+
+
+def test_a_healthy_script_is_told_so_with_the_status_0(script, tmp_path):
+    done = doctor(tmp_path, "--fix", "recipe.yaml", script("torch.float32"))
+    assert done.returncode == 0 and "nothing wrong was found" in done.stderr
+    assert "no recipe answers" in done.stderr and not (tmp_path / "recipe.yaml").exists()
+
+
+def test_what_was_found_is_told_when_the_script_breaks(script, tmp_path):
+    done = doctor(tmp_path, script(source=SCRIPT.replace("optimizer.step()", "optimizer.step(); 1 / (5 - i)")))
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr and "lost updates" in done.stderr
+
+
+def test_a_module_and_the_status_of_its_own(script, tmp_path):
+    script("torch.float32", SCRIPT.replace("for i in range(60)", "for i in range(3)") + "sys.exit(7)\n")
+    done = doctor(tmp_path, "-m", "train")
+    assert done.returncode == 7 and done.stdout.startswith("trained")
+
+
+RANKS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank() + 2 * i))).square().sum().backward()
+    for p in model.parameters():
+        if SICK:
+            continue
+        dist.all_reduce(p.grad)
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("sick", [True, False])
+def test_ranks_whose_weights_differ(sick, tmp_path):
+    (tmp_path / "train.py").write_text(RANKS.replace("SICK", str(sick)))
+    command = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "hmpx", "doctor")
+    done = python.run(*command, "train.py", cwd=tmp_path, env=python.environment())
+    assert ("began equal on 2 ranks and differ now" in done.stderr) == sick, done.stderr
+    assert (done.returncode == 0) == (not sick)
