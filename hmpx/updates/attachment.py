@@ -45,9 +45,10 @@ class Attachment:
         active: whether this is what the optimizer is attached by now.
 
     `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does. `updates()` counts what rounding to
-    nearest would lose, and `watched` is what it has given, None where nothing is counted. What else it has (`install`,
-    `take_masters`, `masters_of`, `set_masters`, `abandon`, `facts`, `before_load`, `sync_parameters`,
-    `cast_state_along`, `step`, `detach_from`) is for hmpx itself.
+    nearest would lose, and `watched` is what it has given, None where nothing is counted. `kept_steps` counts the steps
+    that were spared a look at every parameter, as nothing but gradients and options had changed. What else it has
+    (`install`, `take_masters`, `masters_of`, `beside`, `set_masters`, `abandon`, `facts`, `look_again`, `before_load`,
+    `sync_parameters`, `cast_state_along`, `step`, `detach_from`) is for hmpx itself.
 
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).bfloat16().parameters(), lr=0.1)
@@ -123,6 +124,11 @@ class Attachment:
         return self._watched
 
     @property
+    def kept_steps(self) -> int:
+        """How many steps have found all as the step before had left it, and took that one's batches again."""
+        return self._updates.kept_steps
+
+    @property
     def watched(self) -> Updates | None:
         """What `updates()` has given, if it was asked for and still counts."""
         return self._watched if self._watched is not None and self._watched.active else None
@@ -170,6 +176,10 @@ class Attachment:
         segment = next(each for each in self._updates.segments(self._alive) if each.param is p)
         return self._updates.stores.masters(segment)
 
+    def beside(self, *params: Parameter) -> list[torch.Tensor]:
+        """The tensors that are kept beside the weights of these parameters, or of all: masters, or parts of them."""
+        return self._updates.stores.beside(*params)
+
     def set_masters(self, masters: Mapping[Parameter, torch.Tensor]) -> None:
         """Let FP32 numbers that the weights are the rounding of be the masters, of those that have some."""
         self._updates.set_masters(self._alive, masters)
@@ -212,7 +222,7 @@ class Attachment:
             raise
 
     def _remove(self) -> None:
-        self._updates.look_again()
+        self.look_again()
         self._gone.detach()
         self._undo.close()
         vars(self.optimizer).pop(ATTRIBUTE, None)
@@ -256,10 +266,14 @@ class Attachment:
             if dtype is torch.bfloat16 and p.dtype is not dtype:
                 self._updates.cast_state_along(self._alive, p)
 
+    def look_again(self) -> None:
+        """Let the next step look at every parameter, as the first one does."""
+        self._updates.look_again()
+
     def before_load(self, optimizer: Optimizer) -> None:
         """`optimizer.load_state_dict` is about to run."""
         if optimizer is self.optimizer:  # and no copy that took every attribute along
-            self._updates.look_again()
+            self.look_again()
             self._checkpoints.hook_last(optimizer)
 
     def step(self, call: StepCall) -> Any:

@@ -21,8 +21,6 @@ from hmpx.rounding.keys import derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Held, Stepped
 from hmpx.rounding.places import Place, numbers_of
 from hmpx.updates.checksums import checksums, clear_written
-from hmpx.updates.fused_plan import FusedPlan
-from hmpx.updates.sliced_plan import SlicedPlan
 from tests.support.eight_bits import beside_the_finest_steps
 from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
 from tests.support.numbers import special_values, spread
@@ -38,8 +36,6 @@ def kernels(name):
     with contextlib.ExitStack() as patches:
         if name != "C":
             patches.enter_context(mock.patch.object(native, "can_read", lambda *tensors: False))
-            for plan in (FusedPlan, SlicedPlan):  # of steps by the C kernels
-                patches.enter_context(mock.patch.object(plan, "can_be", lambda *arguments: False))
         if name == "Triton":
             patches.enter_context(mock.patch.object(triton, "can_read", follows))
         yield

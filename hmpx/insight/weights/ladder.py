@@ -14,7 +14,7 @@ import torch
 
 from hmpx.updates.block_layout import Layout
 from hmpx.updates.state_forms import STATE_FORMS, StateDtype, state_name
-from hmpx.updates.weights import WAYS
+from hmpx.updates.stores import WAYS
 
 FP32 = "float32"  # for `weights`: the parameter itself is FP32
 WEIGHTS = ("stochastic", "split8", "master", "split", FP32)  # of two that take the same bytes, the first is taken
