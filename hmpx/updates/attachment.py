@@ -19,16 +19,16 @@ from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import released
 from hmpx.updates.gradients.accumulation import end_unused_exchanges
 from hmpx.updates.gradients.claims import Claim
+from hmpx.updates.lost_updates import Updates
 from hmpx.updates.names import has_bf16, named, parameters
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.optimizer_methods import writing_methods
 from hmpx.updates.ranks import zero
-from hmpx.updates.ranks.step_counts import StepCounts
+from hmpx.updates.ranks.agreement import StepCounts
 from hmpx.updates.settings import Settings
 from hmpx.updates.step import WeightUpdates
 from hmpx.updates.step_call import StepCall
 from hmpx.updates.step_count import SEED_KEY
-from hmpx.updates.watched import Updates
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer

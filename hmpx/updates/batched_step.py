@@ -12,12 +12,12 @@ from hmpx.updates.batching import batches_of
 from hmpx.updates.fingerprint import Fingerprint
 from hmpx.updates.fused_batch import FusedBatch, formula_for, takes
 from hmpx.updates.gathered_batch import GatheredBatch
-from hmpx.updates.held_state import held, is_coded
 from hmpx.updates.interrupts import mark_incomplete
 from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.ranks.sharding import held_part, local
 from hmpx.updates.segment import Segment
 from hmpx.updates.shown import Around
+from hmpx.updates.state_tensors import held, is_coded
 from hmpx.updates.step_call import StepCall, WriteBack
 
 Tensor = torch.Tensor

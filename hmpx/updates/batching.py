@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from hmpx.updates.layout import memory_order
+from hmpx.updates.memory_order import memory_order
 from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.segment import Segment

@@ -30,13 +30,13 @@ from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.rounding.kernels import Kernels, kernels_for
 from hmpx.rounding.keys import name_id
-from hmpx.updates.block_layout import Layout
 from hmpx.updates.checksums import block_of
 from hmpx.updates.fused_formulas import Formula, formula_of, is_scaled
-from hmpx.updates.held_state import CODES, SCALES, by_own_keys
 from hmpx.updates.segment import Segment
 from hmpx.updates.shown import Around
+from hmpx.updates.state_blocks import StateBlocks
 from hmpx.updates.state_forms import form_of
+from hmpx.updates.state_tensors import CODES, SCALES, by_own_keys
 from hmpx.updates.step_call import StepCall, WriteBack
 from hmpx.updates.update_counts import before_step
 
@@ -223,7 +223,9 @@ def _in_kernel(state: dict, keys: tuple[str | None, ...]) -> tuple[Tensor | nati
     found: list[Tensor | native.Coded | None] = []
     for key in keys:
         codes = None if key is None else state.get(CODES + key)
-        coded = None if codes is None else native.Coded(codes, state[f"{SCALES}{key}"], Layout.of(codes).rows.width)
+        coded = (
+            None if codes is None else native.Coded(codes, state[f"{SCALES}{key}"], StateBlocks.of(codes).rows.width)
+        )
         found.append(None if key is None else coded or state[key])
     return tuple(found)
 
@@ -231,7 +233,7 @@ def _in_kernel(state: dict, keys: tuple[str | None, ...]) -> tuple[Tensor | nati
 def _can_be_coded(segment: Segment, state: dict, kernels: Kernels) -> bool:
     """Whether these kernels can step a parameter whose state is in 8 bits."""
     p, in_halves = segment.param, segment.way.weights in ("split", "split8")
-    if kernels is native and in_halves and block_of(p) > 1 and not Layout.of(p).rows.are_even(p.numel()):
+    if kernels is native and in_halves and block_of(p) > 1 and not StateBlocks.of(p).rows.are_even(p.numel()):
         return False  # the C kernels would cut the blocks of weights that share a checksum
     scales = [value for key, value in state.items() if key.startswith(SCALES)]
     return all(native.is_plain(each) and each.device == p.device for each in scales)

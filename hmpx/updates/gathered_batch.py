@@ -10,10 +10,10 @@ from hmpx.updates.batch import OnlyParameters, hand_back
 from hmpx.updates.optimizer_scope import by_memory
 from hmpx.updates.ranks.sharding import held_part, like, local
 from hmpx.updates.segment import Segment
-from hmpx.updates.shadow_state import GatheredShadowState
 from hmpx.updates.shown import Around
 from hmpx.updates.step_call import StepCall, WriteBack
 from hmpx.updates.update_counts import before_step
+from hmpx.updates.whole_step_state import GatheredShadowState
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -8,13 +8,13 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.updates.held import Held
-from hmpx.updates.held_state import HeldState, entries, held
 from hmpx.updates.optimizer_scope import by_memory
-from hmpx.updates.optimizer_state import is_bf16, is_moment, keeps_bf16
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_dtypes import is_bf16, is_moment, keeps_bf16
 from hmpx.updates.state_forms import form_of, written
+from hmpx.updates.state_tensors import HeldState, entries, held
 from hmpx.updates.stores import Stores
 from hmpx.updates.transfers import Piece, Words
 

@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 
 from hmpx.dtype_names import dtype_name
 from hmpx.rounding.eight_bits import BLOCK
-from hmpx.updates.block_layout import Layout
-from hmpx.updates.held_state import HeldCodes, HeldState, HeldTensor, held
-from hmpx.updates.optimizer_state import cast_state, is_moment, prepare_for_8_bits
 from hmpx.updates.ranks.sharding import box_of, local
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_blocks import StateBlocks
+from hmpx.updates.state_dtypes import cast_state, is_moment, prepare_for_8_bits
+from hmpx.updates.state_tensors import HeldCodes, HeldState, HeldTensor, held
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -183,7 +183,7 @@ class In8Bits:
         return value
 
     def ends(self, param: Tensor) -> Callable[[int], int] | None:
-        layout = Layout.of(param)
+        layout = StateBlocks.of(param)
         return (lambda element: 0) if layout.cut or layout.is_scattered else layout.rows.floor
 
 

@@ -11,7 +11,7 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding.stochastic import check_seed
-from hmpx.updates import optimizer_state, step_count
+from hmpx.updates import state_dtypes, step_count
 from hmpx.updates.batched_step import BatchedStep, Members, is_uniform
 from hmpx.updates.interrupts import DeferredSignals
 from hmpx.updates.names import fingerprint, named, parameters
@@ -190,11 +190,11 @@ class WeightUpdates:
     def cast_state_along(self, optimizer: Optimizer, p: Parameter) -> None:
         """`p` is not BF16 any more: let its state be that of plain steps."""
         way = next((self.settings.way(name) for name, each in named(optimizer, self.names) if each is p), USUAL)
-        optimizer_state.cast_state_of(optimizer, p, way.state_dtype)
+        state_dtypes.cast_state_of(optimizer, p, way.state_dtype)
 
     def release_state(self, optimizer: Optimizer) -> None:
         """Cast the state to the dtype of its parameter, for plain steps."""
-        optimizer_state.release_state(optimizer)
+        state_dtypes.release_state(optimizer)
 
     def _cast_state(self, optimizer: Optimizer, write_back: WriteBack, segments: list[Segment]) -> None:
         key, found = write_back.rounding_key, False

@@ -14,7 +14,7 @@ import torch
 from hmpx.rounding import native
 from hmpx.rounding.keys import name_id
 from hmpx.updates.held import Held, Store
-from hmpx.updates.layout import memory_order, unfolded
+from hmpx.updates.memory_order import memory_order, unfolded
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment

@@ -19,9 +19,9 @@ from hmpx.updates.interrupts import DeferredSignals, mark_incomplete
 from hmpx.updates.optimizer_scope import by_memory
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.segment import Segment
-from hmpx.updates.shadow_state import ShadowState
 from hmpx.updates.step_call import StepCall, WriteBack
 from hmpx.updates.update_counts import Before, before_step
+from hmpx.updates.whole_step_state import ShadowState
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer

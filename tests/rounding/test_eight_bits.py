@@ -12,10 +12,10 @@ from hmpx.rounding import native
 from hmpx.rounding.eight_bits import Rows, decode, encode
 from hmpx.rounding.halves import join_24, split_24
 from hmpx.rounding.places import Place
-from hmpx.updates.block_layout import Layout
-from hmpx.updates.held_state import HeldCodes
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_blocks import StateBlocks
+from hmpx.updates.state_tensors import HeldCodes
 from tests.support.eight_bits import beside_the_finest_steps, in_8_bits, numbers, read, row_length
 from tests.support.numbers import special_values, spread
 from tests.support.oracle import to_24_bits
@@ -111,7 +111,7 @@ def test_parts_have_the_bits_of_the_whole():
         whole, parts, p = written(x), HeldCodes.new(x), torch.nn.Parameter(x.bfloat16())
         parts.tensor.fill_(77)
         parts.scales.fill_(7)
-        segments = list(Segment(p, "w").parts(64, None, Layout.of(x).rows.floor))
+        segments = list(Segment(p, "w").parts(64, None, StateBlocks.of(x).rows.floor))
         for segment in segments:
             parts.write(segment, x.view(-1)[segment.start : segment.stop], "w.exp_avg", RoundingKey(**KEY))
         assert torch.equal(parts.tensor, whole.tensor) and torch.equal(parts.scales, whole.scales)
@@ -123,10 +123,10 @@ def test_parts_have_the_bits_of_the_whole():
 def test_blocks_lie_in_rows():
     for shape in SHAPES:
         length = row_length(shape)
-        assert Layout.of(torch.empty(shape)).rows == Rows(length, 0, -(-length // 128))
-    assert Layout.of(torch.empty(64, 256, 1, 1)).shape == (64, 2)  # a convolution of one pixel
-    assert Layout.of(torch.empty(8, 64, 256)).shape == (8, 64, 2)  # experts, each of them a matrix
-    assert Layout.of(torch.empty(1000, 8)).shape == (1000, 1)
+        assert StateBlocks.of(torch.empty(shape)).rows == Rows(length, 0, -(-length // 128))
+    assert StateBlocks.of(torch.empty(64, 256, 1, 1)).shape == (64, 2)  # a convolution of one pixel
+    assert StateBlocks.of(torch.empty(8, 64, 256)).shape == (8, 64, 2)  # experts, each of them a matrix
+    assert StateBlocks.of(torch.empty(1000, 8)).shape == (1000, 1)
 
 
 def test_what_may_stand_where_a_part_of_cut_rows_ends():

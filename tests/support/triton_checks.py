@@ -60,7 +60,7 @@ def check_a_list_of_tensors():
     for size, name, *place in pieces:
         x, out = torch.randn(size + 1)[1:], torch.empty(size, dtype=torch.bfloat16)
         x[: min(size, 25)] = special_values()[: min(size, 25)]
-        roundings.append(native.Rounding(out, x, name_id(name), *place))
+        roundings.append(native.KernelRounding(out, x, name_id(name), *place))
     roundings += [each._replace(out=torch.empty_like(each.out), x=each.x.clone()) for each in roundings]
     triton.round_list(roundings, step_key(5, 9))
     for out, x, name, offset, width, stride in roundings:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx.updates import batching, step_hooks
-from hmpx.updates.held_state import HeldCodes
+from hmpx.updates.state_tensors import HeldCodes
 from hmpx.updates.stores import WAYS
 from tests.support.eight_bits import widened
 from tests.support.training import parameters, same, set_gradients, train, weights

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx.updates.block_layout import Layout
+from hmpx.updates.state_blocks import StateBlocks
 from hmpx.updates.state_forms import STATE_FORMS, StateDtype, state_name
 from hmpx.updates.stores import WAYS
 
@@ -54,5 +54,5 @@ def _bytes(like: torch.Tensor, rung: Rung, states: int) -> float:
     if not like.dim():  # what has no dimension stays FP32
         each = 4.0
     elif rung.state == "8bit":
-        each = elements + torch.bfloat16.itemsize * math.prod(Layout.of(like).shape)
+        each = elements + torch.bfloat16.itemsize * math.prod(StateBlocks.of(like).shape)
     return elements * (2 + 2 + beside) + states * each

@@ -15,11 +15,11 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.rounding.eight_bits import decode, largest, scales_for
-from hmpx.updates.block_layout import Layout, sharded_scales
 from hmpx.updates.held import Held
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_blocks import StateBlocks, sharded_scales
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -65,7 +65,7 @@ class HeldCodes(HeldState):
     Attributes:
         tensor: the codes, uint8, of the parameter's shape, contiguous.
         scales: one BF16 number for each block. Of a parameter of n dimensions, the first k are those of the parameter,
-            and the last one counts the blocks of a row; see `Layout`.
+            and the last one counts the blocks of a row; see `StateBlocks`.
     """
 
     kind = native.CODED
@@ -77,20 +77,20 @@ class HeldCodes(HeldState):
     @classmethod
     def new(cls, param: Tensor) -> HeldCodes:
         """Room for the state of a parameter; its values are whatever they are."""
-        held, layout = local(param), Layout.of(param)
+        held, layout = local(param), StateBlocks.of(param)
         codes = torch.empty(held.shape, dtype=torch.uint8, device=held.device)
         scales = torch.empty(layout.shape, dtype=BF16, device=held.device)
         return cls(like(param, codes) if is_sharded(param) else codes, sharded_scales(scales, param, layout))
 
     def for_kernels(self, segment: Segment, name: int) -> native.Held | None:
-        row = Layout.of(self.tensor).rows.width
+        row = StateBlocks.of(self.tensor).rows.width
         return native.Held(self.tensor, native.CODED, name, self.scales, row=row)
 
     def blocks(self, segment: Segment, x: Tensor) -> list[tuple[Segment, Tensor]]:
         return [(segment, x)]  # codes are contiguous, and a scale belongs to a whole block of them
 
     def read(self, segment: Segment, out: Tensor) -> None:
-        layout = Layout.of(self.tensor)
+        layout = StateBlocks.of(self.tensor)
         if layout.is_scattered:  # a part is all that this rank holds
             out.copy_(local(self.whole()).reshape(out.shape))
             return
@@ -101,7 +101,7 @@ class HeldCodes(HeldState):
             out.copy_(flat.view(out.shape))
 
     def write(self, segment: Segment, value: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        layout = Layout.of(self.tensor)
+        layout = StateBlocks.of(self.tensor)
         if layout.is_scattered or (segment.is_gathered and not is_sharded(value)):
             if value.shape != self.tensor.shape or is_sharded(value):
                 value = like(cast("DTensor", self.tensor), local(value).view(local(self.tensor).shape)).full_tensor()
@@ -121,13 +121,13 @@ class HeldCodes(HeldState):
         return codes if segment.start is None else codes[segment.start : segment.stop]
 
     def whole(self) -> Tensor:
-        if Layout.of(self.tensor).is_scattered:
+        if StateBlocks.of(self.tensor).is_scattered:
             codes, scales = cast("DTensor", self.tensor), cast("DTensor", self.scales)
             whole = HeldCodes(codes.full_tensor(), scales.full_tensor()).whole()
             return like(codes, held_part(codes, whole).contiguous())
         held = local(self.tensor)
         out = torch.empty(held.shape, dtype=torch.float32, device=held.device)
-        decode(out.view(-1), held.view(-1), local(self.scales), Layout.of(self.tensor).rows, 0)
+        decode(out.view(-1), held.view(-1), local(self.scales), StateBlocks.of(self.tensor).rows, 0)
         return like(self.tensor, out) if is_sharded(self.tensor) else out
 
     def entries(self, key: str) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
     for key, codes in state.items():
         if not isinstance(key, str) or not key.startswith(CODES):
             continue
-        layout, own = Layout.of(param), key.removeprefix(CODES)
+        layout, own = StateBlocks.of(param), key.removeprefix(CODES)
         scales, of = state.get(SCALES + own), "a parameter" if name == "" else f"parameter {name!r}"
         if scales is None:
             raise HmpxError(f"{own!r} of {of} is in 8 bits without its scales: there is no {SCALES + own!r}")

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from hmpx.updates.held_state import HeldState, held, is_coded
-from hmpx.updates.layout import laid_as
-from hmpx.updates.optimizer_state import as_fp32, is_bf16, is_moment, keeps_bf16
+from hmpx.updates.memory_order import laid_as
 from hmpx.updates.ranks.sharding import PLAIN, is_sharded, local
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_dtypes import as_fp32, is_bf16, is_moment, keeps_bf16
 from hmpx.updates.state_forms import form_of, written
+from hmpx.updates.state_tensors import HeldState, held, is_coded
 from hmpx.updates.step_call import WriteBack
 from hmpx.updates.write_counts import raises_versions
 
