@@ -20,7 +20,7 @@ import hmpx
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.recipe import read_recipe
 from hmpx.updates.state_forms import STATE_FORMS
-from hmpx.updates.weights import WAYS
+from hmpx.updates.stores import WAYS
 from tests.support import python
 from tests.support.foreign import never_called, stand_ins
 

@@ -18,7 +18,7 @@ from hmpx.recipes import nxd
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.settings import SWITCHES
 from hmpx.updates.state_forms import STATE_FORMS, state_name
-from hmpx.updates.weights import WAYS
+from hmpx.updates.stores import WAYS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map

@@ -23,7 +23,7 @@ _SHOWN = 5 + _HELD
 _ABSENT = (0,) * _HELD
 
 
-class Rounding(NamedTuple):
+class KernelRounding(NamedTuple):
     """One tensor of `round_list`: `out` bfloat16 and `x` float32, of one shape, contiguous, on one device.
 
     Rows of `width` elements begin `stride` elements apart in the parameter, the first at `offset`. The upper 32 bits of
@@ -104,7 +104,7 @@ def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int
     _kernels().round_stochastic(x.data_ptr(), out.data_ptr(), n, key, offset, width or n, stride, threads)
 
 
-def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
+def round_list(roundings: Sequence[KernelRounding], step_key: int) -> None:
     """Round all of them in one call. step_key: of the seed and the step. Needs `library()`."""
     words = array("Q")
     for out, x, name, offset, width, stride in roundings:

@@ -153,7 +153,7 @@ class Rounding(NamedTuple):
 
 def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
     """`round_into` for many tensors: those that kernels of ours can read, in one call for each device."""
-    together: dict[torch.device, tuple[Kernels, list[native.Rounding]]] = {}
+    together: dict[torch.device, tuple[Kernels, list[native.KernelRounding]]] = {}
     for rounding in roundings:
         out, x, name, offset, width, stride = rounding
         count = x.numel()
@@ -167,7 +167,7 @@ def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
             round_into(out, x, seed, step, name, offset, width, stride)
         else:
             here = together.setdefault(x.device, (kernels, []))[1]
-            here.append(native.Rounding(out, x, name_id(name), offset, width, stride))
+            here.append(native.KernelRounding(out, x, name_id(name), offset, width, stride))
     for kernels, here in together.values():
         kernels.round_list(here, step_key(seed, step))
         torch.autograd.graph.increment_version([each.out for each in here])

@@ -14,7 +14,7 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.keys import key_of
-from hmpx.rounding.native import BF16, CODED, FP32, KINDS, Coded, Coding, Held, Rounding, Stepped, is_plain
+from hmpx.rounding.native import BF16, CODED, FP32, KINDS, Coded, Coding, Held, KernelRounding, Stepped, is_plain
 
 try:
     from hmpx.rounding import triton_kernels
@@ -162,7 +162,7 @@ def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int
     _launch("move_list", [_move(lain, Held(x, FP32), Held(out, BF16), key)])
 
 
-def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
+def round_list(roundings: Sequence[KernelRounding], step_key: int) -> None:
     """Round all of them, which are on one device, in one launch; as `native.round_list`."""
     parts = []
     for out, x, name, offset, width, stride in roundings:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError
-from hmpx.updates import optimizer_state
+from hmpx.updates import state_dtypes
 from hmpx.updates.attachment import Attachment
 from hmpx.updates.fused_formulas import FUSED, formula_of
 from hmpx.updates.gradients.accumulation import replicas
@@ -19,9 +19,9 @@ from hmpx.updates.names import given_names, has_bf16, named
 from hmpx.updates.names import parameters as parameters_of
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.optimizer_scope import SCOPES, scope_of
-from hmpx.updates.plain_steps import allow_plain_steps
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, refuse
+from hmpx.updates.refusals import allow_plain_steps
 from hmpx.updates.settings import Settings
 from hmpx.updates.step import WeightUpdates
 from hmpx.updates.ways import Rules, Weights
@@ -166,8 +166,8 @@ def detach(optimizer: Optimizer) -> None:
     optimizer, attachment = zero.inner(optimizer) or optimizer, attached(optimizer)
     if attachment is not None:
         attachment.detach_from(optimizer)
-    elif allow_plain_steps(optimizer) or optimizer_state.has_codes(optimizer):
-        optimizer_state.release_state(optimizer)
+    elif allow_plain_steps(optimizer) or state_dtypes.has_codes(optimizer):
+        state_dtypes.release_state(optimizer)
 
 
 def _check(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parameter, str]) -> None:

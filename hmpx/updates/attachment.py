@@ -19,16 +19,16 @@ from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import released
 from hmpx.updates.gradients.accumulation import end_unused_exchanges
 from hmpx.updates.gradients.claims import Claim
+from hmpx.updates.lost_updates import Updates
 from hmpx.updates.names import has_bf16, named, parameters
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.optimizer_methods import writing_methods
 from hmpx.updates.ranks import zero
-from hmpx.updates.ranks.step_counts import StepCounts
+from hmpx.updates.ranks.agreement import StepCounts
 from hmpx.updates.settings import Settings
 from hmpx.updates.step import WeightUpdates
 from hmpx.updates.step_call import StepCall
 from hmpx.updates.step_count import SEED_KEY
-from hmpx.updates.watched import Updates
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
@@ -45,7 +45,8 @@ class Attachment:
         active: whether this is what the optimizer is attached by now.
 
     `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does. `updates()` counts what rounding to
-    nearest would lose, and `watched` is what it has given, None where nothing is counted.
+    nearest would lose, and `watched` is what it has given, None where nothing is counted. `kept_steps` counts the steps
+    that were spared a look at every parameter, as nothing but gradients and options had changed.
 
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).bfloat16().parameters(), lr=0.1)
@@ -121,6 +122,11 @@ class Attachment:
         return self._watched
 
     @property
+    def kept_steps(self) -> int:
+        """How many steps have found all as the step before had left it, and took that one's batches again."""
+        return self._updates.kept_steps
+
+    @property
     def watched(self) -> Updates | None:
         """What `updates()` has given, if it was asked for and still counts."""
         return self._watched if self._watched is not None and self._watched.active else None
@@ -168,6 +174,10 @@ class Attachment:
         segment = next(each for each in self._updates.segments(self._alive) if each.param is p)
         return self._updates.stores.masters(segment)
 
+    def beside(self, *params: Parameter) -> list[torch.Tensor]:
+        """The tensors that are kept beside the weights of these parameters, or of all: masters, or parts of them."""
+        return self._updates.stores.beside(*params)
+
     def set_masters(self, masters: Mapping[Parameter, torch.Tensor]) -> None:
         """Let FP32 numbers that the weights are the rounding of be the masters, of those that have some."""
         self._updates.set_masters(self._alive, masters)
@@ -210,7 +220,7 @@ class Attachment:
             raise
 
     def _remove(self) -> None:
-        self._updates.look_again()
+        self.look_again()
         self._gone.detach()
         self._undo.close()
         vars(self.optimizer).pop(ATTRIBUTE, None)
@@ -254,10 +264,14 @@ class Attachment:
             if dtype is torch.bfloat16 and p.dtype is not dtype:
                 self._updates.cast_state_along(self._alive, p)
 
+    def look_again(self) -> None:
+        """Let the next step look at every parameter, as the first one does."""
+        self._updates.look_again()
+
     def before_load(self, optimizer: Optimizer) -> None:
         """`optimizer.load_state_dict` is about to run."""
         if optimizer is self.optimizer:  # and no copy that took every attribute along
-            self._updates.look_again()
+            self.look_again()
             self._checkpoints.hook_last(optimizer)
 
     def step(self, call: StepCall) -> Any:

@@ -15,12 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hmpx.errors import HmpxError
 from hmpx.updates import step_count
-from hmpx.updates.held_state import check_codes, is_coded
 from hmpx.updates.interrupts import is_incomplete
 from hmpx.updates.names import parameters
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.sharding import is_sharded, local
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_tensors import check_codes, is_coded
 from hmpx.updates.step import MASTER_KEY, WeightUpdates
 from hmpx.updates.step_count import SEED_KEY, STEP_KEY
 

@@ -17,7 +17,7 @@ from hmpx import region_state
 from hmpx.changes import Attribute, Changes
 from hmpx.updates import step_count
 from hmpx.updates.gradients import claims
-from hmpx.updates.held_state import CODES
+from hmpx.updates.state_tensors import CODES
 from hmpx.updates.step_count import STEP_KEY
 
 Optimizer = torch.optim.Optimizer

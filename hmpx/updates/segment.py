@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hmpx.updates.layout import Order, boxes, lies_flat, unfolded
+from hmpx.updates.memory_order import Order, boxes, lies_flat, unfolded
 from hmpx.updates.ranks.sharding import Box, local
 from hmpx.updates.ways import USUAL, Way
 

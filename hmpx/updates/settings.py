@@ -16,8 +16,8 @@ from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.state_forms import STATE_FORMS, StateDtype
+from hmpx.updates.stores import WAYS
 from hmpx.updates.ways import Rules, Way, Weights, fits_none, read_rules, way_of
-from hmpx.updates.weights import WAYS
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 
 from hmpx.dtype_names import dtype_name
 from hmpx.rounding.eight_bits import BLOCK
-from hmpx.updates.block_layout import Layout
-from hmpx.updates.held_state import HELD, Held, HeldCodes, HeldTensor, held
-from hmpx.updates.optimizer_state import cast_state, is_moment, prepare_for_8_bits
 from hmpx.updates.ranks.sharding import box_of, local
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_blocks import StateBlocks
+from hmpx.updates.state_dtypes import cast_state, is_moment, prepare_for_8_bits
+from hmpx.updates.state_tensors import HeldCodes, HeldState, HeldTensor, held
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -60,13 +60,13 @@ class StateForm(Protocol):
             Whether BF16 state was found where state is held in FP32.
         """
 
-    def holder(self, param: Tensor, value: Tensor, before: Any) -> Held:
+    def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
         """What holds a tensor of the parameter's shape from here on: `before` if that is of this form, or a new one.
 
         value: the tensor, or a part of it.
         """
 
-    def zeros(self, param: Tensor) -> Held:
+    def zeros(self, param: Tensor) -> HeldState:
         """What holds zeros of the parameter's shape, for a kernel to begin with."""
 
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
@@ -83,7 +83,7 @@ def written(
     name = f"{segment.name}.{key}"
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     if not is_dense or not value.dim() or value.shape != segment.param.shape:
-        return {key: form.other(value, before.whole() if isinstance(before, HELD) else before, name, rounding_key)}
+        return {key: form.other(value, before.whole() if isinstance(before, HeldState) else before, name, rounding_key)}
     holder = form.holder(segment.param, value, before)
     holder.write(segment, value, name, rounding_key)
     return holder.entries(key)
@@ -100,10 +100,10 @@ class AsLeft:
     ) -> bool:
         return cast_state(optimizer, torch.float32, others=others)
 
-    def holder(self, param: Tensor, value: Tensor, before: Any) -> Held:
-        return before if isinstance(before, HELD) else _like(param, value.dtype)
+    def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
+        return before if isinstance(before, HeldState) else _like(param, value.dtype)
 
-    def zeros(self, param: Tensor) -> Held:
+    def zeros(self, param: Tensor) -> HeldState:
         return HeldTensor(torch.zeros_like(param, dtype=torch.float32, requires_grad=False))
 
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
@@ -124,12 +124,12 @@ class InBF16:
     ) -> bool:
         return cast_state(optimizer, BF16, lists=False, others=others)
 
-    def holder(self, param: Tensor, value: Tensor, before: Any) -> Held:
+    def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
         dtype = BF16 if is_moment(value) else value.dtype
         fits = isinstance(before, HeldTensor) and before.tensor.dtype is dtype
         return before if fits else _like(param, dtype)
 
-    def zeros(self, param: Tensor) -> Held:
+    def zeros(self, param: Tensor) -> HeldState:
         return HeldTensor(torch.zeros_like(param, dtype=BF16, requires_grad=False))
 
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
@@ -168,14 +168,14 @@ class In8Bits:
                     state.update(codes.entries(key))
         return False
 
-    def holder(self, param: Tensor, value: Tensor, before: Any) -> Held:
+    def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
         if not is_moment(value):
             return before if isinstance(before, HeldTensor) else _like(param, value.dtype)
         return before if isinstance(before, HeldCodes) else HeldCodes.new(param)
 
-    def zeros(self, param: Tensor) -> Held:
+    def zeros(self, param: Tensor) -> HeldState:
         made = HeldCodes.new(param)
-        made.codes.zero_()
+        made.tensor.zero_()
         made.scales.fill_(1)
         return made
 
@@ -183,7 +183,7 @@ class In8Bits:
         return value
 
     def ends(self, param: Tensor) -> Callable[[int], int] | None:
-        layout = Layout.of(param)
+        layout = StateBlocks.of(param)
         return (lambda element: 0) if layout.cut or layout.is_scattered else layout.rows.floor
 
 

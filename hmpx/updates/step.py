@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding.stochastic import check_seed
-from hmpx.updates import optimizer_state, step_count
+from hmpx.updates import state_dtypes, step_count
+from hmpx.updates.batched_step import BatchedStep, Members, is_uniform
 from hmpx.updates.interrupts import DeferredSignals
 from hmpx.updates.names import fingerprint, named, parameters
 from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.overlap import Overlaps, refuse_overlaps
-from hmpx.updates.partial_step import PartialStep, is_uniform
-from hmpx.updates.plan import Plan
 from hmpx.updates.ranks import checks
 from hmpx.updates.ranks.sharding import box_of
 from hmpx.updates.remembered import Remembered
@@ -27,10 +26,9 @@ from hmpx.updates.settings import Settings
 from hmpx.updates.state_forms import STATE_FORMS
 from hmpx.updates.step_call import StepCall, WriteBack
 from hmpx.updates.step_count import SEED_KEY, STEP_KEY
-from hmpx.updates.stores import Stores
+from hmpx.updates.stores import WAYS, Stores
 from hmpx.updates.update_counts import UpdateCounts
 from hmpx.updates.ways import USUAL
-from hmpx.updates.weights import StepStore
 from hmpx.updates.whole_step import WholeStep
 
 logger = logging.getLogger("hmpx")
@@ -46,12 +44,13 @@ class WeightUpdates:
     def __init__(self, settings: Settings, names: dict[Parameter, str] | None = None) -> None:
         self.settings = settings
         self.names = names or {}
-        self.stores = Stores(dict.fromkeys(way.weights for way in settings.ways))
+        self.stores = Stores()
+        self.kept_steps = 0  # that were taken in the batches of the one before
         self._overlaps = Overlaps()
         self._segments: Remembered[tuple[Any, list[Segment]]] = Remembered()
-        self._plans: Remembered[Plan] = Remembered()
+        self._kept: Remembered[BatchedStep] = Remembered()
         self._stepped: Remembered[list[int]] = Remembered()  # the parameters of the last step, by id
-        self._open: PartialStep | None = None
+        self._open: _OpenStep | None = None
         self.watch: UpdateCounts | None = None  # what counts the updates, from the next step on
         self._counts: UpdateCounts | None = None  # what counts those of the step that has begun
 
@@ -83,56 +82,38 @@ class WeightUpdates:
                 with torch.enable_grad():
                     result = call.closure()
             call = call.without_arguments()
-        if self._planned_step(call, write_back, signals):
+        if by_parts and self._kept_step(call, write_back, signals):
             return result
         segments = self.segments(optimizer)
         self._cast_state(optimizer, write_back, segments)
-        sliced = by_parts and is_uniform(optimizer, segments)
-        if not sliced or self.settings.has_masters:
+        by_parts = by_parts and is_uniform(optimizer, segments)
+        if not by_parts or self.settings.has_masters:
             refuse_overlaps(segments)
-        if sliced:
-            signals.begin()
-            params = [p for p in parameters(optimizer) if p.grad is not None]
-            before, self._stepped[optimizer] = self._stepped.get(optimizer), list(map(id, params))
-            with torch.no_grad():
-                part = PartialStep(call, segments, write_back, fused=self.settings.fused)
-                part.run(params)
-                plan = part.plan(again=before == self._stepped[optimizer])
-            if plan is not None:
-                self._plans[optimizer] = plan
-            return result
-        of_whole = WholeStep(call, segments, write_back).run(signals)
-        return result if by_parts else of_whole
-
-    def _planned_step(self, call: StepCall, write_back: WriteBack, signals: DeferredSignals) -> bool:
-        """Take the step by the plan of the last one, if that fits, and what the plan leaves out in parts.
-
-        Returns:
-            Whether it was taken; if not, nothing has changed.
-        """
-        optimizer = call.optimizer
-        plan = self._plans.pop(optimizer, None)
-        if plan is None or self._open is not None or write_back.counts is not None or not plan.fits(optimizer):
-            return False
-        params = plan.others(optimizer)
-        if not params:
-            signals.begin()
-            with torch.no_grad():
-                plan.prepare(call, write_back)()
-            self._plans[optimizer] = plan
-            return True
-        segments = [segment for segment in self.segments(optimizer) if segment.param not in plan.params]
-        self._cast_state(optimizer, write_back, segments, plan.params)
-        if not is_uniform(optimizer, segments, plan.params):
-            return False
-        if self.settings.has_masters:
-            refuse_overlaps(segments)
+        if not by_parts:
+            of_whole = WholeStep(call, segments, write_back).run(signals)
+            return of_whole if scope_of(optimizer) == "whole" else result
         signals.begin()
+        params = [p for p in parameters(optimizer) if p.grad is not None]
+        before, self._stepped[optimizer] = self._stepped.get(optimizer), list(map(id, params))
         with torch.no_grad():
-            part = PartialStep(call, segments, write_back, fused=True)
-            part.run(params, plan)
-        if part.plan() is None:  # else kernels take more than before
-            self._plans[optimizer] = plan
+            step = BatchedStep(optimizer, Members(optimizer, segments), params, write_back, fused=self.settings.fused)
+            step.run(call, write_back, [])
+            is_alone = self._open is None and write_back.counts is None
+            if is_alone and before in (None, self._stepped[optimizer]) and step.keep(optimizer):
+                self._kept[optimizer] = step
+        return result
+
+    def _kept_step(self, call: StepCall, write_back: WriteBack, signals: DeferredSignals) -> bool:
+        """Take the step in the batches of the last one, if these fit; if not, nothing has changed."""
+        step = self._kept.pop(call.optimizer, None)
+        if step is None or self._open is not None or write_back.counts is not None or not step.fits(call.optimizer):
+            return False
+        signals.begin()
+        self.kept_steps += 1
+        with torch.no_grad():
+            step.run(call, write_back, [])
+            if step.rest():
+                self._kept[call.optimizer] = step
         return True
 
     def rounding_key(self, optimizer: Optimizer, seed: int | None = None) -> RoundingKey:
@@ -142,12 +123,12 @@ class WeightUpdates:
         return RoundingKey(check_seed(next(s for s in given if s is not None)), known.get(STEP_KEY, 0))
 
     def _write_back(self, call: StepCall) -> WriteBack:
-        write_back = WriteBack(self.store, self.rounding_key(call.optimizer, call.seed))
+        key = self.rounding_key(call.optimizer, call.seed)
         if self._open is None:
             self._counts = self.watch if self.watch is not None and self.watch.is_open else None
             if self._counts is not None:
                 self._counts.begin()
-        return write_back if self._counts is None else write_back.counted(self._counts)
+        return WriteBack(self.stores, key, self._counts)
 
     def step_alone(self, call: StepCall, p: Parameter) -> None:
         """Step one parameter, as a part of the next step; under `torch.no_grad()`."""
@@ -157,15 +138,12 @@ class WeightUpdates:
             self._cast_state(call.optimizer, write_back, segments)
             if self.settings.has_masters:
                 refuse_overlaps(segments)
-            self._open = PartialStep(call, segments, write_back, fused=self.settings.fused)
+            self._open = _OpenStep(Members(call.optimizer, segments), write_back, [])
+        members, write_back, written = self._open
         with DeferredSignals() as signals:
             signals.begin()
-            self._open.run([p])
-
-    @property
-    def store(self) -> StepStore:
-        """The weights of all parameters, for a step."""
-        return self.stores.joined
+            part = BatchedStep(call.optimizer, members, [p], write_back, fused=self.settings.fused)
+            part.run(call, write_back, written)
 
     def set_masters(self, optimizer: Optimizer, masters: Mapping[Parameter, torch.Tensor]) -> dict[str, int]:
         """Take over masters from a checkpoint.
@@ -173,10 +151,18 @@ class WeightUpdates:
         Returns:
             How many there were for parameters that have none, by how these are held.
         """
-        self._plans.pop(optimizer, None)
-        ways = {p: self.settings.way(name).weights for name, p in named(optimizer, self.names)}
-        given = [ways[p] for p, found in masters.items() if not self.stores.set_masters(ways[p], p, found)]
-        return dict(Counter(given))
+        self._kept.pop(optimizer, None)
+        without: Counter[str] = Counter()
+        for segment in self._all_segments(optimizer):
+            if segment.param in masters and WAYS[segment.way.weights].has_masters:
+                self.stores.of(segment).take_masters(masters[segment.param])
+            elif segment.param in masters:
+                without[segment.way.weights] += 1
+        return dict(without)
+
+    def _all_segments(self, optimizer: Optimizer) -> list[Segment]:
+        """Every parameter, of whatever dtype: masters may come before their parameter is BF16."""
+        return [Segment(p, name, way=self.settings.way(name)) for name, p in named(optimizer, self.names)]
 
     @property
     def is_open(self) -> bool:
@@ -204,25 +190,17 @@ class WeightUpdates:
     def cast_state_along(self, optimizer: Optimizer, p: Parameter) -> None:
         """`p` is not BF16 any more: let its state be that of plain steps."""
         way = next((self.settings.way(name) for name, each in named(optimizer, self.names) if each is p), USUAL)
-        optimizer_state.cast_state_of(optimizer, p, way.state_dtype)
+        state_dtypes.cast_state_of(optimizer, p, way.state_dtype)
 
     def release_state(self, optimizer: Optimizer) -> None:
         """Cast the state to the dtype of its parameter, for plain steps."""
-        optimizer_state.release_state(optimizer)
+        state_dtypes.release_state(optimizer)
 
-    def _cast_state(
-        self,
-        optimizer: Optimizer,
-        write_back: WriteBack,
-        segments: list[Segment],
-        planned: Collection[Parameter] = frozenset(),
-    ) -> None:
+    def _cast_state(self, optimizer: Optimizer, write_back: WriteBack, segments: list[Segment]) -> None:
         key, found = write_back.rounding_key, False
         for state_dtype in dict.fromkeys(way.state_dtype for way in self.settings.ways):
             own = [segment for segment in segments if segment.way.state_dtype == state_dtype]
-            others = planned
-            if len(own) != len(segments):
-                others = {s.param for s in segments if s not in own}.union(planned)
+            others = {s.param for s in segments if s not in own} if len(own) != len(segments) else set()
             found = STATE_FORMS[state_dtype].adopt(optimizer, own, key, others) or found
         if found and key.step:
             logger.warning(
@@ -234,7 +212,7 @@ class WeightUpdates:
 
     def look_again(self) -> None:
         """Forget what was seen at the last step, and let go of the tensors: a load is about to put others in place."""
-        self._plans.clear()
+        self._kept.clear()
         self._segments.clear()
 
     def segments(self, optimizer: Optimizer) -> list[Segment]:
@@ -255,6 +233,14 @@ class WeightUpdates:
 
     def _named_bf16(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
         return [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
+
+
+class _OpenStep(NamedTuple):
+    """A step of which parameters take their parts one by one."""
+
+    members: Members
+    write_back: WriteBack
+    written: list[str]
 
 
 def _is_supported(name: str, p: Parameter) -> bool:

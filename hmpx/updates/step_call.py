@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hmpx.updates.rounding_key import Deferred, RoundingKey
-from hmpx.updates.update_counts import UpdateCounts, WatchedStore
-from hmpx.updates.weights import StepStore
+from hmpx.updates.stores import Stores
+from hmpx.updates.update_counts import UpdateCounts
 from hmpx.updates.write_counts import counted_writes
 
 
@@ -64,17 +64,13 @@ class WriteBack:
     """How one step writes weights and state.
 
     Attributes:
-        counts: what counts the updates, where somebody watches them; `store` then does so by itself.
+        counts: what counts the updates, where somebody watches them.
     """
 
-    store: StepStore
+    stores: Stores
     rounding_key: RoundingKey
     counts: UpdateCounts | None = None
 
-    def counted(self, counts: UpdateCounts) -> WriteBack:
-        """The same, with the updates counted."""
-        return replace(self, store=WatchedStore(self.store, counts), counts=counts)
-
     def deferred(self) -> WriteBack:
         """The same, with roundings put off until `rounding_key.flush()`."""
-        return WriteBack(self.store, Deferred(self.rounding_key.seed, self.rounding_key.step), self.counts)
+        return replace(self, rounding_key=Deferred(self.rounding_key.seed, self.rounding_key.step))

@@ -32,15 +32,15 @@ from hmpx.updates.averages import watch_averages
 from hmpx.updates.gradients import released
 from hmpx.updates.names import has_bf16, parameters
 from hmpx.updates.optimizer_hooks import attachment_of
-from hmpx.updates.plain_steps import (
+from hmpx.updates.ranks import zero
+from hmpx.updates.ranks.agreement import watch_joins
+from hmpx.updates.refusals import (
     forget_warnings,
     refuse_codes,
     refuse_plain_steps,
     refuse_steps_on_codes,
     warn_of_nearest,
 )
-from hmpx.updates.ranks import zero
-from hmpx.updates.ranks.step_counts import watch_joins
 from hmpx.updates.settings import Settings
 from hmpx.updates.step import WeightUpdates
 from hmpx.updates.step_call import StepCall

@@ -1,85 +1,89 @@
-"""The weight stores of one optimizer: one, or where rules hold some parameters in other ways, one for each way."""
+"""Weight stores: how the weights of a BF16 model are held between two steps.
+
+==========  ==========================================================  =======================
+stochastic  BF16 weights, stochastic rounding on write-back             + 0 bytes a parameter
+nearest     BF16 weights, round to nearest, which loses small updates   + 0
+master      BF16 weights beside FP32 masters that the optimizer works   + 4
+            on (Neuron's FP32ParamsCopy, NxD's use_master_weights)
+split       the same masters, bit for bit: the BF16 weight is their     + 2
+            upper half, an int16 the rest (2.06 with `checksums.py`)
+split8      masters of 24 bits: an int8 is the rest, rounded            + 1
+            stochastically (1.06 with `checksums.py`)
+==========  ==========================================================  =======================
+
+To add a way, write a `Store` and name it in `WAYS`. Where it has no kernel, torch's operators move its weights.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Collection, Mapping
-from typing import TypeGuard
 
 import torch
 
 from hmpx.rounding import native
+from hmpx.updates.held import Store
+from hmpx.updates.masters import Master, Split, Split8
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
-from hmpx.updates.weights import WAYS, MasterStore, StepStore, WeightStore
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 
+class Stochastic(Store):
+    """BF16 weights, written by stochastic rounding: what is below BF16's precision is kept in the mean."""
+
+    kind = native.BF16
+
+    def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
+        rounding_key.round_into(segment.of(self.tensor), x, name, segment.at, segment.box)
+
+
+class Nearest(Store):
+    """BF16 weights, rounded to nearest, as a plain torch step leaves them; the step itself is computed in FP32."""
+
+    kind = native.NEAREST
+
+    def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
+        segment.of(self.tensor).copy_(x)
+
+
+WAYS: dict[str, type[Store]] = {
+    "stochastic": Stochastic,
+    "nearest": Nearest,
+    "master": Master,
+    "split": Split,
+    "split8": Split8,
+}
+
+
 class Stores:
-    """The stores, by their names in `WAYS`.
+    """The stores of one optimizer's parameters. Those that keep something beside the weights stay until `drop`."""
 
-    joined: all of them as one, for a step.
-    """
+    def __init__(self) -> None:
+        self._kept: dict[Parameter, Store] = {}
 
-    def __init__(self, ways: Collection[str]) -> None:
-        self._stores: dict[str, WeightStore] = {weights: WAYS[weights]() for weights in ways}
-        self.joined: StepStore = _Several(self._stores) if len(ways) > 1 else next(iter(self._stores.values()))
+    def of(self, segment: Segment) -> Store:
+        """That of a parameter, as its `way` says."""
+        kind = WAYS[segment.way.weights]
+        store = self._kept.get(segment.param)
+        if store is None or type(store) is not kind:
+            store = kind(segment.param)
+            if kind.bytes_beside:
+                self._kept[segment.param] = store
+        return store
+
+    def beside(self, *params: Parameter) -> list[Tensor]:
+        """The tensors that are kept beside the weights of these parameters, or of all."""
+        stores = [self._kept[p] for p in params if p in self._kept] if params else self._kept.values()
+        return [tensor for store in stores for tensor in store.beside()]
 
     def masters(self, segment: Segment) -> Tensor | None:
         """The FP32 masters of a whole parameter, sharded as the parameter is; None where it has none."""
-        store = self._stores[segment.way.weights]
-        return store.masters(segment) if _has_masters(store) else None
-
-    def set_masters(self, weights: str, param: Parameter, masters: Tensor) -> bool:
-        """Take over masters from a checkpoint, for a parameter that is held so; whether it is held with masters."""
-        store = self._stores[weights]
-        if _has_masters(store):
-            store.set_masters(param, masters)
-        return store.has_masters
+        return self.of(segment).masters(segment) if WAYS[segment.way.weights].has_masters else None
 
     def forget(self) -> None:
         """Drop all masters: the next step starts from the BF16 weights."""
-        for store in self._stores.values():
-            if _has_masters(store):
-                store.forget()
+        self._kept.clear()
 
     def drop(self, param: Parameter) -> None:
         """Forget what is kept beside the weights of one parameter."""
-        for store in self._stores.values():
-            store.drop(param)
-
-
-def _has_masters(store: WeightStore) -> TypeGuard[MasterStore]:
-    return store.has_masters
-
-
-class _Several:
-    """The weights of parameters that are held in several ways: each is left to the store of its own way."""
-
-    def __init__(self, stores: Mapping[str, WeightStore]) -> None:
-        self._stores = stores
-
-    def read_all(self, segments: list[Segment], outs: list[Tensor]) -> None:
-        parts: dict[str, tuple[list[Segment], list[Tensor]]] = {}
-        for segment, out in zip(segments, outs, strict=True):
-            of_way = parts.setdefault(segment.way.weights, ([], []))
-            of_way[0].append(segment)
-            of_way[1].append(out)
-        for weights, part in parts.items():
-            self._stores[weights].read_all(*part)
-
-    def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
-        self._stores[segment.way.weights].write(segment, x, rounding_key)
-
-    def held(self, param: Parameter) -> list[Tensor]:
-        return [tensor for store in self._stores.values() for tensor in store.held(param)]
-
-    def kept(self, segment: Segment) -> native.Held | None:
-        return self._stores[segment.way.weights].kept(segment)
-
-    def begin(self, segment: Segment, rounding_key: RoundingKey) -> None:
-        self._stores[segment.way.weights].begin(segment, rounding_key)
-
-    def all_held(self) -> list[Tensor]:
-        return [tensor for store in self._stores.values() for tensor in store.all_held()]
+        self._kept.pop(param, None)

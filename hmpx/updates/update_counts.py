@@ -1,23 +1,20 @@
 """What round-to-nearest would lose of the updates, counted where a step writes weights back.
 
-A step reads a weight, computes in FP32 and writes the result back, all through its weight store. While somebody looks,
-the store stands behind a `WatchedStore`, which does what the store does and compares: the weight as it stood, the FP32
-result, what was written. Nothing but counts is kept, as int64 on the parameter's device: they do not depend on how a
-parameter is cut, and no step waits for the device.
+A step reads a weight, computes in FP32 and writes the result back. While somebody looks, it copies the weight as it
+stood (`before_step`) and compares it with the FP32 result and with what was written (`UpdateCounts.compare`). Nothing
+but counts is kept, as int64 on the parameter's device: they do not depend on how a parameter is cut, and no step waits
+for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from hmpx.rounding import native
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
-from hmpx.updates.weights import StepStore
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -119,6 +116,13 @@ class UpdateCounts:
             if grad is not None and segment.count:
                 of_step[_ZERO_GRADIENT] = ~_values(grad).any()
 
+    def compare(self, before: Before, x: Tensor) -> None:
+        """Count what a step has written of a segment. x: its FP32 result."""
+        p = before.segment.param
+        counts = count(before.old, before.weight, x, before.segment.of(p))
+        # A closure gives the gradient later than that; a step may take it away.
+        self.add(before.segment, counts, before.grad if p.grad is None else p.grad)
+
     def end(self, params: Iterable[tuple[str, Parameter]]) -> None:
         """The step went through. `params`: the BF16 parameters of the optimizer, with their names."""
         self.steps += 1
@@ -145,61 +149,18 @@ class UpdateCounts:
         }
 
 
-class _Before(NamedTuple):
+class Before(NamedTuple):
     """What a segment was before the step."""
 
+    segment: Segment
     old: Tensor
     weight: Tensor
     grad: Tensor | None
 
 
-class WatchedStore:
-    """A weight store, for a step or a part of one, that counts what it is given to write."""
-
-    def __init__(self, store: StepStore, counts: UpdateCounts) -> None:
-        self._store, self._counts = store, counts
-        self._before: dict[tuple[Parameter, int], _Before] = {}
-
-    def read_all(self, segments: list[Segment], outs: list[Tensor]) -> None:
-        self._store.read_all(segments, outs)
-        for segment, out in zip(segments, outs, strict=True):
-            p = segment.param
-            self._before[p, segment.offset] = _Before(out.clone(), segment.of(p).clone(), p.grad)
-
-    def write(self, segment: Segment, x: Tensor, rounding_key: RoundingKey) -> None:
-        self._store.write(segment, x, rounding_key)
-        p = segment.param
-        old, weight, grad = self._before.pop((p, segment.offset))  # by now, a closure may have tried other weights
-        # A closure gives the gradient later than that; a step may take it away.
-        self._counts.add(segment, count(old, weight, x, segment.of(p)), grad if p.grad is None else p.grad)
-
-    def held(self, param: Parameter) -> list[Tensor]:
-        return self._store.held(param)
-
-    def kept(self, segment: Segment) -> native.Held | None:
-        return self._store.kept(segment)
-
-    def begin(self, segment: Segment, rounding_key: RoundingKey) -> None:
-        self._store.begin(segment, rounding_key)
-
-    def all_held(self) -> list[Tensor]:
-        return self._store.all_held()
-
-
-def watched_kernel(
-    counts: UpdateCounts, segment: Segment, kernel: Callable[[], None], exact: Callable[[], tuple[Tensor, Tensor]]
-) -> Callable[[], None]:
-    """`kernel`, which steps a whole parameter and rounds it at once, counted.
-
-    exact: computes the FP32 numbers that the kernel begins with, and those that it is going to round.
-    """
-
-    def watched() -> None:
-        weight, (old, x) = segment.of(segment.param).clone(), exact()
-        kernel()
-        counts.add(segment, count(old, weight, x, segment.of(segment.param)), segment.grad)
-
-    return watched
+def before_step(segment: Segment, x: Tensor) -> Before:
+    """What is to be compared with what the step writes. x: what is held, in FP32: the master, or the BF16 weight."""
+    return Before(segment, x.clone(), segment.of(segment.param).clone(), segment.param.grad)
 
 
 def _values(grad: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from hmpx.updates.interrupts import DeferredSignals, mark_incomplete
 from hmpx.updates.optimizer_scope import by_memory
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.segment import Segment
-from hmpx.updates.shadow_state import ShadowState
 from hmpx.updates.step_call import StepCall, WriteBack
+from hmpx.updates.update_counts import Before, before_step
+from hmpx.updates.whole_step_state import ShadowState
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
@@ -30,7 +31,8 @@ class WholeStep:
     """One step on shadows. Optimizers that this one holds (Lookahead's base) see the same shadows."""
 
     def __init__(self, call: StepCall, segments: list[Segment], write_back: WriteBack) -> None:
-        self._call, self._write_back, self._store = call, write_back, write_back.store
+        self._call, self._write_back, self._stores = call, write_back, write_back.stores
+        self._looks: list[Before] = []  # while updates are watched
         self._members = list(_nested(call.optimizer))
         self._lists = list({id(g["params"]): g["params"] for o in self._members for g in o.param_groups}.values())
         self._segments = {segment.param: segment for segment in segments}
@@ -80,7 +82,11 @@ class WholeStep:
                 for p, q in self._shadow.items():
                     written.append(self._segments[p].name)
                     self._segments[p].mark_written()
-                    self._store.write(self._segments[p], local(q.detach()), rounding_key)
+                    store = self._stores.of(self._segments[p])
+                    store.write(self._segments[p], local(q.detach()), written[-1], rounding_key)
+                for look in self._looks:
+                    assert self._write_back.counts is not None
+                    self._write_back.counts.compare(look, local(self._shadow[look.segment.param].detach()))
                 for state in self._states:
                     state.finish()
         except BaseException as error:
@@ -91,7 +97,10 @@ class WholeStep:
     def _show_shadows(self) -> None:
         for p, segment in self._segments.items():
             weight = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
-            self._store.read_all([segment], [local(weight)])
+            self._stores.of(segment).begin()
+            self._stores.of(segment).read(segment, local(weight))
+            if self._write_back.counts is not None:
+                self._looks.append(before_step(segment, local(weight)))
             self._shadow[p] = q = Parameter(weight, requires_grad=p.requires_grad)
             for mark, value in vars(p).items():  # that an optimizer may look for, such as a weight-decay flag
                 vars(q).setdefault(mark, value)  # what a DTensor holds is there too
@@ -121,7 +130,7 @@ class WholeStep:
     def _is_moved(self, p: Parameter, q: Parameter) -> bool:
         """Whether the step has changed the weights since it got them."""
         shown = torch.empty_like(q, requires_grad=False)
-        self._store.read_all([self._segments[p]], [local(shown)])
+        self._stores.of(self._segments[p]).read(self._segments[p], local(shown))
         return is_lazy(q) or not torch.equal(local(shown), local(q.detach()))
 
     def _on_real_parameters(self, closure: Callable) -> Callable:

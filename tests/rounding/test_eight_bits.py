@@ -12,10 +12,10 @@ from hmpx.rounding import native
 from hmpx.rounding.eight_bits import Rows, decode, encode
 from hmpx.rounding.halves import join_24, split_24
 from hmpx.rounding.places import Place
-from hmpx.updates.block_layout import Layout
-from hmpx.updates.held_state import HeldCodes
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_blocks import StateBlocks
+from hmpx.updates.state_tensors import HeldCodes
 from tests.support.eight_bits import beside_the_finest_steps, in_8_bits, numbers, read, row_length
 from tests.support.numbers import special_values, spread
 from tests.support.oracle import to_24_bits
@@ -41,7 +41,7 @@ def written(x, name="w.exp_avg", **key):
 
 def check(x, **key):
     held, (values, codes, scales) = written(x, **key), in_8_bits(x, **(key or KEY), name="w.exp_avg")
-    assert torch.equal(held.codes, codes)
+    assert torch.equal(held.tensor, codes)
     assert torch.equal(held.scales.double().view(-1), scales)
     assert torch.equal(held.whole().nan_to_num(nan=5e37), values.nan_to_num(nan=5e37))
     assert torch.equal(read(held.entries("m"), "m").nan_to_num(nan=5e37), values.nan_to_num(nan=5e37))
@@ -63,7 +63,7 @@ def test_special_values_stay_what_they_are():
     check(x.abs().nan_to_num(nan=1e-40)[x.abs() < 1e-30])  # a block of numbers below the normal range
     for value in (0.0, math.inf, math.nan, -math.inf, 1.0, -1.8125, 1.85 * 2.0**126, 3.4e38, -1e-45):
         check(torch.full((130,), value))
-    assert not written(torch.zeros(3, 200)).codes.any()
+    assert not written(torch.zeros(3, 200)).tensor.any()
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def test_the_mean_is_kept_and_of_signed_blocks_below_the_least_number_too(value)
 @torch.no_grad()
 def test_below_the_least_exponent_numbers_are_rounded_to_the_finest_step_ties_to_even(signed):
     x, codes = beside_the_finest_steps(signed, torch.from_numpy(numbers(128, **KEY, name="w.exp_avg")))
-    assert torch.equal(check(x).codes[1:], codes[1:])
+    assert torch.equal(check(x).tensor[1:], codes[1:])
 
 
 @torch.no_grad()
@@ -109,12 +109,12 @@ def test_parts_have_the_bits_of_the_whole():
     for shape in SHAPES:
         x = spread(shape)
         whole, parts, p = written(x), HeldCodes.new(x), torch.nn.Parameter(x.bfloat16())
-        parts.codes.fill_(77)
+        parts.tensor.fill_(77)
         parts.scales.fill_(7)
-        segments = list(Segment(p, "w").parts(64, None, Layout.of(x).rows.floor))
+        segments = list(Segment(p, "w").parts(64, None, StateBlocks.of(x).rows.floor))
         for segment in segments:
             parts.write(segment, x.view(-1)[segment.start : segment.stop], "w.exp_avg", RoundingKey(**KEY))
-        assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scales, whole.scales)
+        assert torch.equal(parts.tensor, whole.tensor) and torch.equal(parts.scales, whole.scales)
         seen = [parts.part(segment) for segment in segments]
         assert torch.equal(torch.cat(seen), whole.whole().view(-1))
         assert [segment.start for segment in segments[1:]] == [segment.stop for segment in segments[:-1]]
@@ -123,10 +123,10 @@ def test_parts_have_the_bits_of_the_whole():
 def test_blocks_lie_in_rows():
     for shape in SHAPES:
         length = row_length(shape)
-        assert Layout.of(torch.empty(shape)).rows == Rows(length, 0, -(-length // 128))
-    assert Layout.of(torch.empty(64, 256, 1, 1)).shape == (64, 2)  # a convolution of one pixel
-    assert Layout.of(torch.empty(8, 64, 256)).shape == (8, 64, 2)  # experts, each of them a matrix
-    assert Layout.of(torch.empty(1000, 8)).shape == (1000, 1)
+        assert StateBlocks.of(torch.empty(shape)).rows == Rows(length, 0, -(-length // 128))
+    assert StateBlocks.of(torch.empty(64, 256, 1, 1)).shape == (64, 2)  # a convolution of one pixel
+    assert StateBlocks.of(torch.empty(8, 64, 256)).shape == (8, 64, 2)  # experts, each of them a matrix
+    assert StateBlocks.of(torch.empty(1000, 8)).shape == (1000, 1)
 
 
 def test_what_may_stand_where_a_part_of_cut_rows_ends():

@@ -31,7 +31,7 @@ from unittest import mock
 
 import torch
 
-from hmpx.updates import sliced_step, step_hooks
+from hmpx.updates import batching, step_hooks
 from tests.support.models import OFF, Setup, random_setup
 from tests.support.oracle import TorchRefuses
 from tests.support.rules import RULES, NotNow
@@ -70,7 +70,7 @@ class Program:
     def failure(self, done: list[Action] | None = None) -> Failure | None:
         """Run; None if both sides agree after each action. What was not passed over is added to `done`."""
         at, action = -1, None
-        with mock.patch.object(sliced_step, "_FLOOR", self.setup.floor), warnings.catch_warnings():
+        with mock.patch.object(batching, "_FLOOR", self.setup.floor), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 world = World(self.setup)

@@ -21,8 +21,6 @@ from hmpx.rounding.keys import derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Held, Stepped
 from hmpx.rounding.places import Place, numbers_of
 from hmpx.updates.checksums import checksums, clear_written
-from hmpx.updates.fused_plan import FusedPlan
-from hmpx.updates.sliced_plan import SlicedPlan
 from tests.support.eight_bits import beside_the_finest_steps
 from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
 from tests.support.numbers import special_values, spread
@@ -38,8 +36,6 @@ def kernels(name):
     with contextlib.ExitStack() as patches:
         if name != "C":
             patches.enter_context(mock.patch.object(native, "can_read", lambda *tensors: False))
-            for plan in (FusedPlan, SlicedPlan):  # of steps by the C kernels
-                patches.enter_context(mock.patch.object(plan, "can_be", lambda *arguments: False))
         if name == "Triton":
             patches.enter_context(mock.patch.object(triton, "can_read", follows))
         yield
@@ -64,7 +60,7 @@ def check_a_list_of_tensors():
     for size, name, *place in pieces:
         x, out = torch.randn(size + 1)[1:], torch.empty(size, dtype=torch.bfloat16)
         x[: min(size, 25)] = special_values()[: min(size, 25)]
-        roundings.append(native.Rounding(out, x, name_id(name), *place))
+        roundings.append(native.KernelRounding(out, x, name_id(name), *place))
     roundings += [each._replace(out=torch.empty_like(each.out), x=each.x.clone()) for each in roundings]
     triton.round_list(roundings, step_key(5, 9))
     for out, x, name, offset, width, stride in roundings:

@@ -13,8 +13,8 @@ import torch
 
 import hmpx
 from hmpx import hmp
+from hmpx.updates.lost_updates import Updates
 from hmpx.updates.update_table import UpdateRow
-from hmpx.updates.watched import Updates
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type

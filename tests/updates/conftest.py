@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hmpx.updates import sliced_step
+from hmpx.updates import batching
 
 
 @pytest.fixture(params=["whole", "slices"])
 def sliced(request, monkeypatch):
     """The same in slices of 64 elements at most, and with nothing cut."""
     if request.param == "slices":
-        monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+        monkeypatch.setattr(batching, "_FLOOR", 64)

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import sliced_step
+from hmpx.updates import batching
 from tests.support.training import (
     Net,
     masters_in,
@@ -136,11 +136,10 @@ def test_a_checkpoint_moves_between_master_and_split(one, other, model_last):
     hmpx.attach(optimizer, one, use_master_weights_in_ckpt=True)
     train(named, optimizer, 0, 3)
     with torch.no_grad():  # a master between two BF16 numbers, which the two ways round differently
-        store = optimizer._hmpx_attachment._updates.store
         masters = masters_in(optimizer)
         masters[0][0, 0] = 1 + 2**-8
         named[0][1][0, 0] = 1 if one == "master" else 1 + 2**-7
-        store.set_masters(named[0][1], masters[0])
+        optimizer._hmpx_attachment.set_masters({named[0][1]: masters[0]})
     saved, before = copy.deepcopy(optimizer.state_dict()), weights(named)
     moved = parameters()
     loaded = optim.AdamW(moved, lr=1e-2)
@@ -224,7 +223,7 @@ def test_state_of_another_size_is_torchs_error(fused):
 
 
 def test_state_of_another_size_in_a_later_slice_moves_nothing(monkeypatch):
-    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+    monkeypatch.setattr(batching, "_FLOOR", 64)
     p, q = parameter(300), parameter(400)
     optimizer = optim.Adam([p, q], lr=0.1)
     hmpx.attach(optimizer)
@@ -282,7 +281,7 @@ def test_masters_that_the_weights_have_left_behind_do_not_come_back():
 
 
 def test_masters_take_the_layout_of_the_parameter(monkeypatch):
-    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+    monkeypatch.setattr(batching, "_FLOOR", 64)
     saved = None
     for layout in (torch.channels_last, torch.contiguous_format):
         p = nn.Parameter(torch.ones(8, 4, 3, 3, dtype=BF16).to(memory_format=layout))

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates.sliced_step import SlicedStep
+from hmpx.updates.batch import Batch
 from tests.support.eight_bits import in_8_bits, read
 from tests.support.numbers import nearly_equal
 
@@ -86,10 +86,10 @@ def test_weights_and_state_agree_with_float64(name):
 def by_kernels(monkeypatch):
     """No step is taken in slices."""
 
-    def refused(self, batch):
-        raise AssertionError(f"{[segment.name for segment in batch]} in slices")
+    def refused(self, *step):
+        raise AssertionError(f"{[segment.name for segment in self.segments]} in slices")
 
-    monkeypatch.setattr(SlicedStep, "_batch", refused)
+    monkeypatch.setattr(Batch, "step", refused)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -407,12 +407,8 @@ def test_a_step_is_remembered():
     named = parameters()
     optimizer = optim.AdamW(named, lr=1e-2)
     handle = hmpx.attach(optimizer, fused=True)
-    train(named, optimizer, 0, 1)
-    plan = handle._updates._plans[optimizer]
-    train(named, optimizer, 1, 3)
-    assert handle._updates._plans[optimizer] is plan and optimizer.state[named[0][1]]["step"] == 3
-    hmpx.detach(optimizer)
-    assert not handle._updates._plans
+    train(named, optimizer, 0, 3)
+    assert handle.kept_steps == 2 and optimizer.state[named[0][1]]["step"] == 3
 
 
 AMONG_OTHERS = {  # between two steps of which kernels take a part
@@ -432,16 +428,16 @@ def as_it_lies(p):
 
 
 @pytest.mark.parametrize("change", AMONG_OTHERS)
-def test_what_no_kernel_takes_does_not_keep_the_others_from_their_plan(change):
+def test_a_step_in_which_kernels_take_a_part_is_kept_until_something_changes(change):
     """Beside a twin that remembers nothing."""
-    results, plans = [], []
+    results, kept = [], []
     for forget in (False, True):
         generator = torch.Generator().manual_seed(2)
         strided = nn.Parameter(torch.randn(6, 4, generator=generator).bfloat16().t())
         named = [*parameters(), ("strided", strided), ("FP32", nn.Parameter(torch.ones(4, 4)))]
         optimizer = optim.AdamW(named, lr=1e-2)
         handle = hmpx.attach(optimizer, fused=True)
-        for turn in range(5):
+        for turn in range(7):
             for _, p in named:
                 p.grad = torch.full_like(p, 0.1 + turn)
             if turn == 2:
@@ -449,12 +445,12 @@ def test_what_no_kernel_takes_does_not_keep_the_others_from_their_plan(change):
             if forget:
                 handle._updates.look_again()
             optimizer.step()
-            plans.append(handle._updates._plans.get(optimizer))
+            kept.append(handle.kept_steps)
         states = [value for _, p in named for value in optimizer.state[p].values()]
         results.append([*(p.detach().clone() for _, p in named), *states])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    kept = change in ("nothing", "a gradient less", "BF16 state")
-    assert (plans[1] is plans[2] is plans[3]) == kept and plans[0] is plans[1] is not None
+    assert kept[1] == 0 and kept[2] == (change == "nothing") and kept[7:] == [0] * 7
+    assert (kept[6] > kept[2]) == (change != "another state")  # which no step in parts takes
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -497,7 +493,7 @@ def test_8_bit_state_is_that_of_the_fp32_kernel_rounded(name, monkeypatch):
                 **{"seed": 4, "step": 0, "name": f"{key}.sum.moved"},
             )[0]
             reference.state[p]["step"] += 0
-    monkeypatch.setattr(SlicedStep, "_batch", None)  # nothing is left to it
+    monkeypatch.setattr(Batch, "step", None)  # nothing is left to it
     for step in range(3):
         train(wide, reference, step, step + 1)
         train(named, optimizer, step, step + 1)

@@ -14,9 +14,9 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.updates import sliced_step, step_hooks
-from hmpx.updates.held_state import HeldCodes
-from hmpx.updates.weights import WAYS
+from hmpx.updates import batching, step_hooks
+from hmpx.updates.state_tensors import HeldCodes
+from hmpx.updates.stores import WAYS
 from tests.support.eight_bits import widened
 from tests.support.training import parameters, same, set_gradients, train, weights
 
@@ -73,7 +73,7 @@ def out_of_memory():
 
 @pytest.fixture
 def meddled(monkeypatch):
-    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+    monkeypatch.setattr(batching, "_FLOOR", 64)
     return lambda cls: Meddled(cls, monkeypatch)
 
 
@@ -235,8 +235,23 @@ def room_for(tensors, monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("cls", [optim.SparseAdam, optim.Adam])
-def test_lack_of_memory_for_what_a_step_sees_of_state_in_8_bits_loses_no_state(cls, monkeypatch):
+@contextlib.contextmanager
+def no_new_fp32(_, monkeypatch):
+    """No memory for copies of weights, gradients and state."""
+    empty = torch.empty
+
+    def full(*size, **options):
+        if options.get("dtype") is torch.float32:
+            raise torch.OutOfMemoryError()
+        return empty(*size, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        yield
+
+
+@pytest.mark.parametrize("cls, without_memory", [(optim.SparseAdam, room_for), (optim.Adam, no_new_fp32)])
+def test_lack_of_memory_for_what_a_step_sees_of_state_in_8_bits_loses_no_state(cls, without_memory, monkeypatch):
     named = parameters(sizes=((8, 6), (5, 7)))
     optimizer = cls(named, lr=0.1)
     hmpx.attach(optimizer, state_dtype="8bit")
@@ -244,10 +259,11 @@ def test_lack_of_memory_for_what_a_step_sees_of_state_in_8_bits_loses_no_state(c
         p.grad = torch.ones_like(p).to_sparse() if cls is optim.SparseAdam else torch.ones_like(p)
     optimizer.step()
     before = copy.deepcopy(optimizer.state_dict()["state"])
-    with room_for(2, monkeypatch), pytest.raises(torch.OutOfMemoryError):
+    with without_memory(2, monkeypatch), pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
     after = optimizer.state_dict()["state"]
     assert after.keys() == before.keys() and all(str(after[i]) == str(before[i]) for i in before)
+    optimizer.step()
 
 
 def test_lack_of_memory_for_wider_state_leaves_what_there_is(monkeypatch):
@@ -329,7 +345,7 @@ def test_a_step_that_raises_leaves_weights_and_masters(way):
     ],
 )
 def test_a_broken_group_shows_before_anything_is_written(cls, broken, how, monkeypatch):
-    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+    monkeypatch.setattr(batching, "_FLOOR", 64)
     named = parameters(sizes=((30, 30), (20, 20), (7,), (25, 25), (3, 3)))
     params = [p for _, p in named]
     optimizer = cls([{"params": params[:3]}, {"params": params[3:]}], lr=1e-2)

@@ -15,7 +15,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import sliced_step
+from hmpx.updates import batching
 from tests.support.numbers import away
 from tests.support.optimizers import CONFIGURATIONS, forms
 
@@ -111,7 +111,7 @@ def check(name, form, layout, way):
 def test_any_optimizer_in_any_layout_bit_for_bit(layout, sliced, monkeypatch):
     """Every optimizer in every form, with every way to hold weights."""
     if sliced:
-        monkeypatch.setattr(sliced_step, "_FLOOR", 128)
+        monkeypatch.setattr(batching, "_FLOOR", 128)
     for name, form in forms():
         if name != "Muon" or len(LAYOUTS[layout][0]) == 2:
             for way in WAYS:
@@ -154,7 +154,7 @@ def test_a_convolution_in_channels_last_under_fused(options, way):
             for p in model.parameters():
                 for key, value in optimizer.state[p].items():
                     optimizer.state[p][key] = value.contiguous()
-    assert model[2].weight.numel() > sliced_step.slice_size(0) and not model[2].weight.is_contiguous()
+    assert model[2].weight.numel() > batching.slice_size(0) and not model[2].weight.is_contiguous()
 
 
 def test_a_fused_kernel_of_a_class_that_hmpx_does_not_know_gets_one_layout():
@@ -178,7 +178,7 @@ def test_a_fused_kernel_of_a_class_that_hmpx_does_not_know_gets_one_layout():
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
 def test_state_in_bf16_is_rounded_by_its_logical_index_in_any_layout(state_dtype, monkeypatch):
     """The same run on contiguous tensors, element by element."""
-    monkeypatch.setattr(sliced_step, "_FLOOR", 128)
+    monkeypatch.setattr(batching, "_FLOOR", 128)
     for cls, foreach in itertools.product((optim.AdamW, optim.SGD), (False, True)):
         for layout, (shape, weight, gradient) in LAYOUTS.items():
             torch.manual_seed(0)

@@ -8,7 +8,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.bench.measure import memory
-from hmpx.updates import sliced_step
+from hmpx.updates import batching
 from hmpx.updates.optimizer_scope import SCOPES, scope_of
 from hmpx.updates.segment import Segment
 
@@ -111,7 +111,7 @@ def test_large_parameters_are_cut_evenly_and_small_ones_go_together():
     small = {"fourth": 32, "fifth": 32, "sixth": 30}
     sizes = {"first": 30, "second": 20, "large": 450, "third": 100, **small, "last": 33, "later": 32, "latest": 3}
     whole = [Segment(nn.Parameter(torch.ones(size, dtype=BF16)), name) for name, size in sizes.items()]
-    batches = sliced_step.cut(whole, 128, lambda segment, size: segment.parts(size, None))
+    batches = batching.cut(whole, 128, lambda segment, size: segment.parts(size, None))
     found = [[(part.name, part.offset, part.count) for part in batch] for batch in batches]
     assert found == [
         [("first", 0, 30), ("second", 0, 20)],
@@ -121,12 +121,12 @@ def test_large_parameters_are_cut_evenly_and_small_ones_go_together():
         [("fourth", 0, 32), ("fifth", 0, 32), ("sixth", 0, 30), ("later", 0, 32)],
         [("latest", 0, 3)],
     ]
-    assert [sliced_step.even_part(count, 1280) for count in (5, 1280, 1300, 2560, 2561)] == [64, 1280, 704, 1280, 896]
+    assert [batching.even_part(count, 1280) for count in (5, 1280, 1300, 2560, 2561)] == [64, 1280, 704, 1280, 896]
 
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.SGD])
 def test_channels_last_parameters_are_sliced_too(cls, monkeypatch):
-    monkeypatch.setattr(sliced_step, "_FLOOR", 1 << 12)
+    monkeypatch.setattr(batching, "_FLOOR", 1 << 12)
     torch.manual_seed(1)
     weight = torch.randn(64, 32, 3, 3).bfloat16()
     layouts = (weight.clone(memory_format=torch.channels_last), weight.clone())

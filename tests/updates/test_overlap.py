@@ -8,9 +8,8 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates import sliced_step
-from hmpx.updates.fused_plan import FusedPlan
-from hmpx.updates.fused_step import FusedStep
+from hmpx.updates import batching
+from hmpx.updates.fused_batch import FusedBatch
 from hmpx.updates.overlap import Overlaps
 from tests.support.training import step_by
 
@@ -56,9 +55,9 @@ def test_shared_elements_are_found_and_neighbours_are_not_taken_for_them(kind):
 def test_all_updates_count_where_parameters_are_stepped_one_by_one(kind, large, monkeypatch):
     """As in plain torch on an FP32 buffer; the numbers are chosen so that every sum is exact in BF16."""
     if large:
-        monkeypatch.setattr(sliced_step, "_FLOOR", 64)
-        monkeypatch.setattr(sliced_step, "_ALIGN", 1)
-        monkeypatch.setattr(sliced_step, "_PARTS", 8)
+        monkeypatch.setattr(batching, "_FLOOR", 64)
+        monkeypatch.setattr(batching, "_ALIGN", 1)
+        monkeypatch.setattr(batching, "_PARTS", 8)
     results = []
     for dtype in (BF16, torch.float32):
         buffer, params, _ = parameters(kind, dtype)
@@ -159,18 +158,14 @@ def on_threads(threads, fused, state_dtype, large=100_000):
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit"])
 def test_the_threads_of_a_kernel_do_not_race_for_shared_elements(state_dtype, monkeypatch):
     by_kernel = []
-    prepare, again = FusedStep.prepare, FusedPlan.prepare
+    step = FusedBatch.step
 
-    def told(self, taken):
-        by_kernel.append([segment.name for _, segment in taken])
-        return prepare(self, taken)
+    def told(self, call, write_back, gradients, written):
+        before = len(written)
+        step(self, call, write_back, gradients, written)
+        by_kernel.append(written[before:])
 
-    def remembered(self, *step):
-        by_kernel.append(self.names)
-        return again(self, *step)
-
-    monkeypatch.setattr(FusedStep, "prepare", told)
-    monkeypatch.setattr(FusedPlan, "prepare", remembered)
+    monkeypatch.setattr(FusedBatch, "step", told)
     expected = on_threads(1, False, state_dtype)
     assert not by_kernel
     for threads in (1, 2):

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import hmpx
 from hmpx.rounding.stochastic import round_into
-from hmpx.updates import sliced_step
+from hmpx.updates import batching
 from hmpx.updates.ranks.sharding import Box
 from tests.support import ranks
 from tests.support.sharded import Small, digest, fixed_gradients, shard
@@ -118,7 +118,7 @@ def test_however_parameters_are_cut_the_weights_are_those_of_one_process(world):
 
 
 def _in_small_slices(rank, cases):
-    sliced_step._FLOOR = 128
+    batching._FLOOR = 128
     line = init_device_mesh("cpu", (dist.get_world_size(),))
     return [[train(case, placer(line, Shard(dim))) for dim in (0, 1, 2)] for case in cases]
 

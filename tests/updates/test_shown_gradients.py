@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.utils.flop_counter import FlopCounterMode
 
 import hmpx
-from hmpx.updates import sliced_step
+from hmpx.updates import batching
 from tests.support.numbers import away
 from tests.support.training import needs_grad_dtype
 
@@ -169,7 +169,7 @@ def test_what_a_step_does_to_a_gradient_stays_unless_it_raises(touch, fail, fp32
 def test_torchs_own_classes_write_to_gradients_too(sliced, expanded, looked_at, monkeypatch):
     """foreach SGD with Nesterov's momentum adds the momentum to the gradient itself."""
     if sliced:
-        monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+        monkeypatch.setattr(batching, "_FLOOR", 64)
     p, q = nn.Parameter(torch.ones(20, 18, dtype=BF16)), nn.Parameter(torch.ones(20, 18))
     optimizer, reference = (optim.SGD([x], lr=0.1, momentum=0.9, nesterov=True, foreach=True) for x in (p, q))
     hmpx.attach(optimizer, "master")

@@ -192,11 +192,10 @@ def test_what_is_written_by_hand_counts_in_its_block_alone(write, sliced):
 def test_lower_halves_and_checksums_take_two_bytes_and_a_sixteenth():
     p = nn.Parameter(torch.randn(512, 300).bfloat16())
     optimizer = optim.SGD([p], lr=0.1)
-    store = hmpx.attach(optimizer, "split")._updates.store
+    handle = hmpx.attach(optimizer, "split")
     p.grad = torch.ones_like(p)
     optimizer.step()
-    held = [*store._lower.values(), *store._checksums.values()]
-    assert sum(t.nbytes for t in held) == p.numel() * (2 + 1 / 16)
+    assert sum(t.nbytes for t in handle.beside()) == p.numel() * (2 + 1 / 16)
 
 
 # The checksums themselves

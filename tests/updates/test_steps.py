@@ -12,7 +12,8 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates import sliced_plan, sliced_step
+from hmpx.updates import batching
+from hmpx.updates.shown import Shown
 from tests.support.optimizers import CONFIGURATIONS
 from tests.support.training import parameters, set_gradients
 
@@ -154,16 +155,16 @@ def test_a_module_as_the_closure_of_a_torch_optimizer_is_called_as_torch_calls_i
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here, so no step is remembered")
 def test_a_remembered_step_takes_no_state_back_that_the_optimizer_left_in_its_place(monkeypatch):
     """Which would take memory and time, slice by slice."""
-    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+    monkeypatch.setattr(batching, "_FLOOR", 64)
     named = parameters(sizes=((40, 9), (130,)))
     optimizer = optim.AdamW(named)
-    plans = hmpx.attach(optimizer)._updates._plans
+    handle = hmpx.attach(optimizer)
     for step in range(4):
-        if optimizer in plans:
-            monkeypatch.setattr(sliced_plan, "SlicedState", None)
+        if step == 2:
+            monkeypatch.setattr(Shown, "_take_part", None)
         set_gradients(named, step)
         optimizer.step()
-    assert sliced_plan.SlicedState is None and all(state["step"] == 4 for state in optimizer.state.values())
+    assert handle.kept_steps == 2 and all(state["step"] == 4 for state in optimizer.state.values())
 
 
 def test_the_tensors_in_the_traceback_of_a_step_that_failed_can_be_shown():

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import sliced_step, step_hooks
+from hmpx.updates import batching, step_hooks
 from tests.support.optimizers import CONFIGURATIONS, forms
 from tests.support.training import parameter, parameters, set_gradients, step_by
 
@@ -46,7 +46,7 @@ def test_any_optimizer_of_torch_bit_for_bit(name, form, sliced, monkeypatch):
     if cls is not optim.Muon:  # which takes matrices only
         sizes += ((), (3,))
     if sliced:
-        monkeypatch.setattr(sliced_step, "_FLOOR", 128)
+        monkeypatch.setattr(batching, "_FLOOR", 128)
     named, twin = parameters(BF16, sizes), parameters(torch.float32, sizes)
     optimizer = cls(named, **copy.deepcopy(options), **form)
     reference = cls(twin, **copy.deepcopy(options), **form)
@@ -427,7 +427,7 @@ def test_another_default_dtype(dtype, fused):
 
 
 def test_state_that_is_none(monkeypatch):
-    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+    monkeypatch.setattr(batching, "_FLOOR", 64)
     p = parameter(1000)
     optimizer = optim.SGD([p], lr=0.5, momentum=0.9)
     optimizer.state[p] = {"momentum_buffer": None}

@@ -10,8 +10,8 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import sliced_step
-from hmpx.updates.weights import WAYS
+from hmpx.updates import batching
+from hmpx.updates.stores import WAYS
 from tests.support.eight_bits import in_8_bits, read
 from tests.support.oracle import away_from_zero, to_24_bits
 from tests.support.training import masters_in
@@ -92,7 +92,7 @@ def assert_same(params, optimizer, copies):
     [(optim.AdamW, {"lr": 1e-2, "foreach": False}), (optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True})],
 )
 def test_an_optimizer_lives_as_its_fp32_copies(cls, options, way, state_dtype, into, monkeypatch):
-    monkeypatch.setattr(sliced_step, "_FLOOR", 64)
+    monkeypatch.setattr(batching, "_FLOOR", 64)
     copies = Copies(cls, options, way, state_dtype)
     params, optimizer = made(cls, options, way, state_dtype, SEED, drawn(0))
     for number in range(SAVED):

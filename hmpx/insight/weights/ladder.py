@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx.updates.block_layout import Layout
+from hmpx.updates.state_blocks import StateBlocks
 from hmpx.updates.state_forms import STATE_FORMS, StateDtype, state_name
-from hmpx.updates.weights import WAYS
+from hmpx.updates.stores import WAYS
 
 FP32 = "float32"  # for `weights`: the parameter itself is FP32
 WEIGHTS = ("stochastic", "split8", "master", "split", FP32)  # of two that take the same bytes, the first is taken
@@ -54,5 +54,5 @@ def _bytes(like: torch.Tensor, rung: Rung, states: int) -> float:
     if not like.dim():  # what has no dimension stays FP32
         each = 4.0
     elif rung.state == "8bit":
-        each = elements + torch.bfloat16.itemsize * math.prod(Layout.of(like).shape)
+        each = elements + torch.bfloat16.itemsize * math.prod(StateBlocks.of(like).shape)
     return elements * (2 + 2 + beside) + states * each

@@ -11,7 +11,7 @@ from hmpx.insight.weights.ladder import FP32, Rung
 from hmpx.recipes.recipe import Recipe, changed
 from hmpx.updates.settings import Settings
 from hmpx.updates.state_forms import state_name
-from hmpx.updates.weights import WAYS
+from hmpx.updates.stores import WAYS
 
 
 def recipe_of(base: Recipe, chosen: Chosen) -> Recipe:

@@ -19,7 +19,7 @@ import torch
 from hmpx.insight.tensors import Tensor
 from hmpx.insight.tuning.course import Course, by_name, since
 from hmpx.insight.weights.replays import EXACT, Alternative, Replay, rounded
-from hmpx.updates.watched import Updates
+from hmpx.updates.lost_updates import Updates
 
 Optimizer = torch.optim.Optimizer
 

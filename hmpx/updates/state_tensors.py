@@ -8,17 +8,18 @@ one, so that whatever saves, moves or shards optimizer state does so with them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.rounding import native
 from hmpx.rounding.eight_bits import decode, largest, scales_for
-from hmpx.updates.block_layout import Layout, sharded_scales
+from hmpx.updates.held import Held
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_blocks import StateBlocks, sharded_scales
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -29,95 +30,84 @@ BF16 = torch.bfloat16
 CODES, SCALES = "hmpx_codes_", "hmpx_scales_"  # before the optimizer's own name of a state tensor
 
 
-class Held(Protocol):
-    """A state tensor of a parameter's shape. All methods want `torch.no_grad()`."""
-
-    def part(self, segment: Segment) -> Tensor:
-        """What a step sees of a segment in slices: flat, in FP32; the tensor itself if it is that."""
-
-    def write(self, segment: Segment, value: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        """Take what a step has left of a segment, or of a parameter that it saw the whole of.
-
-        name: what the random numbers depend on.
-        """
+class HeldState(Held):
+    """A state tensor of a parameter's shape."""
 
     def whole(self) -> Tensor:
         """All of it, in a dtype that holds it exactly; sharded as the parameter is."""
-
-    def entries(self, key: str) -> dict[str, Tensor]:
-        """What stands in the state of the parameter, for the tensor that the optimizer calls `key`."""
-
-
-@dataclass(frozen=True)
-class HeldTensor:
-    """An FP32 tensor, or a BF16 one that is written by stochastic rounding."""
-
-    tensor: Tensor
-
-    def part(self, segment: Segment) -> Tensor:
-        view = segment.flat_view(self.tensor)
-        if view is None:
-            view = torch.empty(segment.count, dtype=self.tensor.dtype, device=self.tensor.device)
-            for block, part in segment.blocks(view):
-                part.copy_(block.of(self.tensor))
-        return view.float() if view.dtype is BF16 else view
-
-    def write(self, segment: Segment, value: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        whole = self.tensor
-        view = segment.flat_view(whole)
-        if view is not None and view.dtype is value.dtype and view.data_ptr() == value.data_ptr():
-            return  # the step wrote to the state itself
-        for block, part in segment.blocks(held_part(segment.param, value) if segment.is_gathered else value):
-            if whole.dtype is value.dtype:
-                block.of(whole).copy_(part)
-            else:
-                rounding_key.round_into(block.of(whole), part, name, block.at, block.box)
-
-    def whole(self) -> Tensor:
         return self.tensor
 
     def entries(self, key: str) -> dict[str, Tensor]:
+        """What stands in the state of the parameter, for the tensor that the optimizer calls `key`."""
         return {key: self.tensor}
 
 
-@dataclass(frozen=True)
-class HeldCodes:
+class HeldTensor(HeldState):
+    """An FP32 tensor, or a BF16 one that is written by stochastic rounding."""
+
+    def itself(self, segment: Segment) -> Tensor | None:
+        return None if self.tensor.dtype is BF16 else segment.flat_view(self.tensor)
+
+    def for_kernels(self, segment: Segment, name: int) -> native.Held | None:
+        return native.Held(self.tensor, native.BF16, name) if self.tensor.dtype is BF16 else None
+
+    def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
+        x, held = held_part(segment.param, x) if segment.is_gathered else local(x), segment.of(self.tensor)
+        if held.dtype is x.dtype:
+            held.copy_(x)
+        else:
+            rounding_key.round_into(held, x, name, segment.at, segment.box)
+
+
+class HeldCodes(HeldState):
     """A tensor in 8 bits; `hmpx.rounding.eight_bits` has the code.
 
     Attributes:
-        codes: uint8, of the parameter's shape, contiguous.
+        tensor: the codes, uint8, of the parameter's shape, contiguous.
         scales: one BF16 number for each block. Of a parameter of n dimensions, the first k are those of the parameter,
-            and the last one counts the blocks of a row; see `Layout`.
+            and the last one counts the blocks of a row; see `StateBlocks`.
     """
 
-    codes: Tensor
-    scales: Tensor
+    kind = native.CODED
+
+    def __init__(self, codes: Tensor, scales: Tensor) -> None:
+        super().__init__(codes)
+        self.scales = scales
 
     @classmethod
     def new(cls, param: Tensor) -> HeldCodes:
         """Room for the state of a parameter; its values are whatever they are."""
-        held, layout = local(param), Layout.of(param)
+        held, layout = local(param), StateBlocks.of(param)
         codes = torch.empty(held.shape, dtype=torch.uint8, device=held.device)
         scales = torch.empty(layout.shape, dtype=BF16, device=held.device)
         return cls(like(param, codes) if is_sharded(param) else codes, sharded_scales(scales, param, layout))
 
-    def part(self, segment: Segment) -> Tensor:
-        layout = Layout.of(self.codes)
+    def for_kernels(self, segment: Segment, name: int) -> native.Held | None:
+        row = StateBlocks.of(self.tensor).rows.width
+        return native.Held(self.tensor, native.CODED, name, self.scales, row=row)
+
+    def blocks(self, segment: Segment, x: Tensor) -> list[tuple[Segment, Tensor]]:
+        return [(segment, x)]  # codes are contiguous, and a scale belongs to a whole block of them
+
+    def read(self, segment: Segment, out: Tensor) -> None:
+        layout = StateBlocks.of(self.tensor)
         if layout.is_scattered:  # a part is all that this rank holds
-            return local(self.whole()).reshape(-1)
+            out.copy_(local(self.whole()).reshape(out.shape))
+            return
         codes = self._flat(segment)
-        out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        decode(out, codes, local(self.scales), layout.rows, segment.offset)
-        return out
+        flat = out if out.is_contiguous() else torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        decode(flat.view(-1), codes, local(self.scales), layout.rows, segment.offset)
+        if flat is not out:
+            out.copy_(flat.view(out.shape))
 
     def write(self, segment: Segment, value: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        layout = Layout.of(self.codes)
+        layout = StateBlocks.of(self.tensor)
         if layout.is_scattered or (segment.is_gathered and not is_sharded(value)):
-            if value.shape != self.codes.shape or is_sharded(value):
-                value = like(cast("DTensor", self.codes), local(value).view(local(self.codes).shape)).full_tensor()
+            if value.shape != self.tensor.shape or is_sharded(value):
+                value = like(cast("DTensor", self.tensor), local(value).view(local(self.tensor).shape)).full_tensor()
             whole = HeldCodes.new(value)
             whole.write(Segment(segment.param, segment.name), value, name, rounding_key)
-            local(self.codes).copy_(held_part(self.codes, whole.codes))
+            local(self.tensor).copy_(held_part(self.tensor, whole.tensor))
             local(self.scales).copy_(held_part(self.scales, whole.scales))
             return
         x, scales = local(value).float().contiguous().view(-1), local(self.scales)
@@ -127,24 +117,21 @@ class HeldCodes:
         rounding_key.encode_into(self._flat(segment), x, scales, *place, given=bool(layout.cut))
 
     def _flat(self, segment: Segment) -> Tensor:
-        codes = local(self.codes).view(-1)
+        codes = local(self.tensor).view(-1)
         return codes if segment.start is None else codes[segment.start : segment.stop]
 
     def whole(self) -> Tensor:
-        if Layout.of(self.codes).is_scattered:
-            codes, scales = cast("DTensor", self.codes), cast("DTensor", self.scales)
+        if StateBlocks.of(self.tensor).is_scattered:
+            codes, scales = cast("DTensor", self.tensor), cast("DTensor", self.scales)
             whole = HeldCodes(codes.full_tensor(), scales.full_tensor()).whole()
             return like(codes, held_part(codes, whole).contiguous())
-        held = local(self.codes)
+        held = local(self.tensor)
         out = torch.empty(held.shape, dtype=torch.float32, device=held.device)
-        decode(out.view(-1), held.view(-1), local(self.scales), Layout.of(self.codes).rows, 0)
-        return like(self.codes, out) if is_sharded(self.codes) else out
+        decode(out.view(-1), held.view(-1), local(self.scales), StateBlocks.of(self.tensor).rows, 0)
+        return like(self.tensor, out) if is_sharded(self.tensor) else out
 
     def entries(self, key: str) -> dict[str, Tensor]:
-        return {CODES + key: self.codes, SCALES + key: self.scales}
-
-
-HELD = (HeldTensor, HeldCodes)  # what is `Held`; a protocol is slow to ask
+        return {CODES + key: self.tensor, SCALES + key: self.scales}
 
 
 def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> None:
@@ -158,7 +145,7 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
     for key, codes in state.items():
         if not isinstance(key, str) or not key.startswith(CODES):
             continue
-        layout, own = Layout.of(param), key.removeprefix(CODES)
+        layout, own = StateBlocks.of(param), key.removeprefix(CODES)
         scales, of = state.get(SCALES + own), "a parameter" if name == "" else f"parameter {name!r}"
         if scales is None:
             raise HmpxError(f"{own!r} of {of} is in 8 bits without its scales: there is no {SCALES + own!r}")
@@ -177,7 +164,7 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
 
 
 def held(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[str, Any]:
-    """The state of a parameter by the optimizer's own keys, with what has the parameter's shape as `Held`.
+    """The state of a parameter by the optimizer's own keys, with what has the parameter's shape as `HeldState`.
 
     Raises:
         HmpxError: as `check_codes`.
@@ -201,7 +188,7 @@ def entries(state: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `held`."""
     found: dict[str, Any] = {}
     for key, value in state.items():
-        found.update(value.entries(key) if isinstance(value, HELD) else {key: value})
+        found.update(value.entries(key) if isinstance(value, HeldState) else {key: value})
     return found
 
 

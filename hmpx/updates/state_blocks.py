@@ -14,7 +14,7 @@ from hmpx.updates.ranks.sharding import is_sharded, local, sizes_and_offsets
 Tensor = torch.Tensor
 
 
-class Layout(NamedTuple):
+class StateBlocks(NamedTuple):
     """How the blocks of a parameter lie.
 
     A row is the last dimension. Where that is shorter than a block, it is folded with the one before it, up to the
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
     is_scattered: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
+    def of(cls, tensor: Tensor) -> StateBlocks:
         """That of a parameter, or of what is shaped and sharded as it is."""
         shape = tuple(tensor.shape)
         folded = max(len(shape) - 1, 0)
@@ -70,7 +70,7 @@ class Layout(NamedTuple):
         return both[0], both[1]
 
 
-def sharded_scales(scales: Tensor, param: Tensor, layout: Layout) -> Tensor:
+def sharded_scales(scales: Tensor, param: Tensor, layout: StateBlocks) -> Tensor:
     """The scales of a sharded parameter as a DTensor: cut as its rows are, else whole on every rank."""
     if not is_sharded(param):
         return scales

@@ -1,6 +1,8 @@
-"""A step in slices that is remembered, beside the same step that looks at everything each time."""
+"""A step in the batches of the one before, beside the same step that looks at everything each time."""
 
 from __future__ import annotations
+
+import weakref
 
 import pytest
 import torch
@@ -11,8 +13,7 @@ import hmpx
 from hmpx.bench.measure import memory
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.updates import optimizer_scope, sliced_step
-from hmpx.updates.sliced_plan import SlicedPlan
+from hmpx.updates import batching, optimizer_scope
 
 BF16 = torch.bfloat16
 SIZES = ((40, 9), (201,), (5,), (130,), (64, 33), (10, 300))
@@ -21,20 +22,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler 
 
 @pytest.fixture(params=[64, 1 << 17], ids=["slices", "whole"])
 def floor(request, monkeypatch):
-    monkeypatch.setattr(sliced_step, "_FLOOR", request.param)
-
-
-@pytest.fixture
-def planned(monkeypatch):
-    """Counts the steps that were remembered ones."""
-    steps, run = [], SlicedPlan.run
-
-    def counted(self, call, write_back):
-        steps.append(None)
-        run(self, call, write_back)
-
-    monkeypatch.setattr(SlicedPlan, "run", counted)
-    return steps
+    monkeypatch.setattr(batching, "_FLOOR", request.param)
 
 
 def made(cls, options, fp32=False, **settings):
@@ -87,7 +75,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_remembered_step_has_the_bits_of_one_that_is_not(case, floor, planned):
+def test_a_remembered_step_has_the_bits_of_one_that_is_not(case, floor):
     cls, options, settings = CASES[case]
     if settings.get("use_fp32_grad_acc") and not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("FP32 gradients of BF16 weights want torch 2.13")
@@ -97,11 +85,12 @@ def test_a_remembered_step_has_the_bits_of_one_that_is_not(case, floor, planned)
         for turn in range(5):
             grads_for(params, turn, torch.float32 if settings.get("use_fp32_grad_acc") else None)
             if forget:
-                handle._updates.look_again()
+                handle.look_again()
             optimizer.step()
         results.append(everything(params, optimizer))
+        kept = 4 if case == "SGD" else 3  # once all state is there
+        assert handle.kept_steps == (0 if forget else kept)
     assert same(*results)
-    assert len(planned) == 3
 
 
 def moved(optimizer):
@@ -132,7 +121,7 @@ def test_a_remembered_step_sees_the_groups_as_they_are(change, fused):
             if turn == 3:
                 REGROUPED[change](optimizer)
             if forget:
-                handle._updates.look_again()
+                handle.look_again()
             optimizer.step()
             assert [p for group in optimizer.param_groups for p in group["params"]] == params
         results.append(everything(params, optimizer))
@@ -149,7 +138,7 @@ def test_a_step_is_remembered_on_the_cpu_whatever_the_default_device_is():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_steps_that_make_and_take_a_plan_take_at_most_half_a_byte_per_parameter(fused):
+def test_steps_that_keep_batches_and_take_them_again_take_at_most_half_a_byte_per_parameter(fused):
     params = [nn.Parameter(torch.ones(shape, dtype=BF16)) for shape in ((2000, 2000), (4_000_000,))]
     optimizer = optim.AdamW(params, fused=fused)
     hmpx.attach(optimizer, state_dtype=BF16)
@@ -161,7 +150,7 @@ def test_steps_that_make_and_take_a_plan_take_at_most_half_a_byte_per_parameter(
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13 has no grad_dtype")
-def test_between_two_steps_a_plan_holds_no_gradients(floor, planned):
+def test_between_two_steps_nothing_holds_gradients(floor):
     """Those in FP32 are shown to the optimizer as they are."""
     params, optimizer, handle = made(*ADAM)
     for turn in range(4):
@@ -169,18 +158,18 @@ def test_between_two_steps_a_plan_holds_no_gradients(floor, planned):
             p.grad_dtype = torch.float32
         grads_for(params, turn, torch.float32)
         optimizer.step()
-    batches = handle._updates._plans[optimizer]._batches
-    held = [each.shadow.grad is not None for batch in batches for each in batch.shown]
-    assert planned and held and not any(held)
+    held = [weakref.ref(p.grad) for p in params]
+    for p in params:
+        p.grad = None
+    assert handle.kept_steps == 2 and not any(grad() is not None for grad in held)
 
 
-def test_between_two_steps_a_plan_has_no_memory():
+def test_between_two_steps_what_is_kept_has_no_memory():
     params, optimizer, handle = made(*ADAM)
     for turn in range(4):
         grads_for(params, turn)
-        optimizer.step()
-    plan = handle._updates._plans[optimizer]
-    assert plan._room.nbytes() == 0 and plan._bytes > 0
+        peak, stays = memory(optimizer.step, torch.device("cpu"))
+    assert handle.kept_steps == 2 and stays == 0 < peak
 
 
 def written_by_hand(params, handle):
@@ -192,16 +181,15 @@ def with_other_masters(params, handle):
     handle.set_masters({p: p.detach().float() + 2**-12 for p in params})
 
 
-def with_other_masters_in_the_store(params, handle):
-    with torch.no_grad():
-        handle._updates.store.set_masters(params[0], params[0].detach().float() + 2**-12)
+def with_masters_of_one(params, handle):
+    handle.set_masters({params[0]: params[0].detach().float() + 2**-12})
 
 
 @pytest.mark.parametrize("weights", ["split", "split8", "master"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"])
-@pytest.mark.parametrize("change", [written_by_hand, with_other_masters, with_other_masters_in_the_store])
+@pytest.mark.parametrize("change", [written_by_hand, with_other_masters, with_masters_of_one])
 @pytest.mark.parametrize("fused", [False, True])
-def test_weights_that_others_write_and_their_masters_count(fused, change, state_dtype, weights, floor, planned):
+def test_weights_that_others_write_and_their_masters_count(fused, change, state_dtype, weights, floor):
     results = []
     for forget in (False, True):
         params, optimizer, handle = made(*ADAM, weights=weights, state_dtype=state_dtype, fused=fused)
@@ -210,16 +198,22 @@ def test_weights_that_others_write_and_their_masters_count(fused, change, state_
                 change(params, handle)
             grads_for(params, turn)
             if forget:
-                handle._updates.look_again()
+                handle.look_again()
             optimizer.step()
         results.append([*everything(params, optimizer), *map(handle.masters_of, params)])
+        assert forget or handle.kept_steps >= 3
     assert same(*results)
-    assert fused or len(planned) >= 3
 
 
 @pytest.mark.parametrize("change", [written_by_hand, with_other_masters])
-def test_masters_are_stepped_where_they_are_and_weights_and_masters_of_others_count(change, floor, planned):
-    results = []
+def test_masters_are_stepped_where_they_are_and_weights_and_masters_of_others_count(change, floor, monkeypatch):
+    results, seen, begin = [], set(), optim.AdamW._init_group
+
+    def told(self, group, *lists):
+        seen.update(p.untyped_storage().data_ptr() for p in group["params"])
+        return begin(self, group, *lists)
+
+    monkeypatch.setattr(optim.AdamW, "_init_group", told)
     for forget in (False, True):
         params, optimizer, handle = made(*ADAM, weights="master")
         for turn in range(6):
@@ -227,13 +221,11 @@ def test_masters_are_stepped_where_they_are_and_weights_and_masters_of_others_co
                 change(params, handle)
             grads_for(params, turn)
             if forget:
-                handle._updates.look_again()
+                handle.look_again()
+            seen.clear()
             optimizer.step()
-            if turn == 3 and not forget:
-                plan = handle._updates._plans[optimizer]
-                held = [handle._updates.store.held(p)[0].untyped_storage().data_ptr() for p in params]
-                shown = [each.shadow for batch in plan._batches for each in batch.shown]
-                assert {shadow.untyped_storage().data_ptr() for shadow in shown} == set(held)
+            if turn == 3:
+                assert seen == {tensor.untyped_storage().data_ptr() for tensor in handle.beside()}
         results.append([*everything(params, optimizer), *map(handle.masters_of, params)])
     assert same(*results)
 
@@ -252,7 +244,7 @@ def one_tensor_in_bf16(state):
 
 @pytest.mark.parametrize("change", [in_bf16, in_another_order, one_tensor_in_bf16])
 @pytest.mark.parametrize("turn_of_change", [1, 4])
-def test_state_that_somebody_holds_in_another_way_is_seen(change, turn_of_change, floor, planned):
+def test_state_that_somebody_holds_in_another_way_is_seen(change, turn_of_change, floor):
     results = []
     for forget in (False, True):
         params, optimizer, handle = made(optim.SGD, {"momentum": 0.9, "fused": True})
@@ -261,7 +253,7 @@ def test_state_that_somebody_holds_in_another_way_is_seen(change, turn_of_change
                 change(optimizer.state[params[0]])
             grads_for(params, turn)
             if forget:
-                handle._updates.look_again()
+                handle.look_again()
             optimizer.step()
         results.append(everything(params, optimizer))
     assert same(*results)
@@ -288,7 +280,7 @@ def test_state_that_gets_another_name_is_seen(fused, state_dtype, floor):
                 assert [*map(id, optimizer.state[params[0]].values())] == before
             grads_for(params, turn)
             if forget:
-                handle._updates.look_again()
+                handle.look_again()
             optimizer.step()
         results.append(everything(params, optimizer))
     assert same(*results) and not results[0][0].isnan().any()
@@ -305,7 +297,7 @@ def test_gradients_that_a_scaler_leaves_scaled(fused, floor):
             if turn == 4:
                 optimizer.grad_scale, optimizer.found_inf = torch.tensor(64.0), torch.tensor(0.0)
             if forget:
-                handle._updates.look_again()
+                handle.look_again()
             optimizer.step()
             for name in ("grad_scale", "found_inf"):
                 vars(optimizer).pop(name, None)
@@ -341,7 +333,7 @@ def test_a_gradient_whose_sign_is_turned_by_a_flag(fused, floor):
 
 
 @pytest.mark.parametrize("weights", ["master", "split"])
-def test_masters_of_an_optimizer_that_writes_to_them_unseen_and_raises(weights, planned):
+def test_masters_of_an_optimizer_that_writes_to_them_unseen_and_raises(weights):
     """Lion decays ``p.data`` first, which has no version."""
     params, optimizer, handle = made(Lion, {"weight_decay": 0.5}, weights=weights)
     for turn in range(4):
@@ -351,12 +343,12 @@ def test_masters_of_an_optimizer_that_writes_to_them_unseen_and_raises(weights, 
     optimizer.param_groups[0]["betas"] = ("fast", 0.99)
     with pytest.raises(TypeError):
         optimizer.step()
-    assert planned and same([handle.masters_of(p) for p in params], before)
+    assert handle.kept_steps == 3 and same([handle.masters_of(p) for p in params], before)
 
 
 @pytest.mark.parametrize("turns", [1, 4])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_an_error_after_a_fused_kernel_that_raises_no_versions(momentum, turns, planned):
+def test_an_error_after_a_fused_kernel_that_raises_no_versions(momentum, turns):
     params, optimizer, handle = made(optim.SGD, {"momentum": momentum, "fused": True}, weights="master")
     for turn in range(turns):
         grads_for(params, turn)
@@ -406,7 +398,7 @@ class Odd(optim.SGD):
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("what", ["new tensors", "more tensors", "written gradients", "new gradients", "no gradients"])
-def test_what_an_optimizer_does_for_the_first_time_is_seen(what, state_dtype, floor, planned, monkeypatch):
+def test_what_an_optimizer_does_for_the_first_time_is_seen(what, state_dtype, floor, monkeypatch):
     monkeypatch.setitem(optimizer_scope.SCOPES, Odd, "element")
     results = []
     for forget in (False, True):
@@ -418,19 +410,19 @@ def test_what_an_optimizer_does_for_the_first_time_is_seen(what, state_dtype, fl
                 monkeypatch.setattr(Odd, "odd_from", 0)
             grads_for(params, turn)
             if forget:
-                handle._updates.look_again()
+                handle.look_again()
             optimizer.step()
             grads = [p.grad for p in params]
         results.append([*everything(params, optimizer), *(grad for grad in grads if grad is not None)])
-        assert len(planned) >= 2
+        assert forget or handle.kept_steps >= 2
     assert same(*results)
 
 
-def test_an_error_leaves_what_was_not_written_as_it_was(planned, monkeypatch):
+def test_an_error_leaves_what_was_not_written_as_it_was(monkeypatch):
     monkeypatch.setitem(optimizer_scope.SCOPES, Odd, "element")
     monkeypatch.setattr(Odd, "what", "an error", raising=False)
     monkeypatch.setattr(Odd, "odd_from", 1 << 30, raising=False)
-    params, optimizer, _ = made(Odd, {})  # keeps no state, so that nothing of it is written
+    params, optimizer, handle = made(Odd, {})  # keeps no state, so that nothing of it is written
     for turn in range(3):
         grads_for(params, turn)
         optimizer.step()
@@ -439,7 +431,7 @@ def test_an_error_leaves_what_was_not_written_as_it_was(planned, monkeypatch):
     before, grads = [tensor.clone() for tensor in before], [p.grad for p in params]
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
-    assert len(planned) == 2 and same(before, everything(params, optimizer))
+    assert handle.kept_steps >= 2 and same(before, everything(params, optimizer))
     assert [list(group["params"]) for group in optimizer.param_groups] == groups
     assert all(p.grad is grad for p, grad in zip(params, grads, strict=True))
     monkeypatch.setattr(Odd, "odd_from", 1 << 30)
@@ -447,7 +439,7 @@ def test_an_error_leaves_what_was_not_written_as_it_was(planned, monkeypatch):
 
 
 @pytest.mark.parametrize("weights", ["stochastic", "master"])
-def test_an_error_in_the_middle_is_marked(weights, planned, monkeypatch):
+def test_an_error_in_the_middle_is_marked(weights, monkeypatch):
     monkeypatch.setitem(optimizer_scope.SCOPES, Odd, "element")
     monkeypatch.setattr(Odd, "what", "an error", raising=False)
     monkeypatch.setattr(Odd, "odd_from", 1 << 30, raising=False)

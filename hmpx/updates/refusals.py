@@ -10,7 +10,7 @@ import torch
 
 from hmpx import region_state
 from hmpx.errors import HmpxError
-from hmpx.updates import optimizer_state, step_count
+from hmpx.updates import state_dtypes, step_count
 from hmpx.updates.names import has_bf16
 from hmpx.updates.optimizer_hooks import attachment_of
 
@@ -42,7 +42,7 @@ def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     is_plain = region_state.rounding() is None and attachment_of(optimizer) is None
     if is_plain:
         refuse_codes(optimizer)
-    if is_plain and optimizer_state.has_fp32_state(optimizer):
+    if is_plain and state_dtypes.has_fp32_state(optimizer):
         raise HmpxError(
             f"{type(optimizer).__name__} has stepped in hmpx.disable_casts(), so its state is FP32, which a plain step "
             "on BF16 parameters cannot go on with. Write `with hmpx.disable_casts(): optimizer.step()` for every step, "
@@ -52,7 +52,7 @@ def _refuse(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 
 def refuse_steps_on_codes(optimizer: Optimizer) -> None:
     """After a load, refuse plain steps if it has brought state in 8 bits."""
-    if optimizer_state.has_codes(optimizer):
+    if state_dtypes.has_codes(optimizer):
         refuse_plain_steps(optimizer)
 
 
@@ -62,7 +62,7 @@ def refuse_codes(optimizer: Optimizer) -> None:
     Raises:
         HmpxError: there is state in 8 bits.
     """
-    if step_count.stored(optimizer) and optimizer_state.has_codes(optimizer):
+    if step_count.stored(optimizer) and state_dtypes.has_codes(optimizer):
         raise HmpxError(
             f"{type(optimizer).__name__} has state in 8 bits, from a checkpoint of an optimizer with "
             'state_dtype="8bit", which a plain step cannot read: hmpx.attach(optimizer) takes it over, '

@@ -15,8 +15,8 @@ import torch
 from torch import optim
 from torch._subclasses import FakeTensor
 
-from hmpx.updates.held_state import HeldCodes, HeldTensor, entries, held, is_coded
 from hmpx.updates.ranks.sharding import is_sharded
+from hmpx.updates.state_tensors import HeldCodes, HeldTensor, entries, held, is_coded
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, FakeTensor)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from hmpx.updates.held_state import HELD, held, is_coded
-from hmpx.updates.layout import laid_as
-from hmpx.updates.optimizer_state import as_fp32, is_bf16, is_moment, keeps_bf16
+from hmpx.updates.memory_order import laid_as
 from hmpx.updates.ranks.sharding import PLAIN, is_sharded, local
 from hmpx.updates.segment import Segment
+from hmpx.updates.state_dtypes import as_fp32, is_bf16, is_moment, keeps_bf16
 from hmpx.updates.state_forms import form_of, written
+from hmpx.updates.state_tensors import HeldState, held, is_coded
 from hmpx.updates.step_call import WriteBack
 from hmpx.updates.write_counts import raises_versions
 
@@ -52,7 +52,7 @@ class ShadowState:
         if form.as_left and not is_coded(before) and (like is None or _are_contiguous(like, *before.values())):
             return before
         seen = held(before, self._segment.param) if is_coded(before) else before
-        shown = {key: value.whole() if isinstance(value, HELD) else value for key, value in seen.items()}
+        shown = {key: value.whole() if isinstance(value, HeldState) else value for key, value in seen.items()}
         if not form.as_left:
             shown = {key: as_fp32(value) for key, value in shown.items()}
         for key, value in shown.items():
@@ -136,7 +136,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _gathered(value: Any) -> Any:
     """A copy of a state value in FP32, whole."""
-    value = value.whole() if isinstance(value, HELD) else value
+    value = value.whole() if isinstance(value, HeldState) else value
     if not isinstance(value, Tensor):
         return value
     return as_fp32(value.full_tensor() if is_sharded(value) else value.clone())
