@@ -271,3 +271,74 @@ def test_the_example_writes_rows_while_a_model_trains(tmp_path):
     assert "in 30 steps" in done.stdout
     events = [*(tmp_path / "rows").glob("events.*")]
     assert len(events) == (importlib.util.find_spec("tensorboard") is not None)
+
+
+def foreign(tmp_path, change):
+    """The file of a good record with one change made to its JSON."""
+    trip = RoundTrip("a.py:1", "a.py:2", ("add", "mul"), ("bfloat16", "float32", "bfloat16"), 1, 2)
+    updates = {"optimizer": "AdamW", "weights": "nearest", "steps": 1, "lost": 0.5, "needed": True}
+    updates["rows"] = [{"name": "w", "lost": 0.5}]
+    path = tmp_path / "log.json"
+    log_of(site(), round_trips=[trip], updates=[updates]).json(path)
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+    return path
+
+
+def test_a_record_from_elsewhere_cannot_command_the_terminal(tmp_path, monkeypatch):
+    evil = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
+
+    def change(found):
+        found["sites"][0] |= {"op": f"lin{evil}ear", "where": f"{evil}m.py:1", "module": evil, "unchosen": f"x{evil}"}
+        found["round_trips"][0]["ops"][0] += evil
+        found["updates"][0]["optimizer"] += evil
+        found["updates"][0]["rows"][0]["name"] += evil
+        found["unmatched"] = [f"{evil}mine.txt:1: op"]
+        found["policy"] = f"bf16:{evil}\n  - linear\n"
+
+    log = Log.load(foreign(tmp_path, change))
+    said = shown(log, monkeypatch) + str(log.diff(log)) + log.policy
+    assert "AdamW" in said and "mine.txt:1: op" in said and log.policy.count("\n") == 2
+    assert all(each.isprintable() for line in said.split("\n") for each in line)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda found: found["sites"][0].update(calls="3"), "sites[0].calls: a whole number from 0 on is wanted"),
+        (lambda found: found["sites"][0].update(calls=True), "and it is true or false"),
+        (lambda found: found["sites"][0].update(op_seconds=float("inf")), "op_seconds: a finite number from 0 on"),
+        (
+            lambda found: found["sites"][0].update(given="float32"),
+            "sites[0].given: a list is wanted, and it is a string",
+        ),
+        (lambda found: found["sites"][0].update(given=[3]), "sites[0].given[0]: a string is wanted, and it is 3"),
+        (lambda found: found["sites"][0].update(nonfinite=-1), "sites[0].nonfinite: a whole number from 0 on"),
+        (lambda found: found["sites"][0].pop("op"), "sites[0]: a record that is not whole: KeyError: 'op'"),
+        (lambda found: found.update(sites={"op": 1}), "sites: a list is wanted, and it is an object"),
+        (lambda found: found["round_trips"][0].update(ops=["add"]), "round_trips[0].ops: a list of 2 is wanted"),
+        (lambda found: found["updates"][0].update(rows=3), "updates[0].rows: a list is wanted, and it is 3"),
+        (lambda found: found["updates"][0].pop("needed"), "updates[0]: a record that is not whole"),
+        (lambda found: found.update(about=["2.13"]), "about: an object is wanted, and it is a list"),
+        (lambda found: found.update(steps=None), "steps: a whole number from 0 on is wanted, and it is null"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named_with_its_place(tmp_path, change, message):
+    with pytest.raises(hmpx.HmpxError, match=re.escape(message)) as raised:
+        Log.load(foreign(tmp_path, change))
+    assert str(raised.value).startswith(f"{tmp_path / 'log.json'}.") or "not whole" in message
+    assert "\n" not in str(raised.value)
+
+
+def test_a_record_that_is_nested_too_deep_is_no_json(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(hmpx.HmpxError, match=r"deep\.json: no JSON"):
+        Log.load(tmp_path / "deep.json")
+
+
+def test_names_that_a_later_version_adds_are_left_out_and_what_is_read_is_what_was_saved(tmp_path):
+    path = foreign(tmp_path, lambda found: found["sites"][0].update(later=3))
+    first = Log.load(path)
+    first.json(path)
+    assert Log.load(path) == first and first.sites == [site(shapes=[])]

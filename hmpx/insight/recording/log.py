@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError
+from hmpx.insight.recording import foreign
 from hmpx.insight.recording.diff import LogDiff, difference
 from hmpx.insight.recording.page import as_page
 from hmpx.insight.recording.recorded import SCHEMA, Recorded
@@ -106,30 +107,32 @@ class Log(Recorded):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Log:
-        """Read what `json` has saved.
+        """Read what `json` has saved, here or elsewhere. Characters that a terminal would obey are left out.
 
         Raises:
-            HmpxError: it cannot be read, is no JSON, or no record that this version knows.
+            HmpxError: it cannot be read, is no JSON, or no record that this version knows; with the place of a value of
+                another type than it has there.
         """
         try:
+            if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():  # a device or a pipe
+                raise HmpxError(f"{path}: no file that could hold JSON")
             found = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise HmpxError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise HmpxError(f"{path}: no JSON: {error}") from None
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise HmpxError(f"{path}: no record of schema {SCHEMA}, as hmpx.record and `python -m hmpx record` save it")
-        try:
-            return cls(
-                sites=[Site.from_json(row) for row in found["sites"]],
-                round_trips=[RoundTrip.from_json(row) for row in found["round_trips"]],
-                unmatched=tuple(found["unmatched"]),
-                unmatched_of_hmpx=tuple(found["unmatched_of_hmpx"]),
-                escaped=tuple(found["escaped"]),
-                steps=found["steps"],
-                updates=found.get("updates", []),
-                policy=found["policy"],
-                about=found["about"],
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise HmpxError(f"{path}: a record that is not whole: {type(error).__name__}: {error}") from None
+        checks: dict[str, Any] = {
+            "sites": foreign.each(foreign.made(Site)),
+            "round_trips": foreign.each(foreign.made(RoundTrip)),
+            **dict.fromkeys(("unmatched", "unmatched_of_hmpx", "escaped"), foreign.each(foreign.text)),
+            "steps": foreign.count,
+            "updates": foreign.each(foreign.updates),
+            "policy": foreign.lines,
+            "about": foreign.texts,
+        }
+        values: dict[str, Any] = foreign.named(checks, found, str(path), ["updates"])
+        for name in ("unmatched", "unmatched_of_hmpx", "escaped"):
+            values[name] = tuple(values[name])
+        return cls(**values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hmpx.insight.recording.words import size, times
@@ -62,11 +62,6 @@ class Site:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Site:
-        known = {each.name: row[each.name] for each in fields(cls) if each.name in row}
-        return cls(**known | {name: tuple(known[name]) for name in ("given", "seen", "result") if name in known})
-
 
 @dataclass
 class RoundTrip:
@@ -91,7 +86,3 @@ class RoundTrip:
             f"{self.first}: {down} makes {self.dtypes[1]} of {self.dtypes[0]}, and {self.then}: {up} makes it "
             f"{self.dtypes[2]} again ({times(self.calls)}, {size(self.bytes)})"
         )
-
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> RoundTrip:
-        return cls(**row | {"ops": tuple(row["ops"]), "dtypes": tuple(row["dtypes"])})
