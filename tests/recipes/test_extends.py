@@ -6,6 +6,7 @@ import dataclasses
 import re
 
 import pytest
+import torch
 import yaml
 from torch import nn, optim
 
@@ -186,3 +187,22 @@ def test_set_says_any_key_from_the_shell(settings, expected, capsys, tmp_path):
 def test_a_setting_that_is_wrong_is_named_as_it_was_written(words, message, capsys):
     assert main(["explain", "neuron-bf16-sr", *words]) == 2
     assert f"hmpx: {message}" in capsys.readouterr().err
+
+
+def test_compare_takes_what_prepare_takes_and_means_the_same(tmp_path):
+    """Lists, weights and rules are those of the recipe, however it is given."""
+    keys = {"extends": "hmp-o1", "weights": "split", "bf16": ["linear"], "modules": {"0": {"fp32": ["linear"]}}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(keys))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    batches = [(torch.randn(8, 4),) for _ in range(2)]
+    found = [
+        hmpx.compare(model, batches, lambda model, x: model(x).square().mean(), lists=given)
+        for given in (keys, tmp_path / "mine.yaml", str(tmp_path / "mine.yaml"), as_recipe(keys))
+    ]
+    assert {(each.loss_change, each.gradient_error) for each in found} == {
+        (found[0].loss_change, found[0].gradient_error)
+    }
+    assert found[0].gradient_error > 0
+    with pytest.raises(hmpx.HmpxError, match="'wieghts' is no key of a recipe; did you mean 'weights'"):
+        hmpx.compare(model, batches, lists={"wieghts": "split"})

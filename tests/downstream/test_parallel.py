@@ -1,0 +1,139 @@
+"""Models that are divided among processes: pipelines, tensor parallelism under FSDP2, Join, spawned workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import hmpx
+from tests.downstream.by_hand import AUTOCASTS
+from tests.support import python, ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BF16 = torch.bfloat16
+
+
+def _stage(rank):
+    """GPipe over two ranks, by `prepare`; each stage is the optimizer's own group."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    groups = [torch.distributed.new_group([each]) for each in range(2)]
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 4)])[rank]
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    hmpx.prepare(model, optimizer, {**AUTOCASTS, "weights": "stochastic"}, process_group=groups[rank])
+    inside, outside = (torch.ones(2, size, dtype=BF16, requires_grad=True) for size in (8, 8 >> rank))
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"), input_args=(inside,), output_args=outside)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, target: (out.float() - target.float()).square().sum())
+    batch = torch.arange(32.0).view(4, 8).bfloat16() / 32
+    for _ in range(3):
+        schedule.step(*(() if rank else (batch,)), **({"target": torch.ones(4, 4)} if rank else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.weight.dtype is BF16, model.weight.tolist()
+
+
+def test_a_pipeline_has_the_bits_of_one_process():
+    (narrow, first), (_, second) = ranks.run(2, _stage)
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 4)])
+    optimizers = [optim.AdamW(part.parameters(), lr=1e-2) for part in model]
+    for part, optimizer in zip(model, optimizers, strict=True):
+        hmpx.prepare(part, optimizer, {**AUTOCASTS, "weights": "stochastic"})
+    batch = torch.arange(32.0).view(4, 8).bfloat16() / 32
+    for _ in range(3):
+        losses = [(model[1](model[0](x)).float() - 1).square().sum() for x in batch.split(2)]
+        for loss in losses:
+            loss.div(2).backward()  # the schedule divides gradients by the number of micro-batches
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert narrow and [first, second] == [part.weight.tolist() for part in model]
+
+
+def _tensor_parallel(rank, lists):
+    """A block with bias over two ranks by tensor, and those over two by FSDP2, under lists that cast in DTensor."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).bfloat16()
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    optimizer = optim.SGD(model.named_parameters(), lr=0.1)
+    hmpx.prepare(model, optimizer, lists)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        out = model(x.bfloat16())
+        out.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hmpx.restore()
+    return [p.full_tensor().detach().float().tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("lists", [{}, AUTOCASTS], ids=["Habana's lists", "autocast-cpu"])
+def test_tensor_parallelism_with_bias_under_fsdp2_is_that_of_one_process(lists):
+    """All ranks have one result; beside one process, products are summed in another order."""
+    first, *others = ranks.run(4, _tensor_parallel, lists)
+    assert others == [first] * 3
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).bfloat16()
+    optimizer = optim.SGD(model.named_parameters(), lr=0.1)
+    hmpx.prepare(model, optimizer, lists)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        model(x.bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for p, found in zip(model.parameters(), first, strict=True):
+        assert torch.allclose(p.float(), torch.tensor(found), rtol=2**-6, atol=2**-9)
+
+
+def _joined(rank):
+    """One rank has a batch more than the other."""
+    from torch.distributed.algorithms.join import Join
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).bfloat16())
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    hmpx.prepare(model, optimizer, "neuron-bf16-sr")
+    with Join([model]):
+        for _ in range(2 + rank):
+            model(torch.ones(2, 8)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.tolist() for p in model.parameters()]
+
+
+def test_uneven_batches_under_join_leave_replicas_equal():
+    first, second = ranks.run(2, _joined)
+    assert first == second
+
+
+SPAWNING = """
+import torch
+import torch.multiprocessing as mp
+from torch.nn.functional import linear
+
+def worker(rank, results):
+    model = torch.nn.TransformerEncoderLayer(8, 2, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    results.put((rank, str(model.linear1.weight.dtype), str(linear(torch.ones(2, 2), torch.ones(2, 2)).dtype)))
+
+if __name__ == "__main__":
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(worker, (results,), nprocs=2)
+    print(sorted(results.get() for _ in range(2)))
+"""
+
+
+def test_workers_that_a_script_spawns_run_under_its_recipe(tmp_path):
+    """A function that the script holds by name is cast there too."""
+    (tmp_path / "spawning.py").write_text(SPAWNING)
+    done = python.run("-m", "hmpx", "run", "--recipe", "neuron-bf16-sr", tmp_path / "spawning.py", check=True)
+    assert done.stdout == f"{[(rank, 'torch.bfloat16', 'torch.bfloat16') for rank in range(2)]}\n"
