@@ -16,10 +16,11 @@ from hmpx.bench.train import Subject
 from hmpx.insight.comparing import subject as comparing
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.sites import Sites
-from hmpx.insight.tuning.held_out import Divided, HeldOut
-from hmpx.insight.tuning.problem import Effect
+from hmpx.insight.tuning.batches import Batches, Runs
+from hmpx.insight.tuning.effect import Effect
+from hmpx.insight.tuning.look import decidable
+from hmpx.insight.tuning.passes import Mixed
 from hmpx.insight.tuning.tune import tune
-from hmpx.insight.tuning.tuning import decidable
 from hmpx.ops.policy import Policy
 
 _BATCHES, _HELD_OUT = 4, 2
@@ -61,13 +62,14 @@ class _OneByOne:
     def __init__(self, model: torch.nn.Module, batches: list[tuple]) -> None:
         self._subject = comparing.Subject(model, batches, _loss, None)
         self._watched = Sites()
-        self._held_out = HeldOut(self._subject, self._watched, batches)
+        self._runs = Runs(self._subject, self._watched)
+        self._held_out = Batches(self._runs, batches, "batch")
         self._sites: dict[Compared, None] = {}
         self.asked = 0.0
 
     @property
     def passes(self) -> int:
-        return self._held_out.passes
+        return self._runs.passes
 
     @property
     def sites(self) -> int:
@@ -96,4 +98,4 @@ class _OneByOne:
             self._sites.setdefault(site)
             return site not in fallen
 
-        return self._held_out.measured(lambda drawn: Divided(drawn, is_low))
+        return self._held_out.effect(lambda drawn: Mixed(drawn, is_low), "one by one")

@@ -14,8 +14,6 @@ from hmpx.insight.weights.tune_weights import tune_weights
 from hmpx.shell.functions import add_function, set_up
 from hmpx.shell.options import add_recipe_options, recipe_asked
 
-_MEASURED = "measured.pt"  # what a later call goes on from
-
 
 def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command = add_command(
@@ -23,10 +21,9 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "find the op lists of a model, and write them",
         "Call a function without arguments that returns (model, batches, loss), or (model, batches, loss, held_out),\n"
         "as hmpx.tune takes them, and write bf16.txt, fp32.txt, promote.txt and recipe.yaml, with what was measured\n"
-        "in tuned.json, tuned.html and tuned.svg. Interrupted, it goes on from measured.pt the next time. With\n"
-        "--weights, the function returns (model, optimizer, batches, loss), as hmpx.tune_weights takes them, and\n"
-        "recipe.yaml and weights.json say how weights and optimizer state are to be held. The exit status is 1 if the\n"
-        "tolerance is not met.",
+        "in tuned.json, tuned.html and tuned.svg. With --weights, the function returns (model, optimizer, batches,\n"
+        "loss), as hmpx.tune_weights takes them, and recipe.yaml and weights.json say how weights and optimizer state\n"
+        "are to be held. The exit status is 1 if the tolerance is not met.",
         "train.py:setup --out tuned\npackage.train:setup --objective coverage --tolerance 0.05\n"
         "train.py:with_optimizer --weights --steps 200 --recipe tuned/recipe.yaml --out weights",
     )
@@ -47,7 +44,6 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--confirm", type=int, metavar="N", help="train N steps under the lists, beside FP32 in two orders of batches"
     )
-    command.add_argument("--afresh", action="store_true", help="measure again what measured.pt has")
     command.add_argument("--quiet", action="store_true", help="show no progress")
     add_recipe_options(command)
     command.set_defaults(run=_tune)
@@ -61,9 +57,6 @@ def _tune(options: argparse.Namespace) -> int:
     recipe = recipe_asked(options)
     given = set_up(options.what, (3, 4), "(model, batches, loss), or these and held_out")
     folder = _folder(options.out)
-    measured = folder / _MEASURED
-    if options.afresh:
-        measured.unlink(missing_ok=True)
     try:
         tuned = tune(
             *given[:3],
@@ -72,12 +65,11 @@ def _tune(options: argparse.Namespace) -> int:
             tolerance=0.1 if options.tolerance is None else options.tolerance,
             lists=recipe,
             seed=options.seed,
-            resume=measured,
             progress=not options.quiet,
             confirm=options.confirm,
         )
-    except KeyboardInterrupt:  # tune has said where it goes on
-        return 130
+    except KeyboardInterrupt:
+        return _interrupted()
     print(tuned)
     tuned.save(folder)
     print(f"hmpx: wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
@@ -85,7 +77,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _tune_weights(options: argparse.Namespace) -> int:
-    for option, usual in (("objective", "speed"), ("afresh", False), ("confirm", None)):
+    for option, usual in (("objective", "speed"), ("confirm", None)):
         if getattr(options, option) != usual:
             raise HmpxError(f"--{option} does not go with --weights")
     recipe = recipe_asked(options)
@@ -96,8 +88,7 @@ def _tune_weights(options: argparse.Namespace) -> int:
     try:
         tuned = tune_weights(*given, recipe=recipe, seed=options.seed, progress=not options.quiet, **asked)
     except KeyboardInterrupt:
-        print("hmpx: interrupted; nothing was written, and a later call begins anew", file=sys.stderr)
-        return 130
+        return _interrupted()
     print(tuned)
     tuned.save(folder / "recipe.yaml")
     tuned.json(folder / "weights.json")
@@ -111,3 +102,8 @@ def _folder(out: str) -> Path:
         raise HmpxError(f"--out {out} is no folder")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _interrupted() -> int:
+    print("hmpx: interrupted; nothing was written, and a later call begins anew", file=sys.stderr)
+    return 130

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from torch import nn
 import hmpx
 from examples import charlm
 from hmpx.bench.models import Residual
-from hmpx.insight.tuning import tuning
 from tests.support import python
 from tests.support.planted import (
     PLANTED,
@@ -73,6 +73,8 @@ def test_the_error_of_the_lists_is_what_a_hand_measures_and_near_what_was_predic
     assert found.gradient_error == pytest.approx(float(error.square().sum(1).mean().sqrt() / noise), rel=1e-3)
     shared = max(float(error[0] @ error[1]), 0) ** 0.5 / float(noise)
     assert found.gradient_bias == pytest.approx(shared, rel=1e-2, abs=1e-6)
+    rounded = gradients(model, [(x.bfloat16().float(), y) for x, y in data]) - exact
+    assert found.floor == pytest.approx(float(rounded.square().sum(1).mean().sqrt() / noise), rel=1e-3)
     assert found.predicted == pytest.approx(found.gradient_error, rel=1) or found.gradient_error / 2 < found.predicted
 
 
@@ -105,22 +107,36 @@ def two_faults(h):
 
 
 @pytest.mark.parametrize(
-    "model, data, loss, names",
+    "model, data, loss, names, share",
     [
-        (lambda: Model(root_of_a_small_difference), lambda: batches(6), loss_of, {"add", "sub"}),
-        (Masked, lambda: padded(6), masked_loss, {"mul", "add", "softmax"}),
+        (lambda: Model(root_of_a_small_difference), lambda: batches(6), loss_of, {"add", "sub", "linear"}, 0.2),
+        (Masked, lambda: padded(6), masked_loss, {"mul", "add", "softmax"}, 1),
         (
             lambda: Model(lambda h: sharp_softmax(h) * 4 + long_sum(h)),
             lambda: batches(6),
             loss_of,
             {"softmax", "cumsum"},
+            1,
         ),
     ],
     ids=["a backward pass that overflows", "a mask that overflows", "two ops"],
 )
-def test_faults_of_other_kinds_are_put_into_fp32_too(model, data, loss, names):
+def test_faults_of_other_kinds_are_put_into_fp32_too(model, data, loss, names, share):
     found = tuned(model(), data(), loss)
-    assert found.met and found.share == 1 and names <= {*found.policy.fp32}, str(found)
+    assert found.met and found.share == pytest.approx(share) and names <= {*found.policy.fp32}, str(found)
+
+
+def test_what_breaks_one_batch_alone_is_not_in_bf16():
+    """By hand: the root of zero has no slope, and `first` in BF16 gives zero in two of four batches."""
+    model, data = Model(root_of_a_small_difference), batches(6)
+    others = {"parameter_dtype": "float32", "bf16": ["linear"], "fp32": ["add", "sub", "mul", "sqrt", "square"]}
+    with hmpx.activate(others):
+        finite = [bool(gradients(model, [batch]).isfinite().all()) for batch in data]
+    assert finite == [False, False, True, True, True, True]
+    found = tuned(model, data)
+    assert found.recipe.modules == {"last": {"bf16": ["linear"]}}
+    with hmpx.activate(found.recipe):
+        assert gradients(model, data).isfinite().all()
 
 
 class Rotary(nn.Module):
@@ -170,70 +186,29 @@ def test_a_tolerance_of_nothing_puts_everything_into_fp32():
     assert {"linear", "mul", "relu", "cross_entropy"} <= {*found.policy.fp32}
 
 
-def test_the_same_seed_gives_the_same_lists_in_few_steps():
-    data, name = batches(8), "softmax"
-    again = tuned(Model(PLANTED[name].function), data)
-    found = of_planted(name)
+def test_the_same_batches_give_the_same_answer_in_few_passes():
+    """FP32, everything that saves something, each name alone, some of them together, and three lists beside."""
+    found, again = of_planted("softmax"), tuned(Model(PLANTED["softmax"].function), batches(8))
     assert again.policy == found.policy and again.predicted == found.predicted and again.choices == found.choices
     names = len(found.choices)
-    verifications = 2 * math.ceil(math.log2(names)) + 10
-    assert found.verifications <= verifications
-    assert found.steps <= 5 * 6 + 2 * verifications and f"{found.steps} steps" in str(found)
-    other = tuned(Model(PLANTED[name].function), data, seed=7)
-    assert other.predicted != found.predicted and other.policy == found.policy
+    assert found.steps <= (6 + 2 + 1) + 6 + names + 2 * math.ceil(math.log2(names)) + 6 + 10
+    assert found.verifications < found.steps and f"{found.steps} steps" in str(found)
 
 
-def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path, monkeypatch, capsys):
-    data, file = batches(8), tmp_path / "measured.pt"
-    whole, scored = of_planted("softmax"), []
-    score = tuning.Tuning._score_batch
+def test_ctrl_c_leaves_nothing_behind(untouched):
+    calls = []
 
-    def until(number):
-        def batch(self, n, shifts):
-            if n == number:
-                raise KeyboardInterrupt
-            scored.append(n)
-            score(self, n, shifts)
-
-        return batch
-
-    monkeypatch.setattr(tuning.Tuning, "_score_batch", until(4))
-    with pytest.raises(KeyboardInterrupt):
-        tuned(Model(sharp_softmax), data, resume=file)
-    assert str(file) in capsys.readouterr().err and torch.nn.functional.linear.__module__ != "hmpx"
-    monkeypatch.setattr(tuning.Tuning, "_score_batch", until(-1))
-    found = tuned(Model(sharp_softmax), data, resume=file)
-    assert scored == [0, 1, 2, 3, 4, 5]
-    assert found.policy == whole.policy and found.choices == whole.choices and found.predicted == whole.predicted
-    tighter = tuned(Model(sharp_softmax), data, resume=file, tolerance=0.01)
-    assert scored == [0, 1, 2, 3, 4, 5] and tighter.gradient_error <= 0.01
-    with pytest.raises(hmpx.HmpxError, match="was measured with batches 6, and this is 4"):
-        tuned(Model(sharp_softmax), data[:6], resume=file)
-    with pytest.raises(hmpx.HmpxError, match="of another tuning: the batches"):
-        tuned(Model(sharp_softmax), batches(8, size=16), resume=file)
-    file.write_text("something else")
-    with pytest.raises(hmpx.HmpxError, match=r"is no file of hmpx\.tune"):
-        tuned(Model(sharp_softmax), data, resume=file)
-
-
-@pytest.mark.parametrize("at", [2, 40])
-def test_a_batch_that_was_interrupted_is_scored_again(at, monkeypatch, capsys):
-    """By Ctrl-C in the middle of a run; without `resume=`, the message says where the file is."""
-    model, calls = Model(sharp_softmax), []
-
-    def interrupted(*inputs):
+    def interrupted(module, inputs):
         calls.append(1)
-        if len(calls) == at:
+        if len(calls) == 12:
             raise KeyboardInterrupt
 
+    model = Model(sharp_softmax)
     hook = model.register_forward_pre_hook(interrupted)
     with pytest.raises(KeyboardInterrupt):
         tuned(model, batches(8))
     hook.remove()
-    file = re.search(r"go on with resume='(.+)'", capsys.readouterr().err)[1]
-    found, whole = tuned(model, batches(8), resume=file), of_planted("softmax")
-    Path(file).unlink()
-    assert found.choices == whole.choices and found.predicted == whole.predicted
+    assert not untouched.changed() and all(p.grad is None for p in model.parameters())
 
 
 class Counting(nn.Module):
@@ -390,14 +365,18 @@ def test_the_lists_do_no_more_than_the_default_ones_at_the_same_share(make):
     default = mark(found, "default lists")
     assert found.gradient_error <= default.gradient_error and found.share >= default.share == 1, str(found)
     assert found.gradient_error / 2 < found.predicted < 2 * found.gradient_error, str(found)
-    assert math.isnan(found.floor) if make is character_transformer else 0 < found.floor < found.gradient_error
+    assert math.isnan(found.floor) if make is character_transformer else 0 < found.floor < 2 * found.gradient_error
 
 
-def test_progress_is_shown_on_standard_error(capsys):
+def test_progress_is_a_bar_on_a_terminal_and_one_line_elsewhere(capsys, monkeypatch):
+    found = hmpx.tune(Model(torch.relu), batches(4), loss_of, objective="coverage")
+    shown = capsys.readouterr()
+    assert not shown.out and re.fullmatch(rf"tune: {found.steps} steps in \d+ s\n", shown.err)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     hmpx.tune(Model(torch.relu), batches(4), loss_of, objective="coverage")
     shown = capsys.readouterr()
-    assert not shown.out and re.search(r"tune: #+\.+ scoring, step 3 of about \d+, \d+ s left", shown.err)
-    assert "verifying" in shown.err and shown.err.endswith("\n")
+    assert not shown.out and re.search(r"\rtune: #+\.+ FP32, step 3 of about \d+, \d+ s left", shown.err)
+    assert "searching" in shown.err and "verifying" in shown.err and shown.err.endswith("\n")
 
 
 class Classifier(nn.Module):

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import hmpx
 from hmpx.insight.tuning.confirmed import Confirmed
-from hmpx.insight.tuning.fingerprint import fingerprint, fingerprint_of
 from hmpx.shell.main import main
 
 
@@ -56,8 +55,6 @@ def double(data):
         ({"loss": lambda m, a, y: loss_of(m, a, y) + torch.sqrt(m.bias.sum() * 0)}, "gradients of batch 0 are not"),
         ({"seed": "a"}, "seed='a' is no whole number"),
         ({"tolerance": True}, "tolerance=True is no gradient error"),
-        ({"resume": "nowhere/measured.pt"}, "there is no folder nowhere to write measured.pt to"),
-        ({"resume": "."}, "resume: . is a folder"),
         ({"held_out": 3}, "held_out is a list of tuples of arguments, not a int"),
     ],
 )
@@ -90,75 +87,6 @@ def test_what_moves_nothing_changes_no_score():
     """Results that go to the device where they are already come from the op that has made them."""
     moved = tuned(loss=lambda m, a, y: F.cross_entropy(m(a).to(a.device), y))
     assert moved.predicted == usual().predicted > 0 and moved.policy == usual().policy
-
-
-def test_a_file_of_another_model_or_of_other_data_is_not_gone_on_from(tmp_path):
-    file = tmp_path / "measured.pt"
-    first = tuned(resume=file)
-    assert str(tuned(resume=file)).splitlines()[3:] == str(first).splitlines()[3:]
-    with pytest.raises(hmpx.HmpxError, match="of another tuning: the model had other values"):
-        tuned(made=model(1), resume=file)
-    data = classes()
-    changed = data[3][0].clone()
-    changed[2, 5] += 1e-4
-    with pytest.raises(hmpx.HmpxError, match="the batches had other values"):
-        tuned([*data[:3], (changed, data[3][1]), *data[4:]], resume=file)
-    with pytest.raises(hmpx.HmpxError, match="held_out had other values"):
-        tuned(data[:4], held_out=classes(2, seed=9), resume=file)
-    torch.save({"schema": 3}, file)
-    with pytest.raises(hmpx.HmpxError, match=r"is no whole file of hmpx\.tune"):
-        tuned(resume=file)
-
-
-def test_a_fingerprint_is_of_values_and_of_their_places():
-    x = torch.arange(6.0).view(2, 3)
-    assert fingerprint([x]) == fingerprint([x.clone()]) == fingerprint(iter([x.t().contiguous().t()]))
-    others = [x.t(), x.flip(0), x.bfloat16(), x + 1e-6, (x, 1), (x, None), x.to(torch.complex64), x[:0]]
-    assert len({fingerprint([each]) for each in [x, *others]}) == 9
-
-
-def test_ctrl_c_in_the_first_batch_names_a_file_that_is_there(tmp_path, capsys, monkeypatch):
-    def stopped(*inputs):
-        raise KeyboardInterrupt
-
-    file = tmp_path / "measured.pt"
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(F, "cross_entropy", stopped)
-        tuned(resume=file)
-    assert str(file) in capsys.readouterr().err and file.exists() and tuned(resume=file).met
-
-
-def smoothed(smoothing):
-    def loss(m, a, y):
-        return F.cross_entropy(m(a), y, label_smoothing=smoothing)
-
-    return loss
-
-
-def test_a_file_of_another_loss_or_of_other_lists_is_not_gone_on_from(tmp_path):
-    file = tmp_path / "measured.pt"
-    tuned(loss=smoothed(0.1), resume=file)
-    assert tuned(loss=smoothed(0.1), resume=file).met  # made anew, and the same
-    for other in (smoothed(0.2), loss_of):
-        with pytest.raises(hmpx.HmpxError, match="of another tuning: the loss had other values"):
-            tuned(loss=other, resume=file)
-    with pytest.raises(hmpx.HmpxError, match="of another tuning: the lists had other values"):
-        tuned(loss=smoothed(0.1), resume=file, lists=hmpx.Policy(bf16=("linear",), fp32=(), promote=()))
-
-
-def test_a_fingerprint_of_a_loss_is_of_what_it_does():
-    def again():
-        return lambda m, a, y: F.cross_entropy(m(a), y)
-
-    def recursive(n):
-        return recursive(n - 1) if n else 0
-
-    linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    assert fingerprint_of(again()) == fingerprint_of(again()) and fingerprint_of(recursive)
-    assert fingerprint_of(nn.MSELoss()) == fingerprint_of(nn.MSELoss())
-    losses = [again(), lambda m, a, y: F.mse_loss(m(a), y), smoothed(0.1), smoothed(0.2), partial(smoothed(0.1), y=1)]
-    losses += [partial(smoothed(0.1), y=2), linear, other, linear.forward, nn.MSELoss(), torch.mean, torch.sum]
-    assert len({*map(fingerprint_of, losses)}) == len(losses)
 
 
 def test_losses_that_happen_to_be_alike_in_the_held_out_batches_do_not_decide():
@@ -214,7 +142,7 @@ class Two(nn.Module):
 def test_what_saves_next_to_nothing_says_so():
     found = tuned(made=Two())
     assert "matmul" in found.policy.fp32 and "linear" in found.policy.bf16
-    assert "saves under 2 % of what BF16 brings in all" in reason(found, "matmul")
+    assert "saves under 2 % of what BF16 saves in all" in reason(found, "matmul")
 
 
 def test_the_shell_tells_of_a_function_that_wants_arguments_and_of_ctrl_c(tmp_path, monkeypatch, capsys):
@@ -230,7 +158,7 @@ def test_the_shell_tells_of_a_function_that_wants_arguments_and_of_ctrl_c(tmp_pa
         assert main([command, "wants.py:setup"]) == 2
         assert "wants.py:setup is called without arguments, and wants some: missing" in capsys.readouterr().err
     assert main(["tune", "wants.py:stopped", "--quiet"]) == 130
-    assert "go on with resume=" in capsys.readouterr().err and (tmp_path / "tuned" / "measured.pt").exists()
+    assert "interrupted; nothing was written" in capsys.readouterr().err and not [*(tmp_path / "tuned").iterdir()]
 
 
 def test_confirm_trains_under_the_lists_beside_fp32_in_two_orders(tmp_path):

@@ -44,7 +44,8 @@ def test_a_loss_with_weights_is_tuned(name):
     assert 0 < choice.loss_change < math.inf and 0 < choice.gradient_error < 0.1
 
 
-def test_the_rounding_of_a_weight_that_has_no_gradient_is_scored_as_a_hand_measures_it():
+def test_the_rounding_of_a_weight_that_has_no_gradient_is_measured_as_by_hand():
+    """A name alone is measured on one of the batches."""
     weight = torch.tensor([1.003, 2.006, 1.003, 2.006])  # BF16 has 1 and 2
     torch.manual_seed(0)
     model, data = nn.Linear(16, 4), classes(8)
@@ -62,9 +63,8 @@ def test_the_rounding_of_a_weight_that_has_no_gradient_is_scored_as_a_hand_measu
             z = model(a)
             low = of(z.bfloat16(), one_hot(y).bfloat16(), weight.bfloat16())
             changes.append(float(low.float() - of(z, one_hot(y), weight)))
-    expected = math.sqrt(sum(change**2 for change in changes) / len(changes))
     choice = next(each for each in found.choices if each.name == "binary_cross_entropy_with_logits")
-    assert choice.loss_change == pytest.approx(expected, rel=0.05)
+    assert min(abs(choice.loss_change - abs(change)) for change in changes) < 1e-6
 
 
 def test_an_op_that_does_not_run_in_bf16_stays_in_fp32_and_lists_that_have_it_there_do_not_run(tmp_path):

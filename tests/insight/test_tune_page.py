@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -95,14 +96,15 @@ def test_a_budget_without_a_bound_is_not_shown():
 def test_how_long_it_will_take_yet(monkeypatch, capsys):
     clock = iter([100.0, 102.0, 106.0])
     monkeypatch.setattr(progress, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     line = progress.Progress(4, shown=True)
-    line.step("scoring")
-    line.step("scoring")
+    line.step("searching")
+    line.step("searching")
     line.end()
     lines = [each.rstrip() for each in capsys.readouterr().err.split("\r")]
     assert lines[1:] == [
-        "tune: ######.................. scoring, step 1 of about 4, 6 s left",
-        "tune: ############............ scoring, step 2 of about 4, 6 s left",
+        "tune: ######.................. searching, step 1 of about 4, 6 s left",
+        "tune: ############............ searching, step 2 of about 4, 6 s left",
     ]
 
 

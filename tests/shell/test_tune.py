@@ -48,21 +48,20 @@ def names(path):
     return [line.partition("#")[0].strip() for line in path.read_text().splitlines() if line[:1] != "#"]
 
 
-def test_it_writes_lists_that_the_other_commands_read_and_goes_on_from_what_was_measured(capsys, tmp_path):
+def test_it_writes_lists_that_the_other_commands_read(capsys, tmp_path):
     command = ["tune", "mine.py:setup", "--objective", "coverage"]
     assert main(command) == 0
     shown = capsys.readouterr()
-    assert re.search(r"tune: #+\.* scoring, step \d+ of about \d+, \d+ s left", shown.err)
+    assert re.fullmatch(r"tune: \d+ steps in \d+ s\n", shown.err)
     assert "100 % of the FLOPs of matrix products in BF16" in shown.out and "linear: bfloat16  # loss" in shown.out
-    files = "bf16.txt, fp32.txt, measured.pt, promote.txt, recipe.yaml, tuned.html, tuned.json, tuned.svg"
+    files = "bf16.txt, fp32.txt, promote.txt, recipe.yaml, tuned.html, tuned.json, tuned.svg"
     assert shown.out.splitlines()[-1] == f"hmpx: wrote tuned: {files}"
     assert main(["check", "tuned/bf16.txt", "tuned/fp32.txt", "tuned/promote.txt", "tuned/recipe.yaml"]) == 0
     assert main(["explain", "gelu", "--recipe", "tuned/recipe.yaml"]) == 0
     assert "tuned" in capsys.readouterr().out
     before = names(tmp_path / "tuned" / "fp32.txt")
     assert main([*command, "--quiet"]) == 0 and names(tmp_path / "tuned" / "fp32.txt") == before
-    steps = [int(re.search(r"(\d+) steps", text)[1]) for text in (shown.out, capsys.readouterr().out)]
-    assert steps[1] < steps[0] - 10
+    assert capsys.readouterr().err == ""
 
 
 def test_held_out_batches_may_be_given_and_an_error_that_stays_is_the_exit_status(capsys):

@@ -12,13 +12,13 @@ class Choice:
     Attributes:
         name: the list name. dtype: "bfloat16" or "float32". module: where that holds; "" where no other choice of this
             name does.
-        gradient_error: what it would do, or does, in BF16 to the gradients, predicted, in units of the noise between
-            batches. loss_change: to the loss; loss_error: that in units of the noise between losses.
+        gradient_error: what this alone in BF16 changes in the gradients, measured on one batch, in units of the noise
+            between batches. loss_change: in the loss; loss_error: that in units of the noise between losses.
         budget: the share of the tolerance that this takes, as a square; above 1 it does not fit by itself.
-        gain: what BF16 brings here; negative where it costs. unit: of that, by the objective: seconds of a step ("s"),
-            "FLOP", bytes ("B").
+        gain: what BF16 saves here; negative where BF16 costs more. unit: of that, by the objective: seconds of a step
+            ("s"), "FLOP", bytes ("B").
         calls: in one batch.
-        worst: the site that does most, as "module, file:line".
+        worst: the site whose results BF16 rounds most, as "module, file:line".
         why: what decided, in words.
 
         reason: all of that as a comment of a list.
@@ -26,7 +26,7 @@ class Choice:
     Example:
         >>> measured = {"gradient_error": 0.04, "loss_change": 3.1e-5, "budget": 0.16, "gain": 2e-4, "unit": "s"}
         >>> print(hmpx.Choice("softmax", "float32", **measured))
-        softmax: float32  # loss 3.1e-05, gradients 4.0e-02, 16 % of the budget, -0.2 ms
+        softmax: float32  # loss 3.1e-05, gradients 4.0e-02, 16 % of the budget, BF16 saves 0.2 ms
     """
 
     name: str
@@ -47,9 +47,9 @@ class Choice:
         """As a comment of a list."""
         loss = f" ({self.loss_error:.1e} of the noise between losses)" if self.loss_error > self.gradient_error else ""
         said = [f"loss {self.loss_change:.1e}{loss}", f"gradients {self.gradient_error:.1e}"]
-        said.append(f"{percent(self.budget)} of the budget" if self.budget < 10 else _times(self.budget))
+        said.append(f"{percent(self.budget)} of the budget" if self.budget < 2 else _times(self.budget))
         if self.gain:
-            said.append(f"{'+' if self.gain < 0 else '-'}{amount(abs(self.gain), self.unit)}")
+            said.append(f"BF16 {'costs' if self.gain < 0 else 'saves'} {amount(abs(self.gain), self.unit)}")
         worst = f"worst: {self.worst}" if self.worst else ""
         return "; ".join(filter(None, (", ".join(said), self.why, worst)))
 

@@ -12,8 +12,8 @@ class Mark:
     Attributes:
         name: of the lists; "" of a point of the curve. cost: in the unit of the objective. gradient_error: in units of
             the noise between batches. share: of the FLOPs, what is in BF16. measured: whether the error was, on
-            held-out batches; else it is a prediction. raised: what the program raises under these lists; its error is
-            infinite then, and its cost that of the ops that they name.
+            held-out batches; else it is added up from single names. raised: what the program raises under these lists;
+            its error is infinite then, and its cost that of the ops that they name.
 
     Example:
         >>> hmpx.Mark("all in FP32", cost=1.9e-3, gradient_error=0.0, share=0.0, measured=True).name

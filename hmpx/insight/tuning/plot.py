@@ -1,4 +1,4 @@
-"""Error against cost, as SVG: the choices for each weight of the error, and lists that are known."""
+"""Error against cost, as SVG: the ranking name by name, the lists that were found, and known ones."""
 
 from __future__ import annotations
 

@@ -3,97 +3,112 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from hmpx.insight.recording.words import short_places
-from hmpx.insight.tuning.charges import Scored
 from hmpx.insight.tuning.choice import Choice, percent
-from hmpx.insight.tuning.choosing import SLACK
-from hmpx.insight.tuning.problem import Chosen, Effect, Part, Problem
+from hmpx.insight.tuning.costs import SLACK, Chosen, Costs, Unit
+from hmpx.insight.tuning.effect import Effect
+from hmpx.insight.tuning.look import Place, Site
+from hmpx.insight.tuning.search import Search
 
 
-def choices_of(
-    problem: Problem, chosen: Chosen, low: Collection[str], tolerance: float, unit: str, tried: Mapping[Chosen, Effect]
-) -> list[Choice]:
-    """A `Choice` for each name, and for each module in which it is another one: what is in FP32 first, the worst first.
+class Reasons:
+    """What `choices` tells of each name.
 
-    low: the names that are in BF16 but for some modules. tried: choices that were verified, and what they did.
+    low: the names that the lists have in BF16. failed: choices that did not hold on the held-out batches. slower: said
+    of every name where the whole was not faster than FP32; "" elsewhere.
     """
 
-    def choices() -> Iterator[Choice]:
-        by_name: dict[str, list[Part]] = {}
-        for part in problem.parts:
-            by_name.setdefault(part.name, []).append(part)
-        for name, parts in by_name.items():
-            usual = [part for part in parts if (part in chosen) is (name in low)]
-            yield _choice(problem, name, "", usual, chosen, tolerance, unit, tried)
-            for part in parts:
-                if part not in usual:
-                    yield _choice(problem, name, part.module, [part], chosen, tolerance, unit, tried)
+    def __init__(
+        self,
+        costs: Costs,
+        search: Search,
+        chosen: Chosen,
+        low: Collection[str],
+        tolerance: float,
+        unit: str,
+        failed: Mapping[Chosen, Effect],
+        slower: str,
+    ) -> None:
+        self._costs, self._search, self._chosen, self._low = costs, search, chosen, low
+        self._tolerance, self._unit, self._failed, self._slower = tolerance, unit, failed, slower
 
-    return sorted(choices(), key=lambda choice: (choice.dtype != "float32", -choice.budget, choice.name, choice.module))
+    def choices(self) -> list[Choice]:
+        """For each name, and each module in which it is otherwise: what is in FP32 first, the worst first."""
+        found = [*self._choices()]
+        return sorted(found, key=lambda each: (each.dtype != "float32", -each.budget, each.name, each.module))
+
+    def _choices(self) -> Iterator[Choice]:
+        for name in {place.name: None for place in self._costs.sites}:
+            places = [place for place in self._costs.sites if place.name == name]
+            usual = [place for place in places if (place in self._chosen) is (name in self._low)]
+            yield self._choice(name, "", usual)
+            for place in places:
+                if place not in usual:
+                    yield self._choice(name, place.module, [place])
+
+    def _choice(self, name: str, module: str, places: list[Place]) -> Choice:
+        effect, gain = self._alone(frozenset(places)), self._costs.gain(frozenset(places), self._chosen)
+        budget = (effect.size / self._tolerance) ** 2 if self._tolerance else math.inf if effect.size else 0.0
+        sites = [site for place in places for site in self._costs.sites[place]]
+        worst = max(sites, key=lambda site: site.rounding)
+        return Choice(
+            name=name,
+            module=module,
+            dtype="bfloat16" if places[0] in self._chosen else "float32",
+            gradient_error=effect.gradient_error,
+            loss_change=effect.loss_change,
+            loss_error=effect.loss_error,
+            budget=budget,
+            gain=gain,
+            unit=self._unit,
+            calls=sum(site.calls for site in sites),
+            worst=_line(worst) if len(sites) > 1 or budget > 0.01 else "",
+            why=self._why(frozenset(places), effect, budget, gain),
+        )
+
+    def _alone(self, places: Unit) -> Effect:
+        """As it was measured; of what was not run as one, the errors of its parts, taken to be independent."""
+        alone = self._search.alone
+        if places in alone:
+            return alone[places]
+        least = [unit for unit in alone if unit & places and not any(other < unit for other in alone)]
+        parts = [alone[unit] for unit in least]
+
+        def root(figures: Iterable[float]) -> float:
+            return math.sqrt(sum(figure * figure for figure in figures))
+
+        return Effect(
+            root(part.gradient_error for part in parts),
+            root(part.gradient_bias for part in parts),
+            root(part.loss_change for part in parts),
+            root(part.loss_error for part in parts),
+            next((part.raised for part in parts if part.raised), ""),
+        )
+
+    def _why(self, places: Unit, effect: Effect, budget: float, gain: float) -> str:
+        pinned = next((self._costs.pinned[place] for place in places if place in self._costs.pinned), "")
+        if pinned or places & self._chosen:
+            return pinned or "fits"
+        if effect.raised:
+            return f"with it in BF16 the program raises {effect.raised}"
+        if budget > 1:
+            return "breaks the tolerance by itself"
+        if self._slower:
+            return self._slower
+        if gain <= 0:
+            return "BF16 saves nothing here"
+        failed = [each for chosen, each in self._failed.items() if chosen & places]
+        raised = next((each.raised for each in failed if each.raised), "")
+        if raised:
+            return f"with it in BF16 the program raises {raised}"
+        if failed and places <= frozenset().union(*self._search.left):
+            return f"with it in BF16 the error on held-out batches is {min(each.size for each in failed):.1e}"
+        if places <= frozenset().union(*self._search.left):
+            return "fits by itself, but not with the others"
+        return f"saves under {percent(SLACK)} of what BF16 saves in all, and would add to the error"
 
 
-def _choice(
-    problem: Problem,
-    name: str,
-    module: str,
-    parts: list[Part],
-    chosen: Chosen,
-    tolerance: float,
-    unit: str,
-    tried: Mapping[Chosen, Effect],
-) -> Choice:
-    effect, gain = problem.alone(parts, chosen)
-    budget = (effect.size / tolerance) ** 2 if tolerance else math.inf if effect.size else 0.0
-    sites = [site for part in parts for site in problem.sites[part]]
-    worst = max(sites, key=lambda site: problem.scale.effect(site.charge).size)
-    return Choice(
-        name=name,
-        module=module,
-        dtype="bfloat16" if parts[0] in chosen else "float32",
-        gradient_error=effect.gradient_error,
-        loss_change=effect.loss_change,
-        loss_error=effect.loss_error,
-        budget=budget,
-        gain=gain,
-        unit=unit,
-        calls=sum(site.calls for site in sites),
-        worst=_place(worst) if len(sites) > 1 or budget > 0.01 else "",
-        why=_why(problem, parts, chosen, budget, gain) or _together(problem, parts, chosen, tolerance, gain, tried),
-    )
-
-
-def _why(problem: Problem, parts: list[Part], chosen: Chosen, budget: float, gain: float) -> str:
-    pinned = next((problem.pinned[part] for part in parts if part in problem.pinned), "")
-    if pinned:
-        return pinned
-    unseen = "; autograd does not see it, so it was verified alone" if problem.unseen & {*parts} else ""
-    if parts[0] in chosen:
-        return f"fits{unseen}"
-    if budget > 1:
-        return f"breaks the tolerance by itself{unseen}"
-    return f"BF16 brings nothing here{unseen}" if gain <= 0 else ""
-
-
-def _together(
-    problem: Problem, parts: list[Part], chosen: Chosen, tolerance: float, gain: float, tried: Mapping[Chosen, Effect]
-) -> str:
-    """Why something is in FP32 that would fit by itself, and that BF16 would bring something for."""
-    added = {*parts}
-    failed = [effect for each, effect in tried.items() if each & added and each - added <= chosen]
-    failed = [effect for effect in failed if not effect.meets(tolerance)]
-    raised = next((effect.raised for effect in failed if effect.raised), "")
-    if raised:
-        return f"with it in BF16 the program raises {raised}"
-    if failed:
-        return f"with it in BF16 the error on held-out batches is {min(effect.size for effect in failed):.1e}"
-    if gain <= SLACK * (problem.cost(()) - problem.cost(problem.cheapest(0.0))):
-        return f"saves under {percent(SLACK)} of what BF16 brings in all, which is no reason for an error"
-    if not problem.predicted(chosen | added).meets(tolerance):
-        return "fits by itself, but not with the others"
-    return "not verified with the others in BF16"
-
-
-def _place(site: Scored) -> str:
+def _line(site: Site) -> str:
     return short_places(", ".join(filter(None, (site.site.module, site.site.where))))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from hmpx.ops.module_rules import rules_of
 from hmpx.ops.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
-_LEAST = 2  # batches to score, and to hold out
+_LEAST = 2  # batches to tune on, and to hold out
 
 
 def tune(
@@ -41,35 +39,33 @@ def tune(
     held_out: Sequence[tuple] | None = None,
     lists: Policy | Recipe | Mapping[str, Any] | str | None = None,
     seed: int = 0,
-    resume: str | os.PathLike[str] | None = None,
     progress: bool = True,
     confirm: int | None = None,
     optimizer: Making | None = None,
 ) -> Tuned:
     """Find the op lists of a model: as much in BF16 as the training bears.
 
-    Each op is scored by what its rounding in BF16 would do to the gradients, in its forward and its backward pass, by
-    four passes over each batch for all ops together. What BF16 brings is measured, the cheapest choice is a minimum
-    cut, and it is verified on batches that were not scored, against FP32, and repaired. Where a name breaks the
-    tolerance in some modules only, it is given up there alone, by a rule of the recipe.
+    What BF16 saves at each op is measured first. Then each list name alone runs in BF16, and the change of the
+    gradients is measured beside FP32. If everything that saves something holds together, that is the answer. Else names
+    are ranked by harm for what they save, a harmful name is divided by module, and the longest beginning of the ranking
+    that holds is found. The lists are verified on batches that took no part in the search.
 
     Args:
         model: in FP32. It is as it was afterwards: parameters, gradients, buffers, random number generators.
         batches: a list of tuples or lists of positional arguments, as a DataLoader gives them; at least four, or two
-            beside `held_out`. A batch of one argument that is a list of tensors is written ``([...],)``.
+            beside `held_out`. A batch of one argument that is a list of tensors is written ``([...],)``. The FP32
+            gradients of all batches are kept in memory.
         loss: called as ``loss(model, *batch)``, returns a scalar tensor.
         objective: what to make small: "speed", the time of forward and backward passes on this device; "coverage", the
-            FLOPs of matrix products in FP32; "memory", the bytes that are saved for the backward pass.
+            FLOPs of matrix products in FP32; "memory", the bytes that are saved for the backward pass. For "speed" the
+            whole step is timed under the lists and in FP32; where the lists are not faster, every op stays in FP32.
         tolerance: the gradient error that is allowed, in units of the noise between batches, see `Comparison`. The part
             of it that is the same in every batch may be half of that. The loss may change by as much of the noise
             between the losses of batches.
         held_out: batches to verify on; None takes the last third of `batches`.
         lists: where to begin, as for `compare`: they decide about what the model does not call.
-        seed: of the directions along which the weights are shifted. With the same seed come the same lists; for "speed"
-            as far as the clock says the same.
-        resume: a file that keeps what was measured, which a call with the same arguments goes on from; the tolerance
-            may be another. Without one, Ctrl-C writes such a file and says where it is.
-        progress: show how far it is, and how long it will take yet, on standard error.
+        seed: of the orders of the batches that `confirm` trains with.
+        progress: show on standard error how far it is; one line at the end where that is no terminal.
         confirm: train copies of the model for so many steps under the lists that were found, and in FP32 with the
             batches in two orders; `Tuned.confirmed` has what came of it.
         optimizer: what `confirm` trains with: an optimizer of the model, or a function that makes one of a list of
@@ -95,8 +91,6 @@ def tune(
         raise HmpxError(f"tune: tolerance={tolerance!r} is no gradient error, in units of the noise between batches")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise HmpxError(f"tune: seed={seed!r} is no whole number")
-    if resume is not None:
-        _check_file(resume)
     if loss is None:
         raise HmpxError("tune: it needs a loss, called as loss(model, *batch), whose gradients are looked at")
     policy, recipe, kernels = lists_meant(lists, "tune")
@@ -124,24 +118,14 @@ def tune(
         course.copies()  # for its errors, before anything has run
     elif optimizer is not None:
         raise HmpxError("tune: optimizer is what confirm trains with; say confirm=, a number of steps, too")
-    asked = Asked(policy, recipe, kernels, objective, float(tolerance), seed, progress)
+    asked = Asked(policy, recipe, kernels, objective, float(tolerance), progress)
     with contextlib.ExitStack() as undo:
         undo.enter_context(subject.gradients_kept())
         undo.enter_context(eager())
-        found = Tuning(subject, scored, verified, asked, resume).run()
+        found = Tuning(subject, scored, verified, asked).run()
         if course is not None:
             found = replace(found, confirmed=confirmed(course, found.recipe), steps=found.steps + course.passes)
         return found
-
-
-def _check_file(resume: str | os.PathLike[str]) -> None:
-    if not isinstance(resume, str | os.PathLike):
-        raise HmpxError(f"tune: resume={resume!r} is no path of a file")
-    path = Path(resume)
-    if path.is_dir():
-        raise HmpxError(f"tune: resume: {path} is a folder; give a file in it, {path / 'measured.pt'}")
-    if not path.parent.is_dir():
-        raise HmpxError(f"tune: resume: there is no folder {path.parent} to write {path.name} to")
 
 
 def _check_nothing_around(model: torch.nn.Module) -> None:
@@ -161,7 +145,7 @@ def _check_nothing_around(model: torch.nn.Module) -> None:
 
 
 def _divided(given: list[tuple], held_out: Sequence[tuple] | None) -> tuple[list[tuple], list[tuple]]:
-    """The batches to score, and those to verify on."""
+    """The batches to tune on, and those to verify on."""
     if held_out is None:
         last = max(_LEAST, len(given) // 3)
         scored, verified = given[:-last], given[-last:]
@@ -171,6 +155,6 @@ def _divided(given: list[tuple], held_out: Sequence[tuple] | None) -> tuple[list
         beside = "" if held_out is None else f" and {len(verified)} held out"
         raise HmpxError(
             f"tune: {len(given)} batch{'es' if len(given) > 1 else ''}{beside}: the noise between batches is the scale "
-            "of every error, and takes two to score and two to verify on; give four or more that differ"
+            "of every error, and takes two to tune on and two to verify on; give four or more that differ"
         )
     return scored, verified

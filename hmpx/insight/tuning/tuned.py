@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.insight.comparing.comparison import plain
-from hmpx.insight.tuning import writing
+from hmpx.insight.tuning import lists
 from hmpx.insight.tuning.choice import Choice, amount, percent
 from hmpx.insight.tuning.confirmed import Confirmed
 from hmpx.insight.tuning.mark import Mark
@@ -21,6 +21,7 @@ from hmpx.ops.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 1
+FP32 = "all in FP32"  # the name of that mark
 
 
 @dataclass(frozen=True)
@@ -30,25 +31,28 @@ class Tuned:
     Attributes:
         policy: the lists. recipe: the same as a recipe, with the rules of modules, for `prepare` and `activate`.
         met: whether the tolerance holds on the held-out batches.
-        gradient_error, gradient_bias, loss_change: measured there against FP32: the error, and the part of it that is
-            the same in every batch, in units of the noise between batches; the last in the loss's own. The first and
-            the last are root mean squares over batches. loss_error: the last in units of the noise between losses.
-        predicted: the gradient error that was predicted of these lists from the scores.
-        floor: the gradient error in FP32 when the inputs are rounded to BF16: less is not to be asked. NaN where the
-            batches hold integers.
+        gradient_error, gradient_bias, loss_change: measured on the held-out batches, beside FP32. The error and the
+            bias, the part of it that is the same in every batch, are in units of the noise between batches; the change
+            is in the loss's own unit. Error and change are root mean squares over batches. loss_error: the change in
+            units of the noise between losses.
+        predicted: the gradient error of the same choice on the batches that it was found with.
+        floor: the gradient error of FP32 when the inputs are rounded to BF16: a smaller tolerance makes little sense.
+            NaN where the batches hold integers only.
         share: of the FLOPs of matrix products, convolutions and attention, what runs in BF16, from 0 to 1.
-        objective, tolerance: as asked for. cost: what the lists come to, in `unit`: modelled seconds of a step ("s"),
-            FLOPs in FP32 ("FLOP"), bytes saved for the backward pass ("B").
+        objective, tolerance: as asked for. cost: what the lists cost, in `unit`: seconds of a step, as the sum of what
+            was measured of each op ("s"), FLOPs in FP32 ("FLOP"), bytes saved for the backward pass ("B").
         choices: a `Choice` for each name, the dearest first.
-        marks: the chosen lists beside the default ones, autocast's, and all in FP32; curve: the choices for other
-            weights of the error, predicted.
-        steps: forward and backward passes that it took. verifications: how many sets of lists were measured.
-        confirmed: what came of a training under these lists, a `Confirmed`; None where `confirm` was not asked for.
+        marks: the chosen lists beside the default ones, autocast's, and all in FP32; curve: the beginnings of the
+            ranking, with the errors of single names added up.
+        steps: forward and backward passes that it took. verifications: how many choices and lists were measured.
+        confirmed: the training under these lists, a `Confirmed`; None where `confirm` was not asked for.
         unmet: where the tolerance is not met, what stands in the way, in words.
+        step_seconds: for "speed", what forward and backward pass of a batch take under the lists, and in FP32 without
+            hmpx, measured as a whole; None for other objectives, and where nothing was to be gained.
 
     `save(folder)` writes the lists, the recipe and all below. `json(path)` saves the measurements, `as_json()` is the
     same as objects, `plot(path)` draws error against cost as SVG, `html(path)` is a page with that and the reasons. It
-    prints with the reasons.
+    prints with the reasons; the first line says what is gained.
 
     Example:
         >>> batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(8)]
@@ -83,10 +87,11 @@ class Tuned:
     verifications: int
     unmet: str = ""
     confirmed: Confirmed | None = None
+    step_seconds: tuple[float, float] | None = None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``; ``tuned`` as .json, .html and .svg."""
-        writing.save(folder, self.policy, self.recipe, self.choices, "\n".join(self._verdict()))
+        lists.save(folder, self.policy, self.recipe, self.choices, "\n".join(self._verdict()))
         self.json(Path(folder) / "tuned.json")
         self.html(Path(folder) / "tuned.html")
         self.plot(Path(folder) / "tuned.svg")
@@ -119,15 +124,29 @@ class Tuned:
     def _verdict(self) -> list[str]:
         holds = "within" if self.met else "NOT within"
         loss = f" ({self.loss_error:.1e} of the noise between losses)" if self.loss_error > self.gradient_error else ""
+        floor = "" if math.isnan(self.floor) else f"; FP32 with inputs rounded to BF16 {self.floor:.1e}"
         lines = [
-            f"gradient error {self.gradient_error:.1e} of the noise between batches, bias {self.gradient_bias:.1e}, "
-            f"loss {self.loss_change:.1e}{loss}, on held-out batches: {holds} {self.tolerance:g}",
-            f"{percent(self.share)} of the FLOPs of matrix products in BF16; predicted {self.predicted:.1e}"
-            + ("" if math.isnan(self.floor) else f", inputs in BF16 alone {self.floor:.1e}")
-            + f"; {self.steps} steps",
+            self._gain(),
+            f"gradient error {self.gradient_error:.1e}, bias {self.gradient_bias:.1e}, in units of the noise between "
+            f"batches; loss changed by {self.loss_change:.1e}{loss}; on held-out batches: {holds} {self.tolerance:g}",
+            f"{percent(self.share)} of the FLOPs of matrix products in BF16; error on the other batches "
+            f"{self.predicted:.1e}{floor}; {self.steps} steps",
         ]
         lines += [self.unmet] if self.unmet else []
         return [*lines, str(self.confirmed)] if self.confirmed is not None else lines
+
+    def _gain(self) -> str:
+        """What the lists save, beside FP32."""
+        wide = next(mark.cost for mark in self.marks if mark.name == FP32)
+        if not any(choice.dtype == "bfloat16" for choice in self.choices):
+            return "nothing saved: every op stays in FP32"
+        if self.step_seconds is not None:
+            low, wide = self.step_seconds
+            what = f"a step takes {amount(low, 's')} under these lists and {amount(wide, 's')} in FP32"
+            return f"{percent(1 - low / wide)} of the time saved: {what}"
+        what = {"FLOP": "matrix products in FP32", "B": "saved for the backward pass", "s": "a step"}[self.unit]
+        saved = percent(1 - self.cost / wide) if wide else "nothing"
+        return f"{saved} saved: {amount(self.cost, self.unit)} of {what}, where FP32 has {amount(wide, self.unit)}"
 
     def __str__(self) -> str:
         lines = self._verdict()

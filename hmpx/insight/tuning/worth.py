@@ -1,79 +1,95 @@
-"""What BF16 brings at each call: time, FLOPs, or memory of saved activations, measured beside FP32 on this device."""
+"""What BF16 saves at one call of an op: time, FLOPs, or memory of saved activations, measured on this device."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx import region_state
 from hmpx.insight.comparing.calls import Asked
 from hmpx.insight.comparing.computing import in_fp32
-from hmpx.insight.tensors import Tensor, floating
-from hmpx.insight.tuning.charges import Scored
-from hmpx.insight.tuning.roundings import Rounded, redrawing, with_inputs
+from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.ops import op_facts
-from hmpx.ops.observing import unobserved
 
 Objective = Literal["speed", "coverage", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("speed", "coverage", "memory")
+UNITS = {"speed": "s", "coverage": "FLOP", "memory": "B"}
 _ROUNDS = 5  # of a time that is measured
 _LEAST = 2e-4  # seconds that a round takes at least
-_SIZES = 1 << 12, 1 << 20  # elements of the two casts of which the time is measured
+_SIZES = 1 << 12, 1 << 20  # elements of the two casts whose times are measured
 
 
-Worth = dict[str, float]  # of one site in one batch, by the names below
-LOW, WIDE, FLOPS = "low", "wide", "flops"  # seconds or bytes in BF16 and in FP32; FLOPs forward
+class Worth(NamedTuple):
+    """One call of an op.
+
+    low, wide: what it costs in BF16 and in FP32, in the unit of the objective. flops: of its forward pass, if it is a
+    matrix product.
+    """
+
+    low: float
+    wide: float
+    flops: float
 
 
-class Measuring:
-    """Looks at each call that is scored, and measures what is asked for; calls that are alike are measured once."""
+def worth_of(asked: Asked, objective: Objective) -> Worth | None:
+    """Measure one call either way; None where a bf16 list casts nothing.
 
-    def __init__(self, objective: Objective) -> None:
-        self._objective = objective
-        self._known: dict[tuple, Worth] = {}
+    Raises:
+        Exception: whatever the op raises in BF16, in its forward or its backward pass.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):  # unseen by a checkpoint around the call
+        with region_state.region(True), torch.no_grad():
+            seen = asked.run(*asked.args, **asked.kwargs)
+        if not seen.casting or not any(tensor.dtype in LOW for tensor in floating((seen.args, seen.kwargs))):
+            return None
+        low = _work(asked, asked.with_arguments(seen.args, seen.kwargs), True)
+        low()
+        flops = _flops(asked)
+        if objective == "speed":
+            return Worth(seconds(low), seconds(_work(asked, asked, False)), flops)
+        if objective == "memory":
+            return Worth(_saved(asked, True), _saved(asked, False), flops)
+        return Worth(0.0, flops, flops)
 
-    def look(self, site: Scored, asked: Asked, rounded: Rounded) -> None:
-        tensors = floating((asked.args, asked.kwargs))
-        rest = [each for each in (*asked.args, *asked.kwargs.values()) if not isinstance(each, Tensor)]
-        shapes = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-        key = asked.point.label, shapes, repr(rest) if not any(isinstance(each, list) for each in rest) else ""
-        if key not in self._known:
-            with unobserved(), redrawing(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-                self._known[key] = self._measured(asked, rounded)
-        for name, value in self._known[key].items():
-            site.worth[name] = site.worth.get(name, 0.0) + value
 
-    def _measured(self, asked: Asked, rounded: Rounded) -> Worth:
-        grad = torch.is_grad_enabled()
-        if self._objective == "speed":
-            wide = low = seconds(_work(asked, asked.args, asked.kwargs, False, grad))
-            with contextlib.suppress(NotImplementedError):  # a backward pass that BF16 has not, which scoring tells
-                low = seconds(_work(asked, rounded.seen.args, rounded.seen.kwargs, True, grad))
-        elif self._objective == "memory":
-            low, wide = _saved(asked, True), _saved(asked, False)
-        else:
-            low, wide = 0.0, _flops(asked)
-        return {LOW: low, WIDE: wide, FLOPS: _flops(asked)}
+def rounding_of(asked: Asked) -> float:
+    """How far the result in BF16 is from that in FP32, relative to its size; infinite where it is not finite."""
+    with torch.no_grad(), region_state.region(True):
+        low = floating((asked.run(*asked.args, **asked.kwargs).result,))
+    with torch.no_grad():
+        exact = floating((in_fp32(asked),))
+        found = [
+            float((a.float() - b).norm() / (b.norm() or 1.0))
+            for a, b in zip(low, exact, strict=False)
+            if a.shape == b.shape
+        ]
+    return max((each if math.isfinite(each) else math.inf for each in found), default=0.0)
 
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _work(asked: Asked, args: tuple, kwargs: dict, low: bool, grad: bool) -> Callable[[], object]:
-    """The op forward and backward, on inputs that have their dtypes already."""
-    wanted = [t.requires_grad for t in floating((asked.args, asked.kwargs))]
-    tensors = floating((args, kwargs))
-    leaves = [t.detach().requires_grad_(each and grad) for t, each in zip(tensors, wanted, strict=True)]
-    call = with_inputs(asked.with_arguments(args, kwargs), leaves)
-    needed = [leaf for leaf in leaves if leaf.requires_grad]
+def _work(asked: Asked, given: Asked, low: bool) -> Callable[[], object]:
+    """The op forward and backward, on the inputs of `given`, which have their dtypes already."""
+    grad = torch.is_grad_enabled()
+    wanted = iter([tensor.requires_grad and grad for tensor in floating((asked.args, asked.kwargs))])
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        needed = value.dtype.is_floating_point and next(wanted, False)
+        return value.detach().requires_grad_(needed)
+
+    call = asked.with_arguments(*tree_map(leaf, (given.args, given.kwargs)))
+    needed = [tensor for tensor in floating((call.args, call.kwargs)) if tensor.requires_grad]
 
     def work() -> None:
         with region_state.region(low):
@@ -107,8 +123,8 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def cast_seconds(device: torch.device) -> Callable[[int, int], float]:
-    """What casts and those of their gradients take, by how many there are and how many elements they have together."""
+def cast_seconds(device: torch.device) -> tuple[float, float]:
+    """What a cast and that of its gradient take: each, and for each element."""
 
     def both(elements: int) -> float:
         x = torch.zeros(elements, device=device)
@@ -116,13 +132,7 @@ def cast_seconds(device: torch.device) -> Callable[[int, int], float]:
         return seconds(lambda: (x.bfloat16(), low.float()))
 
     small, large = map(both, _SIZES)
-    rate = max(large - small, 0.0) / (_SIZES[1] - _SIZES[0])
-    return lambda casts, elements: casts * small + elements * rate
-
-
-def free(casts: int, elements: int) -> float:
-    """What casts cost where time is no matter."""
-    return 0.0
+    return small, max(large - small, 0.0) / (_SIZES[1] - _SIZES[0])
 
 
 def _flops(asked: Asked) -> float:

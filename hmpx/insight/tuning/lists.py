@@ -1,17 +1,36 @@
-"""The lists that a choice comes to: as a policy, as files with a reason for each line, as a recipe."""
+"""The lists and rules that a choice comes to: as a policy, as a recipe, as files with a reason for each line."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hmpx.insight.tuning.choice import Choice
-from hmpx.insight.tuning.dividing import Rules
+from hmpx.insight.tuning.costs import Chosen, usually_low
+from hmpx.insight.tuning.look import Place
 from hmpx.ops.op_lists import SIDES
 from hmpx.ops.policy import Policy
 from hmpx.recipes.recipe import Recipe
+
+Rules = dict[str, dict[str, list[str]]]  # by module: "bf16" and "fp32", and the names
+
+
+def lists_and_rules(places: Iterable[Place], chosen: Chosen) -> tuple[set[str], set[str], Rules]:
+    """The names for the bf16 list, those for the fp32 list, and rules for modules that differ."""
+    places = [*places]
+    usual = usually_low(places, chosen)
+    said = {name: {"": low} for name, low in usual.items()}
+    rules: Rules = {}
+    for place in sorted(
+        filter(lambda place: place.module, places), key=lambda p: (p.name, p.module.count("."), p.module)
+    ):
+        around = max((m for m in said[place.name] if not m or place.module.startswith(f"{m}.")), key=len)
+        if (place in chosen) is not said[place.name][around]:
+            said[place.name][place.module] = place in chosen
+            rules.setdefault(place.module, {}).setdefault("bf16" if place in chosen else "fp32", []).append(place.name)
+    return {name for name, low in usual.items() if low}, {name for name, low in usual.items() if not low}, rules
 
 
 def policy_of(base: Policy, low: Collection[str], wide: Collection[str]) -> Policy:
