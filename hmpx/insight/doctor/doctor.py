@@ -201,9 +201,9 @@ def doctor(steps: int | None = None, at: Collection[int] = ()) -> Iterator[Diagn
     """Look at a training as it is, and say what is wrong with its precision.
 
     Updates of weights in BF16 and FP16 are looked at in steps 1, 2, 4, 7, 11 and so on, with up to 1024 elements of
-    each parameter; the first 5000 ops, those of the third iteration, and of every tenth as long as that takes no more
-    than a tenth of the time. Nothing is converted, and the training has the bits that it has without. Compiled code hides its ops. The thread
-    that opens it is looked at, on each rank its own part.
+    each parameter; the first 5000 ops, those of the third iteration, and of every tenth as long as that takes no
+    more than a tenth of the time. Nothing is converted, and the training has the bits that it has without. Compiled
+    code hides its ops. The thread that opens it is looked at, on each rank its own part.
 
     Args:
         steps: after so many steps of an optimizer, leave the region; None: look on until it ends.
