@@ -46,6 +46,11 @@ def _result_of(what: str) -> Any:
         HmpxError: no such function, or one that takes arguments.
     """
     function = function_named(what)
+    if isinstance(function, torch.nn.Module):
+        raise HmpxError(
+            f"{what} is a model, a {type(function).__name__}; name a function without arguments that returns it and "
+            "what goes with it"
+        )
     try:
         inspect.signature(function).bind()
     except TypeError as error:

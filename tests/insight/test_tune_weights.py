@@ -138,6 +138,23 @@ def test_what_no_way_to_hold_weights_can_mend_is_said():
     assert found.recipe.weights == "stochastic" and found.runs == 2  # what takes more bytes does no better
 
 
+def test_every_attempt_is_told_and_more_bytes_than_the_recipe_takes_before_they_are_tried(capsys):
+    """`lean` takes 6 bytes a parameter, or 4 + 2 x (1 + 2 / 32) beside this one row; exact masters and state 14."""
+    make = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+    recipe = {**RECIPE, "weights": "stochastic", "state_dtype": "bfloat16"}
+    found = tuned(Cancelling(), narrow_batches(), optimizer=make, steps=8, recipe=recipe, progress=True)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tune_weights: ")]
+    assert found.runs == len(found.attempts) >= 2 and found.bytes_given == 6
+    for number, attempt in enumerate(found.attempts, 1):
+        assert f"tune_weights: {attempt}" in lines and f"attempt {number}: {attempt}" in str(found)
+        said = [line for line in lines[: lines.index(f"tune_weights: {attempt}")] if "more than the 6 of" in line]
+        size = float(attempt.split(" ")[0])
+        assert size <= 6 or said == [
+            f"tune_weights: the next attempt takes {size:.4g} bytes a parameter, more than the 6 of the recipe"
+        ]
+    assert found.bytes_per_parameter <= 6 and "MORE" not in str(found)
+
+
 def test_no_distance_at_all_is_fp32():
     found = tuned(Narrow(), narrow_batches(), steps=4, tolerance=0)
     assert found.met and (found.error, found.bias) == (0, 0) and found.recipe.parameter_dtype == "float32"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -53,17 +52,6 @@ class Noise:
         self._wrong.append(math.isfinite(whole) and not math.isfinite(error))
         self.batches += 1
         return error
-
-    def state(self) -> dict[str, Any]:
-        """All that it holds, as a dict that `of` reads."""
-        return {key: getattr(self, key) for key in ("_squares", "_sum", "_errors", "_error_sum", "_wrong", "batches")}
-
-    @classmethod
-    def of(cls, state: dict[str, Any]) -> Noise:
-        """The noise that a dict from `state` holds."""
-        found = cls()
-        vars(found).update(state)
-        return found
 
     def is_wrong(self, batch: int) -> bool:
         """Whether the gradient of a batch is finite in FP32, and not under the lists."""

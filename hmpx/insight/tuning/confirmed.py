@@ -46,9 +46,9 @@ class Confirmed:
         exact, other = self.fp32_losses
         said = "no farther" if self.holds else "FARTHER"
         return (
-            f"trained {self.steps} steps: losses are {self.error:.2g} of the distance between two orders of batches "
-            f"from FP32's, larger by {self.bias:.2g}; at the end {self.loss:.4g}, FP32 {exact:.4g}, in another order "
-            f"{other:.4g}: {said} from FP32 than another order is"
+            f"trained {self.steps} steps: the losses are {said} from FP32 than another order is. Their distance from "
+            f"FP32 is {self.error:.2g}, in the mean {self.bias:+.2g}, where another order of the batches has 1. At the "
+            f"end the loss is {self.loss:.4g}, in FP32 {exact:.4g}, in another order {other:.4g}"
         )
 
 

@@ -37,6 +37,11 @@ class Group:
 Chosen = dict[Group, Rung]
 
 
+def bytes_of_choice(chosen: Mapping[Group, Rung]) -> float:
+    """Mean over all parameters."""
+    return sum(group.bytes[rung] for group, rung in chosen.items()) / sum(group.elements for group in chosen)
+
+
 class Steps(NamedTuple):
     """A change of one group, and the error square that it saves for each byte."""
 

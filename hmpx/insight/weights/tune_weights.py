@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.comparing.subject import Loss
 from hmpx.insight.tuning.course import Course, Distance, Making, apart, by_name, check_scale, distance
 from hmpx.insight.tuning.progress import Progress
-from hmpx.insight.weights.choosing import Chosen, choose, groups_of, predicted
+from hmpx.insight.weights.choosing import Chosen, Group, bytes_of_choice, choose, groups_of, predicted
 from hmpx.insight.weights.ladder import FP32, Rung
 from hmpx.insight.weights.reasons import choice_of
 from hmpx.insight.weights.rules import recipe_of
@@ -23,7 +23,7 @@ from hmpx.recipes.module_patterns import check_names
 from hmpx.recipes.parameter_rules import dtype_of
 from hmpx.recipes.recipe import Recipe, Stated, as_recipe, changed
 
-_AIMS = 0.5, 0.25  # of the tolerance: what further choices are to keep, where the first does not
+_AIMS = tuple(0.7**i for i in range(1, 12))  # of the tolerance: what further choices are to keep, one after another
 
 
 def tune_weights(
@@ -61,7 +61,8 @@ def tune_weights(
         tolerance: how far the losses may be from FP32's, in units of how far two orders of the batches are apart. They
             may be larger by half of it in the mean. 0.25 makes the distance of two orders 3 % larger.
         seed: of the orders.
-        progress: show how far it is, on standard error.
+        progress: show on standard error how far it is, each attempt with its distance, and, before it runs, that one
+            takes more bytes than `recipe`.
 
     Raises:
         HmpxError: something above does not fit; the loss is not finite in FP32; the model does not run with BF16
@@ -94,7 +95,7 @@ def tune_weights(
     with base.naming_lines():
         check_names([model], base)
     try:
-        return _Tuning(course, base, _shapes(model, course.trained(), base), float(tolerance)).run()
+        return _Tuning(course, base, _shapes(model, course.trained(), base), float(tolerance), progressing.say).run()
     finally:
         progressing.end()
 
@@ -111,6 +112,9 @@ def _shapes(model: torch.nn.Module, trained: Sequence[str], base: Recipe) -> dic
     return found
 
 
+Say = Callable[[str], None]
+
+
 class _Trained(NamedTuple):
     """A choice, and the losses of a run under its recipe."""
 
@@ -122,10 +126,12 @@ class _Trained(NamedTuple):
 class _Tuning:
     """One tuning while it is made."""
 
-    def __init__(self, course: Course, base: Recipe, shapes: Mapping[str, torch.Size], tolerance: float) -> None:
+    def __init__(
+        self, course: Course, base: Recipe, shapes: Mapping[str, torch.Size], tolerance: float, say: Say
+    ) -> None:
         self._course, self._base, self._shapes, self._tolerance = course, base, shapes, tolerance
         self._wide = changed(base, parameter_dtype=FP32, module_dtypes={})
-        self._runs = 0
+        self._say, self._attempts, self._bytes_given = say, list[str](), math.inf
 
     def run(self) -> TunedWeights:
         self._scoring = scoring = Scoring(self._course, list(self._shapes))
@@ -133,6 +139,7 @@ class _Tuning:
         self._other = self._course.run(self._wide, order=1, at_end=self._compare)
         check_scale(scoring.losses, self._other, "tune_weights")
         groups = groups_of(scoring, self._shapes, apart(self._other, scoring.losses))
+        self._bytes_given = self._limit(groups)
         first = self._trained(choose(groups, self._tolerance))
         if first.distance.size <= self._tolerance:
             return self._result(first, "")
@@ -145,14 +152,25 @@ class _Tuning:
                 "do that in the forward and backward pass. parameter_dtype: float32 does without them; with more "
                 "steps, two orders come further apart"
             )
-        tried = first
+        if first.distance.size <= reach:
+            return self._result(first, unmet)
+        tried = [first, exact]
         for aim in _AIMS:
-            if tried.distance.size <= reach:
-                return self._result(tried, unmet)
             chosen = choose(groups, aim * self._tolerance)
-            if chosen != tried.chosen:
-                tried = self._trained(chosen)
-        return self._result(tried if tried.distance.size <= reach else exact, unmet)
+            if any(chosen == each.chosen for each in tried) or bytes_of_choice(chosen) >= bytes_of_choice(exact.chosen):
+                continue
+            tried.append(self._trained(chosen))
+            if tried[-1].distance.size <= reach:
+                return self._result(tried[-1], unmet)
+        return self._result(exact, unmet)
+
+    def _limit(self, groups: Sequence[Group]) -> float:
+        """The bytes a parameter of the recipe that was given; infinite where it keeps parameters in FP32."""
+        settings = self._base.settings()
+        rung = Rung(settings.weights, settings.state_dtype if self._scoring.states else torch.float32)
+        if self._base.parameter_dtype != "bfloat16" or any(rung not in group.bytes for group in groups):
+            return math.inf
+        return bytes_of_choice({group: rung for group in groups})
 
     def _compare(self, model: torch.nn.Module, optimizer: Any) -> None:
         """How far the weights are with another order."""
@@ -161,7 +179,12 @@ class _Tuning:
             self._moved = {name: (own[name] - w).norm() ** 2 for name, w in self._scoring.weights.items()}
 
     def _trained(self, chosen: Chosen) -> _Trained:
-        self._runs += 1
+        size = bytes_of_choice(chosen)
+        if size > self._bytes_given:
+            self._say(
+                f"tune_weights: the next attempt takes {size:.4g} bytes a parameter, more than the "
+                f"{self._bytes_given:.4g} of the recipe"
+            )
         try:
             losses = self._course.run(recipe_of(self._base, chosen))
         except HmpxError:
@@ -171,11 +194,18 @@ class _Tuning:
             raise HmpxError(
                 f"tune_weights: with BF16 weights the model does not run under this recipe: {error}{hint}"
             ) from error
-        return _Trained(chosen, losses, distance(losses, self._scoring.losses, self._other))
+        found = _Trained(chosen, losses, distance(losses, self._scoring.losses, self._other))
+        holds = "within" if found.distance.size <= self._tolerance else "not within"
+        self._attempts.append(
+            f"{size:.4g} bytes a parameter: distance {found.distance.error:.2g}, in the mean "
+            f"{found.distance.bias:+.2g}, predicted {predicted(chosen).error:.2g}: {holds} {self._tolerance:g}"
+        )
+        self._say(f"tune_weights: {self._attempts[-1]}")
+        return found
 
     def _result(self, trained: _Trained, unmet: str) -> TunedWeights:
         chosen, losses, measured = trained
-        scoring, elements = self._scoring, sum(group.elements for group in chosen)
+        scoring = self._scoring
         moved = {group: math.sqrt(sum(float(self._moved[name]) for name in group.names)) for group in chosen}
         choices = [choice_of(group, rung, scoring, moved[group], self._tolerance) for group, rung in chosen.items()]
         return TunedWeights(
@@ -185,12 +215,14 @@ class _Tuning:
             bias=measured.bias,
             predicted=predicted(chosen).error,
             tolerance=self._tolerance,
-            bytes_per_parameter=sum(group.bytes[rung] for group, rung in chosen.items()) / elements,
+            bytes_per_parameter=bytes_of_choice(chosen),
             fp32_bytes=4.0 * (2 + scoring.states),
             loss=float(losses[-1].mean()),
             fp32_losses=(float(scoring.losses[-1].mean()), float(self._other[-1].mean())),
             choices=tuple(sorted(choices, key=lambda choice: -choice.elements)),
             steps=self._course.passes,
-            runs=self._runs,
+            runs=len(self._attempts),
             unmet=unmet,
+            attempts=tuple(self._attempts),
+            bytes_given=self._bytes_given,
         )

@@ -84,6 +84,8 @@ class TunedWeights:
         choices: a `WeightChoice` for each pattern, the largest first.
         steps: forward and backward passes that it took. runs: under recipes that were tried.
         unmet: where the tolerance is not met, what stands in the way, in words.
+        attempts: every choice that was trained, in order, as a line with its bytes and its distance. bytes_given: what
+            the recipe that was given takes for each parameter; infinite where it keeps parameters in FP32.
 
     It prints with the reasons. `save(path)` writes the recipe with the reasons as comments, `json(path)` all of it,
     which `as_json()` is as objects.
@@ -112,6 +114,8 @@ class TunedWeights:
     steps: int
     runs: int
     unmet: str = ""
+    attempts: tuple[str, ...] = ()
+    bytes_given: float = math.inf
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recipe as a file, with the reasons as comments."""
@@ -132,12 +136,15 @@ class TunedWeights:
         holds = "within" if self.met else "NOT within"
         unit = "in units of how far two orders of the batches are apart"
         error = f"{self.error:.2g}" if math.isfinite(self.error) else "not finite"
+        over = self.bytes_per_parameter > self.bytes_given
+        more = f"; this is MORE than the {self.bytes_given:.4g} of the recipe that was given" if over else ""
         lines = [
-            f"{self.bytes_per_parameter:.4g} bytes a parameter, FP32 takes {self.fp32_bytes:.4g}",
-            f"losses are {error} from FP32's (predicted {self.predicted:.2g}), in the mean {self.bias:+.2g}, {unit}: "
-            f"{holds} {self.tolerance:g}, in the mean {self.tolerance / 2:+g}",
+            f"{self.bytes_per_parameter:.4g} bytes a parameter, FP32 takes {self.fp32_bytes:.4g}{more}",
+            f"losses differ from FP32's by {error} (predicted {self.predicted:.2g}), in the mean {self.bias:+.2g}, "
+            f"{unit}: {holds} {self.tolerance:g}, in the mean {self.tolerance / 2:+g}",
             f"loss at the end {self.loss:.4g}, FP32 {self.fp32_losses[0]:.4g}, in another order "
             f"{self.fp32_losses[1]:.4g}; {self.steps} steps",
         ]
         lines += [self.unmet] if self.unmet else []
+        lines += ["", *(f"attempt {number}: {each}" for number, each in enumerate(self.attempts, 1))]
         return "\n".join([*lines, "", *map(str, self.choices)])

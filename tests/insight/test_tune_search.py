@@ -1,0 +1,77 @@
+"""The search of `tune` beside trying every choice, on problems whose errors are known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from hmpx.insight.comparing.calls import Compared
+from hmpx.insight.tuning.costs import Costs
+from hmpx.insight.tuning.effect import Effect
+from hmpx.insight.tuning.look import Place, Site
+from hmpx.insight.tuning.search import Search, parts_of
+
+NAMES = "abcdefghij"
+
+
+class Problem:
+    """Names with a gain each, and an error that adds up as squares, with a product for each of some pairs."""
+
+    def __init__(self, seed, pairs=0, cancelling=0.0):
+        draw = random.Random(seed)
+        self.gains = {name: draw.lognormvariate(0, 1) for name in NAMES}
+        self.errors = {name: draw.lognormvariate(-1, 1) for name in NAMES}
+        some = draw.sample([*itertools.combinations(NAMES, 2)], pairs)
+        self.products = {pair: 2 * cancelling * self.errors[pair[0]] * self.errors[pair[1]] for pair in some}
+        self.measured = 0
+
+    def error(self, names):
+        square = sum(self.errors[name] ** 2 for name in names)
+        square += sum(value for pair, value in self.products.items() if {*pair} <= {*names})
+        return math.sqrt(max(square, 0.0))
+
+    def measure(self, chosen, first=None, enough=math.inf):
+        self.measured += 1
+        return Effect(self.error({place.name for place in chosen}), 0.0, 0.0, 0.0)
+
+    def gain(self, names):
+        return sum(self.gains[name] for name in names)
+
+    def best(self, tolerance):
+        choices = (each for n in range(len(NAMES) + 1) for each in itertools.combinations(NAMES, n))
+        return max(self.gain(each) for each in choices if self.error(each) <= tolerance)
+
+    def found(self, tolerance):
+        sites = [Site(Compared(n, "", ""), Place(n), 0, low=0.0, wide=gain) for n, gain in self.gains.items()]
+        units = [frozenset({Place(name)}) for name in NAMES]
+        costs = Costs(sites, "coverage", None)
+        chosen = Search(self.measure, costs, tolerance, {}).run(units, costs.cheapest(units))
+        return {place.name for place in chosen}
+
+
+@pytest.mark.parametrize(
+    "pairs, cancelling, least", [(0, 0.0, 0.95), (3, 1.0, 0.9), (1, -0.95, 0.8)], ids=["add", "add up", "cancel"]
+)
+def test_the_choice_holds_and_is_near_the_best_of_all(pairs, cancelling, least):
+    shares = []
+    for seed in range(60):
+        problem = Problem(seed, pairs, cancelling)
+        names = problem.found(0.8)
+        assert problem.error(names) <= 0.8 and problem.measured < 45
+        best = problem.best(0.8)
+        shares.append(problem.gain(names) / best if best else 1.0)
+    assert sum(shares) / len(shares) > least, shares
+
+
+def test_a_name_is_divided_by_the_outermost_blocks_that_differ():
+    def unit(*modules):
+        return frozenset(Place("linear", module) for module in modules)
+
+    blocks = [f"model.blocks.{i}.{part}" for i in range(12) for part in ("q", "k")]
+    parts = parts_of(unit(*blocks))
+    assert [len(part) for part in parts] == [4] * 6 and parts[5] == unit(*blocks[20:])
+    assert parts_of(parts[0]) == [unit(*blocks[:2]), unit(*blocks[2:4])]
+    assert parts_of(unit("a", "a.b", "")) == [unit(""), unit("a", "a.b")] and parts_of(unit("a", "a.b"))[0] == unit("a")
