@@ -124,7 +124,6 @@ NAMES: tuple[Private, ...] = (
     Private("torch.optim.Optimizer()._optimizer_state_dict_post_hooks", "the user's hooks see the masters"),
     Private("torch.optim.Optimizer()._optimizer_load_state_dict_pre_hooks", "the user's hooks run before ours"),
     Private("torch._foreach_copy_", "copies many small tensors in one call"),
-    Private("torch._foreach_add", "counts the step of many parameters in one call"),
     Private("torch._foreach_add_", "the same, in place"),
     Private(
         "torch._C._dynamo.guards.TensorGuards",
@@ -135,6 +134,7 @@ NAMES: tuple[Private, ...] = (
     Private("torch._C._current_graph_task_id", "tells one backward pass from the next"),
     Private("torch.autograd.Variable._execution_engine.queue_callback", "runs when a backward pass is done"),
     # Several ranks
+    Private("torch.nn.Module()._buffers", "the buffers that a record of a run holds beside parameters"),
     Private("torch.nn.Module()._modules", "whether a module's constructor has run"),
     Private("torch.nn.parallel.DistributedDataParallel()._comm_hooks", "takes our communication hook back"),
     Private("torch.nn.parallel.DistributedDataParallel._remove_autograd_hooks", "the same: a reducer without it"),

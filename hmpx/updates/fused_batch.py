@@ -38,6 +38,7 @@ from hmpx.updates.state_blocks import StateBlocks
 from hmpx.updates.state_forms import form_of
 from hmpx.updates.state_tensors import CODES, SCALES, by_own_keys
 from hmpx.updates.step_call import StepCall, WriteBack
+from hmpx.updates.stores import WAYS
 from hmpx.updates.update_counts import before_step
 
 Tensor = torch.Tensor
@@ -55,6 +56,8 @@ def takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool:
         HmpxError: a state tensor is in a dtype in which no step leaves it.
     """
     if segment.overlaps is not None:  # a kernel's threads would write to the same elements
+        return False
+    if WAYS[segment.way.weights].kind is None:  # no kernel writes weights that are held so
         return False
     p, grad, kernels, known = segment.param, segment.grad, kernels_for(segment.param), by_own_keys(state)
     if not formula.takes(group, known) or kernels is None or formula.kernel not in kernels.KERNELS:
@@ -232,7 +235,7 @@ def _in_kernel(state: dict, keys: tuple[str | None, ...]) -> tuple[Tensor | nati
 
 def _can_be_coded(segment: Segment, state: dict, kernels: Kernels) -> bool:
     """Whether these kernels can step a parameter whose state is in 8 bits."""
-    p, in_halves = segment.param, segment.way.weights in ("split", "split8")
+    p, in_halves = segment.param, WAYS[segment.way.weights].kind in (native.SPLIT, native.SPLIT8)
     if kernels is native and in_halves and block_of(p) > 1 and not StateBlocks.of(p).rows.are_even(p.numel()):
         return False  # the C kernels would cut the blocks of weights that share a checksum
     scales = [value for key, value in state.items() if key.startswith(SCALES)]
