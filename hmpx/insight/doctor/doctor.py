@@ -38,8 +38,7 @@ from hmpx.updates.names import parameters
 Optimizer = torch.optim.Optimizer
 
 _SHARE = 0.1  # of the time: what looking at ops may take, beside the first iteration that is looked at
-_SETUP = 5000  # ops before the first step that are looked at
-_ITERATION = 50_000  # and in one iteration
+_ITERATION = 50_000  # ops of one iteration that are looked at
 
 
 class Enough(BaseException):
@@ -71,7 +70,8 @@ class Examination:
             self._hooks.append(register_optimizer_step_post_hook(self._after))
             place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
             self._changes.put(place, self._scaled(torch.amp.GradScaler.step))
-            self._open(None if 1 in self._at else _SETUP)
+            if 1 in self._at:
+                self._open(None)
         except BaseException:
             self._changes.close()
             raise
@@ -199,10 +199,10 @@ def is_sampled(step: int) -> bool:
 
 
 def compiles() -> bool:
-    """Whether something was given to torch.compile: a dispatch mode would have it run otherwise."""
+    """Whether torch.compile has had something to compile, which would run otherwise under a dispatch mode."""
     if "torch._dynamo" not in sys.modules:
         return False
-    return any(each is not None for each in sys.modules["torch._dynamo"].eval_frame.cached_backends.values())
+    return bool(sys.modules["torch._dynamo"].utils.counters["frames"]["total"])
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def doctor(steps: int | None = None, at: Collection[int] = ()) -> Iterator[Diagn
     """Look at a training as it is, and say what is wrong with its precision.
 
     Updates of weights in BF16 and FP16 are looked at in steps 1, 2, 4, 7, 11 and so on, with up to 1024 elements of
-    each parameter; the first 5000 ops, those of the third iteration, and of every tenth as long as that takes no more
+    each parameter; the ops of the third iteration, and of every tenth as long as that takes no more
     than a tenth of the time.
     Nothing is converted, and the training has the bits that it has without. Compiled code hides its ops. The thread
     that opens it is looked at, on each rank its own part.
