@@ -33,6 +33,7 @@ OPERATIONS = {
     "disable_casts": (FP32, lambda it, lists: entered(hmpx.disable_casts)),
     "enable_casts": (FP32, lambda it, lists: entered(hmpx.enable_casts)),
     "cached_weights": (FP32, lambda it, lists: entered(hmpx.cached_weights)),
+    "doctor": (FP32, lambda it, lists: entered(hmpx.doctor)),
     "attach, split": (BF16, attached(weights="split", use_master_weights_in_ckpt=True)),
     "attach, master": (BF16, attached(weights="master", use_fp32_grad_acc=hasattr(torch.Tensor, "grad_dtype"))),
     "attach, split8 and 8-bit state, in a rule": (

@@ -27,9 +27,9 @@ class Diagnosis:
         wrong: whether one of them harms the training; the others are notes.
         looked: what was looked at, in words: how many steps, which of them for what, which optimizers.
         recipe: the least `hmpx.Recipe` that answers the findings; None where none does. reasons: by key of the
-            recipe, why.
+            recipe, why. recipe_text: the recipe as a file, with these as comments.
 
-    `html(path)` writes a page, `json(path)` an object with these attributes, `fix(path)` the recipe with its reasons.
+    `html(path)` writes a page, `json(path)` saves `as_json()`, `fix(path)` writes `recipe_text`.
 
     Example:
         >>> with hmpx.doctor() as found:

@@ -38,8 +38,7 @@ from hmpx.updates.names import parameters
 Optimizer = torch.optim.Optimizer
 
 _SHARE = 0.1  # of the time: what looking at ops may take, beside the first iteration that is looked at
-_SETUP = 5000  # ops before the first step that are looked at
-_ITERATION = 50_000  # and in one iteration
+_ITERATION = 50_000  # ops of one iteration that are looked at
 
 
 class Enough(BaseException):
@@ -58,21 +57,30 @@ class Examination:
         self.trouble = ""
         self._thread = threading.get_ident()
         self._changes = Changes()
+        self._hooks: list[Any] = []
         self._busy = False
         self._began = self._last = perf_counter()
         self._took = 0.0  # looking at ops
         self._plain = 0.0  # the shortest iteration in which nobody looked
 
     def __enter__(self) -> Examination:
-        changes = self._changes
-        changes.callback(register_optimizer_step_pre_hook(self._before).remove)
-        changes.callback(register_optimizer_step_post_hook(self._after).remove)
-        step = torch.amp.GradScaler.step
-        place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
-        changes.put(place, self._scaled(step))
-        changes.callback(self.watch.close)
-        self._open(None if 1 in self._at else _SETUP)
+        try:
+            self._changes.callback(self._take_away)
+            self._hooks.append(register_optimizer_step_pre_hook(self._before))
+            self._hooks.append(register_optimizer_step_post_hook(self._after))
+            place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
+            self._changes.put(place, self._scaled(torch.amp.GradScaler.step))
+            if 1 in self._at:
+                self._open(None)
+        except BaseException:
+            self._changes.close()
+            raise
         return self
+
+    def _take_away(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.watch.close()
 
     def __exit__(self, *exception: object) -> None:
         self._changes.close()
@@ -142,7 +150,8 @@ class Examination:
         """What is computed in here is the doctor's: nobody looks at it, and what it cannot do does no harm."""
         self._busy = True
         try:
-            with torch.no_grad(), torch._C._DisableTorchDispatch(), unobserved():
+            uncast = unobserved() if process_state.converted else contextlib.nullcontext()
+            with torch.no_grad(), torch._C._DisableTorchDispatch(), uncast:
                 yield
         except Exception as error:  # of a kind of tensor that nobody has thought of
             self.trouble = self.trouble or f"{type(error).__name__}: {error}"
@@ -190,10 +199,10 @@ def is_sampled(step: int) -> bool:
 
 
 def compiles() -> bool:
-    """Whether something was given to torch.compile: a dispatch mode would have it run otherwise."""
+    """Whether torch.compile has had something to compile, which would run otherwise under a dispatch mode."""
     if "torch._dynamo" not in sys.modules:
         return False
-    return any(each is not None for each in sys.modules["torch._dynamo"].eval_frame.cached_backends.values())
+    return bool(sys.modules["torch._dynamo"].utils.counters["frames"]["total"])
 
 
 @contextlib.contextmanager
@@ -201,9 +210,10 @@ def doctor(steps: int | None = None, at: Collection[int] = ()) -> Iterator[Diagn
     """Look at a training as it is, and say what is wrong with its precision.
 
     Updates of weights in BF16 and FP16 are looked at in steps 1, 2, 4, 7, 11 and so on, with up to 1024 elements of
-    each parameter; the first 5000 ops, those of the third iteration, and of every tenth as long as that takes no
-    more than a tenth of the time. Nothing is converted, and the training has the bits that it has without. Compiled
-    code hides its ops. The thread that opens it is looked at, on each rank its own part.
+    each parameter; the ops of the third iteration, and of every tenth as long as that takes no more
+    than a tenth of the time.
+    Nothing is converted, and the training has the bits that it has without. Compiled code hides its ops. The thread
+    that opens it is looked at, on each rank its own part.
 
     Args:
         steps: after so many steps of an optimizer, leave the region; None: look on until it ends.

@@ -49,4 +49,6 @@ class Lineage:
 
 
 def _is_square(name: str, args: tuple) -> bool:
-    return name == "square" or (args[1] == 2 if name == "pow" else args[0] is args[1])
+    if name == "pow":
+        return isinstance(args[1], int | float) and args[1] == 2
+    return name == "square" or args[0] is args[1]

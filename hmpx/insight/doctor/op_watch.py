@@ -129,7 +129,7 @@ class OpWatch(TorchDispatchMode):
         out = results[0]
         if name in PRODUCTS:
             self._count(name, given, out, frame)
-        elif name in MIXING and out.dtype is torch.float32 and given[0].dtype in LOW | {torch.float32}:
+        elif name in MIXING and out.dtype is torch.float32 and len(given) > 1:
             said = unchosen(self.spots.module_names, frame, given, results)
             if said and not beside(frame):
                 self.spots.note("dtype", name, frame, said)

@@ -20,6 +20,14 @@ class Problem:
             modules that it is about, the worst first. ops: names in op lists.
         do: the one thing to do about it.
         weight: from 0 to 1, how much of the training it touches: what the findings are sorted by.
+
+    It prints as a sentence; `as_json()` is a dict of its attributes.
+
+    Example:
+        >>> with hmpx.doctor() as found:
+        ...     torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=torch.tensor(0.1, dtype=torch.bfloat16)).step()
+        >>> found.findings[0].kind, found.findings[0].wrong
+        ('learning rate', True)
     """
 
     kind: str
