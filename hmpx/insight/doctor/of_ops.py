@@ -99,31 +99,35 @@ def _listed(ops: tuple[str, ...]) -> tuple[str, ...]:
 
 def _nonfinite(watch: OpWatch, scaling: Scaling) -> Iterator[Problem]:
     spot = watch.nonfinite.first
-    if spot is None or (scaling.attempts and spot.values.get("backward")):  # a GradScaler finds its scale so
+    if (
+        spot is None or not watch.nonfinite.made_nan or (scaling.attempts and spot.values.get("backward"))
+    ):  # a GradScaler finds its scale so
         return
     what = "a NaN" if spot.values.get("nan") else "an inf"
     yield Problem(
         "inf or NaN",
-        watch.nonfinite.made_nan,
+        True,
         f"{_op(spot.op)} is the first op that makes {what} of finite numbers, {spot.said}"
         + (f", in {spot.module}" if spot.module else ""),
         "compute it in float32" if spot.values.get("low") else "keep its input away from where it is not defined",
         spot.where,
         (spot.module,) if spot.module else (),
         (_op(spot.op),),
-        0.97 if watch.nonfinite.made_nan else 0.3,
+        0.97,
     )
 
 
 def _casts(watch: OpWatch) -> Iterator[Problem]:
+    told: set[str] = set()
     for spot in watch.spots.of("cast up", "cast down"):
         back, used = spot.values.get("back", 0), spot.values.get("used", 0)
-        if not back or used:
+        if not back or used or spot.where in told:
             continue
+        told.add(spot.where)
         if spot.kind == "cast up" and spot.values.get("autocast"):
             yield Problem(
                 "upcast",
-                True,
+                "site-packages" not in spot.where,  # a library casts to the dtype of its weights
                 f"{spot.said} is cast to float32 here, and autocast casts all of it back: the upcast that was asked "
                 f"for does not happen ({number(int(back), 'time')})",
                 "leave autocast there: with torch.autocast(device, enabled=False)",

@@ -131,7 +131,7 @@ class OpWatch(TorchDispatchMode):
             self._count(name, given, out, frame)
         elif name in MIXING and out.dtype is torch.float32 and len(given) > 1:
             said = unchosen(self.spots.module_names, frame, given, results)
-            if said and not beside(frame):
+            if ("parameter " in said or "buffer " in said) and not beside(frame):
                 self.spots.note("dtype", name, frame, said)
         self.lineage.follow(name, args, given, out)
         if name in INTEGERS:
