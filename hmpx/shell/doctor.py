@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 
+from hmpx import conversion
 from hmpx.insight.doctor.diagnosis import Diagnosis
 from hmpx.insight.doctor.doctor import doctor
 from hmpx.recipes import run_script
@@ -55,9 +56,12 @@ def _doctor(options: argparse.Namespace) -> int:
     found, started, status = Diagnosis(), Counter[str](), 0
     try:
         with started_processes() as started, doctor(options.steps or None, options.at) as found:
-            run_script.run(
-                recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero
-            )
+            try:
+                run_script.run(
+                    recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero
+                )
+            finally:
+                conversion.restore()  # the recipe's patches stand upon the doctor's
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)
