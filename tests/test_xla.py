@@ -102,7 +102,7 @@ def test_masters_in_a_checkpoint(xla):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.hidden, self.last = (
+        self.first, self.norm, self.hidden, self.head = (
             nn.Linear(8, 32),
             nn.LayerNorm(32),
             nn.Linear(32, 32),
@@ -110,7 +110,7 @@ class Net(nn.Module):
         )
 
     def forward(self, x):
-        return self.last(F.gelu(self.hidden(self.norm(torch.tanh(self.first(x))))))
+        return self.head(F.gelu(self.hidden(self.norm(torch.tanh(self.first(x))))))
 
 
 def _loop(model, optimizer, device, steps):

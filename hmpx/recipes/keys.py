@@ -23,6 +23,7 @@ from hmpx.updates.stores import WAYS
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map
 MODULES, PARAMETERS = "modules", "parameters"
+HEAD, NORMS = "<head>", "<norms>"  # patterns of `modules` that say what a module is for
 EXTENDS = "extends"  # of files and dicts: the recipe that their other keys change
 LISTS = tuple(f"{side}_file_path" for side in SIDES)
 _LEGAL = {
@@ -112,6 +113,11 @@ def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, s
     elif key == MODULES:
         if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
             yield None, f"{key} is {value!r}, not a mapping of modules' names to dtypes or lists of ops{_quotes(value)}"
+            return
+        for pattern in value:
+            if pattern.startswith("<") and pattern not in (HEAD, NORMS):
+                hint = did_you_mean(pattern, (HEAD, NORMS))
+                yield pattern, f"{key}: {pattern!r} is neither {HEAD} nor {NORMS}, nor the name of a module{hint}"
     elif key == PARAMETERS:
         if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
             yield None, f"{key} is {value!r}, not a mapping of parameters' names to dtypes or settings{_quotes(value)}"

@@ -1,24 +1,32 @@
-"""The modules of a model that a recipe's patterns fit, and the rules that they get."""
+"""The modules of a model that a recipe's patterns fit, and the rules that they get.
+
+A pattern is a name (``"*.attn"``), or what a module is for: ``"<head>"`` or ``"<norms>"``, whatever its name.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.module_rules import ModuleRule, modules_called_in, never_called
 from hmpx.ops.overlays import Overlay
-from hmpx.recipes.keys import MODULES, PARAMETERS
+from hmpx.recipes.keys import HEAD, MODULES, NORMS, PARAMETERS
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.names import names_in, plain_names
 from hmpx.updates.ways import fits_none
 
 Module = torch.nn.Module
 logger = logging.getLogger("hmpx")
+HEAD_NAMES = ("lm_head", "head", "output", "embed_out")  # what models call their head; the first that is there counts
+_DIGITS = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def module_names(model: Module, *, all_names: bool = False) -> list[str]:
@@ -37,7 +45,12 @@ def check_names(models: list[Module], recipe: Recipe) -> None:
     wrong = []
     for key, patterns in (("module_dtypes", recipe.module_dtypes), (MODULES, recipe.modules)):
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in modules):
+            if key == MODULES and pattern in _ROLES:
+                find, looked_for = _ROLES[pattern]
+                if not any(map(find, models)):
+                    kinds = ", ".join(type(model).__name__ for model in models)
+                    wrong.append(f"{key}: {pattern!r} is no module of {kinds}: looked for {looked_for}")
+            elif not any(fnmatchcase(name, pattern) for name in modules):
                 classes = (name for name, module in modules.items() if name and type(module).__name__ == pattern)
                 meant = next(classes, None)
                 hint = did_you_mean(pattern, filter(None, modules), meant=meant)
@@ -97,11 +110,68 @@ def _patterns(model: Module, patterns: list[str]) -> dict[Module, str]:
     names: dict[Module, list[str]] = {}
     for name, module in _named(model):
         names.setdefault(module, []).append(name)
-    fitting = {
-        module: [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in its)]
-        for module, its in names.items()
-    }
+    of_role = {pattern: _ROLES[pattern][0](model) for pattern in patterns if pattern in _ROLES}
+
+    def fits(pattern: str, module: Module) -> bool:
+        if pattern in of_role:
+            return module in of_role[pattern]
+        return any(fnmatchcase(name, pattern) for name in names[module])
+
+    fitting = {module: [pattern for pattern in patterns if fits(pattern, module)] for module in names}
     return {module: its[-1] for module, its in fitting.items() if its}
+
+
+def _head(model: Module) -> set[Module]:
+    """The modules that make the logits: by `get_output_embeddings`, else by a tied weight, else by name."""
+    modules = set(model.modules())
+    if said := {head for each in modules if isinstance(head := _said_head(each), Module) and head in modules}:
+        return said
+    embeddings = [each for each in modules if isinstance(each, torch.nn.Embedding)]
+    shared = {p for each in embeddings for p in each.parameters(recurse=False)}
+    holding = {each for each in modules if not shared.isdisjoint(each.parameters(recurse=False))}
+    if tied := {each for each in holding if isinstance(each, torch.nn.Linear)}:
+        return {*tied}
+    named = [(name, module) for name, module in _named(model) if name.rpartition(".")[2] in HEAD_NAMES]
+    alike = Counter(_DIGITS.sub("*", name) for name in dict(named))
+    once = [(name, module) for name, module in named if alike[_DIGITS.sub("*", name)] == 1]  # not in every layer
+    for called in HEAD_NAMES:
+        if own := [(name.count("."), module) for name, module in once if name.rpartition(".")[2] == called]:
+            outermost = min(depth for depth, _ in own)
+            return {module for depth, module in own if depth == outermost}
+    return set()
+
+
+def _said_head(module: Module) -> Any:
+    """What a model of transformers, or one with the same method, calls its head; None if it has none."""
+    ask = getattr(module, "get_output_embeddings", None)
+    try:
+        return ask() if callable(ask) else None
+    except NotImplementedError:
+        return None
+
+
+def _norms(model: Module) -> set[Module]:
+    """Norm layers; not what a norm is only a part of, such as a block of a norm and a convolution."""
+    return {
+        module
+        for module in model.modules()
+        if "Norm" in type(module).__name__
+        and not any(p.dim() > 1 for child in module.children() for p in child.parameters())
+    }
+
+
+_ROLES: dict[str, tuple[Callable[[Module], set[Module]], str]] = {
+    HEAD: (
+        _head,
+        "what get_output_embeddings() returns, a Linear that shares its weight with an Embedding, and a module that is "
+        f"called {', '.join(HEAD_NAMES[:-1])} or {HEAD_NAMES[-1]}; write the name of the module in its place",
+    ),
+    NORMS: (
+        _norms,
+        "modules whose class has 'Norm' in its name and that hold no other layer with a matrix; write the names of the "
+        "modules in its place",
+    ),
+}
 
 
 def _hiding(module: Module, chosen: Mapping[Module, str], overlays: Mapping[str, Overlay]) -> set[str]:

@@ -34,10 +34,10 @@ options = parser.parse_args()
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+        self.first, self.norm, self.head = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
 
     def forward(self, x):
-        return self.last(self.norm(F.gelu(self.first(x))))
+        return self.head(self.norm(F.gelu(self.first(x))))
 
 
 def digest(model):
@@ -70,6 +70,7 @@ if __name__ == "__main__":
 DTYPES = {  # of the weights, the loss and the state
     **dict.fromkeys(("apex-o1", "apex-o1-bf16", "hmp-o1", "hmp-o2"), "float32 " * 3),
     **dict.fromkeys(("autocast-cpu", "autocast-cuda", "autocast-xla"), "float32 " * 3),
+    **dict.fromkeys(("fp32-head", "bf16-norms-fp32"), "bfloat16 float32 float32 "),
     **dict.fromkeys(("neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "nxd-standard"), "bfloat16 float32 float32 "),
     "lean": "bfloat16 float32 bfloat16 ",
     **dict.fromkeys(("lean8", "flash"), "bfloat16 float32 uint8 "),

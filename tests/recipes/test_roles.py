@@ -1,0 +1,299 @@
+"""`<head>` and `<norms>` in `modules`, and the recipes `fp32-head` and `bf16-norms-fp32`, beside the same by hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import hmpx
+from hmpx.recipes.recipe import as_recipe, read_recipe
+from tests.support import python, ranks
+from tests.support.training import same
+
+BF16, FP32 = torch.bfloat16, torch.float32
+WORDS, WIDTH = 22, 8
+
+
+class Decoder(nn.Module):
+    def __init__(self, tied, head="lm_head"):
+        super().__init__()
+        torch.manual_seed(5)
+        self.tokens, self.mid = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.called = head
+        setattr(self, head, nn.Linear(WIDTH, WORDS, bias=False))
+        if tied:
+            getattr(self, head).weight = self.tokens.weight
+
+    def forward(self, ids):
+        return getattr(self, self.called)(F.gelu(self.mid(self.tokens(ids))))
+
+
+class Says(Decoder):
+    """Its head has no name that anybody could guess."""
+
+    def __init__(self):
+        super().__init__(tied=False, head="to_words")
+        self.output = nn.Linear(2, 2)
+
+    def get_output_embeddings(self):
+        return self.to_words
+
+
+class SaysNone(Decoder):
+    def get_output_embeddings(self):
+        raise NotImplementedError
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.output = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.output(x)
+
+
+class Layered(nn.Module):
+    """Each layer has an `output`, which is no head; and the model may have one."""
+
+    def __init__(self, **head):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        for name, module in head.items():
+            setattr(self, name, module)
+
+
+def data():
+    generator = torch.Generator().manual_seed(9)
+    return torch.randint(WORDS, (2, 3, 6), generator=generator)
+
+
+def by_hand(tied, low=False):
+    """Logits, loss and gradients of BF16 weights: everything in BF16 but the head and the loss; `low`: but the loss."""
+    model = Decoder(tied).bfloat16()
+    ids, targets = data()
+    x = F.gelu(F.linear(F.embedding(ids, model.tokens.weight), model.mid.weight, model.mid.bias))
+    logits = F.linear(x, model.lm_head.weight) if low else F.linear(x.float(), model.lm_head.weight.float())
+    loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    loss.backward()
+    return [logits.detach(), loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def trained(how, recipe, tied, sharded=False, head="lm_head"):
+    """The same as `by_hand` of a script that knows nothing of precision, by `prepare` or `activate`."""
+    ids, targets = data()
+
+    def distributed(model):
+        for part in (model.mid, model) if sharded else ():
+            fully_shard(part)
+        return model
+
+    if how == "activate":
+        hmpx.activate(recipe)
+        model = distributed(Decoder(tied, head))
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+    else:
+        model = distributed(Decoder(tied, head).bfloat16())
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        hmpx.prepare(model, optimizer, recipe)
+    assert {p.dtype for p in model.parameters()} == {BF16}
+    logits = model(ids)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    found = [logits.detach(), loss.detach(), *(whole(p.grad) for p in model.parameters())]
+    optimizer.step()
+    hmpx.restore()
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("how", ["prepare", "activate"])
+def test_the_head_and_the_loss_are_those_of_fp32_by_hand(how, tied):
+    expected, low = by_hand(tied), by_hand(tied, low=True)
+    found = trained(how, "fp32-head", tied)
+    assert found[0].dtype is found[1].dtype is FP32 and same(found, expected)
+    assert same(trained(how, "neuron-bf16-sr", tied), low) and not torch.equal(low[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    "head, tied", [("head", False), ("output", False), ("embed_out", False), ("of_any_name", True)]
+)
+def test_the_head_is_found_by_its_name_or_by_its_tie(head, tied):
+    assert same(trained("prepare", "fp32-head", tied, head=head), by_hand(tied))
+
+
+def _sharded(rank, how):
+    return [[t.tolist() for t in trained(how, "fp32-head", tied, sharded=True)] for tied in (True, False)]
+
+
+@pytest.mark.parametrize("how", ["prepare", "activate"])
+def test_under_fsdp2_the_head_is_that_of_fp32_by_hand(how):
+    expected = [[t.tolist() for t in by_hand(tied)] for tied in (True, False)]
+    assert ranks.run(2, _sharded, how) == [expected, expected]  # each rank has the same batch
+
+
+def wrapping(model, wrap):
+    model.lm_head = wrap(model.lm_head)
+    return model
+
+
+def in_fp32(model, recipe="fp32-head"):
+    """The names of the modules that a recipe gives a rule."""
+    hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), recipe)
+    ruled = {name for name, module in model.named_modules() if hmpx.policies_of(module) and not [*module.children()]}
+    hmpx.restore()
+    return ruled
+
+
+class Policies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.policy, self.reference, self.head = Decoder(True), Decoder(False), nn.Linear(WIDTH, 1)
+
+
+@pytest.mark.parametrize(
+    "model, heads",
+    [
+        (lambda: Says(), {"to_words"}),
+        (lambda: nn.ModuleDict({"inside": Says(), "head": nn.Linear(2, 2)}), {"inside.to_words"}),
+        (lambda: SaysNone(tied=False), {"lm_head"}),
+        (lambda: torch.compile(Decoder(tied=False)), {"_orig_mod.lm_head"}),
+        (lambda: Layered(output=nn.Linear(2, 2)), {"output"}),
+        (lambda: Layered(head=nn.Linear(2, 2), embed_out=nn.Linear(2, 2)), {"head"}),
+        (lambda: Layered(part=nn.ModuleDict({"head": nn.Linear(2, 2)})), {"part.head"}),
+        (lambda: nn.ModuleList([Decoder(False, "lm_head"), Decoder(False, "to_words")]), {"0.lm_head"}),
+        (lambda: nn.ModuleDict({"a": Decoder(False), "b": Decoder(False)}), {"a.lm_head", "b.lm_head"}),
+        (lambda: wrapping(Decoder(tied=False), checkpoint_wrapper), {"lm_head._checkpoint_wrapped_module"}),
+        (lambda: wrapping(Decoder(tied=False), torch.compile), {"lm_head._orig_mod"}),
+        (lambda: Policies(), {"policy.lm_head"}),  # a tie says more than a name
+    ],
+)
+def test_which_modules_are_the_head(model, heads):
+    assert in_fp32(model()) == heads
+
+
+def _wrapped(rank):
+    model = Decoder(tied=False).bfloat16()
+    return in_fp32(DistributedDataParallel(model))
+
+
+def test_the_head_of_a_wrapped_model():
+    assert ranks.run(1, _wrapped) == [{"module.lm_head"}]
+
+
+@pytest.mark.parametrize("model", [lambda: nn.Sequential(nn.Linear(2, 2)), Layered], ids=["no name", "in every layer"])
+def test_a_model_without_a_head_is_told_what_was_looked_for(model):
+    model = model()
+    kind, before = type(model).__name__, [p.clone() for p in model.parameters()]
+    with pytest.raises(hmpx.HmpxError) as raised:
+        hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), "fp32-head")
+    assert f"fp32-head.yaml:7: modules: '<head>' is no module of {kind}: looked for what get_out" in str(raised.value)
+    assert "lm_head, head, output or embed_out; write the name of the module" in str(raised.value)
+    assert same([*model.parameters()], before) and all(p.dtype is FP32 for p in model.parameters())
+    with hmpx.activate("fp32-head"), pytest.raises(hmpx.HmpxError, match="'<head>' is no module of"):
+        optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_rule_of_ones_own_comes_after_that_of_the_recipe_and_is_the_one_that_decides():
+    model = Decoder(tied=False)
+    own = {"extends": "fp32-head", "modules": {"lm_head": {"bf16": ["linear"]}}}
+    hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), own)
+    assert model(data()[0]).dtype is BF16
+    hmpx.restore()
+
+
+@pytest.mark.parametrize("role, meant", [("<haed>", "<head>"), ("<norm>", "<norms>")])
+def test_a_misspelt_role_is_an_error_with_its_line(tmp_path, role, meant):
+    (tmp_path / "mine.yaml").write_text(f"seed: 1\nmodules:\n  {role}: fp32\n")
+    with pytest.raises(hmpx.HmpxError) as raised:
+        read_recipe(tmp_path / "mine.yaml")
+    assert str(raised.value).startswith(f"{tmp_path}/mine.yaml:3: modules: '{role}' is neither <head> nor <norms>")
+    assert f"did you mean '{meant}'?" in str(raised.value)
+
+
+class OwnNorm(nn.Module):
+    """torch's RMS norm, written out: no op list knows it as a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.7, WIDTH))
+
+    def forward(self, x):
+        return x * (x * x).mean(-1, keepdim=True).add(1e-3) ** -0.5 * self.weight
+
+
+class PreNorm(nn.Module):
+    """A norm, and the layer behind it, which is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = OwnNorm(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.layer(self.norm(x))
+
+
+def test_norms_of_ones_own_are_those_of_fp32_by_hand_and_what_holds_a_norm_is_none():
+    torch.manual_seed(3)
+    model, x = PreNorm(), torch.randn(5, WIDTH).bfloat16()
+    assert in_fp32(model, "bf16-norms-fp32") == {"norm"}
+    hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), "bf16-norms-fp32")
+    normed, out = model.norm(x), model(x)
+    out.sum().backward()
+    hmpx.restore()
+    weight = model.norm.weight.detach().requires_grad_()
+    wide = x.float()
+    by_hand = wide * (wide * wide).mean(-1, keepdim=True).add(1e-3) ** -0.5 * weight.float()
+    F.linear(by_hand.bfloat16(), model.layer.weight.detach(), model.layer.bias.detach()).sum().backward()
+    assert normed.dtype is FP32 and torch.equal(normed, by_hand) and out.dtype is BF16
+    assert weight.grad.dtype is BF16 and torch.equal(model.norm.weight.grad, weight.grad)
+    assert not torch.equal(model.norm(x).float(), by_hand)  # what it is without the recipe
+
+
+def test_a_model_without_norms_is_told_what_was_looked_for():
+    with pytest.raises(hmpx.HmpxError, match=r"'<norms>' is no module of Decoder: looked for .* 'Norm' in its name"):
+        in_fp32(Decoder(tied=True), "bf16-norms-fp32")
+
+
+def test_norms_of_torch_and_blocks_of_a_convolution_and_a_norm():
+    class ConvNorm(nn.Sequential):
+        pass
+
+    class NormAct(nn.Sequential):
+        pass
+
+    model = nn.Sequential(
+        ConvNorm(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)), NormAct(nn.GroupNorm(2, 4), nn.PReLU()), nn.LayerNorm((4, 3))
+    )
+    hmpx.prepare(model, optim.SGD(model.parameters(), lr=0.1), "bf16-norms-fp32")
+    dtypes = [module(torch.randn(2, 4, 3)).dtype for module in (*model[0], model[1], model[2], model)]
+    hmpx.restore()
+    assert dtypes == [BF16, FP32, FP32, FP32, FP32]
+
+
+def test_both_are_a_recipe_of_two_lines():
+    recipe = as_recipe({"extends": "fp32-head", "modules": {"<norms>": "fp32"}})
+    model = nn.ModuleDict({"norm": nn.LayerNorm(4), "mid": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+    assert in_fp32(model, recipe) == {"norm", "head"}
+
+
+def test_the_example_shows_log_probs_that_come_closer():
+    script = Path(__file__).parents[2] / "examples" / "logprob_mismatch.py"
+    done = python.run(script, check=True)
+    rows = re.findall(r"^(\S+) +(0\.\d{5}) +(0\.\d{5})$", done.stdout, re.MULTILINE)
+    (before, *wide), (after, *near) = [(name, float(mean), float(largest)) for name, mean, largest in rows]
+    assert (before, after) == ("neuron-bf16-sr", "fp32-head")
+    assert 0 < 1.5 * near[0] < wide[0] and 0 < 1.5 * near[1] < wide[1]
