@@ -199,7 +199,7 @@ def test_version_and_help(capsys):
     assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == [*COMMANDS, "bench"]
 
 
-COMMANDS = ["run", "recipes", "explain", "ops", "check", "audit", "record", "report", "compare", "tune"]
+COMMANDS = ["run", "recipes", "explain", "ops", "check", "doctor", "audit", "record", "report", "compare", "tune"]
 
 
 @pytest.mark.parametrize("command", [*([each] for each in COMMANDS), ["bench"], *(["bench", t] for t in (

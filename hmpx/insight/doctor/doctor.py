@@ -62,6 +62,7 @@ class Examination:
         self._began = self._last = perf_counter()
         self._took = 0.0  # looking at ops
         self._plain = 0.0  # the shortest iteration in which nobody looked
+        self._compiled = frames_compiled()  # before
 
     def __enter__(self) -> Examination:
         try:
@@ -142,7 +143,7 @@ class Examination:
             self._open(_ITERATION)
 
     def _open(self, most: int | None) -> None:
-        if not compiles():
+        if not self.compiles:
             self.watch.open(most)
 
     @contextlib.contextmanager
@@ -172,6 +173,11 @@ class Examination:
         found.recipe, found.reasons, found.recipe_text = recipe_for(problems, self.optimizers.values(), every)
         found.looked[:] = self._looked()
 
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile has compiled anything meanwhile; the compiled code would run otherwise under a mode."""
+        return frames_compiled() > self._compiled
+
     def _looked(self) -> list[str]:
         of = ", ".join(dict.fromkeys(type(each.optimizer).__name__ for each in self.optimizers.values()))
         dtypes: dict[str, int] = {}
@@ -185,7 +191,7 @@ class Examination:
         ops = f"at ops in iterations {', '.join(map(str, self.watched))}" if self.watched else "at no ops"
         if steps:
             lines.append(f"looked at updates in {samples} of them (1, 2, 4, 7, 11 and so on), {ops}")
-        if compiles():
+        if self.compiles:
             lines.append("compiled code hides its ops: set TORCH_COMPILE_DISABLE=1 to have them looked at")
         if self.trouble or self.watch.trouble:
             lines.append(f"could not look at everything: {self.trouble or self.watch.trouble}")
@@ -198,11 +204,11 @@ def is_sampled(step: int) -> bool:
     return any(each * (each + 1) // 2 == step - 1 for each in (root - 1, root, root + 1))
 
 
-def compiles() -> bool:
-    """Whether torch.compile has had something to compile, which would run otherwise under a dispatch mode."""
+def frames_compiled() -> int:
+    """How much torch.compile has had to compile in this process."""
     if "torch._dynamo" not in sys.modules:
-        return False
-    return bool(sys.modules["torch._dynamo"].utils.counters["frames"]["total"])
+        return 0
+    return sys.modules["torch._dynamo"].utils.counters["frames"]["total"]
 
 
 @contextlib.contextmanager
