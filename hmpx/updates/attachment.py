@@ -279,7 +279,7 @@ class Attachment:
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
             return attached_copies.attach_copy(call.optimizer, self).step(call)
         self.sync_parameters()
-        self._counts.compare(call.optimizer, self._updates)
+        self._counts.compare(call.optimizer, self._updates, call.seed)
         result = self._updates.step(call)
         released.finish(self._dtypes)
         return result

@@ -33,7 +33,7 @@ from hmpx.updates.gradients import released
 from hmpx.updates.names import has_bf16, parameters
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks import zero
-from hmpx.updates.ranks.agreement import watch_joins
+from hmpx.updates.ranks.agreement import compare_in_region, watch_joins
 from hmpx.updates.refusals import (
     forget_warnings,
     refuse_codes,
@@ -174,6 +174,7 @@ def _watched(step: Callable) -> Callable:
                     return attachment.step(call)
                 if how is not None and has_bf16(optimizer):
                     refuse_plain_steps(optimizer)
+                    compare_in_region(optimizer, _in_region, call.seed)
                     return _in_region.step(call)
                 if how is not None and step_count.stored(optimizer):  # from steps of parameters that are BF16 no more
                     step_count.keep(optimizer)

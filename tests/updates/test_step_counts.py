@@ -120,3 +120,30 @@ def _stages(rank):
 def test_stages_of_a_pipeline_have_a_process_group_of_their_own():
     for message in ranks.run(2, _stages):
         assert "number of parameters is 2, not 1" in message and "process_group=" in message
+
+
+def _in_a_region(rank, seeds, is_replica):
+    model = _model()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    replica = DistributedDataParallel(model) if is_replica else model
+    try:
+        for step in range(3):
+            replica(_batch(step, 0)).float().square().mean().backward()
+            with hmpx.disable_casts(seed=seeds[rank]):
+                optimizer.step()
+    except hmpx.HmpxError as error:
+        return str(error)
+    return [p.detach().float() for p in model.parameters()]
+
+
+def test_a_seed_of_each_rank_is_refused_in_a_region_too():
+    said = ranks.run(2, _in_a_region, (0, 1), True)
+    assert said[0] == said[1] and said[0].startswith("step 1 of SGD since its first in a region: rank 1 differs")
+    assert "seed is 1, not 0" in said[0]
+    one, other = ranks.run(2, _in_a_region, (5, 5), True)
+    assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+
+
+def test_models_that_are_no_replicas_may_have_seeds_of_their_own():
+    one, other = ranks.run(2, _in_a_region, (0, 1), False)
+    assert not all(torch.equal(p, q) for p, q in zip(one, other, strict=True))

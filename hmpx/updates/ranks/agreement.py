@@ -1,4 +1,6 @@
-"""Seed and step number, which the rounding goes by, are the same on every rank that steps an attached optimizer.
+"""Seed and step number, which the rounding goes by, are the same on every rank that steps an optimizer.
+
+It is attached, or steps parameters of a DistributedDataParallel module in a `disable_casts` region.
 
 They are compared at the 1st, 2nd, 4th, 8th ... step, which finds a rank that alone has loaded a checkpoint. Under
 `torch.distributed.algorithms.Join` a rank that has no more batches steps less often than the others, whose weights it
@@ -18,28 +20,30 @@ import torch.distributed as dist
 from hmpx.changes import Attribute, Changes
 from hmpx.errors import HmpxError
 from hmpx.updates import step_count
+from hmpx.updates.gradients.accumulation import replicas
+from hmpx.updates.names import parameters
 from hmpx.updates.ranks import checks
 from hmpx.updates.step_count import STEP_KEY
 
 _counting: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepCounts] = weakref.WeakKeyDictionary()  # in one order
-
-
+_in_regions: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepCounts | None] = weakref.WeakKeyDictionary()
 _joins: list[Any] = []  # that are open
 
 
 class StepCounts:
-    """What one attached optimizer compares.
+    """What one optimizer compares.
 
     Args:
         group: the process group of the ranks that hold it; None for all.
+        since: from when on its steps are counted.
     """
 
-    def __init__(self, group: Any) -> None:
-        self._group, self._steps, self._joins = group, 0, 0
+    def __init__(self, group: Any, since: str = "hmpx.attach") -> None:
+        self._group, self._since, self._steps, self._joins = group, since, 0, 0
         self._name = ""  # the same on every rank, from the first step on
 
-    def compare(self, optimizer: torch.optim.Optimizer, updates: Any) -> None:
-        """Before a step.
+    def compare(self, optimizer: torch.optim.Optimizer, updates: Any, seed: int | None = None) -> None:
+        """Before a step; `seed` is that of the region around it.
 
         Raises:
             HmpxError: seed or step number are not those of the first rank.
@@ -51,8 +55,8 @@ class StepCounts:
             self._name = self._name or checks.next_name(self._group)
             _counting[optimizer] = self
             if not _joins:  # in which some ranks step less often
-                key = updates.rounding_key(optimizer)
-                what = f"step {self._steps} of {type(optimizer).__name__} since hmpx.attach"
+                key = updates.rounding_key(optimizer, seed)
+                what = f"step {self._steps} of {type(optimizer).__name__} since {self._since}"
                 try:
                     checks.check_failures(optimizer, key.step)
                 except HmpxError as error:
@@ -67,6 +71,19 @@ class StepCounts:
         number = checks.largest(f"{self._name}/{self._joins}", own, self._group)
         if number != own:
             step_count.keep(optimizer, **{STEP_KEY: number})
+
+
+def compare_in_region(optimizer: torch.optim.Optimizer, updates: Any, seed: int | None) -> None:
+    """Before a step in a region: the same, of the ranks whose gradients a DistributedDataParallel module reduces."""
+    if checks.several_ranks():
+        if optimizer not in _in_regions:
+            reduced = replicas()
+            module = next((reduced[p] for p in parameters(optimizer) if p in reduced), None)
+            counts = None if module is None else StepCounts(module.process_group, "its first in a region")
+            _in_regions[optimizer] = counts
+        counts = _in_regions[optimizer]
+        if counts is not None:
+            counts.compare(optimizer, updates, seed)
 
 
 def watch_joins(changes: Changes) -> None:
