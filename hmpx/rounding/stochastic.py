@@ -1,4 +1,4 @@
-"""Stochastic rounding of FP32 to BF16, by numbers that anybody can recompute.
+"""Stochastic rounding of FP32 to BF16. The random numbers follow from seed, step, name and index alone.
 
 **The problem.** A BF16 weight has 8 bits of precision. An update smaller than half a unit in the last place rounds to
 nothing under round-to-nearest, every time, and training stalls. Rounding up with a probability equal to the part that

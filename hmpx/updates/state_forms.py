@@ -54,7 +54,7 @@ class StateForm(Protocol):
 
         Args:
             segments: the BF16 parameters whose state is held in this form.
-            others: those of which it is not.
+            others: the BF16 parameters whose state is held in another form.
 
         Returns:
             Whether BF16 state was found where state is held in FP32.
