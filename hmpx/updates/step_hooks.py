@@ -39,6 +39,7 @@ from hmpx.updates.refusals import (
     refuse_codes,
     refuse_plain_steps,
     refuse_steps_on_codes,
+    refuse_wrappers,
     warn_of_nearest,
 )
 from hmpx.updates.settings import Settings
@@ -170,6 +171,8 @@ def _watched(step: Callable) -> Callable:
                 if zero.inner(optimizer) is not None:  # whose own step is watched as well
                     zero.share_names(optimizer)
                     return call.run()
+                if attachment is not None or how is not None:
+                    refuse_wrappers(optimizer)
                 if attachment is not None:
                     return attachment.step(call)
                 if how is not None and has_bf16(optimizer):
