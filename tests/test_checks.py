@@ -22,7 +22,6 @@ FLOORS = (
     "rounding",
     "ops updates",  # each stands without the other
     "conversion regions",
-    "observation",
     "hmp recipes",
     "insight integrations",
     "bench",

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hmpx import observation
 from hmpx.bench import measure
 from hmpx.bench.train import Subject
+from hmpx.insight import observed
 from hmpx.insight.comparing import subject as comparing
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.sites import Sites
@@ -77,7 +77,7 @@ class _OneByOne:
 
     def run(self) -> Effect:
         everything = Policy(bf16=tuple(sorted(decidable())))
-        with self._subject.gradients_kept(), observation.observed(everything, "auto", self._watched):
+        with self._subject.gradients_kept(), observed.observed(everything, "auto", self._watched):
             self._held_out.prepare()
             self.asked = _ASKED * self._without(set()).gradient_error
             worst = sorted(self._sites, key=lambda site: self._without({site}).size)

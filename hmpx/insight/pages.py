@@ -11,22 +11,28 @@ import json
 from importlib.resources import files
 from typing import Any
 
+_MAIN = '<main id="page"></main>'
 _ESCAPED = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
 
 
-def filled(package: str, text: str, shown: dict[str, Any], **pieces: str) -> str:
-    """The page ``page.html`` of a package.
+def filled(package: str, title: str, text: str, shown: dict[str, Any], body: str = _MAIN) -> str:
+    """A page: ``page.html`` of this package with the ``page.css`` and ``page.js`` of another one in it.
 
     Args:
+        package: of which view it is.
+        title: the name of the view.
         text: what stands in the page for readers without scripts.
-        shown: what its script draws.
-        pieces: HTML for other places of the template, by their names.
+        shown: what its script draws, as `found`.
+        body: HTML that the script draws into.
     """
-    template = files(package).joinpath("page.html").read_text(encoding="utf-8")
+    template = _read(str(__package__), "page.html")
     values = {
-        "STYLE": files(__package__).joinpath("style.css").read_text(encoding="utf-8"),
+        "TITLE": title,
+        "STYLE": _read(str(__package__), "style.css"),
+        "OWN_STYLE": _read(package, "page.css"),
         "TEXT": html.escape(text),
-        **pieces,
+        "BODY": body,
+        "SCRIPT": _read(package, "page.js"),
         "RECORD": json.dumps(shown, ensure_ascii=True).translate(_ESCAPED),
     }
     first, *rest = template.split("{{")
@@ -34,3 +40,7 @@ def filled(package: str, text: str, shown: dict[str, Any], **pieces: str) -> str
         name, _, after = part.partition("}}")
         first += values[name] + after
     return first
+
+
+def _read(package: str, name: str) -> str:
+    return files(package).joinpath(name).read_text(encoding="utf-8")

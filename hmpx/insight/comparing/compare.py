@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from hmpx import observation
 from hmpx.errors import HmpxError
+from hmpx.insight import observed
 from hmpx.insight.comparing import noise, trials
 from hmpx.insight.comparing.backward import Backward
 from hmpx.insight.comparing.calls import Compared
@@ -74,7 +74,7 @@ def compare(
     with contextlib.ExitStack() as undo:
         undo.enter_context(subject.gradients_kept())
         undo.enter_context(eager())
-        undo.enter_context(observation.observed(policy, kernels, sites, rules_meant(lists, recipe, model)))
+        undo.enter_context(observed.observed(policy, kernels, sites, rules_meant(lists, recipe, model)))
         return _Comparing(subject, sites, policy).run()
 
 

@@ -83,37 +83,31 @@ class Subject:
         batch: tuple,
         shift: Sequence[Tensor],
         wanted: Callable[[], list[Tensor] | None],
-        also: Callable[[], list[Tensor]] = list,
     ) -> None:
         """A run in FP32 at weights to which `shift` is added, with its backward pass.
 
-        wanted: gives the tensors whose gradients matter, after the forward pass; None for all parameters and what
-            `also` gives.
+        wanted: gives the tensors whose gradients matter, after the forward pass; None for all parameters.
         """
         with contextlib.ExitStack() as undo:
             with unobserved():
                 for p, step in zip(self.parameters, shift, strict=True):
                     undo.callback(setattr, p, "data", p.data)
                     p.data = p.data.float() + step
-            self.wide(batch, True, wanted, also)
+            self.wide(batch, True, wanted)
 
     def wide(
         self,
         batch: tuple,
         gradients: bool = True,
         wanted: Callable[[], list[Tensor] | None] | None = None,
-        also: Callable[[], list[Tensor]] = list,
     ) -> tuple[float, list[Tensor]]:
-        """The same with everything in FP32.
-
-        also: gives tensors, after the forward pass, down to which the backward pass is to go too.
-        """
+        """The same with everything in FP32."""
         with contextlib.ExitStack() as undo:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 if tensor.dtype in LOW:
                     undo.callback(setattr, tensor, "data", tensor.data)
                     tensor.data = tensor.data.float()
-            return self._run(tree_map(_wide, batch), gradients, wanted, also)
+            return self._run(tree_map(_wide, batch), gradients, wanted)
 
     def not_finite(self, batch: tuple) -> str:
         """Which part of the input is not finite; "" where all is."""
@@ -136,7 +130,6 @@ class Subject:
         batch: tuple,
         gradients: bool,
         wanted: Callable[[], list[Tensor] | None] | None = None,
-        also: Callable[[], list[Tensor]] = list,
     ) -> tuple[float, list[Tensor]]:
         with kept(self.model):
             if self.loss is None:
@@ -156,10 +149,10 @@ class Subject:
                 raise HmpxError(
                     f"{self._asked}: the loss has no gradient: it was computed under torch.no_grad, or detached"
                 )
-            found = self._gradients(loss, wanted() if wanted is not None else None, also()) if gradients else []
+            found = self._gradients(loss, wanted() if wanted is not None else None) if gradients else []
             return float(loss.detach()), found
 
-    def _gradients(self, loss: Tensor, wanted: list[Tensor] | None, also: list[Tensor]) -> list[Tensor]:
+    def _gradients(self, loss: Tensor, wanted: list[Tensor] | None) -> list[Tensor]:
         """Of the parameters; where other tensors are wanted, those are computed, and none are returned."""
         if self._reentrant is None:
             self._reentrant = _has_reentrant_checkpoint(loss)
@@ -169,8 +162,8 @@ class Subject:
             torch.autograd.grad(loss, wanted, allow_unused=True)
             return []
         else:
-            found = torch.autograd.grad(loss, [*self.parameters, *also], allow_unused=True)
-        pairs = zip(self.parameters, found, strict=False)
+            found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        pairs = zip(self.parameters, found, strict=True)
         with unobserved():
             return [torch.zeros_like(p, dtype=torch.float32) if g is None else g.detach().float() for p, g in pairs]
 

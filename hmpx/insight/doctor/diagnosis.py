@@ -79,7 +79,7 @@ class Diagnosis:
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Write one page that holds everything and needs no network."""
-        Path(path).write_text(filled(str(__package__), str(self), self.as_json()), encoding="utf-8")
+        Path(path).write_text(filled(str(__package__), "doctor", str(self), self.as_json()), encoding="utf-8")
 
     def fix(self, path: str | os.PathLike[str]) -> None:
         """Write the least recipe that answers the findings, with the reasons in comments.

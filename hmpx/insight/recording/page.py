@@ -25,4 +25,4 @@ def as_page(log: Recorded) -> str:
         "attention": notices,
         "nothing": NOTHING_CONVERTED,
     }
-    return filled(str(__package__), as_text(log, _WIDTH), shown)
+    return filled(str(__package__), "record", as_text(log, _WIDTH), shown)

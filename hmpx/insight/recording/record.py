@@ -11,11 +11,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hmpx.errors import HmpxError
+from hmpx.insight.observed import observing
 from hmpx.insight.recording.forward_watch import ForwardWatch
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorder import Recorder
 from hmpx.insight.stance import eager
-from hmpx.observation import observing
 from hmpx.ops.forwards import replaced_forwards
 from hmpx.ops.fp32_kernels import capability
 from hmpx.process_state import observers

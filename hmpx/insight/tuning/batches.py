@@ -14,8 +14,9 @@ from hmpx.errors import HmpxError
 from hmpx.insight.comparing.noise import Noise, square
 from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.comparing.subject import Subject
+from hmpx.insight.reasons import in_a_line
 from hmpx.insight.tensors import Tensor
-from hmpx.insight.tuning.effect import Effect, said
+from hmpx.insight.tuning.effect import Effect
 from hmpx.insight.tuning.passes import Drawn, Exact, Numbered
 from hmpx.ops.observing import unobserved
 
@@ -127,7 +128,7 @@ class Batches:
             try:
                 loss, found = self._runs.run(make(drawn), functools.partial(work, self.batches[number]), words)
             except Exception as error:  # a choice with which the program does not run is one that does not hold
-                return Effect(*(math.inf,) * 4, said(error)), []
+                return Effect(*(math.inf,) * 4, in_a_line(error)), []
             with unobserved():
                 errors = [b - a for a, b in zip(gradients, found, strict=True)]
                 squares.append(square(errors))

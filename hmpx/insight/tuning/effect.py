@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True)
 class Effect:
@@ -36,11 +34,3 @@ class Effect:
 
 
 NOTHING = Effect(0.0, 0.0, 0.0, 0.0)
-
-
-def said(error: Exception) -> str:
-    """An exception in one line. One that says that memory ran out is raised again: lists have no part in it."""
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        raise error
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

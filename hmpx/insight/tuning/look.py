@@ -12,8 +12,8 @@ import torch
 
 from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked, Compared
+from hmpx.insight.reasons import in_a_line
 from hmpx.insight.tensors import Tensor, floating
-from hmpx.insight.tuning.effect import said
 from hmpx.insight.tuning.passes import Drawn, Exact
 from hmpx.insight.tuning.worth import Objective, Worth, rounding_of, worth_of
 from hmpx.ops.catalog import catalog
@@ -107,7 +107,7 @@ class Looked:
             try:
                 self._known[key] = self._drawing_nothing(worth_of, asked, self._objective)
             except Exception as error:
-                self._known[key] = f"it does not run in BF16: {said(error)}"
+                self._known[key] = f"it does not run in BF16: {in_a_line(error)}"
         return self._known[key]
 
     def _drawing_nothing(self, measure: Callable[..., Any], *args: Any) -> Any:

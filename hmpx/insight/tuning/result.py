@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hmpx import conversion, observation
+from hmpx import conversion
+from hmpx.insight import observed
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.tuning.batches import Batches, Runs
 from hmpx.insight.tuning.choice import amount
@@ -144,7 +145,7 @@ def _lists_of(chosen: Chosen, outcome: Outcome, asked: Asked) -> _Lists:
 def _marked(name: str, lists: _Lists, outcome: Outcome, asked: Asked) -> _Marked:
     """Run the held-out batches under lists."""
     costs, low = outcome.costs, dict[Compared, bool]()
-    with observation.observed(lists.policy, asked.kernels, outcome.runs.sites, lists.rules):
+    with observed.observed(lists.policy, asked.kernels, outcome.runs.sites, lists.rules):
         effect = outcome.held_out.effect(lambda drawn: Listed(drawn, low), "verifying")
     if effect.raised:  # as the lists name the ops, for the run did not come to all of them
         low = {site.site: place.name in lists.policy.bf16 for place, sites in costs.sites.items() for site in sites}

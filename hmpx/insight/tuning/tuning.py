@@ -6,8 +6,8 @@ import math
 import statistics
 from collections.abc import Callable
 
-from hmpx import observation
 from hmpx.errors import HmpxError
+from hmpx.insight import observed
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.comparing.subject import Subject
@@ -40,7 +40,7 @@ class Tuning:
 
     def run(self) -> Tuned:
         try:
-            with observation.observed(self._everything(), self._asked.kernels, self._sites):
+            with observed.observed(self._everything(), self._asked.kernels, self._sites):
                 self._run_in_fp32()
                 outcome = self._chosen()
                 outcome.search.effect(outcome.chosen)
@@ -101,7 +101,7 @@ class Tuning:
         def predicted(chosen: Chosen) -> Effect:
             if search.knows(chosen):
                 return search.effect(chosen)
-            with observation.observed(self._everything(), self._asked.kernels, self._sites):
+            with observed.observed(self._everything(), self._asked.kernels, self._sites):
                 return search.effect(chosen)
 
         search = Search(measured, costs, tolerance, known)

@@ -1,44 +1,5 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
-      content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
-<title>hmpx record</title>
-<style>
-{{STYLE}}.tree details > div, .tree .leaf { margin-left: 1.15rem; }
-.tree .line { display: inline-grid; grid-template-columns: 1fr repeat(4, 6.5rem); width: calc(100% - 1.2rem); gap: .4rem; }
-.tree .leaf .line { width: calc(100% - .1rem); }
-.tree .line span:not(:first-child) { text-align: right; font-variant-numeric: tabular-nums; color: var(--faint); }
-.tree .head { font-weight: 600; border-bottom: 1px solid var(--edge); padding-bottom: .2rem; margin-bottom: .2rem; }
-.tree .head .line span:not(:first-child) { color: var(--ink); }
-pre { background: var(--panel); border: 1px solid var(--edge); border-radius: 8px; padding: .8rem; overflow: auto; max-height: 30rem; }
-summary { cursor: pointer; }
-svg text { fill: var(--ink); font: 12.5px ui-monospace, Menlo, "DejaVu Sans Mono", monospace; }
-svg text.faint { fill: var(--faint); }
-svg .lane { stroke: var(--edge); stroke-dasharray: 2 5; }
-svg .wire { fill: none; stroke: currentColor; stroke-width: 2; }
-svg .box { fill: var(--paper); stroke: currentColor; stroke-width: 1.6; }
-</style>
-</head>
-<body>
-<noscript><p>The page is drawn by a script inside of it. What it shows, as text:</p><pre>{{TEXT}}</pre></noscript>
-<main id="page"></main>
-<script type="application/json" id="record">{{RECORD}}</script>
-<script>
-"use strict";
-const log = JSON.parse(document.getElementById("record").textContent);
-const page = document.getElementById("page");
+const log = found;
 
-// Everything that the record says goes into the page as text: no name or path is ever read as HTML.
-function add(parent, tag, text, classes) {
-  const made = document.createElement(tag);
-  if (text !== undefined && text !== null) made.textContent = text;
-  if (classes) made.className = classes;
-  parent.append(made);
-  return made;
-}
 const SVG = "http://www.w3.org/2000/svg";
 function draw(parent, tag, attributes, text) {
   const made = document.createElementNS(SVG, tag);
@@ -314,7 +275,3 @@ head();
 attention();
 if (log.sites.length) { bars(); tree(); flow(); table(); }
 lists();
-document.body.dataset.drawn = "yes";
-</script>
-</body>
-</html>

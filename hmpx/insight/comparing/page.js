@@ -1,37 +1,3 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
-      content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
-<title>hmpx compare</title>
-<style>
-{{STYLE}}.scale { position: relative; width: 11rem; height: 1rem; background: var(--panel); border-radius: 3px; overflow: hidden; }
-.scale .bar { background: var(--accent); height: 100%; }
-.scale.broken .bar { background: var(--warn); }
-.scale .mark { position: absolute; top: 0; bottom: 0; width: 1px; background: var(--ink); opacity: .45; }
-.notice.broken { border-left-color: var(--warn); }
-</style>
-</head>
-<body>
-<noscript><p>The page is drawn by a script inside of it. What it shows, as text:</p><pre>{{TEXT}}</pre></noscript>
-<main id="page"></main>
-<script type="application/json" id="record">{{RECORD}}</script>
-<script>
-"use strict";
-const found = JSON.parse(document.getElementById("record").textContent);
-const page = document.getElementById("page");
-
-// Everything that the comparison says goes into the page as text: no name or path is ever read as HTML.
-function add(parent, tag, text, classes) {
-  const made = document.createElement(tag);
-  if (text !== undefined && text !== null) made.textContent = text;
-  if (classes) made.className = classes;
-  parent.append(made);
-  return made;
-}
-
 const number = value => value === null ? "-" : value === "inf" ? "inf" : value === 0 ? "0" : value.toExponential(1);
 const size = value => value === null ? -Infinity : value === "inf" ? Infinity : value;
 const shortPath = where => where.slice(Math.max(where.lastIndexOf("/"), where.lastIndexOf("\\")) + 1);
@@ -127,7 +93,3 @@ add(page, "h2", "The lists");
 const details = add(page, "details");
 add(details, "summary", "as one file that hmpx reads");
 add(details, "pre", found.policy);
-document.body.dataset.drawn = "yes";
-</script>
-</body>
-</html>
