@@ -26,7 +26,7 @@ from charlm import CharTransformer, batch, load_text, loss_of, validate
 
 import hmpx
 from hmpx.recipes.files import recipe_names
-from hmpx.recipes.recipe import read_recipe
+from hmpx.recipes.stated import read_recipe
 
 FP32, NEAREST = "plain FP32", "plain BF16"
 

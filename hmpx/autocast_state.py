@@ -1,4 +1,4 @@
-"""Where casts are on, written into the state of torch.autocast, for two device types that torch has no autocast for.
+"""Writes whether casts are on into torch.autocast's state of two unused device types, which Dynamo guards on.
 
 It carries ours into compiled graphs: torch.compile guards on it, and sets it again when it runs the ops of a graph one
 by one, where it guards on nothing of ours. The first device type alone says that casts are off, the second that they
@@ -23,12 +23,12 @@ SCOPES = _BASE**2  # so many can be told apart
 
 
 def casting() -> bool | None:
-    """Whether casts are on; None where nothing is written."""
+    """Whether casts are on here; None if no region has said so."""
     return True if is_autocast_enabled(_ON) else False if is_autocast_enabled(_OFF) else None
 
 
 def scope() -> int:
-    """In which scope, where they are on."""
+    """The scope that holds here, while casts are on."""
     high = _DIGITS[get_autocast_dtype(_OFF)] if is_autocast_enabled(_OFF) else 0
     return _DIGITS[get_autocast_dtype(_ON)] + _BASE * high
 
@@ -53,7 +53,7 @@ def write(before: bool | None, was: int, casting: bool | None, scope: int) -> No
 
 
 def saved() -> Callable[[], None]:
-    """What puts back all that is written now."""
+    """A context that restores the state as it is now."""
     now = [(each, is_autocast_enabled(each), get_autocast_dtype(each)) for each in DEVICES]
 
     def put_back() -> None:

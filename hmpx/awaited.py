@@ -1,4 +1,4 @@
-"""Modules that somebody waits for. An import hook cannot be taken back, so there is one for each, and it looks here."""
+"""Calls back when a module is imported. Import hooks cannot be removed, so each module has one, which looks here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def await_module(name: str, who: Waiting) -> None:
 
 
 def stop_waiting(who: Waiting) -> None:
-    """Wait for no module any more."""
+    """Stop waiting for modules."""
     for waiting in process_state.awaited.values():
         waiting.discard(who)
 

@@ -1,4 +1,4 @@
-"""Whatever hmpx changes outside itself, it changes here: what was there, what hmpx put, and how that is taken back.
+"""Every change that hmpx makes outside itself is made here and can be undone: old value, new value, how to restore.
 
 Changes are applied in order and undone in reverse. One is undone only where the value that hmpx put still stands. If
 somebody else has put another value on top, theirs stays, and the logger "hmpx" warns of it: what it wraps, which is
@@ -45,7 +45,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Attribute:
-    """An attribute in the owner's own namespace; one that a class only inherits is missing there."""
+    """An attribute in the owner's own namespace; an inherited attribute counts as missing."""
 
     owner: Any
     name: str
@@ -108,14 +108,14 @@ def _set_or_delete(set_to: Callable, delete: Callable, holder: Any, name: Any, v
 
 
 class Part(Protocol):
-    """Something that is done to torch as a whole, and undone with the changes that it was applied to."""
+    """A step of a conversion: `apply` makes changes, and they are undone together with the `Changes` it was given."""
 
     def apply(self, changes: Changes) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Put:
-    """A part: one value in one place."""
+    """A part that puts one value into one place."""
 
     place: Place
     value: Any
@@ -126,7 +126,7 @@ class Put:
 
 @dataclass(frozen=True, eq=False)
 class Paired:
-    """A part: a call, and the call that takes it back."""
+    """A part that calls one function, and another function to undo it."""
 
     do: Callable[[], object]
     undo: Callable[[], object]
@@ -137,7 +137,7 @@ class Paired:
 
 
 class Changes:
-    """Changes that belong together, undone in reverse by `close()`. One that fails does not keep the rest from it.
+    """Changes that belong together. `close()` undoes them in reverse order, all of them even if one fails.
 
     No `contextlib.ExitStack`: that keeps what is to be undone in closures of its own, where a search for names that
     somebody has captured would find it.
@@ -176,7 +176,7 @@ class Changes:
             raise
 
     def close(self) -> None:
-        """Undo everything. What fails does not keep the rest from being undone; the first failure is raised then."""
+        """Undo everything, even if one undo fails; then raise the first failure."""
         failure: BaseException | None = None
         while self._undo:
             undo = self._undo.pop()

@@ -1,4 +1,4 @@
-"""What torch.compile does with functions of hmpx: traces through them, leaves them to Python, or takes their result."""
+"""Decorators that tell torch.compile to trace a function of hmpx, to leave it to Python, or to take its result."""
 
 from __future__ import annotations
 

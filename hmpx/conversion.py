@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,13 +24,14 @@ from hmpx.ops.catalog import catalog
 from hmpx.ops.decision_log import Announcement, VerboseLog
 from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.forwards import ForwardWrappers, replaced_forwards
-from hmpx.ops.fp32_kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
+from hmpx.ops.fp8.format import Format
 from hmpx.ops.garbage import none_collected
+from hmpx.ops.kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
 from hmpx.ops.listed_names import Unknown
 from hmpx.ops.loss_scale import ScalerLookedFor
 from hmpx.ops.module_rules import ModuleRule, scopes_of_rules
 from hmpx.ops.observing import Several
-from hmpx.ops.op_lists import read_lists
+from hmpx.ops.op_lists import SIDES, read_lists
 from hmpx.ops.overlays import Overlay, with_names
 from hmpx.ops.patches import Patch
 from hmpx.ops.policy import OptLevel, Policy
@@ -84,7 +87,7 @@ class Conversion(Installation):
         self._scaler_looked_for = ScalerLookedFor()
 
     def _parts(self) -> Iterator[Part]:
-        """What is put in force, in order, made of torch as it stands now."""
+        """The parts of this conversion in the order in which they are applied, built from torch as it is now."""
         yield from self.rules
         yield ForwardWrappers()
         self._policies.know(self._scopes())
@@ -104,14 +107,14 @@ class Conversion(Installation):
         yield region_state.Casting(self._enabled)
 
     def _scopes(self) -> set[int]:
-        """Every scope that is known to come: of rules of modules, and of regions in them."""
+        """Every scope that can occur: those of module rules, and of regions inside such modules."""
         scopes = scopes_of_rules() | {0}
         scopes |= {number_inside(scope, number) for scope in scopes for number in casts_regions.values()}
         alive = {*casts_regions.values(), *(rule.overlay.number for rule in process_state.module_rules)}
         return scopes | made_of(alive)  # those in which something may be running now
 
     def _learn(self, scopes: Iterable[int]) -> None:
-        """Have wrappers for these scopes as well."""
+        """Build wrappers for these scopes too."""
         with process_state.lock:
             new = {scope: self._policies.at(scope) for scope in scopes if scope not in self._policies}
             UserFunctions({0: self.policy, **new}).check()
@@ -124,7 +127,7 @@ class Conversion(Installation):
         dynamo.trace_anew()
 
     def expect(self, overlays: Iterable[Overlay]) -> None:
-        """Have wrappers for rules to come."""
+        """Build wrappers for rules that are about to be added."""
         self._learn([number_inside(0, overlay.number) for overlay in overlays])
 
     def add_rules(self, rules: Iterable[ModuleRule]) -> None:
@@ -137,11 +140,11 @@ class Conversion(Installation):
 
     @property
     def policy_here(self) -> Policy:
-        """The policy that holds for ops called from here, now: the innermost rule's or region's over the others."""
+        """The policy for ops that are called from here now; the innermost module rule or region decides."""
         return self._policies.at(region_state.scope())
 
     def _announced(self) -> Iterator[str]:
-        """The two lines that HMP logs, and why ops run in other kernels than the user's."""
+        """The two lines that HMP logs, and the reason if FP32 kernels stand in for BF16 ones."""
         yield f"hmp:verbose_mode  {self._verbose}"
         yield f"hmp:opt_level  {self.policy.opt_level}"
         if self.policy.low_precision in self.kernels.widened:
@@ -159,9 +162,9 @@ class Conversion(Installation):
 
     @property
     def escaped(self) -> tuple[str, ...]:
-        """What the policy names and this conversion does not reach, one sentence each."""
+        """Ops that the policy names and this conversion cannot reach, one sentence each."""
         ops = catalog()
-        names = (*self.policy.bf16, *self.policy.fp32, *self.policy.promote)
+        names = [name for side in SIDES for name in getattr(self.policy, side)]
         unreachable = [
             f"{self.policy.origins.get(name, 'policy')}: {name} has no Python entry point in this torch"
             for name in names
@@ -180,7 +183,7 @@ class Conversion(Installation):
 
     @none_collected()
     def put_in_force_again(self) -> None:
-        """Build everything anew, of torch and of the observers as they are now."""
+        """Build every wrapper again, from torch and the observers as they are now."""
         self._take_away()
         self._apply()
 
@@ -200,9 +203,12 @@ def convert(
     isVerbose: bool = False,
     *,
     promote_file_path: str | os.PathLike[str] | None = "",
+    fp8_file_path: str | os.PathLike[str] | None = "",
     bf16: Iterable[str] | None = None,
     fp32: Iterable[str] | None = None,
     promote: Iterable[str] | None = None,
+    fp8: Iterable[str] | None = None,
+    fp8_format: Format | str | Mapping[str, Any] | None = None,
     unknown: Unknown = "error",
     enabled: bool = True,
     low_precision: torch.dtype | str | None = None,
@@ -214,9 +220,13 @@ def convert(
     Args:
         opt_level: "O1": the lists decide. "O2": convolutions, linear and matrix products in BF16, every other op that
             computes in FP32; no list may be given.
-        bf16_file_path, fp32_file_path, promote_file_path: op list files, read before the call returns. ``""`` and
-            None stand for the default list. A YAML or JSON file given for one side also fills the sides not given.
-        bf16, fp32, promote: the same lists, name by name, in the place of a file.
+        bf16_file_path, fp32_file_path, promote_file_path, fp8_file_path: op list files, read before the call returns.
+            ``""`` and None stand for the default list. A YAML or JSON file given for one side also fills the sides not
+            given.
+        bf16, fp32, promote, fp8: the same lists, name by name, in the place of a file.
+        fp8_format: how ops in the fp8 list are multiplied: "tensorwise", "rowwise", "blockwise", "mx", "mx-floor", or
+            keys, as in ``{"scaling": "rowwise", "backward": "e4m3"}``. None: what a list file says, else "tensorwise".
+            Inputs, results and gradients are in BF16.
         isVerbose: log each distinct decision once (logger "hmpx"), with the line of the caller's code.
         unknown: "error", or "warn" to skip names that stand for nothing.
         enabled: cast everywhere but in `disable_casts()` regions; False: only in `enable_casts()` regions.
@@ -226,11 +236,13 @@ def convert(
             torch.bfloat16 and torch.float32: default dtype, factory functions, ``x.float()``, ``x.double()``,
             ``x.to(dtype)``, ``dtype=``, module construction, `torch.load`, NumPy arrays. Not inside `disable_casts()`
             and optimizer steps.
-        kernels: what computes the ops that run in BF16 or FP16 on a CPU. "native": torch's kernels for that dtype, with
-            the bits of torch.autocast. "float32": for matrix products, convolutions, attention and recurrences, FP32
-            kernels on the same BF16 inputs; the result is rounded to BF16, and so are gradients. "auto": "float32" for
-            a dtype that the CPU has no instructions for, where native kernels take up to 50 times as long, else
-            "native". Native in any case: other devices, ``out=``, in-place ops, tensor subclasses, `disable_casts()`.
+        kernels: what computes the ops that run in BF16, FP16 or FP8 on a CPU. "native": torch's kernels for that dtype,
+            with the bits of torch.autocast. "float32": for matrix products, convolutions, attention and recurrences,
+            FP32 kernels on the same BF16 inputs; the result is rounded to BF16, and so are gradients. "auto": "float32"
+            for a dtype that the CPU has no instructions for, where native kernels take up to 50 times as long, else
+            "native". "scaled_mm": "native", with torch's own FP8 product for the fp8 list, as a reference; else codes
+            of FP8 are multiplied in BF16, or under "float32" in FP32. Native in any case: other devices, ``out=``,
+            in-place ops, tensor subclasses, `disable_casts()`.
 
     Returns:
         A handle: `policy`, `patched`, `rebound`, `escaped`, `restore()`, and ``with convert(...):``.
@@ -247,11 +259,14 @@ def convert(
         >>> hmpx.restore()
     """
     with none_collected():
-        paths = {"bf16": bf16_file_path, "fp32": fp32_file_path, "promote": promote_file_path}
-        names = {"bf16": bf16, "fp32": fp32, "promote": promote}
+        files = (bf16_file_path, fp32_file_path, promote_file_path, fp8_file_path)
+        paths = dict(zip(SIDES, files, strict=True))
+        names = dict(zip(SIDES, (bf16, fp32, promote, fp8), strict=True))
         if both := [side for side in paths if paths[side] and names[side] is not None]:
             raise OpListError(f"hmpx.convert: {both[0]} and {both[0]}_file_path: which of the two?")
         lists = with_names(read_lists(*paths.values()), names, sys._getframe(1))
+        if fp8_format is not None:
+            lists = replace(lists, fp8_format=Format.of(fp8_format))
         return install(build_policy(opt_level, lists, unknown, low_precision), isVerbose, enabled, dtype_map, kernels)
 
 
@@ -277,7 +292,7 @@ def installed() -> Conversion | None:
 
 
 def restore(*optimizers: torch.optim.Optimizer) -> None:
-    """Put torch back exactly as it was, whatever is in force or would be given back; else nothing happens.
+    """Put torch back exactly as it was. Without a conversion, nothing happens.
 
     Args:
         optimizers: are detached too (`hmpx.detach`), which drops masters and rounds their state to the dtype of the

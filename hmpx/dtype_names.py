@@ -1,4 +1,4 @@
-"""Dtypes by name: those that one may be given by (``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``), and its own."""
+"""Dtypes by name: ``"bf16"``, ``"bfloat16"`` and ``"torch.bfloat16"`` all mean `torch.bfloat16`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "floa
 
 
 def dtype_named(value: Any) -> Any:
-    """The dtype that a string names; anything else as it is."""
+    """The dtype that a string names; any other value is returned unchanged."""
     if not isinstance(value, str):
         return value
     name = value.removeprefix("torch.")
@@ -19,5 +19,5 @@ def dtype_named(value: Any) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"``."""
+    """The name of a dtype without "torch.": ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")

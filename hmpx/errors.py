@@ -29,7 +29,7 @@ class OpListError(HmpxError, ValueError):
 
 
 class UnknownOpError(OpListError):
-    """A name in an op list that stands for nothing torch can call.
+    """A name in an op list that torch has no function for.
 
     Example:
         >>> with open("mine.txt", "w") as file:
@@ -41,7 +41,7 @@ class UnknownOpError(OpListError):
 
 
 class OptLevelError(HmpxError, ValueError):
-    """An opt_level that does not exist, or arguments that do not go with it.
+    """An unknown opt_level, or arguments that an opt_level does not allow.
 
     Example:
         >>> hmpx.convert("O3")

@@ -31,7 +31,7 @@ def convert(
     isVerbose: bool = False,
     **keywords: Any,
 ) -> Conversion:
-    """`hmpx.convert`, as lenient as HMP was, so that its scripts go on: a warning says what was done.
+    """`hmpx.convert`, as lenient as HMP was: what HMP accepted is accepted, with a warning that says how it was read.
 
     Args:
         opt_level: "O1" or "O2"; "01" and "02" are read as these.
@@ -52,7 +52,7 @@ def convert(
 
 
 def lenient(opt_level: Any, bf16_file_path: Any, fp32_file_path: Any) -> tuple[Any, dict[str, Any]]:
-    """The level and the lists that HMP would have made of these, each change with a warning."""
+    """The opt level and lists that HMP would have used for these arguments; each change gives a warning."""
     level = opt_level  # `hmpx.convert` says what is wrong with another one
     if isinstance(opt_level, str) and opt_level in _SLIPS:
         level = _SLIPS[opt_level]

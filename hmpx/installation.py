@@ -1,4 +1,4 @@
-"""What `convert` and `activate` have in common: one of a kind is in force at a time, and a ``with`` gives back the one
+"""`convert` and `activate` share this: one of each kind is in force at a time, and leaving a ``with`` restores the one
 that it replaced.
 
 A second call replaces the first. A ``with`` around the second takes it away at its end and puts the first in force
@@ -18,7 +18,7 @@ Self = TypeVar("Self", bound="Installation")
 
 
 class Installation(abc.ABC):
-    """A handle of which at most one, of each class, is in force. Subclasses say how to put it in and take it away."""
+    """A handle; at most one of each class is in force. Subclasses implement `_apply` and `_take_away`."""
 
     def __init_subclass__(cls) -> None:
         _kinds.append(cls)
@@ -29,14 +29,14 @@ class Installation(abc.ABC):
 
     @abc.abstractmethod
     def _apply(self) -> None:
-        """Put it in force. If that fails, nothing has changed."""
+        """Put this handle in force. If that fails, nothing has changed."""
 
     @abc.abstractmethod
     def _take_away(self) -> None:
         """Undo `_apply`."""
 
     def _install(self) -> None:
-        """Put it in force, in the place of the one that is. If that fails, that one is in force again."""
+        """Replace the handle in force by this one. If that fails, the old one is in force again."""
         kind = type(self)
         with lock:
             before = current(kind)
@@ -52,11 +52,11 @@ class Installation(abc.ABC):
 
     @property
     def active(self) -> bool:
-        """Whether this is the one that is in force now."""
+        """Whether this handle is in force now."""
         return current(type(self)) is self
 
     def restore(self) -> None:
-        """Take it away; nothing happens if it is not the one in force."""
+        """End this handle; nothing happens if another one is in force."""
         with lock:
             self._ended = True
             if self.active:
@@ -76,7 +76,7 @@ class Installation(abc.ABC):
 
 
 def current(kind: type[Self]) -> Self | None:
-    """The handle of a class that is in force."""
+    """The handle of this class that is in force."""
     return installed.get(kind)
 
 
@@ -87,7 +87,7 @@ def _take_away(kind: type[Installation]) -> None:
 
 
 def _give(kind: type[Installation], before: Installation | None) -> None:
-    """Put the nearest one that has not ended in force again."""
+    """Put the nearest enclosing handle that has not ended in force again."""
     while before is not None and before._ended:
         before = before._before
     if before is not None:
@@ -96,7 +96,7 @@ def _give(kind: type[Installation], before: Installation | None) -> None:
 
 
 def end_all() -> None:
-    """Take away what is in force, of every class, the youngest class first, and what a ``with`` would give back."""
+    """End every handle of every class, the youngest class first, also those that a ``with`` would restore."""
     with lock:
         for kind in reversed(_kinds):
             handle = current(kind)

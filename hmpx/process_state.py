@@ -47,6 +47,9 @@ tracing: Any = None
 observer: Any = None
 observers: list[Any] = []
 
+# Who looks at casts to FP8, by thread (insight.recording); empty while nobody does.
+fp8_watchers: dict[int, Any] = {}
+
 # The examination of `hmpx.doctor` that is open (insight.doctor); at most one.
 examined: list[Any] = []
 
@@ -77,5 +80,6 @@ def in_use() -> dict[str, Any]:
         "module_rules": list(module_rules),
         "learn": learn,
         "examined": examined,
+        "fp8_watchers": fp8_watchers,
     }
     return {name: value for name, value in states.items() if value}

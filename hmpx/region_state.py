@@ -1,4 +1,4 @@
-"""Is casting on, here, in this thread, and which lists hold.
+"""Whether casts are on in this thread, and which lists hold.
 
 Three things decide, the innermost first: a region opened in this thread (`disable_casts`, `enable_casts`, the inside of
 a listed Python function, an optimizer step), the default that `convert(enabled=...)` set, and whether torch is
@@ -31,13 +31,13 @@ from hmpx.changes import Changes
 
 @dataclass(frozen=True)
 class StochasticSteps:
-    """Optimizer steps inside a region round BF16 parameters stochastically, by the numbers of `seed`."""
+    """Optimizer steps inside a region round BF16 parameters stochastically, with the random numbers of `seed`."""
 
     seed: int | None = None
 
 
 class Region(NamedTuple):
-    """What one open region says.
+    """The settings of one open region.
 
     casting: None leaves it to the default. maps: whether a `dtype_map` acts, as it does inside of a listed Python
     function and not in an optimizer step. task: of a region opened in an asyncio task, a token that only this task and
@@ -54,7 +54,7 @@ class Region(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What one thread has open. `key` tells threads apart without asking the operating system.
+    """The regions that one thread has open. `key` identifies the thread without a system call.
 
     Regions are kept in a list because torch.compile replays what a function does to a list, and not what it does to an
     attribute of a `threading.local`.
@@ -111,19 +111,19 @@ def casts_on() -> bool:
 
 
 def scope() -> int:
-    """Which lists hold for ops called from here, now."""
+    """The scope (number) of the lists that hold for ops called from here now."""
     if not is_dynamo_compiling() and _len_torch_dispatch_stack() and autocast_state.casting():
         return autocast_state.scope()  # perhaps of an op of a graph that is being compiled
     return _innermost().scope
 
 
 def casting() -> bool | None:
-    """What the innermost region says; None outside of one."""
+    """Whether the innermost region casts; None outside of every region."""
     return _innermost().casting
 
 
 def rounding() -> StochasticSteps | None:
-    """How the innermost `disable_casts` region writes BF16 parameters; None outside of one."""
+    """How the innermost `disable_casts` region writes BF16 parameters; None outside of such a region."""
     return _innermost().rounding
 
 
@@ -142,7 +142,7 @@ def set_converted(converted: bool, *, enabled: bool = True) -> None:
 
 
 class Casting:
-    """A part: torch is converted. enabled: casts are on outside of any region."""
+    """A part: marks torch as converted. enabled: casts are on outside of every region."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
@@ -188,7 +188,7 @@ def _open(region: Region) -> Region:
 
 
 def last_entered(casting: bool | None, how: StochasticSteps | None = None, overlay: int = 0) -> Region:
-    """What the last `enter` of this kind that is open here has returned, for whoever cannot keep it.
+    """The token of the innermost open `enter` of this kind, for callers that cannot keep it themselves.
 
     An object that a user enters as a region may be open several times, in several threads and tasks.
     """
@@ -218,14 +218,14 @@ def leave(token: Region) -> None:
 
 
 def _last(opened: list[Region]) -> Region:
-    """The region that was opened last, as it is announced; a graph's own is what is in force inside it."""
+    """The region that was opened last and is announced; inside a compiled graph, the graph's own region."""
     if not opened:
         return _NONE_OPEN
     return opened[-1] if is_dynamo_compiling() or opened[-1] is not _GRAPH else _innermost()
 
 
 def _announce(before: Region, now: Region) -> None:
-    """Say where casts are on, and in which scope, after `before` as well as `now` may have been the innermost."""
+    """Update the announced state after the innermost region changed from `before` to `now`."""
     if before.casting is not now.casting:
         if now.casting is False or (not is_dynamo_compiling() and _off_for_some_task()):
             state.off_somewhere[_thread.key] = True
@@ -261,7 +261,7 @@ def run_uncast(function, args, kwargs):
 
 
 def run_at(scope, function, args, kwargs):
-    """Call `function` in a scope: the lists of a module hold in its forward."""
+    """Call `function` in a scope, such as a module's forward under the module's lists."""
     here = _innermost()
     if here.scope == scope and here.casting:  # a module in another with the same rule
         return function(*args, **kwargs)
@@ -273,7 +273,7 @@ def run_at(scope, function, args, kwargs):
 
 
 def graph(run: Callable) -> Callable:
-    """A compiled graph with regions inside, run so that they hold.
+    """A compiled graph that contains regions, wrapped so that the regions take effect when it runs.
 
     A backend that runs the ops of a graph one by one looks them up in torch, and so finds the wrappers.
     """

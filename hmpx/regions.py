@@ -18,6 +18,8 @@ from hmpx import region_state
 from hmpx.compiling import never_compile_alone
 from hmpx.errors import HmpxError
 from hmpx.ops import weight_cache
+from hmpx.ops.fp8.format import Format
+from hmpx.ops.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
 from hmpx.ops.overlays import overlay_by_hand
 from hmpx.ops.policy import Policy
 from hmpx.ops.scopes import scope_inside
@@ -31,7 +33,7 @@ _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isas
 
 
 class _Bare(type):
-    """Lets a class stand where an object of it is meant: ``with hmpx.disable_casts:``, without parentheses.
+    """Lets a class be used without parentheses: ``with hmpx.disable_casts:``.
 
     An object holds nothing that it was not made with, so one enters and another one leaves. torch.compile leaves a
     function that says so to Python.
@@ -45,7 +47,7 @@ class _Bare(type):
 
 
 class _Decorator(contextlib.ContextDecorator):
-    """A context manager that is a decorator, too: of functions whose body runs in the call."""
+    """A context manager that also decorates functions, but not generators or coroutines."""
 
     def __call__(self, func: Function) -> Function:
         if any(test(func) for test in _LATER):
@@ -145,7 +147,7 @@ class casts(_Decorator):
     to a conversion make it anew, which takes a part of a second; make the region before a loop, not in it.
 
     Args:
-        rule, bf16, fp32, promote, low_precision: as of `hmpx.policy_for`.
+        rule, bf16, fp32, promote, fp8, low_precision, fp8_format: as of `hmpx.policy_for`.
 
     Raises:
         HmpxError, UnknownOpError, OpListError: as `hmpx.policy_for`.
@@ -164,9 +166,11 @@ class casts(_Decorator):
         bf16: Iterable[str] | None = None,
         fp32: Iterable[str] | None = None,
         promote: Iterable[str] | None = None,
+        fp8: Iterable[str] | None = None,
         low_precision: torch.dtype | str | None = None,
+        fp8_format: Format | str | Mapping[str, Any] | None = None,
     ) -> None:
-        self._overlay = _overlay(rule, bf16, fp32, promote, low_precision)
+        self._overlay = _overlay(rule, bf16, fp32, promote, fp8, low_precision, fp8_format)
         if not torch.compiler.is_dynamo_compiling():
             casts_regions[self] = self._overlay
 
@@ -183,15 +187,15 @@ class casts(_Decorator):
 
 
 class _CastsAgain(casts):
-    """The region of a decorated function, for one call of it."""
+    """The region of one call of a decorated function."""
 
     def __init__(self, overlay: int) -> None:
         self._overlay = overlay
 
 
-def _overlay(rule: Any, bf16: Any, fp32: Any, promote: Any, low_precision: Any) -> int:
-    """The number of what a `casts` region is made with."""
-    lists = {"bf16": bf16, "fp32": fp32, "promote": promote, "low_precision": low_precision}
+def _overlay(rule: Any, *said: Any) -> int:
+    """The number of the overlay that a `casts` region's arguments mean."""
+    lists = dict(zip((*SIDES, LOW_PRECISION, FP8_FORMAT), said, strict=True))
     number = overlay_by_hand("casts", rule, lists, sys._getframe(2)).number
     scope_inside(0, number)
     return number

@@ -1,4 +1,4 @@
-"""Every private name of torch that hmpx leans on: the versions it was seen in, and why it is needed.
+"""Every private name of torch that hmpx uses: why, and the torch versions that have it.
 
 Torch promises nothing about these names. Code uses them where it needs them; this is the list to go through when a new
 version of torch is out. `lost()` says which of them the installed one does not have any more, and the tests hold the
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 
 class Private(NamedTuple):
-    """name: dotted. why: what hmpx does with it. seen: the versions that have it, of those that were looked through."""
+    """name: dotted. why: what hmpx does with it. seen: the versions that have it, of those that were checked."""
 
     name: str
     why: str
@@ -164,7 +164,7 @@ NAMES: tuple[Private, ...] = (
 
 
 def lost() -> tuple[Private, ...]:
-    """The names that the installed torch does not have."""
+    """The names that the installed torch lacks."""
     return tuple(private for private in NAMES if not _exists(private.name))
 
 
@@ -183,7 +183,7 @@ def _exists(name: str) -> bool:
 
 
 def _words(cls: type) -> Iterator[Any]:
-    """The names and the strings in the methods of a class: what its objects have is set there."""
+    """The names and strings in the methods of a class, which show the attributes that its objects have."""
     for function in vars(cls).values():
         if isinstance(function, types.FunctionType):
             yield from (*function.__code__.co_names, *function.__code__.co_consts)

@@ -1,4 +1,4 @@
-"""Files that anybody may have written, read within bounds: a recipe or an op list from the net can do no harm.
+"""Reads untrusted files within bounds, so that a recipe or an op list from the net can do no harm.
 
 A file is a regular one of at most 1 MiB. Its YAML has at most 50,000 nodes, those that aliases repeat counted each
 time, at most 32 inside of one another, and no tags.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,13 +21,13 @@ _NAME = 200  # letters of a name that a message repeats
 
 
 def shown(name: object) -> str:
-    """A name that somebody gave, as a message repeats it."""
+    """A user's name as a message repeats it: cut where it is long."""
     text = str(name)
     return text if len(text) <= _NAME else f"{text[:_NAME]}... ({len(text)} letters)"
 
 
 def bytes_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) -> bytes:
-    """What a file holds.
+    """The bytes of a file.
 
     Raises:
         HmpxError: no regular file, too large, or no path at all. OSError as `open` does.
@@ -88,6 +90,41 @@ def value_of(path: str | os.PathLike[str], node: yaml.Node) -> Any:
         raise HmpxError(f"{path}:{node.start_mark.line + 1}: not YAML: {why}") from None
 
 
+def composed(path: Path, keys: Iterable[str]) -> yaml.MappingNode:
+    """The mapping that a file holds; JSON is YAML once its tabs are blanks.
+
+    Raises:
+        HmpxError: it cannot be read, is not YAML, or holds something other than a mapping of `keys`.
+    """
+    try:
+        text = text_of(path)
+    except OSError as error:
+        raise HmpxError(f"{shown(path)}: cannot be read: {error.strerror}") from None
+    root = root_of(path, text.replace("\t", " ") if path.suffix == ".json" else text)
+    if not isinstance(root, yaml.MappingNode):
+        raise HmpxError(f"{path}:1: a recipe is a mapping of {', '.join(keys)}")
+    return root
+
+
+def lines_inside(key: str, value: yaml.Node) -> dict[tuple, int]:
+    """The line of every key and list item inside a value, at any depth."""
+    found: dict[tuple, int] = {}
+    _find_lines((key,), value, found)
+    return found
+
+
+def _find_lines(path: tuple, value: yaml.Node, found: dict[tuple, int]) -> None:
+    inside: list[tuple[Any, yaml.Node, yaml.Node]] = []
+    if isinstance(value, yaml.MappingNode):
+        inside = [(key.value, key, inner) for key, inner in value.value if isinstance(key, yaml.ScalarNode)]
+    elif isinstance(value, yaml.SequenceNode):
+        inside = [(i, inner, inner) for i, inner in enumerate(value.value)]
+    for name, where, inner in inside:
+        here = (*path, name)
+        found[here] = where.start_mark.line + 1
+        _find_lines(here, inner, found)
+
+
 class _Refused(Exception):
     def __init__(self, event: yaml.Event, why: str) -> None:
         mark = event.start_mark
@@ -95,7 +132,7 @@ class _Refused(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Counts nodes while it makes them: aliases are one node to YAML, and as many as they repeat to who reads them."""
+    """Counts nodes while it makes them; an alias counts as many nodes as it repeats."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -18,7 +18,7 @@ import torch
 
 import hmpx
 from hmpx.recipes.files import recipe_names
-from hmpx.recipes.recipe import read_recipe
+from hmpx.recipes.stated import read_recipe
 from hmpx.updates.state_forms import STATE_FORMS
 from hmpx.updates.stores import WAYS
 from tests.support import python

@@ -17,7 +17,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.ops.op_lists import shipped
 from hmpx.recipes.files import recipe_names
-from hmpx.recipes.recipe import read_recipe
+from hmpx.recipes.stated import read_recipe
 
 torch_xla = pytest.importorskip("torch_xla", reason="torch_xla is not installed")
 metrics = pytest.importorskip("torch_xla.debug.metrics")

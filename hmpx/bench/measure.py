@@ -15,8 +15,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hmpx.ops.fp32_kernels import capability
+from hmpx.ops.kernels import capability
 from hmpx.rounding import native_library
+
+COUNTS = "calls", "torch alone", "syncs"  # columns of whole numbers
 
 
 @dataclass
@@ -56,6 +58,8 @@ def save(benches: list[Bench], path: Path) -> None:
 
 
 def _digits(column: str) -> int:
+    if column in COUNTS:
+        return 0
     return 3 if column.endswith("ms") else 2
 
 

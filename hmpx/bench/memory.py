@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hmpx.bench.measure import Bench, Row
-from hmpx.recipes.recipe import Recipe, read_recipe
+from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.stated import read_recipe
 from hmpx.updates.footprint import MODES, Footprint
 
 _WAYS = {
@@ -45,7 +46,7 @@ def run(params: float, ranks: Sequence[int], recipes: Sequence[str], states: int
     prints = {name: recipe.footprint(states) for name, recipe in ways.items()}
     return [
         Bench(
-            f"bytes per parameter, {states} state tensors; transient: MiB that a step of all of it takes more",
+            f"bytes per parameter, {states} state tensors; MiB: what a step of all of it takes more, by device",
             [Row(name, _by_purpose(each, params)) for name, each in prints.items()],
         ),
         Bench(
@@ -62,4 +63,5 @@ def run(params: float, ranks: Sequence[int], recipes: Sequence[str], states: int
 
 def _by_purpose(each: Footprint, params: float) -> dict[str, float]:
     held = {part: getattr(each, part) for part in ("weights", "gradients", "masters", "state")}
-    return {**held, "sum": sum(held.values()), "ddp buckets": each.buckets, "transient": each.transient(params) / 2**20}
+    steps = {f"{device}, MiB": each.transient(params, device) / 2**20 for device in ("cpu", "cuda")}
+    return {**held, "sum": sum(held.values()), "ddp buckets": each.buckets, **steps}

@@ -10,7 +10,7 @@ import torch
 
 from hmpx.conversion import convert
 from hmpx.errors import HmpxError
-from hmpx.ops.op_lists import SIDES, shipped
+from hmpx.ops.op_lists import shipped
 
 
 def autocast(device: torch.device, cache: bool = True) -> AbstractContextManager:
@@ -23,7 +23,7 @@ def hmpx(device: torch.device) -> AbstractContextManager:
     folder = shipped() / f"autocast-{device.type}"
     if not folder.is_dir():
         raise HmpxError(f"device {device.type!r}: autocast's lists are there for cpu and cuda")
-    bf16, fp32, promote = (folder / f"{side}.txt" for side in SIDES)
+    bf16, fp32, promote = (folder / f"{side}.txt" for side in ("bf16", "fp32", "promote"))
     return convert(bf16_file_path=bf16, fp32_file_path=fp32, promote_file_path=promote)
 
 

@@ -15,11 +15,8 @@ from hmpx.bench.train import Subject
 from hmpx.insight import observed
 from hmpx.insight.comparing import subject as comparing
 from hmpx.insight.comparing.calls import Compared
-from hmpx.insight.comparing.sites import Sites
-from hmpx.insight.tuning.batches import Batches, Runs
-from hmpx.insight.tuning.effect import Effect
-from hmpx.insight.tuning.look import decidable
-from hmpx.insight.tuning.passes import Mixed
+from hmpx.insight.tuning.costs import decidable
+from hmpx.insight.tuning.runs import Effect, Exact, Mixed, Runs
 from hmpx.insight.tuning.tune import tune
 from hmpx.ops.policy import Policy
 
@@ -38,7 +35,7 @@ def run(device: torch.device, models: Sequence[str]) -> measure.Bench:
         print(f"tuning {name}", file=sys.stderr)
         model = Subject(name, device)
         batches = [(torch.randn_like(model.inputs), model.targets) for _ in range(_BATCHES + _HELD_OUT)]
-        usual = _OneByOne(model.model, batches[_BATCHES:])
+        usual = _OneByOne(model.model, batches)
         began = perf_counter()
         left = usual.run()
         seconds = perf_counter() - began
@@ -57,19 +54,20 @@ def _loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class _OneByOne:
-    """The usual way. asked: the error; passes: forward and backward; sites: how many can fall back."""
+    """The usual way, on the last of the batches; the others are for the noise.
+
+    asked: the error; passes: forward and backward; sites: how many can fall back.
+    """
 
     def __init__(self, model: torch.nn.Module, batches: list[tuple]) -> None:
         self._subject = comparing.Subject(model, batches, _loss, None)
-        self._watched = Sites()
-        self._runs = Runs(self._subject, self._watched)
-        self._held_out = Batches(self._runs, batches, "batch")
+        self._runs = Runs(self._subject, _BATCHES)
         self._sites: dict[Compared, None] = {}
         self.asked = 0.0
 
     @property
     def passes(self) -> int:
-        return self._runs.passes
+        return self._runs.passes - _BATCHES
 
     @property
     def sites(self) -> int:
@@ -77,15 +75,15 @@ class _OneByOne:
 
     def run(self) -> Effect:
         everything = Policy(bf16=tuple(sorted(decidable())))
-        with self._subject.gradients_kept(), observed.observed(everything, "auto", self._watched):
-            self._held_out.prepare()
+        with self._subject.gradients_kept(), observed.observed(everything, "auto", self._runs.sites):
+            self._runs.prepare(lambda drawn, number: Exact(drawn))
             self.asked = _ASKED * self._without(set()).gradient_error
             worst = sorted(self._sites, key=lambda site: self._without({site}).size)
             fallen: set[Compared] = set()
             for site in worst:
                 fallen.add(site)
                 effect = self._without(fallen)
-                if effect.meets(self.asked):
+                if effect.size <= self.asked:
                     break
             return effect
 
@@ -98,4 +96,4 @@ class _OneByOne:
             self._sites.setdefault(site)
             return site not in fallen
 
-        return self._held_out.effect(lambda drawn: Mixed(drawn, is_low), "one by one")
+        return self._runs.effect(lambda drawn: Mixed(drawn, is_low), self._runs.held_out, "one by one")

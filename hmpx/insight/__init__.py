@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from hmpx.insight.doctor.diagnosis import Diagnosis
     from hmpx.insight.doctor.problem import Problem
     from hmpx.insight.recording.log import Log
-    from hmpx.insight.tuning.choice import Choice
+    from hmpx.insight.tuning.choice import Choice, Mark
     from hmpx.insight.tuning.confirmed import Confirmed
-    from hmpx.insight.tuning.mark import Mark
     from hmpx.insight.tuning.tuned import Tuned
     from hmpx.insight.weights.tuned_weights import TunedWeights, WeightChoice
 
@@ -41,7 +40,7 @@ _FILES = {
     "Diagnosis": "doctor.diagnosis",
     "Finding": "dispatched",
     "Log": "recording.log",
-    "Mark": "tuning.mark",
+    "Mark": "tuning.choice",
     "Problem": "doctor.problem",
     "Row": "comparing.row",
     "Tuned": "tuning.tuned",

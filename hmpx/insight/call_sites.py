@@ -1,4 +1,4 @@
-"""Which ops a line of Python calls, as far as its source tells: nothing is imported and nothing is run."""
+"""Reads from source which ops a line of Python calls; nothing is imported or run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def calls_on_line(source: str, path: str, line: int) -> list[Call]:
 
 
 def _stands_on(node: Operation, line: int) -> bool:
-    """Whether a call or an operator stands on a line; of a chain over several lines, each link on its own."""
+    """Whether a call or an operator is on a line; in a chain over several lines, each link counts on its own line."""
     if isinstance(node, ast.Call):
         return (node.func.end_lineno or node.lineno) == line
     if isinstance(node, ast.BinOp):
@@ -44,7 +44,7 @@ def _stands_on(node: Operation, line: int) -> bool:
 
 
 class _Names:
-    """What the names of one file stand for: what was imported, and modules that were assigned."""
+    """The meaning of names in one file: imports, and modules that were assigned."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._imported: dict[str, str] = {}
@@ -63,7 +63,7 @@ class _Names:
                     self._modules |= {ast.unparse(target): made for target in node.targets}
 
     def _full_name(self, function: ast.expr) -> str:
-        """A dotted name with what it was imported as; an empty string for what is no dotted name."""
+        """The full name of a dotted name, with its import resolved; empty if the expression is no dotted name."""
         parts = []
         while isinstance(function, ast.Attribute):
             parts.append(function.attr)

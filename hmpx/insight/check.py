@@ -1,4 +1,4 @@
-"""What is wrong in op lists and recipes: the shell command `check`."""
+"""The shell command `check`: finds every problem in op lists and recipes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from hmpx.ops.op_lists import LOW_PRECISION, SIDES, Listed, read_file
 from hmpx.recipes import gaudi, nxd
 from hmpx.recipes.files import recipe_names, recipe_path
 from hmpx.recipes.keys import EXTENDS, LISTS
-from hmpx.recipes.recipe import Recipe, faults
-from hmpx.recipes.yaml_nodes import composed
+from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.stated import faults
+from hmpx.yaml_files import composed
 
 
 def check_files(paths: Sequence[str]) -> Iterator[str]:
     """Every problem in some op list files and recipes, as `file:line: problem`.
 
-    A YAML or JSON file says which side a name is on; of a text file, its name does ("bf16", "fp32", "promote"). Text
-    files are held against one another: all of them if no two are on the same side, else those of one folder. A recipe
-    is a YAML file with a key that only a recipe has, or the name of one that comes with hmpx.
+    A YAML or JSON file says which side a name is on; of a text file, its name does ("bf16", "fp32", "promote", "fp8").
+    Text files are held against one another: all of them if no two are on the same side, else those of one folder. A
+    recipe is a YAML file with a key that only a recipe has, or the name of one that comes with hmpx.
     """
     text_files = [path for path in paths if Path(path).suffix.lower() not in (".yaml", ".yml", ".json")]
     text_files = [path for path in text_files if path not in recipe_names()]
@@ -54,7 +55,7 @@ def check_files(paths: Sequence[str]) -> Iterator[str]:
 
 
 def is_recipe(path: str) -> bool:
-    """Whether a YAML file has a key that only a recipe has, or one that is spelt like it and like no list.
+    """Whether a YAML file has a key of a recipe, or a misspelt one.
 
     A Gaudi configuration is a recipe, too.
     """
@@ -133,7 +134,7 @@ def _check_name(
 
 
 def _of_user_function(name: str) -> str:
-    """What is wrong with a dotted name, which is looked up in its module; nothing where that cannot be imported."""
+    """The problem with a dotted name that its module lacks; empty if the module cannot be imported."""
     module, parts = None, name.split(".")
     for i in range(1, len(parts)):
         try:

@@ -1,4 +1,4 @@
-"""Listed ops that no wrapper sees: found below it, at torch's dispatcher.
+"""Finds listed ops that no wrapper sees, at torch's dispatcher.
 
 Listed ops that other ops call in C++, `torch.ops.aten`, scripted modules and names that escaped do not pass a wrapper.
 They do pass torch's dispatcher, where a `TorchDispatchMode` sees every aten op with its tensors.
@@ -20,7 +20,7 @@ from hmpx.conversion import Conversion
 from hmpx.ops.callers import frames, rule_of, users_line
 from hmpx.ops.catalog import Op, canonical, catalog
 from hmpx.ops.composition import callers
-from hmpx.ops.fp32_kernels import is_computing
+from hmpx.ops.kernels import is_computing
 from hmpx.ops.policy import Policy, Rule
 from hmpx.ops.rules import TARGETS, eligible_dtypes
 
@@ -60,7 +60,7 @@ class Finding:
 
 
 class Watch(TorchDispatchMode):
-    """Collects the ops that ran in another dtype than the policy in force says, of the forward pass."""
+    """Collects ops of the forward pass that ran in another dtype than the policy says."""
 
     supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
 
@@ -125,7 +125,7 @@ def _listed(func: Any, policy: Policy) -> tuple[list[Op], dict[str, Rule]]:
 
 
 def _listed_at(name: str, conversion: Conversion | None) -> str:
-    """Where the place lists an op; nothing where the conversion's own lists do."""
+    """The origin of an op's rule in a module rule or region; empty if the conversion's own lists decide."""
     if conversion is None:
         return ""
     here = conversion.policy_here.origins.get(name, "")
@@ -133,7 +133,7 @@ def _listed_at(name: str, conversion: Conversion | None) -> str:
 
 
 def _meant(aten: str, policy: Policy) -> list[Op]:
-    """The ops that may have been called when aten::`aten` runs; only the op of that name where a list names it."""
+    """The ops that may have been called when aten::`aten` runs; if a list names the op itself, only that op."""
     ops = catalog()
     own = ops.get(canonical(aten))
     if own is not None and policy.listed_as(own):

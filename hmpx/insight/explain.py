@@ -8,11 +8,11 @@ from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.reasons import reason
 from hmpx.insight.recipe_words import recipe_in_words
 from hmpx.ops.catalog import Op, aten_only, canonical, catalog, legal_names
-from hmpx.ops.fp32_kernels import NATIVE, Kernels
+from hmpx.ops.kernels import NATIVE, Kernels
 from hmpx.ops.listed_names import unknown_op
 from hmpx.ops.overlays import Overlay
 from hmpx.ops.policy import Policy, Rule
-from hmpx.recipes.recipe import Stated, as_recipe
+from hmpx.recipes.stated import Stated, as_recipe
 
 
 def entry_points(op: Op) -> list[str]:
@@ -60,8 +60,8 @@ def explain_op(
         inside = overlay.over(policy)
         if inside.cases(op) != policy.cases(op):
             lines.append(f"  in {pattern:10} {reason(op, inside)}")
-    if kernels.computed(op.name, [case.rule for case in policy.cases(op)]):
-        lines.append(f"  kernels       {kernels}")
+    for kernel in kernels.of(op.name, policy.cases(op)):
+        lines.append(f"  kernels       {kernel}; backward {kernel.backward}")
     for in_place, heading in ((False, "entry points"), (True, "in place")):
         labels = list(dict.fromkeys(entry.label for entry in op.entries if entry.in_place is in_place))
         if labels:

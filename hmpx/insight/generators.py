@@ -1,4 +1,4 @@
-"""The state of torch's random generators, of the CPU and of GPUs in use, so that an op draws the same again."""
+"""Saves and restores torch's random generators (CPU and GPUs in use), so that an op draws the same numbers again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _cat, _cpu = torch.cat, torch.default_generator  # torch's own: an observer asks
 
 
 def get_state() -> torch.Tensor:
-    """All of it, as bytes on the CPU; two are equal where no number was drawn between them."""
+    """The state of all generators as bytes; two states are equal if no number was drawn between them."""
     state = _cpu.get_state()
     if not torch.cuda.is_initialized():
         return state
@@ -16,7 +16,7 @@ def get_state() -> torch.Tensor:
 
 
 def set_state(state: torch.Tensor) -> None:
-    """Draw from here on what was drawn after `get_state` has returned this."""
+    """Restore a state from `get_state`."""
     of_cpu = _cpu.get_state().numel()
     _cpu.set_state(state[:of_cpu])
     if state.numel() > of_cpu:

@@ -1,4 +1,4 @@
-"""What a run of a model changes beside its results, put back."""
+"""Restores side effects of a run of a model: random generators and buffers."""
 
 from __future__ import annotations
 

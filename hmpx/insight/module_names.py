@@ -13,7 +13,7 @@ _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.
 
 
 class ModuleNames:
-    """What each module is called in the outermost one that was running when it was first met."""
+    """The name of each module within the outermost module that was running when it was first seen."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref, str]] = {}
@@ -33,7 +33,7 @@ class ModuleNames:
         return known[1] if known else type(module).__name__
 
     def of_tensor(self, tensor: torch.Tensor, frame: types.FrameType) -> str:
-        """What a parameter or a buffer is called; "" for any other tensor."""
+        """The name of a parameter or buffer; "" for any other tensor."""
         seen: set[int] = set()
         for owner in modules(frame):
             if id(owner) in seen:

@@ -1,4 +1,4 @@
-"""Observers of the calls of ops: under the conversion that is in force, or under one of their own."""
+"""Runs observers of op calls, under the conversion in force or under one of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from hmpx.conversion import Conversion, install, installed
-from hmpx.ops.fp32_kernels import KernelsAsked
+from hmpx.ops.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.observing import Observer
 from hmpx.ops.policy import Policy
@@ -31,7 +31,7 @@ def observing(observer: Observer) -> Iterator[None]:
 def observed(
     policy: Policy, kernels: KernelsAsked, observer: Observer, rules: Sequence[ModuleRule] = ()
 ) -> Iterator[Conversion]:
-    """A conversion of its own, that one observer alone sees; what was in force before is again at the end."""
+    """A temporary conversion with one observer; the previous conversion is in force again at the end."""
     with lock:
         others = observers[:]
         observers[:] = [observer]

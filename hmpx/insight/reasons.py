@@ -47,7 +47,7 @@ def reason_of_call(point: Point, seen: Seen, policy: Policy, frame: FrameType | 
 
 
 def in_a_line(error: Exception) -> str:
-    """What an error says, in one line. That memory ran out is no matter of precision, and is raised again."""
+    """An error's message in one line. An out-of-memory error is raised again, as it is no matter of precision."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         raise error
     lines = str(error).strip().splitlines()
@@ -55,7 +55,7 @@ def in_a_line(error: Exception) -> str:
 
 
 def _where(name: str, policy: Policy, before: str = "") -> str:
-    """Where a name is listed; nothing where it is not."""
+    """Where a name is listed; empty if it is not."""
     if not policy.listed(name):
         return ""
     origin = policy.origins.get(name)
@@ -63,7 +63,7 @@ def _where(name: str, policy: Policy, before: str = "") -> str:
 
 
 def _reason_of_parts(op: Op, policy: Policy) -> str:
-    """Of an op that no list names: which parts it follows, or why it follows none."""
+    """The reason for an unlisted op: which parts it follows, or why it follows none."""
     if differing := policy.undecided(op):
         parts = ", ".join(f"{name} {rule}" for name, rule in differing.items())
         left = "the others follow the first" if op.refuses_mixed else "torch's own function, untouched"

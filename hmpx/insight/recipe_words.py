@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from hmpx.ops.fp32_kernels import GAINING, choose
+from hmpx.ops.kernels import GAINING, choose
 from hmpx.ops.op_lists import SIDES, shipped
 from hmpx.ops.policy import LOW_RULES, Policy
 from hmpx.recipes.files import recipe_names, recipe_path
 from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS, spelled_out
-from hmpx.recipes.recipe import Recipe, read_recipe
+from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.stated import read_recipe
 
 _UPDATES = {
     "stochastic": "computed in FP32 and written back by stochastic rounding",
@@ -35,7 +36,7 @@ def recipe_in_words(recipe: Recipe) -> str:
 
 
 def recipe_lines(recipe: Recipe) -> list[str]:
-    """The same, line by line: what it is about, and the words."""
+    """The same as pairs of a heading and its words."""
     narrow = recipe.parameter_dtype == "bfloat16"
     exceptions = "".join(f"; {pattern} in {dtype}" for pattern, dtype in recipe.module_dtypes.items())
     released = ", each released as soon as its parameter has stepped" if recipe.release_gradients else ""
@@ -82,7 +83,9 @@ def _ops_in_words(recipe: Recipe, policy: Policy | None) -> str:
     if policy is None:
         return "as torch runs them, in the dtypes that they are given"
     low = LOW_RULES[policy.low_precision].name
-    counts = [(len(policy.bf16), f"in {low}"), (len(policy.fp32), "in FP32"), (len(policy.promote), "promoted")]
+    low8 = f"in FP8 ({policy.fp8_format})"
+    counts = [(len(policy.fp8), low8), (len(policy.bf16), f"in {low}")]
+    counts += [(len(policy.fp32), "in FP32"), (len(policy.promote), "promoted")]
     rules = ", ".join(f"{count} {how}" for count, how in counts if count) or "no op in a list"
     where = [_short(getattr(recipe, key)) for key in LISTS if getattr(recipe, key)]
     if any(getattr(recipe, side) is not None for side in SIDES):
@@ -93,12 +96,12 @@ def _ops_in_words(recipe: Recipe, policy: Policy | None) -> str:
 
 
 def _modules_in_words(recipe: Recipe) -> str:
-    """What holds in parts of the model."""
+    """The rules for parts of the model, in words."""
     return "; ".join(f"{pattern}: {overlay.in_words()}" for pattern, overlay in recipe.overlays().items())
 
 
 def _parameters_in_words(recipe: Recipe) -> str:
-    """How some parameters are held in other ways, and what each of them takes."""
+    """The exceptions for some parameters, with the bytes that each takes."""
     said = []
     for pattern, rule in spelled_out(PARAMETERS, recipe.parameters).items():
         words = ", ".join(value if key == "dtype" else f"{key} {value}" for key, value in rule.items()) or "as usual"
@@ -108,7 +111,7 @@ def _parameters_in_words(recipe: Recipe) -> str:
 
 
 def _kernels_in_words(recipe: Recipe, policy: Policy | None) -> str:
-    """Where FP32 kernels compute a dtype that the recipe has."""
+    """Whether FP32 kernels compute ops of the recipe's low precision."""
     chosen = choose(recipe.kernels)
     has = policy is not None and (policy.low_precision, DTYPES[recipe.parameter_dtype])
     return f"{chosen}: {GAINING}" if has and chosen.widened.intersection(has) else ""

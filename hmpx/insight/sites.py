@@ -14,18 +14,18 @@ from hmpx.insight.check import is_recipe
 from hmpx.insight.explain import explain_op
 from hmpx.insight.recipe_words import recipe_lines
 from hmpx.ops.build_policy import build_policy
-from hmpx.ops.fp32_kernels import Kernels, choose
+from hmpx.ops.kernels import Kernels, choose
 from hmpx.ops.op_lists import SIDES, Listed, read_file
 from hmpx.ops.policy import Policy
 from hmpx.recipes.keys import EXTENDS, LISTS, MODULES, PARAMETERS, SWITCHES
-from hmpx.recipes.recipe import DEFAULT, Recipe, read_recipe
-from hmpx.recipes.yaml_nodes import composed
-from hmpx.yaml_files import text_of
+from hmpx.recipes.recipe import DEFAULT, Recipe
+from hmpx.recipes.stated import read_recipe
+from hmpx.yaml_files import composed, text_of
 
 _LISTS = (".txt", ".yaml", ".yml", ".json")
 # Which line of a recipe in words says what a key does.
 _WORDS = {
-    **dict.fromkeys(("opt_level", "low_precision", *LISTS, *SIDES), "ops"),
+    **dict.fromkeys(("opt_level", "low_precision", "fp8_format", *LISTS, *SIDES), "ops"),
     **dict.fromkeys(("parameter_dtype", "module_dtypes"), "weights"),
     MODULES: MODULES,
     PARAMETERS: PARAMETERS,
@@ -40,7 +40,7 @@ _WORDS = {
 
 
 def explain_site(path: str, line: int, recipe: Recipe | None = None) -> str:
-    """What stands on a line of a file, and which precision it has.
+    """The ops or keys on a line of a file, and the precision of each.
 
     Args:
         path: a Python file, an op list or a recipe.

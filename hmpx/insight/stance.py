@@ -1,4 +1,4 @@
-"""Compiled code, which hides its ops, told to run as it is written."""
+"""Runs compiled code as it is written, since a compiled graph hides its ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in the arguments and results of ops: which there are, and what may be asked of them."""
+"""Finds tensors in arguments and results of ops, and asks what may be read of them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def floating(values: Iterable[Any]) -> list[Tensor]:
 
 
 def name(dtype: torch.dtype) -> str:
-    """Its name without the module, "bfloat16" for instance."""
+    """A dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether its values can be read here without waiting for a device: a plain dense tensor in this computer's memory.
+    """Whether a tensor's values can be read without waiting for a device: it is plain, dense and on the CPU.
 
     Not inside torch.func, where a tensor stands for several.
     """
@@ -67,7 +67,7 @@ _WRITE_CONSTANTS = frozenset(
 
 
 def is_masked(op: str, inputs: Iterable[Tensor], result: Tensor) -> bool:
-    """Whether a result that is not finite only has -inf that a mask put there: written as a constant, or handed on."""
+    """Whether the only non-finite values of a result are -inf from a mask."""
     with _unseen(), torch.no_grad(), region_state.region(False):
         odd = result[~torch.isfinite(result)]
         if not bool((odd == -math.inf).all()):

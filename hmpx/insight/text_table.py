@@ -1,4 +1,4 @@
-"""Tables in text that fit a terminal: what is too wide is cut short, what matters least is left out."""
+"""Text tables that fit a terminal: wide cells are cut, and the least important columns are left out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Column:
 
 
 def terminal_width() -> int:
-    """Of the terminal that standard output goes to, and at least 80; 100 where it goes elsewhere."""
+    """The width of the terminal behind standard output, at least 80; 100 if there is none."""
     return max(80, shutil.get_terminal_size((100, 24)).columns)
 
 

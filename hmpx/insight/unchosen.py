@@ -1,4 +1,4 @@
-"""Results in FP32 that nobody has asked for: a stream in low precision that met something small in FP32."""
+"""Finds FP32 results that nobody asked for: a low-precision stream met a small FP32 tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIXING = frozenset("add sub mul div where addcmul addcdiv lerp maximum minimum".
 
 
 def unchosen(names: ModuleNames, frame: FrameType, given: list[Tensor], result: list[Tensor]) -> str:
-    """Why a stream in low precision came out wide, where no list asks for FP32: what was wide and met it; else "".
+    """Why a low-precision stream became FP32 although no list asks for it: the FP32 tensor that it met; else "".
 
     That is a parameter, a buffer, or what is smaller than the stream. Two streams of one size make no finding: a sum in
     FP32 of an FP32 residual and a BF16 branch is as mixed precision should be.

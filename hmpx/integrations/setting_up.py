@@ -22,7 +22,8 @@ from hmpx.recipes.activate import Activation, cast_models_of
 from hmpx.recipes.constructor_hooks import watch_distribution
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model, convert, facts
-from hmpx.recipes.recipe import Recipe, Stated, changed, with_and_without_zero
+from hmpx.recipes.recipe import Recipe, changed
+from hmpx.recipes.stated import Stated, with_and_without_zero
 from hmpx.updates.attach import attach, attached, check_torch
 from hmpx.updates.names import has_bf16, parameters
 from hmpx.updates.ranks import zero

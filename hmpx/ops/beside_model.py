@@ -1,4 +1,4 @@
-"""What of torch runs beside a model and not in it: schedulers, initialisation, clipping, the fetching of data.
+"""Casts are off in code of torch that is no part of a model: schedulers, initialisation, clipping, data loading.
 
 Casts are off inside, so that it computes as it does without hmpx. `op_facts.BESIDE_THE_MODEL` names it by its place in
 torch, and says why. A module that is not imported yet is patched as soon as it is.
@@ -25,20 +25,20 @@ from hmpx.ops.wrappers import build_uncast
 
 
 class Uncast:
-    """Makes the patches, one wrapper for each function under however many names."""
+    """Makes the patches that turn casts off: one wrapper for each function, whatever number of names it has."""
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
         self._wrappers: dict[int, Callable] = {}
 
     def patches(self) -> Iterator[Patch]:
-        """Those of every module that is imported."""
+        """The patches for every imported module."""
         for module in places():
             if module in sys.modules:
                 yield from self.patches_in(module)
 
     def patches_in(self, module: str) -> Iterator[Patch]:
-        """Those of one module."""
+        """The patches for one module."""
         for owner, attribute, path in functions_in(module):
             entry = Entry(owner, attribute, path, Signature(python=True))
             original, inherited = read_attribute(owner, attribute)
@@ -49,7 +49,7 @@ class Uncast:
 
 
 class Later:
-    """A part: modules that come to be imported are patched then.
+    """A part: modules are patched when they are imported later.
 
     told: is handed each patch.
     """
@@ -66,7 +66,7 @@ class Later:
                 awaited.await_module(module, self)
 
     def take(self, module: ModuleType) -> None:
-        """Patch what has just been imported; nobody can have taken a name of it yet."""
+        """Patch a module that has just been imported; nobody can have captured a name of it yet."""
         if self._changes is not None:
             patches = list(self._uncast.patches_in(module.__name__))
             self._rebinding.expect(lambda: [(patch.original, patch.wrapper) for patch in patches])
@@ -81,7 +81,7 @@ class Later:
 
 @functools.cache
 def places() -> dict[str, list[str]]:
-    """The modules, each with what of it is meant: functions, classes, and "" for all of its functions."""
+    """The modules, each with the names of its functions and classes where casts are off; "" means all functions."""
     found: dict[str, list[str]] = {}
     for place in op_facts.BESIDE_THE_MODEL:
         module, _, name = place.partition(":")
@@ -90,7 +90,7 @@ def places() -> dict[str, list[str]]:
 
 
 def functions_in(module: str) -> Iterator[tuple[Any, str, str]]:
-    """Owner, attribute and dotted path of what is beside the model in one imported module."""
+    """Owner, attribute and dotted path of each such function in one imported module."""
     for name in places()[module]:
         found: Any = sys.modules[module]
         for part in name.split(".") if name else ():

@@ -1,7 +1,8 @@
-"""A policy made of op lists, or of an opt level."""
+"""Builds a policy from op lists or an opt level."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -23,7 +24,7 @@ def build_policy(
     unknown: Unknown = "error",
     low_precision: torch.dtype | str | None = None,
 ) -> Policy:
-    """Make a policy of op lists, the default ones where a side is None.
+    """Build a policy from op lists; a side that is None gets the default list.
 
     Args:
         opt_level: "O1" (the lists decide) or "O2" (convolutions, linear and matrix products in BF16, every other op
@@ -56,7 +57,8 @@ def build_policy(
     else:
         policy = _o1(given, unknown, lists.problems if lists else ())
     low = lists.low_precision if low_precision is None and lists else dtype_named(low_precision)
-    return policy if low is None else replace(policy, low_precision=low)
+    form = lists.fp8_format if lists else None
+    return replace(policy, low_precision=low or policy.low_precision, fp8_format=form or policy.fp8_format)
 
 
 def _no_opt_level(given: object) -> str:
@@ -76,14 +78,16 @@ def _o1(given: dict[str, tuple[Listed, ...] | None], unknown: Unknown, problems:
     defaults = default_lists()
     wrong = dict.fromkeys(problems, OpListError)  # what is wrong with the lists -> what is raised for it
     chosen = {side: resolve(names, unknown, wrong) for side, names in given.items() if names is not None}
-    bf16, fp32 = chosen.get("bf16", {}), chosen.get("fp32", {})
-    for name in filter(fp32.__contains__, bf16):
-        place = f"in the bf16 list at {bf16[name].where}"
-        wrong[f"{fp32[name].where}: {name!r} is on both sides; {place}"] = OpListError
+    fp32 = chosen.get("fp32", {})
+    for side in ("bf16", "fp8"):
+        for name in filter(fp32.__contains__, low := chosen.get(side, {})):
+            place = f"in the {side} list at {low[name].where}"
+            wrong[f"{fp32[name].where}: {name!r} is on both sides; {place}"] = OpListError
+    wrong |= dict.fromkeys(without_fp8(chosen.get("fp8", {})), OpListError)
     if wrong:
         kinds = set(wrong.values())
         raise (kinds.pop() if len(kinds) == 1 else OpListError)("\n".join(wrong))
-    own_names = {name for side in ("bf16", "fp32") for name in chosen.get(side, {})}
+    own_names = {name for side in ("bf16", "fp32", "fp8") for name in chosen.get(side, {})}
     for side in SIDES:
         if side not in chosen:
             # What the user lists himself outranks a default that says otherwise.
@@ -93,10 +97,22 @@ def _o1(given: dict[str, tuple[Listed, ...] | None], unknown: Unknown, problems:
                 for name, listed in resolved.items()
                 if name not in own_names and op_facts.FOLLOWS.get(name) not in own_names
             }
-    bf16, fp32 = chosen["bf16"], chosen["fp32"]
-    promote = {name: listed for name, listed in chosen["promote"].items() if name not in bf16 and name not in fp32}
-    origins = {name: listed.where for side in (promote, fp32, bf16) for name, listed in side.items()}
-    return Policy(tuple(sorted(bf16)), tuple(sorted(fp32)), tuple(sorted(promote)), "O1", origins)
+    fp32, fp8 = chosen["fp32"], chosen["fp8"]
+    bf16 = {name: listed for name, listed in chosen["bf16"].items() if name not in fp8}  # FP8 computes a BF16 op
+    ruled = {*bf16, *fp32, *fp8}
+    promote = {name: listed for name, listed in chosen["promote"].items() if name not in ruled}
+    origins = {name: listed.where for side in (promote, fp32, bf16, fp8) for name, listed in side.items()}
+    return Policy(
+        tuple(sorted(bf16)), tuple(sorted(fp32)), tuple(sorted(promote)), "O1", origins, fp8=tuple(sorted(fp8))
+    )
+
+
+def without_fp8(listed: Mapping[str, Listed]) -> Iterator[str]:
+    """What is wrong with each name of an fp8 list that has no FP8 product."""
+    legal = op_facts.FP8_PRODUCTS
+    for name, each in listed.items():
+        if name not in legal:
+            yield f"{each.where}: {name!r} has no FP8 product{did_you_mean(name, legal)} (legal: {', '.join(legal)})"
 
 
 def _o2() -> Policy:

@@ -1,4 +1,4 @@
-"""Whose code is running: the user's line, and the wrapper that stands around an op."""
+"""Reads the call stack: the user's line, and the wrapper around an op."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _libraries: dict[int, tuple[types.CodeType, bool]] = {}
 
 
 def register(code: types.CodeType, rule: Rule) -> None:
-    """A wrapper that casts as `rule` says runs this code, and none under another rule does."""
+    """Note that wrappers under `rule`, and no others, run this code."""
     rules[id(code)] = code, rule
 
 
@@ -33,12 +33,12 @@ def rule_of(frame: types.FrameType) -> Rule | None:
 
 
 def pass_over(code: types.CodeType) -> None:
-    """This code only hands a call on: what calls it is the caller."""
+    """Note that this code only forwards a call, so that its caller counts as the caller."""
     _passed_over[id(code)] = code
 
 
 def calling(frame: types.FrameType) -> types.FrameType:
-    """`frame`, or where it only hands a call on, the one that it does that for."""
+    """`frame`, or the frame that it forwards a call for."""
     while id(frame.f_code) in _passed_over and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -52,7 +52,7 @@ def frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 
 def _is_library(code: types.CodeType) -> bool:
-    """Whether a code is torch's or hmpx's, looked up once for each; the codes stay, so that no other gets its id."""
+    """Whether a code object is torch's or hmpx's, looked up once. Code objects are kept, so ids stay unique."""
     known = _libraries.get(id(code))
     if known is None:
         known = _libraries[id(code)] = code, code.co_filename.startswith((_TORCH, _HMPX, _WRAPT, WRITTEN))
@@ -67,13 +67,13 @@ def users_frame(frame: types.FrameType | None) -> types.FrameType | None:
 
 
 def users_line(frame: types.FrameType) -> str:
-    """The line that it is at, as `file:line`."""
+    """The user's line that is running, as `file:line`."""
     found = users_frame(frame)
     return "?" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
 
 
 def modules(frame: types.FrameType | None) -> Iterator[torch.nn.Module]:
-    """The modules whose methods are running, from the innermost outwards; one may come several times."""
+    """The modules whose methods are running, innermost first; a module may occur several times."""
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and code.co_varnames[0] == "self":

@@ -1,4 +1,4 @@
-"""Everything that policies change in torch, as one part: wrappers, captured names, and who finds functions by name.
+"""Everything that policies change in torch, as one part: wrappers, captured names, and compilers that look names up.
 
 `PatchTable` works out the wrappers without touching anything. `Casts` puts them in their places with all that belongs
 to them. It may be told of further policies while it is applied. Older wrappers then stay alive under the newer ones, so
@@ -22,7 +22,7 @@ from hmpx.ops.captured_names.rebinding import Rebinding, WithCaptures
 from hmpx.ops.catalog import Entry
 from hmpx.ops.codegen import Switch
 from hmpx.ops.dtype_map import DtypeMap
-from hmpx.ops.fp32_kernels import NATIVE, Kernels
+from hmpx.ops.kernels import NATIVE, Kernels
 from hmpx.ops.observing import Observer
 from hmpx.ops.op_wrappers import Wrappers
 from hmpx.ops.patches import Patch, Patching, patch_at, split_path
@@ -41,7 +41,7 @@ _KNOWN_SCOPES = Attribute(process_state, "known_scopes", "the scopes that are kn
 
 
 class Casts:
-    """What is made of torch as it stands, and put in its places when this is applied.
+    """All changes that policies need, built from torch as it is now and put in place by `apply`.
 
     policies: by scope; they may become more. patched: every attribute that is changed, or will be.
     """
@@ -64,7 +64,7 @@ class Casts:
 
     @property
     def captures(self) -> list[Capture]:
-        """The places that had captured a function before."""
+        """Every place outside torch that had captured a function."""
         return [capture for rebinding in self._rebindings for capture in rebinding.captures]
 
     @property
@@ -82,7 +82,7 @@ class Casts:
             self._mapping.apply(changes)
 
     def extend(self, changes: Changes) -> None:
-        """Put in place what the policies change that have been added since, until `changes` are undone."""
+        """Put in place the changes of policies that were added since, until `changes` are undone."""
         own = Changes()
         try:
             table, rebinding = self._table.extend(self._policies), Rebinding()
@@ -104,11 +104,11 @@ class Casts:
 
     def _beside(self, changes: Changes) -> None:
         changes.put(_KNOWN_SCOPES, frozenset(self._policies))
-        if any(policy.bf16 or policy.fp32 for policy in self._policies.values()):
+        if any(policy.bf16 or policy.fp8 or policy.fp32 for policy in self._policies.values()):
             changes.put(_FAST_PATH, False)  # TransformerEncoder in eval would run in one C++ call that no patch sees
 
     def _in_words(self) -> str:
-        """In full, what the wrappers do."""
+        """Policies, dtype map and kernels in words."""
         return f"{self._policies}{self._mapping or ''}{self._kernels}"
 
 
@@ -130,7 +130,7 @@ class PatchTable:
         around: Callable[[tuple[Patch, ...], Switch], Iterator[Patch]] | None = None,
         kernels: Kernels = NATIVE,
     ) -> PatchTable:
-        """Work out what policies change.
+        """Work out the changes that policies need.
 
         policies: the one that holds everywhere, or those that hold in scopes by their number, 0 among them.
         observer: is handed the calls of ops; if it wants them all, those that no policy concerns are patched too.
@@ -145,14 +145,14 @@ class PatchTable:
         return cls(tuple(around(patches, switch)) if around else patches, wrappers, uncast)
 
     def extend(self, policies: Mapping[int, Policy]) -> PatchTable:
-        """What changes when these policies hold in further scopes too: a table over this one, which ends before it."""
+        """The further changes if these policies hold in more scopes: a table over this one, undone before it."""
         return PatchTable(tuple(self._wrappers.patches(policies)), self._wrappers, self.uncast, beginning=False)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.patches))
 
     def originals(self) -> dict[Callable, Callable]:
-        """What each wrapper stands for."""
+        """Each wrapper with its original."""
         return {patch.wrapper: patch.original for patch in self.patches}
 
     def apply(self, changes: Changes) -> None:
@@ -163,12 +163,12 @@ class PatchTable:
             changes.callback(self._wrappers.switch.retire)
 
     def replacements(self) -> list[tuple[Any, Any]]:
-        """What stood there and its wrapper, for names captured elsewhere."""
+        """Each original with its wrapper, for names captured elsewhere."""
         return [(patch.before, patch.wrapper) for patch in self.patches]
 
 
 def _beside_casts(switch: Switch) -> Iterator[Patch]:
-    """What is no op of a model, but must know of casts."""
+    """Patches of functions that are no ops of a model, but must know of casts."""
     for path in op_facts.NO_LOW_FUNCTIONS:
         yield _explaining(path)
     for path, weights in op_facts.INPUT_CHECKS.items():
@@ -178,7 +178,7 @@ def _beside_casts(switch: Switch) -> Iterator[Patch]:
 
 
 def _explaining(path: str) -> Patch:
-    """The patch of a function that is in no list, and may refuse BF16."""
+    """The patch of a function that no list names and that may refuse BF16."""
     owner, attribute = split_path(path)
     entry = Entry(owner, attribute, path, Signature())
     return patch_at(path, Patching.EXPLAINED, lambda function: build_explaining(path, entry, function, function))

@@ -71,7 +71,7 @@ class Op:
 
 
 def _python_signature(function: Any) -> Signature:
-    """A Python function's arguments are all looked at; only a statement of `dtype` matters to the call."""
+    """The signature of a Python function: every argument may be a tensor; only `dtype=` matters to the call."""
     return Signature(python=inspect.isfunction(function))
 
 
@@ -84,7 +84,7 @@ class _Builder:
         self.places = self._places()
 
     def _places(self) -> dict[int, list[tuple[Any, str, str]]]:
-        """Where each builtin sits, by identity: F.conv2d and torch.conv2d are one object."""
+        """Every attribute that holds a builtin, by identity: F.conv2d and torch.conv2d are one object."""
         places: dict[int, list[tuple[Any, str, str]]] = {}
         for label, module in op_facts.NAMESPACES.items():
             for attribute, value in vars(module).items():
@@ -99,7 +99,7 @@ class _Builder:
             self.entries.setdefault(name, {})[id(entry.owner), entry.attribute] = entry
 
     def builtin(self, aten: str, function: Any, extra: tuple[tuple[Any, str, str], ...] = ()) -> None:
-        """A C function, under every attribute where it sits."""
+        """Add a C function under every attribute that holds it."""
         in_place = aten.endswith("_") and not aten.endswith("__")
         name = op_facts.RENAMED.get(aten.rstrip("_") if in_place else aten, aten.rstrip("_") if in_place else aten)
         signature = functools.partial(read_signature, aten, "input")
@@ -185,7 +185,7 @@ def _is_view(name: str) -> bool:
 @functools.cache
 @none_collected()
 def catalog() -> dict[str, Op]:
-    """Every op by its list name. Built once; entry points are attributes, so later patches do not make it stale."""
+    """Every op by its list name. Built once; entries are attributes, so that later patches do not make it stale."""
     torch.overrides.get_overridable_functions()  # cache functions by identity: fill them while they are torch's own
     torch.overrides.resolve_name(torch.matmul)
     _device_constructors()  # what `with torch.device(...)` gives a device to
@@ -219,7 +219,7 @@ _PREFIXES = ("torch.nn.functional.", "torch.Tensor.", "torch.", "F.", "Tensor.",
 
 
 def canonical(name: str) -> str:
-    """The list name of the op that `name` means; `name` itself where it means none.
+    """The list name of the op that `name` means; `name` itself if it means none.
 
     Understood are an aten overload (`pow.Tensor_Scalar`), a dotted name in torch (`torch.linalg.inv`), an operator
     (`__add__`) and the spellings of torch's C side (`cross_entropy_loss`).

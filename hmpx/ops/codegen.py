@@ -98,7 +98,7 @@ class Switch:
 
 
 class _Missing:
-    """What a required argument is that did not come by position or by name; of no dtype."""
+    """The default of a required argument, for one that was not given; it has no dtype."""
 
     dtype = None
 
@@ -119,7 +119,7 @@ def _unusual(
     args: tuple,
     kwargs: dict,
 ) -> Any:
-    """Any call, by the definition. Leading arguments may have come by torch's other names for them, like `x1`."""
+    """Make a call of any form, slowly. Leading arguments may be given by torch's other names for them, like `x1`."""
     parameters = (*(signature.lead or ()), *signature.tail)
     first_missing = next((i for i, value in enumerate(values) if value is _MISSING), len(values))
     given = list(values[:first_missing])
@@ -197,7 +197,7 @@ def _default(p: Argument) -> str:
 
 @functools.cache
 def make_wrapper(signature: Signature, rule: Rule, function: str) -> Callable[[Callable, Callable, Switch], Callable]:
-    """What makes the wrapper named `function` for one signature and rule, out of the op, what runs it, and a switch."""
+    """A factory of wrappers named `function` for one signature and rule; it takes the op, its runner and a switch."""
     parameters = (*(signature.lead or ()), *signature.tail)
     tensors = [p for p in parameters if p.tensor]
     fields = {

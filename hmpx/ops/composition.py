@@ -1,4 +1,4 @@
-"""What torch composes, in C++, of other ops: `einsum` of `bmm`, `cross_entropy` of `log_softmax` and `nll_loss`.
+"""Ops that torch composes in C++ of other ops: `einsum` of `bmm`, `cross_entropy` of `log_softmax` and `nll_loss`.
 
 A patch in Python does not reach such a part. An op that no list names therefore takes the rule of its parts
 (`Policy.cases`), and `audit` reads the same table the other way round: which ops a part may have been called by.
@@ -25,14 +25,14 @@ Tensor = torch.Tensor
 
 
 class Row(NamedTuple):
-    """What an op runs. `ways`: its parts, one tuple a way. `when`: of the op's arguments; None stands for always."""
+    """A composed op's parts. `ways`: one tuple of parts for each way to run. `when`: for which arguments; None: all."""
 
     ways: tuple[tuple[str, ...], ...]
     when: Callable[..., bool] | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that have a say, of all ways."""
+        """The parts that count, over all ways."""
         parts = dict.fromkeys(part for way in self.ways for part in way)
         return tuple(part for part in parts if part not in ARITHMETIC) or tuple(parts)
 
@@ -229,7 +229,7 @@ COMPOSED: dict[str, tuple[Row, ...]] = {
 
 @functools.cache
 def callers(part: str) -> tuple[str, ...]:
-    """The ops that are nothing but `part` in some way, so that it may be they that were called when it runs."""
+    """The ops that consist of `part` alone in some way, so that a run of `part` may have been a call of them."""
     found = dict.fromkeys(
         name for name, rows in COMPOSED.items() for row in rows if (part,) in row.ways and part not in ARITHMETIC
     )

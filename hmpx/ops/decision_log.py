@@ -22,7 +22,7 @@ _LEVEL = Flag("the level of the logger hmpx", lambda: logger.level, logger.setLe
 
 
 class _Shown(logging.StreamHandler):
-    """Writes to standard error as it is now, after all that the program has printed so far.
+    """Writes to the current standard error, after all output of the program so far.
 
     So where both streams go to one file or pipe, a decision stands between the lines that were printed before and after
     it, and not before all of them.
@@ -37,7 +37,7 @@ class _Shown(logging.StreamHandler):
 
 
 class VerboseLog:
-    """Observes the ops that a rule concerns, and collects the decisions of one conversion.
+    """Observes the ops that have a rule, and collects the decisions of one conversion.
 
     A user who asked for it sees it: where no handler would show INFO records of the logger "hmpx", one that writes to
     standard error is attached while it is open. All that hmpx logs meanwhile goes through it, warnings too.
@@ -68,7 +68,7 @@ class VerboseLog:
             logger.info("hmpx: %s", line)
 
     def apply(self, changes: Changes) -> None:
-        """Show what is logged from here on. Undone, or at the end of the program, it logs how often each was taken."""
+        """Show the log from here on. When undone, or at the program's end, log the count of each decision."""
         if not logger.isEnabledFor(logging.INFO):
             changes.put(_LEVEL, logging.INFO)
         if not logger.hasHandlers():
@@ -86,7 +86,7 @@ class VerboseLog:
 
 
 class Announcement:
-    """What `convert` says when it begins, for those who look at INFO records. A part, which nothing takes back."""
+    """A part that logs at INFO when `convert` begins; there is nothing to undo."""
 
     def __init__(self, *lines: str) -> None:
         self._lines = lines

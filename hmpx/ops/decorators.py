@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool]) -> Any:
-    """`function` with its inputs cast while `active()`, as the rule says of the scope that it is called from.
+    """`function` with its inputs cast while `active()`, by the rule of the scope that it is called from.
 
     rules: by scope; it may get more.
     """

@@ -1,4 +1,4 @@
-"""Dtypes that become others wherever one is asked for: what XLA_USE_BF16 and XLA_DOWNCAST_BF16 did below Python.
+"""Replaces dtypes by others wherever one is asked for, as XLA_USE_BF16 and XLA_DOWNCAST_BF16 did below Python.
 
 With ``{float32: bfloat16}``, `torch.zeros(3)`, `x.float()`, `x.to(torch.float32)`, `torch.sum(x, dtype=torch.float32)`,
 `nn.Linear(4, 4)` and `torch.load(file)` all give BF16. The mapping is applied once to what a caller asks for, and once
@@ -71,7 +71,7 @@ class DtypeMap:
         return "".join(f"{old} -> {new}\n" for old, new in self._mapping.items())
 
     def apply(self, changes: Changes) -> None:
-        """Give the default dtype and the old names of tensor types (`torch.FloatTensor`) their successors."""
+        """Map the default dtype and the old tensor types (`torch.FloatTensor`)."""
         default = torch.get_default_dtype()
         changes.put(_DEFAULT_DTYPE, self._mapping.get(default, default))
         for dtype, new in self._mapping.items():
@@ -79,7 +79,7 @@ class DtypeMap:
             changes.put(Attribute(torch, name, f"torch.{name}"), _LEGACY[new])
 
     def patches(self, patches: tuple[Patch, ...], switch: Switch) -> Iterator[Patch]:
-        """`patches`, and those that map dtypes: one attribute gets one patch, which does both."""
+        """`patches` and those that map dtypes; an attribute that needs both gets one patch."""
         places = {(id(patch.owner), patch.attribute): patch for patch in patches}
         made: dict[tuple[int, Callable], Callable] = {}
         for path, build in self._wanted():
@@ -92,7 +92,7 @@ class DtypeMap:
         yield from places.values()
 
     def _wanted(self) -> Iterator[tuple[str, Callable]]:
-        """Every function that is asked for a dtype or brings data in, and what makes its wrapper."""
+        """Every function that takes a dtype or loads data, with the factory of its wrapper."""
         special = {
             **dict.fromkeys(op_facts.DTYPE_ASKED, self._asked_for),
             **dict.fromkeys(op_facts.DTYPE_FOUND, self._found),
@@ -110,7 +110,7 @@ class DtypeMap:
         yield from special.items()
 
     def _new(self, values: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """What is asked for, mapped."""
+        """The mapped dtype of a request."""
         asked = self._asked
         return (
             tuple(asked.get(v, v) if type(v) in (torch.dtype, str) else v for v in values),
@@ -118,7 +118,7 @@ class DtypeMap:
         )
 
     def _narrowed(self, value: Any) -> Any:
-        """A tensor that has come in, in the dtype that its own is mapped to."""
+        """A loaded tensor, in the dtype that its own is mapped to."""
         if not isinstance(value, Tensor) or value.dtype not in self._mapping:
             return value
         new = METHODS[self._mapping[value.dtype]]
@@ -200,7 +200,7 @@ class DtypeMap:
         return wrapper
 
     def _tree(self, value: Any, seen: dict[int, Any]) -> Any:
-        """What was loaded, containers and modules as they are, tensors mapped.
+        """A loaded value with its tensors mapped; containers and modules stay the same objects.
 
         A tensor without a dimension stays: a count of steps would stop at 256 in BF16.
         """
@@ -226,7 +226,7 @@ class DtypeMap:
 
 
 def _call(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """`overriding.call` for a function of torch's own; a wrapper of ours calls that itself."""
+    """Call a function: torch's own by `overriding.call`, a wrapper of ours directly."""
     return function(*args, **kwargs) if type(function) is types.FunctionType else call(function, args, kwargs)
 
 
@@ -238,7 +238,7 @@ def _initialisers() -> Iterator[str]:
 
 
 def _acts(switch: Switch) -> bool:
-    """Whether the call of the wrapper that asks is one to map."""
+    """Whether dtypes are mapped in the call that is running."""
     if switch.retired or not region_state.maps():
         return False
     if is_dynamo_compiling():
@@ -249,7 +249,7 @@ def _acts(switch: Switch) -> bool:
 
 
 def _named_like(wrapper: Callable, patch: Patch) -> Callable:
-    """It takes the place of the original by name, for pickling too."""
+    """Give a replacement the name of its original, for pickling too."""
     method = patch.owner is Tensor
     wrapper.__module__ = "torch" if method else patch.owner.__name__
     wrapper.__name__, wrapper.__qualname__ = patch.attribute, f"Tensor.{patch.attribute}" if method else patch.attribute

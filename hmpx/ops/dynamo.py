@@ -61,7 +61,7 @@ class Tracing:
         self._originals.clear()
 
     def extend(self, originals: Mapping[Callable, Callable], what: str) -> None:
-        """More wrappers stand in their places. What is compiled already has none of them in it, and stays."""
+        """Note further wrappers. Code that is compiled already uses none of them and stays valid."""
         self._originals.update({id(wrapper): original for wrapper, original in originals.items()})
         self._tag_with(what)
         eval_frame = sys.modules.get("torch._dynamo.eval_frame")
@@ -77,7 +77,7 @@ class Tracing:
         self._tags.append(tag)
 
     def _untagged(self) -> str:
-        """The tag as it is without ours; a user may have added to it. It is another one in each asyncio task."""
+        """The tag without our part; a user may have added to it, and each asyncio task has its own."""
         found = config.cache_key_tag
         for tag in self._tags:
             found = found.replace(tag, "")
@@ -107,12 +107,12 @@ class Tracing:
         clear_tables()
 
     def _skip_wrappers(self, eval_frame: ModuleType) -> None:
-        """Behind a graph break a wrapper is no graph of its own, as the C function that it stands for is none."""
+        """After a graph break, a wrapper is never compiled by itself, like the C function that it stands for."""
         for code in self._codes:
             eval_frame.skip_code(code)
 
     def _watch_graphs(self, output_graph: ModuleType) -> None:
-        """Graphs with regions inside are told of when they run."""
+        """Wrap graphs that contain regions, so that the regions take effect when they run."""
         if process_state.tracing is not self:
             return
         compile_graph = output_graph.OutputGraph.call_user_compiler
@@ -143,7 +143,7 @@ def _imported(rules: ModuleType) -> None:
 
 
 def _other_tables() -> list[Any]:
-    """Those that Dynamo builds out of the attributes themselves, as far as they are there."""
+    """The tables that Dynamo builds from attributes of torch, as far as they exist yet."""
     variables = sys.modules.get("torch._dynamo.variables.torch")
     of_class = getattr(variables, "TorchInGraphFunctionVariable", None)
     found = getattr(variables, "get_overridable_functions", None), getattr(of_class, "_get_handlers", None)
@@ -155,7 +155,7 @@ def _forget_compiled() -> None:
 
 
 def trace_anew() -> None:
-    """Wrappers have been put in their places: if Dynamo is tracing, what it has looked at may be something else now.
+    """Restart Dynamo's trace if one is running: wrappers were put in place, so it may have seen originals.
 
     So it begins anew, and forgets what it has found out.
     """

@@ -32,7 +32,7 @@ _LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)  # what 
 
 
 class ForwardWrappers:
-    """A part: the forwards of all modules with rules are wrapped, of those too that get one while it is applied."""
+    """A part: wraps the forwards of all modules with rules, also of modules that get a rule later."""
 
     def __init__(self) -> None:
         self._wrapped: set[int] = set()  # by identity: what holds the forward
@@ -63,7 +63,7 @@ class ForwardWrappers:
 
 
 def _placing(original: Callable, owner: int) -> Callable:
-    """The forward of a class, in the place of the module that it is called for; `owner` is the class by identity.
+    """The forward of a class, called for a module with rules; `owner` is the class by identity.
 
     A forward that calls the one of its base class has its rules already.
     """
@@ -79,7 +79,7 @@ def _placing(original: Callable, owner: int) -> Callable:
 
 
 def _forward_of(module, inner, *args, **kwargs):
-    """The forward that stands in a module itself, in its place."""
+    """The forward that is an attribute of the module itself."""
     rules = rules_of(module)
     if not rules or not region_state.casts_on():
         return inner(*args, **kwargs)
@@ -87,7 +87,7 @@ def _forward_of(module, inner, *args, **kwargs):
 
 
 def _run(rules, function, args, kwargs):
-    """Call a forward in the scope that its rules make; a copy may carry some that were removed."""
+    """Call a forward in the scope of its module's rules; a copied module may carry rules that were removed."""
     scope, overlay, casting = region_state.scope(), None, None
     for rule in deciding(rules):
         overlay = rule.overlay
@@ -107,7 +107,7 @@ def _run(rules, function, args, kwargs):
 
 
 def _cast_once(value: Any, overlay: Overlay) -> Any:
-    """An argument as a cast by hand would make it. A list or dict stays: the module may write to it."""
+    """An argument cast once. A list or dict stays the same object, since the module may write to it."""
     if isinstance(value, torch.Tensor):
         return value.to(overlay.dtype) if value.dtype is not overlay.dtype and is_eligible(value) else value
     if isinstance(value, tuple):
@@ -117,7 +117,7 @@ def _cast_once(value: Any, overlay: Overlay) -> Any:
 
 
 def replaced_forwards() -> list[str]:
-    """The rules in force for modules whose forward is another one than that which was wrapped, in words."""
+    """Rules that do nothing because someone replaced the wrapped forward of their module, in words."""
     if state.wrap_forward is None:
         return []
     return [
@@ -130,7 +130,7 @@ def replaced_forwards() -> list[str]:
 
 
 def _is_wrapped(forward: Any) -> bool:
-    """Whether a forward is a wrapper, or one that was put around a wrapper and says so, as `functools.wraps` does."""
+    """Whether a forward is our wrapper, or wraps it and says so by `functools.wraps`."""
     while forward is not None:
         if isinstance(forward, functools.partial):
             if forward.func is _forward_of:
@@ -145,12 +145,12 @@ _WRAPPER = _placing(Module.forward, 0).__code__
 
 
 def rule_that_casts(frame: FrameType) -> str:
-    """What says so, where `frame` casts an argument of a module; else nothing."""
+    """The origin of the module rule by which `frame` casts an argument; else an empty string."""
     return frame.f_locals["overlay"].where if frame.f_code is _cast_once.__code__ else ""
 
 
 def side_that_casts(frame: FrameType) -> str:
-    """The rule, as an op's is called, where `frame` casts an argument of a module; else nothing."""
+    """The side of the module rule by which `frame` casts an argument; else an empty string."""
     if frame.f_code is not _cast_once.__code__:
         return ""
     dtype = frame.f_locals["overlay"].dtype

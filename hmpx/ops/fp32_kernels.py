@@ -17,100 +17,44 @@ other devices, tensor subclasses, sparse and nested tensors, ``out=``, in-place 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from hmpx.compiling import never_compile_alone
-from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops import op_facts
 from hmpx.ops.overriding import PLAIN, call
-from hmpx.ops.policy import LOW_RULES, Rule
-from hmpx.ops.rules import ELIGIBLE, METHODS, TARGETS, is_stated
+from hmpx.ops.policy import LOW_RULES
+from hmpx.ops.rules import ELIGIBLE, METHODS, is_stated
 from hmpx.ops.saved_tensors import Keeper
 from hmpx.ops.weight_cache import current, open_caches
 
 Tensor = torch.Tensor
-KernelsAsked = Literal["auto", "native", "float32"]
-KERNELS: tuple[KernelsAsked, ...] = ("auto", "native", "float32")
-GAINING = "matrix products, convolutions, attention, recurrences"  # `op_facts.FP32_KERNELS` in words
-VARIABLE = "HMPX_KERNELS"  # what "auto" means, where a person knows better
 _to_float, _float32, _strided = METHODS[torch.float32], torch.float32, torch.strided
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """What computes the ops that run in BF16 or FP16 on a CPU.
+class Fp32Kernel:
+    """FP32 kernels for ops whose inputs are of these dtypes."""
 
-    asked: "auto", "native" or "float32". widened: the dtypes that FP32 kernels compute.
-    """
-
-    asked: KernelsAsked = "native"
-    widened: frozenset[torch.dtype] = frozenset()
+    inputs: frozenset[torch.dtype]
 
     def __str__(self) -> str:
-        """As part of a sentence."""
-        names = " and ".join(rule.name for dtype, rule in LOW_RULES.items() if dtype in self.widened)
-        return f"FP32 kernels for {names} on CPU" if names else "native kernels"
+        names = " and ".join(rule.name for dtype, rule in LOW_RULES.items() if dtype in self.inputs)
+        return f"FP32 kernels for {names} on CPU"
 
-    def computed(self, op: str, rules: Iterable[Rule | None]) -> frozenset[torch.dtype]:
-        """The dtypes that an op may run in under some of these rules, and that FP32 kernels compute it in."""
-        if op not in op_facts.FP32_KERNELS:
-            return frozenset()
-        found: set[torch.dtype] = set()
-        for rule in rules:
-            if rule is not None:
-                found.update((TARGETS[rule],) if rule in TARGETS else LOW_RULES)
-        return self.widened & found
+    @property
+    def backward(self) -> str:
+        """What the backward pass computes in, in words."""
+        return "too"
 
-    def wrap(self, op: str, rules: Iterable[Rule | None], function: Callable) -> Callable:
+    def wrap(self, op: str, function: Callable) -> Callable:
         """`function`, which is torch's own for the op, with FP32 kernels where they compute it."""
-        dtypes = self.computed(op, rules)
-        return _computing(function, dtypes, op not in op_facts.FP32_KEPT) if dtypes else function
-
-
-NATIVE = Kernels()
-
-
-def choose(asked: KernelsAsked) -> Kernels:
-    """What `kernels=` means on this machine; "auto" is what the environment variable HMPX_KERNELS says, if it is set.
-
-    Raises:
-        HmpxError: another word.
-    """
-    meant: str = asked
-    said = f"kernels={asked!r}"
-    if asked == "auto" and os.environ.get(VARIABLE):
-        meant = os.environ[VARIABLE]
-        said = f"{VARIABLE}={meant}"
-    if meant not in KERNELS:
-        raise HmpxError(f"{said} does not exist{did_you_mean(str(meant), KERNELS)} (legal: {', '.join(KERNELS)})")
-    if meant == "auto":
-        return Kernels(asked, frozenset(dtype for dtype in LOW_RULES if not has_instructions(dtype)))
-    return Kernels(asked, frozenset(LOW_RULES if meant == "float32" else ()))
-
-
-def has_instructions(dtype: torch.dtype) -> bool:
-    """Whether this CPU's kernels for BF16 or FP16 are made for it, as far as torch can tell: True where it cannot."""
-    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
-    return not torch.backends.mkldnn.is_available() or bool(getattr(torch.ops.mkldnn, name)())
-
-
-def capability() -> str:
-    """What this CPU has, for the head of a table of figures."""
-    has = " and ".join(rule.name for dtype, rule in LOW_RULES.items() if has_instructions(dtype))
-    return f"{torch.backends.cpu.get_cpu_capability()}, kernels for {has or 'neither BF16 nor FP16'}"
-
-
-def is_computing(frame: FrameType) -> bool:
-    """Whether an op is computed in FP32 in `frame`, in the place of BF16 or FP16."""
-    return frame.f_code is _COMPUTED
+        return _computing(function, self.inputs, op not in op_facts.FP32_KEPT)
 
 
 def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) -> Callable:
@@ -235,5 +179,5 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 _any = _computing(torch.matmul, frozenset(), False)
-_COMPUTED = _any.__code__  # one for all of them
+COMPUTED = _any.__code__  # one for all of them
 never_compile_alone(_any)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def none_collected() -> Iterator[None]:
-    """No garbage is collected inside, unless somebody asks for it.
+    """Suspend automatic garbage collection.
 
     A collection looks through everything that is alive, and takes longer than what hmpx does here; and it runs
     finalizers, which are code of others.

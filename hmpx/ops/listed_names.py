@@ -1,4 +1,4 @@
-"""Names as lists write them, and the ops that they stand for; what is wrong with one that stands for none."""
+"""Resolves the names in lists to ops, and explains what is wrong with unknown names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Unknown = Literal["error", "warn"]  # what becomes of names that stand for nothi
 
 
 def resolve(names: tuple[Listed, ...], unknown: Unknown, wrong: dict[str, type[OpListError]]) -> dict[str, Listed]:
-    """Listed names by the op they stand for; the first mention is the one remembered. Adds to what is `wrong`."""
+    """Listed names by the op that they mean; the first mention counts. Adds problems to `wrong`."""
     ops = catalog()
     resolved: dict[str, Listed] = {}
     for listed in names:
@@ -47,7 +47,7 @@ def may_be_user_function(name: str) -> bool:
 
 
 def unknown_op(name: str) -> str:
-    """The message for a name that stands for nothing."""
+    """The message for an unknown name."""
     in_place = name.removesuffix("_")
     if in_place != name and in_place in legal_names():
         return f"{name!r} writes to its input and keeps its dtype; list {in_place!r} for the op"

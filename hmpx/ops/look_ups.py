@@ -1,4 +1,4 @@
-"""What the code of a class looks up to find out which function its ``__torch_function__`` has been handed.
+"""Reads bytecode: which functions does a class compare the one that its ``__torch_function__`` gets with?
 
 The code is read, as bytecode, and not run: no import, no property.
 """
@@ -20,7 +20,7 @@ _TABLES = (dict, types.MappingProxyType, set, frozenset, list, tuple)
 
 
 def functions_of(cls: type) -> Iterator[Any]:
-    """What the code of ``__torch_function__``, and of what it calls in its package, compares or has in tables.
+    """Functions that ``__torch_function__``, and the code it calls in its package, compares or keeps in tables.
 
     There may be anything else among it.
     """
@@ -32,7 +32,7 @@ def functions_of(cls: type) -> Iterator[Any]:
 
 
 def _members(table: Any) -> Iterator[Any]:
-    """What is in a table of functions, or of one such table for each class."""
+    """The functions in a table, or in tables by class."""
     yield from table
     if isinstance(table, (dict, types.MappingProxyType)):
         for each in table.values():
@@ -54,7 +54,7 @@ def _looked_up(cls: type) -> Iterator[tuple[_LookUp, Any]]:
 
 
 def _function(found: Any) -> types.FunctionType | None:
-    """A function, also out of a class."""
+    """A function, also one read from a class."""
     if isinstance(found, (classmethod, staticmethod)):
         found = found.__func__
     found = inspect.unwrap(found) if isinstance(found, types.FunctionType) else found
@@ -62,7 +62,7 @@ def _function(found: Any) -> types.FunctionType | None:
 
 
 class _LookUp(NamedTuple):
-    """What the code of a function looks up: a variable, and attributes from there on.
+    """One look-up in the code of a function: a variable, and attributes from there on.
 
     where: "global", "closure", "first" for the first parameter of a class method, or "import" for a module.
     level: of a relative import.
@@ -75,7 +75,7 @@ class _LookUp(NamedTuple):
     is_compared: bool = False
 
     def found(self, function: Any, cls: type) -> Any:
-        """What is there now; None for nothing."""
+        """The object that the look-up finds now; None if there is none."""
         try:
             return functools.reduce(inspect.getattr_static, self.attributes, self._start(function, cls))
         except (ImportError, LookupError, ValueError, AttributeError, TypeError):
@@ -94,7 +94,7 @@ class _LookUp(NamedTuple):
 
 @functools.cache
 def _look_ups(code: types.CodeType) -> list[_LookUp]:
-    """What code looks up to compare it by ``is``, ``==`` or ``in``, or for something else."""
+    """The look-ups in code, and which of them are compared by ``is``, ``==`` or ``in``."""
     found: list[_LookUp] = []
     stack: list[_LookUp | None] = []  # what an expression has looked up so far; None: a local variable
     imported, level = "", 0

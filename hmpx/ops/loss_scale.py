@@ -1,4 +1,4 @@
-"""FP16 loses gradients below 6e-8. Whoever trains in it without a `GradScaler` is told so, once for each conversion."""
+"""FP16 loses gradients below 6e-8, so training in it without a `GradScaler` gives one warning for each conversion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("hmpx")
 
 
 class ScalerLookedFor:
-    """A part of a conversion whose ops run in FP16: it looks for a scaler at the first step of an optimizer."""
+    """A part of an FP16 conversion: looks for a scaler at the first optimizer step."""
 
     def __init__(self) -> None:
         self._looked = False

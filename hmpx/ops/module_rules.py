@@ -17,6 +17,8 @@ import torch
 from hmpx import process_state as state
 from hmpx.changes import Changes
 from hmpx.errors import HmpxError
+from hmpx.ops.fp8.format import Format
+from hmpx.ops.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
 from hmpx.ops.overlays import Overlay, overlay_by_hand
 from hmpx.ops.policy import Policy
 from hmpx.ops.scopes import number_inside
@@ -72,14 +74,14 @@ class ModuleRule:
         return _unpickled, (self.overlay, self.active, self.classes, self.casts_arguments)
 
     def modules(self) -> Iterator[Module]:
-        """Those whose forward it is about and that are alive."""
+        """The live modules whose forward this rule is about."""
         return (module for module, _ in self._alive())
 
     def _alive(self) -> Iterator[tuple[Module, int]]:
         return ((module, distance) for reference, distance in self._modules if (module := reference()) is not None)
 
     def apply(self, changes: Changes | None = None) -> None:
-        """Put it in force, over the rules that the module has; until `changes` are undone, if they are given."""
+        """Put the rule in force over the module's other rules, until `changes` are undone if given."""
         with state.lock:
             self.active = True
             state.module_rules.add(self)
@@ -95,7 +97,7 @@ class ModuleRule:
             changes.callback(self.remove)
 
     def remove(self) -> None:
-        """Take it away; nothing happens the second time."""
+        """Remove the rule; a second call does nothing."""
         with state.lock:
             self.active = False
             state.module_rules.discard(self)
@@ -115,7 +117,9 @@ def policy_for(
     bf16: Iterable[str] | None = None,
     fp32: Iterable[str] | None = None,
     promote: Iterable[str] | None = None,
+    fp8: Iterable[str] | None = None,
     low_precision: torch.dtype | str | None = None,
+    fp8_format: Format | str | Mapping[str, Any] | None = None,
 ) -> ModuleRule:
     """Say in which precision ops run in the forward of a module, and in all that it calls.
 
@@ -129,8 +133,9 @@ def policy_for(
         rule: torch.float32, torch.bfloat16, torch.float16 or its name, for every op that computes; the floating tensors
             that the module is called with are cast once, as by hand, so that an in-place write to one goes to a copy.
             Or a `Policy`, in the place of the one around. Or a mapping of the arguments below, as a recipe has it.
-        bf16, fp32, promote: names of ops.
+        bf16, fp32, promote, fp8: names of ops.
         low_precision: what the ops in the bf16 list run in from here on; None for what they run in around.
+        fp8_format: the same of the fp8 list, as of `hmpx.convert`.
 
     Returns:
         A handle, whose `remove()` takes the rule away.
@@ -149,7 +154,8 @@ def policy_for(
     """
     if not isinstance(module, Module):
         raise HmpxError(f"policy_for takes a torch.nn.Module, not a {type(module).__name__}")
-    lists = {"bf16": bf16, "fp32": fp32, "promote": promote, "low_precision": low_precision}
+    said = (bf16, fp32, promote, fp8, low_precision, fp8_format)
+    lists = dict(zip((*SIDES, LOW_PRECISION, FP8_FORMAT), said, strict=True))
     made = ModuleRule(module, overlay_by_hand("policy_for", rule, lists, sys._getframe(1)))
     try:
         made.apply()
@@ -162,7 +168,7 @@ def policy_for(
 
 
 def _unpickled(overlay: Overlay, active: bool, classes: set[type], casts_arguments: bool = True) -> ModuleRule:
-    """A rule that came with a module, which holds it; no other one is known to have it."""
+    """Register a rule that was unpickled with its module."""
     rule = ModuleRule.__new__(ModuleRule)
     rule.overlay, rule.active, rule.classes, rule._modules = overlay, active, classes, []
     rule.casts_arguments = casts_arguments
@@ -177,7 +183,7 @@ def rules_of(module: Module) -> tuple[tuple[int, ModuleRule], ...]:
 
 
 def deciding(rules):
-    """Those that decide, from the outermost inwards: of each level the last that is active."""
+    """The rules that decide, outermost first: of each level the last active one."""
     if len(rules) == 1:
         return [rules[0][1]] if rules[0][1].active else []
     return list({distance: rule for distance, rule in rules if rule.active}.values())
@@ -189,7 +195,7 @@ def forward_class(module: Module) -> type:
 
 
 def never_called(module: Module) -> str:
-    """Why a rule of this module would do nothing; nothing where it does something."""
+    """Why a rule of this module would do nothing; an empty string if it does something."""
     kinds = [type(each).__name__ for each, _ in _with_forward(module)]
     if not kinds:
         return "there is no forward in it"
@@ -197,12 +203,12 @@ def never_called(module: Module) -> str:
 
 
 def modules_called_in(module: Module) -> list[Module]:
-    """The modules one level further in that have a forward which is called."""
+    """The nearest modules inside whose forward is called."""
     return [each for child in module.children() for each, _ in _with_forward(child) if not never_called(each)]
 
 
 def _with_forward(module: Module, distance: int = 0) -> Iterator[tuple[Module, int]]:
-    """The module; of a container, which has no forward of its own, what it contains."""
+    """The module itself; for a container without a forward, the modules in it."""
     if isinstance(module, torch.jit.ScriptModule):
         what = "a scripted module is compiled, and no rule reaches its ops"
         raise HmpxError(f"a rule for a {type(module).__name__}: {what}")
@@ -225,7 +231,7 @@ def _check(module: Module) -> None:
 
 
 def scopes_of_rules() -> set[int]:
-    """The scopes that the rules in force make, in modules and in modules inside of these."""
+    """The scopes that the rules in force can make, nested modules included."""
     found: set[int] = set()
     seen: set[tuple[int, int]] = set()
 
@@ -246,7 +252,7 @@ def scopes_of_rules() -> set[int]:
 
 
 def policies_of(model: Module) -> list[ModuleRule]:
-    """The rules that are in force in a model: of whatever gave them, `policy_for` or a recipe.
+    """The rules in force in a model, from `policy_for` or a recipe.
 
     Of a model that was copied or loaded they are not what `policy_for` has returned; `remove()` takes them away all the
     same.

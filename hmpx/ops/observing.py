@@ -1,4 +1,4 @@
-"""Watching the calls of ops, at the wrappers: what an observer is handed, and what it may do.
+"""Lets observers see the calls of ops at the wrappers, and says what they may do.
 
 An observer stands around the outermost op: what an observed op calls in turn is a part of it, and not observed again.
 It decides whether the op runs, and what is handed back to the program. Where nobody observes, nothing of this is in any
@@ -41,7 +41,7 @@ class Point:
 
 
 class Seen(NamedTuple):
-    """One call of an op: what it was called with after the casts, and what came of it.
+    """One call of an op: its arguments after the casts, and its result.
 
     casting: whether a rule has looked at the arguments: casts are on, and the caller does not say by ``dtype=`` what
     comes out. began, ended: of the op itself, without the casts; seconds of `time.perf_counter`.
@@ -67,11 +67,11 @@ class Observer(Protocol):
     everything: bool
 
     def leaves(self, caller: types.CodeType) -> bool:
-        """Whether it does not want to see what a function calls, one of torch's optimizers say."""
+        """Whether the observer skips the calls inside a function, such as a step of an optimizer."""
         ...
 
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
-        """Stand for one call, made in `frame`: as ``run(*args, **kwargs)`` does, if it calls that; with its result."""
+        """Observe one call made in `frame`. It usually returns ``run(*args, **kwargs)``."""
         ...
 
 
@@ -105,7 +105,7 @@ _thread = _Thread()
 def observed(
     point: Point, observer: Observer, plain: Callable, run: Run, caller: types.FrameType, args: tuple, kwargs: dict
 ) -> Any:
-    """One call in the hands of an observer; as `plain` does it where it is a part of another that already is."""
+    """Give one call to the observer; a call inside an observed call goes to `plain`."""
     if _thread.inside or is_dynamo_compiling():
         return plain(*args, **kwargs)
     _thread.inside = True
@@ -117,7 +117,7 @@ def observed(
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """A region in which nothing is observed, and nothing is cast: what an observer itself computes."""
+    """A region without observation and without casts, for an observer's own computations."""
     before, _thread.inside = _thread.inside, True
     try:
         with region_state.region(False):
@@ -127,7 +127,7 @@ def unobserved() -> Iterator[None]:
 
 
 def stand_in(function: Callable, casting: bool) -> Run:
-    """`function`, which computes an op, made to tell what it was called with.
+    """`function`, which computes an op, wrapped to report its arguments.
 
     casting: whether it is called with arguments that a rule has looked at.
     """

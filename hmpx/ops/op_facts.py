@@ -1,4 +1,4 @@
-"""What torch does not say about its own ops. Data only; `ops` reads the rest off the installed torch.
+"""Facts about ops that torch does not tell itself. Data only; the rest is read from the installed torch.
 
 REFUSES_MIXED starts from a measurement on CPU: every op of torch's own sample database (`op_db`) with two floating
 inputs was called with one of them in BF16, the other in FP32. `tests/ops/test_catalog.py` repeats it and fails if
@@ -126,14 +126,18 @@ FP32_KERNELS = frozenset(
 # Of these, what native kernels compute inside in FP32 and keep so for their backward.
 FP32_KEPT = frozenset({"scaled_dot_product_attention"})
 
+# Ops that an fp8 list may name: `fp8.operands` says what each multiplies.
+FP8_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
+
 # Ops of which torch has no BF16 or FP16 kernel on some device, by how their names begin and by name, and functions of
 # other modules: where torch refuses such an input, hmpx adds a note to the error. `test_refusals.py` measures it.
 NO_LOW_KERNELS = ("fft_", "linalg_", "special_")
 NO_LOW_KERNEL = frozenset(
     """
-    _upsample_bilinear2d_aa avg_pool3d cdist cholesky cholesky_inverse cholesky_solve complex ctc_loss det geqrf
-    histogram histogramdd inverse logdet lu_solve lu_unpack matrix_exp multi_margin_loss multilabel_margin_loss
-    nanquantile norm ormqr pdist pinverse polar polygamma qr quantile slogdet stft svd triangular_solve view_as_complex
+    _upsample_bilinear2d_aa angle avg_pool3d cdist cholesky cholesky_inverse cholesky_solve complex ctc_loss det
+    geqrf histc histogram histogramdd igamma igammac inverse logdet lu_solve lu_unpack matrix_exp multi_margin_loss
+    multilabel_margin_loss nanquantile norm ormqr pdist pinverse polar polygamma qr quantile slogdet stft svd
+    triangular_solve view_as_complex
     """.split()
 )
 NO_LOW_FUNCTIONS = ("torch.sparse.addmm", "torch.sparse.mm")

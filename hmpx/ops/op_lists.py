@@ -1,8 +1,8 @@
-"""Op list files -> `OpLists`, in which every name remembers its file and line.
+"""Reads op list files into `OpLists`, in which every name knows its file and line.
 
-Three formats, by suffix. `.yaml`/`.yml`: keys `bf16`, `fp32`, `promote`, each a list of names, and `low_precision`, the
-dtype that the bf16 list stands for. `.json`: a Gaudi configuration with `hmp_bf16_ops`, `hmp_fp32_ops`. Anything else
-is text: one name a line, `#` starts a comment.
+Three formats, by suffix. `.yaml`/`.yml`: keys `bf16`, `fp32`, `promote`, `fp8`, each a list of names, `low_precision`,
+the dtype that the bf16 list stands for, and `fp8_format`, how ops in the fp8 list are multiplied. `.json`: a Gaudi
+configuration with `hmp_bf16_ops`, `hmp_fp32_ops`. Anything else is text: one name a line, `#` starts a comment.
 
 A file is read once, eagerly: callers may delete it after the call. An empty list is a real list; a key that is absent
 or null says nothing, and the default list stands.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -21,14 +22,16 @@ from typing import Any
 import torch
 import yaml
 
-from hmpx.errors import OpListError, did_you_mean
-from hmpx.yaml_files import root_of, shown, text_of
+from hmpx.errors import HmpxError, OpListError, did_you_mean
+from hmpx.ops.fp8.format import Format
+from hmpx.yaml_files import root_of, shown, text_of, value_of
 
-SIDES = ("bf16", "fp32", "promote")
+SIDES = ("bf16", "fp32", "promote", "fp8")
+FP8_FORMAT = "fp8_format"  # a key of YAML files: what the names in the fp8 list are cast to
 LOW_PRECISION = "low_precision"  # a key of YAML files, and what may stand there
 LOW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "bf16": torch.bfloat16, "fp16": torch.float16}
 _KEYS = {
-    ".yaml": {key: key for key in (*SIDES, LOW_PRECISION)},
+    ".yaml": {key: key for key in (*SIDES, LOW_PRECISION, FP8_FORMAT)},
     ".json": {"hmp_bf16_ops": "bf16", "hmp_fp32_ops": "fp32"},
 }
 _KEYS[".yml"] = _KEYS[".yaml"]
@@ -54,7 +57,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class OpLists:
-    """The names on each side, and what the bf16 list stands for; None where nothing was said.
+    """The names on each side, and the low precision of the bf16 list; None if not given.
 
     `problems`: what is wrong with the file beside its names, which is kept so that all of it can be said at once.
     """
@@ -62,7 +65,9 @@ class OpLists:
     bf16: tuple[Listed, ...] | None = None
     fp32: tuple[Listed, ...] | None = None
     promote: tuple[Listed, ...] | None = None
+    fp8: tuple[Listed, ...] | None = None
     low_precision: torch.dtype | None = None
+    fp8_format: Format | None = None
     problems: tuple[str, ...] = ()
 
     def side(self, name: str) -> tuple[Listed, ...] | None:
@@ -75,12 +80,12 @@ def shipped() -> Path:
 
 
 def is_shipped(origin: str) -> bool:
-    """Whether a name's origin, `file:line`, is one of these."""
+    """Whether a name's origin, `file:line`, is a list that hmpx ships."""
     return os.path.realpath(origin).startswith(f"{os.path.realpath(shipped())}{os.sep}")
 
 
 def default_lists() -> OpLists:
-    """The lists that stand where a caller gives none: HMP's published defaults."""
+    """The default lists: HMP's published defaults."""
     return read_lists(**{f"{side}_file_path": shipped() / "default" / f"{side}.txt" for side in SIDES})
 
 
@@ -88,8 +93,9 @@ def read_lists(
     bf16_file_path: str | os.PathLike[str] | None = None,
     fp32_file_path: str | os.PathLike[str] | None = None,
     promote_file_path: str | os.PathLike[str] | None = None,
+    fp8_file_path: str | os.PathLike[str] | None = None,
 ) -> OpLists:
-    """Read up to three files. ``""`` and None mean: not given.
+    """Read up to four files. ``""`` and None mean: not given.
 
     A file with several sides in it (YAML, JSON) fills its own argument's side, and every side whose argument is not
     given.
@@ -97,7 +103,7 @@ def read_lists(
     Raises:
         OpListError: a file that cannot be read or has another shape; a side that two files fill; two low precisions.
     """
-    given = dict(zip(SIDES, (bf16_file_path, fp32_file_path, promote_file_path), strict=True))
+    given = dict(zip(SIDES, (bf16_file_path, fp32_file_path, promote_file_path, fp8_file_path), strict=True))
     for side, path in given.items():
         if not isinstance(path, str | os.PathLike | None):
             raise OpListError(
@@ -119,8 +125,9 @@ def read_lists(
             raise OpListError(f"{' and '.join(offers)} both hold a {side} list; say which with {side}_file_path=")
         filled[side] = next(iter(offers.values()), None)
     problems = tuple(problem for lists in read.values() for problem in lists.problems)
-    bf16, fp32, promote = map(filled.get, SIDES)
-    return OpLists(bf16, fp32, promote, next(iter(low), None), problems)
+    forms = [lists.fp8_format for lists in read.values() if lists.fp8_format is not None]
+    bf16, fp32, promote, fp8 = map(filled.get, SIDES)
+    return OpLists(bf16, fp32, promote, fp8, next(iter(low), None), next(iter(forms), None), problems)
 
 
 def read_file(path: str | os.PathLike[str], side: str) -> OpLists:
@@ -135,8 +142,8 @@ def read_file(path: str | os.PathLike[str], side: str) -> OpLists:
     if suffix in _KEYS:
         return _read_tree(path, text, suffix)
     names = {side: tuple(_read_lines(path, text))}
-    bf16, fp32, promote = map(names.get, SIDES)
-    return OpLists(bf16, fp32, promote)
+    bf16, fp32, promote, fp8 = map(names.get, SIDES)
+    return OpLists(bf16, fp32, promote, fp8)
 
 
 def _text(path: str) -> str:
@@ -175,9 +182,9 @@ def _listed(name: str, path: str, line: int) -> Listed:
 
 
 def _read_tree(path: str, text: str, suffix: str) -> OpLists:
-    """YAML nodes keep their lines, and JSON is YAML once its tabs are blanks."""
+    """Read YAML or JSON as YAML nodes, which know their lines; JSON is YAML once its tabs are blanks."""
     keys = _KEYS[suffix]
-    legal = ", ".join(key for key in keys if key != LOW_PRECISION)
+    legal = ", ".join(key for key in keys if key not in (LOW_PRECISION, FP8_FORMAT))
     if suffix == ".json":
         try:
             json.loads(text)
@@ -203,7 +210,7 @@ def _read_tree(path: str, text: str, suffix: str) -> OpLists:
         elif keys[key.value] in found:
             problems.append(f"{where}the key {key.value!r} stands here for the second time")
         else:
-            read = _low_precision if key.value == LOW_PRECISION else _names
+            read = _SAID.get(key.value, _names)
             found[keys[key.value]] = read(path, key.value, value, problems)
     if not found and not problems:
         close = next((hint for key, _ in root.value if (hint := did_you_mean(str(key.value), keys))), "")
@@ -219,6 +226,17 @@ def _low_precision(path: str, key: str, value: yaml.Node, problems: list[str]) -
     given = repr(value.value) if isinstance(value, yaml.ScalarNode) else f"a {_kind(value)}"
     problems.append(f"{path}:{value.start_mark.line + 1}: {key} is {given}, none of {', '.join(LOW_DTYPES)}")
     return None
+
+
+def _fp8_format(path: str, key: str, value: yaml.Node, problems: list[str]) -> Format | None:
+    try:
+        return None if _is_null(value) else Format.of(value_of(path, value))
+    except HmpxError as error:
+        problems.extend(f"{path}:{value.start_mark.line + 1}: {key}: {line}" for line in str(error).splitlines())
+        return None
+
+
+_SAID: dict[str, Callable] = {LOW_PRECISION: _low_precision, FP8_FORMAT: _fp8_format}
 
 
 def _names(path: str, key: str, value: yaml.Node, problems: list[str]) -> tuple[Listed, ...] | None:

@@ -1,4 +1,4 @@
-"""What stands in the places of torch's functions: one wrapper for each, by what its op does in each scope."""
+"""Builds the wrappers of torch's functions: one for each function, from the rules of its op in each scope."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hmpx.ops import op_facts
 from hmpx.ops.catalog import Entry, catalog
 from hmpx.ops.codegen import Switch
-from hmpx.ops.fp32_kernels import Kernels
+from hmpx.ops.kernels import Kernels
 from hmpx.ops.observing import Observer
 from hmpx.ops.op_lists import is_shipped
 from hmpx.ops.patches import Patch, Patching, made_patch, read_attribute
@@ -23,7 +23,7 @@ Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entr
 
 
 class Wrappers:
-    """The wrappers of one conversion. It may learn more scopes while it is in force."""
+    """The wrappers of one conversion. Further scopes may be added while it is in force."""
 
     def __init__(self, switch: Switch, kernels: Kernels, observer: Observer | None) -> None:
         self.switch, self._kernels, self._observer = switch, kernels, observer
@@ -34,12 +34,12 @@ class Wrappers:
         self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
 
     def patches(self, policies: Mapping[int, Policy]) -> Iterator[Patch]:
-        """Those of functions that have none yet, or another wrapper from now on.
+        """The patches of functions that have none yet, or that need another wrapper.
 
         policies: by scope, all that are known.
         """
         self._cases.learn(policies)
-        self._low = self._low or any(policy.bf16 for policy in policies.values())
+        self._low = self._low or any(policy.bf16 or policy.fp8 for policy in policies.values())
         for origins in (policy.origins for policy in policies.values()):
             self._asked |= {op for op in op_facts.UNSAFE_OF_LOW if op in origins and not is_shipped(origins[op])}
         wanted = self._cases.wanted(self._low)
@@ -66,8 +66,11 @@ class Wrappers:
                 yield patch
 
     def _build(self, op: str, entry: Entry, original: Callable, cases: Cases) -> Callable:
-        run = self._kernels.wrap(op, [case.rule for case in cases], original)
-        built = build_choice(op, entry, cases, original, self.switch, run, self._observer)
+        def running(case: Case) -> Callable:
+            kernel = self._kernels.kernel(op, case)
+            return original if kernel is None else kernel.wrap(op, original)
+
+        built = build_choice(op, entry, cases, original, self.switch, running, self._observer)
         if self._low and _may_refuse_low(op, cases):
             return build_explaining(op, entry, original, built)
         instead = op_facts.UNSAFE_OF_LOW.get(op)
@@ -77,7 +80,7 @@ class Wrappers:
 
 
 class _Function:
-    """One function of torch, and what is called in its place."""
+    """One function of torch and its wrapper."""
 
     def __init__(self, op: str, entry: Entry, original: Callable, build: Callable[..., Callable]) -> None:
         self._op, self._entry, self._original, self._build = op, entry, original, build
@@ -86,7 +89,7 @@ class _Function:
         self._scoped: Callable | None = None
 
     def wrapper(self, cases: Mapping[int, Cases]) -> Callable:
-        """Of one rule, where that is the same in all scopes; else one that asks where it is."""
+        """A wrapper of one rule if all scopes agree; else one that asks for the scope in each call."""
         for scope, each in itertools.islice(cases.items(), len(self._runs), None):  # in the order of before
             if each not in self._built:
                 built = self._build(self._op, self._entry, self._original, each)
@@ -98,7 +101,7 @@ class _Function:
 
 
 class _CasesByOp:
-    """What each op does in the scopes that are known. Of a further scope, no other is worked out again."""
+    """The rules of each op in the known scopes. A new scope adds to them without new work for the others."""
 
     def __init__(self) -> None:
         self._first: dict[Policy, int] = {}  # the first scope of each: many scopes have one policy
@@ -107,7 +110,7 @@ class _CasesByOp:
         self._ruled: set[str] = set()  # ops that some rule concerns in some scope
 
     def learn(self, policies: Mapping[int, Policy]) -> None:
-        """Work out those scopes that are not known yet."""
+        """Work out the scopes that are not known yet."""
         for scope, policy in policies.items():
             if scope in self._scopes:
                 continue
@@ -140,7 +143,7 @@ def _may_refuse_low(op: str, cases: Cases) -> bool:
 
 
 def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:
-    """`wanted`, and the ops that no rule concerns, with casts by hand.
+    """`wanted`, and the ops without a rule.
 
     Not among them: views, what makes no new values, and Python functions of torch, whose parts are seen.
     """

@@ -1,4 +1,4 @@
-"""What a name that stands for no op may mean: the class of a module, or what other libraries call the op."""
+"""Guesses which op an unknown name means: the class of a module, or another library's name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OWN_METHOD = re.compile(r"\bself\.(\w+)\(")
 
 
 def within_torch(name: str) -> bool:
-    """Whether a dotted name begins with a name that torch's own modules are imported by: ``nn.``, ``F.``."""
+    """Whether a dotted name begins with a usual name of torch's modules: ``nn.``, ``F.``."""
     return name.startswith(("nn.", "F.", "functional."))
 
 
@@ -43,7 +43,7 @@ def module_class(name: str) -> type | None:
 
 
 def op_meant(name: str) -> str | None:
-    """The op that somebody means who writes `name`; None where nothing but its spelling tells."""
+    """The op that `name` probably means; None if nothing but its spelling tells."""
     if cls := module_class(name):
         return op_of(cls)
     bare = name.rpartition(".")[2].lower()

@@ -1,4 +1,4 @@
-"""Lists that lie over others: what a module rule or a `casts` region says, and which policy comes of it.
+"""Overlays: the lists of a module rule or a `casts` region, laid over the policy around them.
 
 An overlay is one of three things: lists of ops, which move these ops and leave the others as they are around it; a
 dtype, for every op that computes; or a whole policy in the place of the one around it. Equal overlays are one object
@@ -18,24 +18,25 @@ from hmpx import process_state as state
 from hmpx.dtype_names import SHORT, dtype_name, dtype_named
 from hmpx.errors import HmpxError, OpListError, OptLevelError, did_you_mean
 from hmpx.ops import op_facts
-from hmpx.ops.build_policy import OPT_LEVELS, build_policy
+from hmpx.ops.build_policy import OPT_LEVELS, build_policy, without_fp8
 from hmpx.ops.callers import users_line
 from hmpx.ops.catalog import catalog
+from hmpx.ops.fp8.format import Format
 from hmpx.ops.listed_names import resolve
-from hmpx.ops.op_lists import LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists
+from hmpx.ops.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists
 from hmpx.ops.policy import LOW_RULES, Policy
 
 DTYPES = (torch.float32, *LOW_RULES)  # what everything in a module may run in
-_KEYS = (*SIDES, LOW_PRECISION, "opt_level")
+_KEYS = (*SIDES, LOW_PRECISION, FP8_FORMAT, "opt_level")
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """What holds in a module or a region.
+    """The rules of one module or region.
 
     where: what says so, as in ``train.py:12, hmpx.policy_for``. names: each listed op with its side and where it is
     listed. low_precision: what the bf16 list means from here on; None is what it means around. dtype: of every op that
-    computes. policy: in the place of the one around.
+    computes. policy: in the place of the one around. fp8_format: what the fp8 list means from here on.
     """
 
     where: str
@@ -43,6 +44,7 @@ class Overlay:
     low_precision: torch.dtype | None = None
     dtype: torch.dtype | None = None
     policy: Policy | None = None
+    fp8_format: Format | None = None
     number: int = field(default=0, compare=False)
 
     def over(self, policy: Policy) -> Policy:
@@ -57,9 +59,9 @@ class Overlay:
             names = [*(name for name, op in catalog().items() if op.computes), *policy.user_functions()]
             low = policy.low_precision if side == "fp32" else self.dtype
             origins = dict.fromkeys(names, self.where)
-            return Policy(
-                **{side: tuple(sorted(names))}, opt_level=policy.opt_level, origins=origins, low_precision=low
-            )
+            ops = tuple(sorted(names))
+            bf16, fp32 = ((), ops) if side == "fp32" else (ops, ())
+            return Policy(bf16, fp32, opt_level=policy.opt_level, origins=origins, low_precision=low)
         own = {name: side for name, side, _ in self.names}
 
         def names_of(side: str) -> tuple[str, ...]:
@@ -72,32 +74,34 @@ class Overlay:
             bf16=names_of("bf16"),
             fp32=names_of("fp32"),
             promote=names_of("promote"),
+            fp8=names_of("fp8"),
+            fp8_format=self.fp8_format or policy.fp8_format,
             origins={**policy.origins, **{name: where for name, _, where in self.names}},
             low_precision=self.low_precision or policy.low_precision,
         )
 
     @property
     def whole(self) -> bool:
-        """Whether it decides every op, so that nothing around it does."""
+        """Whether this overlay decides every op."""
         return self.dtype is not None or self.policy is not None
 
     def hides(self, around: Overlay) -> bool:
-        """Whether `around` decides nothing inside of this one."""
+        """Whether `around` has no effect inside this overlay."""
         if self.whole or around.whole:
             return self.whole
         own = {name for name, _, _ in self.names}
-        if around.low_precision and not self.low_precision:
+        if (around.low_precision and not self.low_precision) or (around.fp8_format and not self.fp8_format):
             return False
         return all(name in own or op_facts.FOLLOWS.get(name) in own for name, _, _ in around.names)
 
     def in_words(self) -> str:
-        """What it says: ``everything in float32``, ``linear and matmul in FP32``."""
+        """The overlay in words: ``everything in float32``, ``linear and matmul in FP32``."""
         if self.policy is not None:
             return f"a policy of its own ({self.policy.opt_level})"
         if self.dtype is not None:
             return f"everything in {dtype_name(self.dtype)}"
         low = LOW_RULES[self.low_precision].name if self.low_precision else "low precision"
-        how = {"bf16": f"in {low}", "fp32": "in FP32", "promote": "promoted"}
+        how = {"bf16": f"in {low}", "fp8": "in FP8", "fp32": "in FP32", "promote": "promoted"}
         parts = []
         for side, word in how.items():
             names = [name for name, its, _ in self.names if its == side]
@@ -105,10 +109,12 @@ class Overlay:
                 parts.append(f"{', '.join(names)} {word}")
         if self.low_precision and not any(side == "bf16" for _, side, _ in self.names):
             parts.append(f"the bf16 list in {low}")
+        if self.fp8_format:
+            parts.append(f"FP8 {self.fp8_format}")
         return " and ".join(parts) or "as around it"
 
     def __reduce__(self) -> tuple:
-        return _unpickled, (self.where, self.names, self.low_precision, self.dtype, self.policy)
+        return _unpickled, (self.where, self.names, self.low_precision, self.dtype, self.policy, self.fp8_format)
 
     def __copy__(self) -> Overlay:
         return self
@@ -122,7 +128,7 @@ def _unpickled(*content: Any) -> Overlay:
 
 
 def _registered(overlay: Overlay) -> Overlay:
-    """The one object for what this says, with its number."""
+    """The one object for equal overlays, with its number."""
     with state.lock:
         for known in state.overlays[1:]:
             if known == overlay:
@@ -174,7 +180,7 @@ def overlay_by_hand(name: str, rule: Any, lists: Mapping[str, Any], frame: Frame
     if rule is not None and given:
         raise HmpxError(f"{what}: a rule and {', '.join(given)}=: which of the two?")
     unset = f"says nothing: hmpx.{name}(torch.float32), or lists of ops, as in fp32=['softmax']"
-    given = {key: _whole(value) for key, value in given.items()}
+    given = {key: _whole(value) if key in SIDES else value for key, value in given.items()}
     return read_overlay(given if rule is None else rule, f"{line}, {what}", what, unset=unset)
 
 
@@ -201,7 +207,7 @@ def with_names(lists: OpLists, names: Mapping[str, Iterable[str] | None], frame:
 
 
 def _whole(value: Any) -> Any:
-    """What can be gone through once, as what can be gone through again."""
+    """An iterator as a list, so that it can be read twice."""
     return value if isinstance(value, str | torch.dtype) or not isinstance(value, Iterable) else tuple(value)
 
 
@@ -223,7 +229,12 @@ def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str]
     low = LOW_DTYPES.get(low, low) if isinstance(low, str) else low
     if low is not None and low not in [*LOW_RULES]:
         wrong.append(f"{what}: {LOW_PRECISION} is {rule[LOW_PRECISION]!r}, none of {', '.join(LOW_DTYPES)}")
-    if not wrong and not given and low is None and "opt_level" not in rule:
+    form = None
+    try:
+        form = None if rule.get(FP8_FORMAT) is None else Format.of(rule[FP8_FORMAT])
+    except HmpxError as error:
+        wrong += [f"{what}: {FP8_FORMAT}: {line}" for line in str(error).splitlines()]
+    if not wrong and not given and low is None and form is None and "opt_level" not in rule:
         wrong.append(f"{what}: {unset or 'says nothing: it wants a dtype, lists of ops, or a policy'}")
     if wrong:
         raise HmpxError("\n".join(wrong))
@@ -233,22 +244,25 @@ def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str]
         if rule["opt_level"] not in OPT_LEVELS:
             legal = ", ".join(OPT_LEVELS)
             raise OptLevelError(f"{what}: opt_level {rule['opt_level']!r} does not exist (legal: {legal})")
-        bf16, fp32, promote = map(listed.get, SIDES)
-        lists = OpLists(bf16, fp32, promote)
+        bf16, fp32, promote, fp8 = map(listed.get, SIDES)
+        lists = OpLists(bf16, fp32, promote, fp8, fp8_format=form)
         return Overlay(where, policy=build_policy(rule["opt_level"], lists, low_precision=low))
     problems: dict[str, type[OpListError]] = {}
     chosen = {side: resolve(names, "error", problems) for side, names in listed.items()}
+    problems |= dict.fromkeys(without_fp8(chosen.get("fp8", {})), OpListError)
     for name, line in chosen.get("fp32", {}).items():
-        if name in chosen.get("bf16", {}):
+        if name in {**chosen.get("bf16", {}), **chosen.get("fp8", {})}:
             problems[f"{line.where}: {name!r} is on both sides"] = OpListError
     if problems:
         kinds = set(problems.values())
         raise (kinds.pop() if len(kinds) == 1 else OpListError)("\n".join(problems))
-    sides = {name: (side, line) for side in ("promote", "fp32", "bf16") for name, line in chosen.get(side, {}).items()}
+    sides = {
+        name: (side, line) for side in ("promote", "fp32", "bf16", "fp8") for name, line in chosen.get(side, {}).items()
+    }
     names = tuple(sorted((name, side, _origin(line.where, where)) for name, (side, line) in sides.items()))
-    return Overlay(where, names, low)
+    return Overlay(where, names, low, fp8_format=form)
 
 
 def _origin(line: str, where: str) -> str:
-    """Where a name is listed, and in what."""
+    """Where a name is listed, in words."""
     return line if line == where else f"{line}, {where.partition(', ')[2] or where}"

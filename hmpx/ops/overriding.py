@@ -1,4 +1,4 @@
-"""Calls of torch's functions with tensors of a class that overrides them, by ``__torch_function__``.
+"""Calls of torch's functions with tensor classes that override them by ``__torch_function__``.
 
 The class is handed the function that torch has made, as without hmpx: it may look for it in a table that is older than
 the conversion. Where it compares the function with what a name leads to now, ``func is torch.nn.functional.linear``, or
@@ -40,7 +40,7 @@ COMPILER = tuple(
 
 
 def call(op: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call torch's own function `op`. A tensor subclass that overrides functions is handed it as without hmpx.
+    """Call torch's own function `op`. A tensor subclass that overrides functions gets it as without hmpx.
 
     torch itself looks the function up by its name to hand it to ``__torch_function__``, and would find the wrapper. A
     stand-in, which has the function that it stands for as the attribute `hands_on`, calls it in this way itself.
@@ -55,7 +55,7 @@ def call(op: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
-    """`op` where the classes of its arguments are asked first, because the casts of these are of other ones.
+    """`op`, which asks the classes of the uncast arguments first, since a cast may lose the class.
 
     `casting` makes of `op` what casts its arguments. A class that neither compares `op` nor has it in a table is handed
     that: it is going to call what it is handed.
@@ -81,7 +81,7 @@ def overrides(args: tuple, kwargs: dict) -> bool:
 
 
 def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
-    """Whether a tensor whose class overrides functions is of another one `after` it was cast.
+    """Whether a cast lost the class of a tensor that overrides functions.
 
     A weight of a class that derives from `Parameter`, say: what that does to a tensor gives plain ones.
     """
@@ -91,7 +91,7 @@ def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
 
 
 def _items(args: tuple, kwargs: dict) -> Iterator[Any]:
-    """Arguments, and what is in those that are lists or tuples."""
+    """Arguments, and the items of lists and tuples among them."""
     for value in (*args, *kwargs.values()):
         yield from value if type(value) in (list, tuple) else (value,)
 
@@ -118,7 +118,7 @@ def _is_compared(op: Callable, *classes: type) -> bool:
 
 
 def out_of_graph(function: Callable, *args: Any) -> Any:
-    """The call as it is in eager code."""
+    """Make the call outside of a compiled graph."""
     return function(*args)
 
 
@@ -134,7 +134,7 @@ class _Probe(Tensor):
 
 @functools.cache
 def public(op: Callable) -> Callable:
-    """What torch hands to ``__torch_function__`` for `op`: for the operator ``x @ y`` it is ``Tensor.matmul``."""
+    """The function that torch passes to ``__torch_function__`` for `op`: ``Tensor.matmul`` for ``x @ y``."""
     if not (op.__name__.startswith("__") and isinstance(op, types.MethodDescriptorType)):
         return op
     with torch._C._DisableTorchDispatch():  # a tensor without data can be of no other class
@@ -147,14 +147,14 @@ def public(op: Callable) -> Callable:
 
 
 def handed(op: Callable, *classes: type) -> Callable:
-    """What torch hands to these classes for `op`, or the wrapper of that which one of them compares it with."""
+    """The function to pass to these classes for `op`: torch's own, or our wrapper if a class compares with that."""
     return _looked_up(op, *classes) or public(op)
 
 
 def _looked_up(op: Callable, *classes: type) -> Callable | None:
-    """What torch hands to these classes for `op`, or the wrapper of that, if the code of one looks for it.
+    """The function that the code of a class looks for: torch's own or our wrapper; None if it looks for neither.
 
-    A table that is older than the conversion has the first, one that is younger the second.
+    A table that is older than the conversion holds torch's own, a younger one the wrapper.
     """
     op, wrapper = public(op), None
     for cls in classes:
@@ -182,7 +182,7 @@ def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:
 
 
 def keep_attributes(cast: Tensor, value: Tensor) -> None:
-    """Give the cast of a tensor what that has beside its numbers: a bias of causal attention has nothing else."""
+    """Copy the attributes of a tensor to its cast: a causal attention bias consists of attributes alone."""
     if type(cast) is type(value) and not torch.compiler.is_dynamo_compiling():
         with contextlib.suppress(TypeError):  # no tensor of this class has anything
             vars(cast).update({key: kept for key, kept in vars(value).items() if key not in vars(cast)})

@@ -1,4 +1,4 @@
-"""`Patch`: one attribute of torch, what stood there, and the wrapper that takes its place."""
+"""`Patch`: one attribute of torch, its original, and the wrapper that replaces it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hmpx.ops.policy import Rule
 
 
 class Patching(enum.Enum):
-    """What a patch does to the calls of an entry point."""
+    """The effect of a patch on calls of an entry point."""
 
     CAST = "cast"  # the arguments are cast as its rule says
     UNCAST = "uncast"  # no casts inside: not the model's forward
@@ -68,7 +68,7 @@ def made_patch(
     inherited: bool,
     before: Any = None,
 ) -> Patch:
-    """The patch of an entry point; `before` where that is no longer the original."""
+    """The patch of an entry point; `before`: the value that stands there now, if it is not the original."""
     before = original if before is None else before
     return Patch(op, how, rule, entry.label, entry.owner, entry.attribute, original, wrapper, inherited, before)
 
@@ -80,7 +80,7 @@ def read_attribute(owner: Any, attribute: str) -> tuple[Any, bool]:
 
 
 def patch_at(path: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
-    """The patch of one dotted name in torch that casts nothing. `build` makes what stands there of what stood there."""
+    """A patch of one dotted name in torch that casts nothing. `build` makes the new value from the old one."""
     owner, attribute, original = wrapt.resolve_path(*split_path(path))
     inherited = attribute not in vars(owner)
     return Patch(attribute, how, None, path, owner, attribute, original, build(original), inherited, original)

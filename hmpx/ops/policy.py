@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.ops import op_facts
 from hmpx.ops.catalog import Op, canonical, catalog
 from hmpx.ops.composition import ONLY_FP32, Row
+from hmpx.ops.fp8.format import FORMATS, Format
 from hmpx.ops.op_lists import SIDES
 
 OptLevel = Literal["O1", "O2"]
@@ -20,7 +23,8 @@ OptLevel = Literal["O1", "O2"]
 class Rule(enum.Enum):
     """What happens to the eligible arguments of an op: dense and nested tensors of float32, bfloat16 and float16.
 
-    A list says BF16, FP32 or PROMOTE. FP16 is what the bf16 list says under ``low_precision=torch.float16``.
+    A list says BF16, FP8, FP32 or PROMOTE. FP16 is what the bf16 list says under ``low_precision=torch.float16``.
+    FP8 casts as BF16 does; FP8 products compute the op then, and its result is in BF16.
     FIRST_INPUT is for ops in no list that refuse mixed dtypes; UNCAST and DTYPE_MAP are for functions that are no ops.
 
     Example:
@@ -31,6 +35,7 @@ class Rule(enum.Enum):
 
     BF16 = "bf16"  # all to bfloat16
     FP16 = "fp16"  # all to float16
+    FP8 = "fp8"  # all to bfloat16, and multiplied in FP8
     FP32 = "fp32"  # all to float32
     PROMOTE = "promote"  # all to the widest dtype among them
     FIRST_INPUT = "first input"  # the others to the dtype of the first
@@ -45,14 +50,16 @@ LOW_RULES: dict[torch.dtype, Rule] = {torch.bfloat16: Rule.BF16, torch.float16: 
 
 @dataclass(frozen=True)
 class Case:
-    """What an op does in a call whose arguments `when` accepts; None accepts every call.
+    """The rule of an op in calls whose arguments `when` accepts; None accepts every call.
 
     rule: None leaves the op as torch made it. follows: the listed ops that the rule comes from, if it is not its own.
+    format: of FP8.
     """
 
     rule: Rule | None
     when: Callable[..., bool] | None = None
     follows: tuple[str, ...] = ()
+    format: Format | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class Policy:
     Attributes:
         bf16, fp32, promote: sorted op names; a dotted name is a user's own function.
         low_precision: torch.bfloat16 or torch.float16, what the ops in `bf16` run in.
+        fp8: the names that are multiplied in FP8, and fp8_format: how.
         opt_level: "O1" or "O2", what it was made for.
         origins: where each name was listed, as file:line.
 
@@ -71,7 +79,7 @@ class Policy:
     that are in different lists.
 
     Raises:
-        HmpxError: another dtype for `low_precision`.
+        HmpxError: another dtype for `low_precision`; FP8 beside float16.
 
     Example:
         >>> policy = hmpx.Policy(bf16=("linear",), fp32=("softmax",))
@@ -91,13 +99,18 @@ class Policy:
     opt_level: OptLevel = field(default="O1", compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     low_precision: torch.dtype = torch.bfloat16
+    fp8: tuple[str, ...] = ()
+    fp8_format: Format = FORMATS["tensorwise"]
     _rules: dict[str, Rule] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.low_precision not in tuple(LOW_RULES):
             legal = " nor ".join(map(str, LOW_RULES))
             raise HmpxError(f"low_precision={self.low_precision!r} is neither {legal}")
-        sides = {"promote": Rule.PROMOTE, "fp32": Rule.FP32, "bf16": LOW_RULES[self.low_precision]}
+        if self.fp8 and self.low_precision is not torch.bfloat16:
+            raise HmpxError(f"fp8: {', '.join(self.fp8)}: FP8 products take bfloat16, and low_precision is float16")
+        low = LOW_RULES[self.low_precision]
+        sides = {"promote": Rule.PROMOTE, "fp32": Rule.FP32, "bf16": low, "fp8": Rule.FP8}
         rules = {name: rule for side, rule in sides.items() for name in getattr(self, side)}
         object.__setattr__(self, "_rules", rules)
 
@@ -106,20 +119,20 @@ class Policy:
         return self._rules.get(name)
 
     def listed_as(self, op: Op) -> Rule | None:
-        """The rule of the list that names an op, by its own or by another name of the same computation."""
+        """The rule of the list that names an op, by its own name or another name of the same computation."""
         listed = self.listed(op.name)
         return self.listed(op.follows) if listed is None and op.follows else listed
 
     def rule(self, op: Op) -> Rule | None:
-        """The rule of an op of the catalogue; None leaves it as torch made it.
+        """The rule of an op in the catalogue; None leaves it as torch made it.
 
         Where it depends on the arguments of a call (`cases`), the first that casts.
         """
         rules = [case.rule for case in self.cases(op)]
-        return next((rule for rule in rules if rule in (*LOW_RULES.values(), Rule.FP32)), rules[0])
+        return next((rule for rule in rules if rule in (*LOW_RULES.values(), Rule.FP8, Rule.FP32)), rules[0])
 
     def cases(self, op: Op) -> tuple[Case, ...]:
-        """What an op does, by the arguments of a call; the first case that accepts them decides.
+        """The cases of an op; the first case that accepts a call's arguments decides.
 
         Its own listing goes first, then that of the op that it follows as another name, then those of its parts.
         """
@@ -128,14 +141,14 @@ class Policy:
         listed = self.listed_as(op)
         if listed is not None:
             follows = (op.follows,) if op.follows and not self.listed(op.name) else ()
-            return (Case(self._effective(op, listed), follows=follows),)
+            return (self._doing(op, listed, None, follows),)
         rows = op.rows or (catalog()[op.follows].rows if op.follows else ())
         cases = [self._case(op, row) for row in rows]
         if all(case.when is not None for case in cases):
-            cases.append(Case(self._effective(op, None)))
+            cases.append(self._doing(op, None))
         agreed = len({case.rule for case in cases}) == 1
         followed = tuple(dict.fromkeys(name for case in cases for name in case.follows))
-        return (Case(cases[0].rule, follows=followed),) if agreed else tuple(cases)
+        return (replace(cases[0], when=None, follows=followed),) if agreed else tuple(cases)
 
     def _case(self, op: Op, row: Row) -> Case:
         found = self._of_parts(row)
@@ -143,11 +156,20 @@ class Policy:
         rules = rules or set(found.values())
         names = tuple(name for name in found if self.listed(name))
         if not names or len(rules) > 1:
-            return Case(self._effective(op, None), row.when)
-        return Case(self._effective(op, rules.pop()), row.when, names)
+            return self._doing(op, None, row.when)
+        return self._doing(op, rules.pop(), row.when, names)
+
+    def _doing(
+        self, op: Op, listed: Rule | None, when: Callable[..., bool] | None = None, follows: tuple[str, ...] = ()
+    ) -> Case:
+        """The case of a listed rule. What follows an op with an FP8 product, and has none itself, is in BF16."""
+        rule = self._effective(op, listed)
+        if rule is Rule.FP8 and not {op.name, op.follows} & {*op_facts.FP8_PRODUCTS}:
+            rule = Rule.BF16
+        return Case(rule, when, follows, self.fp8_format if rule is Rule.FP8 else None)
 
     def _of_parts(self, row: Row) -> dict[str, Rule]:
-        """The rules of the parts of a row that have one, by the name that is listed."""
+        """The rules of a composed op's parts, by listed name."""
         found: dict[str, Rule] = {}
         for name in row.parts:
             part = catalog().get(name := canonical(name))
@@ -162,7 +184,7 @@ class Policy:
         return found
 
     def undecided(self, op: Op) -> dict[str, Rule]:
-        """The parts of an op that no list names, with their rules, where these differ and it stays as it is."""
+        """The parts of an unlisted op whose rules differ, so that it stays as it is; with those rules."""
         for row in () if op.view or self.listed_as(op) else op.rows:
             found = self._of_parts(row)
             if any(map(self.listed, found)) and len({rule for rule in found.values() if rule is not Rule.PROMOTE}) > 1:
@@ -186,5 +208,9 @@ class Policy:
             blocks.append(f"low_precision: {str(self.low_precision).removeprefix('torch.')}")
         for side in SIDES:
             names = getattr(self, side)
+            if side == "fp8" and not names:
+                continue
             blocks.append("\n".join([f"{side}:", *(f"  - {name}" for name in names)]) if names else f"{side}: []")
+        if self.fp8 and (keys := self.fp8_format.keys()):
+            blocks.append(f"fp8_format: {json.dumps(keys)}")
         return "\n".join(blocks) + "\n"

@@ -1,4 +1,4 @@
-"""What is added to an error of torch's where an op refuses BF16 or FP16: why its input is that, and what mends it."""
+"""Adds a note to torch's error if an op refuses BF16 or FP16: why its input has that dtype, and the cure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def explain(error: Exception, op: str, values: Iterable[Any]) -> None:
 
 
 def _origin(value: torch.Tensor) -> str:
-    """Where it comes from, as far as autograd knows."""
+    """The op that made a tensor, as far as autograd knows."""
     if isinstance(value, torch.nn.Parameter):
         return ", a parameter"
     node = value.grad_fn

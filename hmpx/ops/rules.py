@@ -1,4 +1,4 @@
-"""What a rule does to the arguments of a call: which tensors are cast, and to what.
+"""Applies a rule to the arguments of a call: which tensors are cast, and to which dtype.
 
 `cast_arguments` is the definition of every cast that hmpx makes, for any signature and any mixture of positional and
 keyword arguments, and `call_cast` calls an op by it. `codegen` writes faster functions that do the same.
@@ -31,7 +31,11 @@ ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _DENSE = frozenset({torch.strided, torch.jagged})  # layouts; nested tensors have either
 # torch's own methods, taken before anything is patched. `x.bfloat16()` is cheaper than `x.to(torch.bfloat16)`.
 METHODS = {torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float, torch.float16: Tensor.half}
-TARGETS = {**{rule: dtype for dtype, rule in LOW_RULES.items()}, Rule.FP32: torch.float32}
+TARGETS = {
+    **{rule: dtype for dtype, rule in LOW_RULES.items()},
+    Rule.FP8: torch.bfloat16,
+    Rule.FP32: torch.float32,
+}
 
 
 def is_eligible(value: Any) -> bool:
@@ -45,7 +49,7 @@ def is_sparse(value: Any) -> bool:
 
 
 def cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """An eligible tensor in `dtype`; of a weight, the cast that `cached_weights()` keeps."""
+    """An eligible tensor in `dtype`; for a weight, the cast that `cached_weights()` keeps."""
     if open_caches and type(value) is torch.nn.Parameter:
         return cast_weight(value, dtype, METHODS[dtype])
     found = METHODS[dtype](value)
@@ -55,7 +59,7 @@ def cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` in `dtype` where it is eligible, in lists, tuples and dicts too; itself where nothing changes."""
+    """`value` with its eligible tensors in `dtype`, also in lists, tuples and dicts; itself if nothing changes."""
     if isinstance(value, Tensor):
         return cast_tensor(value, dtype) if value.dtype is not dtype and is_eligible(value) else value
     kind = type(value)
@@ -71,7 +75,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def eligible_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
-    """The dtypes of the eligible tensors in `values`, in order, in lists, tuples and dicts too."""
+    """The dtypes of the eligible tensors in `values`, in order, also in lists, tuples and dicts."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -85,7 +89,7 @@ def eligible_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
 
 
 def is_explicit(args: tuple, kwargs: dict) -> bool:
-    """Whether the caller says what comes out, by ``out=`` or ``dtype=``."""
+    """Whether the caller sets the result's dtype by ``out=`` or ``dtype=``."""
     return is_stated(kwargs) or has_dtype(args)
 
 
@@ -102,7 +106,7 @@ def has_dtype(args: tuple) -> bool:
 
 
 def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
-    """The dtype that `rule` brings the arguments to; None where it has nothing to say."""
+    """The dtype that `rule` casts the arguments to; None if it casts nothing."""
     if rule in TARGETS:
         return TARGETS[rule]
     dtypes = eligible_dtypes((*args, *kwargs.values()))
@@ -112,7 +116,7 @@ def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
 
 
 def cast_arguments(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments as the op is to see them; tensors that it may write to (`signature.statistics`) are not cast."""
+    """The arguments cast by the rule; tensors that the op may write to (`signature.statistics`) are not cast."""
     dtype = target_dtype(rule, args, kwargs)
     if dtype is None or (rule is Rule.FIRST_INPUT and signature.mixed_on_cpu and _is_mixed_on_cpu(args, kwargs)):
         return args, kwargs
@@ -140,7 +144,7 @@ def _is_mixed_on_cpu(args: tuple, kwargs: dict) -> bool:
 
 
 def call_cast(op: Callable, rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> Any:
-    """Call `op` with its arguments cast. Of the tensors that it writes to, the caller's own are what is updated.
+    """Call `op` with its arguments cast. Tensors that it writes to are updated in the caller's own storage.
 
     Where the class of a tensor overrides functions, and its cast is of another one or not to be had, the class is asked
     first.
@@ -166,7 +170,7 @@ def call_cast(op: Callable, rule: Rule, signature: Signature, args: tuple, kwarg
 
 
 def _fitting(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """The arguments cast; None where a tensor of a class that overrides functions would not be one any more."""
+    """The arguments cast; None if a cast would lose the class of a tensor that overrides functions."""
     try:
         fitting = cast_arguments(rule, signature, args, kwargs)
     except Exception:  # of a class that knows few functions, and neither what reads a dtype nor what casts
@@ -181,7 +185,7 @@ def _casting(rule: Rule, signature: Signature, op: Callable) -> Callable:
 
 
 def _by_position(signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The call with its leading keyword arguments in their places."""
+    """The call with its leading keyword arguments by position."""
     values, rest = list(args), dict(kwargs)
     for argument in (signature.lead or ())[len(args) :]:
         if argument.name not in rest:

@@ -1,4 +1,4 @@
-"""What an op that computes in FP32 keeps for its backward: BF16 or FP16, as the native op would keep it."""
+"""Saves tensors for the backward of FP32 kernels in BF16 or FP16, as the native op would."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _to_float = METHODS[torch.float32]
 
 
 class _Saved:
-    """A tensor that one op keeps. version: of a tensor of the caller's, not to be written to until the backward."""
+    """A saved tensor of one op. version: of the caller's tensor, which must not change before the backward."""
 
     __slots__ = ("held", "low", "version")
 
@@ -26,7 +26,7 @@ class _Saved:
 
 
 class Keeper:
-    """What one op keeps for its backward, in BF16 or FP16 where it is FP32.
+    """The saved tensors of one op; FP32 ones are held in BF16 or FP16.
 
     Hooks that somebody else has set (of checkpointing, of offloading) are given what a native op would keep.
     """
@@ -43,7 +43,7 @@ class Keeper:
         return kept
 
     def narrow(self, low: torch.dtype, pairs: list[tuple[Tensor, Tensor]], round_all: bool) -> None:
-        """Exchange the FP32 tensors, as soon as the op has returned.
+        """Replace the FP32 tensors once the op has returned.
 
         pairs: each FP32 tensor that the op was given or returned, with its low counterpart, which is kept in its place.
         round_all: what else the op keeps is rounded; else only where that changes nothing.
@@ -77,7 +77,7 @@ class Keeper:
 
 
 def _same_view(tensor: Tensor, wide: Tensor | None, own: Tensor | None) -> Tensor | None:
-    """The view of `own` that `tensor` is of `wide`; None where they are laid out differently."""
+    """The view of `own` that corresponds to the view `tensor` of `wide`; None if their layouts differ."""
     if own is None or wide is None:
         return None
     own, offset = own.detach(), tensor.storage_offset() - wide.storage_offset()

@@ -1,4 +1,4 @@
-"""Where an op is called from, as a number: each nesting of overlays is a *scope*, and 0 is outside of all.
+"""Scopes: each nesting of overlays has a number; 0 is outside of all overlays.
 
 A number is what the state of a thread holds, and what compiled code is guarded by. Numbers hold for the process; which
 policy a scope has depends on the conversion in force, which is around all of them.
@@ -15,7 +15,7 @@ from hmpx.ops.policy import Policy
 
 
 def number_inside(scope: int, overlay: int) -> int:
-    """The scope that an overlay, by its number, makes of another scope."""
+    """The scope of an overlay (by its number) inside another scope."""
     found = state.scope_numbers.get((scope, overlay))
     return _new(scope, overlay) if found is None else found
 
@@ -38,7 +38,7 @@ def _new(scope: int, overlay: int) -> int:
 
 
 def made_of(overlays: Collection[int]) -> set[int]:
-    """The scopes that are known, of these overlays alone."""
+    """The known scopes that consist of these overlays alone."""
     found = {0}
     for scope, (around, overlay) in enumerate(state.scopes):  # what is around has a smaller number
         if around in found and overlay in overlays:
@@ -47,7 +47,7 @@ def made_of(overlays: Collection[int]) -> set[int]:
 
 
 def scope_inside(scope: int, overlay: int) -> int:
-    """The same, and the conversion in force has wrappers for it from then on."""
+    """The same; the conversion in force builds wrappers for it."""
     found = number_inside(scope, overlay)
     if found not in state.known_scopes and state.learn is not None:
         state.learn((found,))
@@ -81,7 +81,7 @@ class Policies(Mapping[int, Policy]):
         return len(self._known)
 
     def know(self, scopes: Iterable[int]) -> bool:
-        """Know these too; whether some were not known before."""
+        """Add scopes; whether some were new."""
         before = len(self._known)
         for scope in scopes:
             self._known[scope] = self.at(scope)

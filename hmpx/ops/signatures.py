@@ -112,7 +112,7 @@ def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:
 
 
 def _tail(overloads: list[list[Any]]) -> tuple[Argument, ...]:
-    """What all overloads have in common at the start, as long as it is numbers with a default."""
+    """The leading number arguments with a default that all overloads share."""
     tail = []
     for same in zip(*overloads, strict=False):
         found = {(a.name, type(a.default_value), a.default_value) for a in same if _is_number(a)}

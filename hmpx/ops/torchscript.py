@@ -20,7 +20,7 @@ _table = torch.jit._builtins._get_builtin_table()  # of torch's own functions, w
 
 
 class Scripting:
-    """A part that lets TorchScript see the originals in place of the wrappers.
+    """A part that shows TorchScript the originals in place of the wrappers.
 
     find: gives the originals by wrapper. It is called where they are needed: a wrapper that is held here would look as
     if somebody had taken it (`Rebinding.expect`).
@@ -37,14 +37,14 @@ class Scripting:
             changes.put(Attribute(_recursive, name, f"torch.jit._recursive.{name}"), seeing)
 
     def extend(self, originals: Mapping[Callable, Callable], changes: Changes) -> None:
-        """More wrappers, by which originals are to be seen until `changes` are undone."""
+        """Add wrappers whose originals TorchScript is to see, until `changes` are undone."""
         for wrapper, original in originals.items():
             self._originals[id(wrapper)] = original
             if id(original) in _table:
                 changes.put(Item(_table, id(wrapper), "TorchScript's table of builtins"), _table[id(original)])
 
     def _seeing(self, compile_function: Callable) -> Callable:
-        """A function of TorchScript's that takes another one first, so that it is given the original of a wrapper."""
+        """A TorchScript function that takes a function first, wrapped to receive the original of a wrapper."""
         return lambda function, *rest: compile_function(self._own(function), *rest)
 
     def _own(self, function: Any) -> Any:

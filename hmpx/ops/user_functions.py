@@ -44,7 +44,7 @@ class UserFunctions:
         self._retired = False
 
     def _know(self, policies: Mapping[int, Policy]) -> list[str]:
-        """Take in policies; the names that are new."""
+        """Add policies; the names that are new."""
         listed = {place: policy.user_functions() for place, policy in policies.items()}
         names = dict.fromkeys(name for rules in listed.values() for name in rules)
         new = [name for name in names if name not in self.rules]
@@ -56,7 +56,7 @@ class UserFunctions:
         return new
 
     def extend(self, policies: Mapping[int, Policy]) -> None:
-        """Know these policies, too: all that there are. What is new is patched until the others end."""
+        """Add policies. New names are patched until the others end."""
         new = self._know(policies)
         for name in new:
             self._take_or_await(name)
@@ -77,16 +77,16 @@ class UserFunctions:
 
     @property
     def waiting(self) -> list[str]:
-        """Names whose module is not imported yet, but for those that hmpx's own lists have."""
+        """Names whose module is not imported yet, except names in hmpx's own lists."""
         waiting = [name for name in self.rules if name not in self.patched and name not in _shipped_names()]
         return [] if self._retired else waiting
 
     def _ships(self, name: str) -> bool:
-        """Whether the name comes from a list of hmpx's own: then nothing is said where its module does not have it."""
+        """Whether the name comes from hmpx's own lists, for which a missing function is no error."""
         return is_shipped(self.origins.get(name, ""))
 
     def apply(self, changes: Changes) -> None:
-        """Patch what is imported, until `changes` are undone."""
+        """Patch the imported functions, until `changes` are undone."""
         self._changes = changes
         changes.callback(self._retire)
         for name in self.rules:
@@ -132,7 +132,7 @@ class UserFunctions:
             await_module(module, self)
 
     def take(self, module: types.ModuleType) -> None:
-        """Patch what was waited for in a module that has just been imported."""
+        """Patch the functions of a module that has just been imported."""
         for name in () if self._retired else self.waiting_for(module.__name__):
             try:
                 if self._patch(name, module.__name__, module) and self._rebinding is not None:

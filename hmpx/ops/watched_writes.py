@@ -1,4 +1,4 @@
-"""Ways to write to a tensor that do not raise its `_version`, watched while a cache of casts is open.
+"""Watches writes that do not raise a tensor's `_version`, while a cache of casts is open.
 
 They are `.data`, and the ways to the memory itself. Taking one of them drops the casts that are kept of the tensor, or
 of one in the same storage: see `weight_cache`.
@@ -23,7 +23,7 @@ _TO_MEMORY = ("numpy", "untyped_storage", "data_ptr", "__dlpack__")
 
 
 def watch_writes(changes: Changes) -> None:
-    """Until `changes` are undone, let every open cache forget what may be written to."""
+    """Let every open cache drop casts of tensors that may be written to, until `changes` are undone."""
     for name, watched in _watched.items():
         changes.put(Attribute(Tensor, name, f"torch.Tensor.{name}"), watched)
 

@@ -1,4 +1,4 @@
-"""Casts of weights that outlive a call: what `cached_weights()` keeps, and what makes it forget.
+"""The cache of weight casts that `cached_weights()` opens, and when it drops a cast.
 
 A weight is written to in many ways, and not all of them leave a trace. What guards a kept cast:
 
@@ -40,7 +40,7 @@ storage_of, _pointer, _to_float = Tensor.untyped_storage, Tensor.data_ptr, Tenso
 
 
 class _CachedCast:
-    """The cast of one weight, and what both were when it was made. wide: the cast in FP32, where a kernel wants it."""
+    """One weight's cast, with the versions of both when it was made. wide: the cast in FP32, if a kernel needs it."""
 
     __slots__ = ("cast", "pointer", "stream", "version", "weight", "wide")
 
@@ -64,7 +64,7 @@ class WeightCache:
         self._of_cast: dict[int, _CachedCast] = {}  # the same, by identity of the cast
 
     def get(self, weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
-        """`cast(weight)`, or the one that was kept."""
+        """The cached cast, or a new `cast(weight)`."""
         kept = self._kept.get((id(weight), dtype))
         if kept is not None and not _len_torch_dispatch_stack():
             made, stream = kept.cast, kept.stream
@@ -98,7 +98,7 @@ class WeightCache:
         return made
 
     def widen(self, value: Tensor) -> Tensor:
-        """`value` in FP32, for a kernel that wants it so; of a weight, or of a cast that is kept, it is kept too."""
+        """`value` in FP32 for a kernel; cached for a weight or a cached cast."""
         kept = self._of_cast.get(id(value))
         if kept is None or value._version:
             return self.get(value, torch.float32, _to_float) if type(value) is Parameter else _to_float(value)
@@ -122,12 +122,12 @@ class WeightCache:
         self._of_cast.clear()
 
     def forget(self, identities: set[int]) -> None:
-        """Forget the casts of the weights with these `id`s."""
+        """Drop the casts of the weights with these `id`s."""
         for key in [key for key in list(self._kept) if key[0] in identities]:
             self._drop(key)
 
     def forget_storage(self, tensor: Tensor) -> None:
-        """Forget what lies in the storage of `tensor`."""
+        """Drop the casts of weights in the storage of `tensor`."""
         pointer = storage_of(tensor).data_ptr()
         for key, kept in list(self._kept.items()):
             if pointer in (kept.pointer, storage_of(kept.cast).data_ptr()):
@@ -135,12 +135,12 @@ class WeightCache:
 
     @property
     def casts(self) -> tuple[Tensor, ...]:
-        """What is kept now."""
+        """The cached casts."""
         return tuple(kept.cast for kept in self._kept.values())
 
     @property
     def nbytes(self) -> int:
-        """What is kept now takes so many bytes, copies in FP32 included."""
+        """Bytes of the cached casts, FP32 copies included."""
         held = [t for kept in self._kept.values() for t in (kept.cast, kept.wide) if t is not None]
         return sum({storage.data_ptr(): storage.nbytes() for storage in map(storage_of, held)}.values())
 
@@ -152,7 +152,7 @@ class WeightCache:
 
 
 def cast_weight(weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
-    """`cast(weight)`, kept where this thread has a cache open. In compiled code, the compiler fuses the cast."""
+    """`cast(weight)`, cached if this thread has a cache open. In compiled code, the compiler fuses the cast instead."""
     if is_dynamo_compiling():
         return cast(weight)
     cache = open_caches.get(get_ident())
@@ -160,7 +160,7 @@ def cast_weight(weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], 
 
 
 def _upper_halves(wide: Tensor, low: Tensor) -> Tensor:
-    """`low`, if it is BF16, as the upper halves of the same numbers in FP32: it takes no memory of its own then."""
+    """`low` as the upper halves of `wide`, so that BF16 casts take no memory of their own."""
     if low.dtype is torch.bfloat16 and low.dim() and wide.is_contiguous():
         upper = wide.view(low.dtype)[..., 1::2]
         if torch.equal(upper, low):
@@ -169,7 +169,7 @@ def _upper_halves(wide: Tensor, low: Tensor) -> Tensor:
 
 
 def current() -> WeightCache | None:
-    """This thread's cache, where one is open."""
+    """This thread's cache; None if none is open."""
     return open_caches.get(get_ident())
 
 
@@ -222,7 +222,7 @@ def _device_module(device: torch.device) -> ModuleType:
 
 
 def _stream(weight: Parameter) -> object:
-    """What tells streams apart: work on another one does not wait for the cast. None where there are none."""
+    """The current stream, since work on another one does not wait for the cast. None without streams."""
     if weight.is_cpu:
         return None
     current = getattr(_device_module(weight.device), "current_stream", None)

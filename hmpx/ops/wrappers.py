@@ -32,7 +32,7 @@ logger = logging.getLogger("hmpx")
 
 
 def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
-    """Any signature; also Python functions of torch, inside of which nothing is cast again."""
+    """A wrapper for any signature, also for Python functions of torch, inside which nothing is cast again."""
     signature = entry.signature
     stated = _stated_positions(original) if signature.python else ()
     inner = _deciding(run) if signature.python else run
@@ -50,14 +50,14 @@ def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch
 
 @functools.cache
 def _code_under(rule: Rule, code: types.CodeType) -> types.CodeType:
-    """A code of its own for the wrappers of one rule, so that the code that runs tells the rule."""
+    """A copy of the function with a code object of its own for one rule, so that the running code tells the rule."""
     own = code.replace(co_name=f"{code.co_name}_{rule.name.lower()}")
     register(own, rule)
     return own
 
 
 def _deciding(function: Callable) -> Callable:
-    """`function`, a listed one, with casts off inside."""
+    """A listed `function`, with casts off inside."""
 
     def inner(*args, **kwargs):
         return region_state.run_uncast(call, (function, args, kwargs), {})
@@ -67,7 +67,7 @@ def _deciding(function: Callable) -> Callable:
 
 
 def _stated_positions(function: Callable) -> tuple[int, ...]:
-    """Where a Python function of torch takes `out`, `dtype` and `inplace`, by which a caller decides for himself."""
+    """Positions of `out`, `dtype` and `inplace` in a Python function of torch, by which the caller decides."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code else ()
     return tuple(names.index(name) for name in ("out", "dtype", "inplace") if name in names)
@@ -78,7 +78,7 @@ def _is_stated_at(positions: tuple[int, ...], args: tuple) -> bool:
 
 
 def build_uncast(entry: Entry, original: Callable, switch: Switch) -> Callable:
-    """A Python function of torch that is not the model's forward: casts are off inside."""
+    """A wrapper of a Python function of torch that is no part of a model: casts are off inside."""
     public(original)
     inner = _deciding(original)
 
@@ -92,7 +92,7 @@ def build_uncast(entry: Entry, original: Callable, switch: Switch) -> Callable:
 
 
 def build_check(weights: str, switch: Switch, original: Callable) -> Callable:
-    """A layer's check of its input's dtype, (self, input, ...), that accepts what will be cast."""
+    """A layer's check of its input's dtype, changed to accept inputs that will be cast."""
 
     def check(layer, value, *rest):
         if not switch.casts_off():
@@ -105,7 +105,7 @@ def build_check(weights: str, switch: Switch, original: Callable) -> Callable:
 def _observed(
     entry: Entry, point: Point, original: Callable, run: Callable | None, switch: Switch, observer: Observer
 ) -> Callable:
-    """The wrapper of an entry point in the hands of an observer."""
+    """The wrapper of an entry point while an observer is active."""
     public(original)
 
     if point.rule is None:
@@ -125,7 +125,7 @@ def _observed(
 
 
 def build_carrying(position: int, switch: Switch, original: Callable) -> Callable:
-    """A function of torch that keeps another one to call it later: that one runs in the region of now."""
+    """A wrapper of a torch function that stores a callback: the callback runs in the region of now."""
 
     def carrier(*args, **kwargs):
         if len(args) > position and not switch.retired:
@@ -146,7 +146,7 @@ def build_wrapper(
 
 
 def _computing(entry: Entry, rule: Rule, original: Callable, run: Callable | None) -> tuple[Rule, Callable]:
-    """The rule of an entry point, and what computes the op."""
+    """The rule of an entry point, and the function that computes the op."""
     if entry.in_place:  # the first is written to: the others come to it, whichever list names the op
         return Rule.FIRST_INPUT, original
     return rule, original if run is None or rule is Rule.FP32 else run
@@ -165,12 +165,16 @@ def build_choice(
     cases: tuple[Case, ...],
     original: Callable,
     switch: Switch,
-    run: Callable | None = None,
+    running: Callable[[Case], Callable] | None = None,
     observer: Observer | None = None,
 ) -> Callable:
-    """The wrapper of one entry point whose rule depends on the arguments, where there is more than one case."""
+    """The wrapper of one entry point whose rule depends on the arguments.
+
+    running: what computes the op in a case once the arguments are as its rule says; None for `original` itself.
+    """
 
     def build(case: Case) -> Callable:
+        run = None if running is None else running(case)
         if observer is not None:
             point = Point(op, entry.label, case.rule, original, case.follows, entry.in_place)
             return _named(_observed(entry, point, original, run, switch, observer), entry, original)
@@ -196,7 +200,7 @@ def build_choice(
 
 
 def build_explaining(op: str, entry: Entry, original: Callable, run: Callable) -> Callable:
-    """The wrapper `run` of an op that torch may have no BF16 kernel of: its error says what to do."""
+    """The wrapper `run` of an op that may have no BF16 kernel: its error names the cure."""
 
     def explaining(*args, **kwargs):
         try:
@@ -212,7 +216,7 @@ def build_explaining(op: str, entry: Entry, original: Callable, run: Callable) -
 def build_refusing(
     op: str, entry: Entry, original: Callable, run: Callable, switch: Switch, instead: str, asked: bool
 ) -> Callable:
-    """The wrapper `run` of an op that is unsafe on what was rounded before: a low first input is an error.
+    """The wrapper `run` of an op that is unsafe on rounded input: a first input in low precision is an error.
 
     instead: what is safe. asked: a list of the user's own names the op, so that this is a warning, once.
     """
@@ -238,7 +242,7 @@ def build_refusing(
 
 
 def build_untouched(original: Callable) -> Callable:
-    """The function as torch made it, called as torch would be without hmpx."""
+    """A wrapper that calls the original as torch would without hmpx."""
 
     def untouched(*args, **kwargs):
         return call(original, args, kwargs)
@@ -247,7 +251,7 @@ def build_untouched(original: Callable) -> Callable:
 
 
 def build_scoped(entry: Entry, original: Callable, runs: Mapping[int, Callable]) -> Callable:
-    """The wrapper of one entry point whose rule is not the same everywhere: it asks where it is.
+    """The wrapper of one entry point whose rule depends on the scope: it asks for the scope in each call.
 
     runs: what is called in each scope; it may get more.
     """

@@ -20,7 +20,8 @@ from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_
 from hmpx.recipes.frameworks import watch_frameworks
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model, convert, facts, of_own, prepared_by
-from hmpx.recipes.recipe import Recipe, Stated, with_and_without_zero
+from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.stated import Stated, with_and_without_zero
 from hmpx.updates.attach import attach, attached, detach
 from hmpx.updates.names import parameters
 from hmpx.updates.ranks import zero

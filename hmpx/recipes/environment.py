@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 
 from hmpx.errors import HmpxError
-from hmpx.recipes.recipe import Recipe, changed, read_recipe
+from hmpx.recipes.recipe import Recipe, changed
+from hmpx.recipes.stated import read_recipe
 
 _EN, _SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
 # The first of these that is set to anything but 0 decides, as in PyTorch/XLA.

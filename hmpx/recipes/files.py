@@ -14,8 +14,7 @@ from hmpx.ops.op_lists import SIDES, shipped
 from hmpx.recipes import gaudi, nxd
 from hmpx.recipes.keys import EXTENDS, LISTS, problems, spelled_out
 from hmpx.recipes.origins import Origins
-from hmpx.recipes.yaml_nodes import composed, lines_inside
-from hmpx.yaml_files import shown, value_of
+from hmpx.yaml_files import composed, lines_inside, shown, value_of
 
 
 class Read(NamedTuple):

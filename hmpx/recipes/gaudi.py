@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.recipes.yaml_nodes import composed, lines_inside
-from hmpx.yaml_files import value_of
+from hmpx.yaml_files import composed, lines_inside, value_of
 
 logger = logging.getLogger("hmpx")
 

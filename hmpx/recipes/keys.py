@@ -11,8 +11,9 @@ import torch
 from hmpx.dtype_names import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.build_policy import OPT_LEVELS
-from hmpx.ops.fp32_kernels import KERNELS
-from hmpx.ops.op_lists import LOW_PRECISION, SIDES
+from hmpx.ops.fp8.format import Format
+from hmpx.ops.kernels import KERNELS
+from hmpx.ops.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
 from hmpx.ops.policy import Policy
 from hmpx.recipes import nxd
 from hmpx.rounding.stochastic import check_seed
@@ -65,6 +66,7 @@ def _rule_spelled_out(rule: Any) -> Any:
             "opt_level": "O1",
             **{side: getattr(rule, side) for side in SIDES},
             LOW_PRECISION: rule.low_precision,
+            **({FP8_FORMAT: rule.fp8_format.keys()} if rule.fp8 else {}),
         }
     if not isinstance(rule, Mapping):
         return _spelled_out(rule)
@@ -105,6 +107,11 @@ def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, s
             check_seed(value)
         except HmpxError as error:
             yield None, str(error)
+    elif key == FP8_FORMAT:
+        try:
+            Format.of(value)
+        except HmpxError as error:
+            yield from ((None, f"{key}: {line}") for line in str(error).splitlines())
     elif key in LISTS and not isinstance(value, str):
         yield None, f"{key} is {value!r}, not the path of a list"
     elif key in SIDES and value is not None:

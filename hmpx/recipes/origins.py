@@ -12,7 +12,7 @@ from hmpx.errors import HmpxError
 from hmpx.yaml_files import shown
 
 
-class Place(NamedTuple):
+class Origin(NamedTuple):
     """A line of a file; with line 0, what `path` says in words (``--set seed=1``)."""
 
     path: str
@@ -26,31 +26,31 @@ class Place(NamedTuple):
 class Origins:
     """The place of each key: ``("weights",)``, ``("module_dtypes", "lm_head")``, ``("bf16", 0)`` for a first name.
 
-    Places are in the order of their lines, those of a file behind those of a file that it extends. `lists`: the path of
+    They are in the order of their lines, those of a file behind those of a file that it extends. `lists`: the path of
     each list file, by its key. A recipe that was no file has none of this.
     """
 
-    places: Mapping[tuple, Place] = field(default_factory=dict)
+    by_key: Mapping[tuple, Origin] = field(default_factory=dict)
     lists: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_file(cls, path: object, lines: Mapping[tuple, int], lists: Mapping[str, str] | None = None) -> Origins:
         """Of the lines of one file."""
-        return cls({key: Place(str(path), line) for key, line in lines.items()}, lists or {})
+        return cls({key: Origin(str(path), line) for key, line in lines.items()}, lists or {})
 
     def where(self, *key: str | int) -> str:
         """``"mine.yaml:3"``; an empty string where no place is known."""
-        return str(self.places[key]) if key in self.places else ""
+        return str(self.by_key[key]) if key in self.by_key else ""
 
     def without(self, keys: Collection[str]) -> Origins:
         """Those of a recipe that says something else of these keys."""
-        places = {key: place for key, place in self.places.items() if key[0] not in keys}
+        places = {key: place for key, place in self.by_key.items() if key[0] not in keys}
         return Origins(places, {key: path for key, path in self.lists.items() if key not in keys})
 
     def under(self, nearer: Origins) -> Origins:
         """Both; where both have a key, the place in the nearer one."""
-        around = {key: place for key, place in self.places.items() if key not in nearer.places}
-        return Origins({**around, **nearer.places}, {**self.lists, **nearer.lists})
+        around = {key: place for key, place in self.by_key.items() if key not in nearer.by_key}
+        return Origins({**around, **nearer.by_key}, {**self.lists, **nearer.lists})
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -65,13 +65,13 @@ class Origins:
 
     def located(self, problem: str) -> str:
         """One problem with the place of the key that it is about, if it is about one and says no place itself."""
-        if any(problem.startswith(f"{path}:") for path in {place.path for place in self.places.values()}):
+        if any(problem.startswith(f"{path}:") for path in {place.path for place in self.by_key.values()}):
             return problem
         for key, path in self.lists.items():
-            if shown(path) in problem and (key,) in self.places:
+            if shown(path) in problem and (key,) in self.by_key:
                 return f"{self.where(key)}: {key}: {problem}"
         # The most exact one, and of several the last, in the nearest file: until that line, all was right.
-        found = [key for key in self.places if is_about(problem, key)]
+        found = [key for key in self.by_key if is_about(problem, key)]
         if not found:
             return problem
         return f"{self.where(*max(reversed(found), key=len))}: {problem}"

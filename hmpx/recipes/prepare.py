@@ -24,7 +24,8 @@ from hmpx.recipes import frameworks
 from hmpx.recipes.keys import DTYPES, LISTS
 from hmpx.recipes.module_patterns import check_names, module_names, rules_for
 from hmpx.recipes.parameter_rules import dtype_of
-from hmpx.recipes.recipe import Recipe, Stated, as_recipe, name_of
+from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.stated import Stated, as_recipe, name_of
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.gradients.accumulation import replicas
 from hmpx.updates.names import named, names_in

@@ -6,11 +6,8 @@ A recipe's keys are the arguments of `hmpx.convert` and `hmpx.attach`, and what 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,14 +16,15 @@ import yaml
 from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.ops.build_policy import build_policy
-from hmpx.ops.fp32_kernels import KernelsAsked
-from hmpx.ops.op_lists import LOW_DTYPES, LOW_PRECISION, SIDES, Listed, read_file, read_lists, shipped
+from hmpx.ops.fp8.format import Format
+from hmpx.ops.kernels import KernelsAsked
+from hmpx.ops.op_lists import FP8_FORMAT, LOW_DTYPES, SIDES, Listed, read_lists
 from hmpx.ops.overlays import Overlay, read_overlay
 from hmpx.ops.policy import OptLevel, Policy
 from hmpx.recipes import nxd
-from hmpx.recipes.files import named_twice, read_keys, recipe_path
-from hmpx.recipes.keys import DTYPES, EXTENDS, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, problems, spelled_out
-from hmpx.recipes.origins import Origins, Place, is_about
+from hmpx.recipes.files import read_keys, recipe_path
+from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, problems, spelled_out
+from hmpx.recipes.origins import Origin, Origins
 from hmpx.recipes.parameter_rules import dtype_of, ways_in
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.settings import Settings
@@ -41,8 +39,9 @@ class Recipe:
 
     Attributes:
         opt_level: "O1" or "O2" for `hmpx.convert`; None leaves torch's ops alone.
-        bf16_file_path, fp32_file_path, promote_file_path: op lists; "" for the default ones.
-        bf16, fp32, promote: the same, name by name, in place of a file.
+        bf16_file_path, fp32_file_path, promote_file_path, fp8_file_path: op lists; "" for the default ones.
+        bf16, fp32, promote, fp8: the same, name by name, in place of a file.
+        fp8_format: how ops in the fp8 list are multiplied; see `hmpx.convert`.
         low_precision: "bfloat16" or "float16", what the ops in the bf16 list run in. None: what a list file says, else
             bfloat16.
         modules: rules for parts of the model, by the name of a module or a pattern (``"lm_head"``, ``"*.attn"``), or by
@@ -92,9 +91,12 @@ class Recipe:
     bf16_file_path: str = ""
     fp32_file_path: str = ""
     promote_file_path: str = ""
+    fp8_file_path: str = ""
     bf16: Sequence[str] | None = None
     fp32: Sequence[str] | None = None
     promote: Sequence[str] | None = None
+    fp8: Sequence[str] | None = None
+    fp8_format: str | Mapping[str, Any] | None = None
     low_precision: str | None = None
     modules: Mapping[str, Any] = field(default_factory=dict)
     kernels: KernelsAsked = "auto"
@@ -140,7 +142,8 @@ class Recipe:
             >>> hmpx.Recipe.from_nxd({"use_master_weights": True}).weights
             'master'
         """
-        return replace(read_recipe(nxd.BASE), **nxd.recipe_keys(config, with_zero))
+        base = read_keys(recipe_path(nxd.BASE), [each.name for each in fields(cls)]).keys
+        return cls(**{**base, **nxd.recipe_keys(config, with_zero)})
 
     def __str__(self) -> str:
         """As a file that is complete in itself: every list name by name, and the versions that it was written with."""
@@ -154,7 +157,7 @@ class Recipe:
         return f"# Written by hmpx {__version__} with torch {torch.__version__}.\n{text}"
 
     def __repr__(self) -> str:
-        said = [f"{key}={value!r}" for key, value in asdict(self).items() if value != getattr(_USUAL, key)]
+        said = [f"{key}={value!r}" for key, value in asdict(self).items() if value != getattr(USUAL, key)]
         return f"hmpx.Recipe({', '.join(said)})"
 
     def inlined(self) -> Recipe:
@@ -167,6 +170,10 @@ class Recipe:
         if policy is None:
             return changed(self, **dict.fromkeys(LISTS, ""))
         names = {side: getattr(policy, side) for side in SIDES} if self.opt_level == "O1" else {}
+        if policy.fp8:
+            names[FP8_FORMAT] = policy.fp8_format.keys()
+        elif names:
+            names["fp8"] = None
         low = dtype_name(policy.low_precision)
         return changed(self, **dict.fromkeys(LISTS, ""), **names, low_precision=low)
 
@@ -186,6 +193,8 @@ class Recipe:
                 files = read_lists(**{key: getattr(self, key) for key in LISTS})
                 own: dict[str, Any] = {side: self.listed(side) for side in SIDES if getattr(self, side) is not None}
                 low = LOW_DTYPES[self.low_precision] if self.low_precision else None
+                if self.fp8_format is not None:
+                    own[FP8_FORMAT] = Format.of(self.fp8_format)
                 return build_policy(self.opt_level, replace(files, **own), low_precision=low)
             if self.low_precision is not None:
                 raise HmpxError(f"low_precision {self.low_precision}: opt_level null leaves torch's ops as they are")
@@ -205,7 +214,7 @@ class Recipe:
         """
         found: dict[str, Overlay] = {}
         wrong: list[str] = []
-        places = self._origins.places
+        places = self._origins.by_key
         for pattern, rule in self.modules.items():
             where = f"{self._origins.where(MODULES, pattern) or 'recipe'}, {MODULES} {pattern!r}"
             of_names = {key[2:]: str(place) for key, place in places.items() if key[:2] == (MODULES, pattern)}
@@ -220,10 +229,10 @@ class Recipe:
 
     def listed(self, side: str) -> tuple[Listed, ...]:
         """The recipe's own names on a side, each with its line in the recipe's file."""
-        places, names = self._origins.places, getattr(self, side)
-        of_side = places.get((side,), Place(f"recipe, {side}"))
+        places, names = self._origins.by_key, getattr(self, side)
+        of_side = places.get((side,), Origin(f"recipe, {side}"))
         stand = [
-            places.get((side, i), of_side if (side,) in places else Place(of_side.path, i + 1))
+            places.get((side, i), of_side if (side,) in places else Origin(of_side.path, i + 1))
             for i in range(len(names))
         ]
         return tuple(Listed(name, *place) for name, place in zip(names, stand, strict=True))
@@ -271,179 +280,15 @@ class Recipe:
             return Settings(state_dtype=state_named(self.state_dtype), parameters=ways_in(self.parameters), **own)
 
 
-_USUAL = Recipe()  # what each key is where it is left out
+USUAL = Recipe()  # what each key is where it is left out
 DEFAULT = Recipe(parameter_dtype="float32")  # where no recipe is named: the default lists, FP32 weights
-Stated = str | os.PathLike[str] | Mapping[str, Any] | Recipe | None  # how a recipe may be given, everywhere
-_KEYS = [each.name for each in fields(Recipe)]
-_MAPPINGS = (MODULES, "module_dtypes", PARAMETERS, "dtype_map")
 
 
 def changed(recipe: Recipe, **keys: Any) -> Recipe:
     """The recipe with other values for some keys; the others go on to know where they stand."""
-    return _from(replace(recipe, **keys), recipe._origins.without(keys))
+    return with_origins(replace(recipe, **keys), recipe._origins.without(keys))
 
 
-def name_of(recipe: Recipe) -> str:
-    """What a user calls a recipe: its name, its file, or, if it is a dict, its keys."""
-    files = [place.path for place in recipe._origins.places.values() if place.line]
-    if not files:
-        return repr(recipe)
-    path = Path(files[-1])
-    return repr(path.stem if path.parent == shipped() / "recipes" else str(path))
-
-
-def _from(recipe: Recipe, origins: Origins) -> Recipe:
+def with_origins(recipe: Recipe, origins: Origins) -> Recipe:
     object.__setattr__(recipe, "_origins", origins)
     return recipe
-
-
-def laid_over(base: Recipe, keys: Mapping[str, Any], origins: Origins = _USUAL._origins) -> Recipe:
-    """A recipe with the keys of a nearer word: of a file or dict that extends it, of an option. The nearest word wins.
-
-    A list goes in the place of that list, whichever of the two ways said it. Another `opt_level` comes without the
-    lists of the one before. Of mappings, patterns go behind those of the recipe.
-    """
-    own: dict[str, Any] = dict(keys)
-    own |= {side: tuple(own[side]) for side in SIDES if own.get(side) is not None}
-    other_level = own.get("opt_level", base.opt_level) != base.opt_level
-    held = {side for side in SIDES if side in own or f"{side}_file_path" in own} | _in_several(own)
-    gone = {
-        key: getattr(_USUAL, key)
-        for side in SIDES
-        if other_level or side in held
-        for key in (side, f"{side}_file_path")
-    }
-    if other_level and own["opt_level"] is None:
-        gone |= {key: getattr(_USUAL, key) for key in (LOW_PRECISION, "kernels", MODULES)}
-    base = changed(base, **gone)
-    for key in _MAPPINGS:
-        if key in own:
-            around = {pattern: rule for pattern, rule in getattr(base, key).items() if pattern not in own[key]}
-            own[key] = {**around, **own[key]}
-    before = base._origins.without([key for key in own if key not in _MAPPINGS])
-    return _from(replace(base, **own), before.under(origins))
-
-
-def _in_several(keys: Mapping[str, Any]) -> set[str]:
-    """The sides that files with several lists hold."""
-    found: set[str] = set()
-    for side, key in zip(SIDES, LISTS, strict=True):
-        if keys.get(key):
-            with contextlib.suppress(HmpxError):  # `policy` says it, with the line of the key
-                lists = read_file(keys[key], side)
-                found |= {each for each in SIDES if lists.side(each) is not None}
-    return found
-
-
-def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Recipe:
-    """A recipe that hmpx ships, by name, or one in a file, by path; list files are looked for beside it.
-
-    A file is YAML, or a Gaudi configuration, whose name ends in .json.
-
-    `with_zero` is for a file that holds NxD's `mixed_precision_config`, see `Recipe.from_nxd`.
-
-    Raises:
-        HmpxError: each problem with file and line, the key or value, and the nearest legal one.
-    """
-    recipe, wrong, _ = _read_with_rules(recipe_path(name), with_zero)
-    if wrong:
-        kinds = set(wrong.values())
-        raise (kinds.pop() if len(kinds) == 1 else HmpxError)("\n".join(wrong))
-    return recipe
-
-
-def faults(path: Path) -> list[str]:
-    """Everything that is wrong in the recipe in a file, also what `read_recipe` leaves to those who use it.
-
-    Raises:
-        HmpxError: it cannot be read, or extends itself.
-    """
-    recipe, wrong, faulty = _read_with_rules(path)
-    return list(wrong | _raised(recipe.settings, faulty) | _raised(recipe.policy, faulty))
-
-
-_Wrong = dict[str, type[HmpxError]]  # each problem, and what is raised for it
-
-
-def _read_with_rules(path: Path, with_zero: bool = False) -> tuple[Recipe, _Wrong, Collection[str]]:
-    """As `_read`; its own names of ops are looked up, too."""
-    recipe, wrong, faulty = _read(path, with_zero, ())
-    if any(getattr(recipe, side) for side in SIDES):
-        wrong = wrong | _raised(changed(recipe, **dict.fromkeys(LISTS, "")).policy, faulty)
-    return recipe, wrong | _raised(recipe.overlays, faulty), faulty
-
-
-def _read(path: Path, with_zero: bool, above: tuple[Path, ...]) -> tuple[Recipe, _Wrong, Collection[str]]:
-    """The recipe in a file, what is wrong in it and in those that it extends, and the keys that this is about.
-
-    above: the files that extend this one.
-    """
-    keys, origins, base, wrong, faulty = read_keys(path, _KEYS, with_zero=with_zero)
-    around, found = _USUAL, _Wrong()
-    others: Collection[str] = ()
-    if base is not None:
-        chain, extends = [*above, path], f"{origins.where(EXTENDS)}: {EXTENDS}: "
-        if base.resolve() in (each.resolve() for each in chain):
-            raise HmpxError(f"{extends}a circle: {' extends '.join(map(str, [*chain, base]))}")
-        if len(chain) > _LONGEST:
-            raise HmpxError(f"{extends}more than {_LONGEST} recipes that extend one another")
-        try:
-            around, found, others = _read(base, with_zero, tuple(chain))
-        except HmpxError as error:
-            raise error if re.match(r".*:\d+: ", str(error)) else HmpxError(f"{extends}{error}") from None
-    recipe = laid_over(around, keys, origins)
-    return recipe, dict.fromkeys(wrong, HmpxError) | found, {*faulty, *others}
-
-
-_LONGEST = 32  # chain of files that extend one another
-
-
-def _raised(look: Callable[[], Any], faulty: Collection[str]) -> _Wrong:
-    """The problems that something raises, but for those about keys that are faulty anyhow and were left out."""
-    try:
-        look()
-    except HmpxError as error:
-        return {
-            line: type(error) for line in str(error).splitlines() if not any(is_about(line, (key,)) for key in faulty)
-        }
-    return {}
-
-
-def as_recipe(recipe: Stated, *, with_zero: bool = False) -> Recipe:
-    """A recipe from its name, its path, its keys, or a dict or file whose one key is NxD's `mixed_precision_config`:
-    its defaults depend on whether ZeRO-1 is in use. None is the default lists with FP32 weights."""
-    if recipe is None:
-        return DEFAULT
-    if isinstance(recipe, Recipe):
-        return recipe
-    if isinstance(recipe, str | os.PathLike):
-        return read_recipe(recipe, with_zero=with_zero)
-    if not isinstance(recipe, Mapping):
-        raise HmpxError(f"a recipe is a name, a path or a dict, not a {type(recipe).__name__}")
-    if list(recipe) == [nxd.KEY]:
-        return Recipe.from_nxd(recipe[nxd.KEY], with_zero=with_zero)
-    given = dict(recipe)
-    base = given.pop(EXTENDS) if isinstance(given.get(EXTENDS), Recipe) else None
-    values = checked(given)
-    if EXTENDS in values:
-        base = read_recipe(values.pop(EXTENDS), with_zero=with_zero)
-    return laid_over(base or _USUAL, values)
-
-
-def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a recipe with dtypes by their names.
-
-    Raises:
-        HmpxError: what is wrong with each.
-    """
-    values = {key: spelled_out(key, value) for key, value in keys.items()}
-    wrong = [problem for key, value in values.items() for _, problem in problems(key, value, _KEYS)]
-    wrong += [both for _, both in named_twice(values)]
-    if wrong:
-        raise HmpxError("\n".join(wrong))
-    return values
-
-
-def with_and_without_zero(recipe: Stated) -> tuple[Recipe, Recipe]:
-    """A recipe for optimizers that nobody has seen yet: what it says under ZeRO-1, and what otherwise."""
-    return as_recipe(recipe, with_zero=True), as_recipe(recipe)

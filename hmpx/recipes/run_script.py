@@ -21,7 +21,8 @@ from typing import Any, cast
 
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.recipes.activate import activate_both
-from hmpx.recipes.recipe import Recipe, as_recipe
+from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.stated import as_recipe
 
 _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
 

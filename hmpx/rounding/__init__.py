@@ -1,1 +1,1 @@
-"""The numbers: stochastic rounding of FP32 to BF16, one implementation a backend; every one gives the same bits."""
+"""Stochastic rounding of FP32 to BF16, one implementation for each backend; all give the same bits."""

@@ -1,10 +1,17 @@
-"""The rounding kernel in eager torch: any device, no compiler."""
+"""The rounding kernel in eager torch: any device, no compiler.
+
+On a CPU it goes through the cache's size at a time, and looks at values to see whether it may leave a part out. On an
+accelerator each call costs as much as some hundred thousand elements, and each look waits for the device. There it
+rounds a tensor of any size in 26 calls, and asks for nothing.
+"""
 
 from __future__ import annotations
 
 import threading
 
 import torch
+
+from hmpx.rounding.dataless import is_on_host
 
 Tensor = torch.Tensor
 
@@ -53,38 +60,32 @@ def _scratch(device: torch.device) -> _Scratch:
 
 
 def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """`out` bfloat16 and `x` float32: of one shape, contiguous, within one key.
+    """Round float32 `x` into bfloat16 `out`: equal shapes, contiguous, within one key.
 
     Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
     """
+    if not is_on_host(x):
+        _round_at_once(out.view(-1), x.view(-1), key, offset, width or x.numel(), stride)
+        return
     rows = zip(out.view(-1).split(width or x.numel()), x.view(-1).split(width or x.numel()), strict=True)
     for row, (out_row, x_row) in enumerate(rows):
         _round_row(out_row, x_row, key, offset + row * stride)
 
 
 def _round_row(out: Tensor, x: Tensor, key: int, offset: int) -> None:
-    c, x, out = _scratch(x.device), x.view(-1), out.view(-1)
-    odd = offset & 1
-    k2 = torch.tensor(signed(key >> 32), dtype=torch.int32, device=x.device)
-    keys = [signed(key + ((offset + start) // 2) * GOLDEN) for start in range(0, x.numel(), _CHUNK)]
-    first_keys = torch.tensor(keys, dtype=torch.int32, device=x.device).unbind()
+    c, odd = _scratch(x.device), offset & 1
     # A sum of squares below 1e38 proves that there is no inf, no NaN and no number past BF16's maximum.
     special = not torch.dot(x, x).item() < 1e38
     last = None
-    for k1, x_chunk, out_chunk in zip(first_keys, x.split(_CHUNK), out.split(_CHUNK), strict=True):
+    keys = _keys(key, offset, x.numel(), x.device)
+    for k, x_chunk, out_chunk in zip(keys, x.split(_CHUNK), out.split(_CHUNK), strict=True):
         if (count := x_chunk.numel()) != last:
             last = count
-            pairs = (count + odd + 1) // 2
-            products, h, t, bits = c.products[:pairs], c.hash[:pairs], c.shifted[:pairs], c.bits[:count]
+            pairs, bits = (count + odd + 1) // 2, c.bits[:count]
+            products, h, t = c.products[:pairs], c.hash[:pairs], c.shifted[:pairs]
             # Little-endian: the low half of a number belongs to the even element.
             halves, rounded = h.view(torch.uint16)[odd : odd + count], bits.view(torch.float32)
-        torch.add(products, k1, out=h)
-        torch.bitwise_right_shift(h, c.by_16, out=t)
-        h.bitwise_xor_(t.bitwise_and_(c.low_16)).mul_(c.multiply_1)
-        torch.bitwise_right_shift(h, c.by_15, out=t)
-        h.bitwise_xor_(t.bitwise_and_(c.low_17)).bitwise_xor_(k2).mul_(c.multiply_2)
-        torch.bitwise_right_shift(h, c.by_15, out=t)
-        h.bitwise_xor_(t.bitwise_and_(c.low_17))
+        _mix(products, h, t, *k, c)
         bits.copy_(halves)
         bits.add_(x_chunk.view(torch.int32)).bitwise_and_(c.high_16)
         out_chunk.copy_(rounded)
@@ -93,27 +94,73 @@ def _round_row(out: Tensor, x: Tensor, key: int, offset: int) -> None:
             out_chunk.copy_(torch.where(x_chunk.abs() <= BF16_MAX, out_chunk, nearest))
 
 
+def _keys(key: int, offset: int, count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Those of each chunk."""
+    k2 = torch.tensor(signed(key >> 32), dtype=torch.int32, device=device)
+    k1 = [signed(key + ((offset + start) // 2) * GOLDEN) for start in range(0, count, _CHUNK)]
+    return [(each, k2) for each in torch.tensor(k1, dtype=torch.int32, device=device).unbind()]
+
+
+def _mix(products: Tensor, h: Tensor, t: Tensor, k1: Tensor, k2: Tensor, c: _Scratch) -> None:
+    """The hashes of pairs, in `h`; `t` is room."""
+    torch.add(products, k1, out=h)
+    torch.bitwise_right_shift(h, c.by_16, out=t)
+    h.bitwise_xor_(t.bitwise_and_(c.low_16)).mul_(c.multiply_1)
+    torch.bitwise_right_shift(h, c.by_15, out=t)
+    h.bitwise_xor_(t.bitwise_and_(c.low_17)).bitwise_xor_(k2).mul_(c.multiply_2)
+    torch.bitwise_right_shift(h, c.by_15, out=t)
+    h.bitwise_xor_(t.bitwise_and_(c.low_17))
+
+
+def _round_at_once(out: Tensor, x: Tensor, key: int, offset: int, width: int, stride: int) -> None:
+    """Values past BF16's maximum are rounded to nearest: half a unit is added to their bits, and inf stays inf."""
+    bits = x.view(torch.int32)
+    sums = torch.where(x.abs() <= BF16_MAX, _numbers_at_once(x, key, offset, width, stride), 0x8000).add_(bits)
+    quiet = bits | 0x400000
+    out.view(torch.int16).copy_(torch.where(x.isnan(), quiet, sums, out=sums).bitwise_right_shift_(16))
+
+
 def numbers_(out: Tensor, _: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """The random numbers by which `round_` rounds: 16 bits each, in int32 `out`, flat."""
+    """Write the random numbers of `round_`, 16 bits each, to flat int32 `out`."""
+    if not is_on_host(out):
+        out.copy_(_numbers_at_once(out, key, offset, width or out.numel(), stride))
+        return
     for row, out_row in enumerate(out.split(width or out.numel())):
         _numbers_of_row(out_row, key, offset + row * stride)
 
 
 def _numbers_of_row(out: Tensor, key: int, offset: int) -> None:
     c, odd = _scratch(out.device), offset & 1
-    k2 = torch.tensor(signed(key >> 32), dtype=torch.int32, device=out.device)
-    for start, part in zip(range(0, out.numel(), _CHUNK), out.split(_CHUNK), strict=True):
-        k1 = torch.tensor(signed(key + ((offset + start) // 2) * GOLDEN), dtype=torch.int32, device=out.device)
+    for k, part in zip(_keys(key, offset, out.numel(), out.device), out.split(_CHUNK), strict=True):
         pairs = (part.numel() + odd + 1) // 2
-        h, t = c.hash[:pairs], c.shifted[:pairs]
-        torch.add(c.products[:pairs], k1, out=h)
-        torch.bitwise_right_shift(h, c.by_16, out=t)
-        h.bitwise_xor_(t.bitwise_and_(c.low_16)).mul_(c.multiply_1)
-        torch.bitwise_right_shift(h, c.by_15, out=t)
-        h.bitwise_xor_(t.bitwise_and_(c.low_17)).bitwise_xor_(k2).mul_(c.multiply_2)
-        torch.bitwise_right_shift(h, c.by_15, out=t)
-        h.bitwise_xor_(t.bitwise_and_(c.low_17))
+        h = c.hash[:pairs]
+        _mix(c.products[:pairs], h, c.shifted[:pairs], *k, c)
         part.copy_(h.view(torch.uint16)[odd : odd + part.numel()])
+
+
+def _numbers_at_once(like: Tensor, key: int, offset: int, width: int, stride: int) -> Tensor:
+    """Of as many elements as `like` has. Each key is a number in a call, as a tensor of it would be a copy."""
+    count = like.numel()
+    if width < count:  # an element of its own for each number: pairs may begin anywhere in a row
+        at = torch.arange(count, out=like.new_empty(count, dtype=torch.int64))
+        element = at.div(width, rounding_mode="floor").mul_(stride).add_(at.remainder_(width)).add_(offset)
+        h = _mixed_at_once(element.bitwise_right_shift(1).to(torch.int32), key, key >> 32)
+        return h.bitwise_right_shift_(element.bitwise_and_(1).mul_(16)).bitwise_and_(0xFFFF)
+    odd, pairs = offset & 1, (count + (offset & 1) + 1) // 2
+    h = torch.arange(pairs, out=like.new_empty(pairs, dtype=torch.int32))
+    halves = _mixed_at_once(h, key + (offset >> 1) * GOLDEN, key >> 32).view(torch.int16)[odd : odd + count]
+    return halves.to(torch.int32).bitwise_and_(0xFFFF)
+
+
+def _mixed_at_once(h: Tensor, k1: int, k2: int) -> Tensor:
+    """The hashes of pairs with these indices, in their place."""
+    h.mul_(signed(GOLDEN)).add_(signed(k1))
+    t = h.bitwise_right_shift(16)
+    h.bitwise_xor_(t.bitwise_and_(0xFFFF)).mul_(MULTIPLY_1)
+    torch.bitwise_right_shift(h, 15, out=t)
+    h.bitwise_xor_(t.bitwise_and_(0x1FFFF)).bitwise_xor_(signed(k2)).mul_(MULTIPLY_2)
+    torch.bitwise_right_shift(h, 15, out=t)
+    return h.bitwise_xor_(t.bitwise_and_(0x1FFFF))
 
 
 def _quiet(x: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ import torch
 from torch.nn.functional import pad
 
 from hmpx.rounding import native
+from hmpx.rounding.dataless import is_on_host
 from hmpx.rounding.kernels import Kernels, kernels_for
 from hmpx.rounding.keys import derive_key
 from hmpx.rounding.places import Keys, Place, numbers_of
@@ -88,12 +89,13 @@ Tensor = torch.Tensor
 
 BLOCK = 128
 _CHUNK = 1 << 15  # elements that are looked at at a time, for the sake of the temporaries
+_SHEETS = 2  # on an accelerator, where a call costs more than its elements: parts of a tensor
 _LEAST, _MOST = 1, 253  # exponents of scales: their inverses are normal numbers, too
 _SHIFT = 23 - 4  # bits of an FP32 mantissa that a code has not
 
 
 class Rows(NamedTuple):
-    """How elements lie in blocks: in rows, of which this process holds the columns from `first` on.
+    """The layout of elements in blocks: rows, of which this process holds the columns from `first` on.
 
     Attributes:
         width: elements of a row that are held.
@@ -111,7 +113,7 @@ class Rows(NamedTuple):
         return cls(length, 0, -(-length // BLOCK))
 
     def are_even(self, count: int) -> bool:
-        """Whether `count` elements, of whole rows, are in blocks that follow one another in steps of `BLOCK`."""
+        """Whether `count` elements of whole rows are in blocks that begin every `BLOCK` elements."""
         return self.width % BLOCK == 0 or self.width == count
 
     def floor(self, element: int) -> int:
@@ -143,7 +145,7 @@ class _Sheet(NamedTuple):
     padding: tuple[int, int]  # to whole blocks, at both ends of a row
 
     def in_blocks(self, x: Tensor, origin: int) -> Tensor:
-        """Its part of `x`, whose first element is `origin`, as [blocks, BLOCK], with zeros where a block has none."""
+        """This rectangle of `x`, whose first element is `origin`, as [blocks, BLOCK], padded with zeros."""
         held = x[self.start - origin : self.stop - origin].view(-1, self.width)
         return (pad(held, self.padding) if any(self.padding) else held).reshape(-1, BLOCK)
 
@@ -153,16 +155,18 @@ class _Sheet(NamedTuple):
         return rows[:, self.padding[0] : self.padding[0] + self.width].reshape(-1)
 
 
-def _sheets(start: int, stop: int, rows: Rows) -> Iterator[_Sheet]:
-    """Elements `start` ... `stop - 1` of what is held, where blocks begin and end, in rectangles of about `_CHUNK`."""
+def _sheets(start: int, x: Tensor, rows: Rows) -> Iterator[_Sheet]:
+    """The elements of `x`, from element `start` of what is held on, where blocks begin and end, in rectangles."""
+    stop = start + x.numel()
+    chunk = _CHUNK if is_on_host(x) else max(x.numel() // _SHEETS, _CHUNK)
     while start < stop:
         row, column = divmod(start, rows.width)
         count = (stop - start) // rows.width if not column else 0
         width = rows.width if count else min(rows.width - column, stop - start)
-        if width > _CHUNK:
-            width = rows.floor(start + _CHUNK) - start
+        if width > chunk:
+            width = rows.floor(start + chunk) - start
         left, right = (rows.first + column) % BLOCK, -(rows.first + column + width) % BLOCK
-        count = max(min(count, _CHUNK // (left + width + right)), 1) if width == rows.width else 1
+        count = max(min(count, chunk // (left + width + right)), 1) if width == rows.width else 1
         block = (rows.first + column) // BLOCK
         blocks = slice(block, block + (left + width + right) // BLOCK)
         yield _Sheet(start, start + count * width, width, slice(row, row + count), blocks, (left, right))
@@ -170,7 +174,7 @@ def _sheets(start: int, stop: int, rows: Rows) -> Iterator[_Sheet]:
 
 
 def largest(x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
-    """The bits of the largest finite magnitude, and whether a number is negative, of each block of `x`; int32, flat.
+    """Of each block of `x`: the bits of its largest finite magnitude, whether it has a negative number; flat int32.
 
     x: FP32 and flat, the elements from `start` on. Of blocks that others hold a part of, this is told of the own part,
     and 0 of those between two rows that are held.
@@ -181,7 +185,7 @@ def largest(x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
     above, below = start // rows.width, -(-(start + x.numel()) // rows.width)
     magnitudes = torch.zeros(below - above, rows.blocks, dtype=torch.int32, device=x.device)
     negatives = torch.zeros_like(magnitudes)
-    for sheet in _sheets(start, start + x.numel(), rows):
+    for sheet in _sheets(start, x, rows):
         blocks = sheet.in_blocks(x, start)
         bits = reinterpreted(blocks, torch.int32) & 0x7FFFFFFF
         here = slice(sheet.rows.start - above, sheet.rows.stop - above), sheet.blocks
@@ -193,7 +197,7 @@ def largest(x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
 
 
 def scales_for(magnitudes: Tensor, negatives: Tensor) -> Tensor:
-    """The scales of blocks of which `largest` has told; BF16."""
+    """The BF16 scales of blocks, from the result of `largest`."""
     exponents = shifted(magnitudes + 0x17FFFF, 23).clamp(_LEAST, _MOST)  # the next one where 1.8125 is passed
     return reinterpreted((exponents * 0x80 - negatives * 0x8000).to(torch.int16), torch.bfloat16)
 
@@ -225,7 +229,7 @@ def encode(
     if not given:
         scales.view(-1)[rows.range(start, start + x.numel())] = scales_for(*largest(x, rows, start))
     numbers = numbers_of(x, places, keys)
-    for sheet in _sheets(start, start + x.numel(), rows):
+    for sheet in _sheets(start, x, rows):
         scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
         values, r = (sheet.in_blocks(each, start) for each in (x, numbers))
         signed, magnitude = scale < 0, values.abs()
@@ -242,12 +246,12 @@ def encode(
 
 
 def decode(out: Tensor, codes: Tensor, scales: Tensor, rows: Rows, start: int) -> None:
-    """Write the numbers that `encode` has left to FP32 `out`; all flat, from the element `start` on."""
+    """Write the numbers of codes to FP32 `out`; all flat, from the element `start` on."""
     kernels = _kernels(scales, codes, out) if out.numel() else None
     if kernels is not None:
         kernels.decode_8bit(codes, scales, out, rows, start)
         return
-    for sheet in _sheets(start, start + out.numel(), rows):
+    for sheet in _sheets(start, out, rows):
         scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
         code = sheet.in_blocks(codes, start).to(torch.int32)
         signed = scale < 0
@@ -263,7 +267,7 @@ def decode(out: Tensor, codes: Tensor, scales: Tensor, rows: Rows, start: int) -
 
 
 def _kernels(scales: Tensor, *tensors: Tensor) -> Kernels | None:
-    """Those that can read all of them; scales have a shape of their own."""
+    """The kernels that can read all these tensors; scales have a shape of their own."""
     return kernels_for(*tensors) if native.is_plain(scales) and scales.device == tensors[0].device else None
 
 

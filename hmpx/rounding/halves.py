@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.dataless import lacks_data
+from hmpx.rounding.dataless import is_on_host
 from hmpx.rounding.keys import derive_key
 from hmpx.rounding.places import Keys, Place, numbers_of
-from hmpx.rounding.xla import is_lazy, reinterpreted, shifted
+from hmpx.rounding.xla import reinterpreted, shifted
 
 Tensor = torch.Tensor
 
@@ -73,14 +73,14 @@ def join_24(upper: Tensor, lower: Tensor, out: Tensor) -> None:
 
 
 def read_masters(masters: Tensor, weights: Tensor, out: Tensor) -> None:
-    """Copy FP32 `masters` into `out`. Where a BF16 weight is not what its master rounds to, copy the weight."""
+    """Copy FP32 `masters` into `out`. Where a master does not round to its BF16 weight, copy the weight."""
     if native.can_read(masters, weights, out):
         native.call("read_masters", masters, weights, out)
         return
     out.copy_(masters)
     # A tie may have been rounded either way.
     written = (masters.to(torch.bfloat16) != weights) & (_upper(_kept_bits(masters)) != weights)
-    if is_lazy(out) or lacks_data(out) or written.any():
+    if not is_on_host(out) or written.any():
         out.copy_(torch.where(written, weights.float(), masters))
 
 
@@ -94,6 +94,6 @@ def _kept_bits(x: Tensor) -> Tensor:
     bits = reinterpreted(x, torch.int32)
     magnitude = bits & 0x7FFFFFFF
     lost = ((magnitude > 0x7F800000) & (magnitude < 0x7F808000)) | (magnitude >= 0x7FFF8000)
-    if is_lazy(bits) or lacks_data(bits) or lost.any():
+    if not is_on_host(bits) or lost.any():
         bits = torch.where(lost, bits & -0x80000000 | 0x7FC00000, bits)
     return bits

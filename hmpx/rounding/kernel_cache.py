@@ -1,4 +1,4 @@
-"""The folder that compiled kernels are kept in. A library that somebody else could have put there is not loaded.
+"""The folder of compiled kernels. A library that another user could have put there is not loaded.
 
 It is ``$HMPX_CACHE_DIR``, else ``$XDG_CACHE_HOME/hmpx``, else ``~/.cache/hmpx``, and only its owner may enter it. The
 folder is opened once, then checked and used through its file descriptor; so is each library in it. Somebody who can
@@ -45,7 +45,7 @@ class Cache:
         os.close(self._fd)
 
     def load(self, name: str) -> ctypes.CDLL | None:
-        """The library that is kept under a name; None if there is none.
+        """The cached library of a name; None if there is none.
 
         Raises:
             Refused: there is one, and it may be somebody else's.
@@ -84,7 +84,7 @@ class Cache:
 
 
 def open_cache() -> Cache | None:
-    """The folder; None if none can be kept, or if somebody else could write to it, which the log says once."""
+    """The folder; None if it cannot be made or if another user could write to it, which is logged once."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("HMPX_CACHE_DIR") or Path(home) / "hmpx")
     if not hasattr(os, "geteuid"):
@@ -106,7 +106,7 @@ def say(refused: Refused) -> None:
 
 
 def _check(fd: int, path: Path) -> None:
-    """Whether what is open is ours alone to write to."""
+    """Check that only this user can write to the open file or folder."""
     found = os.fstat(fd)
     what = "folder" if stat.S_ISDIR(found.st_mode) else "library"
     if found.st_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""Which kernels there are for a tensor: those in C on a CPU, those in Triton on CUDA."""
+"""Chooses the kernels for a tensor: C on a CPU, Triton on CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hmpx.rounding.dataless import lacks_data
 
 
 class Kernels(Protocol):
-    """What both have; `native` says what each function does."""
+    """The functions that both have; `native` documents each."""
 
     @property
     def KERNELS(self) -> tuple[str, ...]: ...
@@ -36,7 +36,7 @@ _ALL: tuple[Kernels, ...] = (native, triton)
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
-    """Those that can follow the pointers of these tensors, which must be of one shape; None where none can."""
+    """The kernels that can read these tensors of equal shape; None if none can."""
     if any(map(lacks_data, tensors)):
         return None
     for kernels in _ALL:

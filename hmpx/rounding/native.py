@@ -60,7 +60,7 @@ class Coding(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A tensor of a parameter as it is held between two steps: contiguous.
+    """A contiguous tensor of a parameter, as held between two steps.
 
     kind: of `native_held.c`, BF16 and above. name: its hash.
     beside: of the same shape, masters or lower halves; or the scales of codes, which lie in rows of `row` elements.
@@ -96,7 +96,7 @@ class Stepped(NamedTuple):
 
 
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """`out` bfloat16 and `x` float32: of one shape, contiguous, on the CPU, within one key. Needs `library()`.
+    """Round float32 `x` into bfloat16 `out`: equal shapes, contiguous, on the CPU, within one key. Needs `library()`.
 
     Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
     """
@@ -113,23 +113,23 @@ def round_list(roundings: Sequence[KernelRounding], step_key: int) -> None:
 
 
 def shown_words(held: Held, start: int, count: int) -> tuple[int, ...]:
-    """What the kernels are told of `count` elements from `start` on, but for where they are shown in FP32."""
+    """The words that describe `count` elements from `start` on to kernels, but for the address of their FP32 copy."""
     row = held.row or held.tensor.numel()
     return count, 0, start, held.tensor.numel(), row, *_held_words(*held[:-1])
 
 
 def show_at(words: array[int], addresses: Sequence[int]) -> None:
-    """Tell where each is shown."""
+    """Fill in the address of each FP32 copy."""
     words[1::_SHOWN] = array("Q", addresses)
 
 
 def hold_at(words: array[int], addresses: Sequence[int]) -> None:
-    """Tell where the first ones are held now."""
+    """Fill in the current addresses of the first held tensors."""
     words[5 : 5 + _SHOWN * len(addresses) : _SHOWN] = array("Q", addresses)
 
 
 def read(held: Held) -> torch.Tensor:
-    """All of it in FP32. Needs `library()`."""
+    """The whole tensor in FP32. Needs `library()`."""
     out = torch.empty_like(held.tensor, dtype=torch.float32)
     words = array("Q", shown_words(held, 0, out.numel()))
     show_at(words, [out.data_ptr()])
@@ -158,7 +158,7 @@ def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:
 
 
 def words_of(stepped: Sequence[Stepped]) -> array[int]:
-    """What the kernels are told of each parameter."""
+    """The words that describe each parameter to the kernels."""
     words = array("Q")
     for each in stepped:
         weight = each.weight
@@ -188,12 +188,12 @@ def _held_words(
 
 
 def scalars_of(scalars: tuple[float, ...]) -> tuple[float, ...]:
-    """As many as the kernels have room for."""
+    """The scalars, padded to the number that the kernels read."""
     return (*scalars, *(0.0,) * (_SCALARS - len(scalars)))
 
 
 def gradients_at(words: array[int], addresses: Sequence[int]) -> None:
-    """Tell where the parameters' gradients are now."""
+    """Fill in the current addresses of the gradients."""
     words[_GRAD::_WORDS] = array("Q", addresses)
 
 
@@ -241,14 +241,14 @@ def call(name: str, *tensors: torch.Tensor) -> None:
 
 
 def _kernels() -> ctypes.CDLL:
-    """`library()`, for a caller that has seen that there is one."""
+    """`library()`, for callers that have checked that it exists."""
     found = library()
     assert found is not None, "there are no C kernels"
     return found
 
 
 def can_read(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels are there and can follow the pointers of these tensors, which must be of one shape."""
+    """Whether the kernels exist and can read these tensors of equal shape."""
     if library() is None:
         return False
     shape = tensors[0].shape

@@ -50,7 +50,7 @@ _SIGNATURES = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where there are none."""
+    """The compiled kernels; None if there are none."""
     if os.environ.get("HMPX_NATIVE", "1") == "0":
         logger.info("hmpx: no C kernels: HMPX_NATIVE=0; rounding runs in eager torch")
         return None
@@ -62,7 +62,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def architecture() -> str:
-    """What the kernels are compiled for, in the compiler's words: HMPX_NATIVE_ARCH, or the CPU that this runs on."""
+    """The architecture that the kernels are compiled for: HMPX_NATIVE_ARCH, or this CPU."""
     return os.environ.get("HMPX_NATIVE_ARCH") or "native"
 
 
@@ -111,7 +111,7 @@ def _run(*command: str) -> None:
 
 
 def _cpu() -> str:
-    """What -march=native depends on."""
+    """The properties of the CPU that -march=native depends on."""
     try:
         flags = [
             line

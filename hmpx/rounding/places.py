@@ -1,4 +1,4 @@
-"""Where the elements of a flat tensor stand in the whole parameter, on which their random numbers depend."""
+"""Positions of a flat tensor's elements in the whole parameter, on which their random numbers depend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 def numbers_of(like: Tensor, places: Sequence[Place], keys: Keys) -> Tensor:
-    """The numbers by which `round_into` rounds the elements of a flat tensor of this size: 16 bits each, in int32."""
+    """The random numbers by which `round_into` rounds a flat tensor of this size: 16 bits each, in int32."""
     out = torch.empty(like.numel(), dtype=torch.int32, device=like.device)
     for place in places:
         numbers_into(out[place.start : place.stop], *keys, place.offset, place.width, place.stride)

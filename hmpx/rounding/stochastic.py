@@ -33,7 +33,6 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import eager, native, xla
-from hmpx.rounding.dataless import lacks_data
 from hmpx.rounding.kernels import Kernels, kernels_for
 from hmpx.rounding.keys import MAX_UINT64, derive_key, name_id, step_key
 
@@ -116,9 +115,6 @@ def round_into(
     `x` may be rows of `width` elements (0: a single row) that begin `stride` apart in the whole parameter, as they do
     in a parameter that is sharded along another dimension than its first.
     """
-    if lacks_data(x):
-        out.copy_(x)
-        return
     if not x.numel():
         return
     source = x.contiguous()
@@ -133,15 +129,13 @@ def round_into(
 
 def numbers_into(out: Tensor, seed: int, step: int, name: str, offset: int, width: int = 0, stride: int = 0) -> None:
     """The numbers by which `round_into` rounds, r above, in flat int32 `out`."""
-    if lacks_data(out):
-        out.zero_()
-    elif out.numel():
+    if out.numel():
         kernel = xla.numbers_ if xla.is_lazy(out) else eager.numbers_
         _by_key(kernel, out, out, (seed, step, name), offset, width or out.numel(), stride)
 
 
 class Rounding(NamedTuple):
-    """The arguments of `round_into` that are a tensor's own."""
+    """The arguments of `round_into` for one tensor."""
 
     out: Tensor
     x: Tensor
@@ -152,7 +146,7 @@ class Rounding(NamedTuple):
 
 
 def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
-    """`round_into` for many tensors: those that kernels of ours can read, in one call for each device."""
+    """`round_into` for many tensors, in one kernel call for each device where kernels can read them."""
     together: dict[torch.device, tuple[Kernels, list[native.KernelRounding]]] = {}
     for rounding in roundings:
         out, x, name, offset, width, stride = rounding

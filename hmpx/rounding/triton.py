@@ -34,14 +34,14 @@ def available() -> bool:
 
 
 def can_read(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels are there and can follow the pointers of these tensors, which must be of one shape."""
+    """Whether the kernels exist and can read these tensors of equal shape."""
     device, shape = tensors[0].device, tensors[0].shape
     on_one = device.type == "cuda" and all(t.device == device and t.shape == shape for t in tensors)
     return on_one and available() and all(map(is_plain, tensors))
 
 
 class _Lain(NamedTuple):
-    """How elements lie in the parameter, and in the blocks of a tensor with scales.
+    """The layout of elements in the parameter, and in the blocks of a tensor with scales.
 
     Element i of the `size` is element `offset + i // width * stride + i % width` of the parameter. It is element
     `start + i` of rows of `row` elements; such a row is that part of a row of `whole` blocks that begins at `column`.
@@ -119,26 +119,31 @@ def _addresses(held: Held) -> list[int]:
 
 
 def _launch(kernel: str, parts: Iterable[_Part], *constants: int) -> None:
-    """One launch for all that are alike, which are nearly always all of them."""
+    """Launch once for each group of equal kernel arguments, which is nearly always one group."""
     lists: dict[tuple[int, ...], list[_Part]] = {}
     for part in parts:
         if part.lain.size:
             lists.setdefault(part.alike(), []).append(part)
     for kinds, alike in lists.items():
-        words, scalars, programs = array("Q"), array("f"), 0
-        for lain, tensors, keys, own in alike:
-            where = lain.words(kinds[-1])
-            words.extend((programs, *where))
-            for held, key in zip(tensors, keys, strict=True):
-                at, *more = (0, 0, 0) if held is None else _addresses(held)
-                words.extend((at, key, *more))
-            scalars.extend(own)
-            programs += -(-where[1] // _TILE)
-        first = next(held.tensor for held in alike[0].tensors if held is not None)
-        with torch.cuda.device_of(first):
-            table = _on(first.device, words, torch.int64), len(alike)
-            numbers = [_on(first.device, scalars, torch.float32)] if scalars else []
-            getattr(triton_kernels, kernel)[(programs,)](*table, *numbers, *constants, *kinds, enable_fp_fusion=False)
+        _start(kernel, alike, *constants, *kinds)
+
+
+def _start(kernel: str, parts: list[_Part], *constants: int) -> None:
+    """One launch."""
+    words, scalars, programs = array("Q"), array("f"), 0
+    for lain, tensors, keys, own in parts:
+        where = lain.words(constants[-1])
+        words.extend((programs, *where))
+        for held, key in zip(tensors, keys, strict=True):
+            at, *more = (0, 0, 0) if held is None else _addresses(held)
+            words.extend((at, key, *more))
+        scalars.extend(own)
+        programs += -(-where[1] // _TILE)
+    first = next(held.tensor for held in parts[0].tensors if held is not None)
+    with torch.cuda.device_of(first):  # Triton launches on the current device, which may be another one
+        table = _on(first.device, words, torch.int64), len(parts)
+        numbers = [_on(first.device, scalars, torch.float32)] if scalars else []
+        getattr(triton_kernels, kernel)[(programs,)](*table, *numbers, *constants, enable_fp_fusion=False)
 
 
 def _on(device: torch.device, numbers: array, dtype: torch.dtype) -> torch.Tensor:
@@ -154,7 +159,7 @@ def _move(lain: _Lain, source: Held, target: Held, key: int = 0) -> _Part:
 
 
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """`out` bfloat16 and `x` float32: of one shape, contiguous, on one CUDA device, within one key.
+    """Round float32 `x` into bfloat16 `out`: equal shapes, contiguous, on one CUDA device, within one key.
 
     Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
     """
@@ -189,10 +194,47 @@ def decode_8bit(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, ro
     _launch("move_list", [_move(lain, Held(codes, CODED, beside=scales), Held(out, FP32))])
 
 
+class Move(NamedTuple):
+    """`size` elements of a tensor from `start` on, where a block of codes and a checksum begin; in FP32 at `x`."""
+
+    held: Held
+    start: int
+    size: int
+    x: torch.Tensor
+
+    def of(self, tensor: torch.Tensor) -> Move:
+        """The same elements of another tensor that is held so."""
+        return self._replace(held=self.held._replace(tensor=tensor))
+
+    def lain(self) -> _Lain:
+        row = self.held.row or self.held.tensor.numel()
+        return _Lain(self.size, self.start, self.size, 0, row, _blocks(row), self.start)
+
+    def part(self) -> Held:
+        """These elements alone; of codes, scales stay those of the whole tensor."""
+        held, own = self.held, slice(self.start, self.start + self.size)
+        beside = held.beside if held.beside is None or held.kind == CODED else held.beside.view(-1)[own]
+        sums = None if held.sums is None else held.sums[self.start // held.every :]
+        return held._replace(tensor=held.tensor.view(-1)[own], beside=beside, sums=sums)
+
+
+def read_list(moves: Sequence[Move]) -> None:
+    """Read all of them, which are on one device, to FP32."""
+    _launch("move_list", [_move(each.lain(), each.part(), Held(each.x, FP32)) for each in moves])
+
+
+def write_list(moves: Sequence[Move], step_key: int) -> None:
+    """Write them back."""
+    parts = []
+    for each in moves:
+        parts.append(_move(each.lain(), Held(each.x, FP32), each.part(), key_of(step_key, each.held.name)))
+    _launch("move_list", parts)
+
+
 def read(held: Held) -> torch.Tensor:
-    """All of it in FP32."""
-    out, count = torch.empty_like(held.tensor, dtype=torch.float32), held.tensor.numel()
-    _launch("move_list", [_move(_Lain.alone(count, held.row or count), held, Held(out, FP32))])
+    """The whole tensor in FP32."""
+    out = torch.empty_like(held.tensor, dtype=torch.float32)
+    read_list([Move(held, 0, out.numel(), out)])
     return out
 
 

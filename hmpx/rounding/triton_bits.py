@@ -95,5 +95,5 @@ def ties_away(bits):
 
 @triton.jit
 def are_one(a, b):
-    """Whether two BF16 numbers are one: 0 and -0 are."""
+    """Whether two BF16 numbers are equal; 0 and -0 are."""
     return (a == b) | (((a | b) & 0x7FFF) == 0)

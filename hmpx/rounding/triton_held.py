@@ -125,7 +125,7 @@ def places_of_sums(tile):
 
 @triton.jit
 def is_own(tile, held, upper, EVERY: tl.constexpr, LIE: tl.constexpr):
-    """Where the checksum of weights is the one that the last step left; others were written to since."""
+    """Where the weights still have the checksum that the last step left; others were written to since."""
     _, _, at, _, inside, _, _ = tile
     before = pointer(held, SUMS, tl.uint16, LIE)
     if EVERY == 1:
@@ -146,7 +146,7 @@ def scales_at(held, block, has_block, LIE: tl.constexpr):
 
 @triton.jit
 def opened(tile, held, KIND: tl.constexpr, EVERY: tl.constexpr, LIE: tl.constexpr):
-    """A tile of a tensor in FP32; zeros where there is none."""
+    """A tile of a tensor in FP32; zeros outside of the tensor."""
     _, _, at, _, inside, block, has_block = tile
     if KIND == ABSENT:
         x = tl.full([TILE, CODES], 0.0, tl.float32)

@@ -1,4 +1,4 @@
-"""What Triton launches: optimizer steps of a list of parameters, and moving a list of tensors from one form to another.
+"""The Triton kernels: optimizer steps of a list of parameters, and moving a list of tensors from one form to another.
 
 The first program of each parameter stands in the table; a program looks there for its own.
 """
@@ -29,7 +29,7 @@ def own_part(table, count, WORDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def move_list(table, count, SOURCE: tl.constexpr, TARGET: tl.constexpr, EVERY: tl.constexpr, LIE: tl.constexpr):
-    """Read tensors that are held in one way, and write them in another."""
+    """Read tensors held in one way, and write them in another way."""
     number, part = own_part(table, count, HEAD + 2 * HELD)
     one = table + number * (HEAD + 2 * HELD)
     source, target = one + HEAD, one + HEAD + HELD

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.rounding.dataless import lacks_data
+from hmpx.rounding.dataless import is_on_host
 from hmpx.rounding.eager import BF16_MAX, GOLDEN, MULTIPLY_1, MULTIPLY_2, signed
 
 Tensor = torch.Tensor
@@ -34,8 +34,7 @@ def _constant(value: int, device: torch.device) -> Tensor:
 
 def shifted(x: Tensor, by: int) -> Tensor:
     """int32 `x` shifted to the right, the sign coming in from the left, on any device."""
-    constant = _constant.__wrapped__ if lacks_data(x) else _constant
-    return torch.bitwise_right_shift(x, constant(by, x.device))
+    return torch.bitwise_right_shift(x, _constant(by, x.device) if is_lazy(x) or is_on_host(x) else by)
 
 
 def reinterpreted(x: Tensor, dtype: torch.dtype) -> Tensor:

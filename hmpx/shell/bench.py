@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -27,12 +28,8 @@ def _count(text: str) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     # Here, so that the other commands do not pay for torch's profiler.
-    try:
+    with _in_a_checkout(options.what):
         from hmpx.bench import casts, insight, measure, rounding, step, train, tune
-    except ImportError as error:
-        raise HmpxError(
-            f"bench {options.what} is no part of an installed hmpx ({error}): run it in a checkout; `bench memory` is"
-        ) from None
 
     device = _device(options.device)
     if options.threads:
@@ -56,6 +53,39 @@ def _bench(options: argparse.Namespace) -> int:
     if options.json:
         measure.save(benches, options.json)
     return 0
+
+
+@contextlib.contextmanager
+def _in_a_checkout(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise HmpxError(
+            f"bench {what} is no part of an installed hmpx ({error}): run it in a checkout; `bench memory` is"
+        ) from None
+
+
+def _launches(options: argparse.Namespace) -> int:
+    with _in_a_checkout(options.what):
+        from hmpx.bench import launches, measure
+
+    _check_json(options.json)
+    table = launches.run(options.params)
+    print(table)
+    if options.json:
+        measure.save([table], options.json)
+    return 0
+
+
+def _gpu(options: argparse.Namespace) -> int:
+    with _in_a_checkout(options.what):
+        from hmpx.bench import gpu
+
+    if not options.folder.is_dir():
+        raise HmpxError(f"--folder {options.folder}: there is no such folder")
+    short = gpu.run(options.folder, options.repeat, print)
+    print(*(f"fell short: {each}" for each in short), f"written: {options.folder / 'hmpx-gpu.md'} and .json", sep="\n")
+    return 1 if short else 0
 
 
 def _memory(options: argparse.Namespace) -> int:
@@ -92,7 +122,7 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "bench",
         help="time and memory, side by side with the peers that are installed",
         description="Measure on this machine, beside torch and the libraries that are installed. Every table\n"
-        "names the device and the number of threads. `memory` computes, and measures nothing.",
+        "names the device and the number of threads. `memory` and `launches` measure nothing.",
         epilog=f"examples:\n  {prog} bench rounding --threads 1\n  {prog} bench memory --params 7e9 --recipe lean",
     )
     what = bench.add_subparsers(required=True, metavar="TABLE", dest="what", title="tables")
@@ -127,6 +157,30 @@ def add(subparsers: argparse._SubParsersAction, prog: str) -> None:
         command = add_one(name, words)
         command.add_argument("--models", nargs="+", choices=models, default=models, help="default all")
     command.add_argument("--eager", action="store_true", help="without compiled models, which take minutes")
+
+    command = what.add_parser(
+        "launches",
+        help="what a step tells an accelerator, counted without one",
+        description="Calls, waits of the host and bytes of an AdamW step, for every way to hold weights and state.\n"
+        "Counted on the meta device: nothing is computed, so a model of any size takes a minute.",
+        epilog=f"example:\n  {prog} bench launches --params 537e6",
+    )
+    command.add_argument(
+        "--params", type=_size, nargs="+", default=[1e6, 537e6, 7e9], metavar="N", help="default 1e6 537e6 7e9"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="the table as JSON too")
+    command.set_defaults(run=_launches)
+
+    command = what.add_parser(
+        "gpu",
+        help="all of it on this GPU, and what fell short of what is expected",
+        description="The tests that want a GPU, and every table on it, in about ten minutes. It writes\n"
+        "hmpx-gpu.json and hmpx-gpu.md, a page to send. Exit status 1: something fell short; 2: there is no GPU.",
+        epilog=f"example:\n  {prog} bench gpu --folder /tmp",
+    )
+    command.add_argument("--repeat", type=_count, default=15, metavar="N", help="timed rounds, default 15")
+    command.add_argument("--folder", type=Path, default=Path(), metavar="FOLDER", help="for both files, default here")
+    command.set_defaults(run=_gpu)
 
     command = what.add_parser(
         "memory",

@@ -11,11 +11,11 @@ from hmpx.insight.check import check_files
 from hmpx.insight.explain import explain_op, ops_table
 from hmpx.insight.recipe_words import recipe_in_words, recipes_table
 from hmpx.insight.sites import explain_site
-from hmpx.ops.fp32_kernels import choose
+from hmpx.ops.kernels import choose
 from hmpx.recipes import run_script
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.gaudi import is_configuration
-from hmpx.recipes.recipe import as_recipe, read_recipe
+from hmpx.recipes.stated import as_recipe, read_recipe
 from hmpx.shell import audit, compare, doctor, record, tune
 from hmpx.shell.options import add_recipe_options, recipe_asked, says_a_policy, with_options
 from hmpx.shell.scripts import add_script, behind, recipes_asked, traceback_of_the_script

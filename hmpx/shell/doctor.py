@@ -76,7 +76,7 @@ def _show(found: Diagnosis, outputs: dict, started: Counter[str]) -> None:
     written = []
     for kind, path in outputs.items():
         if kind == "fix" and found.recipe is None:
-            written.append("hmpx: no recipe answers these findings, so none was written")
+            written.append("hmpx: no recipe answers these findings, so none was written: edit the lines that they name")
         elif kind != "fix" or is_first_rank():
             getattr(found, kind)(path)
             written.append(f"hmpx: wrote {path}")

@@ -7,11 +7,12 @@ import os
 
 from hmpx.errors import HmpxError
 from hmpx.ops.build_policy import OPT_LEVELS
-from hmpx.ops.fp32_kernels import KERNELS
+from hmpx.ops.kernels import KERNELS
 from hmpx.ops.op_lists import LOW_DTYPES, SIDES
 from hmpx.recipes.keys import EXTENDS, LISTS
-from hmpx.recipes.origins import Origins, Place
-from hmpx.recipes.recipe import Recipe, as_recipe, checked, laid_over
+from hmpx.recipes.origins import Origin, Origins
+from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.stated import as_recipe, checked, laid_over
 from hmpx.yaml_files import root_of, value_of
 
 _LOW_PRECISIONS = [*LOW_DTYPES]
@@ -53,13 +54,13 @@ def with_options(recipe: Recipe, options: argparse.Namespace) -> Recipe:
         HmpxError: what `--set` says is no key of a recipe, or no value that the key may have.
     """
     given = {key: getattr(options, key) for key in ("opt_level", "kernels", "low_precision") if getattr(options, key)}
-    said = {(key,): Place(f"--{key.replace('_', '-')}") for key in given}
+    said = {(key,): Origin(f"--{key.replace('_', '-')}") for key in given}
     for side, path in lists_asked(options).items():
         given[f"{side}_file_path"] = path
-        said[f"{side}_file_path",] = Place(f"--{side}")
+        said[f"{side}_file_path",] = Origin(f"--{side}")
     for setting in options.set:
         key, value = _read_setting(setting)
-        given[key], said[key,] = value, Place(f"--set {setting}")
+        given[key], said[key,] = value, Origin(f"--set {setting}")
     return laid_over(recipe, checked(given), Origins(said))
 
 

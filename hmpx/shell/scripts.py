@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from hmpx.errors import HmpxError
-from hmpx.ops.fp32_kernels import choose
+from hmpx.ops.kernels import choose
 from hmpx.ops.op_lists import SIDES
 from hmpx.recipes import environment
 from hmpx.recipes.activate import VARIABLE
-from hmpx.recipes.recipe import DEFAULT, Recipe, changed, with_and_without_zero
+from hmpx.recipes.recipe import DEFAULT, Recipe, changed
+from hmpx.recipes.stated import with_and_without_zero
 from hmpx.shell.options import (
     add_recipe_options,
     lists_asked,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hmpx.errors import HmpxError
+from hmpx.insight.tuning.level import LEVELS
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.worth import OBJECTIVES
 from hmpx.insight.weights.tune_weights import tune_weights
@@ -32,6 +33,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--objective", choices=OBJECTIVES, default="speed", help="what BF16 is to bring, default speed"
     )
+    command.add_argument("--low", choices=LEVELS, default="bf16", help="what is chosen, beside FP32 or beside BF16")
     command.add_argument("--weights", action="store_true", help="tune how weights and state are held, by training")
     command.add_argument("--steps", type=int, help="of a training run of --weights, default 100")
     command.add_argument(
@@ -62,6 +64,7 @@ def _tune(options: argparse.Namespace) -> int:
             *given[:3],
             held_out=given[3] if len(given) == 4 else None,
             objective=options.objective,
+            low=options.low,
             tolerance=0.1 if options.tolerance is None else options.tolerance,
             lists=recipe,
             seed=options.seed,
@@ -77,7 +80,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _tune_weights(options: argparse.Namespace) -> int:
-    for option, usual in (("objective", "speed"), ("confirm", None)):
+    for option, usual in (("objective", "speed"), ("low", "bf16"), ("confirm", None)):
         if getattr(options, option) != usual:
             raise HmpxError(f"--{option} does not go with --weights")
     recipe = recipe_asked(options)

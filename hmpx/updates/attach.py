@@ -21,6 +21,7 @@ from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.optimizer_scope import SCOPES, scope_of
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, refuse
+from hmpx.updates.ranks.sharding import Place, Places, read_places
 from hmpx.updates.refusals import allow_plain_steps
 from hmpx.updates.settings import Settings
 from hmpx.updates.step import WeightUpdates
@@ -36,6 +37,7 @@ def attach(
     *,
     model: torch.nn.Module | None = None,
     names: Iterable[str] | None = None,
+    places: Places | None = None,
     seed: int | None = Settings.seed,
     state_dtype: torch.dtype | str = Settings.state_dtype,
     parameters: Mapping[str, Mapping[str, Any]] | Rules = Settings.parameters,
@@ -56,7 +58,12 @@ def attach(
             parameter more), "split" (the same masters exactly, 2 bytes more) or "split8" (their upper 24 bits, rounded
             stochastically, 1 byte more).
         model, names: where names of parameters come from, if the optimizer was not given `named_parameters()`: the
-            model, or one name for each parameter in the order of `param_groups`. The rounding numbers depend on them.
+            model, or one name for each parameter in the order of `param_groups`. The rounding numbers depend on them,
+            so a stage of a pipeline gives its parameters the names that they have in the whole model.
+        places: of parameters that are slices of larger ones, and no DTensors, such as the experts of this rank or a
+            flat partition: by name, the shape of the whole and the first index of each dimension,
+            ``{"experts.w1": ((8, 64, 64), (2, 0, 0))}``; of flat elements from i on, ``((numel,), (i,))``. An optimizer
+            that works by element then has the bits of the whole parameter in one process.
         seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.
         state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" what has the
             shape of its parameter in 8 bits, with one scale for 128 elements (`hmpx.rounding.eight_bits`).
@@ -112,13 +119,16 @@ def attach(
         given = given_names(optimizer, model, names)
         before = attached(optimizer)
         if before is not None:
-            if before.settings == settings and given in ({}, before.names):
+            same_names = given in ({}, before.names) or (before.are_whole and names is None)
+            if before.settings == settings and same_names and (places is None or before.places == places):
                 return before
             raise HmpxError(f"{before!r} is in force; hmpx.detach(optimizer) first")
         if target is not optimizer:
             zero.share_names(optimizer)
-        settings.check_patterns({*given.values(), *(name for name, _ in named(target, given))})
-        _check(target, settings, given)
+        known = [name for name, _ in named(optimizer, given)]
+        settings.check_patterns({*given.values(), *known})
+        slices = read_places(places or {}, known)
+        _check(target, settings, given, slices)
     except HmpxError as error:
         refuse(what, error, process_group)
         raise
@@ -132,7 +142,7 @@ def attach(
             "torch.bfloat16 does not have that",
             type(target).__name__,
         )
-    attachment = Attachment(target, settings, given, process_group)
+    attachment = Attachment(target, settings, given, slices, process_group, are_whole=names is not None)
     compare(what, attachment.facts(optimizer), process_group)
     attachment.install(optimizer)
     try:
@@ -149,7 +159,7 @@ def attached(optimizer: Optimizer) -> Attachment | None:
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Make an attached optimizer a plain torch one again, or one with state of regions or in 8 bits; else do nothing.
+    """Make an optimizer a plain torch one again, if it is attached or has state of regions or in 8 bits.
 
     Its state goes to the dtype of each parameter, as torch's own `load_state_dict` does, and masters are dropped: save
     `state_dict()` before if you want them back.
@@ -170,13 +180,16 @@ def detach(optimizer: Optimizer) -> None:
         state_dtypes.release_state(optimizer)
 
 
-def _check(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parameter, str]) -> None:
+def _check(
+    optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parameter, str], places: dict[str, Place]
+) -> None:
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise HmpxError(
             f"{type(optimizer).__name__} never ran Optimizer.__init__, so its step cannot be seen; "
             "attach the optimizer that it holds"
         )
-    WeightUpdates(settings, given).segments(optimizer)  # raises where a parameter is of a kind that cannot be updated
+    # Raises where a parameter is of a kind that cannot be updated.
+    WeightUpdates(settings, given, places).segments(optimizer)
     if settings.release_gradients and scope_of(optimizer) == "whole":
         listed = ", ".join(cls.__name__ for cls in SCOPES)
         raise HmpxError(
@@ -191,7 +204,7 @@ def _check(optimizer: Optimizer, settings: Settings, given: dict[torch.nn.Parame
 
 
 def check_torch(settings: Settings) -> None:
-    """Check that this torch has what the settings ask for.
+    """Check that this torch version supports the settings.
 
     Raises:
         HmpxError: `use_fp32_grad_acc` before torch 2.13.

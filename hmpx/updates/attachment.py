@@ -25,6 +25,7 @@ from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.optimizer_methods import writing_methods
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.agreement import StepCounts
+from hmpx.updates.ranks.sharding import Place
 from hmpx.updates.settings import Settings
 from hmpx.updates.step import WeightUpdates
 from hmpx.updates.step_call import StepCall
@@ -41,6 +42,8 @@ class Attachment:
     Attributes:
         settings: what `attach` was asked for, by the names of its arguments.
         names: the names of parameters that `attach` was given, by parameter.
+        places: where parameters stand that are slices of larger ones, by name.
+        are_whole: whether the names were given one by one, as those of the whole model.
         optimizer: the optimizer, or for a `ZeroRedundancyOptimizer` the one inside it; None if it is gone.
         active: whether this is what the optimizer is attached by now.
 
@@ -61,12 +64,19 @@ class Attachment:
     """
 
     def __init__(
-        self, optimizer: Optimizer, settings: Settings, names: dict[Parameter, str], group: Any = None
+        self,
+        optimizer: Optimizer,
+        settings: Settings,
+        names: dict[Parameter, str],
+        places: dict[str, Place] | None = None,
+        group: Any = None,
+        *,
+        are_whole: bool = False,
     ) -> None:
-        self.settings = settings
-        self._counts = StepCounts(group)
+        self.settings, self.are_whole = settings, are_whole
+        self._counts = StepCounts(group, warns=not are_whole)
         self._optimizer = weakref.ref(optimizer)  # which holds this: no cycle, so it dies when its user lets it go
-        self._updates = WeightUpdates(settings, names)
+        self._updates = WeightUpdates(settings, names, places)
         self._undo = contextlib.ExitStack()  # what puts parameters and hooks back
         # The attachment holds the optimizer while a step is open, and a parameter outlives it.
         release = functools.partial(_call_if_alive, weakref.WeakMethod(self._release))
@@ -82,7 +92,7 @@ class Attachment:
 
     @property
     def active(self) -> bool:
-        """Whether this is what the optimizer is attached by now."""
+        """Whether the optimizer is still attached by this handle."""
         return self.optimizer is not None and attachment_of(self.optimizer) is self
 
     def detach(self) -> None:
@@ -123,16 +133,16 @@ class Attachment:
 
     @property
     def kept_steps(self) -> int:
-        """How many steps have found all as the step before had left it, and took that one's batches again."""
+        """The number of steps that found everything unchanged and used the batches of the step before."""
         return self._updates.kept_steps
 
     @property
     def watched(self) -> Updates | None:
-        """What `updates()` has given, if it was asked for and still counts."""
+        """The result of `updates()`, if it was called and still counts."""
         return self._watched if self._watched is not None and self._watched.active else None
 
     def abandon(self) -> None:
-        """Take `install` back, as what it was for has failed: state stays, which `detach` brings to BF16."""
+        """Undo `install` after a failure. State stays as it is, where `detach` would cast it to BF16."""
         optimizer = self._alive
         self._remove()
         end_unused_exchanges()
@@ -141,7 +151,7 @@ class Attachment:
             step_count.keep(optimizer, **self._counted)
 
     def detach_from(self, optimizer: Optimizer) -> None:
-        """Detach, and make `optimizer` a plain one: this one's, or a copy that took every attribute along."""
+        """Detach and make `optimizer` a plain one: this handle's own, or a copy with every attribute of it."""
         self.cast_state_along()
         self._remove()
         end_unused_exchanges()
@@ -150,7 +160,7 @@ class Attachment:
 
     @property
     def _alive(self) -> Optimizer:
-        """The optimizer, for what is called only as long as there is one."""
+        """The optimizer, in methods that are called only while it is alive."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
@@ -166,28 +176,34 @@ class Attachment:
 
     @property
     def names(self) -> dict[Parameter, str]:
-        """The names of parameters, as far as `attach` was given them."""
+        """The names that `attach` was given, by parameter."""
         return self._updates.names
 
+    @property
+    def places(self) -> dict[str, Place]:
+        """The places of slices that `attach` was given."""
+        return self._updates.places
+
     def masters_of(self, p: Parameter) -> torch.Tensor | None:
-        """The FP32 masters of a parameter; None where it has none."""
+        """The FP32 masters of a parameter; None if it has none."""
         segment = next(each for each in self._updates.segments(self._alive) if each.param is p)
         return self._updates.stores.masters(segment)
 
     def beside(self, *params: Parameter) -> list[torch.Tensor]:
-        """The tensors that are kept beside the weights of these parameters, or of all: masters, or parts of them."""
+        """The tensors kept beside the weights of these parameters, or of all: masters or their lower halves."""
         return self._updates.stores.beside(*params)
 
     def set_masters(self, masters: Mapping[Parameter, torch.Tensor]) -> None:
-        """Let FP32 numbers that the weights are the rounding of be the masters, of those that have some."""
+        """Replace the masters of parameters by FP32 numbers that round to the weights."""
         self._updates.set_masters(self._alive, masters)
 
     def facts(self, outer: Optimizer) -> dict[str, Any]:
-        """What must be the same on every rank. `outer` is the optimizer that knows all parameters."""
+        """The facts that must be equal on every rank. `outer` is the optimizer that knows all parameters."""
         rounding_key = self._updates.rounding_key(self._alive)
         settings = {key: str(value) for key, value in vars(self.settings).items()}
+        whole = {name: place.whole for name, place in self.places.items()}
         params = {
-            f"parameter {i}": {"name": name, "dtype": str(p.dtype), "shape": list(p.shape)}
+            f"parameter {i}": {"name": name, "dtype": str(p.dtype), "shape": list(whole.get(name, p.shape))}
             for i, (name, p) in enumerate(named(outer, self.names))
         }
         counts = {"seed": rounding_key.seed, "step": rounding_key.step, "number of parameters": len(params)}
@@ -229,7 +245,7 @@ class Attachment:
         step_hooks.uninstall()
 
     def sync_parameters(self) -> None:
-        """Look at the optimizer's parameters again: some may be new, gone, or cast since the last time."""
+        """Look at the optimizer's parameters again: some may be new, gone or cast since."""
         params = parameters(self._outer() or self._alive)
         if self._seen == (seen := ([*map(id, params)], [p.dtype for p in params])):
             return
@@ -259,7 +275,7 @@ class Attachment:
         self._claim.update(cast)
 
     def cast_state_along(self) -> None:
-        """Let the state of parameters that are BF16 no more be that of plain steps, before somebody takes it."""
+        """Cast the state of parameters that are no longer BF16 for plain steps, before it is saved or used."""
         for p, dtype in self._dtypes.items():
             if dtype is torch.bfloat16 and p.dtype is not dtype:
                 self._updates.cast_state_along(self._alive, p)
@@ -298,7 +314,7 @@ class Attachment:
 
 
 def _other_step(reference: Callable[[], Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """What an attached optimizer has in place of a method that rewrites weights."""
+    """The replacement of a method that rewrites weights, on an attached optimizer."""
     optimizer = reference()
     method = getattr(type(optimizer), name)
     if not has_bf16(optimizer):  # inside a step of its own, which sees FP32 shadows
@@ -319,6 +335,6 @@ def _end_claim(claim: Claim, dtypes: dict[Parameter, torch.dtype]) -> None:
 
 
 def _optimizer_is_gone(undo: contextlib.ExitStack) -> None:
-    """The optimizer was collected as garbage: make its parameters what they were."""
+    """Restore the parameters after the optimizer was collected as garbage."""
     undo.close()
     step_hooks.uninstall_later()

@@ -46,7 +46,7 @@ def _updating(update: Callable) -> Callable:
 
 
 def _one_by_one(function: Callable | None) -> Callable:
-    """An averaging function of lists, of one that returns the average of two tensors; None is torch's own."""
+    """Turn a function that averages two tensors into one of lists; None means torch's own."""
     if function is None:
         return swa_utils.get_swa_multi_avg_fn()
 
@@ -59,7 +59,7 @@ def _one_by_one(function: Callable | None) -> Callable:
 
 @torch.no_grad()
 def _average(names: dict[int, str], function: Callable, averages: Tensors, weights: Tensors, count: Any) -> None:
-    """Call an averaging function for one BF16 parameter at a time, in FP32, which bounds the memory that it takes."""
+    """Call an averaging function for one BF16 parameter at a time, in FP32, to bound its memory."""
     for average, weight in zip(averages, weights, strict=True):
         if average.dtype is not torch.bfloat16 or is_sharded(average):
             function([average], [weight], count)

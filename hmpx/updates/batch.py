@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from hmpx.rounding import native
+from hmpx.rounding.kernels import Kernels
 from hmpx.updates.gradients.shadow import can_be_written
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.segment import Segment
 from hmpx.updates.shown import Around, Count, Shown
 from hmpx.updates.step_call import StepCall, WriteBack
-from hmpx.updates.transfers import Operators, Words
+from hmpx.updates.transfers import Launches, Operators, Words
 from hmpx.updates.update_counts import before_step
 from hmpx.updates.write_counts import raises_versions
 
@@ -46,12 +47,13 @@ class Batch:
         self._lists: list[list[Any]] = [[] for _ in around.optimizer.param_groups]
         self._names, self._is_settled = [segment.name for segment in segments], True
 
-    def can_be_words(self) -> bool:
-        """Whether the C kernels can move all of it."""
-        return bool(self._shown) and native.library() is not None and all([each.can_be_words() for each in self._shown])
+    def kernels(self) -> Kernels | None:
+        """The kernels that can move all of it."""
+        found = {each.kernels() for each in self._shown}
+        return found.pop() if len(found) == 1 else None
 
-    def place_in(self, room: Tensor, *, by_words: bool) -> None:
-        """Make what the optimizer sees, with its copies in this room."""
+    def place_in(self, room: Tensor, kernels: Kernels | None) -> None:
+        """Make the shadows and their state, with copies in this room."""
         for each in self._shown:
             each.place_in(room)
             self._lists[each.group].append(each.shadow)
@@ -60,7 +62,11 @@ class Batch:
         copied = [(each.place, each.grad) for each in self._shown if each.grad is not None]
         moved = [piece for each in self._shown for piece in each.pieces if piece.is_moved]
         self._copied, grads = [place for place, _ in copied], [grad for _, grad in copied]
-        self._transfer = Words(grads, moved, room) if by_words else Operators(grads, moved)
+        self._transfer: Words | Launches | Operators
+        if kernels is None:
+            self._transfer = Operators(grads, moved)
+        else:
+            self._transfer = Words(grads, moved, room) if kernels is native else Launches(grads, moved)
         self._ready = [each for each in self._shown if each.grad is None]
         self._shadows = [each.shadow for each in self._shown]
         self._new = {each.shadow: state for each in self._shown if (state := each.state) is not None}
@@ -68,7 +74,7 @@ class Batch:
         self._sharded = [each.segment for each in self._shown if each.segment.box is not None]
 
     def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor], written: list[str]) -> None:
-        """Step all of it.
+        """Step every segment of this batch.
 
         Args:
             gradients: those of all parameters of the step, as this rank holds them.
@@ -107,11 +113,11 @@ class Batch:
         key.flush()
 
     def is_as_made(self) -> bool:
-        """Whether the next step may begin as this one did: all state is in the tensors that were shown."""
+        """Whether the next step may use this batch again: all state is in the tensors that were shown."""
         return self._is_settled and all([each.is_as_made() for each in self._shown])
 
     def _states_left(self) -> list[Any]:
-        """What the optimizer has left of the state of the shadows, which leave its state.
+        """Take the shadows' state out of the optimizer's state.
 
         To take the last items of a dict hashes no keys, either.
         """
@@ -121,7 +127,7 @@ class Batch:
         return [states.pop(shadow, None) for shadow in shadows]
 
     def _hand_back(self, optimizer: Any, gradients: list[Tensor], shown: list[Any], seen: list[int]) -> None:
-        """Do to the parameters' gradients what the step did to those that it was shown."""
+        """Give the parameters' gradients the changes that the step made to the shown ones."""
         left: list[Any] = [shadow.grad for shadow in self._shadows]
         is_scaled = getattr(optimizer, "grad_scale", None) is not None  # fused kernels then write to gradients
         if is_scaled or not all(map(is_, left, shown)) or [_version(grad) for grad in left] != seen:
@@ -134,7 +140,7 @@ class Batch:
 
 
 def hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], place: int) -> None:
-    """Make `left`, which a step has put in the place of a shadow's gradient, the parameter's."""
+    """Make `left`, the gradient that a step has put on a shadow, the parameter's gradient."""
     p = segment.param
     if left is None:
         p.grad = None if segment.is_last else p.grad

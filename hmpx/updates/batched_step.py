@@ -1,4 +1,4 @@
-"""A step that is taken in batches: all batches of an optimizer's parameters, kept from one step to the next."""
+"""A step in batches: all batches of an optimizer's parameters, kept from one step to the next."""
 
 from __future__ import annotations
 
@@ -100,15 +100,15 @@ class BatchedStep:
                 self._batches.append(batches[-1])
             batches[0].others = others
         # Each parameter has one transfer: the parts that it is cut into share a checksum, or a block of codes.
-        copied = {s.param for batch in batches if not batch.can_be_words() for s in batch.segments}
+        kernels = [batch.kernels() for batch in batches]
+        copied = {s.param for batch, own in zip(batches, kernels, strict=True) if own is None for s in batch.segments}
         room = torch.empty(max([batch.size for batch in batches], default=0), dtype=torch.float32, device=device)
-        for batch in batches:
-            by_words = bool(batch.segments) and copied.isdisjoint([segment.param for segment in batch.segments])
-            batch.place_in(room, by_words=by_words)
+        for batch, own in zip(batches, kernels, strict=True):
+            batch.place_in(room, own if copied.isdisjoint([segment.param for segment in batch.segments]) else None)
         self._rooms.append((room, room.nbytes))
 
     def _gradients(self) -> list[Tensor]:
-        """Of each parameter, what this rank holds of its gradient; one that is cut in another way is redistributed."""
+        """This rank's part of each parameter's gradient; a gradient that is cut in another way is redistributed."""
         found = []
         for p in self._params:
             assert p.grad is not None, "only parameters with gradients are stepped"
@@ -116,7 +116,7 @@ class BatchedStep:
         return found
 
     def run(self, call: StepCall, write_back: WriteBack, written: list[str]) -> None:
-        """Take the step. An optimizer of which something is written when it raises is marked incomplete.
+        """Take the step. If it raises after something was written, the optimizer is marked incomplete.
 
         written: gets the names of parameters of which something has changed.
         """
@@ -141,7 +141,7 @@ class BatchedStep:
             raise  # with its memory, which whoever shows a traceback's tensors reads
 
     def keep(self, optimizer: Optimizer) -> bool:
-        """After the first step, see what the batches depend on; whether they can be stepped again."""
+        """After the first step, take the fingerprint; whether the batches can be stepped again."""
         if len(self._plain) < len(self._batches) or not Fingerprint.can_be(optimizer, self._params):
             return False
         if not self.rest():
@@ -150,7 +150,7 @@ class BatchedStep:
         return True
 
     def rest(self) -> bool:
-        """After a step, give back the memory; whether the batches are as they were made, and can be stepped again."""
+        """After a step, free the copies; whether the batches can be stepped again."""
         batches: list[Batch | FusedBatch] = [*self._plain, *self._fused]
         if not all([each.is_as_made() for each in batches]):
             return False
@@ -159,7 +159,7 @@ class BatchedStep:
         return True
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Whether the next step can be taken in these batches: gradients and options alone have changed."""
+        """Whether the next step can use these batches: only gradients and options have changed."""
         if self._fingerprint is None or not self._fingerprint.holds(optimizer, self._stores.beside()):
             return False
         return all([batch.fits(optimizer.param_groups) for batch in self._fused])
@@ -173,7 +173,7 @@ def _by_kernel(optimizer: Optimizer, segments: list[Segment], group: dict[Parame
 
 
 def _fused_batches(segments: Sequence[Segment], around: Around, write_back: WriteBack) -> list[FusedBatch]:
-    """One for each device; while updates are watched, which takes copies, one for each parameter."""
+    """One fused batch for each device; one for each parameter while updates are watched, since that takes copies."""
     formula = formula_for(around.optimizer)
     assert formula is not None, "a kernel takes these parameters"
     together: dict[object, list[Segment]] = {}

@@ -1,4 +1,4 @@
-"""How a step is cut: segments of the parameters, in batches of a bounded number of elements."""
+"""Cuts a step into batches: segments of the parameters with a bounded number of elements."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from hmpx.rounding.kernels import kernels_for
 from hmpx.updates.memory_order import memory_order
 from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.ranks.sharding import local
@@ -17,18 +18,22 @@ Optimizer = torch.optim.Optimizer
 
 _ALIGN = 64  # elements: where a slice begins, vectorised kernels would begin a vector in the whole parameter too
 _FLOOR, _CEILING = 1 << 17, 1 << 20
+_FLOOR_OF_ACCELERATORS = 1 << 20
 # FP32 weight, gradient, new state and temporaries of this part of the elements are less than 0.5 bytes a parameter.
 _PARTS = 60
 _PARTS_FUSED, _PARTS_FUSED_READ = 20, 34  # torch's fused kernels have no temporaries; the latter where state is read
 
 
-def slice_size(elements: int, parts: int = _PARTS) -> int:
-    """How many elements of a model with so many the optimizer sees at once: one of so many parts.
+def slice_size(elements: int, parts: int = _PARTS, device: torch.device | None = None) -> int:
+    """The number of elements that the optimizer sees at once, for a model with so many elements.
 
     A step then takes up to 0.5 bytes per parameter, or 2 MB if that is more. Smaller slices than `_FLOOR` spend more
-    time on calls than on updates; the buffers of larger ones than `_CEILING` do not stay in the cache.
+    time on calls than on updates; the buffers of larger ones than `_CEILING` do not stay in the cache of a CPU. On an
+    accelerator, where calls cost more and there is no such cache, the step of any model is of about so many parts.
     """
-    return min(max(elements // parts, _FLOOR), _CEILING) // _ALIGN * _ALIGN
+    size = max(elements // parts, _FLOOR)
+    size = min(size, _CEILING) if device is None or device.type == "cpu" else max(size, _FLOOR_OF_ACCELERATORS)
+    return size // _ALIGN * _ALIGN
 
 
 def batches_of(
@@ -58,7 +63,7 @@ def batches_of(
         return iter(())
     if sum(segment.param.numel() for segment in segments) > _FLOOR:  # not what this rank holds: ranks must agree
         segments = _each_group_first(segments, optimizer)
-    size = slice_size(elements, _parts_of(optimizer, segments))
+    size = slice_size(elements, _parts_of(optimizer, segments), segments[0].param.device)
     return cut(segments, size, parts if scope_of(optimizer) == "element" else lambda segment, _: [segment])
 
 
@@ -99,7 +104,7 @@ def cut(
 
 
 def even_part(count: int, size: int) -> int:
-    """Into parts of how many elements so many are cut, so that none has more than `size` and the last hardly less."""
+    """The size of equal parts of so many elements, none larger than `size`."""
     number = max(-(-count // size), 1)
     part = -(-count // number)
     return min(-(-part // _ALIGN) * _ALIGN, size)
@@ -118,7 +123,10 @@ def _each_group_first(segments: list[Segment], optimizer: Optimizer) -> list[Seg
 
 
 def _parts_of(optimizer: Optimizer, segments: list[Segment]) -> int:
-    """In how many parts these parameters are stepped."""
+    """The number of parts in which these parameters are stepped."""
     if not all(group.get("fused") for group in optimizer.param_groups):
         return _PARTS
+    p = segments[0].param
+    if p.device.type != "cpu" and kernels_for(p) is None:
+        return _PARTS  # the temporaries are those of a transfer by torch's operators
     return _PARTS_FUSED if all(form_of(segment).as_left for segment in segments) else _PARTS_FUSED_READ

@@ -1,4 +1,4 @@
-"""Master weights in checkpoints: what `state_dict` and `load_state_dict` of an attached optimizer do with them.
+"""Master weights in checkpoints: hooks on `state_dict` and `load_state_dict` of an attached optimizer.
 
 A checkpoint holds masters as FP32 tensors in the state of their parameter, under one key for `master` and `split`, so
 that it can be loaded into either. A plain torch optimizer can load the checkpoint too.
@@ -68,7 +68,7 @@ class Checkpoints:
                 raise HmpxError(f"{type(optimizer).__name__}.state_dict runs no hooks, so it would hold no masters")
 
     def hook_last(self, optimizer: Optimizer) -> None:
-        """Before a load: let our hook run last, so that it takes over what hooks of the user make of the checkpoint."""
+        """Before a load: let our hook run last, so that it sees the checkpoint as the user's hooks have changed it."""
         if self._loading_handle is not None:
             optimizer._optimizer_load_state_dict_pre_hooks.move_to_end(self._loading_handle.id)
 
@@ -98,7 +98,7 @@ class Checkpoints:
                 state_dict["state"][i] = {**state_dict["state"].get(i, {}), MASTER_KEY: masters}
 
     def _warn_of_lost(self, optimizer: Optimizer) -> None:
-        """Say it while the masters are there, and not at the resume that misses them."""
+        """Warn at the first save that the masters are not in it, and not at the resume that misses them."""
         if not self._warned and self._settings.has_masters and step_count.stored(optimizer).get(STEP_KEY):
             self._warned = True
             logger.warning(
@@ -170,12 +170,12 @@ class Checkpoints:
 
 
 def _tell_more(segment: Segment, masters: torch.Tensor) -> bool:
-    """Whether masters say more than the weights. False for a shard: its ranks must agree."""
+    """Whether masters differ from the weights. False for a shard, since its ranks must agree."""
     return not is_sharded(segment.param) and not torch.equal(masters, segment.param.float())
 
 
 def _is_present_state(optimizer: Optimizer, state_dict: dict) -> bool:
-    """Whether a checkpoint is what the optimizer holds already: from before its first step, or with the same state.
+    """Whether a checkpoint changes nothing: it is from before the first step, or has the optimizer's own state.
 
     False after the first step of an optimizer that keeps no state, which says nothing.
     """

@@ -1,4 +1,4 @@
-"""Checksums of BF16 weights: what tells that somebody wrote to them, in a sixteenth of a byte a weight.
+"""Checksums of BF16 weights, one sixteenth of a byte a weight: they show that somebody wrote to the weights.
 
 A checksum is 16 bits over a block of `BLOCK` weights that follow one another in row-major order::
 
@@ -22,27 +22,27 @@ from collections.abc import Iterator
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.dataless import lacks_data
+from hmpx.rounding.dataless import is_on_host, lacks_data
 from hmpx.rounding.eager import GOLDEN, MULTIPLY_1, MULTIPLY_2, signed
-from hmpx.rounding.xla import is_lazy, reinterpreted, shifted
+from hmpx.rounding.xla import reinterpreted, shifted
 
 Tensor = torch.Tensor
 
 BLOCK = 32
 SMALL = 4096
-_CHUNK = 1 << 18  # elements that are looked at at a time, where that takes temporaries
+_CHUNK = 1 << 18  # elements that are looked at at a time, where that takes temporaries: 8 bytes each
+_PARTS = 16  # of a tensor that are looked at one after the other, on an accelerator
 
 
 def checksums(weights: Tensor) -> Tensor:
     """The checksum of each block of BF16 `weights`, int16."""
     block = block_of(weights)
     out = torch.empty(-(-weights.numel() // block), dtype=torch.int16, device=weights.device)
-    if lacks_data(weights):
-        return out
     if weights.numel() and native.can_read(weights):
         native.block_checksums(weights, out, block)
         return out
-    at, multipliers = 0, _multipliers(block, weights.device)
+    at, known = 0, _multipliers.__wrapped__ if lacks_data(weights) else _multipliers
+    multipliers = known(block, weights.device)
     for part in _parts(weights, block):
         rest = -part.numel() % block
         bits = reinterpreted(part, torch.int16).to(torch.int32) & 0xFFFF
@@ -55,15 +55,15 @@ def checksums(weights: Tensor) -> Tensor:
 
 
 def clear_written(weights: Tensor, before: Tensor, beside: Tensor) -> None:
-    """Zero `beside`, shaped like `weights` and contiguous, in every block whose checksum is not the one of `before`."""
-    if lacks_data(weights):
-        return
+    """Zero `beside` (contiguous, shaped like `weights`) in every block whose checksum differs from `before`."""
     same = checksums(weights) == before
-    if not is_lazy(weights) and bool(same.all()):
-        return
     block, flat = block_of(weights), beside.view(-1)
-    if is_lazy(weights):
-        flat.mul_(same.repeat_interleave(block)[: flat.numel()])
+    if not is_on_host(weights):
+        whole = flat.numel() // block
+        flat[: whole * block].view(whole, block).mul_(same[:whole, None])
+        flat[whole * block :].mul_(same[whole:])
+        return
+    if bool(same.all()):
         return
     for index in (~same).nonzero().view(-1).split(max(_CHUNK // block, 1)):
         elements = (index[:, None] * block + torch.arange(block, device=index.device)).view(-1)
@@ -77,12 +77,13 @@ def block_of(weights: Tensor) -> int:
 
 def _parts(weights: Tensor, block: int) -> Iterator[Tensor]:
     """The weights flat in row-major order, in parts that begin where a block begins."""
+    size = _CHUNK if is_on_host(weights) else max(weights.numel() // _PARTS // block * block + block, _CHUNK)
     if weights.is_contiguous():
-        yield from weights.view(-1).split(_CHUNK)
+        yield from weights.view(-1).split(size)
         return
     row = weights.numel() // weights.shape[0]
     together = block // math.gcd(row, block)  # rows that fill whole blocks
-    for rows in weights.split(max(_CHUNK // row // together, 1) * together):
+    for rows in weights.split(max(size // row // together, 1) * together):
         yield rows.reshape(-1)
 
 

@@ -1,4 +1,4 @@
-"""What the batches of a step depend on, so that the next step need not look at all of it again.
+"""The facts that a step's batches depend on, so that the next step can tell whether they changed.
 
 A step looks at each parameter, gradient and state tensor in several places: names, dtypes, overlaps, what a kernel can
 read. For small parameters that takes longer than the step. The fingerprint holds what those looks have found, and one
@@ -25,7 +25,7 @@ Parameter = torch.nn.Parameter
 
 
 class Fingerprint:
-    """An optimizer after a step: while `holds`, gradients and options alone have changed.
+    """An optimizer after a step: while `holds`, only gradients and options have changed.
 
     Args:
         params: those that were stepped, which have their gradients still.
@@ -46,7 +46,7 @@ class Fingerprint:
 
     @staticmethod
     def can_be(optimizer: optim.Optimizer, params: Iterable[Parameter]) -> bool:
-        """Whether all that `holds` looks at can be seen: plain tensors on a CPU, each with its own memory.
+        """Whether `holds` can see every change: plain tensors on a CPU or a GPU, each with its own memory.
 
         Not after a step whose gradients a GradScaler has left scaled.
         """
@@ -54,7 +54,7 @@ class Fingerprint:
             return False
         for p in params:
             grad = p.grad
-            if grad is None or not p.is_cpu or not _is_seen(grad) or grad.dtype not in native.KINDS:
+            if grad is None or not (p.is_cpu or p.is_cuda) or not _is_seen(grad) or grad.dtype not in native.KINDS:
                 return False
             for value in (optimizer.state.get(p) or {}).values():
                 if not isinstance(value, Tensor) or not value.numel() or not _is_seen(value):

@@ -1,4 +1,4 @@
-"""How many bytes a parameter takes on a rank, by what they are for."""
+"""Bytes per parameter on a rank, by use: weights, gradients, masters, state."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ class Footprint:
     state: float
     slice: int
 
-    def transient(self, elements: float) -> int:
-        """Bytes that a step takes at most, beside what stays, on a rank that steps so many elements."""
-        return self.slice * min(slice_size(int(elements)), int(elements))
+    def transient(self, elements: float, device: str = "cpu") -> int:
+        """The most bytes that a step allocates beyond the rest, on a rank that steps so many elements."""
+        return self.slice * min(slice_size(int(elements), device=torch.device(device)), int(elements))
 
     def on_rank(self, elements: float, ranks: int, mode: str) -> float:
-        """Bytes on one of `ranks`. Of a sharded model, without the layer that is gathered at the time."""
+        """Bytes on one of `ranks`, each a GPU. For a sharded model, without the layer that is gathered at the time."""
         parts = ("weights", "gradients", "masters", "state")
         held = sum(getattr(self, part) / (ranks if part in MODES[mode] else 1) for part in parts)
         if mode != "fsdp2" and ranks > 1:
             held += self.buckets
         stepped = elements / ranks if "state" in MODES[mode] else elements
-        return held * elements + self.transient(stepped)
+        return held * elements + self.transient(stepped, "cuda")
 
 
 def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footprint:
-    """What `settings` take for parameters of `dtype`, float32 or bfloat16.
+    """The footprint of `settings` for parameters of `dtype`, float32 or bfloat16.
 
     Args:
         states: tensors of a parameter's size that the optimizer keeps: 2 for Adam, 1 for momentum.

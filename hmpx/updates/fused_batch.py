@@ -7,7 +7,7 @@ a training run may change between fused and other steps.
 Parameters that no kernel takes are stepped in other batches:
 
 - where there is no C compiler, or no Triton; on a device that is neither CPU nor CUDA;
-- sharded ones (DTensors), and other subclasses of tensors; ones with 2^32 elements or more;
+- sharded ones (DTensors), those that have a place, other subclasses of tensors; ones with 2^32 elements or more;
 - ones that share elements with another parameter;
 - where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
 - with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer;
@@ -45,7 +45,7 @@ Tensor = torch.Tensor
 
 
 def formula_for(optimizer: optim.Optimizer) -> Formula | None:
-    """What the kernels compute for this optimizer; None if nothing."""
+    """The formula of the kernels for this optimizer; None if there is none."""
     return None if is_scaled(optimizer) else formula_of(optimizer)
 
 
@@ -56,6 +56,8 @@ def takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool:
         HmpxError: a state tensor is in a dtype in which no step leaves it.
     """
     if segment.overlaps is not None:  # a kernel's threads would write to the same elements
+        return False
+    if segment.box is not None:  # a kernel numbers elements as they lie in memory
         return False
     if WAYS[segment.way.weights].kind is None:  # no kernel writes weights that are held so
         return False
@@ -72,7 +74,7 @@ def takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool:
 
 @dataclass(eq=False, slots=True)
 class _Taken:
-    """One parameter, as a kernel takes it.
+    """One parameter in the form that a kernel takes.
 
     Attributes:
         place: of the gradient, in the lists of all.
@@ -109,8 +111,11 @@ class FusedBatch:
         at = around.group[p]
         keys, state = formula.states(around.optimizer.param_groups[at]), self._states.get(p) or {}
         known, new = by_own_keys(state), dict[str, Any]()
-        if formula.counts and known.get("step") is None:
+        count = known.get("step")
+        if formula.counts and count is None:
             new["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        elif formula.counts and not count.is_cpu:  # type: ignore[union-attr]
+            new["step"] = count.to("cpu")  # type: ignore[union-attr]  # where torch has put it, each look is a wait
         for key in keys:
             if key is not None and known.get(key) is None:
                 new.update(form.zeros(p).entries(key))
@@ -135,11 +140,11 @@ class FusedBatch:
         return True
 
     def is_as_made(self) -> bool:
-        """Whether the next step can be told what this one was, but for gradients and scalars."""
-        return self._words is not None and self._formula.tensors_alone
+        """Whether the next step can pass the same words, but for gradients and scalars."""
+        return self._formula.tensors_alone
 
     def begin(self, call: StepCall) -> None:
-        """Compute the scalars, of options that somebody may have spoilt: nothing is written yet."""
+        """Compute the scalars. Wrong options raise here, before anything is written."""
         formula, groups = self._formula, call.optimizer.param_groups
         steps = [count.item() + 1.0 for count in self._counts] or [0.0] * len(self._taken)
         known: dict[Any, tuple[float, ...]] = {}  # most parameters of a group have the same
@@ -186,7 +191,7 @@ class FusedBatch:
             counts.compare(before, x)
 
     def _exact(self, each: _Taken, grad: Tensor, scalars: tuple[float, ...], step_key: int) -> tuple[Tensor, Tensor]:
-        """What the kernel begins with and what it is going to round, in FP32.
+        """The FP32 values that the kernel begins with and that it is going to round.
 
         It runs the same kernel on an FP32 copy of the weights, which are not rounded, and on a copy of the state.
         """
@@ -211,7 +216,7 @@ def _copied(state: Tensor | native.Coded | None) -> Tensor | native.Coded | None
 
 
 def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) -> None:
-    """Raise for a state tensor that somebody has put there in a dtype in which no step leaves it."""
+    """Raise for a state tensor that somebody has put there in a dtype that no step leaves."""
     for key in keys:
         value = state.get(key)
         if isinstance(value, Tensor) and value.dtype not in native.KINDS:
@@ -222,7 +227,7 @@ def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) 
 
 
 def _in_kernel(state: dict, keys: tuple[str | None, ...]) -> tuple[Tensor | native.Coded | None, ...]:
-    """The tensors of the state as a kernel gets them."""
+    """The state tensors in the form that a kernel takes."""
     found: list[Tensor | native.Coded | None] = []
     for key in keys:
         codes = None if key is None else state.get(CODES + key)

@@ -1,4 +1,4 @@
-"""What the fused kernels of each optimizer read: which state, and numbers made of a group's options.
+"""The inputs of each optimizer's fused kernel: its state tensors, and scalars made from a group's options.
 
 The formulas are those of torch's classes and of `lion_pytorch`; `rounding/native_steps.c` has the loops, and says what
 each number is. To add an optimizer, write its loop there and in `rounding/triton_kernels.py`, and a class here.
@@ -17,7 +17,7 @@ State = Mapping[str, Any]
 
 
 class Formula:
-    """One optimizer. The methods get a group of `param_groups`, and the number of the step, from 1.
+    """One optimizer. The methods get one of `param_groups` and the number of the step, from 1.
 
     Attributes:
         kernel: its name in `native.KERNELS`.
@@ -30,7 +30,7 @@ class Formula:
     tensors_alone: ClassVar[bool] = True
 
     def takes(self, group: dict, state: State) -> bool:
-        """Whether the kernel has what these options ask for."""
+        """Whether the kernel supports these options."""
         return not group.get("amsgrad") and not group.get("differentiable")
 
     def states(self, group: dict) -> tuple[str | None, ...]:
@@ -38,7 +38,7 @@ class Formula:
         raise NotImplementedError
 
     def depends_on(self, state: State) -> Any:
-        """What of a parameter's state, beside the count of steps, the scalars depend on."""
+        """The part of a parameter's state that the scalars depend on, beside the count of steps."""
         return None
 
     def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: Any) -> tuple[float, ...]:
@@ -46,7 +46,7 @@ class Formula:
         raise NotImplementedError
 
     def beside(self, group: dict, step: float, seen: Any) -> State:
-        """State that is no tensor of the parameter's shape and no count of steps, as it is after the step."""
+        """Further state after the step: neither a tensor of the parameter's shape nor the count of steps."""
         return {}
 
 
@@ -55,7 +55,7 @@ def _sign(group: dict) -> float:
 
 
 def _decay(group: dict, rate: float, decoupled: bool) -> tuple[float, float]:
-    """What the weight is multiplied with before it is added to the gradient, and what itself is multiplied with."""
+    """Two factors of the weight: for its share in the gradient, and for the weight itself."""
     decay = group["weight_decay"]
     return (0.0, 1.0 - rate * decay) if decoupled else (decay, 1.0)
 
@@ -160,7 +160,7 @@ class _NAdam(Formula):
 
 
 def _momentum(group: dict, step: float) -> float:
-    """NAdam's, of one step."""
+    """NAdam's momentum in one step."""
     return group["betas"][0] * (1.0 - 0.5 * 0.96 ** (step * group["momentum_decay"]))
 
 

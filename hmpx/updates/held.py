@@ -1,4 +1,4 @@
-"""How one tensor of a parameter is held between two steps: what a batch asks of weights, state and gradients alike."""
+"""The interface of a tensor held between two steps: weights, state and gradients, as a batch reads and writes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Parameter = torch.nn.Parameter
 
 
 class Held:
-    """One tensor, and what is kept beside it. All methods want `torch.no_grad()`.
+    """One tensor and the data kept beside it. All methods need `torch.no_grad()`.
 
     Attributes:
         tensor: a gradient, weights or state; in the shape of the parameter or in one of its own.
@@ -30,7 +30,7 @@ class Held:
         self.tensor = tensor
 
     def itself(self, segment: Segment) -> Tensor | None:
-        """The memory that is held, where a step may work on that in the place of a copy."""
+        """The held memory itself, if a step may work on it without a copy."""
         return None
 
     def for_kernels(self, segment: Segment, name: int) -> native.Held | None:
@@ -41,7 +41,7 @@ class Held:
         return None if self.kind is None else native.Held(self.tensor.detach(), self.kind, name)
 
     def blocks(self, segment: Segment, x: Tensor) -> list[tuple[Segment, Tensor]]:
-        """The parts in which `read` and `write` take a segment, each with its part of `x`, what a step sees of it."""
+        """The parts in which `read` and `write` take a segment, each with its part of `x`, the step's FP32 copy."""
         return segment.blocks(x)
 
     def read(self, segment: Segment, out: Tensor) -> None:
@@ -49,7 +49,7 @@ class Held:
         out.copy_(segment.of(self.tensor))
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        """Take what a step has left of a segment. The segments of a parameter are written in order.
+        """Write a segment's FP32 result back. The segments of a parameter are written in order.
 
         name: what the random numbers depend on.
         """
@@ -71,17 +71,17 @@ class Store(Held):
     shows_masters: ClassVar[bool] = False
 
     def begin(self) -> None:
-        """Before anything else in a step: have what is kept beside the weights, for weights as they are now."""
+        """Prepare the data kept beside the weights for the weights as they are now; called first in a step."""
 
     def settle(self, segment: Segment, rounding_key: RoundingKey) -> None:
-        """Have it as the kernels want it. The segment is the whole parameter."""
+        """Bring the data into the form that kernels need. The segment is the whole parameter."""
 
     def beside(self) -> list[Tensor]:
-        """The tensors that are kept beside the weights. While they are the same ones, nobody has exchanged masters."""
+        """The tensors kept beside the weights. While they are the same objects, nobody has exchanged masters."""
         return []
 
     def take_masters(self, masters: Tensor) -> None:
-        """Take over FP32 masters from a checkpoint. Where a weight is not what its master rounds to, it counts."""
+        """Take over FP32 masters from a checkpoint. Where a master does not round to its weight, the weight counts."""
 
     def masters(self, segment: Segment) -> Tensor:
         """The FP32 masters, sharded as the parameter is. The segment is the whole parameter."""
@@ -91,6 +91,6 @@ class Store(Held):
         return like(self.tensor, out) if is_sharded(self.tensor) else out
 
     def _part_of(self, masters: Tensor) -> Tensor:
-        """A copy of what this rank holds of `masters`, laid as the weights are."""
+        """A copy of this rank's part of `masters`, in the layout of the weights."""
         out = torch.empty_like(local(self.tensor), dtype=torch.float32, requires_grad=False)
         return out.copy_(held_part(self.tensor, masters))

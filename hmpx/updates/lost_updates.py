@@ -1,4 +1,4 @@
-"""What `Attachment.updates()` gives: how many updates round-to-nearest would lose, and what was done instead."""
+"""The result of `Attachment.updates()`: updates that round-to-nearest would lose, and how they were written instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEMA = 1  # of the JSON
 
 
 class Updates:
-    """What becomes of an attached optimizer's updates; `Attachment.updates` makes it.
+    """Counts of an attached optimizer's updates; made by `Attachment.updates`.
 
     Counts the steps of the optimizer from the next one on, until `close()`, the end of a `with` block, or the
     attachment's own end. What was counted stays. A step that raises does not count; of a method that rewrites weights
@@ -60,7 +60,7 @@ class Updates:
         return self.counts.is_open
 
     def close(self) -> None:
-        """Stop counting. What was counted stays."""
+        """Stop counting. The counts stay."""
         self.counts.is_open = False
 
     def __enter__(self) -> Updates:
@@ -71,7 +71,7 @@ class Updates:
 
     @property
     def rows(self) -> list[UpdateRow]:
-        """One for each BF16 parameter, the one that would lose most first, then the one that has not moved longest."""
+        """One row for each BF16 parameter: largest share of lost updates first, then longest without a move."""
         rows = [self._row(name, *found) for name, found in self.counts.read().items()]
         return sorted(rows, key=lambda row: (-row.lost, -row.idle_steps))
 
@@ -116,7 +116,7 @@ class Updates:
         return any(row.lost > THRESHOLD for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as dicts, lists, strings and numbers.
+        """All counts as dicts, lists, strings and numbers.
 
         "schema" is 1; it grows when a name changes its meaning or goes away. "rows" has one object for each parameter,
         with the attributes of `UpdateRow` as keys; the rest are the attributes of this object, and "threshold".

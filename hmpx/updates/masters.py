@@ -1,4 +1,4 @@
-"""Stores with masters: FP32 beside the weights, or in two halves of which the weight is one.
+"""Stores with masters: in FP32 beside the weights, or in two halves, the upper one being the weight.
 
 In all, a weight that is not what its master rounds to was written by somebody else, and counts. `halves.py` has the
 arithmetic of the split: its weight is the master rounded to nearest with ties away from zero. `Master` has torch's ties
@@ -69,7 +69,7 @@ class Master(Store):
 
 
 class _InHalves(Store):
-    """What stores have in common that hold masters in two halves: the upper one is the weight itself.
+    """Base of stores that hold masters in two halves; the upper half is the weight itself.
 
     Two halves cannot tell whether somebody wrote to a weight; checksums can. A block of weights keeps its lower halves
     if its values are those that the last step left. Else its lower halves become zero, so that the weights count.
@@ -180,7 +180,7 @@ class Split8(_InHalves):
 
 
 def _copy_for(weights: Tensor, masters: Tensor | None) -> Tensor:
-    """FP32 masters of these weights: those that there are, as far as they fit, on the device and in the layout."""
+    """FP32 masters of these weights, from given ones as far as they fit, on the weights' device and in their layout."""
     if masters is None or masters.shape != weights.shape:
         return weights.detach().float()
     if masters.device != weights.device:

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, and how a part is cut out of one whose elements do not follow one another there.
+"""The layout of tensors in memory, and how to cut a part out of a tensor that is not contiguous.
 
 torch's fused kernels read weight, gradient and state as flat arrays. So tensors that are stepped together get one
 layout, that of ``torch.empty_like(parameter)``. It is dense, and the parameter's own where that is dense.
@@ -54,7 +54,7 @@ def boxes(sizes: tuple[int, ...], order: Order, start: int, stop: int) -> Iterat
 
 
 def _boxes(sizes: list[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Where each box begins and ends: what is left of a first row, whole rows, what there is of a last one."""
+    """Start and stop of each box: the rest of a first row, whole rows, the begin of a last row."""
     if not sizes:
         yield [], []
         return

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer, and their names: the rounding key depends on these."""
+"""The parameters of an optimizer and their names, which the rounding key depends on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
 
 
 def members(optimizer: Optimizer) -> tuple | None:
-    """What `named` depends on, with the group of each parameter; None: nobody knows.
+    """Everything that `named` depends on, with the group of each parameter; None if that cannot be known.
 
     The names that `attach` was given do not change.
     """
@@ -64,7 +64,7 @@ def members(optimizer: Optimizer) -> tuple | None:
 
 
 def fingerprint(optimizer: Optimizer) -> tuple | None:
-    """What `named`, and what lies where in memory, depends on; None: nobody knows.
+    """Everything that `named` and the layout in memory depend on; None if that cannot be known.
 
     While it is the same, so are they.
     """

@@ -1,4 +1,4 @@
-"""What `torch.optim.Optimizer` does beside stepping, and hmpx must know of or change.
+"""Wraps methods of `torch.optim.Optimizer` other than `step` that hmpx must know of or change.
 
 A load keeps the FP32 state of BF16 parameters, which torch would cast down. An attachment hears of loads, of new
 parameter groups, and of parameters whose contents `torch.utils.swap_tensors` exchanges.
@@ -52,7 +52,7 @@ def wrap(changes: Changes, name: str, wrapper: Callable[[Callable], Callable]) -
 
 
 def _keeping_fp32(is_installed: Callable[[], object], process_value: Callable) -> Callable:
-    """Of what `load_state_dict` makes a state tensor: torch casts it to the parameter's dtype, a resume needs FP32.
+    """Keep FP32 state in `load_state_dict`, which would cast it to the parameter's dtype and make a resume inexact.
 
     Codes of 8-bit state are no numbers, and are never cast.
     """
@@ -86,7 +86,7 @@ def _telling_of_groups(add_param_group: Callable) -> Callable:
 
 
 def _widen_hyperparameters(values: dict[str, Any]) -> None:
-    """A learning rate in a tensor is FP32, as one in a float is: in BF16, a scheduler's factor of .999 does nothing."""
+    """Keep a tensor learning rate in FP32: in BF16, a scheduler's factor of .999 would do nothing."""
     for key, value in values.items():
         if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 and not value.dim():
             values[key] = value.float()

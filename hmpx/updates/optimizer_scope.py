@@ -1,4 +1,4 @@
-"""What an optimizer reads to update one weight, which decides how much of the model a step must copy.
+"""How much an optimizer reads to update one weight; a step must copy that much of the model to FP32.
 
 ``element``
     Each element by itself. The step runs on slices of a bounded number of elements.

@@ -32,14 +32,14 @@ def refuse_overlaps(segments: Sequence[Segment]) -> None:
 
 
 class Overlaps:
-    """Which parameters of one optimizer share elements; looked for again only after one lies otherwise in memory."""
+    """Which parameters of one optimizer share elements; searched again only after one has moved in memory."""
 
     def __init__(self) -> None:
         self._places: list[tuple] = []
         self._found: dict[Parameter, Parameter] = {}
 
     def among(self, params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
-        """Each parameter that shares an element with another one, with that other one; under `torch.no_grad()`."""
+        """Each parameter that shares an element with another one, with that one; needs `torch.no_grad()`."""
         held = {p: local(p) for p in params if not is_lazy(p) and not lacks_data(p)}
         places = [(id(p), tensor.data_ptr(), tensor.shape, tensor.stride()) for p, tensor in held.items()]
         if places != self._places:
@@ -56,7 +56,7 @@ class Overlaps:
 
 
 def _sharing(views: dict[Parameter, Tensor]) -> dict[Parameter, Parameter]:
-    """Paint the views into a map of their storage, one after the other, and see whose elements are painted already."""
+    """Mark the elements of each view in a map of the storage; a view that meets a mark shares elements."""
     found: dict[Parameter, Parameter] = {}
     first, *_ = views.values()
     owner = torch.zeros(first.untyped_storage().nbytes() // first.element_size(), dtype=torch.int32)

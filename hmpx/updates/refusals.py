@@ -1,4 +1,4 @@
-"""Steps of BF16 parameters that hmpx does not compute in FP32: refused where they cannot go on, else warned of once."""
+"""Plain steps of BF16 parameters: refused if state of regions or in 8 bits forbids them, else warned of once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _warned: WeakSet[Optimizer] = WeakSet()  # of steps by round-to-nearest
 
 
 def refuse_plain_steps(optimizer: Optimizer) -> None:
-    """After a step in a region or a load of state in 8 bits, refuse plain steps, and let checkpoints carry the number.
+    """After a step in a region or a load of 8-bit state: refuse plain steps, and keep the step number in checkpoints.
 
     By hooks on the optimizer: hmpx may not be installed by then.
     """
@@ -37,7 +37,7 @@ def refuse_plain_steps(optimizer: Optimizer) -> None:
 
 
 def refuse_wrappers(optimizer: Optimizer) -> None:
-    """Before the first step, refuse what steps this optimizer and writes BF16 tensors into its state."""
+    """Before the first step, refuse wrappers that step this optimizer and write BF16 tensors into its state."""
     frame = None if optimizer in _stepped or not has_bf16(optimizer) else sys._getframe(1)
     _stepped.add(optimizer)
     while frame is not None:
@@ -52,7 +52,7 @@ def refuse_wrappers(optimizer: Optimizer) -> None:
 
 
 def _carry_number(optimizer: Optimizer) -> None:
-    """The group that carried step number and seed may have been removed since the last step."""
+    """Store step number and seed again, in case their group was removed since the last step."""
     if attachment_of(optimizer) is None and step_count.stored(optimizer):
         step_count.keep(optimizer)
 
@@ -109,5 +109,5 @@ def warn_of_nearest(optimizer: Optimizer) -> None:
 
 
 def forget_warnings() -> None:
-    """Warn anew: torch is as it was, and whoever converts it again is told again."""
+    """Forget which warnings were given, so that a new conversion warns again."""
     _warned.clear()

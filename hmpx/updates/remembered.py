@@ -1,4 +1,4 @@
-"""What was seen of an optimizer at its last step, so that the next one need not look again."""
+"""Observations about an optimizer that are kept from one step to the next."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class RoundingKey:
-    """What the random numbers of one step depend on, beside the parameter's name and the index of the element."""
+    """The random numbers of one step depend on this key, the parameter's name and the element's index."""
 
     seed: int
     step: int
 
     @property
     def of_step(self) -> int:
-        """What the key of every tensor is derived from, with its name."""
+        """The step's part of each tensor's key; the name is the other part."""
         return step_key(self.seed, self.step)
 
     def round_into(self, out: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
@@ -52,7 +52,7 @@ class RoundingKey:
         round_all([rounding], self.seed, self.step)
 
     def flush(self) -> None:
-        """Do what `Deferred` has put off."""
+        """Do the roundings that `Deferred` has put off."""
 
     def split_into(self, upper: Tensor, lower: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
         """Round FP32 `x` to 24 bits, which go to BF16 `upper` and int8 `lower`, all of one shape; as `round_into`."""

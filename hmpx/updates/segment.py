@@ -1,4 +1,4 @@
-"""A parameter, or a part of one, as an optimizer sees it in a step.
+"""A segment: a parameter or a part of one that an optimizer sees in a step.
 
 A step in slices takes a large parameter in parts. A `Segment` says which elements a part has, how they lie in memory,
 and where they stand in the whole parameter: the rounding depends on that.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hmpx.updates.memory_order import Order, boxes, lies_flat, unfolded
-from hmpx.updates.ranks.sharding import Box, local
+from hmpx.updates.ranks.sharding import Box, is_sharded, local
 from hmpx.updates.ways import USUAL, Way
 
 Tensor = torch.Tensor
@@ -110,11 +110,11 @@ class Segment:
     @property
     def is_gathered(self) -> bool:
         """Whether the optimizer sees a whole parameter of which this rank holds a shard."""
-        return self.start is None and self.box is not None
+        return self.start is None and self.box is not None and is_sharded(self.param)
 
     @property
     def grad(self) -> Tensor:
-        """The gradient of the parameter, which what is stepped has."""
+        """The gradient of the segment's parameter."""
         grad = self.param.grad
         assert grad is not None, f"{self.name} has no gradient"
         return grad
@@ -135,7 +135,7 @@ class Segment:
 
 
 def _end(start: int, stop: int, count: int, ends: Callable[[int], int]) -> int:
-    """Where a part from `start` to about `stop` ends."""
+    """The end of a part from `start` to about `stop`."""
     end = ends(stop)
     while end <= start and stop < count:
         stop = min(2 * stop - start, count)

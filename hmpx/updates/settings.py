@@ -1,4 +1,4 @@
-"""What can be said about how the weights, the state and the gradients of one optimizer are held and updated.
+"""The settings of one optimizer: how weights, state and gradients are held and updated.
 
 A setting is a field here, which has its default, an argument of `hmpx.attach`, which documents it, and a key of a
 recipe. A test holds the three names against one another.
@@ -63,7 +63,7 @@ class Settings:
 
     @property
     def ways(self) -> list[Way]:
-        """The usual one, and those of rules."""
+        """The usual way, and the ways of all rules."""
         return list(dict.fromkeys([self._usual, *(way for _, way in self.rules)]))
 
     def way(self, name: str) -> Way:
@@ -76,7 +76,7 @@ class Settings:
 
     @property
     def rules(self) -> Rules:
-        """Patterns of parameters' names, and what holds for those that each fits."""
+        """Patterns of parameters' names, each with the way of the parameters that it fits."""
         return cast(Rules, self.parameters)  # since `__post_init__`
 
     def check_patterns(self, names: Collection[str]) -> None:
@@ -94,7 +94,7 @@ class Settings:
 
 
 def _checked(way: Way, where: str = "") -> Way:
-    """With dtypes in the place of their names. `where` comes first in an error."""
+    """The values with names of dtypes replaced by dtypes. An error begins with `where`."""
     weights, state_dtype = way.weights, dtype_named(way.state_dtype)
     if not isinstance(weights, str) or weights not in WAYS:
         legal = ", ".join(repr(way) for way in WAYS)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.rounding import native
+from hmpx.rounding.kernels import Kernels, kernels_for
 from hmpx.updates.held import Held
 from hmpx.updates.optimizer_scope import by_memory
 from hmpx.updates.ranks.sharding import local
@@ -16,7 +17,7 @@ from hmpx.updates.state_dtypes import is_bf16, is_moment, keeps_bf16
 from hmpx.updates.state_forms import form_of, written
 from hmpx.updates.state_tensors import HeldState, entries, held
 from hmpx.updates.stores import Stores
-from hmpx.updates.transfers import Piece, Words
+from hmpx.updates.transfers import Piece, kernels_that_move
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -24,7 +25,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class Around(NamedTuple):
-    """What the segments of a step have in common.
+    """Facts that all segments of a step share.
 
     Attributes:
         places: of the parameters that are stepped, in the lists of their gradients.
@@ -42,7 +43,7 @@ class Around(NamedTuple):
 
 
 class Count(NamedTuple):
-    """A count of steps, or another tensor that has not the parameter's shape, of a parameter that is cut.
+    """A count of steps, or another state tensor without the parameter's shape, for a parameter that is cut in parts.
 
     Attributes:
         clone: what one segment sees.
@@ -55,7 +56,7 @@ class Count(NamedTuple):
 
 
 class _Gradient(Held):
-    """The gradient of a parameter, which nothing holds between two steps. `tensor` is the parameter."""
+    """The gradient of a parameter; nothing holds it between two steps. `tensor` is the parameter."""
 
     kind = native.BF16
 
@@ -86,7 +87,9 @@ class Shown:
         on_masters = store.shows_masters and of_torch and form.as_left and bool(own)
         self.weight = self._piece(store, segment.name, itself=on_masters)
         self.grad = None if self._is_ready(grad) else self._piece(_Gradient(p), "", itself=False)
-        self._is_plain_grad = native.can_read(grad) and is_bf16(grad)
+        self._of_gradient = kernels_for(p if self.grad is None else grad)
+        if self.grad is not None and not is_bf16(grad):
+            self._of_gradient = None  # it is something else than a copy
         self._own: Any = None  # the state, if the optimizer is shown that itself
         self._content: dict[str, Any] = {}  # what it has in it
         self._state: dict[str, Any] | None = None  # what is shown in its place
@@ -154,29 +157,28 @@ class Shown:
 
     @property
     def shadow(self) -> Tensor:
-        """What the optimizer takes for a parameter."""
+        """The tensor that the optimizer takes for a parameter."""
         return self.weight.x
 
     @property
     def state(self) -> Any:
-        """What it is to find as the state of the shadow; None for nothing. It may change a dict that is a copy."""
+        """The state of the shadow that the optimizer is to find; None for none. The optimizer may change this copy."""
         return self._own if self._state is None else self._state.copy()
 
     @property
     def versioned(self) -> list[Tensor]:
-        """By the versions of these it is seen whether a step that raised has written to what is held."""
+        """Tensors whose versions show whether a step that raised has written to held memory."""
         state = self._content if self._state is None else self._state
         found = [value for value in state.values() if isinstance(value, Tensor)]
         return [*found, self.shadow] if self.weight.at is None else found
 
-    def can_be_words(self) -> bool:
-        """Whether the C kernels can move all of it."""
-        if self.grad is not None and not self._is_plain_grad:
-            return False
-        return all([Words.can_move(piece) for piece in self.pieces if piece.is_moved])
+    def kernels(self) -> Kernels | None:
+        """The kernels that can move all of it: those for its gradient, if they know how the rest is held."""
+        found = self._of_gradient
+        return found if all([kernels_that_move(piece) is found for piece in self.pieces if piece.is_moved]) else None
 
     def place_in(self, room: Tensor) -> None:
-        """Make what the optimizer sees, with its copies in this room."""
+        """Make the shadow and its state, with copies in this room."""
         p = self.segment.param
         self.weight.show(room, p)
         if self.grad is not None:
@@ -188,7 +190,7 @@ class Shown:
         self.rest()
 
     def take(self, left: Any, optimizer: Optimizer, rounding_key: RoundingKey) -> bool:
-        """Make what the optimizer has left the state of the parameter.
+        """Take the state that the optimizer left over into the parameter's state.
 
         The pieces that it was shown are written already.
 
@@ -228,7 +230,7 @@ class Shown:
         return after
 
     def _take_part(self, left: dict[str, Any], rounding_key: RoundingKey) -> None:
-        """What is left of one segment. What has not the parameter's shape is that of the last one."""
+        """Take over the state of one segment. State without the parameter's shape is that of the last segment."""
         segment, p, shown = self.segment, self.segment.param, self._state or {}
         after = self._late.setdefault(p, held(self._states.get(p) or {}, p))
         clones = {id(count.clone) for count in self.counts}
@@ -252,7 +254,7 @@ class Shown:
         state.update(after)
 
     def undo(self) -> None:
-        """The step raised: leave the state as it was."""
+        """Restore the state after the step raised."""
         self._states.pop(self.shadow, None)
         if isinstance(self._own, dict):
             self._own.clear()
@@ -269,5 +271,5 @@ class Shown:
 
 
 def _is_same(left: dict[str, Any], state: dict[str, Any]) -> bool:
-    """Whether the tensors that the optimizer was shown are those that it left."""
+    """Whether the optimizer left the same tensor objects that it was shown."""
     return len(left) == len(state) and all(left.get(key) is value for key, value in state.items())

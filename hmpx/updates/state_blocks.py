@@ -38,7 +38,7 @@ class StateBlocks(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> StateBlocks:
-        """That of a parameter, or of what is shaped and sharded as it is."""
+        """The blocks of a parameter, or of a tensor shaped and sharded like it."""
         shape = tuple(tensor.shape)
         folded = max(len(shape) - 1, 0)
         while folded > 1 and math.prod(shape[folded:]) < BLOCK:
@@ -60,7 +60,7 @@ class StateBlocks(NamedTuple):
         return torch.Size((*tensor.shape[: self.folded], self.rows.blocks))
 
     def over_ranks(self, magnitudes: Tensor, negatives: Tensor) -> tuple[Tensor, Tensor]:
-        """What `largest` has found in all that is held of cut rows, with what the other ranks hold of them."""
+        """The maxima of cut rows over all ranks that hold a part of them."""
         both = torch.zeros(2, math.prod(self.shape), dtype=torch.int32, device=magnitudes.device)
         if magnitudes.numel():
             here = self.rows.range(0, self.rows.width * math.prod(self.shape[:-1]))

@@ -1,4 +1,4 @@
-"""The dtype of optimizer state.
+"""Casts optimizer state between dtypes.
 
 In a step, the state of a BF16 parameter is FP32. Between steps it is held as `state_dtype` says (`state_forms.py`).
 What finds it in another dtype casts it here.
@@ -74,6 +74,11 @@ def cast_state(
 def release_state(optimizer: optim.Optimizer) -> None:
     """Cast the state of BF16 parameters to BF16, for plain steps: that of parameters without a dimension, too."""
     cast_state(optimizer, BF16)
+    for group in optimizer.param_groups:
+        for p in group["params"] if group.get("fused") else ():
+            count = optimizer.state.get(p, {}).get("step")
+            if isinstance(count, Tensor) and count.device != p.device:  # fused kernels of hmpx have it on the CPU
+                optimizer.state[p]["step"] = count.to(p.device)
     for p in _without_dimension(optimizer):
         state = optimizer.state.get(p, {})
         for key in _scalar_moments(state):

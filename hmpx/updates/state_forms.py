@@ -1,4 +1,4 @@
-"""Forms of optimizer state: what the state of BF16 parameters is held in between two steps, which see it in FP32.
+"""Forms of optimizer state between two steps: as left, in BF16 or in 8 bits. Steps see FP32.
 
 ================  ================================================================  ==================
 torch.float32     as the step leaves it                                             4 bytes an element
@@ -37,7 +37,7 @@ StateDtype = torch.dtype | Literal["8bit"]
 
 
 class StateForm(Protocol):
-    """What state is held in.
+    """One form of optimizer state.
 
     Attributes:
         bytes_each: of an element of a state tensor.
@@ -61,16 +61,16 @@ class StateForm(Protocol):
         """
 
     def holder(self, param: Tensor, value: Tensor, before: Any) -> HeldState:
-        """What holds a tensor of the parameter's shape from here on: `before` if that is of this form, or a new one.
+        """The holder of a state tensor of the parameter's shape: `before` if it has this form, else a new one.
 
         value: the tensor, or a part of it.
         """
 
     def zeros(self, param: Tensor) -> HeldState:
-        """What holds zeros of the parameter's shape, for a kernel to begin with."""
+        """A holder of zeros in the parameter's shape, for a kernel to begin with."""
 
     def other(self, value: Any, before: Any, name: str, rounding_key: RoundingKey) -> Any:
-        """A value of another shape, as it is held from here on."""
+        """The held form of a value of another shape."""
 
     def ends(self, param: Tensor) -> Callable[[int], int] | None:
         """The last element up to a given one where a part of a parameter may end, in row-major order; None: any."""
@@ -79,7 +79,7 @@ class StateForm(Protocol):
 def written(
     form: StateForm, segment: Segment, key: str, value: Any, before: Any, rounding_key: RoundingKey
 ) -> dict[str, Any]:
-    """What stands in the state of a whole parameter for a value that a step has left of it."""
+    """The held form of a state value that a step has left for a whole parameter."""
     name = f"{segment.name}.{key}"
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     if not is_dense or not value.dim() or value.shape != segment.param.shape:
@@ -90,7 +90,7 @@ def written(
 
 
 class AsLeft:
-    """The tensors that the step leaves, in FP32 or whatever else they are."""
+    """State as the step leaves it, usually FP32."""
 
     bytes_each: ClassVar[float] = 4.0
     as_left: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""How one tensor of the optimizer's state is held between two steps: as it is, or in 8 bits.
+"""Holders of one state tensor between two steps: as it is, or in 8 bits.
 
 A tensor in 8 bits stands in the state of its parameter as two tensors, under names that no optimizer knows: a step that
 hmpx does not see fails, and does not take codes for numbers. Both are plain tensors, or DTensors where the parameter is
@@ -38,7 +38,7 @@ class HeldState(Held):
         return self.tensor
 
     def entries(self, key: str) -> dict[str, Tensor]:
-        """What stands in the state of the parameter, for the tensor that the optimizer calls `key`."""
+        """The entries in the parameter's state for the tensor that the optimizer calls `key`."""
         return {key: self.tensor}
 
 
@@ -76,7 +76,7 @@ class HeldCodes(HeldState):
 
     @classmethod
     def new(cls, param: Tensor) -> HeldCodes:
-        """Room for the state of a parameter; its values are whatever they are."""
+        """Uninitialised memory for the state of a parameter."""
         held, layout = local(param), StateBlocks.of(param)
         codes = torch.empty(held.shape, dtype=torch.uint8, device=held.device)
         scales = torch.empty(layout.shape, dtype=BF16, device=held.device)
@@ -135,7 +135,7 @@ class HeldCodes(HeldState):
 
 
 def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> None:
-    """Hold what a parameter's state has in 8 bits against the parameter: it may be that of another one.
+    """Check that 8-bit state fits its parameter, since it may be that of another one.
 
     name: of the parameter, or its position, for the error; "" where nobody knows.
 

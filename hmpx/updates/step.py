@@ -18,7 +18,7 @@ from hmpx.updates.names import fingerprint, named, parameters
 from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.overlap import Overlaps, refuse_overlaps
 from hmpx.updates.ranks import checks
-from hmpx.updates.ranks.sharding import box_of
+from hmpx.updates.ranks.sharding import Box, Place, box_of, placed
 from hmpx.updates.remembered import Remembered
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
@@ -41,9 +41,12 @@ MASTER_KEY = "hmpx_master"  # in the state of a parameter, in a checkpoint
 class WeightUpdates:
     """Runs the steps of one optimizer in FP32 and writes BF16 parameters back as `settings` say."""
 
-    def __init__(self, settings: Settings, names: dict[Parameter, str] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, names: dict[Parameter, str] | None = None, places: dict[str, Place] | None = None
+    ) -> None:
         self.settings = settings
         self.names = names or {}
+        self.places = places or {}  # of parameters that are slices of larger ones, by name
         self.stores = Stores()
         self.kept_steps = 0  # that were taken in the batches of the one before
         self._overlaps = Overlaps()
@@ -117,12 +120,18 @@ class WeightUpdates:
         return True
 
     def rounding_key(self, optimizer: Optimizer, seed: int | None = None) -> RoundingKey:
-        """That of the next step. A seed given to the region outranks the settings', and that one the stored one."""
+        """The key of the next step. The region's seed outranks the settings' seed, which outranks the stored one."""
         known = step_count.stored(optimizer)
         given = (seed, self.settings.seed, known.get(SEED_KEY), 0)
         return RoundingKey(check_seed(next(s for s in given if s is not None)), known.get(STEP_KEY, 0))
 
     def _write_back(self, call: StepCall) -> WriteBack:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and self.segments(call.optimizer):
+            raise HmpxError(
+                "a step of BF16 parameters cannot be a part of a CUDA graph: the host hands over the step number, on "
+                "which the random numbers depend, so every replay would round alike; capture forward and backward "
+                "(torch.cuda.make_graphed_callables), and call optimizer.step() outside of the graph"
+            )
         key = self.rounding_key(call.optimizer, call.seed)
         if self._open is None:
             self._counts = self.watch if self.watch is not None and self.watch.is_open else None
@@ -188,7 +197,7 @@ class WeightUpdates:
                 logger.warning("hmpx: masters of %d parameters, loaded before attach, are dropped: %s", count, why)
 
     def cast_state_along(self, optimizer: Optimizer, p: Parameter) -> None:
-        """`p` is not BF16 any more: let its state be that of plain steps."""
+        """Cast the state of `p`, which is no longer BF16, for plain steps."""
         way = next((self.settings.way(name) for name, each in named(optimizer, self.names) if each is p), USUAL)
         state_dtypes.cast_state_of(optimizer, p, way.state_dtype)
 
@@ -211,7 +220,7 @@ class WeightUpdates:
             )
 
     def look_again(self) -> None:
-        """Forget what was seen at the last step, and let go of the tensors: a load is about to put others in place."""
+        """Forget everything kept from the last step, tensors included: a load is about to replace them."""
         self._kept.clear()
         self._segments.clear()
 
@@ -224,19 +233,30 @@ class WeightUpdates:
         with torch.no_grad():
             shared = self._overlaps.among([p for _, p in ours])
             found = [
-                Segment(p, name, box=box_of(p, name), overlaps=shared.get(p), way=self.settings.way(name))
+                Segment(p, name, box=self._box(p, name), overlaps=shared.get(p), way=self.settings.way(name))
                 for name, p in ours
                 if _is_supported(name, p)
             ]
         self._segments[optimizer] = now, found
         return found
 
+    def _box(self, p: Parameter, name: str) -> Box | None:
+        place = self.places.get(name)
+        if place is None:
+            return box_of(p, name)
+        if self.settings.way(name).state_dtype == "8bit" and (p.dim() == 1 or place.whole[1:] != p.shape[1:]):
+            raise HmpxError(
+                f"places: {name!r} is cut across rows, which in 8 bits share scales with other ranks: give it "
+                "state_dtype=torch.bfloat16, or shard it as a DTensor"
+            )
+        return placed(p, name, place)
+
     def _named_bf16(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
         return [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
 
 
 class _OpenStep(NamedTuple):
-    """A step of which parameters take their parts one by one."""
+    """A step that parameters take one by one (`release_gradients`)."""
 
     members: Members
     write_back: WriteBack

@@ -1,4 +1,4 @@
-"""What is handed on through one step of an optimizer: the call itself, and how its results are written back."""
+"""One step on its way through hmpx: the call itself, and how results are written back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StepCall:
         return replace(self, args=(), kwargs={}) if self.args or self.kwargs else self
 
     def with_functions(self, wrap: Callable[[Callable], Callable]) -> StepCall:
-        """The same call, its closure and any other function of the user replaced by what `wrap` makes of it.
+        """The same call with its closure, and any other function of the user, replaced by ``wrap(function)``.
 
         A module is callable, and is left alone: some optimizers look for parameters in it.
         """

@@ -1,4 +1,4 @@
-"""Where hmpx stands in an optimizer step: around the optimizer's own function, inside its hooks.
+"""Wraps the step function of every optimizer class: around its own code, inside its hooks.
 
 torch wraps `step` of every optimizer class once (`Optimizer.profile_hook_step`): user pre-hooks, the class's own
 function, user post-hooks. hmpx exchanges that inner function, which the wrapper's closure holds. Other places do not
@@ -95,7 +95,7 @@ def _watch() -> None:
 
 
 def install_for_graphs(_: Any = None) -> None:
-    """Install for good: a compiled function has a region in it, which cannot install anything when it runs."""
+    """Install for good: a compiled function contains a region, which cannot install anything when it runs."""
     global _for_graphs
     if not _for_graphs:
         _for_graphs = True
@@ -116,7 +116,7 @@ def uninstall_later() -> None:
 
 
 def uninstall_collected() -> None:
-    """Do what `uninstall_later` has put off."""
+    """Do the calls that `uninstall_later` has put off."""
     while _collected:
         _collected.pop()
         uninstall()
@@ -207,7 +207,7 @@ def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
 
 
 def _hooking(profile_hook_step: Callable) -> Callable:
-    """What torch wraps the step of a class by, when the first optimizer of the class is made."""
+    """The decorator that torch puts on a class's step when its first optimizer is made."""
 
     def hook(step: Callable) -> Callable:
         hooked = profile_hook_step(step)

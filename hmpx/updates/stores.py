@@ -29,7 +29,7 @@ Parameter = torch.nn.Parameter
 
 
 class Stochastic(Store):
-    """BF16 weights, written by stochastic rounding: what is below BF16's precision is kept in the mean."""
+    """BF16 weights, written by stochastic rounding: updates below BF16's precision are kept on average."""
 
     kind = native.BF16
 
@@ -62,7 +62,7 @@ class Stores:
         self._kept: dict[Parameter, Store] = {}
 
     def of(self, segment: Segment) -> Store:
-        """That of a parameter, as its `way` says."""
+        """The store of a parameter, chosen by its `way`."""
         kind = WAYS[segment.way.weights]
         store = self._kept.get(segment.param)
         if store is None or type(store) is not kind:
@@ -85,5 +85,5 @@ class Stores:
         self._kept.clear()
 
     def drop(self, param: Parameter) -> None:
-        """Forget what is kept beside the weights of one parameter."""
+        """Drop the data kept beside the weights of one parameter."""
         self._kept.pop(param, None)

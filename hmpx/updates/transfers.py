@@ -1,6 +1,6 @@
-"""The two transfers between what is held and the FP32 that a step sees: words for the C kernels, torch's operators.
+"""The transfers between what is held and the FP32 that a step sees: by kernels in C or Triton, or torch's operators.
 
-A batch takes one of them when it is made. Both leave the same bits.
+A batch takes one of them when it is made. All leave the same bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hmpx.rounding import native
+from hmpx.rounding import native, triton
+from hmpx.rounding.kernels import Kernels, kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.updates.held import Held, Store
 from hmpx.updates.memory_order import memory_order, unfolded
@@ -43,12 +44,12 @@ class Piece:
 
     @property
     def is_moved(self) -> bool:
-        """Whether a transfer has something to do: also for weights whose masters are worked on themselves."""
+        """Whether a transfer must move this tensor; also weights whose masters are stepped in place."""
         return self.at is not None or isinstance(self.held, Store)
 
     @property
     def takes(self) -> int:
-        """How many elements of the room."""
+        """The number of elements that it needs in the room."""
         return 0 if self.at is None else -(-self.segment.count // _APART) * _APART
 
     def show(self, room: Tensor, like: Tensor) -> None:
@@ -84,14 +85,6 @@ class Words:
             self._places.append((in_room, piece.at * FP32.itemsize if piece.at is not None else piece.x.data_ptr()))
         self._written = [piece.held.tensor for piece in pieces]
 
-    @staticmethod
-    def can_move(piece: Piece) -> bool:
-        """Whether the kernels know how a tensor is held, and find it in one piece."""
-        held, segment = piece.held.tensor, piece.segment
-        if segment.order is not None or segment.box is not None or held.numel() >= 2**32:
-            return False
-        return native.can_read(held) and piece.held.for_kernels(segment, 0) is not None
-
     def read(self, grads: Sequence[Tensor]) -> None:
         """Fill what the optimizer sees. grads: those that are copied, where they are now."""
         address = self._room.data_ptr()
@@ -107,8 +100,40 @@ class Words:
         torch.autograd.graph.increment_version(self._written)
 
 
+class Launches:
+    """A launch of the Triton kernels reads what is held alike in a batch, and another one writes it. See `Words`."""
+
+    def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece]) -> None:
+        self._grads, self._pieces = ([self._move(piece) for piece in each] for each in (grads, pieces))
+
+    @staticmethod
+    def _move(piece: Piece) -> triton.Move:
+        held, segment = piece.held.for_kernels(piece.segment, name_id(piece.name)), piece.segment
+        assert held is not None, "the kernels can move it"
+        return triton.Move(held, segment.offset, segment.count, piece.x)
+
+    def read(self, grads: Sequence[Tensor]) -> None:
+        """Fill what the optimizer sees. grads: those that are copied, where they are now."""
+        pairs = zip(self._grads, grads, strict=True)
+        triton.read_list([*(move.of(grad) for move, grad in pairs), *self._pieces])
+
+    def write(self, rounding_key: RoundingKey) -> None:
+        """Write back what the optimizer has left."""
+        triton.write_list(self._pieces, rounding_key.of_step)
+        torch.autograd.graph.increment_version([move.held.tensor for move in self._pieces])
+
+
+def kernels_that_move(piece: Piece) -> Kernels | None:
+    """The kernels that know how a tensor is held, and find it in one piece."""
+    held, segment = piece.held.tensor, piece.segment
+    if segment.order is not None or segment.box is not None or held.numel() >= 2**32:
+        return None
+    kernels = kernels_for(held)
+    return None if kernels is None or piece.held.for_kernels(segment, 0) is None else kernels
+
+
 class Operators:
-    """Plain copies by torch's foreach kernels; what is more than a copy, each tensor does itself. See `Words`."""
+    """Plain copies by torch's foreach kernels; each tensor does the rest itself. See `Words`."""
 
     def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece]) -> None:
         self._grads = [(i, *block) for i, each in enumerate(grads) for block in each.segment.blocks(each.x)]

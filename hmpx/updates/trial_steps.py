@@ -20,7 +20,7 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
 class TrialSteps:
-    """A part: such steps take BF16 gradients of parameters whose gradients are FP32."""
+    """A part: lets such steps give BF16 gradients to parameters whose gradients are FP32."""
 
     def apply(self, changes: Changes) -> None:
         self._changes = changes

@@ -1,4 +1,4 @@
-"""What round-to-nearest would lose of the updates, counted where a step writes weights back.
+"""Counts the updates that round-to-nearest would lose, where a step writes weights back.
 
 A step reads a weight, computes in FP32 and writes the result back. While somebody looks, it copies the weight as it
 stood (`before_step`) and compares it with the FP32 result and with what was written (`UpdateCounts.compare`). Nothing
@@ -117,7 +117,7 @@ class UpdateCounts:
                 of_step[_ZERO_GRADIENT] = ~_values(grad).any()
 
     def compare(self, before: Before, x: Tensor) -> None:
-        """Count what a step has written of a segment. x: its FP32 result."""
+        """Count the updates of a segment. x: the step's FP32 result."""
         p = before.segment.param
         counts = count(before.old, before.weight, x, before.segment.of(p))
         # A closure gives the gradient later than that; a step may take it away.
@@ -150,7 +150,7 @@ class UpdateCounts:
 
 
 class Before(NamedTuple):
-    """What a segment was before the step."""
+    """A segment as it was before the step."""
 
     segment: Segment
     old: Tensor
@@ -159,11 +159,11 @@ class Before(NamedTuple):
 
 
 def before_step(segment: Segment, x: Tensor) -> Before:
-    """What is to be compared with what the step writes. x: what is held, in FP32: the master, or the BF16 weight."""
+    """The values to compare with the step's result. x: the held value in FP32: the master, or the BF16 weight."""
     return Before(segment, x.clone(), segment.of(segment.param).clone(), segment.param.grad)
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The elements of a gradient that this rank holds, of a sparse one those that are there."""
+    """The elements of a gradient that this rank holds; for a sparse one, its stored elements."""
     held = local(grad)
     return held.coalesce().values() if held.layout is torch.sparse_coo else held

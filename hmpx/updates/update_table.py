@@ -58,7 +58,7 @@ class UpdateRow:
 
 
 def as_text(heading: str, rows: Sequence[UpdateRow]) -> str:
-    """The table, what explains it, and the answer. `rows`: the worst first."""
+    """The table, remarks on it, and the answer. `rows`: the worst first."""
     if not sum(row.updates for row in rows):
         return "\n".join([f"{heading}: no update of a BF16 parameter", *_remarks(rows)])
     lines = [heading, *_table(rows[:_SHOWN])]
@@ -108,7 +108,7 @@ def _table(rows: Sequence[UpdateRow]) -> list[str]:
 
 
 def _remarks(rows: Sequence[UpdateRow]) -> list[str]:
-    """What explains that a parameter does not move, or would do harm unseen."""
+    """Remarks on parameters that do not move, or on silent harm."""
     remarks = []
     for row in rows:
         said = []
@@ -128,7 +128,7 @@ def _remarks(rows: Sequence[UpdateRow]) -> list[str]:
 
 
 def _done(rows: Sequence[UpdateRow]) -> str:
-    """What was done with the updates that nearest would lose, for each way in which parameters are held."""
+    """How the updates that nearest would lose were written, for each way to hold parameters."""
     ways = dict.fromkeys(row.weights for row in rows if row.updates)
     return " ".join(_done_by(weights, [row for row in rows if row.weights == weights]) for weights in ways)
 

@@ -1,4 +1,4 @@
-"""How one BF16 parameter is held between two steps, and the rules that say so of parameters by their names."""
+"""The way to hold one BF16 parameter between two steps, and rules that choose it by the parameter's name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_rules(given: Any, usual: Way) -> Rules:
 
 
 def fits_none(pattern: str, names: Collection[str]) -> str:
-    """What is wrong with a pattern that fits no name of a parameter, and what was probably meant; "" if one does."""
+    """The problem with a pattern that fits no parameter's name, with the nearest name; "" if it fits one."""
     if any(fnmatchcase(name, pattern) for name in names):
         return ""
     inside = any(fnmatchcase(name, f"{pattern}.*") for name in names)
@@ -63,5 +63,5 @@ def fits_none(pattern: str, names: Collection[str]) -> str:
 
 
 def way_of(name: str, rules: Rules, usual: Way) -> Way:
-    """What holds for a parameter: the last rule whose pattern fits its name, else the usual."""
+    """The way of a parameter: that of the last rule whose pattern fits its name, else the usual one."""
     return next((way for pattern, way in reversed(rules) if fnmatchcase(name, pattern)), usual)

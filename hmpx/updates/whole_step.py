@@ -1,4 +1,4 @@
-"""A step of an optimizer that may look across parameters: FP32 shadows of all of them, for the length of the step.
+"""Steps an optimizer that may look across parameters, on FP32 shadows of all of them.
 
 The shadows are real Parameters put into `param_groups` in place, with the optimizer's state re-keyed to them, so that
 any optimizer computes in FP32 without knowing. The model's own parameters are never swapped: exchanging `p.data` resets
@@ -134,7 +134,7 @@ class WholeStep:
         return is_lazy(q) or not torch.equal(local(shown), local(q.detach()))
 
     def _on_real_parameters(self, closure: Callable) -> Callable:
-        """A closure evaluates the model, so it must see the real parameters, with the values that the step tries."""
+        """Wrap a closure: it evaluates the model, so it must see the real parameters, with the values of the step."""
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             with torch.no_grad():

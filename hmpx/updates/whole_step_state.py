@@ -1,4 +1,4 @@
-"""Optimizer state of whole parameters, which belongs to their FP32 shadows for the length of a step."""
+"""Moves the optimizer state of whole parameters to their FP32 shadows for the length of a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ShadowState:
             self._states[self._shadow] = shown
 
     def _shown(self, before: Any) -> Any:
-        """What the step sees; the same object if nothing has to be copied."""
+        """The value that the step sees; the same object if nothing has to be copied."""
         if not isinstance(before, dict):
             return before
         form, like = self._form, self._shadow if self._one_layout else None
@@ -63,7 +63,7 @@ class ShadowState:
         return before if seen is before and all(shown[k] is v for k, v in before.items()) else shown
 
     def finish(self) -> None:
-        """The step is done: give the state that it left to the parameter."""
+        """Give the state that the step left to the parameter."""
         left = self._states.pop(self._shadow, None)
         if left is None:
             return
@@ -81,11 +81,11 @@ class ShadowState:
 
     @property
     def _is_as_left(self) -> bool:
-        """Whether what the step has left is what the parameter keeps."""
+        """Whether the parameter keeps state in the form that the step leaves."""
         return self._form.as_left
 
     def undo(self) -> str | None:
-        """The step raised: give the parameter its old state again.
+        """Give the parameter its old state again after the step raised.
 
         Returns:
             The parameter's name if the step has written to that state in place, which cannot be undone.
@@ -103,7 +103,7 @@ class ShadowState:
 
 
 class GatheredShadowState(ShadowState):
-    """The state of a sharded parameter, for a step that sees the whole of it; this rank keeps its part of the result.
+    """The state of a sharded parameter for a step that sees it whole; this rank keeps its part of the result.
 
     State of another shape than the parameter, such as factored moments, is whole on every rank, and the same.
     """

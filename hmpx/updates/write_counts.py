@@ -1,4 +1,4 @@
-"""The versions of what foreach kernels write to while a `TorchDispatchMode` is open.
+"""Raises the versions of tensors that foreach kernels write to while a `TorchDispatchMode` is open.
 
 By the versions of tensors a step learns what the optimizer has written to: gradients that the user shall see, and state
 that cannot be taken back if the step raises. On a CPU a foreach kernel is a loop of in-place operations, each of which
@@ -20,7 +20,7 @@ def counted_writes() -> contextlib.AbstractContextManager:
 
 
 class _CountsWrites(TorchDispatchMode):
-    """Raises the versions that a kernel did not; if it raised too, as it may have written to some."""
+    """Raises versions that a kernel did not; also after an error, since the kernel may have written to some tensors."""
 
     supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn, optim
@@ -15,42 +17,63 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 BF16 = torch.bfloat16
 
 
-def _stage(rank):
-    """GPipe over two ranks, by `prepare`; each stage is the optimizer's own group."""
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def _stage(rank, named):
+    """GPipe over two ranks, each a group of its own; a stage calls its parameters 0.weight ... 1.bias."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     groups = [torch.distributed.new_group([each]) for each in range(2)]
-    torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 4)])[rank]
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    hmpx.prepare(model, optimizer, {**AUTOCASTS, "weights": "stochastic"}, process_group=groups[rank])
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("hmpx").addHandler(handler)
+    first = 2 * rank
+    stage_model = nn.Sequential(*_model()[first : first + 2]).bfloat16()
+    optimizer = optim.AdamW(stage_model.parameters(), lr=1e-2)
+    if named:
+        parts = [name.partition(".") for name, _ in stage_model.named_parameters()]
+        names = [f"{int(index) + first}.{rest}" for index, _, rest in parts]
+        hmpx.attach(optimizer, names=names, process_group=groups[rank])
+    hmpx.prepare(stage_model, optimizer, RECIPE, process_group=groups[rank])
     inside, outside = (torch.ones(2, size, dtype=BF16, requires_grad=True) for size in (8, 8 >> rank))
-    stage = PipelineStage(model, rank, 2, torch.device("cpu"), input_args=(inside,), output_args=outside)
+    stage = PipelineStage(stage_model, rank, 2, torch.device("cpu"), input_args=(inside,), output_args=outside)
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, target: (out.float() - target.float()).square().sum())
-    batch = torch.arange(32.0).view(4, 8).bfloat16() / 32
-    for _ in range(3):
-        schedule.step(*(() if rank else (batch,)), **({"target": torch.ones(4, 4)} if rank else {}))
+    for _ in range(5):
+        schedule.step(*(() if rank else (_batch(),)), **({"target": torch.ones(4, 4)} if rank else {}))
         optimizer.step()
         optimizer.zero_grad()
-    return model.weight.dtype is BF16, model.weight.tolist()
+    weights = [p.flatten().tolist() for p in stage_model.parameters()]
+    return weights, [message for message in told if "Rounding goes by names" in message]
 
 
-def test_a_pipeline_has_the_bits_of_one_process():
-    (narrow, first), (_, second) = ranks.run(2, _stage)
-    torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 4)])
-    optimizers = [optim.AdamW(part.parameters(), lr=1e-2) for part in model]
-    for part, optimizer in zip(model, optimizers, strict=True):
-        hmpx.prepare(part, optimizer, {**AUTOCASTS, "weights": "stochastic"})
-    batch = torch.arange(32.0).view(4, 8).bfloat16() / 32
-    for _ in range(3):
-        losses = [(model[1](model[0](x)).float() - 1).square().sum() for x in batch.split(2)]
+def _batch():
+    return torch.arange(32.0).view(4, 8).bfloat16() / 32
+
+
+RECIPE = {**AUTOCASTS, "weights": "stochastic"}
+
+
+def test_two_stages_of_a_pipeline_have_the_bits_of_one_process():
+    model = _model()
+    optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
+    hmpx.prepare(model, optimizer, RECIPE)
+    for _ in range(5):
+        losses = [(model(x).float() - 1).square().sum() for x in _batch().split(2)]
         for loss in losses:
             loss.div(2).backward()  # the schedule divides gradients by the number of micro-batches
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert narrow and [first, second] == [part.weight.tolist() for part in model]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert next(model.parameters()).dtype is BF16
+    expected = [p.flatten().tolist() for p in model.parameters()]
+    (first, quiet), (second, silent) = ranks.run(2, _stage, True)
+    assert first + second == expected and not quiet + silent
+    (first, told), (second, too) = ranks.run(2, _stage, False)
+    assert len(told + too) == 1 and "names=" in (told + too)[0]
+    assert first + second != expected
 
 
 def _tensor_parallel(rank, lists):

@@ -77,14 +77,22 @@ def _by_trl(kind, recipe, folder, **more):
     import trl
 
     model, count = gpt2(**NO_DROPOUT), range(16)
+    given, others = {**QUIET, "bf16": False, "output_dir": str(folder), **more}, {}
+    if kind in ("DPO", "KTO"):
+        others["ref_model"] = copy.deepcopy(model)
     if kind == "SFT":
         data = [{"text": _sentence(i)} for i in count]
+    elif kind == "KTO":
+        data = [{"prompt": _sentence(i, 2), "completion": _sentence(i + 1), "label": i % 2 == 0} for i in count]
+    elif kind == "GRPO":  # which samples from the model, so that only the first step is the same
+        data = [{"prompt": _sentence(i, 2)} for i in count]
+        others["reward_funcs"] = lambda completions, **_: [float(len(set(each.split()))) for each in completions]
+        given |= {"num_generations": 4, "max_completion_length": 6, "max_steps": 1}
+        del given["max_length"]
     else:
         data = [{"prompt": _sentence(i, 2), "chosen": _sentence(i + 1), "rejected": _sentence(i + 5)} for i in count]
-    given = {**QUIET, "bf16": False, "output_dir": str(folder), **more}
     settings = getattr(trl, f"{kind}Config")(**given)
     callbacks = [HmpxCallback(recipe)] if recipe is not None else []
-    others = {"ref_model": copy.deepcopy(model)} if kind == "DPO" else {}
     trainer = getattr(trl, f"{kind}Trainer")(
         model, args=settings, train_dataset=datasets.Dataset.from_list(data), processing_class=_tokenizer(),
         callbacks=callbacks, **others,
@@ -92,7 +100,7 @@ def _by_trl(kind, recipe, folder, **more):
     return model, trainer.train().training_loss
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO"])
 def test_trl_by_callback_trains_as_in_fp32(kind, tmp_path):
     before = gpt2(**NO_DROPOUT)
     wide, expected = _by_trl(kind, None, tmp_path)

@@ -73,7 +73,7 @@ def test_two_ops_that_each_break_it_are_both_named():
 
     found = hmpx.compare(Model(faulty), batches(), loss_of, lists=policy("softmax cumsum", "linear mul add"))
     assert {row.op for row in found.broken} == {"softmax", "cumsum"} == {row.op for row in found.worst(2)}
-    assert "2 ops each break it alone" in str(found)
+    assert "2 ops each break the training" in str(found)
     assert all(row.measured for row in found.broken)
     assert found.passes <= 3 * 4 + 1 + 6  # three runs a batch, one to see that it repeats, some of single ops
 
@@ -82,7 +82,7 @@ def test_a_mask_that_overflows_is_named_with_what_to_write_instead():
     found = hmpx.compare(Masked(), padded(), masked_loss, lists=policy("mul linear", "softmax cross_entropy"))
     first = found.first_nonfinite
     assert (first.op, first.where, first.phase) == ("mul", line_of(Masked.forward, "mask ="), "forward")
-    assert first.mended is True and "torch.finfo(x.dtype).min" in first.note and found.worst(1) == [first]
+    assert "torch.finfo(x.dtype).min" in first.note and found.worst(1) == [first]
     assert "and bfloat16 ends at 3.39e+38" in first.note
 
 
@@ -175,8 +175,6 @@ def test_errors_of_ops_are_those_that_a_hand_computes():
     assert (row.op, row.module, row.calls, row.rule) == ("linear", "first", 1, "bf16")
     assert row.error == pytest.approx(float((low - exact).norm() / exact.norm()), rel=1e-5)
     assert row.accumulated == pytest.approx(row.error, rel=1e-5)
-    spacing = 2.0 ** (torch.frexp(exact)[1] - 1 - 7)
-    assert row.ulp == pytest.approx(float(((low - exact).abs() / spacing).max()), rel=1e-5)
     assert math.isnan(found.gradient_error)  # one batch has no noise
     assert found.loss == pytest.approx(loss_of(model, x, y).item(), rel=1e-6)
 
@@ -320,4 +318,4 @@ def test_it_is_saved_as_json(tmp_path):
     found.json(tmp_path / "found.json")
     read = json.loads((tmp_path / "found.json").read_text())
     assert [row["op"] for row in read["rows"]] == [row.op for row in found.rows]
-    assert read["gradient_error"] == found.gradient_error and read["first_nonfinite"] is None and read["schema"] == 1
+    assert read["gradient_error"] == found.gradient_error and read["first_nonfinite"] is None and read["schema"] == 2

@@ -144,7 +144,7 @@ def test_a_name_that_the_model_never_calls(tmp_path):
     with hmpx.convert(bf16_file_path=tmp_path / "mine.txt"), hmpx.record() as log:
         nn.Linear(4, 4)(torch.ones(2, 4))
     assert log.unmatched == (f"{tmp_path}/mine.txt:2: bmm",)
-    assert headings(log)["In your lists, and no call matched"] == ["mine.txt:2: bmm"]
+    assert headings(log)["Names in your lists that no call matched"] == ["mine.txt:2: bmm"]
     assert "softmax" in log.unmatched_of_hmpx
     assert f"{len(log.unmatched_of_hmpx)} names of the lists that come with hmpx matched no call" in str(log)
 
@@ -156,7 +156,7 @@ def test_a_name_that_escaped(call):
     with hmpx.convert(), hmpx.record() as log:
         call(torch.ones(2, 2))
     assert log.escaped and log.escaped[-1].startswith(f"{line(call, 0)}: mm is in the bf16 list and ran in float32")
-    assert headings(log)["What no wrapper reaches"]
+    assert headings(log)["Ops that no wrapper reaches"]
 
 
 def test_a_scripted_module_escapes():

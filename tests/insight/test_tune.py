@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -64,17 +63,16 @@ def gradients(model, data):
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_error_of_the_lists_is_what_a_hand_measures_and_near_what_was_predicted(name, tmp_path):
     """With the files that it writes, on the batches that were held out."""
-    found, model, data = of_planted(name), Model(PLANTED[name].function), batches(8)[-2:]
+    found, model, data = of_planted(name), Model(PLANTED[name].function), batches(8)
     found.save(tmp_path)
     exact = gradients(model, data)
+    noise = ((exact - exact.mean(0)).square().sum() / (len(data) - 1)).sqrt()
+    data, exact = data[-2:], exact[-2:]
     with hmpx.convert(**{f"{side}_file_path": tmp_path / f"{side}.txt" for side in ("bf16", "fp32", "promote")}):
         error = gradients(model, data) - exact
-    noise = ((exact - exact.mean(0)).square().sum() / (len(data) - 1)).sqrt()
     assert found.gradient_error == pytest.approx(float(error.square().sum(1).mean().sqrt() / noise), rel=1e-3)
     shared = max(float(error[0] @ error[1]), 0) ** 0.5 / float(noise)
     assert found.gradient_bias == pytest.approx(shared, rel=1e-2, abs=1e-6)
-    rounded = gradients(model, [(x.bfloat16().float(), y) for x, y in data]) - exact
-    assert found.floor == pytest.approx(float(rounded.square().sum(1).mean().sqrt() / noise), rel=1e-3)
     assert found.predicted == pytest.approx(found.gradient_error, rel=1) or found.gradient_error / 2 < found.predicted
 
 
@@ -100,10 +98,6 @@ def test_it_trains_like_fp32_where_the_default_lists_do_not(name):
         for recipe in ({"parameter_dtype": "float32"}, of_planted(name).recipe)
     )
     assert near < 0.1 and near < far / 3, (near, far)
-
-
-def two_faults(h):
-    return sharp_softmax(h) * 4 + long_sum(h)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +171,7 @@ def test_a_tolerance_that_no_list_meets_comes_with_what_stands_in_the_way():
     found = tuned(Model(position_left_in_bf16), batches(6))
     assert not found.met and found.share == 1
     assert "casts that the program makes itself" in found.unmet and "planted.py:" in found.unmet
-    assert "NOT within 0.1" in str(found)
+    assert "NOT within the tolerance of 0.1" in str(found)
 
 
 def test_a_tolerance_of_nothing_puts_everything_into_fp32():
@@ -187,12 +181,10 @@ def test_a_tolerance_of_nothing_puts_everything_into_fp32():
 
 
 def test_the_same_batches_give_the_same_answer_in_few_passes():
-    """FP32, everything that saves something, each name alone, some of them together, and three lists beside."""
+    """FP32, and again; all that saves something; each name that saves nothing; these together; three lists beside."""
     found, again = of_planted("softmax"), tuned(Model(PLANTED["softmax"].function), batches(8))
-    assert again.policy == found.policy and again.predicted == found.predicted and again.choices == found.choices
-    names = len(found.choices)
-    assert found.steps <= (6 + 2 + 1) + 6 + names + 2 * math.ceil(math.log2(names)) + 6 + 10
-    assert found.verifications < found.steps and f"{found.steps} steps" in str(found)
+    assert again.policy == found.policy and again.as_json() == found.as_json()
+    assert found.steps <= (8 + 1) + 6 + (1 + 4 + 1 + 6) + 3 * 2 and f"{found.steps} steps" in str(found)
 
 
 def test_ctrl_c_leaves_nothing_behind(untouched):
@@ -302,7 +294,7 @@ def test_where_one_module_spoils_a_name_it_is_given_up_there_alone(tmp_path):
         r"^softmax .*with recipe.yaml in BF16, and in FP32 in blocks.2$", (tmp_path / "fp32.txt").read_text(), re.M
     )
     assert hmpx.Recipe(bf16_file_path=str(tmp_path / "bf16.txt")).policy()
-    assert "# softmax in blocks.2: float32  # loss" in (tmp_path / "recipe.yaml").read_text()
+    assert "# softmax in blocks.2: float32  # breaks" in (tmp_path / "recipe.yaml").read_text()
 
 
 def test_a_recipe_keeps_its_other_keys_and_brings_its_weights():
@@ -320,13 +312,15 @@ def test_what_is_written_says_why_and_is_read_again(tmp_path, monkeypatch):
     found = of_planted("softmax")
     found.save(tmp_path)
     text = (tmp_path / "fp32.txt").read_text()
-    assert re.search(r"^softmax +# loss \S+, gradients \S+, \d+ times the budget;.*planted.py:\d+$", text, re.M), text
+    assert re.search(
+        r"^softmax +# breaks the tolerance by itself; alone: gradient error \S+, .*planted.py:\d+$", text, re.M
+    ), text
     recipe = hmpx.Recipe(**{key: getattr(found.recipe, key) for key in ("bf16", "fp32", "promote", "parameter_dtype")})
     with hmpx.activate(tmp_path / "recipe.yaml") as handle:
         assert handle.recipe.policy() == found.policy == recipe.policy()
         assert Model(torch.relu)(batches(1)[0][0]).dtype is torch.bfloat16
     saved = json.loads((tmp_path / "tuned.json").read_text())
-    assert saved["gradient_error"] == found.gradient_error and saved["schema"] == 1
+    assert saved["gradient_error"] == found.gradient_error and saved["schema"] == 2
     assert [each["name"] for each in saved["marks"]] == ["tuned", "default lists", "autocast-cpu", "all in FP32"]
     # Not called: as in the lists that it began with.
     assert "conv2d" in found.policy.bf16 and {"stack", "lerp", "cdist"} <= {*found.policy.promote}
@@ -365,7 +359,6 @@ def test_the_lists_do_no_more_than_the_default_ones_at_the_same_share(make):
     default = mark(found, "default lists")
     assert found.gradient_error <= default.gradient_error and found.share >= default.share == 1, str(found)
     assert found.gradient_error / 2 < found.predicted < 2 * found.gradient_error, str(found)
-    assert math.isnan(found.floor) if make is character_transformer else 0 < found.floor < 2 * found.gradient_error
 
 
 def test_progress_is_a_bar_on_a_terminal_and_one_line_elsewhere(capsys, monkeypatch):

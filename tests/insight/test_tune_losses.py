@@ -77,18 +77,3 @@ def test_an_op_that_does_not_run_in_bf16_stays_in_fp32_and_lists_that_have_it_th
     assert "default lists            does not run: NotImplementedError" in str(found)
     found.save(tmp_path)
     assert "does not run" in (tmp_path / "tuned.svg").read_text()
-
-
-def only_fp32(m, a, y):
-    z = m(a)
-    if z.dtype is not torch.float32:
-        raise ValueError("logits are to be FP32")
-    return F.cross_entropy(z, y)
-
-
-def test_a_choice_with_which_the_program_raises_does_not_hold():
-    linear = F.linear
-    found = tuned(only_fp32, classes())
-    assert found.met and found.share == 0 and "linear" in found.policy.fp32
-    assert [mark.raised for mark in found.marks if mark.raised] == ["ValueError: logits are to be FP32"] * 2
-    assert F.linear is linear

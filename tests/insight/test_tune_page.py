@@ -1,8 +1,6 @@
 """The plot and the page of a tuning."""
 
-import math
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -10,9 +8,7 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx.insight.tuning import progress
 from hmpx.insight.tuning.choice import amount
-from hmpx.insight.tuning.page import as_page
 from tests.support import browser
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -52,10 +48,6 @@ def test_the_plot_has_every_mark_at_its_place(found, tmp_path):
     assert {mark.name for mark in found.marks} <= {*words} and "tolerance 0.1" in words
 
 
-def test_marks_of_lists_were_measured_and_those_of_the_curve_predicted(found):
-    assert all(mark.measured for mark in found.marks) and not any(mark.measured for mark in found.curve)
-
-
 def test_a_label_stands_beside_its_line_at_its_height(found, tmp_path):
     found.plot(tmp_path / "tuned.svg")
     drawn = ElementTree.parse(tmp_path / "tuned.svg").getroot()
@@ -84,33 +76,9 @@ def test_amounts_in_words(value, unit, words):
     assert amount(value, unit) == words
 
 
-def test_a_budget_without_a_bound_is_not_shown():
-    choices = [hmpx.Choice("exp", "float32", budget=budget, gain=-2000.0, unit="B") for budget in (0.5, math.inf)]
-    shown = browser.values_in(as_page("", [], choices, "", {"choices": [{}, {}]}))["choices"]
-    assert [row["shown"] for row in shown] == [
-        ["0.0e+00", "0.0e+00", "50 %", "-2 kB"],
-        ["0.0e+00", "0.0e+00", "", "-2 kB"],
-    ]
-
-
-def test_how_long_it_will_take_yet(monkeypatch, capsys):
-    clock = iter([100.0, 102.0, 106.0])
-    monkeypatch.setattr(progress, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    line = progress.Progress(4, shown=True)
-    line.step("searching")
-    line.step("searching")
-    line.end()
-    lines = [each.rstrip() for each in capsys.readouterr().err.split("\r")]
-    assert lines[1:] == [
-        "tune: ######.................. searching, step 1 of about 4, 6 s left",
-        "tune: ############............ searching, step 2 of about 4, 6 s left",
-    ]
-
-
 def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(found, page):
     shown = browser.values_in(page)
-    assert any(browser.HOSTILE in choice["worst"] or browser.IMAGE in choice["worst"] for choice in shown["choices"])
+    assert any(browser.HOSTILE in choice["where"] or browser.IMAGE in choice["where"] for choice in shown["choices"])
     assert page.count("<script") == 2 and "<img" not in page and "default-src 'none'" in page
     assert "http" not in page.replace("http-equiv", "").replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert shown["gradient_error"] == found.gradient_error and str(found).splitlines()[0] in page

@@ -8,10 +8,8 @@ import random
 
 import pytest
 
-from hmpx.insight.comparing.calls import Compared
-from hmpx.insight.tuning.costs import Costs
-from hmpx.insight.tuning.effect import Effect
-from hmpx.insight.tuning.look import Place, Site
+from hmpx.insight.tuning.costs import Cost, Costs, Place
+from hmpx.insight.tuning.runs import Effect
 from hmpx.insight.tuning.search import Search, parts_of
 
 NAMES = "abcdefghij"
@@ -45,10 +43,9 @@ class Problem:
         return max(self.gain(each) for each in choices if self.error(each) <= tolerance)
 
     def found(self, tolerance):
-        sites = [Site(Compared(n, "", ""), Place(n), 0, low=0.0, wide=gain) for n, gain in self.gains.items()]
-        units = [frozenset({Place(name)}) for name in NAMES]
-        costs = Costs(sites, "coverage", None)
-        chosen = Search(self.measure, costs, tolerance, {}).run(units, costs.cheapest(units))
+        costs = Costs("coverage", None, None)
+        costs.of_place = {Place(name): Cost(wide=gain) for name, gain in self.gains.items()}
+        chosen = Search(self.measure, costs, tolerance, Effect()).run([frozenset({Place(name)}) for name in NAMES])
         return {place.name for place in chosen}
 
 

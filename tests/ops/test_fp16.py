@@ -22,7 +22,7 @@ from hmpx.ops.build_policy import build_policy
 from hmpx.ops.catalog import catalog
 from hmpx.ops.op_lists import read_lists
 from hmpx.ops.policy import Policy, Rule
-from hmpx.recipes.recipe import as_recipe, read_recipe
+from hmpx.recipes.stated import as_recipe, read_recipe
 from hmpx.shell.main import main
 from tests.support.autocast_lists import AUTOCAST_LISTS
 

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.errors import HmpxError
-from hmpx.ops import fp32_kernels, weight_cache
+from hmpx.ops import kernels as choice
+from hmpx.ops import weight_cache
 from tests.support import python
 
 LOW = (torch.bfloat16, torch.float16)
@@ -323,16 +324,16 @@ def test_audit_finds_nothing_in_what_torch_composes_an_op_of(lists):
 def test_auto_asks_for_fp32_kernels_where_the_cpu_has_no_instructions(monkeypatch):
     monkeypatch.delenv("HMPX_KERNELS", raising=False)
     for has in ((), LOW, (torch.bfloat16,)):
-        monkeypatch.setattr(fp32_kernels, "has_instructions", lambda dtype, has=has: dtype in has)
-        assert fp32_kernels.choose("auto").widened == set(LOW) - set(has)
-    assert fp32_kernels.choose("native").widened == frozenset()
-    assert fp32_kernels.choose("float32").widened == set(LOW)
+        monkeypatch.setattr(choice, "has_instructions", lambda dtype, has=has: dtype in has)
+        assert choice.choose("auto").widened == set(LOW) - set(has)
+    assert choice.choose("native").widened == frozenset()
+    assert choice.choose("float32").widened == set(LOW)
 
 
 def test_the_environment_says_what_auto_means_and_nothing_else(monkeypatch):
     monkeypatch.setenv("HMPX_KERNELS", "float32")
-    assert fp32_kernels.choose("auto").widened == set(LOW)
-    assert fp32_kernels.choose("native").widened == frozenset()
+    assert choice.choose("auto").widened == set(LOW)
+    assert choice.choose("native").widened == frozenset()
     monkeypatch.setenv("HMPX_KERNELS", "nativ")
     with pytest.raises(HmpxError, match=r"HMPX_KERNELS=nativ does not exist; did you mean 'native'"):
         hmpx.convert()
@@ -361,7 +362,7 @@ def test_cached_weights_keep_the_rounded_weight_in_fp32_and_count_it():
 
 
 def test_an_unknown_word_is_an_error_and_changes_nothing():
-    with pytest.raises(HmpxError, match=r"kernels='fp32' does not exist.*legal: auto, native, float32"):
+    with pytest.raises(HmpxError, match=r"kernels='fp32' does not exist.*legal: auto, native, float32, scaled_mm"):
         hmpx.convert(kernels="fp32")
     with pytest.raises(HmpxError, match="kernels"):
         hmpx.prepare(nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(1))]), {"kernels": "float16"})

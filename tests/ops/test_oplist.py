@@ -134,7 +134,7 @@ def test_bad_text_names_file_and_line(tmp_path, case):
 
 
 BAD_TREES = {
-    "top-level list": ("ops.yaml", "- conv2d\n", ":1: expected the keys bf16, fp32, promote, found a list"),
+    "top-level list": ("ops.yaml", "- conv2d\n", ":1: expected the keys bf16, fp32, promote, fp8, found a list"),
     "nested list": ("ops.yaml", "bf16:\n  - [conv2d]\n", ":2: 'bf16' must hold names, found a list"),
     "mapping": ("ops.yaml", "bf16:\n  a: b\n", ":2: 'bf16' must be a list of names, found a mapping"),
     "typo in a key": ("ops.yaml", "fb16: [conv2d]\n", ":1: 'fb16' is no list that hmpx knows; did you mean 'bf16'?"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx.ops import op_facts
@@ -59,11 +60,35 @@ def test_compiled_code_is_one_graph():
         assert torch.equal(call(torch.ones(4)), torch.fft.rfft(torch.ones(4)).abs() + 1)
 
 
-def test_every_op_without_a_kernel_on_this_cpu_is_known():
+class LikeCuda(TorchDispatchMode):
+    """Refuses BF16 where torch does so on CUDA alone, in its words."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bfloat16 and func.name() in ON_CUDA:
+            raise NotImplementedError(f"\"{ON_CUDA[func.name()]}\" not implemented for 'BFloat16'")
+        return func(*args, **(kwargs or {}))
+
+
+ON_CUDA = {"aten::histc": "histogram_cuda", "aten::angle": "angle_cuda", "aten::igamma": "igamma_cuda"}
+
+
+@pytest.mark.parametrize("op", ["histc", "angle", "igamma"])
+def test_what_cuda_alone_refuses_is_explained_too(op, hidden):
+    arguments = (hidden, hidden) if op == "igamma" else (hidden,)
+    with LikeCuda(), pytest.raises(NotImplementedError) as refused:
+        getattr(torch, op)(*arguments)
+    said = "\n".join((str(refused.value), *getattr(refused.value, "__notes__", ())))
+    assert "_cuda" in said and f"the input of {op} is bfloat16, the result of Addmm" in said and f"fp32: [{op}]" in said
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_op_without_a_kernel_is_known(device):
+    """torch's own table of samples says so for each device. Of products on CUDA it asks the GPU, which has them."""
     for op in op_db:
         name = op.name.replace("nn.functional.", "").replace(".", "_")
-        dtypes = op.supported_dtypes("cpu")
-        if name in catalog() and torch.float32 in dtypes and torch.bfloat16 not in dtypes:
+        dtypes = op.supported_dtypes(device)
+        has_none = torch.float32 in dtypes and torch.bfloat16 not in dtypes
+        if name in catalog() and has_none and (device == "cpu" or name not in op_facts.FP32_KERNELS):
             python = all(entry.signature.python for entry in catalog()[name].entries)
             known = name in op_facts.NO_LOW_KERNEL or name.startswith(op_facts.NO_LOW_KERNELS)
             assert known or python, name

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.insight.check import check_files
-from hmpx.recipes.recipe import as_recipe, read_recipe
+from hmpx.recipes.stated import as_recipe, read_recipe
 from hmpx.shell.main import main
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import hmpx
 from hmpx.recipes.frameworks import ACCUMULATION, AUTOCAST, ENGINE, GRADIENT_NORM, MODEL_DTYPE, Asked, conflict, refuse
-from hmpx.recipes.recipe import read_recipe
+from hmpx.recipes.stated import read_recipe
 
 LEAN, USUAL = read_recipe("lean"), read_recipe("neuron-bf16-sr")
 WEIGHTS_ALONE = hmpx.Recipe(opt_level=None)

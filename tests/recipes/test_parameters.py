@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.recipes.recipe import as_recipe, read_recipe
+from hmpx.recipes.stated import as_recipe, read_recipe
 from hmpx.shell.main import main
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
 from hmpx.ops.op_lists import shipped
-from hmpx.recipes.recipe import as_recipe, read_recipe
+from hmpx.recipes.stated import as_recipe, read_recipe
 from tests.support import ranks
 from tests.support.sharded import Small, digest, shard
 from tests.support.training import needs_grad_dtype
@@ -37,6 +37,7 @@ def test_dtypes_in_short_and_torchs_own(tmp_path):
 
 SAMPLES = {
     "opt_level": "O2", "bf16_file_path": "bf16.txt", "fp32_file_path": "fp32.txt", "promote_file_path": "promote.txt",
+    "fp8_file_path": "fp8.txt", "fp8": ["linear"], "fp8_format": {"scaling": "mx", "rceil": False},
     "bf16": ["linear"], "fp32": ["gelu"], "promote": [], "dtype_map": {"float64": "float32"},
     "parameter_dtype": "float32", "module_dtypes": {"*.norm*": "float32"}, "weights": "split", "seed": 7,
     "state_dtype": "bfloat16", "use_fp32_grad_acc": True, "use_master_weights_in_ckpt": True,

@@ -70,6 +70,10 @@ if __name__ == "__main__":
 DTYPES = {  # of the weights, the loss and the state
     **dict.fromkeys(("apex-o1", "apex-o1-bf16", "hmp-o1", "hmp-o2"), "float32 " * 3),
     **dict.fromkeys(("autocast-cpu", "autocast-cuda", "autocast-xla"), "float32 " * 3),
+    **dict.fromkeys(
+        (f"torchao-float8-{each}" for each in ("tensorwise", "rowwise", "rowwise-with-gw-hp")), "float32 " * 3
+    ),
+    **dict.fromkeys(("te-float8-current", "te-mxfp8", "deepseek-v3"), "float32 " * 3),
     **dict.fromkeys(("fp32-head", "bf16-norms-fp32"), "bfloat16 float32 float32 "),
     **dict.fromkeys(("neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "nxd-standard"), "bfloat16 float32 float32 "),
     "lean": "bfloat16 float32 bfloat16 ",
@@ -103,8 +107,8 @@ def _every_recipe(rank, path):
     import io
     from multiprocessing import get_context
 
-    from hmpx.recipes.recipe import read_recipe
     from hmpx.recipes.run_script import run
+    from hmpx.recipes.stated import read_recipe
 
     def one(name, results):
         sys.argv, sys.path[0] = ["python -m hmpx"], path.rpartition("/")[0]

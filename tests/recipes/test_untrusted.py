@@ -9,7 +9,7 @@ import pytest
 
 import hmpx
 from hmpx.insight.check import check_files
-from hmpx.recipes.recipe import read_recipe
+from hmpx.recipes.stated import read_recipe
 from tests.support import python
 
 ANCHORS = "abcdefghi"

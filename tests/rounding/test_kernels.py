@@ -51,6 +51,21 @@ def test_c_and_eager_give_the_same_bits(offset, count, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 2**31 - 3, 2**32 - 5000])
+@pytest.mark.parametrize("width, stride", [(0, 0), (7, 11), (100, 101)])
+def test_an_accelerator_is_told_the_same_rounding_in_a_few_calls(offset, width, stride, monkeypatch):
+    """There no value is looked at, and all is rounded at once; also of numbers with any bits."""
+    any_bits = torch.randint(-(2**31), 2**31, (3000,)).to(torch.int32).view(torch.float32)
+    x = torch.cat([numbers(1100), any_bits])
+    x = x[: x.numel() // (width or 1) * (width or 1)]
+    found = []
+    for is_on_host in (True, False):
+        monkeypatch.setattr(eager, "is_on_host", lambda tensor, answer=is_on_host: answer)
+        found.append(torch.empty(x.shape, dtype=torch.bfloat16))
+        eager.round_(found[-1], x, KEY, offset, width, stride)
+    assert torch.equal(*(out.view(torch.int16) for out in found))
+
+
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_list_of_tensors_gets_the_bits_that_each_gets_alone(threads):

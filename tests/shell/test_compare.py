@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hmpx
-from hmpx.recipes.recipe import read_recipe
+from hmpx.recipes.stated import read_recipe
 from hmpx.shell.main import main
 
 MODULE = """\
@@ -52,10 +52,10 @@ def alone():
 @pytest.mark.parametrize(
     "function, more, status, message",
     [
-        ("setup", (), 1, "each break it alone:\n"),
+        ("setup", (), 1, "each break the training by themselves:\n"),
         ("setup", ("--opt-level", "O2"), 0, "healthy: gradient error 0.0"),
         ("setup", ("--recipe", "autocast-cpu", "--json", "found.json"), 1, "mine.py:12: mean in Net: gradient error"),
-        ("results", (), 0, "no loss was given, so results alone are compared"),
+        ("results", (), 0, "only results are compared: give loss(model, *batch)"),
         ("not_finite", (), 1, "stopped: FP32 itself is not finite: the loss of batch 0 has inf or NaN, first in the"),
         (
             "raises",

@@ -97,7 +97,7 @@ def test_a_script_that_converts_itself(script, tmp_path):
 def test_lists_without_a_recipe(script, tmp_path):
     (tmp_path / "mine.txt").write_text("linear\nbmm\n")
     done = record(tmp_path, "--list", "mine.txt", script())
-    assert done.returncode == 0 and "In your lists, and no call matched\n  mine.txt:2: bmm" in done.stderr
+    assert done.returncode == 0 and "Names in your lists that no call matched\n  mine.txt:2: bmm" in done.stderr
 
 
 def test_it_says_when_nothing_was_converted(script, tmp_path):

@@ -17,7 +17,7 @@ from hmpx.bench import memory, step
 from hmpx.insight.check import is_recipe
 from hmpx.ops.op_lists import shipped
 from hmpx.recipes.files import recipe_names
-from hmpx.recipes.recipe import read_recipe
+from hmpx.recipes.stated import read_recipe
 from hmpx.shell.main import main
 from tests.support import python
 
@@ -73,7 +73,7 @@ def test_check_finds_typos_duplicates_and_both_sides(capsys, tmp_path):
 
 def test_check_passes_the_shipped_lists(capsys):
     files = [str(path) for path in sorted(shipped().glob("*/*.txt"))]
-    assert len(files) == 22 and run(capsys, "check", *files)[:2] == (0, "22 checked, 0 problems\n")
+    assert len(files) == 23 and run(capsys, "check", *files)[:2] == (0, "23 checked, 0 problems\n")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ COMMANDS = ["run", "recipes", "explain", "ops", "check", "doctor", "audit", "rec
 
 
 @pytest.mark.parametrize("command", [*([each] for each in COMMANDS), ["bench"], *(["bench", t] for t in (
-    "rounding", "step", "casts", "train", "insight", "memory"))], ids=" ".join)  # fmt: skip
+    "rounding", "step", "casts", "train", "insight", "memory", "launches", "gpu"))], ids=" ".join)  # fmt: skip
 def test_every_command_has_a_description_an_example_and_its_arguments_explained(command, capsys):
     with pytest.raises(SystemExit):
         main([*command, "--help"])

@@ -55,7 +55,7 @@ def test_it_writes_lists_that_the_other_commands_read(capsys, tmp_path):
     assert main(command) == 0
     shown = capsys.readouterr()
     assert re.fullmatch(r"tune: \d+ steps in \d+ s\n", shown.err)
-    assert "100 % of the FLOPs of matrix products in BF16" in shown.out and "linear: bfloat16  # loss" in shown.out
+    assert "100 % of the FLOPs of matrix products run in BF16" in shown.out and "linear: bfloat16  # fits" in shown.out
     files = "bf16.txt, fp32.txt, promote.txt, recipe.yaml, tuned.html, tuned.json, tuned.svg"
     assert shown.out.splitlines()[-1] == f"hmpx: wrote tuned: {files}"
     assert main(["check", "tuned/bf16.txt", "tuned/fp32.txt", "tuned/promote.txt", "tuned/recipe.yaml"]) == 0
@@ -96,7 +96,7 @@ def test_weights_writes_a_recipe_that_says_how_they_are_held(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "bytes a parameter, FP32 takes 16" in shown and "0.weight: stochastic, 8bit state  # " in shown
     assert shown.splitlines()[-1] == "hmpx: wrote tuned: recipe.yaml, weights.json"
-    recipe = hmpx.recipes.recipe.read_recipe(tmp_path / "tuned" / "recipe.yaml")
+    recipe = hmpx.recipes.stated.read_recipe(tmp_path / "tuned" / "recipe.yaml")
     assert (recipe.parameter_dtype, recipe.state_dtype) == ("bfloat16", "8bit")
     assert main(["tune", "mine.py:setup", "--weights"]) == 2
     assert "must return (model, optimizer, batches, loss), not (Sequential, list, function)" in capsys.readouterr().err

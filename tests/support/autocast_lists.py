@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from hmpx.ops.op_lists import SIDES, shipped
+from hmpx.ops.op_lists import shipped
 
-AUTOCAST_LISTS = {f"{side}_file_path": shipped() / "autocast-cpu" / f"{side}.txt" for side in SIDES}
+_SIDES = ("bf16", "fp32", "promote")
+AUTOCAST_LISTS = {f"{side}_file_path": shipped() / "autocast-cpu" / f"{side}.txt" for side in _SIDES}

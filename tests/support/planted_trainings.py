@@ -134,6 +134,38 @@ def average_by_mul_and_add(sick):
 
 
 @planted("average of weights")
+def average_by_copy(sick):
+    model = mlp()
+    average = [p.detach().to(BF16 if sick else FP32, copy=True) for p in model.parameters()]
+
+    @torch.no_grad()
+    def update():
+        for mean, p in zip(average, model.parameters(), strict=True):
+            mean.copy_(mean * 0.999 + p.to(mean.dtype) * (1 - 0.999))
+
+    train(model, torch.optim.Adam(model.parameters(), lr=1e-3), after=update)
+
+
+@planted("running value")
+def rate_by_hand_in_bf16(sick):
+    model, rate = mlp(), torch.tensor(1e-3, dtype=BF16 if sick else FP32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def decay():
+        nonlocal rate
+        rate = rate * 0.999
+        optimizer.param_groups[0]["lr"] = float(rate)
+
+    train(model, optimizer, after=decay)
+
+
+@planted("running value")
+def running_loss_in_bf16(sick):
+    total = torch.tensor(512.0, dtype=BF16 if sick else FP32)
+    train(model := mlp(), torch.optim.SGD(model.parameters(), lr=0.1), after=lambda: total.add_(1.0))
+
+
+@planted("average of weights")
 def averaged_model(sick):
     model = mlp(BF16 if sick else FP32)
     with torch.no_grad():
@@ -173,7 +205,10 @@ class Around(nn.Module):
 def around(line):
     """Train it in BF16 with steps that nobody loses."""
     torch.manual_seed(0)
-    model = Around(line).to(BF16)
+    _with_small_weights(Around(line).to(BF16))
+
+
+def _with_small_weights(model):
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.1)
@@ -299,6 +334,13 @@ def bce_of_bf16_probabilities(sick):
     )
 
 
+@planted("BCE")
+def bce_of_probabilities_that_were_bf16(sick):
+    _plain(
+        lambda out, y: F.binary_cross_entropy(out[:, 0].sigmoid().to(BF16 if sick else FP32).float(), (y > 1).float())
+    )
+
+
 @planted("dtype")
 def scale_in_fp32(sick):
     class Scaled(nn.Module):
@@ -327,6 +369,34 @@ def head_in_fp32_under_autocast(sick):
         in_autocast(Head())
     else:
         in_autocast(lambda x: x.float().square().to(x.dtype))
+
+
+@planted("upcast")
+def head_in_fp32_before_all_of_it_is_cast(sick):
+    torch.manual_seed(0)
+    model = Around(F.gelu).to(BF16)
+    if sick:
+        model.last.float()
+        model.to(BF16)
+    _with_small_weights(model)
+
+
+@planted("upcast")
+def head_in_fp32_without_an_assignment(sick):
+    torch.manual_seed(0)
+    model = Around(F.gelu).to(BF16)
+    for p in model.last.parameters():
+        print(p.float().norm()) if not sick else p.float()
+    _with_small_weights(model)
+
+
+@planted("upcast")
+def logits_in_fp32_without_an_assignment(sick):
+    def line(x):
+        x.float() if sick else x.float().abs().max()
+        return x
+
+    around(line)
 
 
 @planted("casts there and back")

@@ -20,6 +20,7 @@ from hmpx.rounding.eight_bits import Rows, decode, encode
 from hmpx.rounding.keys import derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Held, Stepped
 from hmpx.rounding.places import Place, numbers_of
+from hmpx.updates import batching
 from hmpx.updates.checksums import checksums, clear_written
 from tests.support.eight_bits import beside_the_finest_steps
 from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
@@ -292,11 +293,15 @@ def trained(by, options):
 
 def check_attached_optimizers():
     """The library by the kernels in Triton alone, as it is on CUDA: what the C kernels make, or the eager ones."""
-    launched, launch = [], triton.step_list
+    launched, moved, launch, write = [], [], triton.step_list, triton.write_list
 
     def step_list(kernel, stepped, step_key):
         launched.append(len(stepped))
         launch(kernel, stepped, step_key)
+
+    def write_list(moves, step_key):
+        moved.append(len(moves))
+        write(moves, step_key)
 
     ways = {"a": "master", "b": "nearest", "c": "split"}
     every_way = {"weights": "split8", "parameters": {name: {"weights": way} for name, way in ways.items()}}
@@ -304,15 +309,23 @@ def check_attached_optimizers():
         {"fused": True, "state_dtype": "8bit", **every_way},
         {"fused": True, "state_dtype": torch.bfloat16},
         {"state_dtype": "8bit"},
+        {"state_dtype": "8bit", **every_way},
+        {"state_dtype": torch.bfloat16, **every_way},
+        every_way,
     ):
-        launched.clear()
-        with mock.patch.object(triton, "step_list", step_list):
+        launched.clear(), moved.clear()
+        with (
+            mock.patch.object(triton, "step_list", step_list),
+            mock.patch.object(triton, "write_list", write_list),
+            mock.patch.object(batching, "_FLOOR", 1024),  # the largest parameter is cut
+        ):
             (one, updates), (other, same_updates) = (trained(by, options) for by in ("C", "Triton"))
         assert updates == same_updates and len(one) == len(other), options
         for number, (a, b) in enumerate(zip(one, other, strict=True)):
             assert same(a, b), (options, number)
         expected = [4, 4, *(1,) * 8] if "fused" in options else []  # what is watched is stepped alone, twice
         assert launched == expected, launched
+        assert bool(moved) == ("fused" not in options), moved
 
 
 def main():

@@ -11,7 +11,8 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.recipes.recipe import changed, read_recipe
+from hmpx.recipes.recipe import changed
+from hmpx.recipes.stated import read_recipe
 from tests.support.eight_bits import in_8_bits, read, widened
 
 BF16, FP32 = torch.bfloat16, torch.float32

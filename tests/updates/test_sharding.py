@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hmpx
 from hmpx.rounding.stochastic import round_into
@@ -251,32 +250,6 @@ def _policy_dtypes(rank):
 
 def test_a_mixed_precision_policy_beside_hmpx():
     assert ranks.run(2, _policy_dtypes) == [[BF16, BF16, BF16, torch.float32, torch.float32]] * 2
-
-
-def _tensor_parallel(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)).bfloat16()
-    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-    optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
-    hmpx.attach(optimizer)
-    for step in range(3):
-        model(torch.ones(2, 8, dtype=BF16)).sum().backward()
-        fixed_gradients(model, step)
-        optimizer.step()
-    return digest(dict(model.named_parameters()))
-
-
-def test_tensor_parallelism_under_fully_shard():
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)).bfloat16()
-    optimizer = optim.AdamW(model.named_parameters(), lr=1e-2)
-    with hmpx.disable_casts():
-        for step in range(3):
-            fixed_gradients(model, step)
-            optimizer.step()
-    assert ranks.run(4, _tensor_parallel) == [digest(dict(model.named_parameters()))] * 4
 
 
 def _whole_and_released(rank):

@@ -1,1 +1,1 @@
-"""`hmpx.compare`: each op beside itself in FP32, and what its error does to the loss and to the gradients."""
+"""`hmpx.compare`: runs each op beside itself in FP32, and measures its effect on the loss and the gradients."""

@@ -1,4 +1,4 @@
-"""Where a backward pass first goes wrong: the op that makes inf or NaN of finite gradients."""
+"""Finds where a backward pass first goes wrong: the op that turns finite gradients into inf or NaN."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hmpx.ops.observing import Seen, unobserved
 
 
 class Backward:
-    """A run as another pass makes it, with a look at what goes into and out of each node of autograd's graph.
+    """A run of another pass that also checks the gradients into and out of each node of autograd's graph.
 
     A call's nodes are those between its results and its inputs. first: the site of the first node that was given
     finite gradients only, and handed on another.

@@ -1,4 +1,4 @@
-"""What is kept of each call site while it is compared, and of each call until it is."""
+"""The records of `compare`: one of each call site, and one of each call until it is compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.insight.comparing.decisions import Taken
-from hmpx.insight.comparing.difference import Difference, Distance
+from hmpx.insight.comparing.difference import Distance
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.ops.observing import Point, Run, Seen
 
@@ -61,7 +61,7 @@ class Compared:
     dtypes: str = ""
     calls: dict[Number, Call] = field(default_factory=dict)
     deltas: dict[Number, list[Tensor | None]] = field(default_factory=dict)
-    alone: Difference = field(default_factory=Difference)
+    alone: Distance = field(default_factory=Distance)
     accumulated: Distance = field(default_factory=Distance)
     loss_change: list[float] = field(default_factory=list)
     shifted: list[float] = field(default_factory=list)
@@ -91,11 +91,11 @@ class Asked(NamedTuple):
     kwargs: dict
 
     def plainly(self) -> Seen:
-        """As the lists say."""
+        """Run the call as the lists say."""
         return self.run(*self.args, **self.kwargs)
 
     def answer(self, result: Any) -> Seen:
-        """With a result that is computed otherwise."""
+        """Answer the call with another result."""
         return Seen(self.args, self.kwargs, result, False, 0.0, 0.0)
 
     def with_arguments(self, args: tuple, kwargs: dict) -> Asked:

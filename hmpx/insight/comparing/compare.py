@@ -1,4 +1,4 @@
-"""`compare`: the runs in their order, and what is made of them."""
+"""`compare`: makes the runs in their order, and the rows from them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hmpx.insight.comparing.backward import Backward
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.comparison import Comparison
 from hmpx.insight.comparing.lists import lists_meant, rules_meant
-from hmpx.insight.comparing.passes import Alone, Finite, Low, Mended, Shifted, Wide
-from hmpx.insight.comparing.row import BROKEN, Row, mask_note, projected, row_of, sums
+from hmpx.insight.comparing.passes import Alone, Finite, Low, Shifted, Wide
+from hmpx.insight.comparing.row import FELT, Row, mask_note, projected, row_of, sums
 from hmpx.insight.comparing.sites import Pass, Sites
 from hmpx.insight.comparing.subject import Loss, Stopped, Subject, place_of
 from hmpx.insight.reasons import in_a_line
@@ -100,7 +100,10 @@ class _Comparing:
         rows = {site: row_of(site, self._noise, self._h) for site in self._sites.compared()}
         producer = self._producer()
         if producer is not None:
-            rows[producer[0]] = self._explained(*producer, rows[producer[0]])
+            site, phase, _ = producer
+            wrong = max(site.accumulated.nonfinite, 1)
+            note = mask_note(site) or rows[site].note
+            rows[site] = replace(rows[site], phase=phase, nonfinite=wrong, note=note)
         rest, together = self._try_out(rows, producer)
         first = None if producer is None else rows[producer[0]]
         return self._found(rows, first, rest=rest, together=tuple(rows[site] for site in together))
@@ -146,8 +149,7 @@ class _Comparing:
                 self._errors.append(self._noise.add(gradients, low_gradients))
             self._exact.append(gradients)
             sites.forget_results()
-            shifted = Shifted(sites)
-            self._observed(shifted, subject.shifted, batch, self._shifts[number % noise.DIRECTIONS], shifted.wanted)
+            self._observed(Shifted(sites), subject.shifted, batch, self._shifts[number % noise.DIRECTIONS])
         self._losses.append((exact, low))
         sites.end_batch()
 
@@ -163,7 +165,7 @@ class _Comparing:
         raise Stopped(said)
 
     def _not_finite(self, number: int, batch: tuple, exact: float) -> str:
-        """What is to be said of a batch whose loss or gradients are not finite in FP32."""
+        """The verdict on a batch whose loss or gradients are not finite in FP32."""
         made, run = Finite(self._sites), self._subject.wide
         what = f"the loss of batch {number}" if not math.isfinite(exact) else f"a gradient of batch {number}"
         if self._subject.loss is None:
@@ -189,12 +191,12 @@ class _Comparing:
     def _try_out(
         self, rows: dict[Compared, Row], producer: tuple[Compared, str, int] | None
     ) -> tuple[float, list[Compared]]:
-        """Put what runs of single ops say into the rows that need it.
+        """Run single ops alone, and put the results into the rows that need them.
 
         Returns what all others do together, and a group that breaks it together where no single op was found.
         """
         measure, found = self._noise, math.nan
-        broken = producer is not None or measure.error >= BROKEN
+        broken = producer is not None or measure.error >= FELT
         if not broken and math.isnan(measure.noise):
             return found, []
         first, batch = (producer[0], producer[2]) if producer else (None, None)
@@ -209,7 +211,7 @@ class _Comparing:
             trial.add(trial.batches.pop(0), self._alone)
         together: list[Compared] = []
         if broken:
-            alone = {trial.site for trial in tried if trial.error(measure) >= BROKEN}
+            alone = {trial.site for trial in tried if trial.error(measure) >= FELT}
             others = [s for s, row in rows.items() if s not in alone and trials.can_run_alone(s, row)]
             found, singles, together = self._search(others, batch, bool(alone))
             for site, effect in singles.items():
@@ -252,9 +254,9 @@ class _Comparing:
         singles: dict[Compared, trials.Effect] = {}
         while True:
             together = harm(others) if others else 0.0
-            if not together >= BROKEN:
+            if not together >= FELT:
                 return together, singles, []
-            parts = trials.halved(others, lambda group: harm(group) >= BROKEN)
+            parts = trials.halved(others, lambda group: harm(group) >= FELT)
             found = [part[0] for part in parts if len(part) == 1 and part[0] in effects]
             if not found:
                 return together, singles, [] if explained or singles else min(parts, key=len, default=[])
@@ -294,13 +296,3 @@ class _Comparing:
         locating = Backward(Low(self._sites))
         self._observed(locating, self._subject.low, self._subject.batches[number])
         return locating.first
-
-    def _explained(self, site: Compared, phase: str, number: int, row: Row) -> Row:
-        """The row of a producer: whether FP32 there mends it, and what it has to do with a mask."""
-        self._sites.batch = number
-        loss, gradients = self._observed(Mended(self._sites, {site}), self._subject.low, self._subject.batches[number])
-        mended = math.isfinite(loss) and (not gradients or math.isfinite(noise.square(gradients)))
-        if self._subject.loss is None:
-            mended = loss == self._losses[number][0]
-        wrong = max(site.accumulated.nonfinite, 1)
-        return replace(row, phase=phase, mended=mended, nonfinite=wrong, note=mask_note(site) or row.note)

@@ -1,4 +1,4 @@
-"""One op in one precision or the other."""
+"""Runs one op in low precision or in FP32."""
 
 from __future__ import annotations
 

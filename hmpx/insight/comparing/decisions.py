@@ -1,4 +1,4 @@
-"""Decisions of a program: what it reads off numbers and is no number itself, such as an index, an order or a mask.
+"""Decisions: results that are read off numbers and are no numbers themselves, such as an index, an order or a mask.
 
 **The problem.** A small error changes no decision, and a larger one changes it at once: the router of a mixture of
 experts sends a token to another expert. An estimate to first order knows nothing of that. Worse, an estimate that
@@ -49,7 +49,7 @@ def taken(op: str, args: tuple, kwargs: dict, result: Any) -> Taken | None:
 
 
 def taken_again(args: tuple, result: Any, before: Taken | None) -> Any:
-    """A result with the decisions that were taken before in the place of its own, as far as that can be done."""
+    """A result with earlier decisions in the place of its own, as far as they fit."""
     if before is None:
         return result
     if isinstance(result, Tensor):
@@ -61,7 +61,7 @@ def taken_again(args: tuple, result: Any, before: Taken | None) -> Any:
 
 
 def otherwise(before: list[Tensor], after: list[Tensor]) -> int:
-    """How many decisions are others; all of them where there is another number of them."""
+    """How many decisions differ; all of them if their number differs."""
     pairs = zip(before, after, strict=False)
     return sum(int((a != b).sum()) if a.shape == b.shape else max(a.numel(), b.numel()) for a, b in pairs)
 

@@ -9,11 +9,12 @@ import torch
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError
 from hmpx.ops.build_policy import build_policy
-from hmpx.ops.fp32_kernels import KernelsAsked
+from hmpx.ops.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policy import Policy
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.recipe import Recipe, as_recipe
+from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.stated import as_recipe
 
 
 def lists_meant(lists: Any, asked: str = "compare") -> tuple[Policy, Recipe | None, KernelsAsked]:

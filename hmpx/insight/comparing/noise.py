@@ -77,12 +77,6 @@ class Noise:
         return self.in_noise(self._errors / max(self.batches, 1))
 
     @property
-    def shared(self) -> float:
-        """The part of the error that is the same in every batch, in units of the noise: of pairs of batches."""
-        pairs = (square(self._error_sum) - self._errors) / (self.batches * (self.batches - 1))
-        return self.in_noise(max(pairs, 0.0)) if math.isfinite(self._errors) else math.inf
-
-    @property
     def bias(self) -> float:
         """Of the lists as a whole."""
         return self.in_noise(square(self._error_sum) / self.batches)  # |mean|^2 N
@@ -113,20 +107,3 @@ def step_size(parameters: Sequence[Tensor], shift: float = SHIFT) -> float:
 def mean_square(projected: Sequence[float]) -> float:
     """Of v . e_b: an estimate of the mean of |e_b|^2."""
     return sum(p * p for p in projected) / len(projected) if projected else math.nan
-
-
-def by_direction(projected: Sequence[float]) -> list[Sequence[float]]:
-    """v . e_b by direction, where batch b has direction b modulo `DIRECTIONS`."""
-    return [projected[d::DIRECTIONS] for d in range(DIRECTIONS)]
-
-
-def biased_square(projected: Sequence[Sequence[float]], batches: int) -> float:
-    """An estimate of N |mean e_b|^2 from v . e_b, for each direction v those of the batches that have it."""
-    whole = mean_square([each for direction in projected for each in direction])
-    return whole + (batches - 1) * min(shared_square(projected), whole)
-
-
-def shared_square(projected: Sequence[Sequence[float]]) -> float:
-    """An estimate of |mean e|^2 over all batches there could be from v . e_b, of pairs of batches with one v."""
-    pairs = [(sum(p) ** 2 - sum(x * x for x in p)) / (len(p) * (len(p) - 1)) for p in projected if len(p) > 1]
-    return max(sum(pairs) / len(pairs), 0.0) if pairs else 0.0

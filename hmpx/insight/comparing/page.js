@@ -21,8 +21,7 @@ function scale(cell, value) {
 }
 
 const FIGURES = [
-  ["gradient error", "gradient_error"], ["bias", "gradient_bias"], ["loss change", "loss_change"], ["error", "error"],
-  ["accumulated", "accumulated"], ["ulp", "ulp"],
+  ["gradient error", "gradient_error"], ["loss change", "loss_change"], ["error", "error"], ["accumulated", "accumulated"],
 ];
 
 function table(title, rows, texts, id, words) {

@@ -3,11 +3,12 @@
 `Low` is the run under the lists. `Wide` is the same in FP32; beside each call it computes what the op alone makes of
 its FP32 inputs under the lists, and asks the backward pass what that error does to the loss. `Shifted` asks that again,
 with weights that are shifted a little and the decisions of `Wide`. In `Alone` some sites run under the lists and all
-others in FP32; in `Mended` it is the other way round. `Finite` finds where FP32 itself first makes inf or NaN.
+others in FP32. `Finite` finds where FP32 itself first makes inf or NaN.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -20,8 +21,7 @@ from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked, Call, Compared, Number
 from hmpx.insight.comparing.computing import as_listed, in_fp32, of_rounded_inputs, widened
 from hmpx.insight.comparing.decisions import decisions_in, otherwise, taken, taken_again
-from hmpx.insight.comparing.difference import Difference, in_full, square
-from hmpx.insight.comparing.scores import furthest, score_in_backward
+from hmpx.insight.comparing.difference import Distance, in_full, product, square
 from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.reasons import in_a_line, reason_of_call
 from hmpx.insight.tensors import LOW, Tensor, floating, is_masked, name
@@ -123,20 +123,6 @@ class Low:
                     kept.results = [each.clone() if _memory(each) == memory else each for each in kept.results]
 
 
-class Mended(Low):
-    """Everything as the lists say, but some sites in FP32."""
-
-    def __init__(self, sites: Sites, chosen: Collection[Compared]) -> None:
-        super().__init__(sites)
-        self._chosen = chosen
-
-    def around(self, asked: Asked) -> Seen:
-        if asked.site not in self._chosen or asked.point.in_place:
-            return self.plainly(asked)
-        with unobserved():
-            return asked.answer(in_fp32(asked))
-
-
 class Wide(Low):
     """Everything in FP32. What drew random numbers under the lists draws the same again.
 
@@ -183,10 +169,10 @@ class Wide(Low):
             wholes = [square(in_full(each)) for each in results] if kept.results else []
             if not again:
                 self._accumulate(asked.site, kept, results, wholes)
-            deltas = None if beside is None else self._measure(asked, kept, beside, results, wholes, again)
+            deltas = None if beside is None else self._measure(asked, beside, results, wholes, again)
         if deltas is not None:
             asked.site.deltas[number] = deltas
-            score_in_backward(asked.site.loss_change, asked, results, deltas)
+            _score_in_backward(asked.site.loss_change, asked, results, deltas)
             if again and torch.is_grad_enabled():
                 asked.site.differentiable = True  # a checkpoint runs twice, first without gradients
             elif not any(each.requires_grad for each in results):
@@ -212,7 +198,6 @@ class Wide(Low):
     def _measure(
         self,
         asked: Asked,
-        kept: Call,
         beside: tuple[list[Tensor], list[Tensor] | None],
         results: list[Tensor],
         wholes: list[float],
@@ -220,10 +205,7 @@ class Wide(Low):
     ) -> list[Tensor | None]:
         """The errors of the results; None where there is none, for `relu` say."""
         low, exact = beside
-        difference = Difference() if again else asked.site.alone
-        unit = None
-        if self._sites.batch == 0:  # of one batch, for it takes as long as all the rest
-            unit = next((dtype for dtype in (*(each.dtype for each in low), *kept.dtypes) if dtype in LOW), None)
+        difference = Distance() if again else asked.site.alone
         deltas: list[Tensor | None] = []
         for a, b, whole in zip(low, exact or results, [None] * len(low) if exact else wholes, strict=False):
             if a.shape != b.shape:
@@ -231,7 +213,6 @@ class Wide(Low):
                 return []
             before = difference.error
             delta = difference.add(a, b, whole)
-            difference.note_largest(delta, b, unit)
             deltas.append(delta if difference.error > before else None)
         return deltas
 
@@ -249,26 +230,12 @@ class Wide(Low):
 class Shifted(Wide):
     """Everything in FP32, at shifted weights; errors and decisions are those that `Wide` has found."""
 
-    def __init__(self, sites: Sites) -> None:
-        super().__init__(sites)
-        self._scored: list[Tensor] = []
-        self._written = False  # whether a result may have been written to afterwards
-
-    def wanted(self) -> list[Tensor] | None:
-        """Tensors down to which the gradients are looked at, so that none need be computed for weights; None for all.
-
-        Of a tensor that was written to since, autograd would give another gradient.
-        """
-        return None if self._written else furthest(self._scored)
-
     def _exact(self, asked: Asked, number: Number, kept: Call | None = None) -> Any:
         return taken_again(asked.args, in_fp32(asked), asked.site.decisions.get(number))
 
     def _result(self, asked: Asked, kept: Call, number: Number, again: bool) -> Any:
         result = self._exact(asked, number)
-        self._written = self._written or asked.point.in_place
-        deltas = asked.site.deltas.get(number, [])
-        self._scored += score_in_backward(asked.site.shifted, asked, floating((result,)), deltas)
+        _score_in_backward(asked.site.shifted, asked, floating((result,)), asked.site.deltas.get(number, []))
         return result
 
 
@@ -347,6 +314,18 @@ def _describe(asked: Asked, seen: Seen, kept: Call) -> None:
     site.dtypes = " -> ".join(word for i, word in enumerate(words) if word and (i == 0 or word != words[i - 1]))
     site.rule = str(asked.point.rule) if asked.point.rule is not None and seen.casting else ""
     site.reason = reason_of_call(asked.point, seen, conversion.policy_here) if conversion else ""
+
+
+def _score_in_backward(scores: list[float], asked: Asked, results: list[Tensor], deltas: list[Tensor | None]) -> None:
+    """Let the backward pass add up what errors in the results of a call do to the loss, to first order."""
+    for result, delta in zip(results, deltas, strict=False):
+        handed_on = not asked.point.in_place and any(result is arg for arg in asked.args)
+        if delta is not None and result.requires_grad and not handed_on and delta.shape == result.shape:
+            result.register_hook(functools.partial(_score, scores, delta))
+
+
+def _score(scores: list[float], delta: Tensor, gradient: Tensor) -> None:
+    scores[-1] += product(gradient, delta)
 
 
 def _draw_again(kept: Call) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from hmpx.insight.comparing.calls import Compared
-from hmpx.insight.comparing.difference import Difference, Distance
-from hmpx.insight.comparing.noise import Noise, biased_square, by_direction, mean_square
+from hmpx.insight.comparing.difference import Distance
+from hmpx.insight.comparing.noise import Noise, mean_square
 from hmpx.insight.recording.alike import numberless
 from hmpx.insight.recording.words import short_places
 from hmpx.insight.tensors import LOW, name
 
-BROKEN = 0.1  # gradient error in units of the noise between batches; healthy ops lie at 0.001 to 0.01
-_MAGNIFIED = 10  # an error of an op alone so many times another's is its own doing
+# Gradient errors in units of the noise between batches; healthy ops lie at 0.001 to 0.01. What training tolerates was
+# measured (README.md of insight): from the first on the loss shows it, from the second as much as other first weights.
+FELT, BROKEN = 0.1, 0.2
+MAGNIFIED = 10  # an error of an op alone so many times another's is its own doing
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in LOW}
 
 
@@ -32,17 +34,13 @@ class Row:
         calls: how many, over all batches.
         error: relative L2 error of the op alone: its FP32 inputs, cast as the lists say, beside the same in FP32.
         accumulated: relative L2 error of its result in the run under the lists, against that of the run in FP32.
-        ulp: the largest error of the op alone, in units in the last place of the low dtype.
-        bias, spread: mean and standard deviation of that error, in units of the result's root mean square.
         loss_change: what the error of the op alone does to the loss, to first order: root mean square over batches.
         gradient_error: what it does to the gradients of the parameters, in units of the noise between batches.
-        gradient_bias: the part that batches do not average out, in units of the noise of their mean.
         measured: whether loss_change and gradient_error come from runs with this op alone in low precision, of a batch
             or more, those in which it looks worst first; infinite where they end in inf or NaN. Else they are
             estimates, the second right within a factor of two or so unless an index, an order or a mask changes.
         nonfinite: results that are not finite under the lists, and finite in FP32. phase: "forward" or "backward",
-            where that is first seen, which does not say that the op is to blame: `measured` does. mended: whether FP32
-            at this op alone keeps everything finite; None where it was not tried.
+            where that is first seen, which does not say that the op is to blame: `measured` does.
         raised: the error that the op raises under the lists, in a line; the comparison goes on with FP32 there.
         decisions: of an op that picks an index, an order or a mask, how many of them the lists change, in words.
         note: what else there is to say, in words.
@@ -68,16 +66,11 @@ class Row:
     calls: int = 0
     error: float = 0.0
     accumulated: float = 0.0
-    ulp: float = 0.0
-    bias: float = 0.0
-    spread: float = 0.0
     loss_change: float = math.nan
     gradient_error: float = math.nan
-    gradient_bias: float = math.nan
     measured: bool = False
     nonfinite: int = 0
     phase: str = ""
-    mended: bool | None = None
     raised: str = ""
     decisions: str = ""
     note: str = ""
@@ -86,7 +79,7 @@ class Row:
     def is_broken(self) -> bool:
         """Whether it breaks the training by itself, as far as is known."""
         unmeasured = bool(self.phase) and not self.measured
-        return bool(self.raised) or self.gradient_error >= BROKEN or unmeasured
+        return bool(self.raised) or self.gradient_error >= FELT or unmeasured
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
@@ -94,8 +87,8 @@ class Row:
         effect = f"gradient error {number(self.gradient_error)}, loss change {number(self.loss_change)}"
         if self.raised:
             return short_places(f"{place}{self.op}{inside}: {self.raised}; {self.dtypes}; {self.reason}")
-        if self.phase and not self.gradient_error >= BROKEN:
-            effect = f"not finite in the {self.phase} pass, where FP32 is"
+        if self.phase and not self.gradient_error >= FELT:
+            effect = f"not finite in the {self.phase} pass, and finite in FP32"
         elif self.gradient_error == math.inf:
             effect = "inf or NaN"
         return short_places(f"{place}{self.op}{inside}: {effect}, error of the op alone {number(self.error)}")
@@ -126,61 +119,7 @@ def alike(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-@dataclass(frozen=True)
-class Found:
-    """The values of a `Comparison`, which says what they are."""
-
-    rows: tuple[Row, ...]
-    gradient_error: float = math.nan
-    gradient_bias: float = math.nan
-    loss: float = math.nan
-    loss_change: float = math.nan
-    first_nonfinite: Row | None = None
-    rest: float = math.nan
-    together: tuple[Row, ...] = ()
-    stopped: str = ""
-    passes: int = 0
-    policy: str = ""
-    _ops: tuple[Row, ...] = field(default=(), repr=False)
-    _modules: tuple[Row, ...] = field(default=(), repr=False)
-
-    def by_op(self) -> list[Row]:
-        """A row for each op, the worst first: errors of its sites together, effects added up with their signs."""
-        return sorted(self._ops, key=_order)
-
-    def by_module(self) -> list[Row]:
-        """A row for each module, the worst first. What its submodules call counts for them alone."""
-        return sorted(self._modules, key=_order)
-
-    def worst(self, n: int = 5) -> list[Row]:
-        """The n rows that do most to the training; not those of the largest error, which says little about it.
-
-        Where several break it about equally, within a factor of two, one that makes a large error of small ones is
-        first.
-        """
-        rows = sorted(self.rows, key=_order)
-        if rows and rows[0].gradient_error >= BROKEN and not rows[0].phase:
-            equal = [row for row in rows if row.gradient_error >= max(rows[0].gradient_error / 2, BROKEN)]
-            largest = max(equal, key=lambda row: row.error)
-            if largest.error > _MAGNIFIED * rows[0].error:
-                rows.insert(0, rows.pop(rows.index(largest)))
-        return rows[:n]
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether there is another training or none: an op raises, something is not finite, gradients are off."""
-        raised = any(row.raised for row in self.rows)
-        return bool(self.stopped) or raised or self.first_nonfinite is not None or self.gradient_error >= BROKEN
-
-    @property
-    def broken(self) -> list[Row]:
-        """The rows that break the training by themselves, the worst first. Estimates do not count."""
-        return [
-            row for row in self.worst(len(self.rows)) if row.is_broken and (row.measured or row.phase or row.raised)
-        ]
-
-
-def _order(row: Row) -> tuple[float, ...]:
+def order(row: Row) -> tuple[float, ...]:
     """What sorts the worst first: the effect on gradients, what is not finite, the loss, and the error itself."""
     effects = (row.gradient_error, row.phase != "", row.loss_change, row.accumulated if row.error else 0.0, row.error)
     return (-bool(row.raised), *(-effect if not math.isnan(effect) else 0.0 for effect in effects))
@@ -208,14 +147,15 @@ def _note(site: Compared, scored: bool) -> str:
 
 def sums(rows: Mapping[Compared, Row], group: Callable[[Compared], Row], noise: Noise, h: float) -> tuple[Row, ...]:
     """Rows over several sites, each under the row that `group` gives; effects are added up with their signs."""
-    found: dict[Row, list[Compared]] = {}
-    for site in rows:
-        found.setdefault(group(site), []).append(site)
-    return tuple(_sum(head, {site: rows[site] for site in sites}, noise, h) for head, sites in found.items())
+    found: dict[tuple[str, str], dict[Compared, Row]] = {}
+    for site, row in rows.items():
+        head = group(site)
+        found.setdefault((head.op, head.module), {})[site] = row  # a Row with NaN in it equals none from Python 3.13 on
+    return tuple(_sum(group(next(iter(sites))), sites, noise, h) for sites in found.values())
 
 
 def _sum(head: Row, rows: Mapping[Compared, Row], noise: Noise, h: float) -> Row:
-    alone, accumulated = Difference(), Distance()
+    alone, accumulated = Distance(), Distance()
     for site in rows:
         alone.merge(site.alone)
         accumulated.merge(site.accumulated)
@@ -228,30 +168,25 @@ def _sum(head: Row, rows: Mapping[Compared, Row], noise: Noise, h: float) -> Row
     measured = [row for row in rows.values() if row.measured or row.phase or row.raised]
     if not measured:
         return head
-    worst = min(measured, key=_order)
+    worst = min(measured, key=order)
     keys = (
         "loss_change",
         "gradient_error",
-        "gradient_bias",
         "measured",
         "phase",
         "nonfinite",
-        "mended",
         "raised",
         "note",
     )
     return replace(head, **{key: getattr(worst, key) for key in keys})
 
 
-def _measures(alone: Difference, accumulated: Distance) -> dict:
+def _measures(alone: Distance, accumulated: Distance) -> dict:
     # A constant that a program takes from the dtype, as for masks, is that of FP32 where the op is computed alone: what
     # overflows there alone says nothing.
     overflows = bool(accumulated.nonfinite)
     return {
         "error": math.inf if overflows and alone.nonfinite else alone.relative,
-        "ulp": alone.ulp,
-        "bias": alone.bias,
-        "spread": alone.spread,
         "accumulated": math.inf if overflows else accumulated.relative,
         "nonfinite": accumulated.nonfinite,
     }
@@ -266,7 +201,6 @@ def _effects(changes: list[float], along: list[float], noise: Noise) -> dict:
     return {
         "loss_change": math.sqrt(mean_square(changes)),
         "gradient_error": noise.in_noise(mean_square(along)),
-        "gradient_bias": noise.in_noise(biased_square(by_direction(along), len(along))),
     }
 
 

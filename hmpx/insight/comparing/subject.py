@@ -78,36 +78,23 @@ class Subject:
                     cast_model(self.model, self._recipe, undo)
             return self._run(batch, gradients)
 
-    def shifted(
-        self,
-        batch: tuple,
-        shift: Sequence[Tensor],
-        wanted: Callable[[], list[Tensor] | None],
-    ) -> None:
-        """A run in FP32 at weights to which `shift` is added, with its backward pass.
-
-        wanted: gives the tensors whose gradients matter, after the forward pass; None for all parameters.
-        """
+    def shifted(self, batch: tuple, shift: Sequence[Tensor]) -> None:
+        """A run in FP32 at weights to which `shift` is added, with its backward pass."""
         with contextlib.ExitStack() as undo:
             with unobserved():
                 for p, step in zip(self.parameters, shift, strict=True):
                     undo.callback(setattr, p, "data", p.data)
                     p.data = p.data.float() + step
-            self.wide(batch, True, wanted)
+            self.wide(batch)
 
-    def wide(
-        self,
-        batch: tuple,
-        gradients: bool = True,
-        wanted: Callable[[], list[Tensor] | None] | None = None,
-    ) -> tuple[float, list[Tensor]]:
+    def wide(self, batch: tuple, gradients: bool = True) -> tuple[float, list[Tensor]]:
         """The same with everything in FP32."""
         with contextlib.ExitStack() as undo:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 if tensor.dtype in LOW:
                     undo.callback(setattr, tensor, "data", tensor.data)
                     tensor.data = tensor.data.float()
-            return self._run(tree_map(_wide, batch), gradients, wanted)
+            return self._run(tree_map(_wide, batch), gradients)
 
     def not_finite(self, batch: tuple) -> str:
         """Which part of the input is not finite; "" where all is."""
@@ -125,12 +112,7 @@ class Subject:
                 "nor a random generator of torch, NumPy or Python; put it back in loss(model, *batch)"
             )
 
-    def _run(
-        self,
-        batch: tuple,
-        gradients: bool,
-        wanted: Callable[[], list[Tensor] | None] | None = None,
-    ) -> tuple[float, list[Tensor]]:
+    def _run(self, batch: tuple, gradients: bool) -> tuple[float, list[Tensor]]:
         with kept(self.model):
             if self.loss is None:
                 with torch.no_grad():
@@ -149,18 +131,15 @@ class Subject:
                 raise HmpxError(
                     f"{self._asked}: the loss has no gradient: it was computed under torch.no_grad, or detached"
                 )
-            found = self._gradients(loss, wanted() if wanted is not None else None) if gradients else []
+            found = self._gradients(loss) if gradients else []
             return float(loss.detach()), found
 
-    def _gradients(self, loss: Tensor, wanted: list[Tensor] | None) -> list[Tensor]:
-        """Of the parameters; where other tensors are wanted, those are computed, and none are returned."""
+    def _gradients(self, loss: Tensor) -> list[Tensor]:
+        """Of the parameters."""
         if self._reentrant is None:
             self._reentrant = _has_reentrant_checkpoint(loss)
         if self._reentrant:
             found = self._gradients_of_reentrant(loss)
-        elif wanted:
-            torch.autograd.grad(loss, wanted, allow_unused=True)
-            return []
         else:
             found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         pairs = zip(self.parameters, found, strict=True)

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.noise import Noise, mean_square, square
-from hmpx.insight.comparing.row import BROKEN, Row
+from hmpx.insight.comparing.row import FELT, Row
 from hmpx.insight.tensors import Tensor
 
-_SUSPECT = 0.03  # an estimate of a gradient error that may be one of `BROKEN`
+_SUSPECT = 0.03  # an estimate of a gradient error that may be one of `FELT`
 _EXPLAINED = 0.5  # of the gradient error of the lists, by the estimates
 _LINEAR = 0.5  # of the change of the loss, by which a run may be off the estimate
 _RUNS, _ROWS = 4, 8  # how many runs there are of few batches; how many sites are run alone before the rest is together
@@ -41,10 +41,10 @@ def suspects(rows: Mapping[Compared, Row], noise: Noise, first: Compared | None,
     known = {site: row for site, row in rows.items() if can_run_alone(site, row)}
     seen = {site: row.gradient_error for site, row in known.items() if site.differentiable}
     unseen = [site for site in known if not site.differentiable]
-    least = BROKEN if not broken else _SUSPECT if _explained(rows, noise) else 0.0
+    least = FELT if not broken else _SUSPECT if _explained(rows, noise) else 0.0
     worst = [site for site, look in seen.items() if look >= least or (broken and math.isnan(look))]
     worst.sort(key=lambda site: (-seen[site] if seen[site] >= 0 else 0.0, -known[site].error))
-    likely = [site for site in worst if seen[site] >= BROKEN]
+    likely = [site for site in worst if seen[site] >= FELT]
     unseen.sort(key=lambda site: -known[site].error)
     before = _before_decisions(rows, known) if broken else []
     in_turn = itertools.zip_longest(unseen, worst[len(likely) :])
@@ -117,7 +117,7 @@ def halved(group: Sequence[Compared], breaks: Callable[[Sequence[Compared]], boo
 def _explained(rows: Mapping[Compared, Row], noise: Noise) -> bool:
     """Whether what the lists do as a whole is about what the estimates add up to."""
     known = [row.gradient_error for site, row in rows.items() if row.error and site.differentiable]
-    return noise.error < BROKEN or math.hypot(*known) >= _EXPLAINED * noise.error
+    return noise.error < FELT or math.hypot(*known) >= _EXPLAINED * noise.error
 
 
 def _shares(values: Sequence[float]) -> list[float]:
@@ -144,23 +144,21 @@ class Trial:
     """The runs of one site.
 
     batches: those in which it is not run yet, those in which it looks worst first. changes: of the loss, by batch.
-    squares, total: of the changes of the gradients, the squared norms and the sum.
+    squares: of the changes of the gradients, the squared norms.
     """
 
     site: Compared
     batches: list[int]
     changes: dict[int, float] = field(default_factory=dict)
     squares: list[float] = field(default_factory=list)
-    total: list[Tensor] = field(default_factory=list)
 
     def add(self, batch: int, run: Run) -> None:
         """Make the run of one batch."""
         effect = run([self.site], batch)
         if self.site.not_compared:
             return
-        self.changes[batch], gradients = effect
+        self.changes[batch] = effect[0]
         self.squares.append(_squares(effect))
-        self.total = [a + b for a, b in zip(self.total, gradients, strict=True)] if self.total else gradients
 
     @property
     def is_linear(self) -> bool:
@@ -171,7 +169,7 @@ class Trial:
 
     def is_near(self, noise: Noise) -> bool:
         """Whether it breaks the training in a batch, or nearly so."""
-        return self.error(noise) >= BROKEN / 2
+        return self.error(noise) >= FELT / 2
 
     def error(self, noise: Noise) -> float:
         """The gradient error in the worst batch that was run."""
@@ -183,27 +181,12 @@ class Trial:
         if not self.squares:
             return replace(estimated, note=f"not compared: {self.site.not_compared}", gradient_error=math.nan)
         if math.inf in self.squares:
-            return replace(
-                estimated, loss_change=math.nan, gradient_error=math.inf, gradient_bias=math.inf, measured=True
-            )
+            return replace(estimated, loss_change=math.nan, gradient_error=math.inf, measured=True)
         if not noise.batches or math.isnan(noise.noise):
             return replace(estimated, measured=True)
         error = noise.in_noise(sum(self.squares) / len(self.squares))
         known = self.changes
-        if self.is_linear or (self.site.differentiable and error < BROKEN):  # the estimates of other batches are good
+        if self.is_linear or (self.site.differentiable and error < FELT):  # the estimates of other batches are good
             known = {**dict(enumerate(self.site.loss_change)), **known}
-        return replace(
-            estimated,
-            loss_change=math.sqrt(mean_square([*known.values()])),
-            gradient_error=error,
-            gradient_bias=self._bias(error, estimated, noise),
-            measured=True,
-        )
-
-    def _bias(self, error: float, estimated: Row, noise: Noise) -> float:
-        """|mean of the changes|^2 times the batches there are, of the pairs of those that were run; or as estimated."""
-        runs, whole = len(self.squares), sum(self.squares)
-        if runs == 1:
-            return error * estimated.gradient_bias / (estimated.gradient_error or math.nan)
-        shared = (square(self.total) - whole) / (runs * (runs - 1))
-        return noise.in_noise(max(whole / runs + (noise.batches - 1) * shared, 0.0))
+        change = math.sqrt(mean_square([*known.values()]))
+        return replace(estimated, loss_change=change, gradient_error=error, measured=True)

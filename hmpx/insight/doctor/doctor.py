@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hmpx import process_state
@@ -24,12 +25,12 @@ from hmpx.errors import HmpxError
 from hmpx.insight.doctor.diagnosis import Diagnosis
 from hmpx.insight.doctor.fix import recipe_for
 from hmpx.insight.doctor.of_ops import of_ops
-from hmpx.insight.doctor.of_run import of_run
-from hmpx.insight.doctor.of_updates import of_updates
+from hmpx.insight.doctor.of_updates import of_dropped, of_updates
 from hmpx.insight.doctor.op_watch import OpWatch
 from hmpx.insight.doctor.owners import Owners
 from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.scaling import Scaling
+from hmpx.insight.doctor.spots import Spot
 from hmpx.insight.doctor.update_view import Stepped
 from hmpx.ops.callers import users_line
 from hmpx.ops.observing import unobserved
@@ -54,6 +55,7 @@ class Examination:
         self.watch, self.owners, self.replicas, self.scaling = OpWatch(), Owners(), Replicas(), Scaling()
         self.iterations = 0
         self.watched: list[int] = []  # iterations whose ops were looked at
+        self.dropped: list[tuple[Spot, torch.nn.Parameter]] = []  # upcasts before the first step
         self.trouble = ""
         self._thread = threading.get_ident()
         self._changes = Changes()
@@ -71,8 +73,8 @@ class Examination:
             self._hooks.append(register_optimizer_step_post_hook(self._after))
             place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
             self._changes.put(place, self._scaled(torch.amp.GradScaler.step))
-            if 1 in self._at:
-                self._open(None)
+            self._hooks.append(register_module_forward_pre_hook(self._set_up))
+            self.watch.open(None, setting_up=1 not in self._at)
         except BaseException:
             self._changes.close()
             raise
@@ -85,6 +87,11 @@ class Examination:
 
     def __exit__(self, *exception: object) -> None:
         self._changes.close()
+
+    def _set_up(self, *_: Any) -> None:
+        """A forward pass or a step begins: what came before has made the model."""
+        if self.watch.setting_up and threading.get_ident() == self._thread:
+            self.watch.close()
 
     def _scaled(self, step: Any) -> Any:
         @functools.wraps(step)
@@ -102,6 +109,7 @@ class Examination:
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if self._busy or threading.get_ident() != self._thread:
             return
+        self._set_up()
         with self._own():
             seen = self.optimizers.get(id(optimizer))
             if seen is None:
@@ -110,6 +118,7 @@ class Examination:
                 seen.where = users_line(caller)
                 self.owners.look(caller, parameters(optimizer))
                 self.replicas.note("first", parameters(optimizer))
+                self.dropped += self.watch.casts.dropped(parameters(optimizer))
             seen.begin(is_sampled(seen.steps + 1))
         self.watch.stepping = not args and not kwargs  # without a closure, in which a forward pass would run
 
@@ -120,7 +129,7 @@ class Examination:
         seen = self.optimizers[id(optimizer)]
         with self._own():
             seen.end(is_sampled(seen.steps + 1))
-            self.watch.accumulated(parameters(optimizer))
+            self.watch.accumulation.compare(parameters(optimizer))
         if seen is next(iter(self.optimizers.values())):
             self._iterated()
         if self.steps is not None and seen.steps >= self.steps:
@@ -164,10 +173,12 @@ class Examination:
         with self._own():
             self.replicas.note("last", [p for each in self.optimizers.values() for p in parameters(each.optimizer)])
             names = self.owners.names([p for each in self.optimizers.values() for p in parameters(each.optimizer)])
-        problems = [*of_ops(self.watch, self.scaling), *of_run(self.watch, self.scaling)]
+        problems = [*of_ops(self.watch, self.scaling)]
         for each in self.optimizers.values():
             problems += of_updates(each, names)
         problems += self.replicas.problems(names)
+        if self.dropped:
+            problems.append(of_dropped(self.dropped, names))
         found.findings[:] = sorted(problems, key=lambda each: (not each.wrong, -each.weight))
         every = {**names, **self.owners.every()}
         found.recipe, found.reasons, found.recipe_text = recipe_for(problems, self.optimizers.values(), every)
@@ -216,10 +227,9 @@ def doctor(steps: int | None = None, at: Collection[int] = ()) -> Iterator[Diagn
     """Look at a training as it is, and say what is wrong with its precision.
 
     Updates of weights in BF16 and FP16 are looked at in steps 1, 2, 4, 7, 11 and so on, with up to 1024 elements of
-    each parameter; the ops of the third iteration, and of every tenth as long as that takes no more
-    than a tenth of the time.
-    Nothing is converted, and the training has the bits that it has without. Compiled code hides its ops. The thread
-    that opens it is looked at, on each rank its own part.
+    each parameter. Ops are looked at in the third iteration, and in every tenth as long as that takes no more than a
+    tenth of the time. Nothing is converted, and the training has the bits that it has without. Compiled code hides its
+    ops. The thread that opens it is looked at, on each rank its own part.
 
     Args:
         steps: after so many steps of an optimizer, leave the region; None: look on until it ends.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from hmpx.insight.doctor.problem import Problem
 from hmpx.insight.doctor.update_view import Stepped
-from hmpx.insight.recording.words import size
+from hmpx.insight.doctor.writes import AVERAGED
+from hmpx.insight.recording.words import short_places, size
 from hmpx.ops.catalog import catalog
 from hmpx.ops.op_facts import O2_BF16
-from hmpx.recipes.recipe import Recipe, as_recipe
+from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.stated import as_recipe
 from hmpx.updates.names import parameters
 
 Parameter = torch.nn.Parameter
@@ -27,47 +29,48 @@ def recipe_for(
 ) -> tuple[Recipe | None, dict[str, str], str]:
     """The recipe, the reason for each of its keys, and its text with these as comments; None if none is of use."""
     problems, seen = list(problems), list(optimizers)
-    kinds = {each.kind for each in problems if each.wrong or each.kind not in _OF_WEIGHTS}
     ops = sorted({op for each in problems if each.kind in _OF_OPS for op in each.ops if op in catalog()})
     modules = sorted({name for each in problems if each.kind in _OF_MODULES for name in each.names})
-    if any(p.dtype is torch.float16 for each in seen for p in parameters(each.optimizer)):
-        return None, {}, ""  # recipes hold weights in BF16 or FP32
-    keys: dict[str, object] = {}
-    reasons: dict[str, str] = {}
-    if ops or modules:
-        keys |= {"opt_level": "O1", "bf16": sorted(O2_BF16 & catalog().keys()), "fp32": ops, "promote": []}
-        reasons["bf16"] = "products stay in BF16"
-        reasons["fp32"] = _said(problems, _OF_OPS)
-        if modules:
-            keys["modules"] = dict.fromkeys(modules, "float32")
-            reasons["modules"] = _said(problems, _OF_MODULES)
-    else:
-        keys["opt_level"] = None
-        reasons["opt_level"] = "torch's ops stay as they are"
+    half = any(p.dtype is torch.float16 for each in seen for p in parameters(each.optimizer))
     low = [p for p in names if p.dtype is torch.bfloat16]
+    accumulated = [each for each in problems if each.kind == "gradient accumulation"]
+    of_weights = [each for each in problems if each.kind in _OF_WEIGHTS and (each.wrong or each.kind != "lost updates")]
+    of_weights += [each for each in problems if each.kind == "average of weights" and AVERAGED in each.said]
+    of_ops = [each for each in problems if each.kind in _OF_OPS and ops]
+    of_modules = [each for each in problems if each.kind in _OF_MODULES and modules]
+    of_fp16 = [each for each in problems if half and each.kind in ("lost updates", "loss scaling", "GradScaler")]
+    answered = [*of_ops, *of_modules, *of_weights, *accumulated, *of_fp16]
+    if not answered:
+        return None, {}, ""
+    keys: dict[str, object] = {"opt_level": None}
+    reasons = {"opt_level": "torch's ops stay as they are"}
+    if of_ops or of_modules or half:
+        keys = {"opt_level": "O1", "bf16": sorted(O2_BF16 & catalog().keys()), "fp32": ops, "promote": []}
+        reasons = {"bf16": "products are in BF16", "fp32": _said(of_ops)}
+    if of_modules:
+        keys["modules"] = dict.fromkeys(modules, "float32")
+        reasons["modules"] = _said(of_modules)
     keys["parameter_dtype"] = "bfloat16" if 2 * len(low) > len(names) else "float32"
-    of_weights = kinds & _OF_WEIGHTS
-    accumulated = any(each.kind == "gradient accumulation" for each in problems)
+    reasons["parameter_dtype"] = _said(of_fp16)
+    if half:  # recipes hold weights in BF16 or FP32
+        return as_recipe(keys), reasons, _text(keys, reasons, problems, answered)
     if of_weights or accumulated:
         keys["weights"] = "stochastic" if of_weights else "nearest"
-        reasons["weights"] = _said(problems, _OF_WEIGHTS)
+        reasons["weights"] = _said(of_weights)
     if accumulated:
         keys["use_fp32_grad_acc"] = True
-        reasons["use_fp32_grad_acc"] = _said(problems, {"gradient accumulation"})
-    elif not (of_weights or ops or modules):
-        return None, {}, ""
-    exceptions = _exceptions(names, str(keys["parameter_dtype"]))
-    if exceptions:
+        reasons["use_fp32_grad_acc"] = _said(accumulated)
+    if exceptions := _exceptions(names, str(keys["parameter_dtype"])):
         keys["parameters"] = exceptions
         reasons["parameters"] = "as they are in the script"
     recipe = as_recipe(keys)
     if of_weights:
         reasons["weights"] += f"\n{_bytes(recipe, seen)}"
-    return recipe, reasons, _text(keys, reasons)
+    return recipe, reasons, _text(keys, reasons, problems, answered)
 
 
-def _said(problems: Iterable[Problem], kinds: set[str]) -> str:
-    return "\n".join(each.said for each in problems if each.kind in kinds)
+def _said(problems: Iterable[Problem]) -> str:
+    return "\n".join(each.said for each in problems)
 
 
 def _exceptions(names: Mapping[Parameter, str], dtype: str) -> dict[str, str]:
@@ -95,15 +98,23 @@ def _bytes(recipe: Recipe, seen: Iterable[Stepped]) -> str:
     return f"{size(then)} of weights, gradients and state, for {size(today)} today"
 
 
-def _text(keys: Mapping[str, object], reasons: Mapping[str, str]) -> str:
+def _text(
+    keys: Mapping[str, object], reasons: Mapping[str, str], problems: Iterable[Problem], answered: Collection[Problem]
+) -> str:
     lines = ["# Written by `hmpx.doctor`: the least that answers what it found."]
     for key, value in keys.items():
-        for line in reasons.get(key, "").splitlines():
-            lines += textwrap.wrap(line, 110, initial_indent="# ", subsequent_indent="#   ")
+        lines += _comment(reasons.get(key, ""))
         if isinstance(value, dict):
             lines += [f"{key}:", *(f'  "{name}": {each}' for name, each in value.items())]
         elif isinstance(value, list):
             lines.append(f"{key}: [{', '.join(value)}]")
         else:
             lines.append(f"{key}: {'null' if value is None else str(value).lower() if value is True else value}")
+    if left := [f"{each.kind}: {short_places(each.where)}: {each.do}" for each in problems if each not in answered]:
+        lines += ["", "# What no recipe answers is to be edited in the script:", *_comment("\n".join(left))]
     return "\n".join([*lines, ""])
+
+
+def _comment(text: str) -> list[str]:
+    wrapped = [textwrap.wrap(line, 110, initial_indent="# ", subsequent_indent="#   ") for line in text.splitlines()]
+    return [line for lines in wrapped for line in lines]

@@ -45,9 +45,8 @@ class OpWatch(TorchDispatchMode):
         self.nonfinite = Nonfinite(self.spots)
         self.casts, self.writes = CastsByHand(self.spots), Writes(self.spots)
         self.lineage, self.accumulation, self.underflow = Lineage(), Accumulation(), Underflow()
-        self.stepping = self.is_open = False
+        self.stepping = self.is_open = self.setting_up = False
         self.trouble = ""
-        self.calls = 0
         self.devices: set[str] = set()
         self.low_products = self.wide_products = 0.0  # FLOPs of the forward pass
         self.precision = ""  # of products in FP32
@@ -55,25 +54,21 @@ class OpWatch(TorchDispatchMode):
         self._names: dict[Any, str] = {}
         self._left: int | None = 0
 
-    def open(self, most: int | None) -> None:
-        """Look at ops from now on; at so many at most."""
-        self._left = most
+    def open(self, most: int | None, setting_up: bool = False) -> None:
+        """Look at ops from now on; at so many at most. setting_up: those that make the model, as `CastsByHand` does."""
+        self._left, self.setting_up = most, setting_up
         if not self.is_open:
             self.is_open = True
             self.__enter__()
 
     def close(self) -> None:
         """Look at none; where another mode was opened since, this one waits beneath it."""
-        self._left = 0
+        self._left, self.setting_up = 0, False
         if self.is_open and _get_current_dispatch_mode() is self:
             self.is_open = False
             self.__exit__(None, None, None)
-        for each in (self.lineage, self.casts):
+        for each in (self.lineage.marks, self.casts, self.writes):
             each.forget()
-
-    def accumulated(self, params: list[torch.nn.Parameter]) -> None:
-        """An optimizer has stepped: this is what the gradients of its parameters came to."""
-        self.accumulation.compare(params)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -85,14 +80,18 @@ class OpWatch(TorchDispatchMode):
         before = None
         if self._left is not None:
             self._left -= 1
-        self.calls += 1
-        if name in Writes.OPS:
+        if name in Writes.OPS and not self.setting_up:
             with self._own():
                 before = self.writes.before(name, args)
         result = func(*args, **kwargs)
         with self._own():
             self._look(func, name, args, kwargs, result, before, sys._getframe(1))
         return result
+
+    @property
+    def wide_share(self) -> float:
+        """Of the FLOPs of products, those in FP32."""
+        return self.wide_products / ((self.low_products + self.wide_products) or 1.0)
 
     @contextlib.contextmanager
     def _own(self) -> Any:
@@ -112,11 +111,14 @@ class OpWatch(TorchDispatchMode):
     ) -> None:
         given = floating((*args, *kwargs.values()) if kwargs else args)
         results = floating((result,))
+        if self.setting_up:
+            self.casts.set_up(name, given, results, frame)
+            return
         if not (given or results) or not all(map(_is_plain, (*given, *results))):
             return
         node = _node()
         backward = node is not None
-        self.casts.follow(name, args, given, results, frame, backward or self.stepping)
+        self.casts.follow(name, given, results, frame, backward or self.stepping)
         self.nonfinite.look(name, args, kwargs, given, results, frame, node, self.stepping)
         if backward:
             self.accumulation.look(name, node, args, given, before)
@@ -134,6 +136,8 @@ class OpWatch(TorchDispatchMode):
             if ("parameter " in said or "buffer " in said) and not beside(frame):
                 self.spots.note("dtype", name, frame, said)
         self.lineage.follow(name, args, given, out)
+        if not beside(frame):
+            self.writes.follow(func, name, args, out, frame)
         if name in INTEGERS:
             changed = integers_changed(func, name, args, kwargs, out)
             if changed is not None and not beside(frame):
@@ -142,6 +146,8 @@ class OpWatch(TorchDispatchMode):
             kind, said = CHECKS[name](given, out, args)
             if kind and not beside(frame):
                 self.spots.note(kind, name, frame, said)
+        elif name == "binary_cross_entropy" and self.casts.was_low(given[0]):
+            self.spots.note("BCE", name, frame, "of what was cast up to float32 before")
         elif name == "sub" and out.dtype in LOW and self.lineage.is_variance(args):
             self.spots.note("variance by difference", name, frame, "")
         elif name == "ones_like" and not out.dim() and out.dtype in LOW and _is_root(frame):

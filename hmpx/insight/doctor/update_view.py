@@ -28,21 +28,20 @@ _FAITHFUL = 0.9  # of a sample: so many come out of the step in low precision, t
 
 @dataclass
 class Tally:
-    """Of one parameter, over the samples: updates in FP32, those that were lost, their size in ulp."""
+    """Of one parameter, over the samples: updates in FP32, and those that were lost."""
 
     updates: int = 0
     lost: int = 0
-    size: float = 0.0
 
 
 @dataclass
 class Stepped:
     """What was seen of one optimizer.
 
-    decay: what weight decay does in FP32, and what arrives in the weights, in ulp. idle: by key of the state, elements
-    that a gradient of zeros moves in FP32, and those of them that stay. unknown: weights with a gradient, and those
-    that did not move, of a class whose steps cannot be taken again. no_grad, zero_grad: by parameter, in how many
-    samples. nonfinite: the first step with such a gradient.
+    sizes: medians of |update| in ulp, of parts of the steps. decay: what weight decay does in FP32, and what arrives in
+    the weights, in ulp. idle: by key of the state, elements that a gradient of zeros moves in FP32, and those of them
+    that stay. unknown: weights with a gradient, and those that did not move, of a class whose steps cannot be taken
+    again. no_grad, zero_grad: by parameter, in how many samples. nonfinite: the first step with such a gradient.
     """
 
     optimizer: Optimizer
@@ -50,6 +49,7 @@ class Stepped:
     steps: int = 0
     samples: int = 0
     tallies: dict[Parameter, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    sizes: list[float] = field(default_factory=list)
     decay: list[float] = field(default_factory=lambda: [0.0, 0.0])
     idle: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
     unknown: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -126,15 +126,13 @@ class Stepped:
         update = exact - old.float()
         updated = (update != 0) & torch.isfinite(exact)
         lost = updated & (new == old)
-        ulp = spacing(old)
-        sums = torch.stack([updated.double(), lost.double(), (update.abs() / ulp).double() * updated]).cumsum(1)
-        ends = torch.tensor([0, *(len(taken.weights[i]) for i in kept)]).cumsum(0)
-        sums = torch.nn.functional.pad(sums, (1, 0))[:, ends.to(sums.device)].diff(dim=1)
-        for p, (updates, gone, size) in zip(params, sums.t().tolist(), strict=True):
-            tally = self.tallies[p]
-            tally.updates += int(updates)
-            tally.lost += int(gone)
-            tally.size += size
+        if bool(updated.any()):
+            self.sizes.append(float((update.abs() / spacing(old))[updated].median()))
+        of_each = torch.stack([updated, lost]).split([len(taken.weights[i]) for i in kept], 1)
+        counts = torch.stack([part.sum(1) for part in of_each]).tolist()
+        for p, (some, gone) in zip(params, counts, strict=True):
+            self.tallies[p].updates += some
+            self.tallies[p].lost += gone
         if taken.group.get("weight_decay"):
             self._compare_decay(taken.group, old, grad, state, exact, again)
         if state:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -41,5 +42,17 @@ def _together(group: list[Site]) -> Site:
         shapes=list(dict.fromkeys(shape for site in group for shape in site.shapes))[:SHAPES],
         nonfinite=min((site.nonfinite for site in group if site.nonfinite), default=None),
         nonfinite_at=min((site.nonfinite_at for site in group if site.nonfinite_at), default=None),
+        fp8=_figures(group),
+        in_low=dict(sum((Counter(site.in_low) for site in group), Counter())),
         **{name: sum(getattr(site, name) for site in group) for name in summed},
     )
+
+
+def _figures(group: list[Site]) -> dict[str, dict[str, float]]:
+    """Of casts to FP8: the largest of all, and sums."""
+    found: dict[str, dict[str, float]] = {}
+    for role, figures in (each for site in group for each in site.fp8.items()):
+        known = found.setdefault(role, dict.fromkeys(figures, 0.0))
+        for name, figure in figures.items():
+            known[name] = max(known[name], figure) if name == "largest" else known[name] + figure
+    return found

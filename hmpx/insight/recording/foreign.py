@@ -70,9 +70,14 @@ def mapping(value: Any, place: str) -> dict[str, Any]:
     return value
 
 
-def texts(value: Any, place: str) -> dict[str, str]:
-    """An object whose values are strings."""
-    return {text(key, place): text(each, f"{place}.{key}") for key, each in mapping(value, place).items()}
+def by_name(check: Check) -> Check:
+    """An object whose values are what `check` says."""
+    return lambda value, place: {
+        text(key, place): check(each, f"{place}.{key}") for key, each in mapping(value, place).items()
+    }
+
+
+texts = by_name(text)
 
 
 def named(checks: dict[str, Check], value: Any, place: str, optional: Collection[str] = ()) -> dict[str, Any]:
@@ -90,6 +95,8 @@ _BY_TYPE: dict[str, Check] = {
     "float": amount,
     "bool": flag,
     "int | None": optional(count),
+    "dict[str, int]": by_name(count),
+    "dict[str, dict[str, float]]": by_name(by_name(amount)),
     "list[str]": each(text),
     "tuple[str, ...]": each(text),
     "tuple[str, str]": each(text, 2),

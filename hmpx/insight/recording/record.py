@@ -17,7 +17,7 @@ from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorder import Recorder
 from hmpx.insight.stance import eager
 from hmpx.ops.forwards import replaced_forwards
-from hmpx.ops.fp32_kernels import capability
+from hmpx.ops.kernels import capability
 from hmpx.process_state import observers
 from hmpx.updates.attach import attached
 from hmpx.version import __version__

@@ -1,4 +1,4 @@
-"""The observer behind `hmpx.record`: what each call adds to the record of its site.
+"""The observer behind `hmpx.record`: adds each call to the record of its site.
 
 A call costs a walk from the wrapper to the user's frame, and a look at the dtypes of its tensors; what stays the same
 from call to call (names, reasons, shapes in words) is worked out when a site is new.
@@ -6,6 +6,7 @@ from call to call (names, reasons, shapes in words) is worked out when a site is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import types
@@ -19,6 +20,7 @@ from hmpx.conversion import Conversion, installed
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.recording.device import DeviceSide
+from hmpx.insight.recording.fp8 import Casts, watched
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.site import SHAPES, Site
 from hmpx.insight.recording.trips import RoundTrips
@@ -51,16 +53,22 @@ class Recorder:
         self._calls = 0  # of all sites
         self._codes: dict[int, tuple[types.CodeType, bool]] = {}  # by identity: a function's, and whether of a step
         self._trips = RoundTrips(log.round_trips)
+        self._fp8: dict[int, tuple[Site, Casts]] = {}  # by identity of the site
 
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         if self.leaves(frame.f_code):
             return run(*args, **kwargs)
         with _unasked():
             began = self._device.begin(args)
+        casts = Casts() if point.rule is Rule.FP8 else None
         entered = perf_counter()
-        seen = run(*args, **kwargs)
+        with watched(casts) if casts else contextlib.nullcontext():
+            seen = run(*args, **kwargs)
         with _unasked():
-            self._note(point, seen, frame, args, kwargs, began, entered)
+            site = self._note(point, seen, frame, args, kwargs, began, entered)
+        if casts and site is not None:
+            with self._lock:
+                self._fp8.setdefault(id(site), (site, Casts()))[1].take(casts)
         return seen
 
     def _note(
@@ -72,13 +80,13 @@ class Recorder:
         kwargs: dict,
         began: Any,
         entered: float,
-    ) -> None:
+    ) -> Site | None:
         given = floating((*args, *kwargs.values()) if kwargs else args)
         result = floating((seen.result,))
         if not given and not result:
-            return
+            return None
         if point.op == "to" and not (given and result and given[0].dtype is not result[0].dtype):
-            return
+            return None
         inside = floating((*seen.args, *seen.kwargs.values()) if seen.kwargs else seen.args)
         user = users_frame(frame)
         module = next(modules(frame), None)
@@ -99,6 +107,7 @@ class Recorder:
             self._add(site, seen, None if began else entered, given, inside, result)
             if began:
                 self._device.end(site, began)
+        return site
 
     def leaves(self, caller: types.CodeType) -> bool:
         """Whether a function computes an optimizer's step."""
@@ -161,8 +170,8 @@ class Recorder:
     ) -> Site | None:
         if any(each.f_code.co_filename.startswith(_STEPS) for each in frames(frame)):
             return None
-        conversion = installed()
-        policy = self._of(conversion).policy_here if conversion else Policy()
+        conversion = self._remember(installed())
+        policy = conversion.policy_here if conversion else Policy()
         listed = policy.listed(point.op)
         rule = point.rule if seen.casting else listed if listed is Rule.PROMOTE and point.rule is None else None
         self._used.setdefault(region_state.scope(), set()).update((point.op, *point.follows))
@@ -176,31 +185,21 @@ class Recorder:
             given=tuple([name(tensor.dtype) for tensor in given]),
             seen=tuple([name(tensor.dtype) for tensor in inside]),
             result=tuple([name(tensor.dtype) for tensor in result]),
-            unchosen=self._unchosen(rule, frame, given, result),
+            unchosen="" if rule in TARGETS else unchosen(self._names, frame, given, result),
         )
 
-    def _unchosen(
-        self,
-        rule: Rule | None,
-        frame: types.FrameType,
-        given: list[Tensor],
-        result: list[Tensor],
-    ) -> str:
-        """Why it ran in a dtype that nobody chose, where no list asks for FP32."""
-        return "" if rule in TARGETS else unchosen(self._names, frame, given, result)
-
-    def _of(self, conversion: Conversion) -> Conversion:
-        """The conversion, which is remembered."""
-        if conversion not in self._conversions:
+    def _remember(self, conversion: Conversion | None) -> Conversion | None:
+        """Note that a conversion was in force."""
+        if conversion is not None and conversion not in self._conversions:
             self._conversions.append(conversion)
         return conversion
 
     def finish(self) -> None:
-        """Complete the log: what has been gathered on devices, which is waited for once; what of the lists was used."""
+        """Complete the log: read the counts from the devices once, and note which names in the lists were used."""
         self._device.finish()
-        conversion = installed()
-        if conversion is not None:
-            self._of(conversion)
+        for site, casts in self._fp8.values():
+            casts.into(site)
+        self._remember(installed())
         if not self._conversions:
             return
         last = self._conversions[-1]

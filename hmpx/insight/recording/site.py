@@ -1,4 +1,4 @@
-"""What is kept of one call site: the record type of `hmpx.record`, and of every view of it."""
+"""The record of one call site, used by `hmpx.record` and every view of it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ class Site:
         bytes_cast: what the casts read and wrote. cast_seconds, op_seconds: in the casts, and in the op itself.
         nonfinite: the first call, from 1, whose result had an inf or a NaN that is not the -inf of a mask; None if none
             had. nonfinite_at: that call's number among those of all sites.
+        fp8: of a site in FP8, for "inputs", "weights" and "gradients" the "largest" magnitude, and of how many
+            "elements" how many "underflowed" to zero or "saturated"; complete when the region ends.
+        in_low: why calls that are listed for FP8 were computed in BF16, and how many.
         unchosen: in words, why it ran in a dtype that nobody chose; "" where it did not.
     """
 
@@ -47,6 +50,8 @@ class Site:
     nonfinite: int | None = None
     nonfinite_at: int | None = None
     unchosen: str = ""
+    fp8: dict[str, dict[str, float]] = field(default_factory=dict)
+    in_low: dict[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -55,7 +60,7 @@ class Site:
 
     @property
     def dtypes(self) -> str:
-        """What came in, what the op ran on and what came out, each dtype once; "float32 -> bfloat16" for instance."""
+        """The dtypes of arguments, of the op and of its result, each once: "float32 -> bfloat16"."""
         steps = [" and ".join(dict.fromkeys(dtypes)) for dtypes in (self.given, self.seen, self.result)]
         return " -> ".join(step for i, step in enumerate(steps) if step and (i == 0 or step != steps[i - 1]))
 

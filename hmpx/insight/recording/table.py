@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from hmpx.insight.recording import fp8
 from hmpx.insight.recording.alike import alike
 from hmpx.insight.recording.recorded import Recorded
 from hmpx.insight.recording.site import RoundTrip, Site
-from hmpx.insight.recording.words import milliseconds, number, short_dtypes, short_places, size, times
+from hmpx.insight.recording.words import at, milliseconds, number, short_dtypes, short_places, size, times
 from hmpx.insight.text_table import Column, table
 
 _ROWS = 20  # of the table
@@ -43,8 +44,8 @@ def in_words(log: Recorded) -> Iterator[str]:
     yield f"{number(sums['calls'], 'call')} of {number(ops, 'op')} at {number(len(log.sites), 'site')}{steps}"
     looked_at = sums["casts"] + sums["casts_avoided"]
     yield (
-        f"{sums['casts']} casts of the {looked_at} tensors that a rule looked at: {size(sums['bytes_cast'])} moved, "
-        f"{milliseconds(sums['cast_seconds'])} ms, {100 * sums['cast_share']:.0f} % of casts and ops together"
+        f"{sums['casts']} of {looked_at} tensors under a rule were cast: {size(sums['bytes_cast'])} moved in "
+        f"{milliseconds(sums['cast_seconds'])} ms, {100 * sums['cast_share']:.0f} % of the time of casts and ops"
     )
 
 
@@ -70,7 +71,7 @@ def _table(rows: list[Site], width: int) -> list[str]:
 
 
 def _beneath(log: Recorded) -> Iterator[str]:
-    """What calls for attention, each kind under a heading of its own; nothing where there is nothing."""
+    """The lines that call for attention, each kind under its heading; empty if there are none."""
     for heading, lines in attention(log):
         yield ""
         yield heading
@@ -84,20 +85,22 @@ def _beneath(log: Recorded) -> Iterator[str]:
 
 
 def attention(log: Recorded) -> Iterator[tuple[str, list[str]]]:
-    """Headings and what stands under them, the worst first."""
+    """Headings with their lines, the worst first."""
     first = log.first_nonfinite
     if first is not None:
         others = sum(site.nonfinite is not None for site in log.sites) - 1
         after = f"; later in {number(others, 'more site')}" if others else ""
-        yield "First result with an inf or a NaN", [f"{_at(first)}, in call {first.nonfinite}{after}"]
+        yield "First result with an inf or a NaN", [f"{at(first)}, in call {first.nonfinite}{after}"]
     yield from _kind(
         "In a dtype that nobody chose",
-        (f"{_at(site)}: {site.unchosen} ({times(site.calls)})" for site in alike(log.unchosen)),
+        (f"{at(site)}: {site.unchosen} ({times(site.calls)})" for site in alike(log.unchosen)),
     )
     yield from _kind("Cast there and back, though no list asks for both", _trips(log, listed=False))
     yield from _kind("Updates of weights that round-to-nearest would lose", map(_lost, log.updates))
-    yield from _kind("What no wrapper reaches", log.escaped)
-    yield from _kind("In your lists, and no call matched", log.unmatched)
+    yield from _kind("Ops that no wrapper reaches", log.escaped)
+    yield from _kind("In your fp8 list, and computed in BF16", fp8.in_low(log.sites))
+    yield from _kind("Casts to FP8", fp8.reached(log.sites))
+    yield from _kind("Names in your lists that no call matched", log.unmatched)
     yield from _kind("Cast there and back, as the lists ask", _trips(log, listed=True))
 
 
@@ -105,11 +108,6 @@ def _kind(heading: str, lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]
     found = list(lines)
     if found:
         yield heading, found
-
-
-def _at(site: Site) -> str:
-    module = f" in {site.module}" if site.module else ""
-    return f"{site.where}: {site.op}{module}"
 
 
 def _lost(updates: dict[str, Any]) -> str:
@@ -128,7 +126,7 @@ def _trips(log: Recorded, listed: bool) -> list[str]:
 
 
 def _merged(trips: list[RoundTrip]) -> list[RoundTrip]:
-    """Those of equal blocks, which stand at the same lines, as one."""
+    """Sites of equal blocks (the same lines in several modules) as one."""
     found: dict[tuple, RoundTrip] = {}
     for trip in trips:
         key = trip.first, trip.then, trip.ops, trip.dtypes

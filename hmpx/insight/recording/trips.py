@@ -16,7 +16,7 @@ _LISTED = ("bf16", "fp16", "fp32", "promote")
 
 
 class _Changed(NamedTuple):
-    """A tensor in another dtype than what it continues, and the site that made it so."""
+    """A tensor whose dtype differs from the tensor it continues, and the site that cast it."""
 
     tensor: weakref.ref
     site: Site
@@ -56,7 +56,7 @@ class RoundTrips:
                 self._remember(made._replace(tensor=weakref.ref(result[0])))
 
     def _of(self, tensor: Tensor) -> _Changed | None:
-        """How a tensor, or what it is a view of, came to its dtype."""
+        """How a tensor, or the base of a view, came to its dtype."""
         made = self._changed.get(id(tensor)) or self._changed.get(id(tensor._base))
         return made if made is not None and made.tensor() is not None else None
 

@@ -1,4 +1,4 @@
-"""What lists say and no call matched: of the conversion's own, and of rules for modules and of regions."""
+"""Names in lists that no call matched: in the conversion's own lists, module rules and regions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _with_followed(names: set[str]) -> set[str]:
 
 
 def _in_force() -> list[Overlay]:
-    """What modules have as rules now."""
+    """The module rules that are in force now."""
     rules = {rule.overlay.number: rule.overlay for rule in list(process_state.module_rules)}
     return [rules[number] for number in sorted(rules)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 _DTYPE = re.compile(r"\b(b?)float(\d+)")
 
@@ -36,6 +37,11 @@ def size(count: float) -> str:
             return f"{count:.{0 if unit == 'B' else 1}f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def at(site: Any) -> str:
+    """A site's line, op and module."""
+    return f"{site.where}: {site.op}{f' in {site.module}' if site.module else ''}"
 
 
 def times(count: int) -> str:

@@ -1,7 +1,8 @@
-"""`Choice`: what was decided about a list name, and why."""
+"""`Choice`: what was decided about a list name, and why. `Mark`: lists as a point of a plot."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -10,52 +11,72 @@ class Choice:
     """What `tune` decided about a list name, everywhere or in one module, and why.
 
     Attributes:
-        name: the list name. dtype: "bfloat16" or "float32". module: where that holds; "" where no other choice of this
-            name does.
+        name: the list name. dtype: "bfloat16" or "float32"; of a choice of FP8 "float8" or "bfloat16". module: where
+            that holds; "" where no other choice of this name does.
         gradient_error: what this alone in BF16 changes in the gradients, measured on one batch, in units of the noise
-            between batches. loss_change: in the loss; loss_error: that in units of the noise between losses.
-        budget: the share of the tolerance that this takes, as a square; above 1 it does not fit by itself.
+            between batches. loss_change: in the loss; loss_error: that in units of the noise between losses. NaN where
+            it was not run alone, as everything that saves something holds together.
         gain: what BF16 saves here; negative where BF16 costs more. unit: of that, by the objective: seconds of a step
             ("s"), "FLOP", bytes ("B").
-        calls: in one batch.
-        worst: the site whose results BF16 rounds most, as "module, file:line".
-        why: what decided, in words.
+        calls: in one batch. where: the first line that calls it, as "module, file:line", and how many more there are.
+        why: what decided, in words. low: what is chosen beside that, "BF16" or "FP8".
 
         reason: all of that as a comment of a list.
 
     Example:
-        >>> measured = {"gradient_error": 0.04, "loss_change": 3.1e-5, "budget": 0.16, "gain": 2e-4, "unit": "s"}
-        >>> print(hmpx.Choice("softmax", "float32", **measured))
-        softmax: float32  # loss 3.1e-05, gradients 4.0e-02, 16 % of the budget, BF16 saves 0.2 ms
+        >>> measured = {"gradient_error": 0.04, "loss_change": 3.1e-5, "gain": 2e-4, "unit": "s"}
+        >>> print(hmpx.Choice("softmax", "float32", why="fits", **measured))
+        softmax: float32  # fits; alone: gradient error 0.04, loss change 3.1e-05; BF16 saves 0.2 ms
     """
 
     name: str
     dtype: str
     module: str = ""
-    gradient_error: float = 0.0
-    loss_change: float = 0.0
-    loss_error: float = 0.0
-    budget: float = 0.0
+    gradient_error: float = math.nan
+    loss_change: float = math.nan
+    loss_error: float = math.nan
     gain: float = 0.0
     unit: str = ""
     calls: int = 0
-    worst: str = ""
+    where: str = ""
     why: str = ""
+    low: str = "BF16"
 
     @property
     def reason(self) -> str:
         """As a comment of a list."""
-        loss = f" ({self.loss_error:.1e} of the noise between losses)" if self.loss_error > self.gradient_error else ""
-        said = [f"loss {self.loss_change:.1e}{loss}", f"gradients {self.gradient_error:.1e}"]
-        said.append(f"{percent(self.budget)} of the budget" if self.budget < 2 else _times(self.budget))
+        said = [self.why]
+        if not math.isnan(self.gradient_error):
+            loss = f" ({self.loss_error:.2g} of the noise)" if self.loss_error > self.gradient_error else ""
+            said.append(f"alone: gradient error {self.gradient_error:.2g}, loss change {self.loss_change:.2g}{loss}")
         if self.gain:
-            said.append(f"BF16 {'costs' if self.gain < 0 else 'saves'} {amount(abs(self.gain), self.unit)}")
-        worst = f"worst: {self.worst}" if self.worst else ""
-        return "; ".join(filter(None, (", ".join(said), self.why, worst)))
+            said.append(f"{self.low} {'adds' if self.gain < 0 else 'saves'} {amount(abs(self.gain), self.unit)}")
+        return "; ".join(filter(None, [*said, self.where and f"at {self.where}"]))
 
     def __str__(self) -> str:
         place = f" in {self.module}" if self.module else ""
         return f"{self.name}{place}: {self.dtype}  # {self.reason}"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Lists as a point of a plot.
+
+    Attributes:
+        name: of the lists. cost: in the unit of the objective. gradient_error: on held-out batches, in units of the
+            noise between batches. share: of the FLOPs of matrix products, what is in BF16. raised: what the program
+            raises under these lists; its error is infinite then, and its cost that of the ops that they name.
+
+    Example:
+        >>> hmpx.Mark("all in FP32", cost=1.9e-3, gradient_error=0.0, share=0.0).name
+        'all in FP32'
+    """
+
+    name: str
+    cost: float
+    gradient_error: float
+    share: float
+    raised: str = ""
 
 
 def percent(share: float) -> str:
@@ -63,12 +84,10 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %" if share else "0 %"
 
 
-def _times(budget: float) -> str:
-    return f"{budget:.0f} times the budget" if budget < 1e4 else "far beyond the budget"
-
-
 def amount(value: float, unit: str) -> str:
     """Seconds in ms, FLOPs and bytes with a prefix."""
+    if value < 0:
+        return f"-{amount(-value, unit)}"
     if unit == "s":
         return f"{1e3 * value:.2g} ms"
     for prefix in ("", "k", "M", "G"):

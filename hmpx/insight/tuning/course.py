@@ -28,7 +28,7 @@ from hmpx.insight.comparing.subject import arguments_of
 from hmpx.insight.kept import kept
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import LOW, Tensor
-from hmpx.ops.fp32_kernels import KernelsAsked
+from hmpx.ops.kernels import KernelsAsked
 from hmpx.ops.policy import Policy
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model
@@ -150,7 +150,6 @@ class Course:
         order: int = 0,
         before_step: Callable[[torch.nn.Module, Optimizer], None] | None = None,
         at_moment: Callable[[torch.nn.Module], None] | None = None,
-        at_end: Callable[[torch.nn.Module, Optimizer], None] | None = None,
     ) -> Tensor:
         """The losses of a run under a recipe, FP64 [1 + moments, batches looked at]; the first are those before it.
 
@@ -175,8 +174,6 @@ class Course:
                 optimizer.step()
                 if step in self.moments:
                     self._look(model, losses, at_moment)
-            if at_end is not None:
-                at_end(model, optimizer)
         return torch.tensor(losses, dtype=torch.float64)
 
     def _look(self, model: torch.nn.Module, losses: list[list[float]], at_moment: Callable | None) -> None:

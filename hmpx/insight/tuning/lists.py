@@ -3,57 +3,65 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hmpx.insight.tuning.choice import Choice
-from hmpx.insight.tuning.costs import Chosen, usually_low
-from hmpx.insight.tuning.look import Place
-from hmpx.ops.op_lists import SIDES
+from hmpx.insight.tuning.costs import Chosen, Place
+from hmpx.insight.tuning.level import Level
+from hmpx.ops.op_lists import FP8_FORMAT, SIDES
 from hmpx.ops.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 Rules = dict[str, dict[str, list[str]]]  # by module: "bf16" and "fp32", and the names
 
 
-def lists_and_rules(places: Iterable[Place], chosen: Chosen) -> tuple[set[str], set[str], Rules]:
-    """The names for the bf16 list, those for the fp32 list, and rules for modules that differ."""
-    places = [*places]
-    usual = usually_low(places, chosen)
-    said = {name: {"": low} for name, low in usual.items()}
+def lists_and_rules(places: Collection[Place], chosen: Chosen, level: Level) -> tuple[list[str], list[str], Rules]:
+    """The names for the low list, those for the wide one, and rules for modules that differ.
+
+    A list has a name as it is outside of modules, else as in most of them. A rule holds in the modules inside, too.
+    """
+    low: list[str] = []
+    wide: list[str] = []
     rules: Rules = {}
-    for place in sorted(
-        filter(lambda place: place.module, places), key=lambda p: (p.name, p.module.count("."), p.module)
-    ):
-        around = max((m for m in said[place.name] if not m or place.module.startswith(f"{m}.")), key=len)
-        if (place in chosen) is not said[place.name][around]:
-            said[place.name][place.module] = place in chosen
-            rules.setdefault(place.module, {}).setdefault("bf16" if place in chosen else "fp32", []).append(place.name)
-    return {name for name, low in usual.items() if low}, {name for name, low in usual.items() if not low}, rules
+    for name in sorted({place.name for place in places}):
+        modules = {place.module: place in chosen for place in places if place.name == name}
+        said = {"": modules.get("", 2 * sum(modules.values()) > len(modules))}
+        (low if said[""] else wide).append(name)
+        for module in sorted(modules, key=lambda module: (module.count("."), module)):
+            around = max((outer for outer in said if not outer or f"{module}.".startswith(f"{outer}.")), key=len)
+            if modules[module] is not said[around]:
+                said[module] = modules[module]
+                rules.setdefault(module, {}).setdefault(level.low if modules[module] else level.wide, []).append(name)
+    return low, wide, rules
 
 
-def policy_of(base: Policy, low: Collection[str], wide: Collection[str]) -> Policy:
+def policy_of(base: Policy, low: Collection[str], wide: Collection[str], level: Level) -> Policy:
     """Lists that say so of these names; of any other one what `base` says."""
     decided = {*low, *wide}
-    kept = {side: [name for name in getattr(base, side) if name not in decided] for side in SIDES}
-    return Policy(
-        bf16=tuple(sorted([*kept["bf16"], *low])),
-        fp32=tuple(sorted([*kept["fp32"], *wide])),
-        promote=tuple(kept["promote"]),
-    )
+    names = {side: [name for name in getattr(base, side) if name not in decided] for side in SIDES}
+    names[level.low] += low
+    names[level.wide] += wide
+    bf16, fp32, promote, fp8 = (tuple(sorted(names[side])) for side in SIDES)
+    return Policy(bf16, fp32, promote, fp8=fp8, fp8_format=base.fp8_format)
 
 
 def recipe_of(base: Recipe | None, policy: Policy, rules: Rules) -> Recipe:
     """`base` with other lists and rules of modules; without one, FP32 weights."""
-    lists = {side: getattr(policy, side) for side in SIDES}
-    return replace(base or Recipe(parameter_dtype="float32", low_precision="bfloat16"), modules=rules, **lists)
+    keys: dict[str, Any] = {side: getattr(policy, side) for side in SIDES if side != "fp8" or policy.fp8}
+    if any("fp8" in each for each in (keys, *rules.values())):
+        keys[FP8_FORMAT] = policy.fp8_format.keys()
+    return replace(base or Recipe(parameter_dtype="float32", low_precision="bfloat16"), modules=rules, **keys)
 
 
-def save(folder: str | os.PathLike[str], policy: Policy, recipe: Recipe, choices: Sequence[Choice], head: str) -> None:
+def save(
+    folder: str | os.PathLike[str], policy: Policy, recipe: Recipe, choices: Sequence[Choice], head: str, level: Level
+) -> None:
     """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt`` and ``recipe.yaml``.
 
-    The lists know no modules: a name that the recipe has in FP32 in some of them is in FP32 there.
+    The lists know no modules: a name that the recipe has in FP32 (or BF16, beside FP8) in some of them is so there.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -61,16 +69,18 @@ def save(folder: str | os.PathLike[str], policy: Policy, recipe: Recipe, choices
     divided: dict[str, list[str]] = {}
     for choice in choices:
         if choice.module:
-            if choice.name not in divided:
-                reasons[choice.name] = choice.reason
             divided.setdefault(choice.name, []).append(choice.module)
     for name, modules in divided.items():
-        but, others = ("BF16", "FP32") if name in policy.bf16 else ("FP32", "BF16")
+        words = (level.words, level.wide_words)
+        but, others = words if name in getattr(policy, level.low) else words[::-1]
         reasons[name] += f"; with recipe.yaml in {but}, and in {others} in {', '.join(modules)}"
-    lists = policy_of(policy, {*policy.bf16} - {*divided}, {*policy.fp32, *divided})
+    low, wide = {*getattr(policy, level.low)} - {*divided}, {*getattr(policy, level.wide), *divided}
+    lists = policy_of(policy, low, wide, level)
     comments = [f"# {line}" for line in head.splitlines()]
     for side in SIDES:
         names = getattr(lists, side)
+        if side == "fp8" and not names:
+            continue
         width = max((len(name) for name in names if name in reasons), default=0)
         lines = [*comments, *(f"{name:{width}}  # {reasons[name]}" for name in names if name in reasons)]
         rest = [name for name in names if name not in reasons]

@@ -18,9 +18,9 @@ from hmpx.insight.stance import eager
 from hmpx.insight.tensors import LOW
 from hmpx.insight.tuning.confirmed import MAKE, confirmed
 from hmpx.insight.tuning.course import Course, Making
-from hmpx.insight.tuning.result import Asked
+from hmpx.insight.tuning.level import LEVELS, Low
 from hmpx.insight.tuning.tuned import Tuned
-from hmpx.insight.tuning.tuning import Tuning
+from hmpx.insight.tuning.tuning import Asked, Tuning
 from hmpx.insight.tuning.worth import OBJECTIVES, Objective
 from hmpx.ops.module_rules import rules_of
 from hmpx.ops.policy import Policy
@@ -35,6 +35,7 @@ def tune(
     loss: Loss,
     *,
     objective: Objective = "speed",
+    low: Low = "bf16",
     tolerance: float = 0.1,
     held_out: Sequence[tuple] | None = None,
     lists: Policy | Recipe | Mapping[str, Any] | str | None = None,
@@ -59,6 +60,8 @@ def tune(
         objective: what to make small: "speed", the time of forward and backward passes on this device; "coverage", the
             FLOPs of matrix products in FP32; "memory", the bytes that are saved for the backward pass. For "speed" the
             whole step is timed under the lists and in FP32; where the lists are not faster, every op stays in FP32.
+        low: "bf16" chooses between BF16 and FP32; "fp8", with the objective "coverage", between FP8 and BF16: which
+            modules may multiply in FP8, in the `fp8_format` of `lists`, and what cannot or may not is in BF16.
         tolerance: the gradient error that is allowed, in units of the noise between batches, see `Comparison`. The part
             of it that is the same in every batch may be half of that. The loss may change by as much of the noise
             between the losses of batches.
@@ -87,6 +90,12 @@ def tune(
         legal = ", ".join(OBJECTIVES)
         hint = did_you_mean(str(objective), OBJECTIVES)
         raise HmpxError(f"tune: objective {objective!r} does not exist (legal: {legal}){hint}")
+    if low not in LEVELS:
+        raise HmpxError(f"tune: low {low!r} does not exist (legal: {', '.join(LEVELS)})")
+    if low == "fp8" and objective != "coverage":
+        raise HmpxError(
+            f"tune: low='fp8' with objective {objective!r}: it takes 'coverage', as FP8 may be emulated here"
+        )
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
         raise HmpxError(f"tune: tolerance={tolerance!r} is no gradient error, in units of the noise between batches")
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -98,11 +107,22 @@ def tune(
         raise HmpxError("tune: the recipe has rules for modules already, which tune is to find: leave `modules` out")
     subject = Subject(model, batches, loss, recipe, "tune")
     _check_nothing_around(model)
-    scored, verified = _divided(subject.batches, held_out)
-    low = [name for name, p in model.named_parameters() if p.dtype in LOW]
-    if low:
+    given = subject.batches
+    tuning = len(given)
+    if held_out is None:
+        tuning -= max(_LEAST, tuning // 3)
+    else:
+        subject.batches = [*given, *arguments_of(held_out, "held_out", "tune")]
+    if min(tuning, len(subject.batches) - tuning) < _LEAST:
+        beside = "" if held_out is None else f" and {len(held_out)} held out"
         raise HmpxError(
-            f"tune: parameter {low[0]!r} is in low precision already, and tune begins with a model in FP32: "
+            f"tune: {len(given)} batch{'es' if len(given) > 1 else ''}{beside}: the noise between batches is the scale "
+            "of every error, and takes two to tune on and two to verify on; give four or more that differ"
+        )
+    narrow = [name for name, p in model.named_parameters() if p.dtype in LOW]
+    if narrow:
+        raise HmpxError(
+            f"tune: parameter {narrow[0]!r} is in low precision already, and tune begins with a model in FP32: "
             "model.float(), or the model as it is made"
         )
     double = [name for name, p in model.named_parameters() if p.dtype is torch.float64]
@@ -114,15 +134,15 @@ def tune(
     course = None
     if confirm is not None:
         make = MAKE if optimizer is None else optimizer
-        course = Course(model, make, subject.batches, loss, confirm, seed, "tune: confirm")
+        course = Course(model, make, given, loss, confirm, seed, "tune: confirm")
         course.copies()  # for its errors, before anything has run
     elif optimizer is not None:
         raise HmpxError("tune: optimizer is what confirm trains with; say confirm=, a number of steps, too")
-    asked = Asked(policy, recipe, kernels, objective, float(tolerance), progress)
+    asked = Asked(policy, recipe, kernels, objective, float(tolerance), progress, LEVELS[low])
     with contextlib.ExitStack() as undo:
         undo.enter_context(subject.gradients_kept())
         undo.enter_context(eager())
-        found = Tuning(subject, scored, verified, asked).run()
+        found = Tuning(subject, tuning, asked).run()
         if course is not None:
             found = replace(found, confirmed=confirmed(course, found.recipe), steps=found.steps + course.passes)
         return found
@@ -142,19 +162,3 @@ def _check_nothing_around(model: torch.nn.Module) -> None:
         raise HmpxError(
             f"tune: {region} is open around it, and would decide in the place of the lists: call it outside"
         )
-
-
-def _divided(given: list[tuple], held_out: Sequence[tuple] | None) -> tuple[list[tuple], list[tuple]]:
-    """The batches to tune on, and those to verify on."""
-    if held_out is None:
-        last = max(_LEAST, len(given) // 3)
-        scored, verified = given[:-last], given[-last:]
-    else:
-        scored, verified = given, arguments_of(held_out, "held_out", "tune")
-    if min(len(scored), len(verified)) < _LEAST:
-        beside = "" if held_out is None else f" and {len(verified)} held out"
-        raise HmpxError(
-            f"tune: {len(given)} batch{'es' if len(given) > 1 else ''}{beside}: the noise between batches is the scale "
-            "of every error, and takes two to tune on and two to verify on; give four or more that differ"
-        )
-    return scored, verified

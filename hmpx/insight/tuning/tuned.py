@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hmpx.insight.comparing.comparison import plain
+from hmpx.insight.pages import filled
 from hmpx.insight.tuning import lists
-from hmpx.insight.tuning.choice import Choice, amount, percent
+from hmpx.insight.tuning.choice import Choice, Mark, amount, percent
 from hmpx.insight.tuning.confirmed import Confirmed
-from hmpx.insight.tuning.mark import Mark
-from hmpx.insight.tuning.page import as_page
+from hmpx.insight.tuning.level import LEVELS, Low
 from hmpx.insight.tuning.plot import as_svg
 from hmpx.ops.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
-SCHEMA = 1
-FP32 = "all in FP32"  # the name of that mark
+SCHEMA = 2
+_BODY = '<main><div id="head"></div><h2>Error against cost, on held-out batches</h2>{}<div id="rest"></div></main>'
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,12 @@ class Tuned:
             is in the loss's own unit. Error and change are root mean squares over batches. loss_error: the change in
             units of the noise between losses.
         predicted: the gradient error of the same choice on the batches that it was found with.
-        floor: the gradient error of FP32 when the inputs are rounded to BF16: a smaller tolerance makes little sense.
-            NaN where the batches hold integers only.
         share: of the FLOPs of matrix products, convolutions and attention, what runs in BF16, from 0 to 1.
         objective, tolerance: as asked for. cost: what the lists cost, in `unit`: seconds of a step, as the sum of what
             was measured of each op ("s"), FLOPs in FP32 ("FLOP"), bytes saved for the backward pass ("B").
-        choices: a `Choice` for each name, the dearest first.
-        marks: the chosen lists beside the default ones, autocast's, and all in FP32; curve: the beginnings of the
-            ranking, with the errors of single names added up.
-        steps: forward and backward passes that it took. verifications: how many choices and lists were measured.
+        choices: a `Choice` for each name, the worst first.
+        marks: a `Mark` for the chosen lists, the default ones, autocast's, and all in FP32.
+        steps: forward and backward passes that it took.
         confirmed: the training under these lists, a `Confirmed`; None where `confirm` was not asked for.
         unmet: where the tolerance is not met, what stands in the way, in words.
         step_seconds: for "speed", what forward and backward pass of a batch take under the lists, and in FP32 without
@@ -74,7 +70,6 @@ class Tuned:
     loss_change: float
     loss_error: float
     predicted: float
-    floor: float
     share: float
     objective: str
     tolerance: float
@@ -82,38 +77,37 @@ class Tuned:
     unit: str
     choices: tuple[Choice, ...]
     marks: tuple[Mark, ...]
-    curve: tuple[Mark, ...]
     steps: int
-    verifications: int
     unmet: str = ""
     confirmed: Confirmed | None = None
     step_seconds: tuple[float, float] | None = None
+    low: Low = "bf16"
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``; ``tuned`` as .json, .html and .svg."""
-        lists.save(folder, self.policy, self.recipe, self.choices, "\n".join(self._verdict()))
+        lists.save(folder, self.policy, self.recipe, self.choices, "\n".join(self._verdict()), LEVELS[self.low])
         self.json(Path(folder) / "tuned.json")
         self.html(Path(folder) / "tuned.html")
         self.plot(Path(folder) / "tuned.svg")
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Save as one HTML page that needs no network and no other file: the plot, and each name with its reason."""
-        page = as_page(str(self), self._verdict(), self.choices, self._svg(), self.as_json())
-        Path(path).write_text(page, encoding="utf-8")
+        shown = {**self.as_json(), "verdict": self._verdict()}
+        for row, choice in zip(shown["choices"], self.choices, strict=True):
+            row["gain"] = amount(choice.gain, choice.unit) if choice.gain else ""
+        body = _BODY.format(as_svg(self.marks, self.tolerance, self.unit))
+        Path(path).write_text(filled(str(__package__), "tune", str(self), shown, body), encoding="utf-8")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Save error against cost as SVG: the curve of choices, these lists, and those that are known."""
-        Path(path).write_text(self._svg(), encoding="utf-8")
-
-    def _svg(self) -> str:
-        return as_svg(self.marks, self.curve, self.tolerance, self.unit)
+        """Save error against cost as SVG: these lists, and those that are known."""
+        Path(path).write_text(as_svg(self.marks, self.tolerance, self.unit), encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
         """The attributes; the policy and the recipe as the files they print as."""
         found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         found |= {"policy": str(self.policy), "recipe": str(self.recipe)}
         found["confirmed"] = self.confirmed and {**dataclasses.asdict(self.confirmed), "holds": self.confirmed.holds}
-        for key in ("choices", "marks", "curve"):
+        for key in ("choices", "marks"):
             found[key] = [dataclasses.asdict(each) for each in found[key]]
         return plain({"schema": SCHEMA, **found})
 
@@ -122,43 +116,37 @@ class Tuned:
         Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
 
     def _verdict(self) -> list[str]:
-        holds = "within" if self.met else "NOT within"
-        loss = f" ({self.loss_error:.1e} of the noise between losses)" if self.loss_error > self.gradient_error else ""
-        floor = "" if math.isnan(self.floor) else f"; FP32 with inputs rounded to BF16 {self.floor:.1e}"
+        loss = f" ({self.loss_error:.2g} of the noise between losses)" if self.loss_error > self.gradient_error else ""
+        share = f"{percent(self.share)} of the FLOPs of matrix products run in {LEVELS[self.low].words}"
         lines = [
-            self._gain(),
-            f"gradient error {self.gradient_error:.1e}, bias {self.gradient_bias:.1e}, in units of the noise between "
-            f"batches; loss changed by {self.loss_change:.1e}{loss}; on held-out batches: {holds} {self.tolerance:g}",
-            f"{percent(self.share)} of the FLOPs of matrix products in BF16; error on the other batches "
-            f"{self.predicted:.1e}{floor}; {self.steps} steps",
+            *self._gain(share),
+            f"{'within' if self.met else 'NOT within'} the tolerance of {self.tolerance:g} on held-out batches: "
+            f"gradient error {self.gradient_error:.2g}, bias {self.gradient_bias:.2g}, "
+            f"loss change {self.loss_change:.2g}{loss}",
+            f"on the batches of the search the gradient error is {self.predicted:.2g}; it took {self.steps} steps",
         ]
-        lines += [self.unmet] if self.unmet else []
-        return [*lines, str(self.confirmed)] if self.confirmed is not None else lines
+        return [*lines, *filter(None, (self.unmet, str(self.confirmed or "")))]
 
-    def _gain(self) -> str:
+    def _gain(self, share: str) -> list[str]:
         """What the lists save, beside FP32."""
-        wide = next(mark.cost for mark in self.marks if mark.name == FP32)
-        if not any(choice.dtype == "bfloat16" for choice in self.choices):
-            return "nothing saved: every op stays in FP32"
+        level = LEVELS[self.low]
+        cost, wide = self.cost, next(mark.cost for mark in self.marks if mark.name == level.all_wide)
+        if not any(choice.dtype == level.low_dtype for choice in self.choices):
+            return [f"nothing saved: every op stays in {level.wide_words}"]
+        if self.unit == "FLOP":
+            return [f"{share}; {amount(cost, self.unit)} of {amount(wide, self.unit)} stay in {level.wide_words}"]
         if self.step_seconds is not None:
-            low, wide = self.step_seconds
-            what = f"a step takes {amount(low, 's')} under these lists and {amount(wide, 's')} in FP32"
-            return f"{percent(1 - low / wide)} of the time saved: {what}"
-        what = {"FLOP": "matrix products in FP32", "B": "saved for the backward pass", "s": "a step"}[self.unit]
-        saved = percent(1 - self.cost / wide) if wide else "nothing"
-        return f"{saved} saved: {amount(self.cost, self.unit)} of {what}, where FP32 has {amount(wide, self.unit)}"
+            cost, wide = self.step_seconds
+        saved = percent(1 - cost / wide) if wide else "nothing"
+        what = {"B": "memory saved: a backward pass needs", "s": "time saved: a step takes"}[self.unit]
+        figures = f"{amount(cost, self.unit)} under these lists and {amount(wide, self.unit)} in FP32"
+        return [f"{saved} of the {what} {figures}", share]
 
     def __str__(self) -> str:
-        lines = self._verdict()
-        lines += [
-            "",
-            *map(self._line, self.marks),
-            "",
-        ]
-        return "\n".join([*lines, *map(str, self.choices)])
+        return "\n".join([*self._verdict(), "", *map(self._line, self.marks), "", *map(str, self.choices)])
 
     def _line(self, mark: Mark) -> str:
         if mark.raised:
             return f"{mark.name:24} does not run: {mark.raised}"
-        figures = f"error {mark.gradient_error:.1e}  {amount(mark.cost, self.unit):>10}  {percent(mark.share)} in BF16"
-        return f"{mark.name:24} {figures}"
+        share = f"{percent(mark.share)} in {LEVELS[self.low].words}"
+        return f"{mark.name:24} error {mark.gradient_error:<8.2g} {amount(mark.cost, self.unit):>10}  {share}"

@@ -30,12 +30,13 @@ class Worth(NamedTuple):
     """One call of an op.
 
     low, wide: what it costs in BF16 and in FP32, in the unit of the objective. flops: of its forward pass, if it is a
-    matrix product.
+    matrix product. pinned: why it is on the wide side in any case.
     """
 
     low: float
     wide: float
     flops: float
+    pinned: str = ""
 
 
 def worth_of(asked: Asked, objective: Objective) -> Worth | None:

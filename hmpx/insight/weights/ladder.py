@@ -17,7 +17,7 @@ from hmpx.updates.state_forms import STATE_FORMS, StateDtype, state_name
 from hmpx.updates.stores import WAYS
 
 FP32 = "float32"  # for `weights`: the parameter itself is FP32
-WEIGHTS = ("stochastic", "split8", "master", "split", FP32)  # of two that take the same bytes, the first is taken
+WEIGHTS = ("stochastic", "split8", "split", FP32)
 STATES: tuple[StateDtype, ...] = ("8bit", torch.bfloat16, torch.float32)
 _CHECKED_ALONE = 4096  # elements up to which halves of masters have a check of 2 bytes each (`checksums.py`)
 

@@ -1,4 +1,4 @@
-"""What each way to hold weights and state makes of the FP32 run: the same gradients, stepped beside it.
+"""Steps each way to hold weights and state beside the FP32 run, on the same gradients.
 
 A copy of the parameters, with an optimizer of its own that is attached in one way, takes the gradient that the FP32 run
 takes, at every step. How far its weights come from those of the FP32 run is what that way does by itself: nothing

@@ -1,4 +1,4 @@
-"""The recipe that a choice comes to: what holds for most elements, and rules for the others."""
+"""Makes a recipe of a choice: the way of most elements as the usual one, and rules for the others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def recipe_of(base: Recipe, chosen: Chosen) -> Recipe:
 
 
 def _rule(rung: Rung, usual: Rung) -> Any:
-    """What a rule says beside what is usual."""
+    """The keys of a rule that differ from the usual way."""
     if rung.weights == FP32:
         return FP32
     rule = {"dtype": "bfloat16"} if usual.weights == FP32 else {}

@@ -1,4 +1,4 @@
-"""Scores: what each way to hold a parameter would do to the losses, to second order, from the FP32 run alone.
+"""Scores the effect of each way to hold a parameter on the losses, to second order, from the FP32 run alone.
 
 With e the error of a way in one parameter, g the gradient of the loss of a batch at the FP32 weights and g' that at the
 weights with the errors of all parameters, the loss changes by (g + g') . e / 2 because of this parameter: the trapezoid
@@ -51,16 +51,13 @@ class Walk:
 class Scoring:
     """The FP32 run, with the ways beside it.
 
-    losses: of the run. changes: of the losses by an alternative in one parameter, [1 + moments, batches]. noise: root
-    mean square of the error of stochastically rounded weights at the end, by parameter. weights: in FP32 at the end.
-    states: how many tensors of a parameter's size the optimizer keeps. updates: what was counted.
+    losses: of the run. changes: of the losses by an alternative in one parameter, [1 + moments, batches]. states: how
+    many tensors of a parameter's size the optimizer keeps. updates: what was counted.
     """
 
     def __init__(self, course: Course, names: Sequence[str]) -> None:
         self._course, self._names = course, names
         self.changes: dict[str, dict[Alternative, list[list[float]]]] = {name: {} for name in names}
-        self.noise: dict[str, float] = {}
-        self.weights: dict[str, Tensor] = {}
         self.states = 0
         self.updates: Updates | None = None
         self.losses = torch.empty(0)
@@ -73,7 +70,7 @@ class Scoring:
             self._replays[which] = Replay(*self._course.copies(), self._names, which)
         self.updates = self._replays["stochastic"].updates
         try:
-            self.losses = self._course.run(recipe, before_step=self._step, at_moment=self._score, at_end=self._end)
+            self.losses = self._course.run(recipe, before_step=self._step, at_moment=self._score)
         finally:
             for replay in self._replays.values():
                 replay.handle.detach()
@@ -81,6 +78,7 @@ class Scoring:
 
     def _step(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         self._walk(model)
+        self.states = max(self.states, *(_states(optimizer, by_name(model)[name]) for name in self._names))
         for replay in self._replays.values():
             replay.step(model)
 
@@ -97,7 +95,6 @@ class Scoring:
         exact = {name: own[name].detach().clone() for name in self._names}
         errors = {which: replay.errors(exact) for which, replay in self._replays.items()}
         errors |= {"split": rounded(exact), "stochastic": {name: walk.error for name, walk in self._walks.items()}}
-        self.noise = {name: float(e.square().mean().sqrt()) for name, e in errors["stochastic"].items()}
         params = [own[name] for name in self._names]
         base = [self._course.gradients(model, batch, params) for batch in self._course.looked_at(model)]
         for which, found in errors.items():
@@ -113,21 +110,17 @@ class Scoring:
                 change = [float(((g[i] + h[i]).double() * found[name]).sum() / 2) for g, h in both]
                 self.changes[name].setdefault(which, []).append(change)
 
-    def _end(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
-        own = by_name(model)
-        self.weights = {name: own[name].detach().clone() for name in self._names}
-        counts = [0]
-        for name in self._names:
-            state = optimizer.state.get(own[name])
-            values = state.values() if isinstance(state, Mapping) else ()
-            like = [v for v in values if isinstance(v, Tensor) and v.shape == own[name].shape and v.is_floating_point()]
-            counts.append(len(like) - (not own[name].dim() and "step" in (state or {})))
-        self.states = max(counts)
-
     def vector(self, names: Sequence[str], which: Alternative) -> Tensor:
         """How an alternative in some parameters changes the losses since the beginning, FP64 [moments x batches]."""
-        alike = "split" if which == "master" else which
         if which in EXACT:
             return torch.zeros(self.losses[1:].numel(), dtype=torch.float64)
-        changes = [self.changes[name][alike] for name in names]
+        changes = [self.changes[name][which] for name in names]
         return since(torch.tensor(changes, dtype=torch.float64).sum(0)).flatten()
+
+
+def _states(optimizer: Optimizer, p: Tensor) -> int:
+    """How many tensors of its own size an optimizer keeps for a parameter by now."""
+    state = optimizer.state.get(p)
+    values = state.values() if isinstance(state, Mapping) else ()
+    like = [v for v in values if isinstance(v, Tensor) and v.shape == p.shape and v.is_floating_point()]
+    return len(like) - (not p.dim() and "step" in (state or {}))

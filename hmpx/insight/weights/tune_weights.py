@@ -1,10 +1,10 @@
-"""`tune_weights`: what it is asked for, and the runs in their order."""
+"""`tune_weights`: checks its arguments, and makes the runs in their order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,15 +13,15 @@ from hmpx.errors import HmpxError
 from hmpx.insight.comparing.subject import Loss
 from hmpx.insight.tuning.course import Course, Distance, Making, apart, by_name, check_scale, distance
 from hmpx.insight.tuning.progress import Progress
-from hmpx.insight.weights.choosing import Chosen, Group, bytes_of_choice, choose, groups_of, predicted
+from hmpx.insight.weights.choosing import Chosen, Group, bytes_of_choice, choice_of, choose, groups_of, predicted
 from hmpx.insight.weights.ladder import FP32, Rung
-from hmpx.insight.weights.reasons import choice_of
 from hmpx.insight.weights.rules import recipe_of
 from hmpx.insight.weights.scoring import Scoring
 from hmpx.insight.weights.tuned_weights import TunedWeights
 from hmpx.recipes.module_patterns import check_names
 from hmpx.recipes.parameter_rules import dtype_of
-from hmpx.recipes.recipe import Recipe, Stated, as_recipe, changed
+from hmpx.recipes.recipe import Recipe, changed
+from hmpx.recipes.stated import Stated, as_recipe
 
 _AIMS = tuple(0.7**i for i in range(1, 12))  # of the tolerance: what further choices are to keep, one after another
 
@@ -101,7 +101,7 @@ def tune_weights(
 
 
 def _shapes(model: torch.nn.Module, trained: Sequence[str], base: Recipe) -> dict[str, torch.Size]:
-    """Of the parameters that there is something to choose for."""
+    """The shapes of the parameters that can be held in more than one way."""
     own = by_name(model)
     found = {name: own[name].shape for name in trained if dtype_of(name, {}, base.module_dtypes) is not torch.float32}
     if not found:
@@ -136,7 +136,7 @@ class _Tuning:
     def run(self) -> TunedWeights:
         self._scoring = scoring = Scoring(self._course, list(self._shapes))
         scoring.run(self._wide)
-        self._other = self._course.run(self._wide, order=1, at_end=self._compare)
+        self._other = self._course.run(self._wide, order=1)
         check_scale(scoring.losses, self._other, "tune_weights")
         groups = groups_of(scoring, self._shapes, apart(self._other, scoring.losses))
         self._bytes_given = self._limit(groups)
@@ -172,12 +172,6 @@ class _Tuning:
             return math.inf
         return bytes_of_choice({group: rung for group in groups})
 
-    def _compare(self, model: torch.nn.Module, optimizer: Any) -> None:
-        """How far the weights are with another order."""
-        own = by_name(model)
-        with torch.no_grad():
-            self._moved = {name: (own[name] - w).norm() ** 2 for name, w in self._scoring.weights.items()}
-
     def _trained(self, chosen: Chosen) -> _Trained:
         size = bytes_of_choice(chosen)
         if size > self._bytes_given:
@@ -206,8 +200,7 @@ class _Tuning:
     def _result(self, trained: _Trained, unmet: str) -> TunedWeights:
         chosen, losses, measured = trained
         scoring = self._scoring
-        moved = {group: math.sqrt(sum(float(self._moved[name]) for name in group.names)) for group in chosen}
-        choices = [choice_of(group, rung, scoring, moved[group], self._tolerance) for group, rung in chosen.items()]
+        choices = [choice_of(group, rung, scoring) for group, rung in chosen.items()]
         return TunedWeights(
             recipe=recipe_of(self._base, chosen),
             met=measured.size <= self._tolerance,

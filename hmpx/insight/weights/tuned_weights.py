@@ -15,7 +15,7 @@ from hmpx.insight.comparing.comparison import plain
 from hmpx.insight.tuning.choice import percent
 from hmpx.recipes.recipe import Recipe
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,6 @@ class WeightChoice:
         bytes: of a parameter, with gradient, masters and state.
         lost: share of the updates that round-to-nearest would lose. size: mean of |update|, in units of BF16's last
             place.
-        noise: of stochastic rounding: how far the weights are from FP32's at the end, over how far they are with
-            another order of the batches.
         error: predicted of the way that was chosen. errors: of each way to hold the weights, and the state, by name.
         why: in words.
 
@@ -54,7 +52,6 @@ class WeightChoice:
     bytes: float
     lost: float
     size: float
-    noise: float
     error: float
     errors: Mapping[str, float]
     why: str
@@ -62,8 +59,8 @@ class WeightChoice:
     def __str__(self) -> str:
         held = self.weights if self.weights == "float32" else f"{self.weights}, {self.state_dtype} state"
         return (
-            f"{self.pattern}: {held}  # {self.bytes:.4g} bytes; nearest would lose {percent(self.lost)} of updates of "
-            f"{self.size:.2g} ulp; stochastic rounding's noise is {self.noise:.2g} of the batches'; {self.why}"
+            f"{self.pattern}: {held}  # {self.bytes:.4g} bytes; {self.why}; round-to-nearest would lose "
+            f"{percent(self.lost)} of the updates, of {self.size:.2g} ulp in the mean"
         )
 
 
@@ -134,14 +131,13 @@ class TunedWeights:
 
     def __str__(self) -> str:
         holds = "within" if self.met else "NOT within"
-        unit = "in units of how far two orders of the batches are apart"
         error = f"{self.error:.2g}" if math.isfinite(self.error) else "not finite"
         over = self.bytes_per_parameter > self.bytes_given
         more = f"; this is MORE than the {self.bytes_given:.4g} of the recipe that was given" if over else ""
         lines = [
             f"{self.bytes_per_parameter:.4g} bytes a parameter, FP32 takes {self.fp32_bytes:.4g}{more}",
-            f"losses differ from FP32's by {error} (predicted {self.predicted:.2g}), in the mean {self.bias:+.2g}, "
-            f"{unit}: {holds} {self.tolerance:g}, in the mean {self.tolerance / 2:+g}",
+            f"{holds} the tolerance of {self.tolerance:g}: the losses are {error} from FP32's (predicted "
+            f"{self.predicted:.2g}), in the mean {self.bias:+.2g}; two orders of the batches are 1 apart",
             f"loss at the end {self.loss:.4g}, FP32 {self.fp32_losses[0]:.4g}, in another order "
             f"{self.fp32_losses[1]:.4g}; {self.steps} steps",
         ]

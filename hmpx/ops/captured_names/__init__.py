@@ -1,1 +1,1 @@
-"""Names that were taken of torch before it was patched: found, rebound, put back."""
+"""Finds, rebinds and restores names that were captured from torch before it was patched."""

@@ -1,4 +1,4 @@
-"""Reading and writing one place of a holder that is handed over only when they are called, so that none is kept alive.
+"""Readers and writers of one place in a holder. They get the holder as an argument, so that they keep none alive.
 
 Readers give `MISSING`, or None, for what is not there any more.
 """

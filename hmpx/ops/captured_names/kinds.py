@@ -1,4 +1,4 @@
-"""What is looked through for captured names, and what stays as it is: torch's own tables, hmpx's and wrapt's books."""
+"""Which objects are searched for captured names, and which stay as they are: tables of torch, hmpx and wrapt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GROUPS = ("modules", "classes", "objects", "functions", "partials", "methods")
 
 
 def grouped(things: list[Any]) -> dict[str, list[Any]]:
-    """`things` by what they are looked at as."""
+    """`things` grouped by how they are searched."""
     of_kind: defaultdict[int, list[Any]] = defaultdict(list)
     for kind, thing in zip(map(id, map(type, things)), things, strict=True):  # not __class__, which a proxy makes up
         of_kind[kind].append(thing)
@@ -28,7 +28,7 @@ def grouped(things: list[Any]) -> dict[str, list[Any]]:
 
 
 def _group(kind: type) -> str:
-    """What objects of a class are looked at as; nothing where they hold no functions under names of their own."""
+    """How objects of a class are searched; empty if they hold no functions under names of their own."""
     if kind is types.FunctionType:
         return "functions"
     if kind is types.BuiltinFunctionType:
@@ -42,7 +42,7 @@ def _group(kind: type) -> str:
 
 
 def is_off_limits(module: Any) -> bool:
-    """Whether what is defined in `module` stays as it is: torch's tables, hmpx's and wrapt's books."""
+    """Whether everything defined in `module` stays as it is: tables of torch, hmpx and wrapt."""
     return _is_named_off_limits(module) if type(module) is str else True
 
 
@@ -54,5 +54,5 @@ def _is_named_off_limits(module: str) -> bool:
 
 
 def is_book(module: Any) -> bool:
-    """Whether it is one of hmpx's or wrapt's: these hold our functions when torch's tables do no more."""
+    """Whether a module is hmpx's or wrapt's, whose tables hold our functions on purpose."""
     return type(module) is not str or module.partition(".")[0] in _OFF_LIMITS

@@ -1,4 +1,4 @@
-"""Places outside torch that hold a function of torch: what stood there, what we put, and putting it back.
+"""Places outside torch that hold a function of torch: the old value, ours, and how to restore the old one.
 
 Unlike `changes`, which is for torch: the holders are a user's own, so none is kept alive, none is warned of that holds
 something else by now, and one that cannot be written to any more does not stop the rest.
@@ -43,7 +43,7 @@ class _Place:
 
 
 class Places:
-    """Every place that was changed, in order.
+    """Every changed place, in order.
 
     A holder that Python can refer to weakly is: none lives longer for it. A plain list or dict stays until `undo`.
     """
@@ -61,7 +61,7 @@ class Places:
         old: Any,
         new: Any,
     ) -> None:
-        """Write `new` where `old` stands. It is noted first, so that an interrupt in between loses nothing.
+        """Replace `old` by `new`. The change is noted first, so that an interrupt loses nothing.
 
         Raises:
             RuntimeError: something else stands there by now.
@@ -73,11 +73,11 @@ class Places:
         write(holder, new)
 
     def mark(self) -> int:
-        """Where `undo` may stop."""
+        """A position for `undo` to stop at."""
         return next(self._numbers)
 
     def undo(self, mark: int = 0) -> None:
-        """Put back what stood there, in reverse, wherever ours still stands.
+        """Restore the old values in reverse order, wherever ours still stands.
 
         An interrupt is raised when all is done.
         """

@@ -1,4 +1,4 @@
-"""Reading and writing objects by what Python itself keeps of them, so that no code of theirs runs.
+"""Reads and writes objects through Python's own storage, so that no code of their classes runs.
 
 A class can put code of its own behind every way to look at an object: `values()` of a dict, `__len__`, `__eq__`, a
 property called `__dict__`, the `__setattr__` of a metaclass. Here a dict is read by `dict.items`, a class by the
@@ -33,7 +33,7 @@ globals_of: Callable[[types.ModuleType], dict] = vars(types.ModuleType)["__dict_
 
 
 def items(mapping: Any) -> list[tuple[Any, Any]]:
-    """Of a dict, of a subclass of it or of a class's namespace.
+    """The items of a dict, a dict subclass or a class namespace.
 
     Raises:
         RuntimeError: it changed its size each time that it was read.
@@ -48,12 +48,12 @@ def items(mapping: Any) -> list[tuple[Any, Any]]:
 
 
 def container_type(kind: type) -> Container | None:
-    """The builtin container that objects of a class are; None if they are none."""
+    """The builtin container that a class derives from; None if it derives from none."""
     return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
 
 
 def module_of(cls: type) -> str:
-    """Where a class says that it comes from."""
+    """The module that a class names as its own."""
     return text(namespace(cls).get("__module__")) if flags(cls) & HEAP_TYPE else "builtins"
 
 
@@ -62,7 +62,7 @@ def module_name(module: types.ModuleType) -> str:
 
 
 def namespace_name(holder: Any) -> str:
-    """The module that code says it is of, by a function of it or by its globals; code without one says nothing."""
+    """The module that a function or its globals name; empty if they name none."""
     if not issubclass(type(holder), types.FunctionType):
         return text(dict.get(holder, "__name__", ""))
     name = dict.get(holder.__globals__, "__name__", holder.__module__)  # the methods of a dataclass know no other
@@ -74,7 +74,7 @@ def class_name(cls: type) -> str:
 
 
 def text(name: Any) -> str:
-    """A name, unless it is of a class whose formatting is code of its own."""
+    """A name as text, unless its class formats itself by code of its own."""
     return name if type(name) is str else "?"
 
 
@@ -93,7 +93,7 @@ def attribute_dict(thing: Any) -> dict[str, Any] | None:
 
 
 def slots(kind: type) -> list[Any]:
-    """The slots that classes of Python code declare; those of C types are not ours to write."""
+    """The slots that Python classes declare; slots of C types are not ours to write."""
     return [
         slot
         for cls in mro(kind)
@@ -149,6 +149,6 @@ def described(key: Any) -> str:
 
 
 def function_name(function: Any) -> str:
-    """Of a function of Python or C; of anything else, what it is."""
+    """The name of a Python or C function; for anything else, its type."""
     kind = type(function)
     return text(function.__qualname__) if any(kind is each for each in _FUNCTIONS) else class_name(kind)

@@ -25,10 +25,10 @@ from hmpx.ops.captured_names.sweep import Sweep
 
 
 class Replacing(Part, Protocol):
-    """A part that replaces functions."""
+    """A part that puts replacements in the place of functions."""
 
     def replacements(self) -> list[tuple[Any, Any]]:
-        """Originals and what stands in their places."""
+        """Pairs of an original and its replacement."""
 
 
 class Rebinding:
@@ -43,7 +43,7 @@ class Rebinding:
 
     @property
     def captures(self) -> list[Capture]:
-        """One for each place. Looks for what is pending; if that is interrupted, it may be asked for again."""
+        """One capture for each place. Searches for pending pairs; after an interrupt it may be called again."""
         pending = self._pending
         try:
             self._catch_up()
@@ -53,7 +53,7 @@ class Rebinding:
         return list(self._captures)
 
     def expect(self, replacements: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
-        """These pairs are about to be put in their places, and nobody can have taken a replacement yet.
+        """Note pairs that are about to be put in place; nobody can have captured a replacement yet.
 
         The references to each replacement are counted now. If there are no more of them when it is taken back, nobody
         holds it, and no pass looks for it.
@@ -63,7 +63,7 @@ class Rebinding:
         self._references |= {id(new): sys.getrefcount(new) for new in self._back if id(new) not in known}
 
     def add(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Of each pair, put the second wherever the first is held outside torch's own tables; if that fails, nowhere.
+        """Put each replacement wherever its original is held outside torch's own tables; if that fails, change nothing.
 
         Raises:
             BaseException: what interrupted it; every place is as it was then.
@@ -72,7 +72,7 @@ class Rebinding:
         self._catch_up()
 
     def add_imported(self, pairs: Iterable[tuple[Any, Any]], modules: Iterable[types.ModuleType]) -> None:
-        """The same in the middle of an import: in these modules now, elsewhere at the next `captures`."""
+        """The same during an import: in these modules now, elsewhere at the next `captures`."""
         replacements = self._note(pairs)
 
         def look(sweep: Sweep) -> None:
@@ -82,7 +82,7 @@ class Rebinding:
         self._run(replacements, look)
 
     def undo(self) -> None:
-        """Put back what stood in every place, and rebind the names that were taken in the meantime.
+        """Restore every place, and rebind names that were captured in the meantime.
 
         An interrupt is raised when all is done.
         """
@@ -127,7 +127,7 @@ class Rebinding:
 
 
 class WithCaptures:
-    """Parts that replace functions, and the names under which these had been captured before.
+    """Parts that replace functions, with the names under which the functions had been captured before.
 
     The names are taken back after the parts are: those that were taken meanwhile are looked for then.
     """

@@ -47,7 +47,7 @@ class Rewriting:
         self._kept: list[Any] = []  # so that no identity of these is given to something else
 
     def let_go(self) -> None:
-        """Hold nothing that was found any more."""
+        """Drop every reference to objects that were found."""
         self.done.clear()
         self._kept.clear()
 
@@ -113,7 +113,7 @@ class Rewriting:
     # What they hold
 
     def replaced(self, value: Any, where: str, depth: int) -> Any:
-        """What takes the place of a value: itself where nothing is to be done, or where it could be written to."""
+        """The replacement of a value; the value itself if nothing changes or it was changed in place."""
         if id(value) in self._by_id:
             self.captures.append(Capture(where, raw.function_name(value)))
             return self._by_id[id(value)]
@@ -175,7 +175,7 @@ class Rewriting:
             self._unchangeable(held, where, depth, f"a {raw.class_name(type(key))} as a key runs code of its own")
 
     def _exchange_keys(self, table: dict, kind: type, where: str, depth: int) -> None:
-        """In their order."""
+        """Exchange keys of a dict and keep their order."""
         own: Any = OrderedDict if issubclass(kind, OrderedDict) else dict  # which has a list of its own
         keys = {key: self._key(key, where, depth) for key, _ in raw.items(table) if raw.hashes_in_c(key)}
         if any(new is not key and new not in keys for key, new in keys.items()):
@@ -239,7 +239,7 @@ class Rewriting:
         return kind(*after)
 
     def _replace(self, holder: Any, read: Callable, write: Callable, value: Any, where: str, depth: int = 0) -> None:
-        """Put what takes the place of a value there; if that cannot be, say so."""
+        """Write the replacement of a value to its place; note it if that fails."""
         count = len(self.captures)
         try:
             new = self.replaced(value, where, depth)
@@ -254,7 +254,7 @@ class Rewriting:
             self._failed(count, reason)
 
     def _failed(self, count: int, reason: str) -> None:
-        """What was found since then could not be put in its place."""
+        """Mark the captures from `count` on as places that could not be changed."""
         self.captures[count:] = [Capture(c.where, c.function, c.reason or reason) for c in self.captures[count:]]
 
     def escaped(self, value: Any, where: str, reason: str) -> None:

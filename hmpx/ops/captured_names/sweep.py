@@ -1,4 +1,4 @@
-"""One pass over everything that is alive, for functions that are held under names of their own.
+"""One pass over all live objects, for functions that are held under other names.
 
 The garbage collector's own traversal (`gc.get_referents`) says in C what an object holds, so that most objects are done
 with after one look; only those that lead to a function are handed to `rewriting`. torch's own tables (operator
@@ -60,7 +60,7 @@ class Sweep:
         return self._rewriting.captures
 
     def let_go(self) -> None:
-        """Hold nothing that was looked for or found any more; whoever counts references is not kept waiting."""
+        """Drop every reference to objects that were searched or found."""
         self._functions.clear()
         self._by_id.clear()
         self._rewriting.let_go()
@@ -98,7 +98,7 @@ class Sweep:
         self._running_functions()
 
     def _outside_of(self, modules: Container[int], functions: list[types.FunctionType]) -> list[Any]:
-        """Of each namespace that is no module's, a function that has it for its globals, or else the namespace itself.
+        """For each namespace that is no module's: a function whose globals it is, or else the namespace itself.
 
         A spawned process runs its script in one, cloudpickle makes them, and so does `exec`.
         """
@@ -110,7 +110,7 @@ class Sweep:
         return [each for key, each in having.items() if key not in modules and not self._off.get(key, True)]
 
     def one(self, module: types.ModuleType) -> None:
-        """A module and what is defined in it, alone."""
+        """Search one module and what it defines."""
         self._carefully(self._rewriting.module, module)
         for _, thing in raw.items(raw.globals_of(module)):
             if type(thing) is types.FunctionType and thing.__globals__ is raw.globals_of(module):
@@ -119,7 +119,7 @@ class Sweep:
                 self._carefully(self._rewriting.of_class, thing)
 
     def _leading(self, roots: list[Any], held_by: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """Those that lead to a function: few, so that most are told apart in bunches."""
+        """The objects that lead to a function. They are few, so most are ruled out in bunches."""
         found = []
         for start in range(0, len(roots), _BUNCH):
             bunch = roots[start : start + _BUNCH]
@@ -128,7 +128,7 @@ class Sweep:
         return found
 
     def _one_leads(self, held: list[Any]) -> bool:
-        """Whether one of these is a function that is looked for, or may lead to one."""
+        """Whether one of these is a wanted function, or may lead to one."""
         seen: set[int] = set()
         empty, lengths = self._empty, self._lengths
         for _ in range(2 * DEEPEST):
@@ -145,7 +145,7 @@ class Sweep:
         return True
 
     def _holders(self, things: list[Any]) -> Iterator[Any]:
-        """Those whose class is one that may lead to a function; told apart in C, for there are millions."""
+        """The objects whose class may lead to a function; filtered in C, since there are millions."""
         kinds = list(map(id, map(type, things)))  # not __class__: a proxy answers that by importing or warning
         unknown = set(kinds).difference(self._lengths, self._apart)
         if unknown:
@@ -164,7 +164,7 @@ class Sweep:
             self._lengths[id(kind)] = _LENGTHS.get(base, _one)
 
     def _any(self, held: list[Any], depth: int) -> bool:
-        """Whether one of these is a function that is looked for, or leads to one."""
+        """Whether one of these is a wanted function, or leads to one."""
         if not self._keys.isdisjoint(map(id, held)):
             return True
         apart = self._apart
@@ -203,7 +203,7 @@ class Sweep:
                 self._by_id[id(method)] = types.MethodType(new[method.__name__], method.__self__)
 
     def _partials_of_nobody(self, partials: list[functools.partial], off: list[types.ModuleType]) -> None:
-        """Those that local variables lead to, or C code. What the tables of modules that stay lead to stays, too."""
+        """Partials that only local variables or C code hold. Partials in tables of modules that stay are left alone."""
         found = {id(p): p for p in partials if id(p) not in self._rewriting.done and self._leads(p, DEEPEST)}
         held: list[Any] = [raw.globals_of(module) for module in off] if found else []
         seen: set[int] = set()
@@ -225,14 +225,14 @@ class Sweep:
                         self._rewriting.escaped(value, where + other, "a local variable cannot be changed")
 
     def _not_off(self, functions: list[types.FunctionType]) -> list[types.FunctionType]:
-        """Those whose module is looked through; told apart in C, too."""
+        """The objects whose module is searched; filtered in C."""
         namespaces = list(map(_globals_of, functions))
         keys = list(map(id, namespaces))
         looked = {key for key, each in dict(zip(keys, namespaces, strict=True)).items() if not self._is_off(each)}
         return list(itertools.compress(functions, map(looked.__contains__, keys)))
 
     def _is_off(self, namespace: dict) -> bool:
-        """Whether the module of these globals stays as it is."""
+        """Whether these globals belong to a module that stays as it is."""
         try:
             return self._off[id(namespace)]
         except KeyError:

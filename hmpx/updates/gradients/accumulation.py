@@ -65,7 +65,7 @@ def accumulate_in_fp32(p: Parameter, reduced: dict, refuse: Callable, undo: cont
 
 
 def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
-    """Call `hook` after each accumulation of a gradient. A frozen parameter gets it too, for when it is unfrozen."""
+    """Call `hook` after each accumulation of a gradient, also for a parameter that is frozen now."""
     requires_grad = p.requires_grad
     try:
         return p.requires_grad_(True).register_post_accumulate_grad_hook(hook)
@@ -159,7 +159,7 @@ class _Exchange:
         p.grad = _zeros_like(p)
 
     def _begin(self) -> None:
-        """The first gradient of a backward pass, perhaps of one inside another: that of a reentrant checkpoint."""
+        """Handle the first gradient of a backward pass, also of an inner one (reentrant checkpoints)."""
         self._backward = torch._C._current_graph_task_id()
         _when_backward_is_done(self._put_back)
         for p in self._ours:  # DDP also reads earlier gradients, of parameters that this pass does not use

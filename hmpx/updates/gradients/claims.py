@@ -1,4 +1,4 @@
-"""What attached optimizers want of a parameter's gradients. If there are several, the one attached last decides.
+"""Claims of attached optimizers on a parameter's gradients. Of several, the one attached last decides.
 
 Each optimizer makes a claim. When a claim ends, the one before it is in force again, in whatever order they end. When
 the last one ends, the parameter is as it was. The garbage collector may end a claim, at any time.
@@ -27,7 +27,7 @@ _ended: deque[tuple[Claim, Parameter]] = deque()
 
 
 class Claim:
-    """What one attached optimizer wants.
+    """How one attached optimizer wants gradients to be held.
 
     Args:
         fp32: gradients accumulate in FP32, as long as their parameter is BF16.
@@ -52,7 +52,7 @@ class Claim:
         _remove_ended()
 
     def update(self, params: Iterable[Parameter]) -> None:
-        """These parameters were cast to another dtype."""
+        """Update the claims after these parameters were cast to another dtype."""
         with _lock:
             for p in params:
                 _claimed[id(p)].update({}, _refusals())
@@ -80,7 +80,7 @@ class _ClaimedParameter:
         self._released = False
 
     def update(self, reduced: dict, refuse: tuple) -> None:
-        """Put the latest claim into force, and leave what is in force already, and gradients, alone."""
+        """Put the latest claim into force, unless it is already; gradients stay as they are."""
         last = self.claims[-1] if self.claims else None
         wanted = None
         if last is not None and last.fp32 and self.param.dtype is torch.bfloat16:
@@ -119,7 +119,7 @@ class _ClaimedParameter:
 
 
 def swapped(*tensors: torch.Tensor) -> None:
-    """`torch.utils.swap_tensors` has exchanged the contents of these."""
+    """Install hooks again after `torch.utils.swap_tensors` has exchanged the contents of these parameters."""
     with _lock:
         for entry in [_claimed[id(t)] for t in tensors if id(t) in _claimed]:
             entry.install_again()
@@ -131,7 +131,7 @@ def _refusals() -> tuple[Callable, Callable]:
 
 
 def _remove_ended() -> None:
-    """If another call holds the lock, that one does this when it is done."""
+    """Remove ended claims. If another call holds the lock, that call does it."""
     while _ended and _lock.acquire(blocking=False):
         try:
             while _ended:

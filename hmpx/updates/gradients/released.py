@@ -1,4 +1,4 @@
-"""Gradients that `release_gradients` has freed, in backward, after the step of their parameter.
+"""Gradients that `release_gradients` has freed during backward, after the step of their parameter.
 
 Until `optimizer.step()`, code that reads these gradients would find None and treat it as zero: a clipped training run
 would train unclipped. So gradient clipping, norms of gradients and GradScaler are made to raise. A loss that a
@@ -68,7 +68,7 @@ def refuse_scaled(optimizer: torch.optim.Optimizer) -> None:
 
 
 def finish(params: Iterable[Parameter]) -> None:
-    """The step in which these gradients were released is done, or will never be."""
+    """Forget these released gradients: their step is done, or will never be."""
     if _gone:
         for p in params:
             _gone.pop(p, None)
@@ -85,7 +85,7 @@ def watch(changes: Changes) -> None:
 
 
 def _cell(function: Any) -> types.CellType:
-    """Where a decorated function of torch holds its own."""
+    """The closure cell in which a decorated function of torch holds the original."""
     return function.__closure__[function.__code__.co_freevars.index("func")]
 
 
@@ -117,7 +117,7 @@ def _watched(function: Callable, argument: str) -> Callable:
 
 
 def _looked_at(function: Callable, argument: str, given: Any) -> Any:
-    """`given`, such that it can be iterated again; an error if some of the gradients are gone."""
+    """`given` as a sequence; an error if some of the gradients are gone."""
     items = [given] if isinstance(given, torch.Tensor) else list(given)
     name = function.__name__.removeprefix("_")
     if argument == "parameters":

@@ -1,4 +1,4 @@
-"""The FP32 gradients of shadow parameters, and what a step does to them.
+"""The FP32 gradients of shadow parameters; writes of a step to them go back to the real gradients.
 
 A step may set a gradient to None, replace it, or write to it. Afterwards the same is done to the gradient of the real
 parameter, in its own dtype. A gradient that the step leaves alone is not touched.
@@ -40,7 +40,7 @@ class ShadowGradients:
             self._before[p] = p.grad, None if p.grad is None else p.grad.detach().clone()
 
     def hand_back(self, p: Parameter, q: Parameter) -> None:
-        """Do to the gradient of `p` what the step has done to that of `q`."""
+        """Give the gradient of `p` the changes that the step made to the gradient of `q`."""
         shown, version = self._shown[p]
         left = q.grad
         if left is shown and (left is None or _is_as_shown(p.grad, left, version)):
@@ -52,7 +52,7 @@ class ShadowGradients:
             p.grad = None if left is None else left.detach().to(_gradient_dtype(p), copy=True)
 
     def undo(self) -> None:
-        """The step raised: make every gradient the object that it was, with its values."""
+        """Restore every gradient, object and values, after the step raised."""
         for p, (grad, values) in self._before.items():
             p.grad = grad
             if grad is not None and values is not None and grad.layout is torch.strided and can_be_written(grad):
@@ -60,7 +60,7 @@ class ShadowGradients:
 
 
 def can_be_written(grad: Tensor) -> bool:
-    """Whether each element has its own memory, which it has not in an expanded gradient."""
+    """Whether each element has its own memory, unlike in an expanded gradient."""
     return all(size < 2 or stride for size, stride in zip(grad.shape, local(grad).stride(), strict=True))
 
 

@@ -1,1 +1,1 @@
-"""Many ranks: what each holds of a parameter, and what all must agree on."""
+"""Several ranks: which part of a parameter each holds, and the facts that all must agree on."""

@@ -1,10 +1,9 @@
-"""Seed and step number, which the rounding goes by, are the same on every rank that steps an optimizer.
+"""Checks that seed and step number, from which the rounding is made, are equal on every rank of an optimizer.
 
-It is attached, or steps parameters of a DistributedDataParallel module in a `disable_casts` region.
-
-They are compared at the 1st, 2nd, 4th, 8th ... step, which finds a rank that alone has loaded a checkpoint. Under
-`torch.distributed.algorithms.Join` a rank that has no more batches steps less often than the others, whose weights it
-is given at the end; its number then becomes theirs.
+That is looked at where the optimizer is attached, and where a `disable_casts` region steps the parameters of a
+DistributedDataParallel module. They are compared at the 1st, 2nd, 4th, 8th ... step, which finds a rank that alone has
+loaded a checkpoint. Under `torch.distributed.algorithms.Join` a rank that has no more batches steps less often than the
+others, whose weights it is given at the end; its number then becomes theirs.
 """
 
 from __future__ import annotations
@@ -31,19 +30,20 @@ _joins: list[Any] = []  # that are open
 
 
 class StepCounts:
-    """What one optimizer compares.
+    """The comparisons of one optimizer.
 
     Args:
         group: the process group of the ranks that hold it; None for all.
         since: from when on its steps are counted.
+        warns: of names that seem to be those of a part of the model, at the first step.
     """
 
-    def __init__(self, group: Any, since: str = "hmpx.attach") -> None:
-        self._group, self._since, self._steps, self._joins = group, since, 0, 0
+    def __init__(self, group: Any, since: str = "hmpx.attach", *, warns: bool = False) -> None:
+        self._group, self._since, self._steps, self._joins, self._warns = group, since, 0, 0, warns
         self._name = ""  # the same on every rank, from the first step on
 
     def compare(self, optimizer: torch.optim.Optimizer, updates: Any, seed: int | None = None) -> None:
-        """Before a step; `seed` is that of the region around it.
+        """Compare before a step; `seed` is that of the region around it.
 
         Raises:
             HmpxError: seed or step number are not those of the first rank.
@@ -54,6 +54,9 @@ class StepCounts:
         if checks.several_ranks():
             self._name = self._name or checks.next_name(self._group)
             _counting[optimizer] = self
+            if self._warns:
+                self._warns = False
+                _warn_of_parts(optimizer, updates, self._group)
             if not _joins:  # in which some ranks step less often
                 key = updates.rounding_key(optimizer, seed)
                 what = f"step {self._steps} of {type(optimizer).__name__} since {self._since}"
@@ -65,7 +68,7 @@ class StepCounts:
                 checks.compare(what, {"seed": key.seed, "step": key.step}, self._group)
 
     def join(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over the largest step number, and go on comparing anew."""
+        """Take over the largest step number, and begin comparing anew."""
         self._joins, self._steps = self._joins + 1, 0
         own = step_count.stored(optimizer).get(STEP_KEY, 0)
         number = checks.largest(f"{self._name}/{self._joins}", own, self._group)
@@ -74,16 +77,24 @@ class StepCounts:
 
 
 def compare_in_region(optimizer: torch.optim.Optimizer, updates: Any, seed: int | None) -> None:
-    """Before a step in a region: the same, of the ranks whose gradients a DistributedDataParallel module reduces."""
+    """Compare before a step in a region, over the ranks whose gradients a DistributedDataParallel module reduces."""
     if checks.several_ranks():
         if optimizer not in _in_regions:
             reduced = replicas()
             module = next((reduced[p] for p in parameters(optimizer) if p in reduced), None)
             counts = None if module is None else StepCounts(module.process_group, "its first in a region")
             _in_regions[optimizer] = counts
+            if counts is None:
+                _warn_of_parts(optimizer, updates, None)
         counts = _in_regions[optimizer]
         if counts is not None:
             counts.compare(optimizer, updates, seed)
+
+
+def _warn_of_parts(optimizer: torch.optim.Optimizer, updates: Any, group: Any) -> None:
+    from hmpx.updates.ranks import stages  # where there are several ranks
+
+    stages.warn_of_parts(optimizer, updates, group)
 
 
 def watch_joins(changes: Changes) -> None:

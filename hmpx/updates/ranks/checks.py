@@ -1,4 +1,4 @@
-"""Ranks of one job check, through the job's key-value store, what must be the same on all of them.
+"""Ranks of one job compare facts that must be equal on all of them, through the job's key-value store.
 
 The store is the one in which `torch.distributed.init_process_group` met. It needs no collective, device or process
 group, so a rank may read it at any time and no other rank has to answer. Two things are written to it:
@@ -66,7 +66,7 @@ def compare(what: str, facts: dict[str, Any], group: dist.ProcessGroup | None = 
 
 
 def refuse(what: str, error: Exception, group: dist.ProcessGroup | None = None) -> None:
-    """In the place of `compare`: this rank goes no further, and the others raise too, at once."""
+    """Call instead of `compare` on a rank that cannot go on: the other ranks raise at once."""
     ranks = _together(group)
     if ranks:
         store, key = _store(), _next_key(ranks)
@@ -88,7 +88,7 @@ def largest(name: str, number: int, group: dist.ProcessGroup | None = None) -> i
 
 
 def next_name(group: dist.ProcessGroup | None = None) -> str:
-    """Another name each time, by which the ranks of `group` mean the same if they ask in the same order."""
+    """A new name in each call; ranks of `group` that call in the same order get the same names."""
     ranks = _together(group)
     _store()  # a new job counts anew
     _compared["names", ranks] += 1
@@ -143,6 +143,12 @@ def _differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
             yield from _differences(ours.get(key), theirs.get(key), f"{at}'s {key}" if at else key)
     elif ours != theirs:
         yield f"{at} is {ours!r}, not {theirs!r}"
+
+
+def first_to_say(optimizer: Any, what: str, value: Any) -> tuple[int, Any]:
+    """The rank that was the first to say something of this optimizer, and what it said; it may be this one."""
+    told = json.dumps([dist.get_rank(), value])
+    return tuple(json.loads(_store().compare_set(f"{_place(optimizer)}/said/{what}", "", told)))
 
 
 def report_failure(optimizer: Any, step: int, error: Exception) -> None:

@@ -1,22 +1,21 @@
-"""Where the elements that one rank holds stand in the whole parameter.
+"""Positions, in the whole parameter, of the elements that one rank holds.
 
 A parameter of FSDP2 or of tensor parallelism is a DTensor: this rank holds a box of it, cut along one dimension or
 more. An optimizer that treats each element by itself can be given the box as a plain tensor; the random numbers of
-stochastic rounding belong to elements of the whole parameter, so a box must know where they are. Other tensors are
-whole.
+stochastic rounding belong to elements of the whole parameter, so a box must know where they are. A plain tensor may
+be a slice of a larger parameter too, and then somebody must say which (`Place`). Other tensors are whole.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
-from hmpx.errors import HmpxError
+from hmpx.errors import HmpxError, did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -24,6 +23,16 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 PLAIN = (Tensor, torch.nn.Parameter)  # classes that are no DTensor's
+
+
+class Place(NamedTuple):
+    """Where a plain tensor stands in the whole parameter: the shape of that, and the first index of each dimension."""
+
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+Places = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class Span(NamedTuple):
@@ -97,19 +106,19 @@ def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`, as a plain tensor of the same memory; under `torch.no_grad()`."""
+    """This rank's part of `tensor` as a plain tensor of the same memory; needs `torch.no_grad()`."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def like(sharded: DTensor, held: Tensor) -> DTensor:
-    """The DTensor, sharded as `sharded` is, of which this rank holds `held`."""
+    """A DTensor sharded like `sharded`, with `held` as this rank's part."""
     return type(sharded).from_local(
         held, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
 
 
 def held_part(param: Tensor, value: Tensor) -> Tensor:
-    """The part of `value` for what this rank holds of `param`; `value` may be sharded in any way, or not at all."""
+    """The part of `value` for this rank's part of `param`; `value` may be sharded in any way, or not at all."""
     if is_sharded(param):
         if is_sharded(value):
             if value.placements == param.placements:
@@ -121,7 +130,7 @@ def held_part(param: Tensor, value: Tensor) -> Tensor:
 
 
 def box_of(tensor: Tensor, name: str) -> Box | None:
-    """Where this rank's elements of a DTensor stand; None for a tensor that is whole."""
+    """The box of this rank's elements of a DTensor; None for a whole tensor."""
     if not is_sharded(tensor):
         return None
     try:
@@ -137,20 +146,75 @@ def _box(whole: torch.Size, mesh: Any, placements: tuple, held: torch.Size) -> B
 
     if any(isinstance(placement, Partial) for placement in placements):
         raise HmpxError("it is a partial sum, which cannot be updated")
-    for placement in placements:
-        if isinstance(placement, _StridedShard):
-            dim = placement.dim
-            ways = math.prod(mesh.size(i) for i, other in enumerate(placements) if getattr(other, "dim", None) == dim)
-            if whole[dim] % ways:
-                raise HmpxError(f"cut {ways} ways along dimension {dim} by FSDP and tensor parallelism, unevenly")
     sizes, offsets = _sizes_and_offsets(whole, mesh, placements)
     if tuple(held) != tuple(sizes):
         raise HmpxError(f"this rank holds {tuple(held)}, the placements say {tuple(sizes)}")
+    for dim in {placement.dim for placement in placements if isinstance(placement, _StridedShard)}:
+        expected = _strided(whole[dim], dim, mesh, placements)
+        if expected[1] and expected != (offsets[dim], sizes[dim]):  # uneven, in an older torch
+            raise HmpxError(
+                f"it is cut along dimension {dim} by FSDP and tensor parallelism, unevenly, and torch "
+                f"{torch.__version__} does not know where this part begins; torch 2.12 does"
+            )
     return Box.cut(tuple(whole), tuple(sizes), tuple(offsets))
 
 
+def _strided(size: int, dim: int, mesh: Any, placements: tuple) -> tuple[int, int]:
+    """Where this rank's part of a dimension begins, and its size. Tensor parallelism cuts first, then FSDP."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    cuts = [i for i, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
+    start = 0
+    for i in sorted(cuts, key=lambda i: (isinstance(placements[i], _StridedShard), i)):
+        part = -(-size // mesh.size(i))
+        before = min(part * mesh.get_local_rank(i), size)
+        start, size = start + before, min(part, size - before)
+    return start, size
+
+
+def placed(tensor: Tensor, name: str, place: Place) -> Box:
+    """Where a plain tensor stands, as somebody says.
+
+    Raises:
+        HmpxError: it is a DTensor, which knows that itself, or does not fit there.
+    """
+    if is_sharded(tensor):
+        raise HmpxError(f"places: parameter {name!r} is a DTensor, which knows where its elements stand: leave it out")
+    whole, offsets = place
+    numbers = [*whole, *offsets]
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+        raise HmpxError(f"places: {name!r} is {place!r}, not a shape and the first index of each dimension")
+    sizes = tuple(tensor.shape)
+    if not (len(whole) == len(offsets) == len(sizes) > 0):
+        raise HmpxError(
+            f"places: {name!r} has the shape {sizes}, so its place is a shape and an offset of {len(sizes)} numbers "
+            f"each, not {whole} and {offsets}; flat elements from i on of a parameter of n: ((n,), (i,))"
+        )
+    if any(o + size > all_ for o, size, all_ in zip(offsets, sizes, whole, strict=True)):
+        raise HmpxError(f"places: {name!r} of the shape {sizes} does not fit into {whole} at {offsets}")
+    return Box.cut(whole, sizes, offsets)
+
+
+def read_places(places: Places, names: list[str]) -> dict[str, Place]:
+    """Places by the names of parameters, as somebody has stated them.
+
+    Raises:
+        HmpxError: a name that no parameter has, or a place that is no pair.
+    """
+    found = {}
+    for name, place in places.items():
+        if name not in names:
+            raise HmpxError(f"places: {name!r} is the name of no parameter{did_you_mean(str(name), names)}")
+        try:
+            whole, offsets = place
+            found[name] = Place(tuple(whole), tuple(offsets))
+        except (TypeError, ValueError):
+            raise HmpxError(f"places: {name!r} is {place!r}, not (shape of the whole, offsets)") from None
+    return found
+
+
 def sizes_and_offsets(sharded: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What this rank holds of a DTensor, by dimension, and where that begins."""
+    """Sizes and offsets, by dimension, of this rank's part of a DTensor."""
     return _sizes_and_offsets(sharded.shape, sharded.device_mesh, sharded.placements)
 
 

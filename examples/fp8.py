@@ -1,0 +1,92 @@
+"""Train the character transformer of `charlm.py` with FP8 products, everywhere and where `hmpx.tune` lets them.
+
+No FP8 hardware is needed: codes are multiplied in BF16, which is exact. ``python examples/fp8.py`` takes one to two
+minutes on one thread; ``--seed`` begins from other weights and batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import charlm
+import matplotlib.pyplot as plt
+import torch
+
+import hmpx
+
+FP8 = {"fp8": ["linear"], "fp8_format": "tensorwise", "parameter_dtype": "float32"}  # also in a file: see oplists
+COLORS = {"FP32": "#8b949e", "BF16": "#2f81f7", "FP8 everywhere": "#e5534b", "FP8 as tuned": "#2da44e"}
+
+
+def fresh(characters: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Generator]:
+    torch.manual_seed(seed)
+    model = charlm.CharTransformer(-(-characters // 16) * 16)  # FP8 hardware takes multiples of 16
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3, weight_decay=0.01)
+    return model, optimizer, torch.Generator().manual_seed(seed)
+
+
+def trained(recipe, steps, every, data, seed):
+    """Validation losses while a model trains under a recipe; and the model."""
+    training, validation, characters = data
+    model, optimizer, generator = fresh(characters, seed)
+    if recipe is not None:
+        hmpx.prepare(model, optimizer, recipe)
+    losses = []
+    for step in range(steps + 1):
+        if step % every == 0:
+            losses.append(charlm.validate(model, validation))
+        if step < steps:
+            optimizer.zero_grad()
+            charlm.loss_of(model, *charlm.batch(training, generator)).backward()
+            optimizer.step()
+    hmpx.restore(optimizer)
+    return losses, model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("fp8.png"), metavar="PNG")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    data, every = charlm.load_text(), max(options.steps // 10, 1)
+
+    _, early = trained(None, min(50, options.steps), 50, data, options.seed)
+    generator = torch.Generator().manual_seed(options.seed + 1)
+    batches = [charlm.batch(data[0], generator) for _ in range(6)]
+    tuned = hmpx.tune(early, batches, charlm.loss_of, objective="coverage", low="fp8", lists=FP8, progress=False)
+    print(*(choice for choice in tuned.choices if choice.dtype == "bfloat16"), sep="\n")
+
+    recipes = {
+        "FP32": None,
+        "BF16": {"parameter_dtype": "float32"},
+        "FP8 everywhere": FP8,
+        "FP8 as tuned": tuned.recipe,
+    }
+    marks = {"BF16": "all in BF16", "FP8 everywhere": "all in FP8", "FP8 as tuned": "tuned"}
+    figures = {mark.name: mark for mark in tuned.marks}
+    curves = {}
+    print(f"\n{'':16} {'validation loss':>15} {'above FP32':>11} {'gradient error':>15} {'products in FP8':>16}")
+    for name, recipe in recipes.items():
+        curves[name], _ = trained(recipe, options.steps, every, data, options.seed)
+        loss, above = curves[name][-1], curves[name][-1] - curves["FP32"][-1]
+        mark = figures.get(marks.get(name, ""))
+        error, share = (f"{mark.gradient_error:.3f}", f"{mark.share:.0%}") if mark else ("", "")
+        print(f"{name:16} {loss:15.4f} {above:+11.4f} {error:>15} {share:>16}")
+
+    figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    for name, losses in curves.items():
+        above = [a - b for a, b in zip(losses, curves["FP32"], strict=True)]
+        axes.plot([i * every for i in range(len(losses))], above, color=COLORS[name], label=name)
+    axes.set(xlabel="step", title="validation loss above FP32, nats per character")
+    axes.legend(frameon=False)
+    figure.savefig(options.out, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""``bench launches``: what a step tells an accelerator, counted on the meta device, where nothing is computed.
+
+On an accelerator a call costs about as much as some hundred thousand elements, and a look at a value stops everything.
+So the table has what can be counted without one:
+
+========  ==============================================================================================
+calls     of torch's operators that compute or copy on the device, and of the Triton kernels with the copies
+          of their tables; ``torch alone``: where there is no Triton
+syncs     values that the host waits for, in either
+B/elem    bytes that the calls read and write, a parameter
+minimum   of them: each tensor that is not held in FP32 is read as it is held and written in FP32, and the
+          other way round after torch's own step, with the bytes of that on FP32 tensors; a fused kernel
+          reads and writes what is held once, and reads the gradient
+transient bytes a parameter that a step takes beside what stays, at its peak
+========  ==============================================================================================
+
+A call on meta tensors can give no value, so a step of ours that asked for one would fail there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.optim import adam
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hmpx.bench import measure
+from hmpx.rounding import kernels, native, triton
+from hmpx.updates.attach import attach
+from hmpx.updates.state_forms import STATE_FORMS, StateDtype, state_name
+from hmpx.updates.stores import WAYS
+from hmpx.updates.ways import Weights
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+_TENSORS, _ROW = 32, 4096
+_SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "set_", "resize_"}
+_ONLY_WRITTEN = {"copy_", "_foreach_copy_", "arange", "fill_", "zero_"}
+
+WAYS_OF_A_STEP: list[tuple[Weights, StateDtype]] = [
+    *((weights, dtype) for dtype in STATE_FORMS for weights in ("stochastic", "split8")),
+    *((weights, torch.float32) for weights in ("nearest", "master", "split")),
+]
+
+HOW = "foreach", "fused", "hmpx"
+
+
+class Told(TorchDispatchMode):
+    """Counts, while it is active, what an accelerator would be told of meta tensors.
+
+    Attributes:
+        calls, launches: of torch's operators, and of the Triton kernels.
+        syncs: values that the host asks for.
+        moved: bytes that are read and written.
+        peak: bytes of tensors that are made, at most at a time; `live`: those that are there now.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.launches = self.syncs = self.moved = self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        here = [each for each in given if each.is_meta]
+        if here and name in ("_local_scalar_dense", "is_nonzero", "nonzero"):
+            self.syncs += 1
+        stored = {each.untyped_storage()._cdata for each in here}
+        out = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
+        if here and any(not each.is_meta for each in tree_leaves(out) if isinstance(each, Tensor)):
+            self.syncs += 1  # a copy to the host
+        self._allocated([each for each in made if each.untyped_storage()._cdata not in stored])
+        if (here or made) and not func.is_view and name not in _SILENT:
+            self.calls += 1
+            self.moved += _moved(name, args, here, made)
+        return out
+
+    def _allocated(self, tensors: list[Tensor]) -> None:
+        for storage in (each.untyped_storage() for each in tensors):
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._free, storage.nbytes())
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+    def launch(self, kernel: str, parts: list, *constants: int) -> None:
+        """In the place of `triton._start`."""
+        self.launches += 2 if kernel == "move_list" else 3  # with a table of tensors, and one of scalars
+        for part in parts:
+            sides = part.tensors if kernel == "move_list" else (*part.tensors, part.tensors[0], *part.tensors[2:])
+            self.moved += round(sum([part.lain.size * bytes_of(held.kind) for held in sides if held is not None]))
+
+
+def _moved(name: str, args: Any, here: list[Tensor], made: list[Tensor]) -> int:
+    """The bytes that one call reads and writes. One that works in place reads there, too, unless it copies or fills."""
+    if name.startswith("_fused"):
+        targets = tree_leaves((args[0], args[2:4]))  # gradients, the second list, are read alone
+    else:
+        targets = tree_leaves(args[0]) if name.endswith("_") else made
+    written = [each for each in targets if isinstance(each, Tensor)]
+    read = [each for each in here if name not in _ONLY_WRITTEN or not any(each is other for other in written)]
+    return sum([each.numel() * each.element_size() for each in (*read, *written)])
+
+
+def bytes_of(kind: int) -> float:
+    """Bytes an element of a tensor that the kernels know as this kind, with what is beside it."""
+    stores = {cls.kind: 2 + cls.bytes_beside for cls in WAYS.values()}
+    forms: dict[int, StateDtype] = {native.FP32: torch.float32, native.BF16: BF16, native.CODED: "8bit"}
+    return stores[kind] if kind in stores else STATE_FORMS[forms[kind]].bytes_each
+
+
+@contextlib.contextmanager
+def counted(*, by_kernels: bool) -> Iterator[Told]:
+    """Count what is told inside, with the Triton kernels or without."""
+    told = Told()
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(adam, "_device_dtype_check_for_fused", lambda *args: None))
+        if by_kernels:
+            patches.enter_context(mock.patch.object(kernels, "lacks_data", lambda tensor: False))
+            patches.enter_context(mock.patch.object(triton, "can_read", _can_read))
+            patches.enter_context(mock.patch.object(native, "is_plain", Tensor.is_contiguous))
+            patches.enter_context(mock.patch.object(triton, "_start", told.launch))
+        yield patches.enter_context(told)
+
+
+def _can_read(*tensors: Tensor) -> bool:
+    shape = tensors[0].shape
+    return all([each.is_meta and each.is_contiguous() and each.shape == shape for each in tensors])
+
+
+def step_of(elements: int, how: str, weights: Weights | None, state_dtype: StateDtype, *, by_kernels: bool) -> Told:
+    """The second step of AdamW: the first one makes state.
+
+    Args:
+        how: ``"foreach"`` or ``"fused"``, torch's; ``"hmpx"``, the fused kernel of hmpx.
+        weights: None for FP32 weights and torch's own step.
+    """
+    dtype = torch.float32 if weights is None else BF16
+    params = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in shapes(elements)]
+    for p in params:
+        p.grad = torch.empty_like(p)
+    optimizer = torch.optim.AdamW(params, lr=1e-4, foreach=True)
+    if how == "fused":  # whose constructor refuses meta tensors, unlike the kernel
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group.update(fused=True, foreach=False)
+    if weights is not None:
+        names = [str(i) for i in range(len(params))]
+        attach(optimizer, weights, names=names, state_dtype=state_dtype, fused=how == "hmpx")
+    with counted(by_kernels=by_kernels):
+        optimizer.step()
+    with counted(by_kernels=by_kernels) as told:
+        optimizer.step()
+    return told
+
+
+def shapes(elements: int) -> Sequence[tuple[int, int]]:
+    """So many parameters in 32 matrices."""
+    row = min(_ROW, max(elements // _TENSORS // 128, 1) * 128)
+    return [(max(elements // _TENSORS // row, 1), row)] * _TENSORS
+
+
+def run(sizes: Sequence[float]) -> measure.Bench:
+    """One row for each way to hold weights and state, each way to step, and each number of parameters."""
+    rows = [_row(int(size), how, weights, dtype) for size in sizes for how in HOW for weights, dtype in WAYS_OF_A_STEP]
+    return measure.Bench(
+        f"what an AdamW step tells an accelerator, {_TENSORS} BF16 tensors; hmpx: by the fused kernel of hmpx", rows
+    )
+
+
+def _row(elements: int, how: str, weights: Weights, state_dtype: StateDtype) -> measure.Row:
+    alone = None if how == "hmpx" else step_of(elements, how, weights, state_dtype, by_kernels=False)
+    told = step_of(elements, how, weights, state_dtype, by_kernels=True)
+    figures = {
+        "calls": told.calls + told.launches,
+        "torch alone": None if alone is None else alone.calls,
+        "syncs": told.syncs + (0 if alone is None else alone.syncs),
+        "B/elem": told.moved / elements,
+        "minimum": minimum(elements, how, weights, state_dtype),
+        "transient": told.peak / elements,
+    }
+    name = f"{elements / 1e6:.0f} M, {how}, {weights}, {state_name(state_dtype)} state"
+    return measure.Row(name, {column: value for column, value in figures.items() if value is not None})
+
+
+def minimum(elements: int, how: str, weights: Weights, state_dtype: StateDtype) -> float:
+    """Bytes an element, of two states; this module's docstring has what is counted."""
+    kind, state = 2 + WAYS[weights].bytes_beside, STATE_FORMS[state_dtype].bytes_each
+    if how == "hmpx":
+        return BF16.itemsize + 2 * kind + 4 * state
+    own = step_of(elements, how, None, torch.float32, by_kernels=False).moved / elements
+    states = 0 if state_dtype is torch.float32 else 4 * (state + 4)
+    return own + (BF16.itemsize + 4) + 2 * (kind + 4) + states

@@ -1,0 +1,124 @@
+"""What an op in the fp8 list is cast to: one readable object, by name or by keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from hmpx.errors import HmpxError, did_you_mean
+
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+BLOCK = {"blockwise": 128, "mx": 32}  # elements that share a scale, along the dimension that is summed over
+SCALINGS = ("tensorwise", "rowwise", *BLOCK)
+PRODUCTS = ("output", "input_gradient", "weight_gradient")
+# Where torchao's filter leaves a layer in BF16 as too small to gain: K and N both at most these (None: any). Source:
+# torchao 0.14, `float8_linear_utils._auto_filter_for_recipe`; its figures are of an H100.
+SMALL: dict[str, tuple[tuple[int | None, int | None], ...]] = {
+    "tensorwise": ((4096, 1024),),
+    "rowwise": ((None, 2048), (1024, None), (2048, 4096)),
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the operands of a product are brought to FP8, and which products are.
+
+    Attributes:
+        scaling: who shares a scale: "tensorwise", "rowwise" (a row along the sum), "blockwise" (128 along the sum; of a
+            weight 128 x 128), "mx" (32 along the sum, a power of two).
+        forward, backward: "e4m3" or "e5m2", of inputs and weights, and of gradients.
+        products: which of the output, the gradient of the input and that of the weight are in FP8; the others are in
+            low precision. Of two inputs the second is the weight.
+        power_of_two: scales are rounded to powers of two, so that no value grows beyond the format; "mx" always is.
+        rceil: of "mx", whether a scale is rounded up, so that nothing saturates; else it is that of the exponent.
+        saturating: a number beyond the format's largest becomes that; else NaN, in e5m2 inf.
+        weight_tensorwise: the weight has one scale in the gradient of the input.
+        auto_filter: layers that torchao's filter takes for too small to gain stay in low precision.
+
+    Example:
+        >>> recipe = hmpx.Recipe(fp8=("linear",), fp8_format={"scaling": "rowwise", "backward": "e4m3"})
+        >>> form = recipe.policy().fp8_format
+        >>> form.power_of_two, str(form)
+        (False, 'rowwise e4m3')
+    """
+
+    scaling: str = "tensorwise"
+    forward: str = "e4m3"
+    backward: str = "e5m2"
+    products: tuple[str, ...] = PRODUCTS
+    power_of_two: bool = False
+    rceil: bool = True
+    saturating: bool = True
+    weight_tensorwise: bool = False
+    auto_filter: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "products", tuple(self.products))
+        legal: dict[str, tuple] = {"scaling": SCALINGS, "forward": tuple(FP8), "backward": tuple(FP8)}
+        for key in (each.name for each in fields(self) if each.type == "bool"):
+            legal[key] = (True, False)
+        wrong = [_none_of(key, getattr(self, key), words) for key, words in legal.items()]
+        wrong += [_none_of("products", product, PRODUCTS) for product in self.products]
+        if self.auto_filter is True and self.scaling in BLOCK:
+            wrong.append(f"auto_filter: torchao has none for {self.scaling} scales")
+        if found := [each for each in wrong if each]:
+            raise HmpxError("\n".join(found))
+
+    @classmethod
+    def of(cls, said: str | Mapping[str, Any] | Format | None) -> Format:
+        """The format that a name or keys mean; None is "tensorwise".
+
+        Raises:
+            HmpxError: another name, key or value, with the nearest legal one.
+        """
+        if isinstance(said, Format):
+            return said
+        if isinstance(said, Mapping):
+            legal = [each.name for each in fields(cls)]
+            for key in said:
+                if key not in legal:
+                    raise HmpxError(f"{key!r} is no key of a format{did_you_mean(str(key), legal)}; {', '.join(legal)}")
+            return cls(**said)
+        name = "tensorwise" if said is None else said
+        if name not in FORMATS:
+            hint = did_you_mean(str(name), FORMATS)
+            raise HmpxError(f"{name!r} is no format{hint} (legal: {', '.join(FORMATS)}, or keys of one)")
+        return FORMATS[name]
+
+    @property
+    def multiple(self) -> int:
+        """What hardware wants the sizes of a product's operands to be multiples of."""
+        return 32 if self.scaling == "mx" else 16
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """Whether what is multiplied is exact in BF16: codes, and codes that were decoded by powers of two."""
+        return self.scaling not in BLOCK or self.scaling == "mx" or self.power_of_two
+
+    def keys(self) -> dict[str, Any]:
+        """What differs from the default, as `of` takes it."""
+        own = {key: value for key, value in vars(self).items() if value != getattr(_USUAL, key)}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in own.items()}
+
+    def __str__(self) -> str:
+        dtypes = self.forward if self.forward == self.backward else f"{self.forward}/{self.backward}"
+        return f"{self.scaling} {dtypes}"
+
+
+def _none_of(key: str, value: Any, legal: tuple) -> str:
+    if any(type(value) is type(each) and value == each for each in legal):
+        return ""
+    return f"{key} is {value!r}, none of {', '.join(map(str, legal))}{did_you_mean(str(value), list(map(str, legal)))}"
+
+
+_USUAL = Format()
+FORMATS = {
+    "tensorwise": _USUAL,
+    "rowwise": Format("rowwise", backward="e4m3", power_of_two=True),
+    "blockwise": Format("blockwise", backward="e4m3"),
+    "mx": Format("mx", backward="e4m3"),
+    "mx-floor": Format("mx", backward="e4m3", rceil=False),
+}

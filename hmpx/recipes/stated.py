@@ -1,0 +1,181 @@
+"""A recipe however it is stated: by name, as a file or a dict that may extend another one, with options on top."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from hmpx.errors import HmpxError
+from hmpx.ops.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, read_file, shipped
+from hmpx.recipes import nxd
+from hmpx.recipes.files import named_twice, read_keys, recipe_path
+from hmpx.recipes.keys import EXTENDS, LISTS, MODULES, PARAMETERS, problems, spelled_out
+from hmpx.recipes.origins import Origins, is_about
+from hmpx.recipes.recipe import DEFAULT, USUAL, Recipe, changed, with_origins
+
+Stated = str | os.PathLike[str] | Mapping[str, Any] | Recipe | None  # how a recipe may be given, everywhere
+_KEYS = [each.name for each in fields(Recipe)]
+_MAPPINGS = (MODULES, "module_dtypes", PARAMETERS, "dtype_map")
+
+
+def name_of(recipe: Recipe) -> str:
+    """What a user calls a recipe: its name, its file, or, if it is a dict, its keys."""
+    files = [place.path for place in recipe._origins.by_key.values() if place.line]
+    if not files:
+        return repr(recipe)
+    path = Path(files[-1])
+    return repr(path.stem if path.parent == shipped() / "recipes" else str(path))
+
+
+def laid_over(base: Recipe, keys: Mapping[str, Any], origins: Origins = USUAL._origins) -> Recipe:
+    """A recipe with the keys of a nearer word: of a file or dict that extends it, of an option. The nearest word wins.
+
+    A list goes in the place of that list, whichever of the two ways said it. Another `opt_level` comes without the
+    lists of the one before. Of mappings, patterns go behind those of the recipe.
+    """
+    own: dict[str, Any] = dict(keys)
+    own |= {side: tuple(own[side]) for side in SIDES if own.get(side) is not None}
+    other_level = own.get("opt_level", base.opt_level) != base.opt_level
+    held = {side for side in SIDES if side in own or f"{side}_file_path" in own} | _in_several(own)
+    gone = {
+        key: getattr(USUAL, key) for side in SIDES if other_level or side in held for key in (side, f"{side}_file_path")
+    }
+    if other_level and own["opt_level"] is None:
+        gone |= {key: getattr(USUAL, key) for key in (LOW_PRECISION, FP8_FORMAT, "kernels", MODULES)}
+    base = changed(base, **gone)
+    for key in _MAPPINGS:
+        if key in own:
+            around = {pattern: rule for pattern, rule in getattr(base, key).items() if pattern not in own[key]}
+            own[key] = {**around, **own[key]}
+    before = base._origins.without([key for key in own if key not in _MAPPINGS])
+    return with_origins(replace(base, **own), before.under(origins))
+
+
+def _in_several(keys: Mapping[str, Any]) -> set[str]:
+    """The sides that files with several lists hold."""
+    found: set[str] = set()
+    for side, key in zip(SIDES, LISTS, strict=True):
+        if keys.get(key):
+            with contextlib.suppress(HmpxError):  # `policy` says it, with the line of the key
+                lists = read_file(keys[key], side)
+                found |= {each for each in SIDES if lists.side(each) is not None}
+    return found
+
+
+def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Recipe:
+    """A recipe that hmpx ships, by name, or one in a file, by path; list files are looked for beside it.
+
+    A file is YAML, or a Gaudi configuration, whose name ends in .json.
+
+    `with_zero` is for a file that holds NxD's `mixed_precision_config`, see `Recipe.from_nxd`.
+
+    Raises:
+        HmpxError: each problem with file and line, the key or value, and the nearest legal one.
+    """
+    recipe, wrong, _ = _read_with_rules(recipe_path(name), with_zero)
+    if wrong:
+        kinds = set(wrong.values())
+        raise (kinds.pop() if len(kinds) == 1 else HmpxError)("\n".join(wrong))
+    return recipe
+
+
+def faults(path: Path) -> list[str]:
+    """Everything that is wrong in the recipe in a file, also what `read_recipe` leaves to those who use it.
+
+    Raises:
+        HmpxError: it cannot be read, or extends itself.
+    """
+    recipe, wrong, faulty = _read_with_rules(path)
+    return list(wrong | _raised(recipe.settings, faulty) | _raised(recipe.policy, faulty))
+
+
+_Wrong = dict[str, type[HmpxError]]  # each problem, and what is raised for it
+
+
+def _read_with_rules(path: Path, with_zero: bool = False) -> tuple[Recipe, _Wrong, Collection[str]]:
+    """As `_read`; its own names of ops are looked up, too."""
+    recipe, wrong, faulty = _read(path, with_zero, ())
+    if any(getattr(recipe, side) for side in SIDES):
+        wrong = wrong | _raised(changed(recipe, **dict.fromkeys(LISTS, "")).policy, faulty)
+    return recipe, wrong | _raised(recipe.overlays, faulty), faulty
+
+
+def _read(path: Path, with_zero: bool, above: tuple[Path, ...]) -> tuple[Recipe, _Wrong, Collection[str]]:
+    """The recipe in a file, what is wrong in it and in those that it extends, and the keys that this is about.
+
+    above: the files that extend this one.
+    """
+    keys, origins, base, wrong, faulty = read_keys(path, _KEYS, with_zero=with_zero)
+    around, found = USUAL, _Wrong()
+    others: Collection[str] = ()
+    if base is not None:
+        chain, extends = [*above, path], f"{origins.where(EXTENDS)}: {EXTENDS}: "
+        if base.resolve() in (each.resolve() for each in chain):
+            raise HmpxError(f"{extends}a circle: {' extends '.join(map(str, [*chain, base]))}")
+        if len(chain) > _LONGEST:
+            raise HmpxError(f"{extends}more than {_LONGEST} recipes that extend one another")
+        try:
+            around, found, others = _read(base, with_zero, tuple(chain))
+        except HmpxError as error:
+            raise error if re.match(r".*:\d+: ", str(error)) else HmpxError(f"{extends}{error}") from None
+    recipe = laid_over(around, keys, origins)
+    return recipe, dict.fromkeys(wrong, HmpxError) | found, {*faulty, *others}
+
+
+_LONGEST = 32  # chain of files that extend one another
+
+
+def _raised(look: Callable[[], Any], faulty: Collection[str]) -> _Wrong:
+    """The problems that something raises, but for those about keys that are faulty anyhow and were left out."""
+    try:
+        look()
+    except HmpxError as error:
+        return {
+            line: type(error) for line in str(error).splitlines() if not any(is_about(line, (key,)) for key in faulty)
+        }
+    return {}
+
+
+def as_recipe(recipe: Stated, *, with_zero: bool = False) -> Recipe:
+    """A recipe from its name, its path, its keys, or a dict or file whose one key is NxD's `mixed_precision_config`:
+    its defaults depend on whether ZeRO-1 is in use. None is the default lists with FP32 weights."""
+    if recipe is None:
+        return DEFAULT
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str | os.PathLike):
+        return read_recipe(recipe, with_zero=with_zero)
+    if not isinstance(recipe, Mapping):
+        raise HmpxError(f"a recipe is a name, a path or a dict, not a {type(recipe).__name__}")
+    if list(recipe) == [nxd.KEY]:
+        return Recipe.from_nxd(recipe[nxd.KEY], with_zero=with_zero)
+    given = dict(recipe)
+    base = given.pop(EXTENDS) if isinstance(given.get(EXTENDS), Recipe) else None
+    values = checked(given)
+    if EXTENDS in values:
+        base = read_recipe(values.pop(EXTENDS), with_zero=with_zero)
+    return laid_over(base or USUAL, values)
+
+
+def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a recipe with dtypes by their names.
+
+    Raises:
+        HmpxError: what is wrong with each.
+    """
+    values = {key: spelled_out(key, value) for key, value in keys.items()}
+    wrong = [problem for key, value in values.items() for _, problem in problems(key, value, _KEYS)]
+    wrong += [both for _, both in named_twice(values)]
+    if wrong:
+        raise HmpxError("\n".join(wrong))
+    return values
+
+
+def with_and_without_zero(recipe: Stated) -> tuple[Recipe, Recipe]:
+    """A recipe for optimizers that nobody has seen yet: what it says under ZeRO-1, and what otherwise."""
+    return as_recipe(recipe, with_zero=True), as_recipe(recipe)

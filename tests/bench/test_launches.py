@@ -1,0 +1,68 @@
+"""What `bench launches` counts, against counts by hand; and what a step may tell an accelerator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hmpx
+from hmpx.bench import launches
+from hmpx.bench.launches import HOW, WAYS_OF_A_STEP, Told, minimum, step_of
+
+BF16, META = torch.bfloat16, "meta"
+IDS = [f"{weights}-{state}" for weights, state in WAYS_OF_A_STEP]
+
+
+def test_calls_waits_bytes_and_memory_of_a_work_counted_by_hand():
+    a, b = torch.empty(100, device=META), torch.empty(100, device=META, dtype=BF16)
+    with Told() as told:
+        c = a[:50].view(5, 10) + 1  # reads and writes 50
+        a.add_(a)  # reads it twice, writes it
+        b.copy_(a)  # reads 400 bytes, writes 200
+        torch._foreach_mul_([a, c], 2.0)
+        assert told.live == 200
+        del c
+    assert (told.calls, told.syncs, told.live, told.peak) == (4, 0, 0, 200)
+    assert told.moved == 400 + 1200 + 600 + 2 * (400 + 200)
+    with Told() as told, pytest.raises(RuntimeError, match="meta"):
+        a.sum().item()
+    assert told.syncs == 1
+
+
+def test_a_step_of_torch_is_counted_as_its_kernels_are_written():
+    """The fused kernel reads weight, gradient and two states, and writes all but the gradient: 28 bytes."""
+    told = step_of(1 << 20, "fused", None, torch.float32, by_kernels=False)
+    assert round(told.moved / (1 << 20)) == 28 and told.calls <= 2 and told.peak < 1024
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("weights, state_dtype", WAYS_OF_A_STEP, ids=IDS)
+def test_a_step_tells_little_and_asks_for_nothing(how, weights, state_dtype):
+    """537 M parameters: the step grows with the number of tensors, not with that of elements."""
+    elements = 1 << 29
+    told = step_of(elements, how, weights, state_dtype, by_kernels=True)
+    assert told.calls + told.launches <= 2000 and told.syncs == 0
+    assert told.moved / elements <= 1.2 * minimum(elements, how, weights, state_dtype)
+    assert told.peak / elements <= 0.5
+    if how != "foreach":
+        larger = step_of(8 * elements, how, weights, state_dtype, by_kernels=True)
+        assert larger.calls + larger.launches <= told.calls + told.launches
+
+
+@pytest.mark.parametrize("weights, state_dtype", WAYS_OF_A_STEP, ids=IDS)
+def test_without_triton_a_step_asks_for_nothing_either(weights, state_dtype):
+    told = step_of(1 << 20, "foreach", weights, state_dtype, by_kernels=False)
+    assert told.syncs == 0 and told.calls > 0
+
+
+def test_without_triton_a_step_grows_with_the_number_of_tensors():
+    told = [step_of(1 << size, "foreach", "stochastic", BF16, by_kernels=False) for size in (26, 28)]
+    assert told[0].calls == told[1].calls and told[1].peak <= 1 << 27
+
+
+def test_a_value_that_a_step_asks_for_is_seen(monkeypatch):
+    """Were a step to look at a weight, the meta device would refuse."""
+    monkeypatch.setattr(hmpx.updates.stores.Stochastic, "begin", lambda store: store.tensor.sum().item())
+    with pytest.raises(RuntimeError, match="meta"):
+        step_of(1 << 20, "foreach", "stochastic", torch.float32, by_kernels=True)
+    assert launches.bytes_of(launches.native.CODED) == 1 + 2 / 128

@@ -1,0 +1,60 @@
+"""`hmpx.tune(..., low="fp8")`: which modules may multiply in FP8."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hmpx
+
+
+class Planted(nn.Module):
+    """`wide` is given a column of 2,000,000, which its weights do not look at: one scale for all crushes the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.wide, self.odd = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.wide.weight.requires_grad_(False)[:, 0] = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.gelu(self.inside(x))
+        return self.odd(h + 8 * self.wide(torch.cat([torch.full_like(h[:, :1], 2e6), h[:, 1:]], 1)))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x).float(), y)
+
+
+def test_what_one_scale_ruins_stays_in_bf16(tmp_path):
+    model = Planted()
+    batches = [(torch.randn(64, 32), torch.randint(10, (64,))) for _ in range(6)]
+    how = {"objective": "coverage", "low": "fp8", "progress": False, "tolerance": 0.2}
+    tuned = hmpx.tune(model, batches, loss_of, **how)
+    choices = {(each.name, each.module): each for each in tuned.choices}
+    dtypes = {
+        module: choices.get(("linear", module), choices["linear", ""]).dtype for module in ("inside", "wide", "odd")
+    }
+    assert dtypes == {"inside": "float8", "wide": "bfloat16", "odd": "bfloat16"}
+    assert any("64 x 10 are no multiples of 16" in each.why for each in tuned.choices)
+    flops = {"inside": 32 * 64, "wide": 64 * 64, "odd": 64 * 10}
+    assert tuned.met and tuned.share == pytest.approx(flops["inside"] / sum(flops.values()))
+    marks = {mark.name: mark for mark in tuned.marks}
+    assert marks["all in FP8"].gradient_error > 0.2 > tuned.gradient_error > marks["all in BF16"].gradient_error > 0
+    with hmpx.convert(), hmpx.record() as log:  # the recipe does as it says
+        hmpx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), tuned.recipe)
+        loss_of(model, *batches[0])
+    hmpx.restore()
+    rules = {site.module: site.rule for site in log.sites if site.op == "linear"}
+    assert rules == {"inside": "fp8", "wide": "bf16", "odd": "bf16"}
+    tuned.save(tmp_path)
+    assert "float8" in str(tuned) and (tmp_path / "recipe.yaml").exists()
+
+
+def test_fp8_is_chosen_by_coverage():
+    with pytest.raises(hmpx.HmpxError, match="low='fp8' with objective 'speed': it takes 'coverage'"):
+        hmpx.tune(nn.Linear(2, 2), [], loss_of, low="fp8")
+    with pytest.raises(hmpx.HmpxError, match=r"low 'fp4' does not exist \(legal: bf16, fp8\)"):
+        hmpx.tune(nn.Linear(2, 2), [], loss_of, low="fp4")

@@ -1,0 +1,502 @@
+"""FP8 products: the numbers of torchao, of torch's scaled_mm, of a cast that is written another way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from hmpx.ops.fp8.format import FORMATS, PRODUCTS, Format
+from hmpx.ops.fp8.product import Cast, How, Product, multiply
+from hmpx.ops.fp8.quantize import quantize
+from tests.support import ranks
+
+GW_HP = Format("rowwise", backward="e4m3", power_of_two=True, products=("output", "input_gradient"),
+               weight_tensorwise=True)  # fmt: skip
+OPS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cast, by a table of all numbers of a format
+
+
+def numbers_of(mantissa: int, bias: int, count: int) -> np.ndarray:
+    """The numbers of the codes 0, 1, 2 ... of a format, spelt out from its definition."""
+    found = []
+    for code in range(count):
+        exponent, fraction = code >> mantissa, (code & (1 << mantissa) - 1) / 2**mantissa
+        found.append((fraction if exponent == 0 else 1 + fraction) * 2.0 ** (max(exponent, 1) - bias))
+    return np.array(found)
+
+
+NUMBERS = {"e4m3": numbers_of(3, 7, 127), "e5m2": numbers_of(2, 15, 124)}
+
+
+def nearest(x: np.ndarray, name: str) -> np.ndarray:
+    """The number of the format that is nearest, of two the one with the even code; beyond the largest that."""
+    numbers = NUMBERS[name]
+    distances = np.abs(np.abs(x)[..., None] - numbers)
+    tied = distances == distances.min(-1, keepdims=True)
+    even = tied & (np.arange(len(numbers)) % 2 == 0)
+    chosen = np.where(tied.sum(-1) > 1, even.argmax(-1), tied.argmax(-1))
+    return np.copysign(numbers[chosen], x)
+
+
+def groups(form: Format, shape: tuple[int, int], dim: int, weight: bool) -> np.ndarray:
+    """A number for each element that says whom it shares its scale with."""
+    row, column = np.indices(shape)
+    along, across = (column, row) if dim == -1 else (row, column)
+    size = {"tensorwise": 10**6, "rowwise": 10**6, "blockwise": 128, "mx": 32}[form.scaling]
+    if form.scaling == "tensorwise":
+        across = across * 0
+    elif weight and form.scaling == "blockwise":
+        across = across // 128
+    return along // size * 10**6 + across
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("form", [*FORMATS.values(), Format(power_of_two=True)], ids=str)
+def test_a_cast_is_that_of_a_table_of_all_numbers(form, name, dim):
+    torch.manual_seed(0)
+    x = (torch.randn(150, 70) * torch.logspace(-6, 3, 70)).bfloat16()
+    codes, scale = quantize(x, name, form, dim, form.scaling, weight=True)
+    assert codes.dtype is {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    exact, largest = x.double().numpy(), NUMBERS[name][-1]
+    shared = groups(form, tuple(x.shape), dim, weight=True)
+    wanted, scales = np.empty_like(exact), np.empty_like(exact)
+    for group in np.unique(shared):
+        members = shared == group
+        amax = np.abs(exact[members]).max()
+        if form.scaling == "mx":
+            power = math.ceil(math.log2(amax / largest)) if form.rceil else math.floor(math.log2(amax / largest * 1.75))
+            factor = 2.0**-power
+        else:
+            factor = float(np.float32(1 / (amax / largest)))
+            if form.power_of_two:
+                factor = 2.0 ** math.floor(math.log2(factor))
+        scaled = (exact[members].astype(np.float32) * np.float32(factor)).astype(np.float64)
+        wanted[members], scales[members] = nearest(scaled, name), 1 / factor
+    assert np.array_equal(codes.double().numpy(), wanted)
+    np.testing.assert_allclose(scale.double().expand(x.shape).numpy(), scales, rtol=1e-7)
+
+
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_inf_and_nan_stay_visible(form, odd):
+    x = torch.ones(4, 64)
+    x[1, 3] = odd
+    codes, _ = quantize(x, form.forward, form, -1, form.scaling)
+    assert codes[1, 3].isnan()
+    with hmpx.convert(fp8=["linear"], fp8_format=form):
+        y = F.linear(x, torch.eye(64))
+    assert y[1, 3].isnan()
+
+
+def test_what_does_not_saturate_overflows():
+    form = Format("mx", rceil=False, saturating=False)
+    x = torch.tensor([[440.0, 464.0, 470.0, -480.0] + 28 * [0.0]])  # 464 lies in the middle, and 448 has the even code
+    codes, scale = quantize(x, "e4m3", form, -1, "mx")
+    assert torch.equal((codes.float() * scale)[0, :2], torch.tensor([448.0, 448.0]))
+    assert codes[0, 2:4].isnan().all()
+    assert not quantize(x, "e4m3", FORMATS["mx-floor"], -1, "mx")[0].isnan().any()
+    assert quantize(x * 2.0**7, "e5m2", form, -1, "mx")[0][0, 3] == -math.inf
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other libraries
+
+
+SHAPES = [((40, 64), 48), ((3, 5, 32), 96), ((16, 16), 16), ((128, 256), 64), ((2, 3, 4, 64), 32)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "columns"), SHAPES, ids=str)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_the_numbers_of_torchao(recipe, shape, columns, dtype):
+    """Row scales to the bit, and so their products in FP32; a tensor's to what the order of two factors changes."""
+    config = pytest.importorskip("torchao.float8.config").Float8LinearConfig
+    module = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
+    torch.manual_seed(0)
+    linear = nn.Linear(shape[-1], columns, bias=False, dtype=dtype)
+    theirs = module.from_float(linear, dataclasses.replace(config.from_recipe_name(recipe), emulate=True))
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    wanted = theirs(x)
+    gradient = torch.randn_like(wanted) * 1e-3
+    wanted = (wanted, *torch.autograd.grad(wanted, (x, theirs.weight), gradient))
+    how = How({**FORMATS, "rowwise_with_gw_hp": GW_HP}[recipe], "float32", weight=True)
+    found = Product.apply(x.reshape(-1, shape[-1]), linear.weight.t(), how).reshape(*shape[:-1], columns)
+    found = (found, *torch.autograd.grad(found, (x, linear.weight), gradient))
+    for ours, its in zip(found, wanted, strict=True):
+        assert ours.dtype is its.dtype
+        if recipe == "tensorwise":
+            assert distance(ours, its) < (3e-7 if dtype is torch.float32 else 3e-3)
+        else:
+            assert torch.equal(ours, its)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("names", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=str)
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_the_numbers_of_scaled_mm(scaling, names, dtype):
+    """Codes and scales that are handed to torch's public function; transposed operands and a sum of 24 too."""
+    form = Format(scaling)
+    kinds = {"tensorwise": F.ScalingType.TensorWise, "rowwise": F.ScalingType.RowWise}
+    for transposed in (False, True):
+        torch.manual_seed(0)
+        a, b = torch.randn(32, 48), torch.randn(48, 64)
+        if transposed:
+            a, b = torch.randn(48, 32).t(), torch.randn(64, 48).t()
+        ours = [Cast(name, scaling) for name in names]
+        found = multiply(a, b, *ours, How(form, "scaled_mm", False), dtype)
+        (qa, sa), (qb, sb) = (quantize(x, n, form, d, scaling) for x, n, d in ((a, names[0], -1), (b, names[1], -2)))
+        columns = qb.t().contiguous().t()
+        wanted = F.scaled_mm(qa.contiguous(), columns, sa, kinds[scaling], sb, kinds[scaling], output_dtype=dtype)
+        assert torch.equal(found, wanted)
+        for by in ("float32", "bfloat16"):
+            limit = 5e-3 if "bfloat16" in (by, str(dtype).removeprefix("torch.")) else 3e-7
+            assert distance(multiply(a, b, *ours, How(form, by, False), dtype), wanted) < limit
+    a, b = torch.randn(8, 24), torch.randn(24, 16)  # a batch of 24 in the gradient of a weight
+    exact = multiply(a, b, *ours, How(form, "float32", False), torch.float32)
+    assert distance(multiply(a, b, *ours, How(form, "scaled_mm", False), torch.float32), exact) < 3e-7
+
+
+def test_blocks_are_decoded_before_they_are_multiplied():
+    """DeepSeek-V3's: 1 x 128 of inputs and gradients, 128 x 128 of weights, in each of the three products."""
+    torch.manual_seed(0)
+    x, w, g = torch.randn(64, 256).bfloat16(), torch.randn(128, 256).bfloat16(), torch.randn(64, 128).bfloat16()
+
+    def decoded(t, dim, weight=False):
+        codes, scale = quantize(t, "e4m3", FORMATS["blockwise"], dim, "blockwise", weight)
+        return codes.double() * scale.double()
+
+    wanted = [
+        decoded(x, -1) @ decoded(w.t(), -2, True), decoded(g, -1) @ decoded(w, -2, True),
+        (decoded(x.t(), -1) @ decoded(g, -2)).t(),
+    ]  # fmt: skip
+    assert decoded(w.t(), -2, True).t().equal(decoded(w, -2, True))  # one cast of a weight serves both products
+    x.requires_grad_(), w.requires_grad_()
+    with hmpx.convert(fp8=["linear"], fp8_format="blockwise"):
+        y = F.linear(x, w)
+        found = [y, *torch.autograd.grad(y, (x, w), g)]
+    for ours, its in zip(found, wanted, strict=True):
+        assert distance(ours, its) < 3e-3  # the rounding to BF16
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The list
+
+
+def calls() -> dict[str, tuple]:
+    """Each op with an FP8 product: a call, and the two operands it multiplies with what becomes of their product."""
+    a, b, bias = torch.randn(2, 32, 48), torch.randn(2, 48, 64), torch.randn(64)
+    w = torch.randn(64, 48)
+    return {
+        "linear": (lambda: F.linear(a, w, bias), a.reshape(-1, 48), w.t(), lambda y: y.view(2, 32, 64) + bias),
+        "matmul": (lambda: a @ b, a, b, None),
+        "matmul of a stack and a matrix": (lambda: torch.matmul(a, other=b[0]), a.reshape(-1, 48), b[0],
+                                           lambda y: y.view(2, 32, 64)),
+        "matmul, broadcast": (lambda: a[:, None] @ b[None], a[:, None].expand(2, 2, 32, 48).reshape(4, 32, 48),
+                              b[None].expand(2, 2, 48, 64).reshape(4, 48, 64), lambda y: y.view(2, 2, 32, 64)),
+        "mm": (lambda: a[0].mm(b[0]), a[0], b[0], None),
+        "bmm": (lambda: torch.bmm(a, b), a, b, None),
+        "addmm": (lambda: torch.addmm(bias, a[0], b[0], beta=2, alpha=0.5), a[0], b[0], lambda y: 2 * bias + 0.5 * y),
+        "baddbmm": (lambda: torch.baddbmm(bias, a, b), a, b, lambda y: y + bias),
+        "einsum": (lambda: torch.einsum("bik,bkj->jbi", a, b), a, b, lambda y: y.permute(2, 0, 1)),
+        "einsum without a result": (lambda: torch.einsum("ik,jk", a[0], w), a[0], w.t(), None),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", calls())
+def test_each_op_multiplies_codes(name):
+    torch.manual_seed(0)
+    call, a, b, finish = calls()[name]
+    with hmpx.convert(fp8=[name.split()[0].rstrip(",")], fp8_format="rowwise", kernels="float32") as handle:
+        found = call()
+    assert handle.policy.fp8 == (name.split()[0].rstrip(","),)
+    decoded = []
+    for operand, dim in ((a, -1), (b, -2)):
+        codes, scale = quantize(operand.bfloat16(), "e4m3", FORMATS["rowwise"], dim, "rowwise")
+        decoded.append(codes.double() * scale.double())
+    wanted = decoded[0] @ decoded[1]
+    assert found.dtype is torch.bfloat16
+    assert distance(found, wanted if finish is None else finish(wanted)) < 4e-3
+
+
+def test_an_op_follows_its_parts_and_one_without_a_product_runs_in_bf16():
+    a, b = torch.randn(2, 32, 48), torch.randn(2, 48, 64)
+    with hmpx.convert(bf16=[], fp8=["bmm", "mm"]) as handle:
+        in_fp8 = [torch.einsum("bik,bkj->bij", a, b), torch.bmm(a, b)]
+        inner = torch.inner(a[0], b[0].t())
+    assert torch.equal(*in_fp8)
+    assert not torch.equal(in_fp8[0], a.bfloat16() @ b.bfloat16())
+    assert torch.equal(inner, torch.inner(a[0].bfloat16(), b[0].t().bfloat16()))
+    assert [str(each.rule) for each in handle.patched if each.op == "einsum"] == ["fp8"]
+
+
+def test_a_list_in_a_file_and_its_undoing(tmp_path):
+    model, x, linear = nn.Linear(64, 64), torch.randn(8, 64), F.linear
+    with hmpx.convert():
+        in_bf16 = model(x)
+    path = tmp_path / "fp8.txt"
+    path.write_text("linear\n")
+    hmpx.convert(fp8_file_path=path)
+    in_fp8 = model(x)
+    hmpx.restore()
+    assert F.linear is linear
+    assert in_fp8.dtype is torch.bfloat16
+    assert 0.01 < distance(in_fp8, in_bf16) < 0.1
+    lists = tmp_path / "lists.yaml"
+    lists.write_text("bf16: [linear, matmul]\nfp8: [linear]\nfp8_format: {scaling: mx, backward: e4m3}\n")
+    with hmpx.convert(bf16_file_path=lists) as handle:
+        assert (handle.policy.bf16, handle.policy.fp8) == (("matmul",), ("linear",))
+        assert handle.policy.fp8_format == FORMATS["mx"]
+        written = tmp_path / "written.yaml"
+        written.write_text(str(handle.policy))
+    with hmpx.convert(bf16_file_path=written) as again:
+        assert again.policy == handle.policy
+
+
+def test_in_a_part_of_a_model():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(8, 64)
+    with hmpx.convert():
+        in_bf16 = model(x)
+        rule = hmpx.policy_for(model[1], fp8=["linear"], fp8_format="mx")
+        by_rule = model(x)
+        rule.remove()
+        with hmpx.casts(fp8=["linear"], fp8_format={"scaling": "mx", "backward": "e4m3"}):
+            hidden = model[0](x)
+        assert torch.equal(model(x), in_bf16)
+    optimizer = torch.optim.SGD(model.parameters())
+    recipe = {"parameter_dtype": "float32", "modules": {"1": {"fp8": ["linear"], "fp8_format": "mx"}}}
+    hmpx.prepare(model, optimizer, recipe)
+    assert torch.equal(model(x), by_rule)
+    hmpx.restore(optimizer)
+    with hmpx.convert(fp8=["linear"], fp8_format="mx"):
+        assert torch.equal(model[0](x), hidden)
+    assert 0.01 < distance(by_rule, in_bf16) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"fp8": ["addbmm"]}, r"'addbmm' has no FP8 product; did you mean 'baddbmm'\? \(legal: linear, matmul, mm,"),
+        ({"fp8": ["linear"], "fp32": ["linear"]}, "'linear' is on both sides"),
+        ({"fp8": ["linear"], "low_precision": "fp16"}, "FP8 products take bfloat16, and low_precision is float16"),
+        ({"fp8": ["linear"], "fp8_format": "rowise"}, "'rowise' is no format; did you mean 'rowwise'"),
+        ({"fp8": ["linear"], "fp8_format": {"scalin": "mx"}}, "'scalin' is no key of a format; did you mean 'scaling'"),
+        ({"fp8": ["linear"], "fp8_format": {"forward": "e3m4"}}, "forward is 'e3m4', none of e4m3, e5m2"),
+        ({"fp8": ["linear"], "fp8_format": {"scaling": "mx", "auto_filter": True}}, "torchao has none for mx scales"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(said, message):
+    with pytest.raises(hmpx.HmpxError, match=message):
+        hmpx.convert(**said)
+    model = nn.Linear(16, 16)
+    if "low_precision" not in said:
+        with pytest.raises(hmpx.HmpxError, match=message):
+            hmpx.policy_for(model, **said)
+        with pytest.raises(hmpx.HmpxError, match=message):
+            hmpx.Recipe(modules={"": said}).overlays()
+    assert not hmpx.policies_of(model)
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "form", "in_fp8"),
+    [
+        (64, 64, {}, True),
+        (64, 40, {}, False),
+        (40, 64, {}, False),
+        (48, 64, {"scaling": "mx"}, False),
+        (48, 64, {"scaling": "blockwise"}, True),
+        (64, 1024, {"auto_filter": True}, False),
+        (64, 1040, {"auto_filter": True}, True),
+        (1040, 2064, {"scaling": "rowwise", "auto_filter": True}, False),
+        (2064, 2064, {"scaling": "rowwise", "auto_filter": True}, True),
+    ],
+)
+def test_sizes_that_fp8_does_not_take_stay_in_bf16(columns, rows, form, in_fp8):
+    x, w = torch.randn(2, columns).bfloat16(), torch.randn(rows, columns).bfloat16()
+    with hmpx.convert(fp8=["linear"], fp8_format=form):
+        found = F.linear(x, w)
+    assert torch.equal(found, F.linear(x, w)) is not in_fp8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a training
+
+
+def small() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(8, 32)
+
+
+def trained(model: nn.Module, run, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    run(x).float().square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("form", ["tensorwise", "rowwise", "mx", "blockwise"])
+def test_compiled_and_checkpointed_the_same_bits(form):
+    model, x = small()
+    with hmpx.convert(fp8=["linear"], fp8_format=form):
+        plain = trained(model, model, x)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        runs = {
+            "compiled": compiled,
+            "reentrant": lambda x: checkpoint(model, x.clone().requires_grad_(), use_reentrant=True),
+            "not reentrant": lambda x: checkpoint(model, x, use_reentrant=False),
+        }
+        for name, run in runs.items():
+            assert all(map(torch.equal, trained(model, run, x), plain)), name
+    with hmpx.convert():
+        assert not torch.equal(trained(model, model, x)[0], plain[0])
+
+
+@pytest.mark.parametrize("product", ["output", "input_gradient", "weight_gradient"])
+def test_each_product_may_be_the_only_one_in_fp8(product):
+    torch.manual_seed(0)
+    x, w, g = torch.randn(8, 32, requires_grad=True), torch.randn(64, 32, requires_grad=True), torch.randn(8, 64)
+
+    def three(**lists):
+        with hmpx.convert(**lists):
+            y = F.linear(x, w)
+            return [y, *torch.autograd.grad(y, (x, w), g.bfloat16())]
+
+    in_bf16, in_fp8 = three(), three(fp8=["linear"])
+    mixed = three(fp8=["linear"], fp8_format={"products": [product]})
+    for name, found, low, wide in zip(PRODUCTS, mixed, in_fp8, in_bf16, strict=True):
+        assert not torch.equal(low, wide)
+        assert torch.equal(found, low if name == product else wide)
+
+
+@pytest.mark.parametrize("recipe", ["neuron-bf16-sr", "lean8"])
+def test_weights_held_in_any_way_and_gradients_added_up(recipe):
+    """FP8 products hand on BF16 gradients: hooks see them, and whatever holds the weights takes them."""
+    model, x = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen: list[torch.dtype] = []
+    hmpx.prepare(model, optimizer, {"extends": recipe, "fp8": ["linear"]})
+    before = {key: value.dtype for key, value in model.state_dict().items()}
+    model[2].register_full_backward_hook(lambda module, given, got: seen.append(given[0].dtype))
+    losses = []
+    for _ in range(20):
+        loss = (model(x) - 1).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    assert set(seen) == {torch.bfloat16}
+    assert {key: value.dtype for key, value in model.state_dict().items()} == before
+    hmpx.restore(optimizer)
+
+
+def test_differentiated_twice_is_an_error():
+    model, x = small()
+    with hmpx.convert(fp8=["linear"]):
+        gradient = torch.autograd.grad(model(x).float().sum(), model[0].weight, create_graph=True)[0]
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.sum().backward()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is seen
+
+
+def test_record_counts_what_fp8_does_not_hold(tmp_path):
+    x = torch.zeros(16, 32)
+    x[:, 0], x[0, 1], x[1, :3] = 100.0, 1e-4, 470.0  # 1e-4 is beneath half of the least number; 470 saturates by floor
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 10))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(32))
+    for form, inputs in (
+        ("tensorwise", {"largest": 470.0, "elements": 1024.0, "underflowed": 2.0, "saturated": 0.0}),
+        ("mx-floor", {"largest": 470.0, "elements": 1024.0, "underflowed": 2.0, "saturated": 6.0}),
+    ):
+        with hmpx.convert(fp8=["linear"], fp8_format=form), hmpx.record() as log:
+            for _ in range(2):
+                model[0](x).backward(torch.full((16, 32), 3.0, dtype=torch.bfloat16))
+            model[1](x)
+        first, last = (site for site in log.sites if site.op == "linear")
+        assert first.rule == "fp8" and "fp8: listed at" in first.reason
+        assert first.fp8["inputs"] == {key: inputs[key] for key in first.fp8["inputs"]}
+        assert first.fp8["weights"] == {"largest": 1.0, "elements": 2048.0, "underflowed": 0.0, "saturated": 0.0}
+        assert first.fp8["gradients"]["largest"] == 3.0 and first.fp8["gradients"]["elements"] == 1024.0
+        reason = f"32 x 10 are no multiples of {32 if form == 'mx-floor' else 16}, which hardware wants"
+        assert (last.fp8, last.in_low) == ({}, {reason: 1})
+        assert f"{reason} (once)" in str(log) and "inputs up to 4.7e+02, 0.2 % underflowed" in str(log)
+        log.json(tmp_path / "log.json")
+        assert hmpx.Log.load(tmp_path / "log.json").sites == log.sites
+    assert not first.in_low
+
+
+def test_compare_scores_fp8_as_it_scores_bf16():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    batches = [(torch.randn(64, 16), torch.randint(16, (64,))) for _ in range(4)]
+
+    def loss(model, x, y):
+        return F.cross_entropy(model(x).float(), y)
+
+    low, fp8 = (
+        hmpx.compare(model, batches, loss, lists={"bf16": ["linear"], **own}) for own in ({}, {"fp8": ["linear"]})
+    )
+    rows = [row for row in fp8.rows if row.op == "linear"]
+    assert {row.rule for row in rows} == {"fp8"} and all(0.01 < row.error < 0.1 for row in rows)
+    assert 5 * low.gradient_error < fp8.gradient_error < 1
+    exact, errors = [], []
+    for batch in batches:  # the same by hand
+        gradients = []
+        for lists in (None, {"bf16": ["linear"], "fp8": ["linear"]}):
+            with hmpx.convert(**lists) if lists else contextlib.nullcontext():
+                found = torch.autograd.grad(loss(model, *batch), list(model.parameters()))
+            gradients.append(torch.cat([each.flatten() for each in found]))
+        exact.append(gradients[0])
+        errors.append((gradients[1] - gradients[0]).square().sum())
+    noise = (torch.stack(exact) - sum(exact) / 4).square().sum() / 3
+    assert fp8.gradient_error == pytest.approx(float((sum(errors) / 4 / noise).sqrt()), rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On several ranks
+
+
+def _on_ranks(rank: int, form: str, how: str) -> list[list]:
+    """The gradients of a rank's own half of the batch, summed up over ranks, without and with what shares the work."""
+    model, x = small()
+    half = x.chunk(2)[rank]
+    with hmpx.convert(fp8=["linear"], fp8_format=form):
+        own = trained(model, model, half)
+        for gradient in own:
+            dist.all_reduce(gradient)
+        if how == "ddp":
+            found = trained(model, nn.parallel.DistributedDataParallel(model), half)
+        else:
+            fully_shard(model[0])
+            fully_shard(model)
+            found = [gradient.full_tensor() for gradient in trained(model, model, half)]
+    return [[each.tolist() for each in tensors] for tensors in (found, [gradient / 2 for gradient in own])]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("form", ["tensorwise", "mx"])
+def test_replicated_and_sharded_models_have_the_gradients_of_their_parts(form, how):
+    for found, wanted in ranks.run(2, _on_ranks, form, how):
+        assert found == wanted

@@ -1,0 +1,89 @@
+"""On a GPU: the kernels' bits, a training's bits, several GPUs, streams and graphs. `bench gpu` runs these."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hmpx
+from hmpx.rounding import native, triton
+from hmpx.updates.stores import WAYS
+from tests.support.numbers import special_values
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+BF16 = torch.bfloat16
+GPUS = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+
+
+def trained(device, **options):
+    """Weights and state after three steps of SGD, whose arithmetic is the same on every device."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (9, 40), "b": (3, 256), "c": (), "d": (1700, 256)}
+    params = {
+        name: nn.Parameter(torch.randn(shape, generator=generator).bfloat16().to(device))
+        for name, shape in shapes.items()
+    }
+    optimizer = torch.optim.SGD([*params.items()], lr=0.125, momentum=0.5, foreach=True)
+    hmpx.attach(optimizer, **options)
+    for _ in range(3):
+        for p in params.values():
+            p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(device)
+        optimizer.step()
+    states = [value for p in params.values() for value in optimizer.state[p].values()]
+    return [each.detach().cpu() for each in [*params.values(), *states]]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(torch.equal(a.view(-1), b.view(-1)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_rounding_has_the_bits_of_a_cpu(gpu):
+    x = torch.cat([torch.randn(100_003), special_values()])
+    found = [hmpx.stochastic_round(each, seed=1, step=2, name="x", offset=3).cpu() for each in (x, x.to(gpu))]
+    assert torch.equal(*(each.view(torch.int16) for each in found))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit"], ids=str)
+@pytest.mark.parametrize("weights", WAYS)
+def test_a_training_has_the_bits_of_a_cpu(weights, state_dtype, fused):
+    options = {"weights": weights, "state_dtype": state_dtype, "fused": fused and native.library() is not None}
+    expected = trained("cpu", **options)
+    for gpu in GPUS:
+        assert same(trained(gpu, **options), expected), gpu
+
+
+def test_a_step_on_another_stream_and_without_triton_has_the_same_bits(monkeypatch):
+    expected = trained("cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        found = trained("cuda")
+    stream.synchronize()
+    monkeypatch.setattr(triton, "can_read", lambda *tensors: False)
+    assert same(found, expected) and same(trained("cuda"), expected)
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {"weights": "split8", "state_dtype": "8bit"}, {}], ids=str)
+def test_a_step_waits_for_nothing(how):
+    p = nn.Parameter(torch.randn(512, 512, device="cuda").bfloat16())
+    optimizer = torch.optim.AdamW([p], lr=1e-3, foreach=True)
+    hmpx.attach(optimizer, names=["p"], **how)
+    for step in range(4):
+        p.grad = torch.randn_like(p)
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_in_a_graph_is_an_error_with_the_way_out():
+    p = nn.Parameter(torch.ones(64, device="cuda", dtype=BF16))
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD([p], lr=0.5)
+    hmpx.attach(optimizer, names=["p"])
+    with pytest.raises(hmpx.HmpxError, match="make_graphed_callables"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+    assert p.eq(1).all()
