@@ -58,7 +58,8 @@ def build_policy(
         policy = _o1(given, unknown, lists.problems if lists else ())
     low = lists.low_precision if low_precision is None and lists else dtype_named(low_precision)
     form = lists.fp8_format if lists else None
-    return replace(policy, low_precision=low or policy.low_precision, fp8_format=form or policy.fp8_format)
+    low = policy.low_precision if low is None else low
+    return replace(policy, low_precision=low, fp8_format=form or policy.fp8_format)
 
 
 def _no_opt_level(given: object) -> str:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx.insight.comparing.row import BROKEN, Row
+from hmpx.insight.comparing.row import FELT, Row
 from tests.support import browser
 
 
@@ -112,8 +112,8 @@ def test_each_line_is_a_site():
     assert len(lines) == 2 and abs(lines[0] - lines[1]) == 1
 
 
-def test_a_row_breaks_the_training_from_the_bound_on():
-    assert [Row("exp", gradient_error=e).is_broken for e in (BROKEN, BROKEN * 0.999, math.nan)] == [True, False, False]
+def test_a_row_is_blamed_from_the_error_on_that_a_training_feels():
+    assert [Row("exp", gradient_error=e).is_broken for e in (FELT, FELT * 0.999, math.nan)] == [True, False, False]
 
 
 def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(page):

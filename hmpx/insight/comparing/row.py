@@ -45,7 +45,7 @@ class Row:
         decisions: of an op that picks an index, an order or a mask, how many of them the lists change, in words.
         note: what else there is to say, in words.
 
-        is_broken: whether it breaks the training by itself, as far as is known.
+        is_broken: whether it harms the training by itself: from a gradient error of 0.1 on, as far as is known.
 
     What does not exist is NaN: the effect on a loss where there is none, noise where there is one batch.
 
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it breaks the training by itself, as far as is known."""
+        """Whether it harms the training by itself: from a gradient error of 0.1 on, as far as is known."""
         unmeasured = bool(self.phase) and not self.measured
         return bool(self.raised) or self.gradient_error >= FELT or unmeasured
 

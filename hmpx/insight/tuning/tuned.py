@@ -28,6 +28,7 @@ class Tuned:
     """Op lists that were found for a model, and what was measured on the way.
 
     Attributes:
+        low: what the search lowers: "bf16" FP32 to BF16, "fp8" BF16 to FP8.
         policy: the lists. recipe: the same as a recipe, with the rules of modules, for `prepare` and `activate`.
         met: whether the tolerance holds on the held-out batches.
         gradient_error, gradient_bias, loss_change: measured on the held-out batches, beside FP32. The error and the
