@@ -24,7 +24,9 @@ def run(script: str, *under: str) -> tuple[dict, str]:
     return json.loads(report.removeprefix("REPORT ")), done.stderr
 
 
-@pytest.mark.parametrize("script", ["with_accelerate.py", "with_lightning.py", "with_trainer.py"])
+@pytest.mark.parametrize(
+    "script", ["with_accelerate.py", pytest.param("with_lightning.py", marks=pytest.mark.slow), "with_trainer.py"]
+)
 def test_a_script_trains_under_a_recipe(script):
     """BF16 weights, the losses of FP32, no warning, and the same bits again."""
     plain, _ = run(script)

@@ -39,7 +39,10 @@ def in_fp32(name: str) -> list[float]:
     return losses_of(*made(name))
 
 
-RECIPES = ["hmp-o1", "neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "lean"]
+RECIPES = [
+    *("neuron-bf16-sr", "lean"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("hmp-o1", "neuron-bf16-fp32-params-copy")),
+]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -46,6 +46,7 @@ def test_in_the_interpreter(check, raised):
     assert not raised[check], raised[check]
 
 
+@pytest.mark.slow
 def test_compiled_for_gpus(tmp_path):
     """What the interpreter does not find: types, instructions that round in another way, narrow loads, spills."""
     found = run("tests.support.triton_compiled", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))

@@ -108,7 +108,9 @@ def test_an_op_of_any_layout_is_no_break_in_the_graph(function, lists):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("options", [{}, {"opt_level": "O2"}], ids=["O1", "O2"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, id="O1"), pytest.param({"opt_level": "O2"}, id="O2", marks=pytest.mark.slow)]
+)
 def test_one_graph_with_the_bits_of_eager(name, options):
     make, shape = MODELS[name]
     torch.manual_seed(0)

@@ -215,7 +215,7 @@ def test_regions_and_hmpx_itself_say_what_they_mean(mapped):
     assert torch.equal(rounded, hmpx.stochastic_round(x, seed=1, step=2, name="x"))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_functions_follow_it(backend, mapped):
     def model(x):
         return F.softmax(x.double() + torch.ones(3, dtype=FP64), -1) * x.to(FP64) + x.new_zeros(3, dtype=FP32)

@@ -252,6 +252,7 @@ def test_gradients_of_gradients_and_torch_func_agree_with_native_kernels():
         assert mine.dtype is theirs.dtype and torch.equal(mine, theirs)
 
 
+@pytest.mark.slow
 def test_compiled_code_has_the_bits_of_eager_code():
     """A compiler drops two casts in a row, and with them the rounding, where it can see them."""
     model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))

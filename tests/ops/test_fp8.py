@@ -352,7 +352,10 @@ def trained(model: nn.Module, run, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("form", ["tensorwise", "rowwise", "mx", "blockwise"])
+@pytest.mark.parametrize(
+    "form",
+    ["tensorwise", "rowwise", *(pytest.param(form, marks=pytest.mark.slow) for form in ("mx", "blockwise"))],
+)
 def test_compiled_and_checkpointed_the_same_bits(form):
     model, x = small()
     with hmpx.convert(fp8=["linear"], fp8_format=form):

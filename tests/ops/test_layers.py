@@ -147,19 +147,21 @@ LOSSES = {
 }  # fmt: skip
 
 
+def _every_way_to_call(name):
+    """By `F`, which says the reduction to torch's own function, and by that function, whose default is another."""
+    owners = [owner for owner in (F, torch, torch._C._nn) if hasattr(owner, name)]
+    reduced = [functools.partial(getattr(F, name), reduction=r) for r in ("none", "mean", "sum")]
+    return [*reduced, *(getattr(owner, name) for owner in owners)]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_reduce_as_they_are_told(name, first, lists):
-    """By `F`, which says so to torch's own function, and by that function, whose default is another."""
-    x, *rest = LOSSES[name]
-    calls = [functools.partial(getattr(F, name), reduction=r) for r in ("none", "mean", "sum")] + [getattr(F, name)]
-    calls += [getattr(owner, name) for owner in (torch, torch._C._nn) if hasattr(owner, name)]
-    expected = [f(x, *rest).shape for f in calls]
-    for arguments in (lists(), lists(fp32=name), lists(bf16=name)):
-        with hmpx.convert(**arguments):
-            calls = [functools.partial(getattr(F, name), reduction=r) for r in ("none", "mean", "sum")] + [
-                getattr(F, name)
-            ]
-            calls += [getattr(owner, name) for owner in (torch, torch._C._nn) if hasattr(owner, name)]
-            assert [f(x.to(first), *rest).shape for f in calls] == expected
+@pytest.mark.parametrize("side", [None, "fp32", "bf16"])
+def test_losses_reduce_as_they_are_told(side, lists):
+    def shapes(name, first):
+        x, *rest = LOSSES[name]
+        return [f(x.to(first), *rest).shape for f in _every_way_to_call(name)]
+
+    expected = {name: shapes(name, FP32) for name in LOSSES}
+    with hmpx.convert(**lists(**{side: " ".join(LOSSES)} if side else {})):
+        for first in (FP32, BF16):
+            assert {name: shapes(name, first) for name in LOSSES} == expected

@@ -139,7 +139,7 @@ def _sharded(rank, how):
     return [[t.tolist() for t in trained(how, "fp32-head", tied, sharded=True)] for tied in (True, False)]
 
 
-@pytest.mark.parametrize("how", ["prepare", "activate"])
+@pytest.mark.parametrize("how", ["prepare", pytest.param("activate", marks=pytest.mark.slow)])
 def test_under_fsdp2_the_head_is_that_of_fp32_by_hand(how):
     expected = [[t.tolist() for t in by_hand(tied)] for tied in (True, False)]
     assert ranks.run(2, _sharded, how) == [expected, expected]  # each rank has the same batch

@@ -129,6 +129,7 @@ def _every_recipe(rank, path):
     return said
 
 
+@pytest.mark.slow
 def test_every_recipe_runs_an_unmodified_script(script):
     assert set(DTYPES) == set(recipe_names())
     ((said),) = ranks.run(1, _every_recipe, str(script))
@@ -253,6 +254,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_that_a_script_spawns_go_on_under_the_recipe(tmp_path):
     (tmp_path / "spawning.py").write_text(SPAWNING)
     expected = [(rank, "torch.bfloat16", "torch.bfloat16") for rank in range(2)]

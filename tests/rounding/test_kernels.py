@@ -147,6 +147,7 @@ def test_rows_get_the_bits_that_they_get_in_the_whole(kernel, offset):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_two_processes_may_build_at_once(tmp_path):
     code = """
         from hmpx.rounding import native

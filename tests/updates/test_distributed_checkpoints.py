@@ -112,7 +112,12 @@ def never_interrupted():
 
 @pytest.mark.parametrize(
     "saved, resumed",
-    [((2, "plain"), (4, "plain")), ((4, "hsdp"), (1, "plain")), ((2, "ddp"), (4, "ddp")), ((2, "ddp"), (2, "plain"))],
+    [
+        ((2, "plain"), (4, "plain")),
+        pytest.param((4, "hsdp"), (1, "plain"), marks=pytest.mark.slow),
+        pytest.param((2, "ddp"), (4, "ddp"), marks=pytest.mark.slow),
+        ((2, "ddp"), (2, "plain")),
+    ],
 )
 def test_saved_on_some_ranks_and_resumed_on_others(saved, resumed, never_interrupted, tmp_path):
     ranks.run(saved[0], _save, saved[1], str(tmp_path))

@@ -106,7 +106,10 @@ def check(name, form, layout, way):
                 assert same, (name, form, layout, way, step, key)
 
 
-@pytest.mark.parametrize("sliced", [False, True], ids=["below a slice", "above a slice"])
+@pytest.mark.parametrize(
+    "sliced",
+    [pytest.param(False, id="below a slice"), pytest.param(True, id="above a slice", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_optimizer_in_any_layout_bit_for_bit(layout, sliced, monkeypatch):
     """Every optimizer in every form, with every way to hold weights."""

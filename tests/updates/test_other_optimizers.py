@@ -92,7 +92,12 @@ def hmpx_run(make, attached, steps=4):
 
 
 @pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name.startswith("torchao") else ()) for name in NAMED
+    ],  # they compile
+)
 def test_bit_for_bit(name, attached):
     module, make = NAMED[name]
     library = pytest.importorskip(module, exc_type=ImportError)

@@ -335,6 +335,7 @@ def _never_interrupted(rank):
     return found
 
 
+@pytest.mark.slow
 def test_zero_is_the_whole_optimizer_bit_for_bit_and_resumes():
     first = ranks.run(2, _zero, None)
     weights = [[row[0] for row, _ in rank] for rank in first]

@@ -159,6 +159,7 @@ def one_process():
     return [[each[i] for each in after] for i in range(2)]
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_under_fully_shard_has_the_bits_of_one_process(one_process, tmp_path):
     """Along the first dimension both cut, unevenly."""
     assert ranks.run(4, _save, "tensor", str(tmp_path)) == [one_process[0]] * 4
