@@ -10,6 +10,7 @@ import torch
 from hmpx import region_state
 from hmpx.insight.recording.site import Site
 from hmpx.ops.overriding import PLAIN
+from hmpx.rounding.dataless import lacks_data
 
 _NEVER = 2**62
 _SHIFT = 31  # a call's number among all, and beneath it the one among those of its site, in one integer
@@ -28,7 +29,7 @@ class DeviceSide:
 
     def begin(self, args: tuple) -> Any:
         """An event on the device that a call is about to run on; None where the program itself runs the op."""
-        if not args or not isinstance(args[0], torch.Tensor) or not args[0].is_cuda:
+        if not args or not isinstance(args[0], torch.Tensor) or not args[0].is_cuda or lacks_data(args[0]):
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -80,7 +81,7 @@ def _why_not(operands: Operands, form: Format) -> str:
     """Why a product stays in low precision; nothing where it does not."""
     a, b, _ = operands
     for each in (a, b):
-        if type(each) not in PLAIN or each.layout is not torch.strided or each.is_nested:
+        if type(each) not in (*PLAIN, FakeTensor) or each.layout is not torch.strided or each.is_nested:
             return "a tensor subclass, sparse or nested"
         if each.dtype is not torch.bfloat16:
             return "not of BF16"
