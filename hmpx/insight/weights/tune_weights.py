@@ -189,10 +189,15 @@ class _Tuning:
                 f"tune_weights: with BF16 weights the model does not run under this recipe: {error}{hint}"
             ) from error
         found = _Trained(chosen, losses, distance(losses, self._scoring.losses, self._other))
-        holds = "within" if found.distance.size <= self._tolerance else "not within"
+        if found.distance.size <= self._tolerance:
+            holds = f"within {self._tolerance:g}"
+        elif found.distance.error > self._tolerance:
+            holds = f"not within {self._tolerance:g}"
+        else:
+            holds = f"the mean is not within {self._tolerance / 2:g}"
         self._attempts.append(
             f"{size:.4g} bytes a parameter: distance {found.distance.error:.2g}, in the mean "
-            f"{found.distance.bias:+.2g}, predicted {predicted(chosen).error:.2g}: {holds} {self._tolerance:g}"
+            f"{found.distance.bias:+.2g}, predicted {predicted(chosen).error:.2g}: {holds}"
         )
         self._say(f"tune_weights: {self._attempts[-1]}")
         return found
