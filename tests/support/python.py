@@ -18,6 +18,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -62,19 +63,24 @@ def environment() -> dict[str, str]:
 @functools.cache
 def server() -> str:
     """The address of this process's server, which is started on the first call and ends with the process."""
-    place = tempfile.TemporaryDirectory(prefix="hmpx-python-")
-    address = f"{place.name}/socket"
+    place = tempfile.mkdtemp(prefix="hmpx-python-")
+    address = f"{place}/socket"
     for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run ")):
-        script = Path(place.name, name)
+        script = Path(place, name)
         script.write_text(f'#!/bin/sh\nexec {sys.executable} -SE {__file__} {sys.executable} {module}"$@"\n')
         script.chmod(0o755)
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE], cwd=ROOT, env={**os.environ, SOCKET: address}, stdout=subprocess.PIPE
     )
-    atexit.register(place.cleanup)
-    atexit.register(process.kill)
+    atexit.register(_end, process, place, os.getpid())
     assert process.stdout and process.stdout.readline() == b"ready\n"
     return address
+
+
+def _end(process: subprocess.Popen, place: str, starter: int) -> None:
+    if os.getpid() == starter:  # and no fork of it, which may end in any way
+        process.kill()
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _call(address: str, arguments: list[str], cwd: str, env: dict, fds: tuple[int, ...]) -> int:
