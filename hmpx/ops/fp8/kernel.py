@@ -25,6 +25,7 @@ from hmpx.ops.overriding import PLAIN, call
 from hmpx.ops.rules import is_stated
 
 Tensor = torch.Tensor
+_DENSE = (*PLAIN, FakeTensor)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _why_not(operands: Operands, form: Format) -> str:
     """Why a product stays in low precision; nothing where it does not."""
     a, b, _ = operands
     for each in (a, b):
-        if type(each) not in (*PLAIN, FakeTensor) or each.layout is not torch.strided or each.is_nested:
+        if type(each) not in _DENSE or each.layout is not torch.strided or each.is_nested:
             return "a tensor subclass, sparse or nested"
         if each.dtype is not torch.bfloat16:
             return "not of BF16"
