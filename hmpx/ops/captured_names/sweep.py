@@ -79,7 +79,7 @@ class Sweep:
         classes = [cls for cls in kept["classes"] if not self._stays(raw.module_of(cls))]
         functions = self._not_off(kept["functions"])
         for look, roots, held_by in (
-            (to.module, modules, _referents),
+            (to.module, modules, _of_modules),
             (to.namespace, outside, _namespaces),
             (to.of_class, classes, _referents),
             (to.of_object, kept["objects"], _referents),
@@ -249,6 +249,11 @@ def _running() -> Iterator[tuple[int, types.FrameType]]:
         while frame is not None:
             yield thread, frame
             frame = frame.f_back
+
+
+def _of_modules(modules: list[types.ModuleType]) -> list[Any]:
+    """Namespaces; Python 3.12.1 never returns when it is asked for all that `_asyncio` refers to."""
+    return list(map(raw.globals_of, modules))
 
 
 def _namespaces(holders: list[Any]) -> list[Any]:
