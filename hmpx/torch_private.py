@@ -36,8 +36,9 @@ NAMES: tuple[Private, ...] = (
     Private("torch._C._jit_get_schemas_for_operator", "which arguments of an op are tensors, views or defaults"),
     Private("torch.nn.RNNBase()._flat_weights", "the weights that RNNs compare their input's dtype with"),
     # Functions that are patched beside the ops
+    Private("torch._linalg_utils", "the module of functions that torch has removed: a list may still name them"),
     Private(
-        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        "torch.utils.checkpoint._CheckpointFrame",
         "keeps a function for backward, which has to run in the region of the forward pass",
     ),
     Private("torch.nn.utils.clip_grad._get_total_norm", "no model's forward: casts are off inside"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from hmpx.errors import HmpxError, OpListError, did_you_mean
-from hmpx.ops.catalog import aten_only, canonical, catalog
+from hmpx.ops.catalog import aten_only, canonical, catalog, retired
 from hmpx.ops.listed_names import may_be_user_function, unknown_op
 from hmpx.ops.op_lists import LOW_PRECISION, SIDES, Listed, read_file
 from hmpx.recipes import gaudi, nxd
@@ -115,6 +115,8 @@ def _check_name(
     name = canonical(listed.name)
     if listed.problem:
         yield f"{listed.where}: {listed.problem}"
+        return
+    if retired(name):
         return
     if name not in catalog():
         if aten_only(name):

@@ -232,7 +232,7 @@ def canonical(name: str) -> str:
     if overload and base in legal_names() and _is_overload(base, overload):
         bare = base
     bare = op_facts.RENAMED.get(bare, bare)
-    return bare if bare in catalog() or aten_only(bare) else name
+    return bare if bare in catalog() or aten_only(bare) or retired(bare) else name
 
 
 def _is_overload(base: str, overload: str) -> bool:
@@ -256,3 +256,11 @@ def aten_only(name: str) -> bool:
     """Whether the dispatcher knows aten::`name` although no Python caller reaches it."""
     writes = name.endswith("_") and not name.endswith("__")
     return name not in op_facts.NOT_OPS and not writes and bool(torch._C._jit_get_schemas_for_operator(f"aten::{name}"))
+
+
+def retired(name: str) -> bool:
+    """Whether nothing is left of a function of torch but its error, as of `torch.qr` from torch 2.14 on.
+
+    A list may name it, for older versions; it has no rule, as no call of it computes anything.
+    """
+    return getattr(getattr(torch, name, None), "__module__", None) == "torch._linalg_utils"

@@ -7,8 +7,10 @@ import logging
 import sys
 from typing import Literal
 
+import torch
+
 from hmpx.errors import OpListError, UnknownOpError, did_you_mean
-from hmpx.ops.catalog import aten_only, canonical, catalog, legal_names
+from hmpx.ops.catalog import aten_only, canonical, catalog, legal_names, retired
 from hmpx.ops.op_lists import Listed
 from hmpx.ops.other_names import module_class, op_meant, within_torch
 
@@ -24,6 +26,8 @@ def resolve(names: tuple[Listed, ...], unknown: Unknown, wrong: dict[str, type[O
         op = canonical(listed.name)
         if listed.problem:
             wrong[f"{listed.where}: {listed.problem}"] = OpListError
+            continue
+        if retired(op):
             continue
         if op not in ops and not aten_only(op):
             if not may_be_user_function(listed.name):
@@ -48,6 +52,8 @@ def may_be_user_function(name: str) -> bool:
 
 def unknown_op(name: str) -> str:
     """The message for an unknown name."""
+    if retired(canonical(name)):
+        return f"torch {torch.__version__} has removed {name!r}: a list may name it, and no rule is needed"
     in_place = name.removesuffix("_")
     if in_place != name and in_place in legal_names():
         return f"{name!r} writes to its input and keeps its dtype; list {in_place!r} for the op"

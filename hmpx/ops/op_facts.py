@@ -180,10 +180,10 @@ O2_BF16 = frozenset(
 # the mixture under hmpx; and the attribute that holds the weights.
 INPUT_CHECKS = {"torch.nn.RNNBase.check_input": "_flat_weights"}
 
-# Functions that keep another one to call it again in backward, and the position of that: activation checkpointing. It
-# is these that every kind of checkpointing ends in, whatever name it was imported by.
+# Functions that are given another one to be called in backward, and its position: activation checkpointing. It is these
+# that every kind of checkpointing ends in, whatever name it was imported by.
 CALLED_LATER = {
-    "torch.utils.checkpoint._checkpoint_without_reentrant_generator": 0,
+    "torch.utils.checkpoint._CheckpointFrame.__init__": 1,
     "torch.utils.checkpoint.CheckpointFunction.forward": 1,
 }
 

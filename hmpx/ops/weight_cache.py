@@ -205,7 +205,7 @@ def close_cache() -> None:
 def _is_shared(weight: Parameter) -> bool:
     """Whether anything but the weight, and the storage object asked for here, holds its memory."""
     storage = storage_of(weight)
-    return weight.storage_offset() != 0 or torch._C._storage_Use_Count(storage._cdata) > 2
+    return bool(weight.storage_offset() != 0 or torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 def _runs_now(weight: Parameter) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hmpx
+from hmpx.insight.explain import explain_op
 from hmpx.ops.build_policy import build_policy
 from hmpx.ops.catalog import catalog
 from hmpx.ops.op_lists import read_lists
@@ -110,6 +111,16 @@ def test_unknown_warn_skips_the_name_and_says_so(lists, caplog):
     hmpx.convert(**lists(bf16="mm nosuch"), unknown="warn")
     assert "bf16.txt:2: unknown op 'nosuch'" in caplog.text
     hmpx.restore()
+
+
+def test_a_list_may_name_what_torch_has_removed(lists):
+    """Lists outlive functions: torch 2.14 removed `qr` and `cholesky`, which autocast's lists name."""
+    with pytest.raises(RuntimeError, match="removed"):
+        torch.symeig(torch.eye(2))
+    with hmpx.convert(**lists(bf16="mm symeig", fp32="torch.matrix_rank")) as handle:
+        assert handle.policy.bf16 == ("mm",) and handle.policy.fp32 == ()
+    with pytest.raises(hmpx.UnknownOpError, match="has removed 'symeig': a list may name it"):
+        explain_op("symeig", handle.policy)
 
 
 @pytest.mark.parametrize("name", ["fp16", "float16", "torch.float16"])
