@@ -32,6 +32,11 @@ def floating(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+def differentiable(dtype: torch.dtype) -> bool:
+    """Whether tensors of a dtype have gradients: they are numbers, no indices or masks."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def name(dtype: torch.dtype) -> str:
     """A dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")

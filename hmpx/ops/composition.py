@@ -138,6 +138,7 @@ _BY_ARGUMENTS: dict[str, tuple[tuple[str, Callable[..., bool] | None], ...]] = {
         ("dot", lambda input, other: input.dim() == other.dim() == 1),
         ("mv", lambda input, other: other.dim() == 1 and input.dim() > 1),
         ("mm", lambda input, other: other.dim() == 2),
+        ("bmm | mv", lambda input, other: input.dim() == 1),  # by sizes, from torch 2.14 on
         ("bmm", None),
     ),
     "max": (("maximum", lambda input, other=None, *rest, **more: isinstance(other, Tensor)),),

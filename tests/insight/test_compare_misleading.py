@@ -238,6 +238,19 @@ def test_without_a_loss_a_batch_with_targets_gets_one_line():
         hmpx.compare(Model(torch.relu), batches())
 
 
+@pytest.mark.parametrize("loss", [loss_of, lambda model, x, target: model(x).sum()])
+def test_a_loss_that_does_not_take_what_a_batch_holds_gets_one_line(loss):
+    four = [(*batch, 0, 0)[:4] for batch in batches()]
+    with pytest.raises(hmpx.HmpxError, match=r"it calls loss\(model, \*batch\), here with 4 of a batch: too many"):
+        hmpx.compare(Model(torch.relu), four, loss)
+
+
+def test_complex_numbers_are_no_decisions_and_have_gradients():
+    """A spectrum that Fourier's transform gives goes on into the loss; an index would have no gradient."""
+    found = hmpx.compare(Model(lambda x: torch.fft.rfft(x.float(), n=2 * x.shape[-1] - 2).abs()), batches(), loss_of)
+    assert {row.op for row in found.rows} >= {"fft_rfft", "abs", "linear"} and not found.broken
+
+
 def test_equal_blocks_stand_in_one_row_and_one_that_breaks_it_on_its_own(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     found = hmpx.compare(Blocks(sharp=4), batches(), loss_of, lists=policy("linear", "softmax mul cross_entropy"))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hmpx.insight.tensors import Tensor, floating
+from hmpx.insight.tensors import Tensor, differentiable, floating
 
 _STEPS = frozenset("round floor ceil trunc sign heaviside floor_divide bernoulli".split())  # decisions as floats
 _equal, _gather = torch.equal, torch.gather
@@ -33,7 +33,7 @@ def decisions_in(op: str, args: tuple, kwargs: dict, result: Any) -> list[Tensor
     if "out" in kwargs or not floating((args, kwargs)):
         return []
     found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    return [leaf.detach().clone() for leaf in found if op in _STEPS or not leaf.dtype.is_floating_point]
+    return [leaf.detach().clone() for leaf in found if op in _STEPS or not differentiable(leaf.dtype)]
 
 
 def taken(op: str, args: tuple, kwargs: dict, result: Any) -> Taken | None:

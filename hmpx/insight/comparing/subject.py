@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hmpx.errors import HmpxError
 from hmpx.insight.kept import kept
-from hmpx.insight.tensors import LOW, Tensor
+from hmpx.insight.tensors import LOW, Tensor, differentiable
 from hmpx.ops.callers import users_frame
 from hmpx.ops.observing import unobserved
 from hmpx.recipes.prepare import cast_model
@@ -54,9 +54,7 @@ class Subject:
             raise HmpxError(
                 f"{asked}: no parameter of the model requires a gradient; without `loss` compare looks at results"
             )
-
-        if loss is None:
-            _check_arguments(model, self.batches[0], asked)
+        _check_arguments(model, self.batches[0], loss, asked)
 
     @contextlib.contextmanager
     def gradients_kept(self) -> Iterator[None]:
@@ -188,11 +186,19 @@ def arguments_of(batches: Any, what: str, asked: str) -> list[tuple]:
     return found
 
 
-def _check_arguments(model: torch.nn.Module, batch: tuple, asked: str) -> None:
-    """Check that a model can be called with a batch, where there is no loss that does so."""
+def _check_arguments(model: torch.nn.Module, batch: tuple, loss: Loss | None, asked: str) -> None:
+    """Check that the loss can be called with the model and a batch, or, where there is none, the model with a batch."""
     try:
-        inspect.signature(model.forward).bind(*batch)
+        if loss is not None:
+            inspect.signature(loss).bind(model, *batch)
+        else:
+            inspect.signature(model.forward).bind(*batch)
     except TypeError as error:
+        if loss is not None:
+            raise HmpxError(
+                f"{asked}: it calls loss(model, *batch), here with {len(batch)} of a batch: {error}; write "
+                "loss(model, inputs, targets), or give batches of one argument: [(batch,), ...]"
+            ) from None
         raise HmpxError(
             f"{asked}: without a loss it calls model(*batch), and {type(model).__name__} does not take the "
             f"{len(batch)} of a batch: {error}; give loss(model, *batch), or batches of the model's arguments"
@@ -216,4 +222,4 @@ def _wide(value: Any) -> Any:
 
 
 def _floats(result: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point]
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and differentiable(leaf.dtype)]
