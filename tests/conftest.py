@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hmpx
-from tests.support import kernels, out_of_sight  # noqa: F401
+from tests.support import kernels, older_torch, out_of_sight  # noqa: F401
 from tests.support.untouched import Picture
 
 
@@ -26,6 +26,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Tests that look through every object come first: libraries that others import make millions of them."""
     items.sort(key=lambda item: "everything_is_looked_through" not in getattr(item, "fixturenames", ()))
+    older_torch.leave_out(items)
 
 
 def pytest_collection_finish(session):
