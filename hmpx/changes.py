@@ -26,7 +26,7 @@ class _Missing:
 MISSING: Any = _Missing()  # what a place holds that holds nothing
 
 
-class Place(Protocol):
+class Holder(Protocol):
     """Something that holds one value.
 
     label, verb: what a warning calls it, and a change of it.
@@ -117,7 +117,7 @@ class Part(Protocol):
 class Put:
     """A part that puts one value into one place."""
 
-    place: Place
+    place: Holder
     value: Any
 
     def apply(self, changes: Changes) -> None:
@@ -154,7 +154,7 @@ class Changes:
     def __init__(self) -> None:
         self._undo: list[_Undo] = []
 
-    def put(self, place: Place, value: Any) -> Any:
+    def put(self, place: Holder, value: Any) -> Any:
         """Make `place` hold `value` until this is closed; return what it held, `MISSING` for nothing."""
         before = place.read()
         if before is not value:
@@ -201,7 +201,7 @@ class _Undo:
         self.function, self.args = function, args
 
 
-def take_back(place: Place, ours: Any, before: Any) -> None:
+def take_back(place: Holder, ours: Any, before: Any) -> None:
     """Undo one change: `place` was given `ours` where there was `before`."""
     now = place.read()
     if now is ours:

@@ -66,6 +66,16 @@ def sources(package: Path = ROOT / "hmpx") -> dict[str, ast.Module]:
     return found
 
 
+def test_a_class_has_a_name_of_its_own():
+    """A reader who meets a name finds one class of it."""
+    rooms: dict[str, list[str]] = {}
+    for room, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                rooms.setdefault(node.name, []).append(room)
+    assert {name: where for name, where in rooms.items() if len(where) > 1} == {}
+
+
 def test_text_is_read_and_written_as_utf_8():
     """Whatever the encoding of the system is."""
     for name, tree in sources().items():

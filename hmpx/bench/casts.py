@@ -29,7 +29,7 @@ def run(repeat: int, device: torch.device) -> measure.Bench:
         micro = {way: 1e6 * taken[name] / _CALLS for way, taken in times.items()}
         figures = {f"{way} us": value for way, value in micro.items()}
         ratios = {f"hmpx/{peer}": micro["hmpx"] / micro[peer] for peer in ("autocast", "torch")}
-        rows.append(measure.Row(name, figures | ratios))
+        rows.append(measure.Line(name, figures | ratios))
     return measure.Bench(f"One call on 8 x 8 tensors, autocast's lists, {measure.where(device)}", rows)
 
 
@@ -55,7 +55,7 @@ def run_kept(repeat: int, device: torch.device) -> measure.Bench:
     many = {way: (context, {"": _many(works[""], calls)}) for way, (context, works) in ways.items()}
     with torch.no_grad():
         times = measure.best_times_in(many, repeat, device)
-    rows = [measure.Row(way, {"us": 1e6 * taken[""] / calls}) for way, taken in times.items()]
+    rows = [measure.Line(way, {"us": 1e6 * taken[""] / calls}) for way, taken in times.items()]
     return measure.Bench(f"A linear layer, {_BATCH} x {_SIDE} to {_SIDE}, {measure.where(device)}", rows)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hmpx.bench import measure, peers
-from hmpx.bench.train import Subject
+from hmpx.bench.train import Training
 from hmpx.insight.comparing.compare import compare
 from hmpx.insight.recording.record import record
 from hmpx.ops.catalog import catalog
@@ -31,7 +31,7 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
     rows = []
     for name in models:
         print(f"looking at {name}", file=sys.stderr)
-        subject = Subject(name, device)
+        subject = Training(name, device)
         works = {_STEP: subject.works()[_STEP]}
         ways: dict[str, measure.Way] = {
             "hmpx": (lambda: peers.hmpx(device), works),
@@ -44,7 +44,7 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
         figures = {"hmpx ms": 1e3 * times["hmpx"], "torch ms": 1e3 * times["torch"], "begin ms": 1e3 * begin}
         figures |= {f"{way}/hmpx": times[way] / times["hmpx"] for way in ("off", "record", "compare")}
         figures["compare/torch"] = times["compare"] / times["torch"]
-        rows.append(measure.Row(name, figures | {"runs": runs, "changed": _changed(device)}))
+        rows.append(measure.Line(name, figures | {"runs": runs, "changed": _changed(device)}))
     return measure.Bench(f"A step that is looked at, autocast's lists, {measure.where(device)}", rows)
 
 
@@ -62,7 +62,7 @@ def _recording(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _compared(subject: Subject, repeat: int, device: torch.device) -> tuple[float, float, float]:
+def _compared(subject: Training, repeat: int, device: torch.device) -> tuple[float, float, float]:
     """Seconds that a call of `compare` takes to begin with, and for each batch; and how often each batch is run."""
 
     def loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ def run(sizes: Sequence[float]) -> measure.Bench:
     )
 
 
-def _row(elements: int, how: str, weights: Weights, state_dtype: StateDtype) -> measure.Row:
+def _row(elements: int, how: str, weights: Weights, state_dtype: StateDtype) -> measure.Line:
     alone = None if how == "hmpx" else step_of(elements, how, weights, state_dtype, by_kernels=False)
     told = step_of(elements, how, weights, state_dtype, by_kernels=True)
     figures = {
@@ -188,7 +188,7 @@ def _row(elements: int, how: str, weights: Weights, state_dtype: StateDtype) -> 
         "transient": told.peak / elements,
     }
     name = f"{elements / 1e6:.0f} M, {how}, {weights}, {state_name(state_dtype)} state"
-    return measure.Row(name, {column: value for column, value in figures.items() if value is not None})
+    return measure.Line(name, {column: value for column, value in figures.items() if value is not None})
 
 
 def minimum(elements: int, how: str, weights: Weights, state_dtype: StateDtype) -> float:

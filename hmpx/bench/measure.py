@@ -22,7 +22,7 @@ COUNTS = "calls", "torch alone", "syncs"  # columns of whole numbers
 
 
 @dataclass
-class Row:
+class Line:
     """One line of a table: its figures, by column."""
 
     name: str
@@ -34,7 +34,7 @@ class Bench:
     """What was measured, in which surroundings, and what was not, and why."""
 
     title: str
-    rows: list[Row]
+    rows: list[Line]
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -179,10 +179,10 @@ def _quiet() -> Iterator[None]:
         os.close(kept)
 
 
-def rows(times: dict[str, float], more: dict[str, dict[str, float]] | None = None) -> list[Row]:
+def rows(times: dict[str, float], more: dict[str, dict[str, float]] | None = None) -> list[Line]:
     """One row a candidate; `ratio` is to the first one's time."""
     reference = next(iter(times.values()))
     return [
-        Row(name, {"ms": 1e3 * seconds, "ratio": seconds / reference, **(more or {}).get(name, {})})
+        Line(name, {"ms": 1e3 * seconds, "ratio": seconds / reference, **(more or {}).get(name, {})})
         for name, seconds in times.items()
     ]

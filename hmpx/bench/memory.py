@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hmpx.bench.measure import Bench, Row
+from hmpx.bench.measure import Bench, Line
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import read_recipe
 from hmpx.updates.footprint import MODES, Footprint
@@ -47,12 +47,12 @@ def run(params: float, ranks: Sequence[int], recipes: Sequence[str], states: int
     return [
         Bench(
             f"bytes per parameter, {states} state tensors; MiB: what a step of all of it takes more, by device",
-            [Row(name, _by_purpose(each, params)) for name, each in prints.items()],
+            [Line(name, _by_purpose(each, params)) for name, each in prints.items()],
         ),
         Bench(
             f"GiB on each rank, {params:.3g} parameters, without activations; by number of ranks",
             [
-                Row(f"{name}, {mode}", {f"{n}": each.on_rank(params, n, mode) / 2**30 for n in ranks})
+                Line(f"{name}, {mode}", {f"{n}": each.on_rank(params, n, mode) / 2**30 for n in ranks})
                 for name, each in prints.items()
                 for mode in MODES
                 if mode == "fsdp2" or not ways[name].release_gradients  # see `notes`

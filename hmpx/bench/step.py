@@ -74,13 +74,13 @@ _COLUMNS = {
 }
 
 
-def _row(model: str, ways: dict[str, tuple[torch.dtype, Callable]], repeat: int, device: torch.device) -> measure.Row:
+def _row(model: str, ways: dict[str, tuple[torch.dtype, Callable]], repeat: int, device: torch.device) -> measure.Line:
     shapes = list(LISTS[model]())
     steps = {column: make(_parameters(shapes, dtype, device)) for column, (dtype, make) in ways.items()}
     times = measure.best_times(steps, repeat, device)
     reference = times.pop("torch")
     name = f"{model}, {len(shapes)} tensors, {sum(map(math.prod, shapes)) / 1e6:.2f} M"
-    return measure.Row(name, {"torch ms": 1e3 * reference, **{k: seconds / reference for k, seconds in times.items()}})
+    return measure.Line(name, {"torch ms": 1e3 * reference, **{k: seconds / reference for k, seconds in times.items()}})
 
 
 def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Params:

@@ -34,8 +34,8 @@ def run(repeat: int, device: torch.device, models: Sequence[str], compiled: bool
     return measure.Bench(f"Whole models, autocast's lists, {measure.where(device)}", rows)
 
 
-def _eager(model: str, repeat: int, device: torch.device) -> list[measure.Row]:
-    subject = Subject(model, device)
+def _eager(model: str, repeat: int, device: torch.device) -> list[measure.Line]:
+    subject = Training(model, device)
     # A forward enters autocast, as it does in users' code; a conversion stands around everything.
     ways: dict[str, measure.Way] = {
         "torch": (contextlib.nullcontext, subject.works()),
@@ -46,10 +46,10 @@ def _eager(model: str, repeat: int, device: torch.device) -> list[measure.Row]:
     return _rows(f"{model}, eager", measure.median_times_in(ways, repeat, device))
 
 
-def _compiled(model: str, repeat: int, device: torch.device) -> list[measure.Row]:
+def _compiled(model: str, repeat: int, device: torch.device) -> list[measure.Line]:
     """Under one conversion: to convert is to compile anew. Plain torch and autocast run with casts disabled."""
     print(f"compiling {model}", file=sys.stderr)
-    subject = Subject(model, device, compiled=True)
+    subject = Training(model, device, compiled=True)
     with peers.hmpx(device):
         ways: dict[str, measure.Way] = {
             "torch": (disable_casts, subject.works()),
@@ -65,7 +65,7 @@ def _cached(device: torch.device) -> Iterator[None]:
         yield
 
 
-class Subject:
+class Training:
     """One model, its optimizer and a batch, for all ways: where tensors lie in memory makes a difference."""
 
     def __init__(self, model: str, device: torch.device, compiled: bool = False) -> None:
@@ -108,12 +108,12 @@ class Subject:
         return F.cross_entropy(self.model(self.inputs), self.targets)
 
 
-def _rows(title: str, times: dict[str, dict[str, float]]) -> list[measure.Row]:
+def _rows(title: str, times: dict[str, dict[str, float]]) -> list[measure.Line]:
     rows = []
     for work in times["torch"]:
         taken = {way: works[work] for way, works in times.items() if work in works}
         figures = {f"{way} ms": 1e3 * seconds for way, seconds in taken.items()}
         ratios = {f"{way}/autocast": taken[way] / taken["autocast"] for way in ("hmpx", _CACHED) if way in taken}
         ratios["hmpx/torch"] = taken["hmpx"] / taken["torch"]
-        rows.append(measure.Row(f"{title}, {work}", figures | ratios))
+        rows.append(measure.Line(f"{title}, {work}", figures | ratios))
     return rows

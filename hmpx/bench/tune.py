@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hmpx.bench import measure
-from hmpx.bench.train import Subject
+from hmpx.bench.train import Training
 from hmpx.insight import observed
 from hmpx.insight.comparing import subject as comparing
 from hmpx.insight.comparing.calls import Compared
@@ -33,19 +33,19 @@ def run(device: torch.device, models: Sequence[str]) -> measure.Bench:
     rows = []
     for name in models:
         print(f"tuning {name}", file=sys.stderr)
-        model = Subject(name, device)
+        model = Training(name, device)
         batches = [(torch.randn_like(model.inputs), model.targets) for _ in range(_BATCHES + _HELD_OUT)]
         usual = _OneByOne(model.model, batches)
         began = perf_counter()
         left = usual.run()
         seconds = perf_counter() - began
         figures = {"asked": usual.asked, "passes": usual.passes, "s": seconds, "error": left.gradient_error}
-        rows.append(measure.Row(f"{name}, one by one, {usual.sites} sites", figures))
+        rows.append(measure.Line(f"{name}, one by one, {usual.sites} sites", figures))
         began = perf_counter()
         found = tune(model.model, batches, _loss, objective="coverage", tolerance=usual.asked, progress=False)
         seconds = perf_counter() - began
         figures = {"asked": usual.asked, "passes": found.steps, "s": seconds, "error": found.gradient_error}
-        rows.append(measure.Row(f"{name}, tune", figures | {"share": found.share}))
+        rows.append(measure.Line(f"{name}, tune", figures | {"share": found.share}))
     return measure.Bench(f"Half of BF16's gradient error, {measure.where(device)}", rows)
 
 

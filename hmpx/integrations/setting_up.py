@@ -58,7 +58,7 @@ class SettingUp:
         self._rules: list[ModuleRule] = []
         frameworks.say_version(framework)
 
-    def refuse(self, asked: Iterable[frameworks.Asked]) -> None:
+    def refuse(self, asked: Iterable[frameworks.FrameworkSetting]) -> None:
         """Raise if the framework was asked for what does not go with the recipe, or another recipe is in force."""
         if installation.current(Activation) is not None:
             raise HmpxError(

@@ -24,7 +24,7 @@ import torch.overrides
 from torch.utils._device import _device_constructors
 
 from hmpx.ops import op_facts
-from hmpx.ops.composition import COMPOSED, Row
+from hmpx.ops.composition import COMPOSED, Composition
 from hmpx.ops.garbage import none_collected
 from hmpx.ops.signatures import Argument, Signature, is_tensor, read_signature, schemas
 
@@ -67,7 +67,7 @@ class Op:
     refuses_mixed: bool = False
     computes: bool = True
     view: bool = False
-    rows: tuple[Row, ...] = field(default=(), repr=False)
+    rows: tuple[Composition, ...] = field(default=(), repr=False)
 
 
 def _python_signature(function: Any) -> Signature:

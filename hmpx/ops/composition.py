@@ -24,7 +24,7 @@ import torch
 Tensor = torch.Tensor
 
 
-class Row(NamedTuple):
+class Composition(NamedTuple):
     """A composed op's parts. `ways`: one tuple of parts for each way to run. `when`: for which arguments; None: all."""
 
     ways: tuple[tuple[str, ...], ...]
@@ -218,11 +218,11 @@ _ALWAYS = {
 _BY_ARGUMENTS["matrix_power"] = _BY_ARGUMENTS["linalg_matrix_power"]
 
 
-def _row(text: str, when: Callable[..., bool] | None = None) -> Row:
-    return Row(tuple(tuple(way.split()) for way in text.split("|")), when)
+def _row(text: str, when: Callable[..., bool] | None = None) -> Composition:
+    return Composition(tuple(tuple(way.split()) for way in text.split("|")), when)
 
 
-COMPOSED: dict[str, tuple[Row, ...]] = {
+COMPOSED: dict[str, tuple[Composition, ...]] = {
     **{name: (_row(text),) for name, text in _ALWAYS.items()},
     **{name: tuple(_row(*row) for row in rows) for name, rows in _BY_ARGUMENTS.items()},
 }

@@ -95,11 +95,11 @@ def _around(observer: Observer, point: Point, run: Run, frame: types.FrameType, 
     return observer(point, run, frame, args, kwargs)
 
 
-class _Thread(threading.local):
+class _Observing(threading.local):
     inside = False  # of a call that is observed
 
 
-_thread = _Thread()
+_thread = _Observing()
 
 
 def observed(

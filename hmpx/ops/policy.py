@@ -13,7 +13,7 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.ops import op_facts
 from hmpx.ops.catalog import Op, canonical, catalog
-from hmpx.ops.composition import ONLY_FP32, Row
+from hmpx.ops.composition import ONLY_FP32, Composition
 from hmpx.ops.fp8.format import FORMATS, Format
 from hmpx.ops.op_lists import SIDES
 
@@ -150,7 +150,7 @@ class Policy:
         followed = tuple(dict.fromkeys(name for case in cases for name in case.follows))
         return (replace(cases[0], when=None, follows=followed),) if agreed else tuple(cases)
 
-    def _case(self, op: Op, row: Row) -> Case:
+    def _case(self, op: Op, row: Composition) -> Case:
         found = self._of_parts(row)
         rules: set[Rule] = {rule for rule in found.values() if rule is not Rule.PROMOTE}
         rules = rules or set(found.values())
@@ -168,7 +168,7 @@ class Policy:
             rule = Rule.BF16
         return Case(rule, when, follows, self.fp8_format if rule is Rule.FP8 else None)
 
-    def _of_parts(self, row: Row) -> dict[str, Rule]:
+    def _of_parts(self, row: Composition) -> dict[str, Rule]:
         """The rules of a composed op's parts, by listed name."""
         found: dict[str, Rule] = {}
         for name in row.parts:

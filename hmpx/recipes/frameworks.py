@@ -33,7 +33,7 @@ ACCUMULATION, GRADIENT_NORM = "accumulation", "gradient norm"
 
 
 @dataclass(frozen=True)
-class Asked:
+class FrameworkSetting:
     """One thing that a framework was asked for: in the words of the user's script, and what it does."""
 
     words: str
@@ -41,22 +41,22 @@ class Asked:
     instead: str = "leave it out"
 
 
-def of_accelerate() -> Iterator[Asked]:
+def of_accelerate() -> Iterator[FrameworkSetting]:
     """What the `Accelerator` of this process was asked for; nothing if there is none."""
     states = sys.modules.get("accelerate.state")
     if states is None:
         return
     precision = states.AcceleratorState._shared_state.get("_mixed_precision", "no")
     if precision not in ("no", None):
-        yield Asked(f"Accelerator(mixed_precision={str(precision)!r})", AUTOCAST)
+        yield FrameworkSetting(f"Accelerator(mixed_precision={str(precision)!r})", AUTOCAST)
     if str(states.PartialState._shared_state.get("distributed_type")).endswith("DEEPSPEED"):
-        yield Asked("Accelerate's DeepSpeed plugin", ENGINE)
+        yield FrameworkSetting("Accelerate's DeepSpeed plugin", ENGINE)
     steps = (states.GradientState._shared_state.get("plugin_kwargs") or {}).get("num_steps", 1)
     if steps > 1:
-        yield Asked(f"Accelerator(gradient_accumulation_steps={steps})", ACCUMULATION)
+        yield FrameworkSetting(f"Accelerator(gradient_accumulation_steps={steps})", ACCUMULATION)
 
 
-def of_transformers(arguments: Any) -> Iterator[Asked]:
+def of_transformers(arguments: Any) -> Iterator[FrameworkSetting]:
     """What `TrainingArguments` ask for, and Accelerate below them."""
     for name, what in (
         *(("bf16", AUTOCAST), ("fp16", AUTOCAST)),
@@ -65,31 +65,33 @@ def of_transformers(arguments: Any) -> Iterator[Asked]:
         if getattr(arguments, name, False):
             kind = type(arguments).__name__
             by_itself = "" if kind == "TrainingArguments" else f", which {kind} sets by itself"  # TRL's do
-            yield Asked(f"{kind}({name}=True)", what, f"write {name}=False{by_itself}")
+            yield FrameworkSetting(f"{kind}({name}=True)", what, f"write {name}=False{by_itself}")
     if not (getattr(arguments, "bf16", False) or getattr(arguments, "fp16", False)):  # `accelerate launch` may have
         yield from (asked for asked in of_accelerate() if asked.what == AUTOCAST)
     if getattr(arguments, "deepspeed", None):
-        yield Asked("TrainingArguments(deepspeed=...)", ENGINE)
+        yield FrameworkSetting("TrainingArguments(deepspeed=...)", ENGINE)
     if arguments.gradient_accumulation_steps > 1:
         steps = arguments.gradient_accumulation_steps
-        yield Asked(f"TrainingArguments(gradient_accumulation_steps={steps})", ACCUMULATION)
+        yield FrameworkSetting(f"TrainingArguments(gradient_accumulation_steps={steps})", ACCUMULATION)
     # With max_grad_norm=0 the Trainer still measures the norm, to log it.
-    yield Asked(f"TrainingArguments(max_grad_norm={arguments.max_grad_norm})", GRADIENT_NORM)
+    yield FrameworkSetting(f"TrainingArguments(max_grad_norm={arguments.max_grad_norm})", GRADIENT_NORM)
 
 
-def of_lightning(trainer: Any) -> Iterator[Asked]:
+def of_lightning(trainer: Any) -> Iterator[FrameworkSetting]:
     """What a `Trainer` of Lightning was asked for."""
     precision = getattr(trainer.precision_plugin, "precision", "32-true")
     if not hasattr(trainer.precision_plugin, "recipe") and precision != "32-true":
-        yield Asked(f"Trainer(precision={precision!r})", AUTOCAST if precision.endswith("mixed") else MODEL_DTYPE)
+        yield FrameworkSetting(
+            f"Trainer(precision={precision!r})", AUTOCAST if precision.endswith("mixed") else MODEL_DTYPE
+        )
     if type(trainer.strategy).__name__ == "DeepSpeedStrategy":
-        yield Asked("Trainer(strategy=DeepSpeedStrategy())", ENGINE)
+        yield FrameworkSetting("Trainer(strategy=DeepSpeedStrategy())", ENGINE)
     if trainer.accumulate_grad_batches > 1:
-        yield Asked(f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})", ACCUMULATION)
+        yield FrameworkSetting(f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})", ACCUMULATION)
     if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
-        yield Asked("the callback GradientAccumulationScheduler", ACCUMULATION)
+        yield FrameworkSetting("the callback GradientAccumulationScheduler", ACCUMULATION)
     if trainer.gradient_clip_val:
-        yield Asked(f"Trainer(gradient_clip_val={trainer.gradient_clip_val})", GRADIENT_NORM)
+        yield FrameworkSetting(f"Trainer(gradient_clip_val={trainer.gradient_clip_val})", GRADIENT_NORM)
 
 
 def has_accelerator() -> bool:
@@ -98,7 +100,7 @@ def has_accelerator() -> bool:
     return states is not None and bool(states.AcceleratorState._shared_state)
 
 
-def conflict(asked: Asked, recipe: Recipe) -> str:
+def conflict(asked: FrameworkSetting, recipe: Recipe) -> str:
     """Why it does not go with a recipe, and the way out; an empty string if it does."""
     if asked.what == AUTOCAST and recipe.opt_level is not None:
         why = "its torch.autocast would cast the ops once more, by lists of its own"
@@ -119,7 +121,7 @@ def conflict(asked: Asked, recipe: Recipe) -> str:
     return ""
 
 
-def refuse(everything: Iterable[Asked], recipe: Recipe) -> None:
+def refuse(everything: Iterable[FrameworkSetting], recipe: Recipe) -> None:
     """Raise for what does not go with a recipe; say in one line, at INFO, where autocast and a recipe both make sense.
 
     Raises:
@@ -162,7 +164,7 @@ _WRAPPERS = {
 }
 
 # The constructors that are watched, by their module, and how to read what they were given.
-_CONSTRUCTORS: dict[str, tuple[str, Callable[[Any], Iterable[Asked]]]] = {
+_CONSTRUCTORS: dict[str, tuple[str, Callable[[Any], Iterable[FrameworkSetting]]]] = {
     "accelerate.accelerator": ("Accelerator", lambda accelerator: of_accelerate()),
     "transformers.trainer": ("Trainer", lambda trainer: of_transformers(trainer.args)),
     "lightning.pytorch.trainer.trainer": ("Trainer", of_lightning),
@@ -175,7 +177,7 @@ def watch_frameworks(recipes: Iterable[Recipe], changes: Changes) -> None:
     """Warn of each conflict once, when a framework's trainer has been made, until `changes` are undone."""
     recipes, said, ended = list(recipes), set(), []  # type: ignore[var-annotated]
 
-    def made(framework: str, everything: Iterable[Asked]) -> None:
+    def made(framework: str, everything: Iterable[FrameworkSetting]) -> None:
         say_version(framework)
         for asked in everything:
             conflicts = [conflict(asked, recipe) for recipe in recipes]
@@ -183,7 +185,7 @@ def watch_frameworks(recipes: Iterable[Recipe], changes: Changes) -> None:
                 said.add(asked)
                 logger.warning("hmpx: %s", conflicts[0])
 
-    def watch(name: str, read: Callable[[Any], Iterable[Asked]], module: ModuleType) -> None:
+    def watch(name: str, read: Callable[[Any], Iterable[FrameworkSetting]], module: ModuleType) -> None:
         if not ended:
             cls, tell = getattr(module, name), functools.partial(made, module.__name__.split(".")[0])
             changes.put(Attribute(cls, "__init__", f"{name}.__init__"), _watched(cls.__init__, read, tell, ended))

@@ -80,9 +80,9 @@ from torch.nn.functional import pad
 
 from hmpx.rounding import native
 from hmpx.rounding.dataless import is_on_host
-from hmpx.rounding.kernels import Kernels, kernels_for
+from hmpx.rounding.kernels import RoundingKernels, kernels_for
 from hmpx.rounding.keys import derive_key
-from hmpx.rounding.places import Keys, Place, numbers_of
+from hmpx.rounding.spans import Keys, Span, numbers_of
 from hmpx.rounding.xla import reinterpreted, shifted
 
 Tensor = torch.Tensor
@@ -208,7 +208,7 @@ def encode(
     scales: Tensor,
     rows: Rows,
     start: int,
-    places: Sequence[Place],
+    spans: Sequence[Span],
     keys: Keys,
     given: bool = False,
 ) -> None:
@@ -217,18 +217,18 @@ def encode(
     Args:
         codes: uint8.
         scales: BF16, of all rows that are held.
-        places, keys: what the random numbers of the elements of `x` depend on.
+        spans, keys: what the random numbers of the elements of `x` depend on.
         given: whether the scales are there; else those of these elements are written.
     """
     if not x.numel():
         return
     kernels = _kernels(scales, x, codes)
-    if kernels is not None and all(place.has_one_key for place in places):
-        kernels.encode_8bit(native.Coding(x, codes, scales, rows, start, places, derive_key(*keys), given))
+    if kernels is not None and all(span.has_one_key for span in spans):
+        kernels.encode_8bit(native.Coding(x, codes, scales, rows, start, spans, derive_key(*keys), given))
         return
     if not given:
         scales.view(-1)[rows.range(start, start + x.numel())] = scales_for(*largest(x, rows, start))
-    numbers = numbers_of(x, places, keys)
+    numbers = numbers_of(x, spans, keys)
     for sheet in _sheets(start, x, rows):
         scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
         values, r = (sheet.in_blocks(each, start) for each in (x, numbers))
@@ -266,7 +266,7 @@ def decode(out: Tensor, codes: Tensor, scales: Tensor, rows: Rows, start: int) -
         out[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(y)
 
 
-def _kernels(scales: Tensor, *tensors: Tensor) -> Kernels | None:
+def _kernels(scales: Tensor, *tensors: Tensor) -> RoundingKernels | None:
     """The kernels that can read all these tensors; scales have a shape of their own."""
     return kernels_for(*tensors) if native.is_plain(scales) and scales.device == tensors[0].device else None
 

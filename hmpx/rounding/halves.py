@@ -20,7 +20,7 @@ import torch
 from hmpx.rounding import native
 from hmpx.rounding.dataless import is_on_host
 from hmpx.rounding.keys import derive_key
-from hmpx.rounding.places import Keys, Place, numbers_of
+from hmpx.rounding.spans import Keys, Span, numbers_of
 from hmpx.rounding.xla import reinterpreted, shifted
 
 Tensor = torch.Tensor
@@ -46,18 +46,18 @@ def join(upper: Tensor, lower: Tensor, out: Tensor) -> None:
     out.copy_(reinterpreted(bits, torch.float32))
 
 
-def split_24(x: Tensor, upper: Tensor, lower: Tensor, places: Sequence[Place], keys: Keys) -> None:
+def split_24(x: Tensor, upper: Tensor, lower: Tensor, spans: Sequence[Span], keys: Keys) -> None:
     """Write FP32 `x`, rounded to 24 bits, to BF16 `upper` and int8 `lower`; `join_24` is the inverse.
 
-    places, keys: what the random numbers of the elements of `x`, row by row, depend on.
+    spans, keys: what the random numbers of the elements of `x`, row by row, depend on.
     """
-    if native.can_read(x, upper, lower) and all(place.has_one_key for place in places):
-        native.split_24(x.view(-1), upper.view(-1), lower.view(-1), places, derive_key(*keys))
+    if native.can_read(x, upper, lower) and all(span.has_one_key for span in spans):
+        native.split_24(x.view(-1), upper.view(-1), lower.view(-1), spans, derive_key(*keys))
         torch.autograd.graph.increment_version(upper)
         return
     bits = _kept_bits(x)
     bits = bits + torch.where(
-        (bits & 0x7FFFFFFF) <= 0x7F7FFF00, shifted(numbers_of(x, places, keys), 8).view(x.shape), 0
+        (bits & 0x7FFFFFFF) <= 0x7F7FFF00, shifted(numbers_of(x, spans, keys), 8).view(x.shape), 0
     )
     lower.copy_(shifted(bits, 8))  # to the low 8 bits, as C casts
     upper.copy_(_upper(bits & -0x100))

@@ -11,7 +11,7 @@ from hmpx.rounding import native, triton
 from hmpx.rounding.dataless import lacks_data
 
 
-class Kernels(Protocol):
+class RoundingKernels(Protocol):
     """The functions that both have; `native` documents each."""
 
     @property
@@ -27,15 +27,15 @@ class Kernels(Protocol):
 
     def decode_8bit(self, codes: Tensor, scales: Tensor, out: Tensor, rows: Sequence[int], start: int) -> None: ...
 
-    def read(self, held: native.Held) -> Tensor: ...
+    def read(self, held: native.StoredTensor) -> Tensor: ...
 
-    def step_list(self, kernel: str, stepped: Sequence[native.Stepped], step_key: int) -> None: ...
-
-
-_ALL: tuple[Kernels, ...] = (native, triton)
+    def step_list(self, kernel: str, stepped: Sequence[native.StepArguments], step_key: int) -> None: ...
 
 
-def kernels_for(*tensors: Tensor) -> Kernels | None:
+_ALL: tuple[RoundingKernels, ...] = (native, triton)
+
+
+def kernels_for(*tensors: Tensor) -> RoundingKernels | None:
     """The kernels that can read these tensors of equal shape; None if none can."""
     if any(map(lacks_data, tensors)):
         return None

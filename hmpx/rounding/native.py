@@ -47,19 +47,19 @@ class Coded(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """What `eight_bits.encode` is given, of tensors with elements, within one key; of each place as `split_24`."""
+    """What `eight_bits.encode` is given, of tensors with elements, within one key; of each span as `split_24`."""
 
     x: torch.Tensor
     codes: torch.Tensor
     scales: torch.Tensor
     rows: Sequence[int]
     start: int
-    places: Sequence[Sequence[int]]
+    spans: Sequence[Sequence[int]]
     key: int
     given: bool
 
 
-class Held(NamedTuple):
+class StoredTensor(NamedTuple):
     """A contiguous tensor of a parameter, as held between two steps.
 
     kind: of `native_held.c`, BF16 and above. name: its hash.
@@ -76,7 +76,7 @@ class Held(NamedTuple):
     row: int = 0
 
 
-class Stepped(NamedTuple):
+class StepArguments(NamedTuple):
     """One parameter of `step_list`.
 
     weight, grad, states: FP32 or BF16, plain and of one shape, states in 8 bits too; they stand in the order that
@@ -92,7 +92,7 @@ class Stepped(NamedTuple):
     states: tuple[torch.Tensor | Coded | None, ...]
     state_names: tuple[int, ...]
     scalars: tuple[float, ...]
-    kept: Held | None = None
+    kept: StoredTensor | None = None
 
 
 def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
@@ -112,7 +112,7 @@ def round_list(roundings: Sequence[KernelRounding], step_key: int) -> None:
     _kernels().round_list(words.buffer_info()[0], len(roundings), step_key, torch.get_num_threads())
 
 
-def shown_words(held: Held, start: int, count: int) -> tuple[int, ...]:
+def shown_words(held: StoredTensor, start: int, count: int) -> tuple[int, ...]:
     """The words that describe `count` elements from `start` on to kernels, but for the address of their FP32 copy."""
     row = held.row or held.tensor.numel()
     return count, 0, start, held.tensor.numel(), row, *_held_words(*held[:-1])
@@ -128,7 +128,7 @@ def hold_at(words: array[int], addresses: Sequence[int]) -> None:
     words[5 : 5 + _SHOWN * len(addresses) : _SHOWN] = array("Q", addresses)
 
 
-def read(held: Held) -> torch.Tensor:
+def read(held: StoredTensor) -> torch.Tensor:
     """The whole tensor in FP32. Needs `library()`."""
     out = torch.empty_like(held.tensor, dtype=torch.float32)
     words = array("Q", shown_words(held, 0, out.numel()))
@@ -149,7 +149,7 @@ def write_words(words: array[int], first: int, step_key: int) -> None:
     _kernels().write_list(address, count, step_key, torch.get_num_threads())
 
 
-def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:
+def step_list(kernel: str, stepped: Sequence[StepArguments], step_key: int) -> None:
     """Step all of these parameters in place, in one call, by one of `KERNELS`. Needs `library()`."""
     scalars = array("f")
     for each in stepped:
@@ -157,13 +157,13 @@ def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:
     step_words(kernel, words_of(stepped), scalars, step_key)
 
 
-def words_of(stepped: Sequence[Stepped]) -> array[int]:
+def words_of(stepped: Sequence[StepArguments]) -> array[int]:
     """The words that describe each parameter to the kernels."""
     words = array("Q")
     for each in stepped:
         weight = each.weight
         row = next((state.row for state in each.states if isinstance(state, Coded)), weight.numel())
-        kept = each.kept or Held(weight, KINDS[weight.dtype], each.name)
+        kept = each.kept or StoredTensor(weight, KINDS[weight.dtype], each.name)
         grad = _held_words(each.grad, KINDS[each.grad.dtype], 0)
         words.extend((weight.numel(), row, *_held_words(*kept[:-1]), *grad))
         for state, name in zip(each.states, each.state_names, strict=True):
@@ -205,18 +205,18 @@ def step_words(kernel: str, words: array[int], scalars: array[float], step_key: 
 
 
 def split_24(
-    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, places: Sequence[Sequence[int]], key: int
+    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, spans: Sequence[Sequence[int]], key: int
 ) -> None:
-    """`halves.split_24` on flat tensors, within one key; of each place first, last, offset, width and stride."""
-    for first, last, offset, width, stride in places:
+    """`halves.split_24` on flat tensors, within one key; of each span first, last, offset, width and stride."""
+    for first, last, offset, width, stride in spans:
         pointers = (tensor[first:last].data_ptr() for tensor in (x, upper, lower))
         _kernels().split_24(*pointers, last - first, key, offset, width, stride, torch.get_num_threads())
 
 
 def encode_8bit(coding: Coding) -> None:
     """Write codes, and the scales unless they are given. Needs `library()`."""
-    x, codes, scales, rows, start, places, key, given = coding
-    for first, last, offset, width, stride in places:
+    x, codes, scales, rows, start, spans, key, given = coding
+    for first, last, offset, width, stride in spans:
         pointers = x[first:last].data_ptr(), codes[first:last].data_ptr(), scales.data_ptr()
         where = last - first, key, offset, width, stride, start + first, *rows
         _kernels().encode_8bit(*pointers, *where, given, torch.get_num_threads())

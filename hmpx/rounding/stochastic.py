@@ -33,7 +33,7 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import eager, native, xla
-from hmpx.rounding.kernels import Kernels, kernels_for
+from hmpx.rounding.kernels import RoundingKernels, kernels_for
 from hmpx.rounding.keys import MAX_UINT64, derive_key, name_id, step_key
 
 Tensor = torch.Tensor
@@ -147,7 +147,7 @@ class Rounding(NamedTuple):
 
 def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
     """`round_into` for many tensors, in one kernel call for each device where kernels can read them."""
-    together: dict[torch.device, tuple[Kernels, list[native.KernelRounding]]] = {}
+    together: dict[torch.device, tuple[RoundingKernels, list[native.KernelRounding]]] = {}
     for rounding in roundings:
         out, x, name, offset, width, stride = rounding
         count = x.numel()

@@ -14,7 +14,18 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.keys import key_of
-from hmpx.rounding.native import BF16, CODED, FP32, KINDS, Coded, Coding, Held, KernelRounding, Stepped, is_plain
+from hmpx.rounding.native import (
+    BF16,
+    CODED,
+    FP32,
+    KINDS,
+    Coded,
+    Coding,
+    KernelRounding,
+    StepArguments,
+    StoredTensor,
+    is_plain,
+)
 
 try:
     from hmpx.rounding import triton_kernels
@@ -97,7 +108,7 @@ class _Part(NamedTuple):
     """One row of a table: tensors whose elements lie in one way, with their keys."""
 
     lain: _Lain
-    tensors: tuple[Held | None, ...]
+    tensors: tuple[StoredTensor | None, ...]
     keys: tuple[int, ...]
     scalars: tuple[float, ...] = ()
 
@@ -114,7 +125,7 @@ class _Part(NamedTuple):
         return *kinds, max(held.every for held in there), lie
 
 
-def _addresses(held: Held) -> list[int]:
+def _addresses(held: StoredTensor) -> list[int]:
     return [0 if each is None else each.data_ptr() for each in (held.tensor, held.beside, held.sums)]
 
 
@@ -154,7 +165,7 @@ def _on(device: torch.device, numbers: array, dtype: torch.dtype) -> torch.Tenso
     return host.pin_memory().to(device, non_blocking=not torch.cuda.is_current_stream_capturing())
 
 
-def _move(lain: _Lain, source: Held, target: Held, key: int = 0) -> _Part:
+def _move(lain: _Lain, source: StoredTensor, target: StoredTensor, key: int = 0) -> _Part:
     return _Part(lain, (source, target), (0, key))
 
 
@@ -164,7 +175,7 @@ def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int
     Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
     """
     lain = _Lain.in_rows(x.numel(), offset, width or x.numel(), stride)
-    _launch("move_list", [_move(lain, Held(x, FP32), Held(out, BF16), key)])
+    _launch("move_list", [_move(lain, StoredTensor(x, FP32), StoredTensor(out, BF16), key)])
 
 
 def round_list(roundings: Sequence[KernelRounding], step_key: int) -> None:
@@ -172,18 +183,18 @@ def round_list(roundings: Sequence[KernelRounding], step_key: int) -> None:
     parts = []
     for out, x, name, offset, width, stride in roundings:
         lain = _Lain.in_rows(x.numel(), offset & 0xFFFFFFFF, width, stride)
-        parts.append(_move(lain, Held(x, FP32), Held(out, BF16), key_of(step_key, name, offset >> 32)))
+        parts.append(_move(lain, StoredTensor(x, FP32), StoredTensor(out, BF16), key_of(step_key, name, offset >> 32)))
     _launch("move_list", parts)
 
 
 def encode_8bit(coding: Coding) -> None:
     """Write codes, and the scales unless they are given; as `native.encode_8bit`."""
-    x, codes, scales, rows, start, places, key, given = coding
+    x, codes, scales, rows, start, spans, key, given = coding
     parts, (row, column, whole) = [], rows
-    for first, last, offset, width, stride in places:
+    for first, last, offset, width, stride in spans:
         lain = _Lain(last - first, offset, width, stride, row, whole, start + first, column)
-        held = Held(codes[first:last], _SCALED if given else CODED, beside=scales)
-        parts.append(_move(lain, Held(x[first:last], FP32), held, key))
+        held = StoredTensor(codes[first:last], _SCALED if given else CODED, beside=scales)
+        parts.append(_move(lain, StoredTensor(x[first:last], FP32), held, key))
     _launch("move_list", parts)
 
 
@@ -191,13 +202,13 @@ def decode_8bit(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, ro
     """`eight_bits.decode`, of tensors with elements."""
     count, (row, column, whole) = out.numel(), rows
     lain = _Lain(count, 0, count, 0, row, whole, start, column)
-    _launch("move_list", [_move(lain, Held(codes, CODED, beside=scales), Held(out, FP32))])
+    _launch("move_list", [_move(lain, StoredTensor(codes, CODED, beside=scales), StoredTensor(out, FP32))])
 
 
 class Move(NamedTuple):
     """`size` elements of a tensor from `start` on, where a block of codes and a checksum begin; in FP32 at `x`."""
 
-    held: Held
+    held: StoredTensor
     start: int
     size: int
     x: torch.Tensor
@@ -210,7 +221,7 @@ class Move(NamedTuple):
         row = self.held.row or self.held.tensor.numel()
         return _Lain(self.size, self.start, self.size, 0, row, _blocks(row), self.start)
 
-    def part(self) -> Held:
+    def part(self) -> StoredTensor:
         """These elements alone; of codes, scales stay those of the whole tensor."""
         held, own = self.held, slice(self.start, self.start + self.size)
         beside = held.beside if held.beside is None or held.kind == CODED else held.beside.view(-1)[own]
@@ -220,51 +231,51 @@ class Move(NamedTuple):
 
 def read_list(moves: Sequence[Move]) -> None:
     """Read all of them, which are on one device, to FP32."""
-    _launch("move_list", [_move(each.lain(), each.part(), Held(each.x, FP32)) for each in moves])
+    _launch("move_list", [_move(each.lain(), each.part(), StoredTensor(each.x, FP32)) for each in moves])
 
 
 def write_list(moves: Sequence[Move], step_key: int) -> None:
     """Write them back."""
     parts = []
     for each in moves:
-        parts.append(_move(each.lain(), Held(each.x, FP32), each.part(), key_of(step_key, each.held.name)))
+        parts.append(_move(each.lain(), StoredTensor(each.x, FP32), each.part(), key_of(step_key, each.held.name)))
     _launch("move_list", parts)
 
 
-def read(held: Held) -> torch.Tensor:
+def read(held: StoredTensor) -> torch.Tensor:
     """The whole tensor in FP32."""
     out = torch.empty_like(held.tensor, dtype=torch.float32)
     read_list([Move(held, 0, out.numel(), out)])
     return out
 
 
-def step_list(kernel: str, stepped: Sequence[Stepped], step_key: int) -> None:
+def step_list(kernel: str, stepped: Sequence[StepArguments], step_key: int) -> None:
     """Step all of these parameters, which are on one device, in place by one of `KERNELS`; as `native.step_list`."""
     parts = []
     for each in stepped:
         weight, name, grad, states, names, scalars, kept = each
         count = weight.numel()
         lain = _Lain.alone(count, next((state.row for state in states if isinstance(state, Coded)), count))
-        kept = kept or Held(weight, KINDS[weight.dtype], name)
+        kept = kept or StoredTensor(weight, KINDS[weight.dtype], name)
         if count and kept.every > 1 and not lain.is_even:
             _step_apart(kernel, each, kept, step_key)
             continue
-        held = (kept, Held(grad, KINDS[grad.dtype]), *map(_held, states), *(None,) * (_STATES - len(states)))
+        held = (kept, StoredTensor(grad, KINDS[grad.dtype]), *map(_held, states), *(None,) * (_STATES - len(states)))
         keys = [key_of(step_key, each) for each in (name, *names)]
         missing = (0,) * (len(held) - 1 - len(keys))
         parts.append(_Part(lain, held, (keys[0], 0, *keys[1:], *missing), native.scalars_of(scalars)))
     _launch("step_list", parts, KERNELS.index(kernel))
 
 
-def _held(state: torch.Tensor | Coded | None) -> Held | None:
+def _held(state: torch.Tensor | Coded | None) -> StoredTensor | None:
     if isinstance(state, Coded):
-        return Held(state.codes, CODED, beside=state.scales)
-    return None if state is None else Held(state, KINDS[state.dtype])
+        return StoredTensor(state.codes, CODED, beside=state.scales)
+    return None if state is None else StoredTensor(state, KINDS[state.dtype])
 
 
-def _step_apart(kernel: str, stepped: Stepped, kept: Held, step_key: int) -> None:
+def _step_apart(kernel: str, stepped: StepArguments, kept: StoredTensor, step_key: int) -> None:
     """Step weights whose blocks of one checksum are not within blocks of codes: in FP32, in a copy."""
     weight, count = read(kept), kept.tensor.numel()
     step_list(kernel, [stepped._replace(weight=weight, kept=None)], step_key)
     key = key_of(step_key, kept.name)
-    _launch("move_list", [_move(_Lain.alone(count, count), Held(weight, FP32), kept, key)])
+    _launch("move_list", [_move(_Lain.alone(count, count), StoredTensor(weight, FP32), kept, key)])

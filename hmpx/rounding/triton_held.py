@@ -44,7 +44,7 @@ UNEVEN, EVEN, ALIGNED = (tl.constexpr(number) for number in range(3))
 FIRST, COUNT, BLOCKS, BEFORE, OFFSET, ROW, COLUMN, WHOLE, START, WIDTH, STRIDE, HEAD = (
     tl.constexpr(number) for number in range(12)
 )
-# Words of a tensor: its address, its key, those of `native.Held.beside` and `sums`.
+# Words of a tensor: its address, its key, those of `native.StoredTensor.beside` and `sums`.
 AT, KEY, BESIDE, SUMS, HELD = (tl.constexpr(number) for number in range(5))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.kernels import Kernels
+from hmpx.rounding.kernels import RoundingKernels
 from hmpx.updates.gradients.shadow import can_be_written
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.segment import Segment
@@ -47,12 +47,12 @@ class Batch:
         self._lists: list[list[Any]] = [[] for _ in around.optimizer.param_groups]
         self._names, self._is_settled = [segment.name for segment in segments], True
 
-    def kernels(self) -> Kernels | None:
+    def kernels(self) -> RoundingKernels | None:
         """The kernels that can move all of it."""
         found = {each.kernels() for each in self._shown}
         return found.pop() if len(found) == 1 else None
 
-    def place_in(self, room: Tensor, kernels: Kernels | None) -> None:
+    def place_in(self, room: Tensor, kernels: RoundingKernels | None) -> None:
         """Make the shadows and their state, with copies in this room."""
         for each in self._shown:
             each.place_in(room)

@@ -28,7 +28,7 @@ from torch import optim
 from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.rounding.kernels import Kernels, kernels_for
+from hmpx.rounding.kernels import RoundingKernels, kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.updates.checksums import block_of
 from hmpx.updates.fused_formulas import Formula, formula_of, is_scaled
@@ -91,7 +91,7 @@ class _Taken:
     keys: tuple[str | None, ...]
     known: Mapping[str, Any]
     new: dict[str, Any]
-    stepped: native.Stepped
+    stepped: native.StepArguments
 
 
 class FusedBatch:
@@ -126,7 +126,7 @@ class FusedBatch:
             assert kept is not None, "the store is settled"
         names = tuple([name_id(f"{segment.name}.{key}") for key in keys])
         held = _in_kernel({**state, **new}, keys)
-        stepped = native.Stepped(p, name, grad, held, names, (), kept)
+        stepped = native.StepArguments(p, name, grad, held, names, (), kept)
         return _Taken(segment, around.places[p], at, keys, by_own_keys({**state, **new}), new, stepped)
 
     def fits(self, groups: list[dict]) -> bool:
@@ -204,7 +204,7 @@ class FusedBatch:
         )
         return before, weights
 
-    def _launch(self, stepped: list[native.Stepped], step_key: int) -> None:
+    def _launch(self, stepped: list[native.StepArguments], step_key: int) -> None:
         assert self._kernels is not None, "a kernel takes these parameters"
         self._kernels.step_list(self._formula.kernel, stepped, step_key)
 
@@ -238,7 +238,7 @@ def _in_kernel(state: dict, keys: tuple[str | None, ...]) -> tuple[Tensor | nati
     return tuple(found)
 
 
-def _can_be_coded(segment: Segment, state: dict, kernels: Kernels) -> bool:
+def _can_be_coded(segment: Segment, state: dict, kernels: RoundingKernels) -> bool:
     """Whether these kernels can step a parameter whose state is in 8 bits."""
     p, in_halves = segment.param, WAYS[segment.way.weights].kind in (native.SPLIT, native.SPLIT8)
     if kernels is native and in_halves and block_of(p) > 1 and not StateBlocks.of(p).rows.are_even(p.numel()):

@@ -33,12 +33,12 @@ class Held:
         """The held memory itself, if a step may work on it without a copy."""
         return None
 
-    def for_kernels(self, segment: Segment, name: int) -> native.Held | None:
+    def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
         """How the kernels read and write a segment of contiguous tensors; None where they cannot.
 
         name: the hash of the name that the random numbers depend on.
         """
-        return None if self.kind is None else native.Held(self.tensor.detach(), self.kind, name)
+        return None if self.kind is None else native.StoredTensor(self.tensor.detach(), self.kind, name)
 
     def blocks(self, segment: Segment, x: Tensor) -> list[tuple[Segment, Tensor]]:
         """The parts in which `read` and `write` take a segment, each with its part of `x`, the step's FP32 copy."""

@@ -44,11 +44,11 @@ class Master(Store):
     def itself(self, segment: Segment) -> Tensor | None:
         return segment.of(self._here).data if segment.order is None else None
 
-    def for_kernels(self, segment: Segment, name: int) -> native.Held | None:
+    def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
         held = self.tensor.detach()
         if kernels_for(held, self._here) is None:
             return None
-        return native.Held(held, native.MASTER, name, self._here)
+        return native.StoredTensor(held, native.MASTER, name, self._here)
 
     def read(self, segment: Segment, out: Tensor) -> None:
         read_masters(segment.of(self._here), segment.of(self.tensor), out)
@@ -119,7 +119,7 @@ class _InHalves(Store):
     def beside(self) -> list[Tensor]:
         return [held for held in (self._loaded, self._lower, self._sums) if held is not None]
 
-    def for_kernels(self, segment: Segment, name: int) -> native.Held | None:
+    def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
         held, block = self.tensor.detach(), block_of(self.tensor)
         if self._loaded is not None or self._lower is None or self._sums is None:
             return None
@@ -127,7 +127,7 @@ class _InHalves(Store):
             return None
         if segment.offset % block or (segment.count % block and not segment.is_last):
             return None
-        return native.Held(held, self.kind, name, self._lower, self._sums, block)
+        return native.StoredTensor(held, self.kind, name, self._lower, self._sums, block)
 
     def read(self, segment: Segment, out: Tensor) -> None:
         if self._loaded is not None:

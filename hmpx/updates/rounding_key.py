@@ -8,7 +8,7 @@ import torch
 
 from hmpx.rounding import eight_bits, halves
 from hmpx.rounding.keys import step_key
-from hmpx.rounding.places import Place
+from hmpx.rounding.spans import Span
 from hmpx.rounding.stochastic import Rounding, round_all
 from hmpx.updates.ranks.sharding import Box
 
@@ -42,8 +42,7 @@ class RoundingKey:
         rounded = torch.empty_like(source, dtype=out.dtype) if target is None else target
         for span in box.spans(start, start + x.numel()):
             here = slice(span.start - start, span.stop - start)
-            place = span.offset, span.width, span.stride
-            self._round(Rounding(rounded[here], source[here], name, *place))
+            self._round(Rounding(rounded[here], source[here], name, span.offset, span.width, span.stride))
         if target is None:
             self.flush()
             out.copy_(rounded.view(out.shape))
@@ -56,7 +55,7 @@ class RoundingKey:
 
     def split_into(self, upper: Tensor, lower: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
         """Round FP32 `x` to 24 bits, which go to BF16 `upper` and int8 `lower`, all of one shape; as `round_into`."""
-        halves.split_24(x, upper, lower, self._places(x.numel(), start, box), (self.seed, self.step, name))
+        halves.split_24(x, upper, lower, self._spans(x.numel(), start, box), (self.seed, self.step, name))
 
     def encode_into(
         self,
@@ -74,14 +73,14 @@ class RoundingKey:
 
         begin: the first element, counted in `rows`.
         """
-        places, keys = self._places(x.numel(), start, box), (self.seed, self.step, name)
-        eight_bits.encode(codes, x, scales, rows, begin, places, keys, given)
+        spans, keys = self._spans(x.numel(), start, box), (self.seed, self.step, name)
+        eight_bits.encode(codes, x, scales, rows, begin, spans, keys, given)
 
-    def _places(self, count: int, start: int, box: Box | None) -> list[Place]:
+    def _spans(self, count: int, start: int, box: Box | None) -> list[Span]:
         if box is None:
-            return [Place(0, count, start, max(count, 1), 0)]
+            return [Span(0, count, start, max(count, 1), 0)]
         spans = box.spans(start, start + count)
-        return [Place(each.start - start, each.stop - start, *each[2:]) for each in spans]
+        return [Span(each.start - start, each.stop - start, *each[2:]) for each in spans]
 
 
 @dataclass(frozen=True)

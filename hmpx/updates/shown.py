@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.kernels import Kernels, kernels_for
+from hmpx.rounding.kernels import RoundingKernels, kernels_for
 from hmpx.updates.held import Held
 from hmpx.updates.optimizer_scope import by_memory
 from hmpx.updates.ranks.sharding import local
@@ -172,7 +172,7 @@ class Shown:
         found = [value for value in state.values() if isinstance(value, Tensor)]
         return [*found, self.shadow] if self.weight.at is None else found
 
-    def kernels(self) -> Kernels | None:
+    def kernels(self) -> RoundingKernels | None:
         """The kernels that can move all of it: those for its gradient, if they know how the rest is held."""
         found = self._of_gradient
         return found if all([kernels_that_move(piece) is found for piece in self.pieces if piece.is_moved]) else None

@@ -48,8 +48,8 @@ class HeldTensor(HeldState):
     def itself(self, segment: Segment) -> Tensor | None:
         return None if self.tensor.dtype is BF16 else segment.flat_view(self.tensor)
 
-    def for_kernels(self, segment: Segment, name: int) -> native.Held | None:
-        return native.Held(self.tensor, native.BF16, name) if self.tensor.dtype is BF16 else None
+    def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
+        return native.StoredTensor(self.tensor, native.BF16, name) if self.tensor.dtype is BF16 else None
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         x, held = held_part(segment.param, x) if segment.is_gathered else local(x), segment.of(self.tensor)
@@ -82,9 +82,9 @@ class HeldCodes(HeldState):
         scales = torch.empty(layout.shape, dtype=BF16, device=held.device)
         return cls(like(param, codes) if is_sharded(param) else codes, sharded_scales(scales, param, layout))
 
-    def for_kernels(self, segment: Segment, name: int) -> native.Held | None:
+    def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
         row = StateBlocks.of(self.tensor).rows.width
-        return native.Held(self.tensor, native.CODED, name, self.scales, row=row)
+        return native.StoredTensor(self.tensor, native.CODED, name, self.scales, row=row)
 
     def blocks(self, segment: Segment, x: Tensor) -> list[tuple[Segment, Tensor]]:
         return [(segment, x)]  # codes are contiguous, and a scale belongs to a whole block of them

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hmpx.rounding import native, triton
-from hmpx.rounding.kernels import Kernels, kernels_for
+from hmpx.rounding.kernels import RoundingKernels, kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.updates.held import Held, Store
 from hmpx.updates.memory_order import memory_order, unfolded
@@ -123,7 +123,7 @@ class Launches:
         torch.autograd.graph.increment_version([move.held.tensor for move in self._pieces])
 
 
-def kernels_that_move(piece: Piece) -> Kernels | None:
+def kernels_that_move(piece: Piece) -> RoundingKernels | None:
     """The kernels that know how a tensor is held, and find it in one piece."""
     held, segment = piece.held.tensor, piece.segment
     if segment.order is not None or segment.box is not None or held.numel() >= 2**32:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hmpx.bench import gpu
-from hmpx.bench.measure import Bench, Row
+from hmpx.bench.measure import Bench, Line
 from hmpx.shell.main import main
 
 
@@ -21,7 +21,7 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys, tmp_path):
 
 
 def table(name, ratio):
-    return lambda: Bench("title", [Row("torch", {"ratio": 1.0}), Row(name, {"ratio": ratio})])
+    return lambda: Bench("title", [Line("torch", {"ratio": 1.0}), Line(name, {"ratio": ratio})])
 
 
 def broken():

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from hmpx.insight.tuning.costs import Cost, Costs, Place
+from hmpx.insight.tuning.costs import Cost, Costs, NameInModule
 from hmpx.insight.tuning.runs import Effect
 from hmpx.insight.tuning.search import Search, parts_of
 
@@ -44,8 +44,10 @@ class Problem:
 
     def found(self, tolerance):
         costs = Costs("coverage", None, None)
-        costs.of_place = {Place(name): Cost(wide=gain) for name, gain in self.gains.items()}
-        chosen = Search(self.measure, costs, tolerance, Effect()).run([frozenset({Place(name)}) for name in NAMES])
+        costs.of_place = {NameInModule(name): Cost(wide=gain) for name, gain in self.gains.items()}
+        chosen = Search(self.measure, costs, tolerance, Effect()).run(
+            [frozenset({NameInModule(name)}) for name in NAMES]
+        )
         return {place.name for place in chosen}
 
 
@@ -65,7 +67,7 @@ def test_the_choice_holds_and_is_near_the_best_of_all(pairs, cancelling, least):
 
 def test_a_name_is_divided_by_the_outermost_blocks_that_differ():
     def unit(*modules):
-        return frozenset(Place("linear", module) for module in modules)
+        return frozenset(NameInModule("linear", module) for module in modules)
 
     blocks = [f"model.blocks.{i}.{part}" for i in range(12) for part in ("q", "k")]
     parts = parts_of(unit(*blocks))

@@ -7,7 +7,16 @@ import logging
 import pytest
 
 import hmpx
-from hmpx.recipes.frameworks import ACCUMULATION, AUTOCAST, ENGINE, GRADIENT_NORM, MODEL_DTYPE, Asked, conflict, refuse
+from hmpx.recipes.frameworks import (
+    ACCUMULATION,
+    AUTOCAST,
+    ENGINE,
+    GRADIENT_NORM,
+    MODEL_DTYPE,
+    FrameworkSetting,
+    conflict,
+    refuse,
+)
 from hmpx.recipes.stated import read_recipe
 
 LEAN, USUAL = read_recipe("lean"), read_recipe("neuron-bf16-sr")
@@ -27,14 +36,21 @@ WEIGHTS_ALONE = hmpx.Recipe(opt_level=None)
     ],
 )
 def test_what_goes_with_a_recipe(what, recipe, said):
-    found = conflict(Asked("mine", what), recipe)
+    found = conflict(FrameworkSetting("mine", what), recipe)
     assert found.startswith(said) and bool(found) == bool(said)
 
 
 def test_all_that_does_not_go_with_it_is_said_at_once(caplog):
     caplog.set_level(logging.INFO, "hmpx")
     with pytest.raises(hmpx.HmpxError, match=r"^one beside .*\ntwo beside [^\n]*$"):
-        refuse([Asked("one", ENGINE), Asked("fine", GRADIENT_NORM), Asked("two", MODEL_DTYPE)], USUAL)
+        refuse(
+            [
+                FrameworkSetting("one", ENGINE),
+                FrameworkSetting("fine", GRADIENT_NORM),
+                FrameworkSetting("two", MODEL_DTYPE),
+            ],
+            USUAL,
+        )
     assert not caplog.text
-    refuse([Asked("bf16=True", AUTOCAST)], WEIGHTS_ALONE)
+    refuse([FrameworkSetting("bf16=True", AUTOCAST)], WEIGHTS_ALONE)
     assert caplog.messages == ["hmpx: bf16=True casts the ops, the recipe (opt_level null) holds the weights"]

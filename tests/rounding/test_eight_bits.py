@@ -11,7 +11,7 @@ import torch
 from hmpx.rounding import native
 from hmpx.rounding.eight_bits import Rows, decode, encode
 from hmpx.rounding.halves import join_24, split_24
-from hmpx.rounding.places import Place
+from hmpx.rounding.spans import Span
 from hmpx.updates.rounding_key import RoundingKey
 from hmpx.updates.segment import Segment
 from hmpx.updates.state_blocks import StateBlocks
@@ -159,12 +159,12 @@ def test_the_c_kernels_have_the_bits_of_the_eager_ones(kernel, monkeypatch):
         special = special_values()[: len(x)]
         x[: len(special)] = special if i % 5 == 0 else x[: len(special)]
         begin = 2**32 - count * (width + 9) - 9 if i % 2 else i
-        places, keys = [Place(0, len(x), begin + i % 7, width, width + i % 9)], (1, 2, "w")
+        spans, keys = [Span(0, len(x), begin + i % 7, width, width + i % 9)], (1, 2, "w")
         rows = Rows(width, first, -(-(first + width) // 128))
 
-        def coded(x=x, rows=rows, count=count, places=places, keys=keys):
+        def coded(x=x, rows=rows, count=count, spans=spans, keys=keys):
             codes, scales = torch.empty(len(x), dtype=torch.uint8), torch.ones(count * rows.blocks).bfloat16()
-            return codes, x, scales, rows, 0, places, keys
+            return codes, x, scales, rows, 0, spans, keys
 
         (codes, _, scales), (eager_codes, _, eager_scales) = both(encode, coded, monkeypatch)
         assert torch.equal(codes, eager_codes), (width, first, count)
@@ -173,8 +173,8 @@ def test_the_c_kernels_have_the_bits_of_the_eager_ones(kernel, monkeypatch):
         assert torch.equal(out.nan_to_num(nan=3e30), seen[0][0].nan_to_num(nan=3e30))
         assert torch.equal(*(each[0].nan_to_num(nan=3e30) for each in seen))
 
-        def halved(x=x, places=places, keys=keys):
-            return x, torch.empty(len(x)).bfloat16(), torch.empty(len(x), dtype=torch.int8), places, keys
+        def halved(x=x, spans=spans, keys=keys):
+            return x, torch.empty(len(x)).bfloat16(), torch.empty(len(x), dtype=torch.int8), spans, keys
 
         (_, upper, lower), (_, eager_upper, eager_lower) = both(split_24, halved, monkeypatch)
         assert torch.equal(lower, eager_lower) and torch.equal(upper.view(torch.int16), eager_upper.view(torch.int16))
@@ -184,7 +184,7 @@ def test_the_c_kernels_have_the_bits_of_the_eager_ones(kernel, monkeypatch):
 def test_numbers_of_24_bits_are_the_oracles():
     for x in (spread((1000,)), special_values(), special_values().repeat_interleave(256)):  # blocks of one number
         upper, lower, out = torch.empty(len(x)).bfloat16(), torch.empty(len(x), dtype=torch.int8), torch.empty(len(x))
-        split_24(x, upper, lower, [Place(0, len(x), 0, len(x), 0)], (7, 3, "w"))
+        split_24(x, upper, lower, [Span(0, len(x), 0, len(x), 0)], (7, 3, "w"))
         join_24(upper, lower, out)
         expected = to_24_bits(x, seed=7, step=3, name="w")
         assert torch.equal(out.nan_to_num(nan=3e30), expected.nan_to_num(nan=3e30))
@@ -197,8 +197,8 @@ def test_the_elements_after_the_first_2_32_have_numbers_of_their_own(width, stri
     x, begin = spread((40,)) + 1, 2**32 - 3 * stride // 2 - 20
 
     def halved():
-        place = Place(0, 40, begin, width, stride)
-        return x, torch.empty(40).bfloat16(), torch.empty(40, dtype=torch.int8), [place], (7, 3, "w")
+        span = Span(0, 40, begin, width, stride)
+        return x, torch.empty(40).bfloat16(), torch.empty(40, dtype=torch.int8), [span], (7, 3, "w")
 
     (_, upper, lower), (_, eager_upper, eager_lower) = both(split_24, halved, monkeypatch)
     assert torch.equal(lower, eager_lower) and torch.equal(upper, eager_upper)

@@ -245,7 +245,7 @@ def test_what_c_rounds_to_nearest_is_what_torch_does(kind):
     """In blocks of one number each, and in one of all."""
     x = torch.cat([special_values().repeat_interleave(256), special_values()])
     out, masters = torch.zeros(len(x), dtype=torch.bfloat16), torch.zeros(len(x))
-    words = array("Q", native.shown_words(native.Held(out, kind, beside=masters), 0, len(x)))
+    words = array("Q", native.shown_words(native.StoredTensor(out, kind, beside=masters), 0, len(x)))
     native.show_at(words, [x.data_ptr()])
     native.write_words(words, 0, 0)
     number = ~x.isnan()

@@ -6,7 +6,7 @@ import torch
 
 from hmpx.rounding import halves
 from hmpx.rounding.keys import name_id
-from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Coded, Held, Stepped
+from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Coded, StepArguments, StoredTensor
 from hmpx.updates.checksums import block_of, checksums
 from tests.support.numbers import special_values
 
@@ -46,7 +46,7 @@ def stepped(kernel, scalars, weight_dtype, state_dtype, grad_dtype, sizes=(1037,
             states[0] = (states[0] + 1).to(state_dtype)  # so that the variance is positive
         names = tuple(range(10 * n, 10 * n + len(states)))
         p = p.bfloat16().to(weight_dtype)
-        found.append(Stepped(p, 2**64 - 3 - n, g.to(grad_dtype), tuple(states), names, scalars))
+        found.append(StepArguments(p, 2**64 - 3 - n, g.to(grad_dtype), tuple(states), names, scalars))
     return found
 
 
@@ -57,12 +57,12 @@ def made(size, row, kind, seed=0):
     x[: min(size, len(special))] = special[:size]
     weight, kept, name = x if kind == FP32 else x.bfloat16(), None, name_id("w")
     if kind == NEAREST:
-        kept = Held(weight, kind, name)
+        kept = StoredTensor(weight, kind, name)
     if kind == MASTER:
         weight[3::7] += 1
         x[30:34] = torch.tensor([0.0, -0.0, 1e-42, -1e-42])[: max(size - 30, 0)]
         weight[30:34] = torch.tensor([-0.0, 0.0, -0.0, 0.0])[: max(size - 30, 0)]
-        kept = Held(weight, kind, name, x)
+        kept = StoredTensor(weight, kind, name, x)
     if kind in (SPLIT, SPLIT8):
         lower = torch.randint(-128, 128, (size,), generator=generator, dtype=torch.int8)
         if kind == SPLIT:
@@ -70,10 +70,10 @@ def made(size, row, kind, seed=0):
             halves.split(x, weight, lower)
         sums = checksums(weight)
         weight[5::701] += 1
-        kept = Held(weight, kind, name, lower, sums, block_of(weight))
+        kept = StoredTensor(weight, kind, name, lower, sums, block_of(weight))
     states = tuple(_coded(size, row, signed, generator) for signed in (True, False))
     names = (name_id("w.m"), name_id("w.v"))
-    return Stepped(weight, name, torch.randn(size, generator=generator).bfloat16(), states, names, ADAM, kept)
+    return StepArguments(weight, name, torch.randn(size, generator=generator).bfloat16(), states, names, ADAM, kept)
 
 
 def _coded(size, row, signed, generator):

@@ -18,8 +18,8 @@ import hmpx
 from hmpx.rounding import eager, halves, native, triton
 from hmpx.rounding.eight_bits import Rows, decode, encode
 from hmpx.rounding.keys import derive_key, key_of, name_id, step_key
-from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Held, Stepped
-from hmpx.rounding.places import Place, numbers_of
+from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
+from hmpx.rounding.spans import Span, numbers_of
 from hmpx.updates import batching
 from hmpx.updates.checksums import checksums, clear_written
 from tests.support.eight_bits import beside_the_finest_steps
@@ -58,10 +58,10 @@ def check_a_list_of_tensors():
     pieces = [(size, f"p{i}", 7 * i, size, 0) for i, size in enumerate((1, 127, 128, 129, 2100, 0, 1024, 1025))]
     pieces += [(1500, "rows", 2**31 + 5, 60, 101), (1500, "long rows", 3 * 2**32 + 2**31 + 5, 300, 1001)]
     roundings = []
-    for size, name, *place in pieces:
+    for size, name, *span in pieces:
         x, out = torch.randn(size + 1)[1:], torch.empty(size, dtype=torch.bfloat16)
         x[: min(size, 25)] = special_values()[: min(size, 25)]
-        roundings.append(native.KernelRounding(out, x, name_id(name), *place))
+        roundings.append(native.KernelRounding(out, x, name_id(name), *span))
     roundings += [each._replace(out=torch.empty_like(each.out), x=each.x.clone()) for each in roundings]
     triton.round_list(roundings, step_key(5, 9))
     for out, x, name, offset, width, stride in roundings:
@@ -71,22 +71,22 @@ def check_a_list_of_tensors():
         assert same(out, alone), (x.numel(), offset, width)
 
 
-def coded(by, x, rows, start, places, given):
+def coded(by, x, rows, start, spans, given):
     with kernels(by):
         codes = torch.full(x.shape, 77, dtype=torch.uint8)
         scales = torch.full((-(-(start + x.numel()) // rows.width) * rows.blocks,), -4.0, dtype=torch.bfloat16)
         scales[::2] = 8.0
         before, back = scales.clone(), torch.empty_like(x)
-        encode(codes, x, scales, rows, start, places, (3, 4, "w"), given)
+        encode(codes, x, scales, rows, start, spans, (3, 4, "w"), given)
         decode(back, codes, scales, rows, start)
         assert not given or same(scales, before)
         return codes, scales[rows.range(start, start + x.numel())], back
 
 
-def assert_codes_of(x, rows, places=None, start=0, given=False):
-    places = places or [Place(0, x.numel(), 0, x.numel(), 0)]
-    one, other = (coded(by, x, rows, start, places, given) for by in ("eager", "Triton"))
-    where = rows, start, places, given
+def assert_codes_of(x, rows, spans=None, start=0, given=False):
+    spans = spans or [Span(0, x.numel(), 0, x.numel(), 0)]
+    one, other = (coded(by, x, rows, start, spans, given) for by in ("eager", "Triton"))
+    where = rows, start, spans, given
     assert same(one[0], other[0]) and same(one[2].nan_to_num(7.0), other[2].nan_to_num(7.0)), where
     assert torch.equal(one[2].isnan(), other[2].isnan())
     here = rows.range(start, start + x.numel())
@@ -100,7 +100,7 @@ def check_codes_and_scales():
         for given in (False, True):
             for offset in (0, 7):
                 size = rows * count
-                assert_codes_of(spread(size, seed), Rows.of(rows), [Place(0, size, offset, size, 0)], 0, given)
+                assert_codes_of(spread(size, seed), Rows.of(rows), [Span(0, size, offset, size, 0)], 0, given)
 
 
 def check_codes_of_special_values():
@@ -121,17 +121,17 @@ def check_codes_of_special_values():
 def check_zeros_and_positive_numbers_in_8_bits():
     """Worked out by hand: the least number is 2^-18 beside a 1; zero stays zero."""
     x = torch.tensor([1.0, 0.0, 1e-45, 1e-30, 2.0**-19, 2.0**-18, -0.0])
-    back = coded("Triton", x, Rows.of(7), 0, [Place(0, 7, 0, 7, 0)], False)[2]
+    back = coded("Triton", x, Rows.of(7), 0, [Span(0, 7, 0, 7, 0)], False)[2]
     assert back.tolist() == [1.0, 0.0, *[2.0**-18] * 4, 0.0]
 
 
 def check_ties_below_the_least_exponent():
-    places = [Place(0, 128, 0, 128, 0)]
+    spans = [Span(0, 128, 0, 128, 0)]
     for signed in (False, True):
-        x, expected = beside_the_finest_steps(signed, numbers_of(torch.empty(128), places, (3, 4, "w")))
-        codes = coded("Triton", x, Rows.of(128), 0, places, False)[0]
+        x, expected = beside_the_finest_steps(signed, numbers_of(torch.empty(128), spans, (3, 4, "w")))
+        codes = coded("Triton", x, Rows.of(128), 0, spans, False)[0]
         assert torch.equal(codes[1:], expected[1:])
-        assert_codes_of(x, Rows.of(128), places)
+        assert_codes_of(x, Rows.of(128), spans)
 
 
 def check_codes_of_parts_and_of_sharded_rows():
@@ -139,9 +139,9 @@ def check_codes_of_parts_and_of_sharded_rows():
         rows, x = Rows(width, first, blocks), spread(5 * width)
         for start in {rows.floor(width + 130), 2 * width}:
             size = x.numel() - start
-            assert_codes_of(x[start:], rows, [Place(0, size, 11, size, 0)], start)
-        places = [Place(0, 2 * width, 10, width, 1000), Place(2 * width, 5 * width, 2**31 + 12, width, 1200)]
-        assert_codes_of(x, rows, places)
+            assert_codes_of(x[start:], rows, [Span(0, size, 11, size, 0)], start)
+        spans = [Span(0, 2 * width, 10, width, 1000), Span(2 * width, 5 * width, 2**31 + 12, width, 1200)]
+        assert_codes_of(x, rows, spans)
 
 
 def check_steps_are_those_in_c():
@@ -201,7 +201,7 @@ def written_by_the_specification(x, held):
     if held.kind == SPLIT:
         halves.split(x, out, lower)
     else:
-        halves.split_24(x, out, lower, [Place(0, size, 0, size, 0)], (*KEY, "w"))
+        halves.split_24(x, out, lower, [Span(0, size, 0, size, 0)], (*KEY, "w"))
     return [out, lower, checksums(out)]
 
 
@@ -217,21 +217,21 @@ def check_weights_and_states_held_in_all_ways():
 
 def step_as_specified(size, row, kind):
     one = made(size, row, kind)
-    held = one.kept or Held(one.weight, kind, one.name)
+    held = one.kept or StoredTensor(one.weight, kind, one.name)
     with kernels("eager"):
         x, states = read_by_the_specification(held), []
         for codes, scales, _ in one.states:
             states.append(torch.empty(size))
             decode(states[-1], codes, scales, Rows.of(row), 0)
     assert same(triton.read(held), x), (kind, size, row)
-    wide = Stepped(x, one.name, one.grad, tuple(states), one.state_names, ADAM)
+    wide = StepArguments(x, one.name, one.grad, tuple(states), one.state_names, ADAM)
     for each in (wide, one):
         triton.step_list("adam", [each], step_key(*KEY))
     with kernels("eager"):
         expected = written_by_the_specification(wide.weight, held)
         for state, name in zip(wide.states, ("w.m", "w.v"), strict=True):
             codes, scales = torch.empty(size, dtype=torch.uint8), torch.empty_like(one.states[0].scales)
-            encode(codes, state, scales, Rows.of(row), 0, [Place(0, size, 0, size, 0)], (*KEY, name))
+            encode(codes, state, scales, Rows.of(row), 0, [Span(0, size, 0, size, 0)], (*KEY, name))
             expected += [codes, scales]
     for number, (a, b) in enumerate(zip(tensors(one), expected, strict=True)):
         assert same(a, b), (kind, size, row, number)
@@ -240,9 +240,11 @@ def step_as_specified(size, row, kind):
 def check_the_largest_numbers_of_24_bits():
     """Past 0x7F7FFF00, the largest one, nothing is rounded up to inf."""
     weights, lower = torch.full((256,), math.inf, dtype=torch.bfloat16), torch.full((256,), -1, dtype=torch.int8)
-    held = Held(weights, SPLIT8, name_id("w"), lower, checksums(weights), 1)
+    held = StoredTensor(weights, SPLIT8, name_id("w"), lower, checksums(weights), 1)
     grads = torch.arange(256) * -(2.0**104)  # in units of the last place
-    triton.step_list("sgd", [Stepped(weights, held.name, grads, (), (), (1.0, 0.0, 1.0, -1.0), held)], step_key(*KEY))
+    triton.step_list(
+        "sgd", [StepArguments(weights, held.name, grads, (), (), (1.0, 0.0, 1.0, -1.0), held)], step_key(*KEY)
+    )
     x = torch.arange(0x7F7FFF00, 0x7F800000, dtype=torch.int32).view(torch.float32)
     with kernels("eager"):
         assert all(map(same, (weights, lower, held.sums), written_by_the_specification(x, held)))
@@ -265,7 +267,7 @@ def check_a_read_of_codes():
         with kernels("eager"):
             out = torch.empty(size)
             decode(out, codes, scales, Rows.of(row), 0)
-        assert same(triton.read(Held(codes, native.CODED, beside=scales, row=row)), out)
+        assert same(triton.read(StoredTensor(codes, native.CODED, beside=scales, row=row)), out)
 
 
 def trained(by, options):

@@ -38,7 +38,7 @@ def spacing(weight: Tensor) -> Tensor:
 
 
 @dataclass
-class Taken:
+class Sampled:
     """What a step found of some parameters of one group that are alike: samples of weights and of state."""
 
     group: dict[str, Any]
@@ -57,9 +57,9 @@ class Taken:
         return torch.cat([self.weights[i] for i in kept]), state
 
 
-def take(optimizer: Optimizer) -> list[Taken]:
+def take(optimizer: Optimizer) -> list[Sampled]:
     """Sample the parameters of an optimizer in BF16 and FP16, before a step."""
-    found: dict[tuple, Taken] = {}
+    found: dict[tuple, Sampled] = {}
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             if p.dtype not in (torch.bfloat16, torch.float16) or not local(p).numel():
@@ -68,7 +68,7 @@ def take(optimizer: Optimizer) -> list[Taken]:
             shaped = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape == p.shape}
             shaped &= {key for key in shaped if state[key].dim() or (p.numel() == 1 and key != "step")}
             numbers = tuple((key, value) for key, value in state.items() if isinstance(value, int | float))
-            taken = found.setdefault((number, p.dtype, *state, *numbers), Taken(group, p.dtype, shaped=shaped))
+            taken = found.setdefault((number, p.dtype, *state, *numbers), Sampled(group, p.dtype, shaped=shaped))
             taken.params.append(p)
             taken.weights.append(sample(p).clone())
             for key, value in state.items():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hmpx import region_state
-from hmpx.insight.doctor.twin import Taken, sample, spacing, stepped, take
+from hmpx.insight.doctor.twin import Sampled, sample, spacing, stepped, take
 from hmpx.updates.names import parameters
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.optimizer_scope import scope_of
@@ -61,7 +61,7 @@ class Stepped:
     rounds: bool = False  # hmpx holds the weights
     bytes: float = 0.0  # of weights in low precision, with gradients and state
     failed: str = ""
-    _taken: list[Taken] = field(default_factory=list)
+    _taken: list[Sampled] = field(default_factory=list)
     _grads: dict[Parameter, Tensor] = field(default_factory=dict)
 
     def begin(self, sampled: bool) -> None:
@@ -109,7 +109,7 @@ class Stepped:
             if not some and not bool((local(grads[p]) != 0).any()):
                 self.zero_grad[p] += 1
 
-    def _compare(self, taken: Taken, kept: list[int], grad: Tensor) -> None:
+    def _compare(self, taken: Sampled, kept: list[int], grad: Tensor) -> None:
         params = [taken.params[i] for i in kept]
         old, state = taken.joined(kept)
         new = torch.cat([sample(p) for p in params])
@@ -146,7 +146,7 @@ class Stepped:
         self.decay[0] += float((in_fp32.abs() / ulp).nansum())
         self.decay[1] += float((arrived * in_fp32.sign() / ulp).nansum())
 
-    def _compare_state(self, taken: Taken, old: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+    def _compare_state(self, taken: Sampled, old: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
         low = {key for key in taken.shaped if state[key].dtype in (torch.bfloat16, torch.float16)}
         if not low:
             return

@@ -20,13 +20,13 @@ aten = torch.ops.aten
 _FIGURES = ("largest", "elements", "underflowed", "saturated")
 
 
-class Casts:
+class Fp8Casts:
     """The casts of one call, which go on in its backward pass, or of a site: figures on the device until the end."""
 
     def __init__(self) -> None:
         self._totals: dict[str, Tensor] = {}
         self.in_low: Counter[str] = Counter()
-        self._rest: Casts | None = None  # of the site, once it is known
+        self._rest: Fp8Casts | None = None  # of the site, once it is known
 
     def note(self, why_not: str) -> None:
         """A call that is listed for FP8 is computed in FP8, or in low precision for this reason."""
@@ -56,7 +56,7 @@ class Casts:
         site.in_low = dict(self.in_low)
         site.fp8 = {role: dict(zip(_FIGURES, each.tolist(), strict=True)) for role, each in self._totals.items()}
 
-    def take(self, casts: Casts) -> None:
+    def take(self, casts: Fp8Casts) -> None:
         """Take over what a call's own have seen, and will see."""
         self.in_low.update(casts.in_low)
         for role, found in casts._totals.items():
@@ -65,7 +65,7 @@ class Casts:
 
 
 @contextlib.contextmanager
-def watched(casts: Casts) -> Iterator[None]:
+def watched(casts: Fp8Casts) -> Iterator[None]:
     """A region in which this thread's casts to FP8 are seen; and those of its gradients, whenever they come."""
     fp8_watchers[get_ident()] = casts
     try:

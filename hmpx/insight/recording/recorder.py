@@ -20,7 +20,7 @@ from hmpx.conversion import Conversion, installed
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.recording.device import DeviceSide
-from hmpx.insight.recording.fp8 import Casts, watched
+from hmpx.insight.recording.fp8 import Fp8Casts, watched
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.site import SHAPES, Site
 from hmpx.insight.recording.trips import RoundTrips
@@ -53,14 +53,14 @@ class Recorder:
         self._calls = 0  # of all sites
         self._codes: dict[int, tuple[types.CodeType, bool]] = {}  # by identity: a function's, and whether of a step
         self._trips = RoundTrips(log.round_trips)
-        self._fp8: dict[int, tuple[Site, Casts]] = {}  # by identity of the site
+        self._fp8: dict[int, tuple[Site, Fp8Casts]] = {}  # by identity of the site
 
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
         if self.leaves(frame.f_code):
             return run(*args, **kwargs)
         with _unasked():
             began = self._device.begin(args)
-        casts = Casts() if point.rule is Rule.FP8 else None
+        casts = Fp8Casts() if point.rule is Rule.FP8 else None
         entered = perf_counter()
         with watched(casts) if casts else contextlib.nullcontext():
             seen = run(*args, **kwargs)
@@ -68,7 +68,7 @@ class Recorder:
             site = self._note(point, seen, frame, args, kwargs, began, entered)
         if casts and site is not None:
             with self._lock:
-                self._fp8.setdefault(id(site), (site, Casts()))[1].take(casts)
+                self._fp8.setdefault(id(site), (site, Fp8Casts()))[1].take(casts)
         return seen
 
     def _note(

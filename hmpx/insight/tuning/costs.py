@@ -11,7 +11,7 @@ import torch
 from hmpx.insight import generators
 from hmpx.insight.comparing.calls import Asked, Compared
 from hmpx.insight.reasons import in_a_line
-from hmpx.insight.recording.fp8 import Casts, watched
+from hmpx.insight.recording.fp8 import Fp8Casts, watched
 from hmpx.insight.tensors import Tensor, floating
 from hmpx.insight.tuning.level import LEVELS, Level, decidable
 from hmpx.insight.tuning.runs import Drawn, Exact
@@ -21,7 +21,7 @@ from hmpx.ops.observing import Seen, unobserved
 SLACK = 0.02  # of what BF16 saves in all: less than that is no reason for an error
 
 
-class Place(NamedTuple):
+class NameInModule(NamedTuple):
     """A list name in one module: the least that a rule can decide about.
 
     module: "" for what is called outside of every module that a rule can name.
@@ -31,8 +31,8 @@ class Place(NamedTuple):
     module: str = ""
 
 
-Unit = frozenset[Place]  # what is decided about at once: a name everywhere, or in some modules
-Chosen = frozenset[Place]  # what is in BF16
+Unit = frozenset[NameInModule]  # what is decided about at once: a name everywhere, or in some modules
+Chosen = frozenset[NameInModule]  # what is in BF16
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Cost:
     calls: int = 0
     lines: dict[str, None] = field(default_factory=dict)
     pinned: str = ""
-    sources: dict[Place | None, tuple[int, int]] = field(default_factory=dict)
+    sources: dict[NameInModule | None, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, worth: Worth | str, where: str) -> None:
         """One more call, and what it costs either way or why it does not run in BF16."""
@@ -69,10 +69,10 @@ class Costs:
         self,
         objective: Objective,
         device: torch.device,
-        place_of: Callable[[Compared], Place],
+        place_of: Callable[[Compared], NameInModule],
         level: Level = LEVELS["bf16"],
     ) -> None:
-        self.of_place: dict[Place, Cost] = {}
+        self.of_place: dict[NameInModule, Cost] = {}
         self.place_of, self._objective, self.level = place_of, objective, level
         self._known: dict[tuple, Worth | str | None] = {}  # of calls that are alike
         self._batches: dict[Compared, int] = {}  # the batch in which a site is counted, the first that met it
@@ -117,7 +117,7 @@ class Costs:
         every: Chosen = frozenset().union(*units)
         return min(map(from_here, (every, frozenset())), key=lambda chosen: (self.of(chosen), len(chosen)))
 
-    def look(self, asked: Asked, batch: int) -> tuple[Place, Cost] | None:
+    def look(self, asked: Asked, batch: int) -> tuple[NameInModule, Cost] | None:
         """The place of a call, and its costs where this call counts; None where lists decide about nothing."""
         if self._batches.get(asked.site, batch) != batch:
             return self.place_of(asked.site), Cost()
@@ -139,7 +139,7 @@ class Costs:
         key = asked.point.label, shapes, alike, torch.is_grad_enabled()
         if key not in self._known:
             before = generators.get_state()
-            casts = Casts()
+            casts = Fp8Casts()
             try:
                 with watched(casts):
                     worth = worth_of(asked, self._objective)
@@ -159,7 +159,7 @@ class Look(Exact):
     def __init__(self, drawn: Drawn, costs: Costs, batch: int) -> None:
         super().__init__(drawn)
         self._costs, self._batch = costs, batch
-        self._made: dict[int, Place | None] = {}  # by memory, the place that made what is in it
+        self._made: dict[int, NameInModule | None] = {}  # by memory, the place that made what is in it
         self._alive: list[Tensor] = []  # so that no memory becomes another tensor's
 
     def numbered(self, asked: Asked, number: tuple[Compared, int]) -> Seen:

@@ -42,7 +42,7 @@ Making = Optimizer | Callable[[list[tuple[str, torch.nn.Parameter]]], Optimizer]
 _MOMENTS, _LOOKED_AT = 4, 4  # at how many moments of a run losses are looked at, and of how many batches
 
 
-class Distance(NamedTuple):
+class RunDistance(NamedTuple):
     """How far a run is from the FP32 run with the same order, in units of how far another order is from that.
 
     error: root mean square of the differences of losses. bias: their mean; above zero, losses are larger.
@@ -268,12 +268,12 @@ def _between(p: Tensor, seed: int) -> Tensor:
     return torch.where((start.bfloat16().float() == start) & (start != 0), start + shift, start)
 
 
-def distance(losses: Tensor, exact: Tensor, other: Tensor) -> Distance:
+def distance(losses: Tensor, exact: Tensor, other: Tensor) -> RunDistance:
     """Of the losses of a run from those of the FP32 run, in units of the distance of `other` from these."""
     difference = (since(losses) - since(exact)) / apart(other, exact)
     if not bool(difference.isfinite().all()):
-        return Distance(math.inf, math.inf)
-    return Distance(float(difference.square().mean().sqrt()), float(difference.mean()))
+        return RunDistance(math.inf, math.inf)
+    return RunDistance(float(difference.square().mean().sqrt()), float(difference.mean()))
 
 
 def check_scale(exact: Tensor, other: Tensor, asked: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.insight.tuning.choice import Choice
-from hmpx.insight.tuning.costs import Chosen, Place
+from hmpx.insight.tuning.costs import Chosen, NameInModule
 from hmpx.insight.tuning.level import Level
 from hmpx.ops.op_lists import FP8_FORMAT, SIDES
 from hmpx.ops.policy import Policy
@@ -18,7 +18,9 @@ from hmpx.recipes.recipe import Recipe
 Rules = dict[str, dict[str, list[str]]]  # by module: "bf16" and "fp32", and the names
 
 
-def lists_and_rules(places: Collection[Place], chosen: Chosen, level: Level) -> tuple[list[str], list[str], Rules]:
+def lists_and_rules(
+    places: Collection[NameInModule], chosen: Chosen, level: Level
+) -> tuple[list[str], list[str], Rules]:
     """The names for the low list, those for the wide one, and rules for modules that differ.
 
     A list has a name as it is outside of modules, else as in most of them. A rule holds in the modules inside, too.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from hmpx.insight.recording.words import short_places
 from hmpx.insight.tuning.choice import Choice, percent
-from hmpx.insight.tuning.costs import SLACK, Chosen, Costs, Place, Unit
+from hmpx.insight.tuning.costs import SLACK, Chosen, Costs, NameInModule, Unit
 from hmpx.insight.tuning.runs import Effect
 from hmpx.insight.tuning.search import Search
 
@@ -37,7 +37,7 @@ class Reasons:
                 if place not in usual:
                     yield self._choice(name, place.module, [place], chosen, slower)
 
-    def _choice(self, name: str, module: str, places: list[Place], chosen: Chosen, slower: str) -> Choice:
+    def _choice(self, name: str, module: str, places: list[NameInModule], chosen: Chosen, slower: str) -> Choice:
         unit, costs = frozenset(places), [self._costs.of_place[place] for place in places]
         effect, gain = self._alone(unit), self._costs.gain(unit, chosen)
         lines = [(place.module, line) for place, cost in zip(places, costs, strict=True) for line in cost.lines]

@@ -91,7 +91,7 @@ class Mixed(Exact):
             return asked.answer(in_fp32(asked))
 
 
-class Listed(Mixed):
+class UnderLists(Mixed):
     """A pass under the lists in force. low: takes of each site whether it ran in low precision, or in FP8."""
 
     def __init__(self, drawn: Drawn, low: dict[Compared, bool], fp8: bool = False) -> None:

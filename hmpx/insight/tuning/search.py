@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from hmpx.insight.tuning.costs import SLACK, Chosen, Costs, Place, Unit
+from hmpx.insight.tuning.costs import SLACK, Chosen, Costs, NameInModule, Unit
 from hmpx.insight.tuning.runs import Effect
 
 _LARGE = 0.25  # of the tolerance, as a square: a unit that takes more is divided by module
@@ -229,7 +229,7 @@ def _longest(many: int, fits: Callable[[int], bool], guess: int) -> int:
 def parts_of(unit: Unit) -> list[Unit]:
     """A unit divided by the outermost blocks in which its modules differ; neighbours together where there are many."""
     places = sorted(unit, key=lambda place: _key(place.module))
-    blocks: dict[tuple[str, ...], list[Place]] = {}
+    blocks: dict[tuple[str, ...], list[NameInModule]] = {}
     depth = 0
     while len(blocks) < 2:  # it ends: no two places of a name have one module
         depth += 1

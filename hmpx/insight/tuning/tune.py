@@ -20,7 +20,7 @@ from hmpx.insight.tuning.confirmed import MAKE, confirmed
 from hmpx.insight.tuning.course import Course, Making
 from hmpx.insight.tuning.level import LEVELS, Low
 from hmpx.insight.tuning.tuned import Tuned
-from hmpx.insight.tuning.tuning import Asked, Tuning
+from hmpx.insight.tuning.tuning import Request, Tuning
 from hmpx.insight.tuning.worth import OBJECTIVES, Objective
 from hmpx.ops.module_rules import rules_of
 from hmpx.ops.policy import Policy
@@ -138,7 +138,7 @@ def tune(
         course.copies()  # for its errors, before anything has run
     elif optimizer is not None:
         raise HmpxError("tune: optimizer is what confirm trains with; say confirm=, a number of steps, too")
-    asked = Asked(policy, recipe, kernels, objective, float(tolerance), progress, LEVELS[low])
+    asked = Request(policy, recipe, kernels, objective, float(tolerance), progress, LEVELS[low])
     with contextlib.ExitStack() as undo:
         undo.enter_context(subject.gradients_kept())
         undo.enter_context(eager())

@@ -13,12 +13,12 @@ from hmpx.insight import observed
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.tuning.choice import Mark, amount
-from hmpx.insight.tuning.costs import SLACK, Chosen, Costs, Look, Place
+from hmpx.insight.tuning.costs import SLACK, Chosen, Costs, Look, NameInModule
 from hmpx.insight.tuning.level import LEVELS, Level, decidable
 from hmpx.insight.tuning.lists import lists_and_rules, policy_of, recipe_of
 from hmpx.insight.tuning.progress import Progress
 from hmpx.insight.tuning.reasons import Reasons
-from hmpx.insight.tuning.runs import Effect, Exact, Listed, Make, Mixed, Runs
+from hmpx.insight.tuning.runs import Effect, Exact, Make, Mixed, Runs, UnderLists
 from hmpx.insight.tuning.search import Search
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import UNITS, Objective, seconds
@@ -31,7 +31,7 @@ from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import as_recipe
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """What a user asks for, see `tune`. base: the lists to begin with."""
 
     base: Policy
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
 class Tuning:
     """One tuning while it is made. tuning: how many of the batches are to tune on; the others are held out."""
 
-    def __init__(self, subject: Subject, tuning: int, asked: Asked) -> None:
+    def __init__(self, subject: Subject, tuning: int, asked: Request) -> None:
         self._subject, self._asked = subject, asked
         self._progress = Progress(3 * len(subject.batches) + 20, asked.progress)
         self._runs = Runs(subject, tuning, self._progress.step)
@@ -64,7 +64,7 @@ class Tuning:
         self._costs = Costs(
             asked.objective,
             subject.parameters[0].device,
-            lambda site: Place(site.op, site.module if site.module in modules else ""),
+            lambda site: NameInModule(site.op, site.module if site.module in modules else ""),
             asked.level,
         )
         self._is_ordered = False  # whether the batch that shows most stands first
@@ -217,7 +217,7 @@ class Tuning:
         costs, low, runs = self._costs, dict[Compared, bool](), self._runs
         fp8 = self._asked.level.low == "fp8"
         with observed.observed(policy, self._asked.kernels, runs.sites, self._rules(recipe)):
-            effect = runs.effect(lambda drawn: Listed(drawn, low, fp8), runs.held_out, "verifying")
+            effect = runs.effect(lambda drawn: UnderLists(drawn, low, fp8), runs.held_out, "verifying")
         wide = {costs.place_of(site) for site, is_low in low.items() if not is_low}
         places = frozenset({costs.place_of(site) for site in low} & costs.of_place.keys() - wide)
         if effect.raised:  # as the lists name the ops, for the run did not come to all of them

@@ -10,7 +10,7 @@ import torch
 
 from hmpx.insight.recording.alike import numberless
 from hmpx.insight.tensors import Tensor
-from hmpx.insight.tuning.course import Distance
+from hmpx.insight.tuning.course import RunDistance
 from hmpx.insight.weights.ladder import FP32, STATES, WEIGHTS, Rung, bytes_of, rungs
 from hmpx.insight.weights.scoring import Scoring
 from hmpx.insight.weights.tuned_weights import WeightChoice
@@ -61,12 +61,12 @@ def groups_of(scoring: Scoring, shapes: Mapping[str, torch.Size], unit: float) -
     return found
 
 
-def predicted(chosen: Mapping[Group, Rung]) -> Distance:
+def predicted(chosen: Mapping[Group, Rung]) -> RunDistance:
     """The predicted distance of a choice: errors of groups are independent or add up, whichever gives more."""
     effects = torch.stack([group.effects[rung] for group, rung in chosen.items()])
     alone, together = effects.square().mean(1).sum(), effects.sum(0)
     error = math.sqrt(max(float(alone), float(together.square().mean())))
-    return Distance(error, float(together.mean()))
+    return RunDistance(error, float(together.mean()))
 
 
 def choose(groups: Sequence[Group], tolerance: float) -> Chosen:

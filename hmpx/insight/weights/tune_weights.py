@@ -11,7 +11,7 @@ import torch
 from hmpx import conversion
 from hmpx.errors import HmpxError
 from hmpx.insight.comparing.subject import Loss
-from hmpx.insight.tuning.course import Course, Distance, Making, apart, by_name, check_scale, distance
+from hmpx.insight.tuning.course import Course, Making, RunDistance, apart, by_name, check_scale, distance
 from hmpx.insight.tuning.progress import Progress
 from hmpx.insight.weights.choosing import Chosen, Group, bytes_of_choice, choice_of, choose, groups_of, predicted
 from hmpx.insight.weights.ladder import FP32, Rung
@@ -120,7 +120,7 @@ class _Trained(NamedTuple):
 
     chosen: Chosen
     losses: torch.Tensor
-    distance: Distance
+    distance: RunDistance
 
 
 class _Tuning:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 
 from hmpx.errors import HmpxError, did_you_mean
+from hmpx.rounding.spans import Span
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -33,16 +34,6 @@ class Place(NamedTuple):
 
 
 Places = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
-
-class Span(NamedTuple):
-    """Elements `start` to `stop` of a box: rows of `width` elements that begin `stride` apart in the whole."""
-
-    start: int
-    stop: int
-    offset: int
-    width: int
-    stride: int
 
 
 class Box(NamedTuple):

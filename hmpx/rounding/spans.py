@@ -13,8 +13,8 @@ Tensor = torch.Tensor
 Keys = tuple[int, int, str]  # seed, step, name
 
 
-class Place(NamedTuple):
-    """Elements `start` ... `stop - 1`: rows of `width` elements, which begin `stride` apart from `offset` on."""
+class Span(NamedTuple):
+    """Elements `start` to `stop` of a tensor: rows of `width` elements, `stride` apart in the whole, from `offset`."""
 
     start: int
     stop: int
@@ -29,9 +29,9 @@ class Place(NamedTuple):
         return self.offset + rows * self.stride + self.width <= 2**32
 
 
-def numbers_of(like: Tensor, places: Sequence[Place], keys: Keys) -> Tensor:
+def numbers_of(like: Tensor, spans: Sequence[Span], keys: Keys) -> Tensor:
     """The random numbers by which `round_into` rounds a flat tensor of this size: 16 bits each, in int32."""
     out = torch.empty(like.numel(), dtype=torch.int32, device=like.device)
-    for place in places:
-        numbers_into(out[place.start : place.stop], *keys, place.offset, place.width, place.stride)
+    for span in spans:
+        numbers_into(out[span.start : span.stop], *keys, span.offset, span.width, span.stride)
     return out
