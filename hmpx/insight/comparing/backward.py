@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hmpx.insight.comparing.calls import Asked, Compared
-from hmpx.insight.comparing.passes import is_recomputing
+from hmpx.insight.comparing.low_pass import is_recomputing
 from hmpx.insight.comparing.sites import Pass
 from hmpx.insight.tensors import Tensor, floating
 from hmpx.ops.observing import Seen, unobserved

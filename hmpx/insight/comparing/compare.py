@@ -16,8 +16,9 @@ from hmpx.insight.comparing import noise, trials
 from hmpx.insight.comparing.backward import Backward
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.comparison import Comparison
+from hmpx.insight.comparing.fp32_passes import Alone, Finite, Shifted, Wide
 from hmpx.insight.comparing.lists import lists_meant, rules_meant
-from hmpx.insight.comparing.passes import Alone, Finite, Low, Shifted, Wide
+from hmpx.insight.comparing.low_pass import Low
 from hmpx.insight.comparing.row import FELT, Row, mask_note, projected, row_of, sums
 from hmpx.insight.comparing.sites import Pass, Sites
 from hmpx.insight.comparing.subject import Loss, Stopped, Subject, place_of
