@@ -53,6 +53,24 @@ def test_what_one_scale_ruins_stays_in_bf16(tmp_path):
     assert "float8" in str(tuned) and (tmp_path / "recipe.yaml").exists()
 
 
+def test_where_nothing_may_be_in_fp8_the_recipe_takes_it_from_the_lists_that_it_began_with():
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+    batches = [(torch.randn(64, 32), torch.randint(16, (64,))) for _ in range(6)]
+    tuned = hmpx.tune(
+        model,
+        batches,
+        loss_of,
+        objective="coverage",
+        low="fp8",
+        tolerance=0.03,
+        lists={"fp8": ["linear"]},
+        progress=False,
+    )
+    assert tuned.met and tuned.share == 0 and tuned.policy.fp8 == ()
+    assert tuned.recipe.policy().fp8 == () and "linear" in tuned.recipe.policy().bf16
+    assert "fp8" not in str(tuned.recipe)
+
+
 def test_fp8_is_chosen_by_coverage():
     with pytest.raises(hmpx.HmpxError, match="low='fp8' with objective 'speed': it takes 'coverage'"):
         hmpx.tune(nn.Linear(2, 2), [], loss_of, low="fp8")

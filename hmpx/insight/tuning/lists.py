@@ -52,9 +52,9 @@ def policy_of(base: Policy, low: Collection[str], wide: Collection[str], level: 
 
 def recipe_of(base: Recipe | None, policy: Policy, rules: Rules) -> Recipe:
     """`base` with other lists and rules of modules; without one, FP32 weights."""
-    keys: dict[str, Any] = {side: getattr(policy, side) for side in SIDES if side != "fp8" or policy.fp8}
-    if any("fp8" in each for each in (keys, *rules.values())):
-        keys[FP8_FORMAT] = policy.fp8_format.keys()
+    keys: dict[str, Any] = {side: getattr(policy, side) for side in SIDES} | {"fp8": policy.fp8 or None}
+    in_fp8 = policy.fp8 or any("fp8" in rule for rule in rules.values())
+    keys[FP8_FORMAT] = policy.fp8_format.keys() if in_fp8 else None
     return replace(base or Recipe(parameter_dtype="float32", low_precision="bfloat16"), modules=rules, **keys)
 
 
