@@ -1,7 +1,9 @@
 """How far the log-probs of a trainer and of its sampler are apart in BF16, and with the head in FP32.
 
 Both policies have the same weights. The sampler writes token by token, from a prefix that grows, with attention of
-its own; the trainer scores whole batches of what it wrote. Run it with ``python examples/logprob_mismatch.py``.
+its own; the trainer scores whole batches of what it wrote. The third head multiplies BF16 and keeps the result in
+FP32, which costs a GPU no more than BF16. `hmpx.compare` then says what each does to the gradient of the policy's own
+objective: log-probs weighted by advantages. Run it with ``python examples/logprob_mismatch.py``.
 """
 
 import torch
@@ -36,7 +38,14 @@ class Sampler(Policy):
         return scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -torch.inf).softmax(-1) @ v
 
 
-def mismatch(recipe: str) -> torch.Tensor:
+HEADS = {
+    "neuron-bf16-sr": "neuron-bf16-sr",
+    "fp32-head": "fp32-head",
+    "bf16-to-fp32": {"extends": "neuron-bf16-sr", "modules": {"<head>": "bf16-to-fp32"}},
+}
+
+
+def mismatch(recipe: str | dict) -> torch.Tensor:
     """|log-prob of the trainer - of the sampler| of each token that the sampler wrote, (SEQUENCES, LENGTH) in FP32."""
     torch.manual_seed(0)
     with hmpx.activate(recipe), torch.no_grad():
@@ -53,7 +62,20 @@ def mismatch(recipe: str) -> torch.Tensor:
     return (scored - torch.cat(said, 1)).abs()
 
 
-print(f"{'|log-prob of the trainer - of the sampler|':44} {'mean':>8} {'largest':>8}")
-for recipe in ("neuron-bf16-sr", "fp32-head"):
+def objective(policy: nn.Module, ids: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """What a policy gradient descends: log-probs of the tokens, each sequence weighted by its advantage."""
+    said = policy(ids[:, :-1]).gather(2, ids[:, 1:, None]).squeeze(2)
+    return -(advantages[:, None] * said).mean()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(WORDS, (SEQUENCES, LENGTH)), torch.randn(SEQUENCES)
+
+
+torch.manual_seed(1)
+model, batches = Policy(), [batch() for _ in range(4)]
+print(f"{'the head':16} {'|trainer - sampler|':>20} {'largest':>8} {'gradient error':>15}")
+for name, recipe in HEADS.items():
     apart = mismatch(recipe)
-    print(f"{recipe:44} {apart.mean():8.5f} {apart.max():8.5f}")
+    error = hmpx.compare(model, batches, objective, lists=recipe).gradient_error
+    print(f"{name:16} {apart.mean():20.5f} {apart.max():8.5f} {error:15.5f}")

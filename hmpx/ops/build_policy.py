@@ -110,7 +110,7 @@ def _o1(given: dict[str, tuple[Listed, ...] | None], unknown: Unknown, problems:
 
 def without_fp8(listed: Mapping[str, Listed]) -> Iterator[str]:
     """What is wrong with each name of an fp8 list that has no FP8 product."""
-    legal = op_facts.FP8_PRODUCTS
+    legal = op_facts.MATRIX_PRODUCTS
     for name, each in listed.items():
         if name not in legal:
             yield f"{each.where}: {name!r} has no FP8 product{did_you_mean(name, legal)} (legal: {', '.join(legal)})"

@@ -69,6 +69,11 @@ class Op:
     view: bool = False
     rows: tuple[Composition, ...] = field(default=(), repr=False)
 
+    @property
+    def is_matrix_product(self) -> bool:
+        """Whether hmpx can multiply in its place, as FP8 and "bf16-to-fp32" do."""
+        return self.name in op_facts.MATRIX_PRODUCTS or self.follows in op_facts.MATRIX_PRODUCTS
+
 
 def _python_signature(function: Any) -> Signature:
     """The signature of a Python function: every argument may be a tensor; only `dtype=` matters to the call."""

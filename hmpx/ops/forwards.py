@@ -92,7 +92,7 @@ def _run(rules, function, args, kwargs):
     for rule in deciding(rules):
         overlay = rule.overlay
         if overlay.whole:  # what is around decides nothing any more
-            casting = overlay if overlay.dtype is not None and rule.casts_arguments else None
+            casting = overlay if overlay.casts_arguments and rule.casts_arguments else None
         scope = scope_inside(scope, overlay.number)
     if casting is not None:
         args = tuple([_cast_once(value, casting) for value in args])

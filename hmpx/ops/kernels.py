@@ -1,7 +1,7 @@
-"""What computes an op that runs in BF16 or FP16: torch's kernels for that dtype, FP32 kernels, or FP8 products.
+"""What computes an op that runs in BF16 or FP16: torch's kernels for that dtype, FP32 kernels, or products of ours.
 
 A `Kernel` stands between the casts of a rule and torch's function. What a caller sees does not depend on it: inputs and
-results have the dtype that the rule says.
+results have the dtypes that the rule says.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VARIABLE = "HMPX_KERNELS"  # what "auto" means, where a person knows better
 class Kernel(Protocol):
     """What computes an op in the place of torch's own kernel for its dtype. It prints in words.
 
-    inputs: the dtypes that it is handed; results have the same. backward: what the backward pass computes in, in words.
+    inputs: the dtypes that it is handed. backward: what the backward pass computes in, in words.
     """
 
     @property
@@ -65,6 +65,10 @@ class Kernels:
             from hmpx.ops.fp8.kernel import Fp8Kernel  # which most programs never need
 
             return Fp8Kernel(case.format, self.of_codes)
+        if case.rule is Rule.BF16_TO_FP32:
+            from hmpx.ops.wide_products import WideKernel
+
+            return WideKernel()
         if op not in op_facts.FP32_KERNELS or case.rule in (None, Rule.FP32):
             return None
         inputs = self.widened & ({TARGETS[case.rule]} if case.rule in TARGETS else {*LOW_RULES})
@@ -110,6 +114,7 @@ def capability() -> str:
 
 def is_computing(frame: FrameType) -> bool:
     """Whether an op is computed in `frame` in the place of torch's kernel for its dtype."""
+    from hmpx.ops import wide_products
     from hmpx.ops.fp8 import kernel as fp8_kernel
 
-    return frame.f_code in (fp32_kernels.COMPUTED, fp8_kernel.COMPUTED)
+    return frame.f_code in (fp32_kernels.COMPUTED, fp8_kernel.COMPUTED, wide_products.COMPUTED)

@@ -132,7 +132,8 @@ def policy_for(
             now, and of none that is appended later.
         rule: torch.float32, torch.bfloat16, torch.float16 or its name, for every op that computes; the floating tensors
             that the module is called with are cast once, as by hand, so that an in-place write to one goes to a copy.
-            Or a `Policy`, in the place of the one around. Or a mapping of the arguments below, as a recipe has it.
+            "bf16-to-fp32": matrix products take BF16 and hand on FP32, and every other op is in FP32. Or a `Policy`, in
+            the place of the one around. Or a mapping of the arguments below, as a recipe has it.
         bf16, fp32, promote, fp8: names of ops.
         low_precision: what the ops in the bf16 list run in from here on; None for what they run in around.
         fp8_format: the same of the fp8 list, as of `hmpx.convert`.

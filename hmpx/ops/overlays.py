@@ -1,8 +1,8 @@
 """Overlays: the lists of a module rule or a `casts` region, laid over the policy around them.
 
 An overlay is one of three things: lists of ops, which move these ops and leave the others as they are around it; a
-dtype, for every op that computes; or a whole policy in the place of the one around it. Equal overlays are one object
-with one number.
+dtype, for every op that computes ("bf16-to-fp32" is float32 but for the inputs of matrix products); or a whole policy
+in the place of the one around it. Equal overlays are one object with one number.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from hmpx.ops.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, List
 from hmpx.ops.policy import LOW_RULES, Policy
 
 DTYPES = (torch.float32, *LOW_RULES)  # what everything in a module may run in
+BF16_TO_FP32 = "bf16-to-fp32"  # float32, but for matrix products: these take bfloat16 and hand on float32
 _KEYS = (*SIDES, LOW_PRECISION, FP8_FORMAT, "opt_level")
 
 
@@ -36,7 +37,8 @@ class Overlay:
 
     where: what says so, as in ``train.py:12, hmpx.policy_for``. names: each listed op with its side and where it is
     listed. low_precision: what the bf16 list means from here on; None is what it means around. dtype: of every op that
-    computes. policy: in the place of the one around. fp8_format: what the fp8 list means from here on.
+    computes. policy: in the place of the one around. fp8_format: what the fp8 list means from here on. bf16_products:
+    under a `dtype` of float32, whether matrix products take bfloat16.
     """
 
     where: str
@@ -45,6 +47,7 @@ class Overlay:
     dtype: torch.dtype | None = None
     policy: Policy | None = None
     fp8_format: Format | None = None
+    bf16_products: bool = False
     number: int = field(default=0, compare=False)
 
     def over(self, policy: Policy) -> Policy:
@@ -59,9 +62,10 @@ class Overlay:
             names = [*(name for name, op in catalog().items() if op.computes), *policy.user_functions()]
             low = policy.low_precision if side == "fp32" else self.dtype
             origins = dict.fromkeys(names, self.where)
-            ops = tuple(sorted(names))
+            products = {name for name, op in catalog().items() if op.is_matrix_product and self.bf16_products}
+            ops = tuple(sorted({*names} - products))
             bf16, fp32 = ((), ops) if side == "fp32" else (ops, ())
-            return Policy(bf16, fp32, opt_level=policy.opt_level, origins=origins, low_precision=low)
+            return Policy(bf16, fp32, (), policy.opt_level, origins, low, bf16_to_fp32=tuple(sorted(products)))
         own = {name: side for name, side, _ in self.names}
 
         def names_of(side: str) -> tuple[str, ...]:
@@ -85,6 +89,11 @@ class Overlay:
         """Whether this overlay decides every op."""
         return self.dtype is not None or self.policy is not None
 
+    @property
+    def casts_arguments(self) -> bool:
+        """Whether what a module is called with is cast once; under "bf16-to-fp32" its ops differ in what they take."""
+        return self.dtype is not None and not self.bf16_products
+
     def hides(self, around: Overlay) -> bool:
         """Whether `around` has no effect inside this overlay."""
         if self.whole or around.whole:
@@ -99,7 +108,7 @@ class Overlay:
         if self.policy is not None:
             return f"a policy of its own ({self.policy.opt_level})"
         if self.dtype is not None:
-            return f"everything in {dtype_name(self.dtype)}"
+            return f"everything in {dtype_name(self.dtype)}{', products from bfloat16' if self.bf16_products else ''}"
         low = LOW_RULES[self.low_precision].name if self.low_precision else "low precision"
         how = {"bf16": f"in {low}", "fp8": "in FP8", "fp32": "in FP32", "promote": "promoted"}
         parts = []
@@ -114,7 +123,8 @@ class Overlay:
         return " and ".join(parts) or "as around it"
 
     def __reduce__(self) -> tuple:
-        return _unpickled, (self.where, self.names, self.low_precision, self.dtype, self.policy, self.fp8_format)
+        content = (self.where, self.names, self.low_precision, self.dtype, self.policy, self.fp8_format)
+        return _unpickled, (*content, self.bf16_products)
 
     def __copy__(self) -> Overlay:
         return self
@@ -144,8 +154,8 @@ def read_overlay(
     """The overlay that a rule means.
 
     Args:
-        rule: a dtype or its name, a `Policy`, or a mapping of sides to names of ops; with `opt_level` in it, the
-            mapping is a whole policy.
+        rule: a dtype or its name, "bf16-to-fp32", a `Policy`, or a mapping of sides to names of ops; with `opt_level`
+            in it, the mapping is a whole policy.
         where: what says so. what: what begins an error.
         lines: where each name stands, by side and position; `where` for those that are not in it.
         unset: what to say of a mapping that is empty.
@@ -157,9 +167,11 @@ def read_overlay(
         return _registered(Overlay(where, policy=rule))
     if isinstance(rule, Mapping):
         return _registered(_of_mapping(rule, where, what, lines or {}, unset))
+    if rule == BF16_TO_FP32:
+        return _registered(Overlay(where, dtype=torch.float32, bf16_products=True))
     dtype = dtype_named(rule)
     if dtype not in DTYPES:
-        legal = [dtype_name(each) for each in DTYPES]
+        legal = [*(dtype_name(each) for each in DTYPES), BF16_TO_FP32]
         short = [name for name, full in SHORT.items() if full in legal]
         misspelt = isinstance(rule, str) and not isinstance(dtype, torch.dtype)
         hint = did_you_mean(rule, [*short, *legal]) if misspelt else ""

@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.ops import op_facts
 from hmpx.ops.catalog import Op, canonical, catalog
 from hmpx.ops.composition import ONLY_FP32, Composition
 from hmpx.ops.fp8.format import FORMATS, Format
@@ -24,7 +23,8 @@ class Rule(enum.Enum):
     """What happens to the eligible arguments of an op: dense and nested tensors of float32, bfloat16 and float16.
 
     A list says BF16, FP8, FP32 or PROMOTE. FP16 is what the bf16 list says under ``low_precision=torch.float16``.
-    FP8 casts as BF16 does; FP8 products compute the op then, and its result is in BF16.
+    FP8 casts as BF16 does; FP8 products compute the op then, and its result is in BF16. BF16_TO_FP32 casts so too, and
+    the result stays in FP32; no list says it, but "bf16-to-fp32" for a module or a region.
     FIRST_INPUT is for ops in no list that refuse mixed dtypes; UNCAST and DTYPE_MAP are for functions that are no ops.
 
     Example:
@@ -36,6 +36,7 @@ class Rule(enum.Enum):
     BF16 = "bf16"  # all to bfloat16
     FP16 = "fp16"  # all to float16
     FP8 = "fp8"  # all to bfloat16, and multiplied in FP8
+    BF16_TO_FP32 = "bf16-to-fp32"  # all to bfloat16, and the result in float32
     FP32 = "fp32"  # all to float32
     PROMOTE = "promote"  # all to the widest dtype among them
     FIRST_INPUT = "first input"  # the others to the dtype of the first
@@ -70,6 +71,7 @@ class Policy:
         bf16, fp32, promote: sorted op names; a dotted name is a user's own function.
         low_precision: torch.bfloat16 or torch.float16, what the ops in `bf16` run in.
         fp8: the names that are multiplied in FP8, and fp8_format: how.
+        bf16_to_fp32: products that take BF16 and hand on FP32, in a module or region that is "bf16-to-fp32".
         opt_level: "O1" or "O2", what it was made for.
         origins: where each name was listed, as file:line.
 
@@ -101,6 +103,7 @@ class Policy:
     low_precision: torch.dtype = torch.bfloat16
     fp8: tuple[str, ...] = ()
     fp8_format: Format = FORMATS["tensorwise"]
+    bf16_to_fp32: tuple[str, ...] = ()
     _rules: dict[str, Rule] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +114,7 @@ class Policy:
             raise HmpxError(f"fp8: {', '.join(self.fp8)}: FP8 products take bfloat16, and low_precision is float16")
         low = LOW_RULES[self.low_precision]
         sides = {"promote": Rule.PROMOTE, "fp32": Rule.FP32, "bf16": low, "fp8": Rule.FP8}
+        sides["bf16_to_fp32"] = Rule.BF16_TO_FP32
         rules = {name: rule for side, rule in sides.items() for name in getattr(self, side)}
         object.__setattr__(self, "_rules", rules)
 
@@ -129,7 +133,7 @@ class Policy:
         Where it depends on the arguments of a call (`cases`), the first that casts.
         """
         rules = [case.rule for case in self.cases(op)]
-        return next((rule for rule in rules if rule in (*LOW_RULES.values(), Rule.FP8, Rule.FP32)), rules[0])
+        return next((rule for rule in rules if rule not in (None, Rule.PROMOTE, Rule.FIRST_INPUT)), rules[0])
 
     def cases(self, op: Op) -> tuple[Case, ...]:
         """The cases of an op; the first case that accepts a call's arguments decides.
@@ -162,10 +166,10 @@ class Policy:
     def _doing(
         self, op: Op, listed: Rule | None, when: Callable[..., bool] | None = None, follows: tuple[str, ...] = ()
     ) -> Case:
-        """The case of a listed rule. What follows an op with an FP8 product, and has none itself, is in BF16."""
+        """The case of a listed rule. What follows a matrix product, and is none, has the dtype of its results."""
         rule = self._effective(op, listed)
-        if rule is Rule.FP8 and not {op.name, op.follows} & {*op_facts.FP8_PRODUCTS}:
-            rule = Rule.BF16
+        if rule in (Rule.FP8, Rule.BF16_TO_FP32) and not op.is_matrix_product:
+            rule = Rule.BF16 if rule is Rule.FP8 else Rule.FP32
         return Case(rule, when, follows, self.fp8_format if rule is Rule.FP8 else None)
 
     def _of_parts(self, row: Composition) -> dict[str, Rule]:

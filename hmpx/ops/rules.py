@@ -34,6 +34,7 @@ METHODS = {torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float, torch.f
 TARGETS = {
     **{rule: dtype for dtype, rule in LOW_RULES.items()},
     Rule.FP8: torch.bfloat16,
+    Rule.BF16_TO_FP32: torch.bfloat16,
     Rule.FP32: torch.float32,
 }
 

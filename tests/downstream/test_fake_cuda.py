@@ -160,6 +160,18 @@ def test_fp8_products_are_those_of_the_gpu_where_it_has_them(scaling, monkeypatc
         assert sum(name in ("mm", "addmm") for name, *_ in ops) == (0 if capable else 5), ops
 
 
+def test_bf16_to_fp32_is_one_product_that_hands_on_fp32():
+    def under_the_rule():
+        stack = contextlib.ExitStack()
+        stack.enter_context(hmpx.convert())
+        stack.enter_context(hmpx.casts("bf16-to-fp32"))
+        return stack
+
+    model, inputs = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 8)), {"input": torch.randn(4, 16)}
+    ops = computed(model, inputs, under_the_rule)
+    assert [op[:2] for op in ops if op[0] != "add"] == [("mm", "torch.float32")] * 2, ops
+
+
 def test_regions_and_rules_hold_on_a_gpu():
     layer, x = nn.Linear(8, 8), torch.randn(2, 8)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

@@ -44,5 +44,5 @@ LEVELS = {"bf16": Level("bf16", "fp32", "bfloat16", "float32"), "fp8": Level("fp
 def decidable(level: Level = LEVELS["bf16"]) -> frozenset[str]:
     """The names that tune puts into a list: of ops that make new values, or that have an FP8 product."""
     if level.low == "fp8":
-        return frozenset(op_facts.FP8_PRODUCTS)
+        return frozenset(op_facts.MATRIX_PRODUCTS)
     return frozenset(name for name, op in catalog().items() if op.computes and not op.view and name[0] != "_")

@@ -13,19 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.compiling import ask_once, never_compile_alone
 from hmpx.ops.fp8.format import BLOCK, FORMATS, SMALL, Format
-from hmpx.ops.fp8.operands import OPERANDS, Operands
+from hmpx.ops.fp8.operands import OPERANDS, Operands, is_dense, multiplied
 from hmpx.ops.fp8.product import How, Product, watching
-from hmpx.ops.overriding import PLAIN, call
+from hmpx.ops.overriding import call
 from hmpx.ops.rules import is_stated
 
 Tensor = torch.Tensor
-_DENSE = (*PLAIN, FakeTensor)
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def _why_not(operands: Operands, form: Format) -> str:
     """Why a product stays in low precision; nothing where it does not."""
     a, b, _ = operands
     for each in (a, b):
-        if type(each) not in _DENSE or each.layout is not torch.strided or each.is_nested:
+        if not is_dense(each):
             return "a tensor subclass, sparse or nested"
         if each.dtype is not torch.bfloat16:
             return "not of BF16"
@@ -102,13 +100,7 @@ def _why_not(operands: Operands, form: Format) -> str:
 
 def _multiply(a: Tensor, b: Tensor, kernel: Fp8Kernel) -> Tensor:
     by = kernel.by if a.is_cpu else "scaled_mm" if a.is_cuda and _has_scaled_mm(a.device) else "bfloat16"
-    how = How(kernel.format, by, b.dim() == 2)
-    if b.dim() == 2:
-        rows = Product.apply(a.reshape(-1, a.shape[-1]), b, how)
-        return rows.reshape(*a.shape[:-1], b.shape[-1])
-    stacks = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    flat = [each.expand(*stacks, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (a, b)]
-    return Product.apply(*flat, how).reshape(*stacks, a.shape[-2], b.shape[-1])
+    return multiplied(a, b, Product.apply, How(kernel.format, by, b.dim() == 2))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What each op with an FP8 product multiplies, and what is done with the product: ``finish(a @ b)`` is the op."""
+"""What each op that is a matrix product multiplies, and what is done with the product: ``finish(a @ b)`` is the op."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses import FakeTensor
+
+from hmpx.ops.overriding import PLAIN
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -89,3 +92,18 @@ OPERANDS: dict[str, Callable[..., Operands | str]] = {
     "linear": _linear, "matmul": _matmul, "linalg_matmul": _matmul, "mm": _mm, "bmm": _mm, "addmm": _addmm,
     "baddbmm": _baddbmm, "einsum": _einsum,
 }  # fmt: skip
+
+
+def is_dense(value: Any) -> bool:
+    """Whether `value` is an ordinary or a fake dense tensor."""
+    return type(value) in (*PLAIN, FakeTensor) and value.layout is torch.strided and not value.is_nested
+
+
+def multiplied(a: Tensor, b: Tensor, product: Callable[..., Tensor], *how: Any) -> Tensor:
+    """``a @ b`` by a `product` of two matrices, or of two stacks of them, that is called with `how` too."""
+    if b.dim() == 2:
+        rows = product(a.reshape(-1, a.shape[-1]), b, *how)
+        return rows.reshape(*a.shape[:-1], b.shape[-1])
+    stacks = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    flat = [each.expand(*stacks, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (a, b)]
+    return product(*flat, *how).reshape(*stacks, a.shape[-2], b.shape[-1])

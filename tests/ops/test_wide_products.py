@@ -1,0 +1,146 @@
+""" "bf16-to-fp32": products that take BF16 and hand on FP32, beside FP64 products of the same BF16 numbers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def a_and_b(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape) for shape in shapes]
+
+
+CALLS = {
+    "linear": (lambda *inputs: F.linear(*inputs), a_and_b((3, 5, 40), (7, 40), (7,))),
+    "matmul": (lambda *inputs: torch.matmul(*inputs), a_and_b((2, 1, 5, 40), (3, 40, 7))),
+    "@": (lambda a, b: a @ b, a_and_b((5, 40), (40, 7))),
+    "a vector": (lambda *inputs: torch.matmul(*inputs), a_and_b((5, 40), (40,))),
+    "mm": (lambda *inputs: torch.mm(*inputs), a_and_b((5, 40), (40, 7))),
+    "bmm": (lambda *inputs: torch.bmm(*inputs), a_and_b((2, 5, 40), (2, 40, 7))),
+    "addmm": (lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2), a_and_b((7,), (5, 40), (40, 7))),
+    "baddbmm": (lambda *inputs: torch.baddbmm(*inputs), a_and_b((2, 5, 7), (2, 5, 40), (2, 40, 7))),
+    "einsum": (lambda a, b: torch.einsum("bik,jk->bij", a, b), a_and_b((2, 5, 40), (7, 40))),
+    "einsum of three": (lambda a, b, c: torch.einsum("ik,kj,j->i", a, b, c), a_and_b((5, 40), (40, 7), (7,))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_products_of_bf16_numbers_are_not_rounded(name):
+    call, inputs = CALLS[name]
+    with hmpx.convert(), hmpx.casts("bf16-to-fp32"):
+        found = call(*inputs)
+    exact = call(*[value.bfloat16().double() for value in inputs])
+    assert found.dtype is FP32
+    assert float((found - exact).norm() / exact.norm()) < 1e-6
+    assert float((found.bfloat16() - exact).norm() / exact.norm()) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["linear", "matmul", "einsum"])
+def test_gradients_are_those_of_a_bf16_product_that_is_cast_up(name):
+    call, inputs = CALLS[name]
+    gradients = []
+    for products in (True, False):
+        low = [value.bfloat16().requires_grad_() for value in inputs]
+        with hmpx.convert(bf16=[], fp32=[], promote=[]), hmpx.casts("bf16-to-fp32" if products else {"bf16": []}):
+            found = call(*low)
+        weight = torch.linspace(-1, 1, found.numel()).reshape(found.shape)
+        (found.float() * weight).sum().backward()
+        gradients.append([value.grad for value in low])
+    for found, wanted in zip(*gradients, strict=True):
+        assert found.dtype is BF16
+        assert float((found.double() - wanted.double()).norm() / wanted.double().norm()) < 1e-2  # a bias sums FP32
+
+
+def test_what_is_no_product_is_in_fp32():
+    x = torch.randn(4, 8).bfloat16()
+    with hmpx.convert(bf16=["softmax", "conv1d", "chain_matmul"]), hmpx.casts("bf16-to-fp32"):
+        assert torch.softmax(x, -1).dtype is FP32
+        assert torch.equal(torch.chain_matmul(x, x.t(), x), torch.chain_matmul(x.float(), x.t().float(), x.float()))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mid, self.lm_head = nn.Linear(16, 16), nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(F.gelu(self.mid(x)))
+
+
+def by_hand(model: Model, x: torch.Tensor) -> torch.Tensor:
+    low, head = copy.deepcopy(model).bfloat16(), model.lm_head
+    hidden = F.gelu(low.mid(x.bfloat16()))
+    return hidden.float() @ head.weight.bfloat16().float().t() + head.bias.bfloat16()
+
+
+def test_a_head_by_a_rule_a_recipe_and_in_a_copy():
+    model, x = Model(), torch.randn(4, 16)
+    wanted = by_hand(model, x)
+    rule = hmpx.policy_for(model.lm_head, "bf16-to-fp32")
+    copies = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    with hmpx.convert(bf16=["linear", "gelu"]):
+        assert all(torch.equal(each(x), wanted) for each in copies)
+        rule.remove()
+        assert model(x).dtype is BF16
+    optimizer = optim.SGD(model.parameters())
+    recipe = {"bf16": ["linear", "gelu"], "modules": {"<head>": "bf16-to-fp32"}, "parameter_dtype": "float32"}
+    hmpx.prepare(model, optimizer, recipe)
+    found = model(x)
+    hmpx.restore()
+    assert torch.equal(found, wanted)
+
+
+def test_compiled_checkpointed_and_mapped_the_same_bits():
+    model, x = Model(), torch.randn(4, 16)
+    hmpx.policy_for(model.lm_head, "bf16-to-fp32")
+
+    def trained(run) -> list[torch.Tensor]:
+        model.zero_grad()
+        result = run(x)
+        result.square().sum().backward()
+        return [result.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    with hmpx.convert():
+        plain = trained(model)
+        runs = {
+            "compiled": torch.compile(model, backend="aot_eager", fullgraph=True),
+            "reentrant": lambda x: checkpoint(model, x.clone().requires_grad_(), use_reentrant=True),
+            "not reentrant": lambda x: checkpoint(model, x, use_reentrant=False),
+        }
+        for name, run in runs.items():
+            assert all(map(torch.equal, trained(run), plain)), name
+        mapped = torch.vmap(model)(x[:, None])
+        assert mapped.dtype is FP32
+        assert torch.allclose(mapped[:, 0], plain[0], atol=1e-2)
+
+
+def test_record_and_compare_see_it():
+    model, x = Model(), torch.randn(4, 16)
+    hmpx.policy_for(model.lm_head, "bf16-to-fp32")
+    with hmpx.record() as log, hmpx.convert():
+        model(x)
+    (head,) = [site for site in log.sites if site.module == "lm_head"]
+    assert (head.op, str(head.rule)) == ("linear", "bf16-to-fp32")
+    assert not log.round_trips
+    recipe = {"parameter_dtype": "float32", "modules": {"lm_head": "bf16-to-fp32", "mid": "float32"}}
+    found = hmpx.compare(Model(), [(x,), (x + 1,)], lambda model, x: model(x).square().mean(), lists=recipe)
+    errors = {row.module: row.error for row in found.rows if row.op == "linear"}
+    assert errors["mid"] == 0
+    assert 1e-4 < errors["lm_head"] < 1e-2
+
+
+def test_misspelt():
+    with pytest.raises(hmpx.HmpxError, match=r"did you mean 'bf16-to-fp32'\? \(legal: float32, bfloat16, float16, bf"):
+        hmpx.policy_for(nn.Linear(2, 2), "bf16-to-fp23")
