@@ -23,12 +23,12 @@ from hmpx.ops.casts import Casts
 from hmpx.ops.catalog import catalog
 from hmpx.ops.decision_log import Announcement, VerboseLog
 from hmpx.ops.dtype_map import DtypeMap
+from hmpx.ops.first_step import FirstStep
 from hmpx.ops.forwards import ForwardWrappers, replaced_forwards
 from hmpx.ops.fp8.format import Format
 from hmpx.ops.garbage import none_collected
 from hmpx.ops.kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
 from hmpx.ops.listed_names import Unknown
-from hmpx.ops.loss_scale import ScalerLookedFor
 from hmpx.ops.module_rules import ModuleRule, scopes_of_rules
 from hmpx.ops.observing import Several
 from hmpx.ops.op_lists import SIDES, read_lists
@@ -84,7 +84,7 @@ class Conversion(Installation):
         self.policy, self.kernels = policy, kernels
         self.rules, self._policies = list(rules), Policies(policy)
         self._verbose, self._enabled, self.dtype_map = verbose, enabled, dtype_map
-        self._scaler_looked_for = ScalerLookedFor()
+        self._first_step = FirstStep(policy.low_precision)
 
     def _parts(self) -> Iterator[Part]:
         """The parts of this conversion in the order in which they are applied, built from torch as it is now."""
@@ -100,8 +100,8 @@ class Conversion(Installation):
         if log:
             yield log
         yield Announcement(*self._announced())
-        if self.policy.low_precision is torch.float16 and self.policy.bf16:
-            yield self._scaler_looked_for
+        if self.policy.bf16:
+            yield self._first_step
         yield Put(_OBSERVER, observer)
         yield self._casts
         yield region_state.Casting(self._enabled)

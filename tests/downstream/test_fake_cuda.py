@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, TensorDataset
 
 import hmpx
 from hmpx.ops.fp8 import kernel as fp8_kernel
@@ -187,6 +188,22 @@ def test_regions_and_rules_hold_on_a_gpu():
             assert layer(x).dtype is FP32
             rule.remove()
             assert torch.softmax(layer(x), -1).dtype is FP32 and layer(x).dtype is BF16
+
+
+def test_copies_from_pinned_memory_have_the_dtype_that_is_mapped():
+    made = TensorDataset(torch.ones(4, 2))
+    with hmpx.convert(dtype_map={FP32: BF16}):
+        (batch,) = next(iter(DataLoader(made, batch_size=4)))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            pinned = torch.empty(4, 2, pin_memory=True)
+            copies = [
+                pinned.to("cuda", non_blocking=True),
+                pinned.cuda(non_blocking=True),
+                pinned.to(device="cuda", dtype=FP32, non_blocking=True, copy=True),
+                torch.empty(4, 2, dtype=torch.float64).to("cuda", FP32, non_blocking=True),
+            ]
+    assert [x.dtype for x in (batch, pinned, *copies)] == [FP32, *[BF16] * 5]
+    assert {x.device.type for x in copies} == {"cuda"}
 
 
 def test_cached_weights_compute_the_same_on_a_gpu():

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import itertools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.ops import weight_cache
+from hmpx.ops import first_step, weight_cache
 from hmpx.ops.build_policy import build_policy
 from hmpx.ops.catalog import catalog
 from hmpx.ops.op_lists import read_lists
@@ -269,6 +270,23 @@ def test_fp16_without_a_scaler_is_said_once(lists, caplog):
     with hmpx.convert(**lists(bf16="linear"), **IN_FP16):
         assert stepped() == 0 and scaler.is_enabled()
     assert [*_global_optimizer_pre_hooks] == before
+
+
+@pytest.mark.parametrize(("capable", "said"), [(False, 1), (True, 0)])
+def test_bf16_on_a_gpu_without_instructions_for_it_is_said_once(capable, said, lists, caplog, monkeypatch):
+    """With a stand-in for what torch says of a T4."""
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        is_bf16_supported=lambda emulated: capable or emulated,
+        get_device_name=lambda: "Tesla T4",
+    )
+    monkeypatch.setattr(first_step, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    optimizer = optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
+    with hmpx.convert(**lists(bf16="linear")):
+        optimizer.step()
+        optimizer.step()
+    assert caplog.text.count("this GPU (Tesla T4) has no instructions for it") == said
+    assert caplog.text.count("recipe apex-o1") == said
 
 
 def test_apex_o1_is_fp16_by_the_lists_that_apex_o1_bf16_has():
