@@ -1,5 +1,6 @@
 """Mixed precision that you can read, edit and undo."""
 
+import os as _os
 import typing as _typing
 from importlib import import_module as _import_module
 
@@ -8,11 +9,7 @@ from hmpx.conversion import convert, restore
 from hmpx.errors import HmpxError
 from hmpx.ops.decorators import bf16, fp16, fp32, promote
 from hmpx.ops.module_rules import policies_of, policy_for
-from hmpx.ops.policy import Policy
-from hmpx.recipes.activate import activate
-from hmpx.recipes.activate import activate_from_environment as _activate_from_environment
-from hmpx.recipes.prepare import prepare
-from hmpx.recipes.recipe import Recipe
+from hmpx.ops.policies.policy import Policy
 from hmpx.regions import cached_weights, casts, disable_casts, enable_casts
 from hmpx.rounding.stochastic import stochastic_round, stochastic_round_
 from hmpx.updates.attach import attach, detach
@@ -44,8 +41,11 @@ if _typing.TYPE_CHECKING:
     from hmpx.insight.tuning.tune import tune
     from hmpx.insight.weights.tune_weights import tune_weights
     from hmpx.ops.module_rules import ModuleRule as ModuleRule
-    from hmpx.ops.policy import Rule as Rule
+    from hmpx.ops.policies.policy import Rule as Rule
     from hmpx.recipes.activate import Activation as Activation
+    from hmpx.recipes.activate import activate
+    from hmpx.recipes.prepare import prepare
+    from hmpx.recipes.recipe import Recipe
     from hmpx.updates.attach import Attachment as Attachment
 
 __all__ = [
@@ -80,9 +80,12 @@ __all__ = [
     "tune_weights",
 ]
 
-# Loaded when they are asked for: what explains and searches, since a run needs none of it; and the classes of what
-# functions give back, for annotations and `isinstance`.
+# Loaded when they are asked for: recipes; what explains and searches, since a run needs none of it; and the classes of
+# what functions give back, for annotations and `isinstance`.
 _LATER = {
+    "Recipe": "hmpx.recipes.recipe",
+    "activate": "hmpx.recipes.activate",
+    "prepare": "hmpx.recipes.prepare",
     "audit": "hmpx.insight.audit",
     "compare": "hmpx.insight.comparing.compare",
     "doctor": "hmpx.insight.doctor.doctor",
@@ -96,7 +99,7 @@ _LATER = {
     "ModuleRule": "hmpx.ops.module_rules",
     "OpListError": "hmpx.errors",
     "OptLevelError": "hmpx.errors",
-    "Rule": "hmpx.ops.policy",
+    "Rule": "hmpx.ops.policies.policy",
     "UnknownOpError": "hmpx.errors",
     **dict.fromkeys(
         (
@@ -118,4 +121,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_activate_from_environment()
+if _os.environ.get("HMPX_RECIPE"):
+    _import_module("hmpx.recipes.activate").activate_from_environment()

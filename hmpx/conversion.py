@@ -16,27 +16,27 @@ import torch
 from hmpx import installation, process_state, region_state
 from hmpx.changes import Attribute, Changes, Paired, Part, Put
 from hmpx.errors import OpListError
+from hmpx.garbage import none_collected
 from hmpx.installation import Installation
 from hmpx.ops import dynamo
-from hmpx.ops.build_policy import build_policy
 from hmpx.ops.casts import Casts
-from hmpx.ops.catalog import catalog
+from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
 from hmpx.ops.decision_log import Announcement, VerboseLog
 from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.first_step import FirstStep
 from hmpx.ops.forwards import ForwardWrappers, replaced_forwards
 from hmpx.ops.fp8.format import Format
-from hmpx.ops.garbage import none_collected
-from hmpx.ops.kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
-from hmpx.ops.listed_names import Unknown
 from hmpx.ops.module_rules import ModuleRule, scopes_of_rules
-from hmpx.ops.observing import Several
-from hmpx.ops.op_lists import SIDES, read_lists
 from hmpx.ops.overlays import Overlay, with_names
-from hmpx.ops.patches import Patch
-from hmpx.ops.policy import OptLevel, Policy
-from hmpx.ops.scopes import Policies, made_of, number_inside
+from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.listed_names import Unknown
+from hmpx.ops.policies.op_lists import SIDES, read_lists
+from hmpx.ops.policies.policy import OptLevel, Policy
+from hmpx.ops.policies.scopes import Policies, made_of, number_inside
 from hmpx.ops.user_functions import UserFunctions
+from hmpx.ops.wrapping.observing import Several
+from hmpx.ops.wrapping.patches import Patch
 from hmpx.process_state import casts_regions
 from hmpx.updates import step_hooks
 from hmpx.updates.attach import detach

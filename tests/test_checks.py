@@ -15,7 +15,7 @@ import hmpx
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
-    "errors dtype_names torch_private changes version compiling",
+    "errors dtype_names torch_private changes version compiling garbage",
     "process_state autocast_state yaml_files",
     "awaited",
     "region_state installation",
@@ -29,6 +29,7 @@ FLOORS = (
     "shell",
     "__main__",
 )
+FLOORS_WITHIN = {"ops": "policies wrapping computing", "updates": "holding stepping"}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
 
 
@@ -115,6 +116,25 @@ def wrong_ways(graph: dict[str, set[str]]) -> list[str]:
     ]
 
 
+def wrong_ways_within(graph: dict[str, set[str]]) -> list[str]:
+    """Imports of a higher floor of the same room; a room's own files stand above its floors."""
+
+    def floor(module: str) -> tuple[str, int]:
+        _, room, *inner = module.split(".")
+        floors = FLOORS_WITHIN.get(room, "").split()
+        if len(inner) < 2:
+            return room, len(floors)
+        return room, floors.index(inner[0]) if inner[0] in floors else -1  # -1: it stands beside them
+
+    deep = {file: [other for other in others if "." in other] for file, others in graph.items() if "." in file}
+    return [
+        f"{file} imports {other}"
+        for file, others in deep.items()
+        for other in others
+        if floor(file)[0] == floor(other)[0] and floor(other)[1] > floor(file)[1] >= 0
+    ]
+
+
 def circles(graph: dict[str, set[str]]) -> set[str]:
     """The files that import themselves by way of others: what is left when those without imports are taken away."""
     left = {file: set(others) for file, others in graph.items()}
@@ -134,6 +154,7 @@ def test_every_room_has_a_floor():
 
 def test_no_file_imports_a_higher_floor():
     assert wrong_ways(graph()) == []
+    assert wrong_ways_within(graph()) == []
 
 
 def test_no_file_imports_itself_by_way_of_others():
@@ -145,7 +166,10 @@ def test_an_import_the_wrong_way_is_found():
     files = set(trees)
     up = ast.parse("def later():\n    from hmpx.updates import attach")
     assert set(imports(up, files)) == {"hmpx.updates.attach"}
-    assert wrong_ways({"hmpx.ops.rules": {"hmpx.updates.attach"}, "hmpx.updates.attach": {"hmpx.ops.rules"}})
+    assert wrong_ways({"hmpx.ops.casts": {"hmpx.updates.attach"}, "hmpx.updates.attach": {"hmpx.ops.casts"}})
+    assert wrong_ways_within({"hmpx.ops.policies.catalog": {"hmpx.ops.wrapping.rules", "hmpx.ops.fp8.format"}})
+    assert wrong_ways_within({"hmpx.updates.stepping.step": {"hmpx.updates.attach"}})
+    assert not wrong_ways_within({"hmpx.updates.attach": {"hmpx.updates.stepping.step", "hmpx.updates.ranks.zero"}})
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
 
 

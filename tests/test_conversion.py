@@ -21,11 +21,11 @@ from torch import nn
 
 import hmpx
 from hmpx import process_state, region_state
-from hmpx.ops import codegen, wrappers
-from hmpx.ops.build_policy import build_policy
 from hmpx.ops.captured_names import rebinding
 from hmpx.ops.casts import PatchTable
-from hmpx.ops.catalog import catalog
+from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.wrapping import codegen, wrappers
 from tests.support import python
 
 X = torch.randn(4, 4)

@@ -8,7 +8,7 @@ from torch import nn
 
 import hmpx
 from hmpx.rounding import native, triton
-from hmpx.updates.stores import WAYS
+from hmpx.updates.holding.stores import WAYS
 from tests.support.numbers import special_values
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]

@@ -19,8 +19,8 @@ import torch
 import hmpx
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.stated import read_recipe
-from hmpx.updates.state_forms import STATE_FORMS
-from hmpx.updates.stores import WAYS
+from hmpx.updates.holding.state_forms import STATE_FORMS
+from hmpx.updates.holding.stores import WAYS
 from tests.support import python
 from tests.support.foreign import never_called, stand_ins
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx.ops import weight_cache
+from hmpx.ops.wrapping import weight_cache
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4)

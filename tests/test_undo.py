@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.ops.catalog import catalog
+from hmpx.ops.policies.catalog import catalog
 from tests.support import breaking
 from tests.support.breaking import Trained
 

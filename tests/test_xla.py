@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import hmpx
-from hmpx.ops.op_lists import shipped
+from hmpx.ops.policies.op_lists import shipped
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.stated import read_recipe
 

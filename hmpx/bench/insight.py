@@ -14,7 +14,7 @@ from hmpx.bench import measure, peers
 from hmpx.bench.train import Training
 from hmpx.insight.comparing.compare import compare
 from hmpx.insight.recording.record import record
-from hmpx.ops.catalog import catalog
+from hmpx.ops.policies.catalog import catalog
 
 _BATCHES = 4, 12  # that compare runs through: the difference is what a batch takes, the rest what it takes to begin
 _STEP = "step"

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hmpx.ops.kernels import capability
+from hmpx.ops.computing.kernels import capability
 from hmpx.rounding import native_library
 
 COUNTS = "calls", "torch alone", "syncs"  # columns of whole numbers

@@ -10,7 +10,7 @@ import torch
 
 from hmpx.conversion import convert
 from hmpx.errors import HmpxError
-from hmpx.ops.op_lists import shipped
+from hmpx.ops.policies.op_lists import shipped
 
 
 def autocast(device: torch.device, cache: bool = True) -> AbstractContextManager:

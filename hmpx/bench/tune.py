@@ -18,7 +18,7 @@ from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.tuning.costs import decidable
 from hmpx.insight.tuning.runs import Effect, Exact, Mixed, Runs
 from hmpx.insight.tuning.tune import tune
-from hmpx.ops.policy import Policy
+from hmpx.ops.policies.policy import Policy
 
 _BATCHES, _HELD_OUT = 4, 2
 _ASKED = 0.5  # of the gradient error that everything in BF16 makes

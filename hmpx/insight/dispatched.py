@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from hmpx import process_state, region_state
 from hmpx.conversion import Conversion
-from hmpx.ops.callers import frames, rule_of, users_line
-from hmpx.ops.catalog import Op, canonical, catalog
-from hmpx.ops.composition import callers
-from hmpx.ops.kernels import is_computing
-from hmpx.ops.policy import Policy, Rule
-from hmpx.ops.rules import TARGETS, eligible_dtypes
+from hmpx.ops.computing.kernels import is_computing
+from hmpx.ops.policies.catalog import Op, canonical, catalog
+from hmpx.ops.policies.composition import callers
+from hmpx.ops.policies.policy import Policy, Rule
+from hmpx.ops.wrapping.callers import frames, rule_of, users_line
+from hmpx.ops.wrapping.rules import TARGETS, eligible_dtypes
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.reasons import reason
 from hmpx.insight.recipe_words import recipe_in_words
-from hmpx.ops.catalog import Op, aten_only, canonical, catalog, legal_names
-from hmpx.ops.kernels import NATIVE, Kernels
-from hmpx.ops.listed_names import unknown_op
+from hmpx.ops.computing.kernels import NATIVE, Kernels
 from hmpx.ops.overlays import Overlay
-from hmpx.ops.policy import Policy, Rule
+from hmpx.ops.policies.catalog import Op, aten_only, canonical, catalog, legal_names
+from hmpx.ops.policies.listed_names import unknown_op
+from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.recipes.stated import Stated, as_recipe
 
 

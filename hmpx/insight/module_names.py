@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from hmpx.ops.callers import modules
+from hmpx.ops.wrapping.callers import modules
 
 _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front
 

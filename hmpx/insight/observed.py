@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from hmpx.conversion import Conversion, install, installed
-from hmpx.ops.kernels import KernelsAsked
+from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
-from hmpx.ops.observing import Observer
-from hmpx.ops.policy import Policy
+from hmpx.ops.policies.policy import Policy
+from hmpx.ops.wrapping.observing import Observer
 from hmpx.process_state import lock, observers
 
 

@@ -6,11 +6,11 @@ from types import FrameType
 
 import torch
 
-from hmpx.ops.catalog import Op, catalog
 from hmpx.ops.forwards import rule_that_casts
-from hmpx.ops.observing import Point, Seen
-from hmpx.ops.policy import Policy, Rule
-from hmpx.ops.rules import is_explicit
+from hmpx.ops.policies.catalog import Op, catalog
+from hmpx.ops.policies.policy import Policy, Rule
+from hmpx.ops.wrapping.observing import Point, Seen
+from hmpx.ops.wrapping.rules import is_explicit
 
 
 def reason(op: Op, policy: Policy) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from hmpx.ops.kernels import GAINING, choose
-from hmpx.ops.op_lists import SIDES, shipped
-from hmpx.ops.policy import LOW_RULES, Policy
+from hmpx.ops.computing.kernels import GAINING, choose
+from hmpx.ops.policies.op_lists import SIDES, shipped
+from hmpx.ops.policies.policy import LOW_RULES, Policy
 from hmpx.recipes.files import recipe_names, recipe_path
 from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS, spelled_out
 from hmpx.recipes.recipe import Recipe

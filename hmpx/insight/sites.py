@@ -13,10 +13,10 @@ from hmpx.insight.call_sites import calls_on_line
 from hmpx.insight.check import is_recipe
 from hmpx.insight.explain import explain_op
 from hmpx.insight.recipe_words import recipe_lines
-from hmpx.ops.build_policy import build_policy
-from hmpx.ops.kernels import Kernels, choose
-from hmpx.ops.op_lists import SIDES, Listed, read_file
-from hmpx.ops.policy import Policy
+from hmpx.ops.computing.kernels import Kernels, choose
+from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.op_lists import SIDES, Listed, read_file
+from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.keys import EXTENDS, LISTS, MODULES, PARAMETERS, SWITCHES
 from hmpx.recipes.recipe import DEFAULT, Recipe
 from hmpx.recipes.stated import read_recipe

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hmpx import region_state
-from hmpx.ops.overriding import PLAIN
+from hmpx.ops.wrapping.overriding import PLAIN
 
 Tensor = torch.Tensor
 LOW = frozenset({torch.bfloat16, torch.float16})

@@ -25,9 +25,9 @@ from hmpx.recipes.prepare import cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe, changed
 from hmpx.recipes.stated import Stated, with_and_without_zero
 from hmpx.updates.attach import attach, attached, check_torch
-from hmpx.updates.names import has_bf16, parameters
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, in_job
+from hmpx.updates.stepping.names import has_bf16, parameters
 
 _of_trainers: WeakSet[Conversion] = WeakSet()  # those that a trainer's plugin has made
 

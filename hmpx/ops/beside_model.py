@@ -15,13 +15,13 @@ from typing import Any
 
 from hmpx import awaited
 from hmpx.changes import Changes
-from hmpx.ops import op_facts
 from hmpx.ops.captured_names.rebinding import Rebinding
-from hmpx.ops.catalog import Entry
-from hmpx.ops.codegen import Switch
-from hmpx.ops.patches import Patch, Patching, made_patch, read_attribute
-from hmpx.ops.signatures import Signature
-from hmpx.ops.wrappers import build_uncast
+from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.catalog import Entry
+from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.wrapping.codegen import Switch
+from hmpx.ops.wrapping.patches import Patch, Patching, made_patch, read_attribute
+from hmpx.ops.wrapping.wrappers import build_uncast
 
 
 class Uncast:

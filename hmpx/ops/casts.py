@@ -15,22 +15,23 @@ import torch
 
 from hmpx import process_state
 from hmpx.changes import Attribute, Changes, Flag
-from hmpx.ops import dynamo, op_facts, torchscript
+from hmpx.ops import dynamo, torchscript
 from hmpx.ops.beside_model import Later, Uncast
 from hmpx.ops.captured_names.places import Capture
 from hmpx.ops.captured_names.rebinding import Rebinding, WithCaptures
-from hmpx.ops.catalog import Entry
-from hmpx.ops.codegen import Switch
+from hmpx.ops.computing.kernels import NATIVE, Kernels
 from hmpx.ops.dtype_map import DtypeMap
-from hmpx.ops.kernels import NATIVE, Kernels
-from hmpx.ops.observing import Observer
 from hmpx.ops.op_wrappers import Wrappers
-from hmpx.ops.patches import Patch, Patching, patch_at, split_path
-from hmpx.ops.policy import Policy
-from hmpx.ops.scopes import Policies
-from hmpx.ops.signatures import Signature
+from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.catalog import Entry
+from hmpx.ops.policies.policy import Policy
+from hmpx.ops.policies.scopes import Policies
+from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.user_functions import UserFunctions
-from hmpx.ops.wrappers import build_carrying, build_check, build_explaining
+from hmpx.ops.wrapping.codegen import Switch
+from hmpx.ops.wrapping.observing import Observer
+from hmpx.ops.wrapping.patches import Patch, Patching, patch_at, split_path
+from hmpx.ops.wrapping.wrappers import build_carrying, build_check, build_explaining
 
 _FAST_PATH = Flag(
     "the fast path of torch.nn.MultiheadAttention",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hmpx.changes import Changes, Flag
-from hmpx.ops.callers import users_line
-from hmpx.ops.observing import Point, Run, Seen
+from hmpx.ops.wrapping.callers import users_line
+from hmpx.ops.wrapping.observing import Point, Run, Seen
 
 logger = logging.getLogger("hmpx")
 _LEVEL = Flag("the level of the logger hmpx", lambda: logger.level, logger.setLevel)

@@ -18,10 +18,10 @@ import wrapt
 
 from hmpx import process_state, region_state
 from hmpx.errors import HmpxError
-from hmpx.ops.observing import Point, Seen, observed
-from hmpx.ops.policy import Rule
-from hmpx.ops.rules import cast_arguments
-from hmpx.ops.signatures import Signature
+from hmpx.ops.policies.policy import Rule
+from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.wrapping.observing import Point, Seen, observed
+from hmpx.ops.wrapping.rules import cast_arguments
 
 _SIGNATURE = Signature(python=True)
 Rules = Mapping[int, Rule | None]  # by scope

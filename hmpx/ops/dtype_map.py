@@ -23,15 +23,15 @@ from torch.compiler import is_dynamo_compiling
 from hmpx import region_state
 from hmpx.changes import Attribute, Changes, Flag
 from hmpx.errors import HmpxError
-from hmpx.ops import op_facts
 from hmpx.ops.beside_model import functions_in
-from hmpx.ops.callers import frames
-from hmpx.ops.catalog import catalog
-from hmpx.ops.codegen import Switch
-from hmpx.ops.overriding import COMPILER, call
-from hmpx.ops.patches import Patch, Patching, patch_at
-from hmpx.ops.rules import METHODS
-from hmpx.ops.signatures import schemas
+from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.signatures import schemas
+from hmpx.ops.wrapping.callers import frames
+from hmpx.ops.wrapping.codegen import Switch
+from hmpx.ops.wrapping.overriding import COMPILER, call
+from hmpx.ops.wrapping.patches import Patch, Patching, patch_at
+from hmpx.ops.wrapping.rules import METHODS
 
 Tensor = torch.Tensor
 _LEGACY = {

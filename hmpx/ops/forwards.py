@@ -20,9 +20,9 @@ from hmpx.changes import Attribute, Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import RULES, deciding, forward_class, rules_of
 from hmpx.ops.overlays import Overlay
-from hmpx.ops.policy import LOW_RULES, Rule
-from hmpx.ops.rules import is_eligible
-from hmpx.ops.scopes import scope_inside
+from hmpx.ops.policies.policy import LOW_RULES, Rule
+from hmpx.ops.policies.scopes import scope_inside
+from hmpx.ops.wrapping.rules import is_eligible
 
 Module = torch.nn.Module
 # Attribute of a class with a wrapped forward, inherited by the classes below: its identity. Of a module in which a

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from hmpx.ops import op_facts
-from hmpx.ops.catalog import Entry, catalog
-from hmpx.ops.codegen import Switch
-from hmpx.ops.kernels import Kernels
-from hmpx.ops.observing import Observer
-from hmpx.ops.op_lists import is_shipped
-from hmpx.ops.patches import Patch, Patching, made_patch, read_attribute
-from hmpx.ops.policy import Case, Policy, Rule
-from hmpx.ops.signatures import Signature
-from hmpx.ops.wrappers import build_choice, build_explaining, build_refusing, build_scoped, build_untouched
+from hmpx.ops.computing.kernels import Kernels
+from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.catalog import Entry, catalog
+from hmpx.ops.policies.op_lists import is_shipped
+from hmpx.ops.policies.policy import Case, Policy, Rule
+from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.wrapping.codegen import Switch
+from hmpx.ops.wrapping.observing import Observer
+from hmpx.ops.wrapping.patches import Patch, Patching, made_patch, read_attribute
+from hmpx.ops.wrapping.wrappers import build_choice, build_explaining, build_refusing, build_scoped, build_untouched
 
 Cases = tuple[Case, ...]
 Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entry points, and what it does in each scope

@@ -17,14 +17,14 @@ import torch
 from hmpx import process_state as state
 from hmpx.dtype_names import SHORT, dtype_name, dtype_named
 from hmpx.errors import HmpxError, OpListError, OptLevelError, did_you_mean
-from hmpx.ops import op_facts
-from hmpx.ops.build_policy import OPT_LEVELS, build_policy, without_fp8
-from hmpx.ops.callers import users_line
-from hmpx.ops.catalog import catalog
 from hmpx.ops.fp8.format import Format
-from hmpx.ops.listed_names import resolve
-from hmpx.ops.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists
-from hmpx.ops.policy import LOW_RULES, Policy
+from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.build_policy import OPT_LEVELS, build_policy, without_fp8
+from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.listed_names import resolve
+from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists
+from hmpx.ops.policies.policy import LOW_RULES, Policy
+from hmpx.ops.wrapping.callers import users_line
 
 DTYPES = (torch.float32, *LOW_RULES)  # what everything in a module may run in
 BF16_TO_FP32 = "bf16-to-fp32"  # float32, but for matrix products: these take bfloat16 and hand on float32

@@ -21,9 +21,9 @@ from hmpx.changes import Changes
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.decorators import wrap
-from hmpx.ops.op_lists import is_shipped, read_file, shipped
-from hmpx.ops.patches import Patch, Patching
-from hmpx.ops.policy import Policy, Rule
+from hmpx.ops.policies.op_lists import is_shipped, read_file, shipped
+from hmpx.ops.policies.policy import Policy, Rule
+from hmpx.ops.wrapping.patches import Patch, Patching
 
 logger = logging.getLogger("hmpx")
 _HEAP_TYPE = 1 << 9  # the flag of a type made by a class statement

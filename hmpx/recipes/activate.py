@@ -23,9 +23,9 @@ from hmpx.recipes.prepare import cast_model, convert, facts, of_own, prepared_by
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import Stated, with_and_without_zero
 from hmpx.updates.attach import attach, attached, detach
-from hmpx.updates.names import parameters
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
+from hmpx.updates.stepping.names import parameters
 from hmpx.yaml_files import shown
 
 logger = logging.getLogger("hmpx")

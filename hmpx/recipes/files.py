@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.ops.op_lists import SIDES, shipped
+from hmpx.ops.policies.op_lists import SIDES, shipped
 from hmpx.recipes import gaudi, nxd
 from hmpx.recipes.keys import EXTENDS, LISTS, problems, spelled_out
 from hmpx.recipes.origins import Origins

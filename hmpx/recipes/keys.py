@@ -10,16 +10,16 @@ import torch
 
 from hmpx.dtype_names import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.ops.build_policy import OPT_LEVELS
+from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.fp8.format import Format
-from hmpx.ops.kernels import KERNELS
-from hmpx.ops.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
-from hmpx.ops.policy import Policy
+from hmpx.ops.policies.build_policy import OPT_LEVELS
+from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
+from hmpx.ops.policies.policy import Policy
 from hmpx.recipes import nxd
 from hmpx.rounding.stochastic import check_seed
-from hmpx.updates.settings import SWITCHES
-from hmpx.updates.state_forms import STATE_FORMS, state_name
-from hmpx.updates.stores import WAYS
+from hmpx.updates.holding.settings import SWITCHES
+from hmpx.updates.holding.state_forms import STATE_FORMS, state_name
+from hmpx.updates.holding.stores import WAYS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAPPED = {"float32": torch.float32, "float64": torch.float64}  # what a `dtype_map` may map

@@ -18,8 +18,8 @@ from hmpx import conversion
 from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import ModuleRule
-from hmpx.ops.op_lists import LOW_DTYPES
-from hmpx.ops.policy import Policy
+from hmpx.ops.policies.op_lists import LOW_DTYPES
+from hmpx.ops.policies.policy import Policy
 from hmpx.recipes import frameworks
 from hmpx.recipes.keys import DTYPES, LISTS
 from hmpx.recipes.module_patterns import check_names, module_names, rules_for
@@ -28,11 +28,11 @@ from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import Stated, as_recipe, name_of
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.gradients.accumulation import replicas
-from hmpx.updates.names import named, names_in
+from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.ranks.sharding import is_sharded
-from hmpx.updates.settings import Settings
+from hmpx.updates.stepping.names import named, names_in
 
 logger = logging.getLogger("hmpx")
 

@@ -15,21 +15,21 @@ import yaml
 
 from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
-from hmpx.ops.build_policy import build_policy
+from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.fp8.format import Format
-from hmpx.ops.kernels import KernelsAsked
-from hmpx.ops.op_lists import FP8_FORMAT, LOW_DTYPES, SIDES, Listed, read_lists
 from hmpx.ops.overlays import Overlay, read_overlay
-from hmpx.ops.policy import OptLevel, Policy
+from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, SIDES, Listed, read_lists
+from hmpx.ops.policies.policy import OptLevel, Policy
 from hmpx.recipes import nxd
 from hmpx.recipes.files import read_keys, recipe_path
 from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, problems, spelled_out
 from hmpx.recipes.origins import Origin, Origins
 from hmpx.recipes.parameter_rules import dtype_of, ways_in
 from hmpx.updates.footprint import Footprint, footprint
-from hmpx.updates.settings import Settings
-from hmpx.updates.state_forms import state_name, state_named
-from hmpx.updates.ways import Weights
+from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.state_forms import state_name, state_named
+from hmpx.updates.holding.ways import Weights
 from hmpx.version import __version__
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError
-from hmpx.ops.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, read_file, shipped
+from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, read_file, shipped
 from hmpx.recipes import nxd
 from hmpx.recipes.files import named_twice, read_keys, recipe_path
 from hmpx.recipes.keys import EXTENDS, LISTS, MODULES, PARAMETERS, problems, spelled_out

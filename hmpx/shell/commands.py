@@ -11,7 +11,7 @@ from hmpx.insight.check import check_files
 from hmpx.insight.explain import explain_op, ops_table
 from hmpx.insight.recipe_words import recipe_in_words, recipes_table
 from hmpx.insight.sites import explain_site
-from hmpx.ops.kernels import choose
+from hmpx.ops.computing.kernels import choose
 from hmpx.recipes import run_script
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.gaudi import is_configuration

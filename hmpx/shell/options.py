@@ -6,9 +6,9 @@ import argparse
 import os
 
 from hmpx.errors import HmpxError
-from hmpx.ops.build_policy import OPT_LEVELS
-from hmpx.ops.kernels import KERNELS
-from hmpx.ops.op_lists import LOW_DTYPES, SIDES
+from hmpx.ops.computing.kernels import KERNELS
+from hmpx.ops.policies.build_policy import OPT_LEVELS
+from hmpx.ops.policies.op_lists import LOW_DTYPES, SIDES
 from hmpx.recipes.keys import EXTENDS, LISTS
 from hmpx.recipes.origins import Origin, Origins
 from hmpx.recipes.recipe import Recipe

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from hmpx.errors import HmpxError
-from hmpx.ops.kernels import choose
-from hmpx.ops.op_lists import SIDES
+from hmpx.ops.computing.kernels import choose
+from hmpx.ops.policies.op_lists import SIDES
 from hmpx.recipes import environment
 from hmpx.recipes.activate import VARIABLE
 from hmpx.recipes.recipe import DEFAULT, Recipe, changed

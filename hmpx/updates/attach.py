@@ -11,21 +11,21 @@ import torch.distributed as dist
 
 from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError
-from hmpx.updates import state_dtypes
 from hmpx.updates.attachment import Attachment
-from hmpx.updates.fused_formulas import FUSED, formula_of
 from hmpx.updates.gradients.accumulation import replicas
-from hmpx.updates.names import given_names, has_bf16, named
-from hmpx.updates.names import parameters as parameters_of
+from hmpx.updates.holding import state_dtypes
+from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.ways import Rules, Weights
 from hmpx.updates.optimizer_hooks import attachment_of
-from hmpx.updates.optimizer_scope import SCOPES, scope_of
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, refuse
 from hmpx.updates.ranks.sharding import Place, Places, read_places
 from hmpx.updates.refusals import allow_plain_steps
-from hmpx.updates.settings import Settings
-from hmpx.updates.step import WeightUpdates
-from hmpx.updates.ways import Rules, Weights
+from hmpx.updates.stepping.fused_formulas import FUSED, formula_of
+from hmpx.updates.stepping.names import given_names, has_bf16, named
+from hmpx.updates.stepping.names import parameters as parameters_of
+from hmpx.updates.stepping.optimizer_scope import SCOPES, scope_of
+from hmpx.updates.stepping.step import WeightUpdates
 
 logger = logging.getLogger("hmpx")
 Optimizer = torch.optim.Optimizer

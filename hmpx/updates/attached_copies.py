@@ -10,9 +10,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from hmpx.updates import step_count
+from hmpx.updates.holding.stores import Stores
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
-from hmpx.updates.stores import Stores
+from hmpx.updates.stepping import step_count
 
 
 def attach_copy(optimizer: Optimizer, original: Any) -> Any:

@@ -14,22 +14,23 @@ import torch
 from hmpx import region_state
 from hmpx.changes import MISSING, Attribute, take_back
 from hmpx.errors import HmpxError
-from hmpx.updates import attached_copies, step_count, step_hooks
+from hmpx.updates import attached_copies, step_hooks
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import released
 from hmpx.updates.gradients.accumulation import end_unused_exchanges
 from hmpx.updates.gradients.claims import Claim
+from hmpx.updates.holding.settings import Settings
 from hmpx.updates.lost_updates import Updates
-from hmpx.updates.names import has_bf16, named, parameters
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.optimizer_methods import writing_methods
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.agreement import StepCounts
 from hmpx.updates.ranks.sharding import Place
-from hmpx.updates.settings import Settings
-from hmpx.updates.step import WeightUpdates
-from hmpx.updates.step_call import StepCall
-from hmpx.updates.step_count import SEED_KEY
+from hmpx.updates.stepping import step_count
+from hmpx.updates.stepping.names import has_bf16, named, parameters
+from hmpx.updates.stepping.step import WeightUpdates
+from hmpx.updates.stepping.step_call import StepCall
+from hmpx.updates.stepping.step_count import SEED_KEY
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer

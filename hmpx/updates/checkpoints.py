@@ -14,15 +14,15 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hmpx.errors import HmpxError
-from hmpx.updates import step_count
-from hmpx.updates.interrupts import is_incomplete
-from hmpx.updates.names import parameters
+from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.state_tensors import check_codes, is_coded
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.sharding import is_sharded, local
-from hmpx.updates.segment import Segment
-from hmpx.updates.state_tensors import check_codes, is_coded
-from hmpx.updates.step import MASTER_KEY, WeightUpdates
-from hmpx.updates.step_count import SEED_KEY, STEP_KEY
+from hmpx.updates.stepping import step_count
+from hmpx.updates.stepping.interrupts import is_incomplete
+from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.step import MASTER_KEY, WeightUpdates
+from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
 
 logger = logging.getLogger("hmpx")
 Optimizer = torch.optim.Optimizer

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hmpx.updates.batching import slice_size
-from hmpx.updates.settings import Settings
-from hmpx.updates.state_forms import STATE_FORMS
-from hmpx.updates.stores import WAYS
+from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.state_forms import STATE_FORMS
+from hmpx.updates.holding.stores import WAYS
+from hmpx.updates.stepping.batching import slice_size
 
 # How a model is distributed, and what each rank then holds a part of.
 MODES = {
@@ -33,7 +33,7 @@ class Footprint:
         state: of the optimizer, between two steps. In 8 bits, with the scales of rows that are whole blocks; of one
             with fewer than 128 elements, and of others' last blocks, each scale serves fewer.
         slice: in a step, for each element of a slice: FP32 weight and gradient, FP32 state where it is held in BF16,
-            and two temporaries of torch's own. `hmpx.updates.batching` has the size of a slice.
+            and two temporaries of torch's own. `hmpx.updates.stepping.batching` has the size of a slice.
     """
 
     weights: int

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.updates.settings import Settings
-from hmpx.updates.update_counts import ULP, Totals, UpdateCounts
+from hmpx.updates.holding.settings import Settings
+from hmpx.updates.stepping.update_counts import ULP, Totals, UpdateCounts
 from hmpx.updates.update_table import THRESHOLD, UpdateRow, as_text, many, mean
 
 SCHEMA = 1  # of the JSON

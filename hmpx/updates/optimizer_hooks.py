@@ -15,10 +15,10 @@ import torch
 
 from hmpx import region_state
 from hmpx.changes import Attribute, Changes
-from hmpx.updates import step_count
 from hmpx.updates.gradients import claims
-from hmpx.updates.state_tensors import CODES
-from hmpx.updates.step_count import STEP_KEY
+from hmpx.updates.holding.state_tensors import CODES
+from hmpx.updates.stepping import step_count
+from hmpx.updates.stepping.step_count import STEP_KEY
 
 Optimizer = torch.optim.Optimizer
 

@@ -11,9 +11,10 @@ import torch
 
 from hmpx import region_state
 from hmpx.errors import HmpxError
-from hmpx.updates import state_dtypes, step_count
-from hmpx.updates.names import has_bf16
+from hmpx.updates.holding import state_dtypes
 from hmpx.updates.optimizer_hooks import attachment_of
+from hmpx.updates.stepping import step_count
+from hmpx.updates.stepping.names import has_bf16
 
 Optimizer = torch.optim.Optimizer
 logger = logging.getLogger("hmpx")

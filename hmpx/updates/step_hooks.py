@@ -27,10 +27,10 @@ from hmpx import region_state
 from hmpx.changes import Cell, Changes
 from hmpx.compiling import never_compile
 from hmpx.process_state import open_caches
-from hmpx.updates import optimizer_hooks, step_count
+from hmpx.updates import optimizer_hooks
 from hmpx.updates.averages import watch_averages
 from hmpx.updates.gradients import released
-from hmpx.updates.names import has_bf16, parameters
+from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.agreement import compare_in_region, watch_joins
@@ -42,9 +42,10 @@ from hmpx.updates.refusals import (
     refuse_wrappers,
     warn_of_nearest,
 )
-from hmpx.updates.settings import Settings
-from hmpx.updates.step import WeightUpdates
-from hmpx.updates.step_call import StepCall
+from hmpx.updates.stepping import step_count
+from hmpx.updates.stepping.names import has_bf16, parameters
+from hmpx.updates.stepping.step import WeightUpdates
+from hmpx.updates.stepping.step_call import StepCall
 from hmpx.updates.trial_steps import TrialSteps
 
 Optimizer = torch.optim.Optimizer

@@ -14,7 +14,7 @@ import torch
 
 from hmpx import awaited
 from hmpx.changes import Attribute, Changes
-from hmpx.updates.names import parameters
+from hmpx.updates.stepping.names import parameters
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 

@@ -62,7 +62,7 @@ def test_without_triton_a_step_grows_with_the_number_of_tensors():
 
 def test_a_value_that_a_step_asks_for_is_seen(monkeypatch):
     """Were a step to look at a weight, the meta device would refuse."""
-    monkeypatch.setattr(hmpx.updates.stores.Stochastic, "begin", lambda store: store.tensor.sum().item())
+    monkeypatch.setattr(hmpx.updates.holding.stores.Stochastic, "begin", lambda store: store.tensor.sum().item())
     with pytest.raises(RuntimeError, match="meta"):
         step_of(1 << 20, "foreach", "stochastic", torch.float32, by_kernels=True)
     assert launches.bytes_of(launches.native.CODED) == 1 + 2 / 128

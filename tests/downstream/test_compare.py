@@ -82,6 +82,6 @@ def test_every_op_is_compared_and_the_model_left_as_it_was(make):
 
 
 def _lists(folder):
-    from hmpx.ops.op_lists import shipped
+    from hmpx.ops.policies.op_lists import shipped
 
     return {f"{side}_file_path": shipped() / folder / f"{side}.txt" for side in ("bf16", "fp32", "promote")}

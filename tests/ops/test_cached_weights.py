@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import hmpx
-from hmpx.ops import weight_cache
+from hmpx.ops.wrapping import weight_cache
 
 BF16 = torch.bfloat16
 DATA = torch._C.TensorBase.__dict__["data"]

@@ -9,9 +9,9 @@ import torch
 import yaml
 from torch.utils._pytree import tree_map
 
-from hmpx.ops import op_facts
-from hmpx.ops.catalog import aten_only, canonical, catalog, retired
-from hmpx.ops.composition import ARITHMETIC, COMPOSED, ONLY_FP32
+from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.catalog import aten_only, canonical, catalog, retired
+from hmpx.ops.policies.composition import ARITHMETIC, COMPOSED, ONLY_FP32
 from tests.support.samples import database, samples
 
 DATA = Path(__file__).parents[1] / "data"

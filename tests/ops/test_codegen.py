@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.ops import codegen
-from hmpx.ops.callers import frames, rule_of
-from hmpx.ops.patches import Patching
+from hmpx.ops.wrapping import codegen
+from hmpx.ops.wrapping.callers import frames, rule_of
+from hmpx.ops.wrapping.patches import Patching
 
 
 class RulesAbove(TorchDispatchMode):

@@ -13,11 +13,11 @@ from torch.autograd.profiler import profile
 
 import hmpx
 from hmpx.insight.explain import explain_op
-from hmpx.ops.build_policy import build_policy
-from hmpx.ops.catalog import canonical, catalog
-from hmpx.ops.composition import ARITHMETIC, COMPOSED
-from hmpx.ops.op_lists import read_lists
-from hmpx.ops.policy import Rule
+from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.catalog import canonical, catalog
+from hmpx.ops.policies.composition import ARITHMETIC, COMPOSED
+from hmpx.ops.policies.op_lists import read_lists
+from hmpx.ops.policies.policy import Rule
 from tests.support.samples import database, samples
 
 BF16, FP32 = torch.bfloat16, torch.float32

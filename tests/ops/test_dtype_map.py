@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.ops.dtype_map import DtypeMap
-from hmpx.ops.patches import Patching
+from hmpx.ops.wrapping.patches import Patching
 from tests.support.tensor_classes import Recording
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64

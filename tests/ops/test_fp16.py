@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.ops import first_step, weight_cache
-from hmpx.ops.build_policy import build_policy
-from hmpx.ops.catalog import catalog
-from hmpx.ops.op_lists import read_lists
-from hmpx.ops.policy import Policy, Rule
+from hmpx.ops import first_step
+from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.op_lists import read_lists
+from hmpx.ops.policies.policy import Policy, Rule
+from hmpx.ops.wrapping import weight_cache
 from hmpx.recipes.stated import as_recipe, read_recipe
 from hmpx.shell.main import main
 from tests.support.autocast_lists import AUTOCAST_LISTS

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.errors import HmpxError
-from hmpx.ops import kernels as choice
-from hmpx.ops import weight_cache
+from hmpx.ops.computing import kernels as choice
+from hmpx.ops.wrapping import weight_cache
 from tests.support import python
 
 LOW = (torch.bfloat16, torch.float16)

@@ -15,8 +15,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 import hmpx
-from hmpx.ops.catalog import canonical, catalog
-from hmpx.ops.op_facts import UNSAFE_OF_LOW
+from hmpx.ops.policies.catalog import canonical, catalog
+from hmpx.ops.policies.op_facts import UNSAFE_OF_LOW
 from tests.support.samples import database, error_samples, samples
 
 pytestmark = [

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import hmpx
-from hmpx.ops.build_policy import build_policy
-from hmpx.ops.op_lists import default_lists, read_file, read_lists, shipped
+from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.op_lists import default_lists, read_file, read_lists, shipped
 
 WILD = sorted((Path(__file__).parents[1] / "data" / "in_the_wild").glob("*.yaml"))
 

@@ -9,11 +9,11 @@ import torch
 
 import hmpx
 from hmpx.insight.explain import explain_op
-from hmpx.ops.build_policy import build_policy
-from hmpx.ops.catalog import catalog
-from hmpx.ops.op_lists import read_lists
 from hmpx.ops.overlays import Overlay
-from hmpx.ops.policy import Policy, Rule
+from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.op_lists import read_lists
+from hmpx.ops.policies.policy import Policy, Rule
 
 
 def read_back(policy: Policy, tmp_path) -> Policy:

@@ -6,8 +6,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.ops import op_facts
-from hmpx.ops.catalog import catalog
+from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.catalog import catalog
 
 SPARSE = torch.eye(4).to_sparse()
 CALLS = {

@@ -16,8 +16,8 @@ from torch import nn
 from torch.func import functional_call
 
 import hmpx
-from hmpx.ops.catalog import catalog
 from hmpx.ops.forwards import replaced_forwards
+from hmpx.ops.policies.catalog import catalog
 from tests.support import python
 
 BF16, FP32 = torch.bfloat16, torch.float32

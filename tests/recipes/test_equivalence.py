@@ -18,8 +18,8 @@ from torch import nn, optim
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
 import hmpx
-from hmpx.ops.catalog import catalog
-from hmpx.ops.op_facts import UNSAFE_OF_LOW
+from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.op_facts import UNSAFE_OF_LOW
 from hmpx.recipes.stated import read_recipe
 from tests.support.training import needs_grad_dtype
 

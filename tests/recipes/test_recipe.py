@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
-from hmpx.ops.op_lists import shipped
+from hmpx.ops.policies.op_lists import shipped
 from hmpx.recipes.stated import as_recipe, read_recipe
 from tests.support import ranks
 from tests.support.sharded import Small, digest, shard

@@ -15,7 +15,7 @@ import torch
 import hmpx
 from hmpx.bench import memory, step
 from hmpx.insight.check import is_recipe
-from hmpx.ops.op_lists import shipped
+from hmpx.ops.policies.op_lists import shipped
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.stated import read_recipe
 from hmpx.shell.main import main

@@ -7,7 +7,7 @@ import torch
 from hmpx.rounding import halves
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Coded, StepArguments, StoredTensor
-from hmpx.updates.checksums import block_of, checksums
+from hmpx.updates.holding.checksums import block_of, checksums
 from tests.support.numbers import special_values
 
 KEY = (2**63 + 5, 9)  # seed and step

@@ -31,7 +31,8 @@ from unittest import mock
 
 import torch
 
-from hmpx.updates import batching, step_hooks
+from hmpx.updates import step_hooks
+from hmpx.updates.stepping import batching
 from tests.support.models import OFF, Setup, random_setup
 from tests.support.oracle import TorchRefuses
 from tests.support.rules import RULES, NotNow

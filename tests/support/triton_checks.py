@@ -20,8 +20,8 @@ from hmpx.rounding.eight_bits import Rows, decode, encode
 from hmpx.rounding.keys import derive_key, key_of, name_id, step_key
 from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
 from hmpx.rounding.spans import Span, numbers_of
-from hmpx.updates import batching
-from hmpx.updates.checksums import checksums, clear_written
+from hmpx.updates.holding.checksums import checksums, clear_written
+from hmpx.updates.stepping import batching
 from tests.support.eight_bits import beside_the_finest_steps
 from tests.support.kernel_steps import ADAM, KEY, KINDS, STEPS, made, same, stepped, tensors
 from tests.support.numbers import special_values, spread

@@ -25,7 +25,7 @@ import torch
 
 import hmpx
 from hmpx import process_state, region_state
-from hmpx.ops.catalog import catalog
+from hmpx.ops.policies.catalog import catalog
 from hmpx.updates import step_hooks
 from hmpx.updates.gradients import claims, released
 

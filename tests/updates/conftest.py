@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hmpx.updates import batching
+from hmpx.updates.stepping import batching
 
 
 @pytest.fixture(params=["whole", "slices"])

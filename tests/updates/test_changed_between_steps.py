@@ -13,7 +13,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates import batching
+from hmpx.updates.stepping import batching
 from tests.support.numbers import nearly_equal
 
 BF16 = torch.bfloat16

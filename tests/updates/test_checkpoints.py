@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import batching
+from hmpx.updates.stepping import batching
 from tests.support.training import (
     Net,
     masters_in,

@@ -15,9 +15,9 @@ import hmpx
 from hmpx.bench.measure import memory
 from hmpx.shell.main import main
 from hmpx.updates.footprint import footprint
-from hmpx.updates.settings import Settings
-from hmpx.updates.state_forms import STATE_FORMS
-from hmpx.updates.stores import WAYS
+from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.state_forms import STATE_FORMS
+from hmpx.updates.holding.stores import WAYS
 from tests.support import python, ranks
 from tests.support.sharded import Small, shard
 

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates.batch import Batch
+from hmpx.updates.stepping.batch import Batch
 from tests.support.eight_bits import in_8_bits, read
 from tests.support.numbers import nearly_equal
 

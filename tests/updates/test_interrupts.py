@@ -14,9 +14,10 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.updates import batching, step_hooks
-from hmpx.updates.state_tensors import HeldCodes
-from hmpx.updates.stores import WAYS
+from hmpx.updates import step_hooks
+from hmpx.updates.holding.state_tensors import HeldCodes
+from hmpx.updates.holding.stores import WAYS
+from hmpx.updates.stepping import batching
 from tests.support.eight_bits import widened
 from tests.support.training import parameters, same, set_gradients, train, weights
 

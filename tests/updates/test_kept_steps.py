@@ -13,7 +13,7 @@ import hmpx
 from hmpx.bench.measure import memory
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.updates import batching, optimizer_scope
+from hmpx.updates.stepping import batching, optimizer_scope
 
 BF16 = torch.bfloat16
 SIZES = ((40, 9), (201,), (5,), (130,), (64, 33), (10, 300))

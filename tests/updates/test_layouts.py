@@ -15,7 +15,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import batching
+from hmpx.updates.stepping import batching
 from tests.support.numbers import away
 from tests.support.optimizers import CONFIGURATIONS, forms
 

@@ -8,9 +8,9 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.bench.measure import memory
-from hmpx.updates import batching
-from hmpx.updates.optimizer_scope import SCOPES, scope_of
-from hmpx.updates.segment import Segment
+from hmpx.updates.holding.segment import Segment
+from hmpx.updates.stepping import batching
+from hmpx.updates.stepping.optimizer_scope import SCOPES, scope_of
 
 BF16 = torch.bfloat16
 COUNT = 8_000_000

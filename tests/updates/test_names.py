@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import names
+from hmpx.updates.stepping import names
 from tests.support.training import (
     Net,
     parameter,

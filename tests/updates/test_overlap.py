@@ -8,9 +8,9 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates import batching
-from hmpx.updates.fused_batch import FusedBatch
-from hmpx.updates.overlap import Overlaps
+from hmpx.updates.stepping import batching
+from hmpx.updates.stepping.fused_batch import FusedBatch
+from hmpx.updates.stepping.overlap import Overlaps
 from tests.support.training import step_by
 
 BF16 = torch.bfloat16

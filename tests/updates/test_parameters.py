@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates.optimizer_scope import scope_of
+from hmpx.updates.stepping.optimizer_scope import scope_of
 
 BF16 = torch.bfloat16
 SHAPES = {"a.weight": (40, 130), "a.bias": (40,), "b.weight": (7, 5), "b.bias": (7,), "gate": ()}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import batching
+from hmpx.updates.stepping import batching
 from tests.support import ranks
 
 BF16 = torch.bfloat16

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hmpx.rounding import eager, eight_bits, halves, native, xla
-from hmpx.updates import checksums
+from hmpx.updates.holding import checksums
 from tests.support import oracle, programs
 from tests.support.models import Setup, Spec
 from tests.support.programs import Program

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import hmpx
 from hmpx.rounding.stochastic import round_into
-from hmpx.updates import batching
 from hmpx.updates.ranks.sharding import Box
+from hmpx.updates.stepping import batching
 from tests.support import ranks
 from tests.support.sharded import Small, digest, fixed_gradients, shard
 from tests.support.training import needs_grad_dtype

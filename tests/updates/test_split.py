@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates.checksums import BLOCK, SMALL, checksums
+from hmpx.updates.holding.checksums import BLOCK, SMALL, checksums
 from tests.support.training import masters_in, parameters, set_gradients
 
 BF16 = torch.bfloat16
@@ -234,7 +234,7 @@ def test_checksums_do_not_depend_on_the_parts_that_they_are_worked_out_in(shape,
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = in_numpy(x, multipliers())
     for chunk in (BLOCK, 5000):
-        monkeypatch.setattr("hmpx.updates.checksums._CHUNK", chunk)
+        monkeypatch.setattr("hmpx.updates.holding.checksums._CHUNK", chunk)
         for order in itertools.permutations(range(3)):
             back = tuple(np.argsort(order))
             laid_out = x.permute(order).contiguous().permute(back)

@@ -12,8 +12,8 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates import batching
-from hmpx.updates.shown import Shown
+from hmpx.updates.stepping import batching
+from hmpx.updates.stepping.shown import Shown
 from tests.support.optimizers import CONFIGURATIONS
 from tests.support.training import parameters, set_gradients
 

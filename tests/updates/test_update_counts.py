@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates import update_counts
+from hmpx.updates.stepping import update_counts
 from tests.support import ranks
 from tests.support.models import SharpnessAware
 from tests.support.oracle import to_24_bits

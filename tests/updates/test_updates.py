@@ -10,7 +10,8 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import batching, step_hooks
+from hmpx.updates import step_hooks
+from hmpx.updates.stepping import batching
 from tests.support.optimizers import CONFIGURATIONS, forms
 from tests.support.training import parameter, parameters, set_gradients, step_by
 

@@ -7,9 +7,9 @@ from itertools import permutations
 import pytest
 import torch
 
-from hmpx.updates.rounding_key import RoundingKey
-from hmpx.updates.segment import Segment
-from hmpx.updates.stores import WAYS
+from hmpx.updates.holding.rounding_key import RoundingKey
+from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.stores import WAYS
 from tests.support.oracle import to_24_bits
 
 

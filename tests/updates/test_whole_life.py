@@ -10,8 +10,8 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import batching
-from hmpx.updates.stores import WAYS
+from hmpx.updates.holding.stores import WAYS
+from hmpx.updates.stepping import batching
 from tests.support.eight_bits import in_8_bits, read
 from tests.support.oracle import away_from_zero, to_24_bits
 from tests.support.training import masters_in

@@ -12,7 +12,7 @@ from hmpx.insight.comparing.calls import Asked, Compared
 from hmpx.insight.comparing.low_pass import is_recomputing
 from hmpx.insight.comparing.sites import Pass
 from hmpx.insight.tensors import Tensor, floating
-from hmpx.ops.observing import Seen, unobserved
+from hmpx.ops.wrapping.observing import Seen, unobserved
 
 
 class Backward:

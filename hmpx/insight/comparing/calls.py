@@ -10,7 +10,7 @@ import torch
 from hmpx.insight.comparing.decisions import Taken
 from hmpx.insight.comparing.difference import Distance
 from hmpx.insight.tensors import LOW, Tensor
-from hmpx.ops.observing import Point, Run, Seen
+from hmpx.ops.wrapping.observing import Point, Run, Seen
 
 Number = tuple[int, int]  # the batch, and which call of its site it is in there
 

@@ -25,8 +25,8 @@ from hmpx.insight.comparing.subject import Loss, Stopped, Subject, place_of
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import Tensor
-from hmpx.ops.observing import unobserved
-from hmpx.ops.policy import Policy
+from hmpx.ops.policies.policy import Policy
+from hmpx.ops.wrapping.observing import unobserved
 from hmpx.recipes.recipe import Recipe
 
 

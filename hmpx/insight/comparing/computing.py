@@ -12,8 +12,8 @@ from hmpx import region_state
 from hmpx.insight.comparing.calls import Asked, Call
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.tensors import LOW, Tensor, floating
-from hmpx.ops.overriding import call
-from hmpx.ops.rules import METHODS
+from hmpx.ops.wrapping.overriding import call
+from hmpx.ops.wrapping.rules import METHODS
 
 
 def in_fp32(asked: Asked) -> Any:

@@ -23,7 +23,7 @@ from hmpx.insight.comparing.difference import Distance, in_full, product, square
 from hmpx.insight.comparing.low_pass import Low, is_recomputing
 from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.tensors import Tensor, floating, is_masked
-from hmpx.ops.observing import Seen, unobserved
+from hmpx.ops.wrapping.observing import Seen, unobserved
 
 
 class Wide(Low):

@@ -8,10 +8,10 @@ import torch
 
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError
-from hmpx.ops.build_policy import build_policy
-from hmpx.ops.kernels import KernelsAsked
+from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
-from hmpx.ops.policy import Policy
+from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import as_recipe

@@ -14,8 +14,8 @@ from hmpx.insight.comparing.decisions import decisions_in
 from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.reasons import in_a_line, reason_of_call
 from hmpx.insight.tensors import LOW, Tensor, floating, name
-from hmpx.ops.observing import Seen, unobserved
-from hmpx.ops.rules import TARGETS
+from hmpx.ops.wrapping.observing import Seen, unobserved
+from hmpx.ops.wrapping.rules import TARGETS
 
 _equal = torch.equal
 

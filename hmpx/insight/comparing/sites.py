@@ -7,8 +7,8 @@ from typing import Protocol
 
 from hmpx.insight.comparing.calls import Asked, Compared
 from hmpx.insight.module_names import ModuleNames
-from hmpx.ops.callers import modules, users_frame
-from hmpx.ops.observing import Point, Run, Seen
+from hmpx.ops.wrapping.callers import modules, users_frame
+from hmpx.ops.wrapping.observing import Point, Run, Seen
 
 
 class Pass(Protocol):

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hmpx.errors import HmpxError
 from hmpx.insight.kept import kept
 from hmpx.insight.tensors import LOW, Tensor, differentiable
-from hmpx.ops.callers import users_frame
-from hmpx.ops.observing import unobserved
+from hmpx.ops.wrapping.callers import users_frame
+from hmpx.ops.wrapping.observing import unobserved
 from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.recipe import Recipe
 

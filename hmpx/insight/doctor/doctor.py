@@ -32,9 +32,9 @@ from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.scaling import Scaling
 from hmpx.insight.doctor.spots import Spot
 from hmpx.insight.doctor.update_view import Stepped
-from hmpx.ops.callers import users_line
-from hmpx.ops.observing import unobserved
-from hmpx.updates.names import parameters
+from hmpx.ops.wrapping.callers import users_line
+from hmpx.ops.wrapping.observing import unobserved
+from hmpx.updates.stepping.names import parameters
 
 Optimizer = torch.optim.Optimizer
 

@@ -12,11 +12,11 @@ from hmpx.insight.doctor.problem import Problem
 from hmpx.insight.doctor.update_view import Stepped
 from hmpx.insight.doctor.writes import AVERAGED
 from hmpx.insight.recording.words import short_places, size
-from hmpx.ops.catalog import catalog
-from hmpx.ops.op_facts import O2_BF16
+from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.op_facts import O2_BF16
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import as_recipe
-from hmpx.updates.names import parameters
+from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter
 _OF_WEIGHTS = {"lost updates", "weight decay", "optimizer state"}

@@ -11,7 +11,7 @@ from hmpx.insight.doctor.spots import Spot
 from hmpx.insight.doctor.writes import AVERAGED
 from hmpx.insight.recording.words import number, short_place
 from hmpx.insight.tensors import name as dtype_name
-from hmpx.ops.catalog import canonical
+from hmpx.ops.policies.catalog import canonical
 
 _SETTLED = 5  # calls of a scaler after which it should have found its scale
 _FP32 = "compute it in float32 (x.float()), or name it in a recipe's fp32 list: --fix recipe.yaml"

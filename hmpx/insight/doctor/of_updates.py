@@ -12,7 +12,7 @@ from hmpx.insight.doctor.problem import Problem, percent, some
 from hmpx.insight.doctor.spots import Spot
 from hmpx.insight.doctor.update_view import Stepped
 from hmpx.insight.tensors import LOW
-from hmpx.updates.names import parameters
+from hmpx.updates.stepping.names import parameters
 from hmpx.updates.update_table import THRESHOLD
 
 Parameter = torch.nn.Parameter

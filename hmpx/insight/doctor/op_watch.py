@@ -26,8 +26,8 @@ from hmpx.insight.doctor.spots import Spots
 from hmpx.insight.doctor.writes import Writes
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.insight.unchosen import MIXING, unchosen
-from hmpx.ops.callers import frames, users_frame
-from hmpx.ops.observing import unobserved
+from hmpx.ops.wrapping.callers import frames, users_frame
+from hmpx.ops.wrapping.observing import unobserved
 
 _STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
 _BESIDE = (*_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))

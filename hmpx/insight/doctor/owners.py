@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from hmpx.ops.callers import frames
-from hmpx.updates.names import names_in
+from hmpx.ops.wrapping.callers import frames
+from hmpx.updates.stepping.names import names_in
 
 Parameter = torch.nn.Parameter
 

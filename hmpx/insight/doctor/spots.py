@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hmpx.insight.module_names import ModuleNames
-from hmpx.ops.callers import modules, users_frame
+from hmpx.ops.wrapping.callers import modules, users_frame
 
 
 @dataclass

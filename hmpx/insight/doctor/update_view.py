@@ -15,10 +15,10 @@ import torch
 
 from hmpx import region_state
 from hmpx.insight.doctor.twin import Sampled, sample, spacing, stepped, take
-from hmpx.updates.names import parameters
 from hmpx.updates.optimizer_hooks import attachment_of
-from hmpx.updates.optimizer_scope import scope_of
 from hmpx.updates.ranks.sharding import local
+from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.optimizer_scope import scope_of
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

@@ -17,7 +17,7 @@ from hmpx.insight.doctor.spots import Spots
 from hmpx.insight.doctor.twin import sample
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.insight.tensors import name as dtype_name
-from hmpx.ops.callers import frames, modules
+from hmpx.ops.wrapping.callers import frames, modules
 
 _FEW = 256  # elements of one tensor
 AVERAGED = " of torch's AveragedModel"

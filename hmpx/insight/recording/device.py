@@ -9,7 +9,7 @@ import torch
 
 from hmpx import region_state
 from hmpx.insight.recording.site import Site
-from hmpx.ops.overriding import PLAIN
+from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.rounding.dataless import lacks_data
 
 _NEVER = 2**62

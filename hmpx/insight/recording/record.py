@@ -16,8 +16,8 @@ from hmpx.insight.recording.forward_watch import ForwardWatch
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorder import Recorder
 from hmpx.insight.stance import eager
+from hmpx.ops.computing.kernels import capability
 from hmpx.ops.forwards import replaced_forwards
-from hmpx.ops.kernels import capability
 from hmpx.process_state import observers
 from hmpx.updates.attach import attached
 from hmpx.version import __version__

@@ -27,11 +27,11 @@ from hmpx.insight.recording.trips import RoundTrips
 from hmpx.insight.recording.unmatched import unmatched
 from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_readable, name
 from hmpx.insight.unchosen import unchosen
-from hmpx.ops.callers import frames, modules, users_frame
 from hmpx.ops.forwards import side_that_casts
-from hmpx.ops.observing import Point, Run, Seen
-from hmpx.ops.policy import Policy, Rule
-from hmpx.ops.rules import TARGETS
+from hmpx.ops.policies.policy import Policy, Rule
+from hmpx.ops.wrapping.callers import frames, modules, users_frame
+from hmpx.ops.wrapping.observing import Point, Run, Seen
+from hmpx.ops.wrapping.rules import TARGETS
 
 _unasked = torch._C.DisableTorchFunctionSubclass  # classes of tensors, which may know no function that reads a dtype
 _STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))

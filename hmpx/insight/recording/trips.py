@@ -9,7 +9,7 @@ import torch
 
 from hmpx.insight.recording.site import RoundTrip, Site
 from hmpx.insight.tensors import Tensor, name
-from hmpx.ops import op_facts
+from hmpx.ops.policies import op_facts
 
 _LATEST = 1024  # how many tensors are remembered by what was done to them
 _LISTED = ("bf16", "fp16", "fp32", "promote")

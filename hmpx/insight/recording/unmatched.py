@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hmpx import process_state
-from hmpx.ops.catalog import catalog
-from hmpx.ops.op_lists import SIDES, shipped
 from hmpx.ops.overlays import Overlay
-from hmpx.ops.policy import Policy
+from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.op_lists import SIDES, shipped
+from hmpx.ops.policies.policy import Policy
 
 _HIDDEN = "every op that was called in it was in a module or region with a rule of its own"
 

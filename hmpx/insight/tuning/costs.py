@@ -16,7 +16,7 @@ from hmpx.insight.tensors import Tensor, floating
 from hmpx.insight.tuning.level import LEVELS, Level, decidable
 from hmpx.insight.tuning.runs import Drawn, Exact
 from hmpx.insight.tuning.worth import Objective, Worth, cast_seconds, worth_of
-from hmpx.ops.observing import Seen, unobserved
+from hmpx.ops.wrapping.observing import Seen, unobserved
 
 SLACK = 0.02  # of what BF16 saves in all: less than that is no reason for an error
 

@@ -28,14 +28,14 @@ from hmpx.insight.comparing.subject import arguments_of
 from hmpx.insight.kept import kept
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import LOW, Tensor
-from hmpx.ops.kernels import KernelsAsked
-from hmpx.ops.policy import Policy
+from hmpx.ops.computing.kernels import KernelsAsked
+from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.attach import attach, attached
-from hmpx.updates.names import names_in, parameters
 from hmpx.updates.ranks.checks import several_ranks
+from hmpx.updates.stepping.names import names_in, parameters
 
 Optimizer = torch.optim.Optimizer
 Making = Optimizer | Callable[[list[tuple[str, torch.nn.Parameter]]], Optimizer]

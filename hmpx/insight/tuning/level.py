@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Literal, NamedTuple
 
-from hmpx.ops import op_facts
-from hmpx.ops.catalog import catalog
+from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.catalog import catalog
 
 Low = Literal["bf16", "fp8"]
 

@@ -11,8 +11,8 @@ from typing import Any
 from hmpx.insight.tuning.choice import Choice
 from hmpx.insight.tuning.costs import Chosen, NameInModule
 from hmpx.insight.tuning.level import Level
-from hmpx.ops.op_lists import FP8_FORMAT, SIDES
-from hmpx.ops.policy import Policy
+from hmpx.ops.policies.op_lists import FP8_FORMAT, SIDES
+from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 Rules = dict[str, dict[str, list[str]]]  # by module: "bf16" and "fp32", and the names

@@ -24,9 +24,9 @@ from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.tensors import LOW, Tensor, floating
-from hmpx.ops.observing import Seen, unobserved
-from hmpx.ops.overriding import call
-from hmpx.ops.policy import Rule
+from hmpx.ops.policies.policy import Rule
+from hmpx.ops.wrapping.observing import Seen, unobserved
+from hmpx.ops.wrapping.overriding import call
 
 Drawn = dict[tuple[Compared, int], Tensor]  # the state of torch's generator before each call that draws numbers
 Run = tuple[float, list[Tensor]]  # a loss and the gradients of the parameters

@@ -23,7 +23,7 @@ from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.tuning import Request, Tuning
 from hmpx.insight.tuning.worth import OBJECTIVES, Objective
 from hmpx.ops.module_rules import rules_of
-from hmpx.ops.policy import Policy
+from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 _LEAST = 2  # batches to tune on, and to hold out

@@ -16,7 +16,7 @@ from hmpx.insight.tuning.choice import Choice, Mark, amount, percent
 from hmpx.insight.tuning.confirmed import Confirmed
 from hmpx.insight.tuning.level import LEVELS, Low
 from hmpx.insight.tuning.plot import as_svg
-from hmpx.ops.policy import Policy
+from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 2

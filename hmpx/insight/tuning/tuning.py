@@ -22,10 +22,10 @@ from hmpx.insight.tuning.runs import Effect, Exact, Make, Mixed, Runs, UnderList
 from hmpx.insight.tuning.search import Search
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import UNITS, Objective, seconds
-from hmpx.ops.build_policy import build_policy
-from hmpx.ops.kernels import KernelsAsked
+from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
-from hmpx.ops.policy import Policy, Rule
+from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.recipes.module_patterns import module_names, rules_for
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import as_recipe

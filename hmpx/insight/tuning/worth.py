@@ -16,7 +16,7 @@ from hmpx import region_state
 from hmpx.insight.comparing.calls import Asked
 from hmpx.insight.comparing.computing import in_fp32
 from hmpx.insight.tensors import LOW, Tensor, floating
-from hmpx.ops import op_facts
+from hmpx.ops.policies import op_facts
 
 Objective = Literal["speed", "coverage", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("speed", "coverage", "memory")

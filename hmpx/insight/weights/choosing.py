@@ -14,7 +14,7 @@ from hmpx.insight.tuning.course import RunDistance
 from hmpx.insight.weights.ladder import FP32, STATES, WEIGHTS, Rung, bytes_of, rungs
 from hmpx.insight.weights.scoring import Scoring
 from hmpx.insight.weights.tuned_weights import WeightChoice
-from hmpx.updates.state_forms import state_name
+from hmpx.updates.holding.state_forms import state_name
 from hmpx.updates.update_table import THRESHOLD
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from hmpx.insight.weights.choosing import Chosen
 from hmpx.insight.weights.ladder import FP32, Rung
 from hmpx.recipes.recipe import Recipe, changed
-from hmpx.updates.settings import Settings
-from hmpx.updates.state_forms import state_name
-from hmpx.updates.stores import WAYS
+from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.state_forms import state_name
+from hmpx.updates.holding.stores import WAYS
 
 
 def recipe_of(base: Recipe, chosen: Chosen) -> Recipe:

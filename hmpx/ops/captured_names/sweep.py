@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from hmpx.garbage import none_collected
 from hmpx.ops.captured_names import access, raw
 from hmpx.ops.captured_names.kinds import grouped, is_book, is_off_limits
 from hmpx.ops.captured_names.places import Capture, Places
 from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, Rewriting
-from hmpx.ops.garbage import none_collected
 
 _LONGEST = 10_000  # items: a longer list or dict is data, not a table of functions
 _BUNCH = 64  # things at once

@@ -20,8 +20,8 @@ from hmpx.compiling import ask_once, never_compile_alone
 from hmpx.ops.fp8.format import BLOCK, FORMATS, SMALL, Format
 from hmpx.ops.fp8.operands import OPERANDS, Operands, is_dense, multiplied
 from hmpx.ops.fp8.product import How, Product, watching
-from hmpx.ops.overriding import call
-from hmpx.ops.rules import is_stated
+from hmpx.ops.wrapping.overriding import call
+from hmpx.ops.wrapping.rules import is_stated
 
 Tensor = torch.Tensor
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
-from hmpx.ops.overriding import PLAIN
+from hmpx.ops.wrapping.overriding import PLAIN
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

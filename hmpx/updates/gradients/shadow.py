@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from hmpx.rounding.xla import is_lazy
-from hmpx.updates.memory_order import laid_as
+from hmpx.updates.holding.memory_order import laid_as
 from hmpx.updates.ranks.sharding import is_sharded, local
 
 Tensor = torch.Tensor

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from hmpx.changes import Attribute, Changes
 from hmpx.errors import HmpxError
-from hmpx.updates import step_count
 from hmpx.updates.gradients.accumulation import replicas
-from hmpx.updates.names import parameters
 from hmpx.updates.ranks import checks
-from hmpx.updates.step_count import STEP_KEY
+from hmpx.updates.stepping import step_count
+from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.step_count import STEP_KEY
 
 _counting: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepCounts] = weakref.WeakKeyDictionary()  # in one order
 _in_regions: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepCounts | None] = weakref.WeakKeyDictionary()

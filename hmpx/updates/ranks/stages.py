@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from hmpx.updates.gradients.accumulation import replicas
-from hmpx.updates.names import named
 from hmpx.updates.ranks import checks
 from hmpx.updates.ranks.sharding import is_sharded
+from hmpx.updates.stepping.names import named
 
 logger = logging.getLogger("hmpx")
 

@@ -14,8 +14,8 @@ import sys
 from torch.optim import Optimizer
 
 from hmpx.errors import HmpxError
-from hmpx.updates import names
 from hmpx.updates.checkpoints import Checkpoints
+from hmpx.updates.stepping import names
 
 
 def inner(optimizer: Optimizer) -> Optimizer | None:

@@ -1,0 +1,1 @@
+"""What computes an op in low precision: torch's own kernel, an FP32 one, or a product of hmpx."""

@@ -1,0 +1,121 @@
+"""What computes an op that runs in BF16 or FP16: torch's kernels for that dtype, FP32 kernels, or products of ours.
+
+A `Kernel` stands between the casts of a rule and torch's function. What a caller sees does not depend on it: inputs and
+results have the dtypes that the rule says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal, Protocol
+
+import torch
+
+from hmpx.errors import HmpxError, did_you_mean
+from hmpx.ops.computing import fp32_kernels
+from hmpx.ops.computing.fp32_kernels import Fp32Kernel
+from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
+from hmpx.ops.wrapping.rules import TARGETS
+
+KernelsAsked = Literal["auto", "native", "float32", "scaled_mm"]
+KERNELS: tuple[KernelsAsked, ...] = ("auto", "native", "float32", "scaled_mm")
+GAINING = "matrix products, convolutions, attention, recurrences"  # `op_facts.FP32_KERNELS` in words
+VARIABLE = "HMPX_KERNELS"  # what "auto" means, where a person knows better
+
+
+class Kernel(Protocol):
+    """What computes an op in the place of torch's own kernel for its dtype. It prints in words.
+
+    inputs: the dtypes that it is handed. backward: what the backward pass computes in, in words.
+    """
+
+    @property
+    def inputs(self) -> frozenset[torch.dtype]: ...
+
+    @property
+    def backward(self) -> str: ...
+
+    def wrap(self, op: str, function: Any) -> Any:
+        """`function`, which is torch's own for the op, computed so where that fits."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a conversion computes ops with that run in BF16 or FP16.
+
+    asked: "auto", "native", "float32" or "scaled_mm". widened: the dtypes that FP32 kernels compute on a CPU.
+    of_codes: what multiplies FP8 codes there, "bfloat16", "float32" or "scaled_mm".
+    """
+
+    asked: KernelsAsked = "native"
+    widened: frozenset[torch.dtype] = frozenset()
+    of_codes: str = "bfloat16"
+
+    def __str__(self) -> str:
+        """As part of a sentence."""
+        return str(Fp32Kernel(self.widened)) if self.widened else "native kernels"
+
+    def kernel(self, op: str, case: Case) -> Kernel | None:
+        """What computes an op in one of its cases; None for torch's own kernel."""
+        if case.rule is Rule.FP8 and case.format is not None:
+            from hmpx.ops.fp8.kernel import Fp8Kernel  # which most programs never need
+
+            return Fp8Kernel(case.format, self.of_codes)
+        if case.rule is Rule.BF16_TO_FP32:
+            from hmpx.ops.computing.wide_products import WideKernel
+
+            return WideKernel()
+        if op not in op_facts.FP32_KERNELS or case.rule in (None, Rule.FP32):
+            return None
+        inputs = self.widened & ({TARGETS[case.rule]} if case.rule in TARGETS else {*LOW_RULES})
+        return Fp32Kernel(inputs) if inputs else None
+
+    def of(self, op: str, cases: Iterable[Case]) -> list[Kernel]:
+        """Those of all cases, each once."""
+        return list(dict.fromkeys(kernel for case in cases if (kernel := self.kernel(op, case)) is not None))
+
+
+NATIVE = Kernels()
+
+
+def choose(asked: KernelsAsked) -> Kernels:
+    """What `kernels=` means on this machine; "auto" is what the environment variable HMPX_KERNELS says, if it is set.
+
+    Raises:
+        HmpxError: another word.
+    """
+    meant: str = asked
+    said = f"kernels={asked!r}"
+    if asked == "auto" and os.environ.get(VARIABLE):
+        meant = os.environ[VARIABLE]
+        said = f"{VARIABLE}={meant}"
+    if meant not in KERNELS:
+        raise HmpxError(f"{said} does not exist{did_you_mean(str(meant), KERNELS)} (legal: {', '.join(KERNELS)})")
+    wide = [dtype for dtype in LOW_RULES if meant == "float32" or (meant == "auto" and not has_instructions(dtype))]
+    of_codes = meant if meant == "scaled_mm" else "float32" if torch.bfloat16 in wide else "bfloat16"
+    return Kernels(asked, frozenset(wide), of_codes)
+
+
+def has_instructions(dtype: torch.dtype) -> bool:
+    """Whether this CPU's kernels for BF16 or FP16 are made for it, as far as torch can tell: True where it cannot."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    return not torch.backends.mkldnn.is_available() or bool(getattr(torch.ops.mkldnn, name)())
+
+
+def capability() -> str:
+    """What this CPU has, for the head of a table of figures."""
+    has = " and ".join(rule.name for dtype, rule in LOW_RULES.items() if has_instructions(dtype))
+    return f"{torch.backends.cpu.get_cpu_capability()}, kernels for {has or 'neither BF16 nor FP16'}"
+
+
+def is_computing(frame: FrameType) -> bool:
+    """Whether an op is computed in `frame` in the place of torch's kernel for its dtype."""
+    from hmpx.ops.computing import wide_products
+    from hmpx.ops.fp8 import kernel as fp8_kernel
+
+    return frame.f_code in (fp32_kernels.COMPUTED, fp8_kernel.COMPUTED, wide_products.COMPUTED)

@@ -1,0 +1,1 @@
+"""From op lists to a policy: which op of torch has which rule, here and in each part of a model."""

@@ -1,0 +1,271 @@
+"""The ops that hmpx knows: op name -> its entry points in torch, and how its arguments are laid out.
+
+Nearly everything is read off the installed torch: which names exist, which objects sit under them, and (from the
+operator schemas) which arguments are tensors. What torch does not say about itself stands in `op_facts`.
+
+An *entry point* is an attribute a Python caller can reach (`torch.softmax`, `Tensor.softmax`, `Tensor.__add__`). A
+Python function of torch that only checks its arguments and calls the C function of the same op (`F.softmax`,
+`F.layer_norm`) is no entry point of its own: the innermost callable is, so names captured from `F` stay right and
+`inplace=`, `dtype=` or `max_norm=` are already resolved when hmpx sees the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.overrides
+from torch.utils._device import _device_constructors
+
+from hmpx.garbage import none_collected
+from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.composition import COMPOSED, Composition
+from hmpx.ops.policies.signatures import Argument, Signature, is_tensor, read_signature, schemas
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One attribute under which an op can be called. `in_place`: it writes to its first argument.
+
+    arguments: their signature, or what reads it. Most entries are never patched, and nobody asks for theirs.
+    """
+
+    owner: Any
+    attribute: str
+    label: str
+    arguments: Signature | Callable[[], Signature]
+    in_place: bool = False
+
+    @property
+    def signature(self) -> Signature:
+        return self.arguments if isinstance(self.arguments, Signature) else self.arguments()
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op by its list name.
+
+    follows: the op whose rule it takes when no list names it (`multiply` follows `mul`).
+    refuses_mixed: torch raises when its tensor arguments differ in dtype.
+    computes: it makes new values, as opposed to a view or a factory. O2 casts only these.
+    view: it only shows its first argument in another shape, and is never cast, in a list or not. Among them are those
+        that copy where a view is impossible (`reshape`, `flatten`, `contiguous`): moving data has no precision.
+    rows: what torch composes it of in C++; where neither a list names it nor what it follows, its parts decide.
+    """
+
+    name: str
+    entries: tuple[Entry, ...] = field(default=(), repr=False)
+    follows: str | None = None
+    refuses_mixed: bool = False
+    computes: bool = True
+    view: bool = False
+    rows: tuple[Composition, ...] = field(default=(), repr=False)
+
+    @property
+    def is_matrix_product(self) -> bool:
+        """Whether hmpx can multiply in its place, as FP8 and "bf16-to-fp32" do."""
+        return self.name in op_facts.MATRIX_PRODUCTS or self.follows in op_facts.MATRIX_PRODUCTS
+
+
+def _python_signature(function: Any) -> Signature:
+    """The signature of a Python function: every argument may be a tensor; only `dtype=` matters to the call."""
+    return Signature(python=inspect.isfunction(function))
+
+
+class _Builder:
+    """Collects entries by op name from every namespace of torch."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, dict[tuple[int, str], Entry]] = {}
+        self.in_place: dict[str, list[Entry]] = {}
+        self.places = self._places()
+
+    def _places(self) -> dict[int, list[tuple[Any, str, str]]]:
+        """Every attribute that holds a builtin, by identity: F.conv2d and torch.conv2d are one object."""
+        places: dict[int, list[tuple[Any, str, str]]] = {}
+        for label, module in op_facts.NAMESPACES.items():
+            for attribute, value in vars(module).items():
+                if isinstance(value, types.BuiltinFunctionType):
+                    places.setdefault(id(value), []).append((module, attribute, f"{label}.{attribute}"))
+        return places
+
+    def add(self, name: str, entry: Entry) -> None:
+        if entry.in_place:
+            self.in_place.setdefault(name, []).append(entry)
+        else:
+            self.entries.setdefault(name, {})[id(entry.owner), entry.attribute] = entry
+
+    def builtin(self, aten: str, function: Any, extra: tuple[tuple[Any, str, str], ...] = ()) -> None:
+        """Add a C function under every attribute that holds it."""
+        in_place = aten.endswith("_") and not aten.endswith("__")
+        name = op_facts.RENAMED.get(aten.rstrip("_") if in_place else aten, aten.rstrip("_") if in_place else aten)
+        signature = functools.partial(read_signature, aten, "input")
+        for owner, attribute, label in (*self.places.get(id(function), ()), *extra):
+            self.add(name, Entry(owner, attribute, label, signature, in_place))
+
+    def functions(self) -> None:
+        variable_functions = torch._C._VariableFunctions
+        for aten in dir(variable_functions):
+            if not aten.startswith("__") and schemas(aten):
+                function = getattr(variable_functions, aten)
+                self.builtin(aten, function, ((torch._VF, aten, f"torch._VF.{aten}"),))
+        for aten in dir(torch._C._nn):
+            function = getattr(torch._C._nn, aten)
+            if isinstance(function, types.BuiltinFunctionType) and schemas(aten):
+                self.builtin(aten, function)
+        for prefix, module in (("linalg", torch.linalg), ("fft", torch.fft), ("special", torch.special)):
+            for attribute, function in vars(module).items():
+                if isinstance(function, types.BuiltinFunctionType) and schemas(f"{prefix}_{attribute}"):
+                    self.builtin(f"{prefix}_{attribute}", function)
+
+    def methods(self) -> None:
+        for attribute in dir(torch._C.TensorBase):
+            if attribute.startswith("__") or inspect.isfunction(getattr(Tensor, attribute)):
+                continue
+            in_place = attribute.endswith("_")
+            aten = attribute.removesuffix("_")
+            if callable(getattr(Tensor, attribute)) and schemas(attribute):
+                name = op_facts.RENAMED.get(aten, aten)
+                signature = functools.partial(read_signature, attribute, "self")
+                self.add(name, Entry(Tensor, attribute, f"Tensor.{attribute}", signature, in_place))
+
+    def operators(self) -> None:
+        for name, attributes in op_facts.OPERATORS.items():
+            for attribute in attributes:
+                function = getattr(Tensor, attribute)
+                operands = op_facts.OPERANDS.get(attribute, ("self", "other"))
+                signature = Signature(
+                    lead=tuple(Argument(operand, tensor=operand != "index") for operand in operands),
+                    dtype_positional=False,
+                    python=inspect.isfunction(function),
+                )
+                entry = Entry(Tensor, attribute, f"Tensor.{attribute}", signature, attribute in op_facts.WRITING)
+                self.add(name, entry)
+
+    def python_functions(self) -> None:
+        """Functions of torch written in Python that stand for an op with no C function of the same name."""
+        overridable = torch.overrides.get_testing_overrides()
+        for label, module in (("torch.nn.functional", F), ("torch", torch), ("torch.functional", torch.functional)):
+            for attribute, function in list(vars(module).items()):
+                if not inspect.isfunction(function) or function not in overridable or attribute.startswith("_"):
+                    continue
+                name = op_facts.RENAMED.get(attribute, attribute)
+                front = name in self.entries and attribute not in op_facts.NOT_FRONTS
+                if not front:
+                    self.add(name, Entry(module, attribute, f"{label}.{attribute}", _python_signature(function)))
+
+
+def _computes(name: str, entries: tuple[Entry, ...]) -> bool:
+    """Whether some overload returns tensors that are no views, from tensors that it was given."""
+    found = schemas(name)
+    if not found:
+        return any(not entry.signature.python for entry in entries)
+    fresh = any(r.alias_info is None and "Tensor" in str(r.type) for s in found for r in s.returns)
+    takes_tensor = any(is_tensor(a) for s in found for a in s.arguments)
+    return fresh and takes_tensor and not name.startswith(op_facts.NOT_COMPUTING)
+
+
+def _is_view(name: str) -> bool:
+    """Whether every overload that gives tensors gives its first argument again, to be read and written through."""
+    found = [
+        schema
+        for schema in schemas(name)
+        if any(map(is_tensor, schema.returns)) and any(map(is_tensor, schema.arguments[:1]))
+    ]
+    shown = [(schema.arguments[0], *filter(is_tensor, schema.returns)) for schema in found]
+    by_schema = bool(shown) and all(
+        each.alias_info is not None and not each.alias_info.is_write for tensors in shown for each in tensors
+    )
+    return (by_schema or name in op_facts.VIEWS) and name not in op_facts.CAST_VIEWS
+
+
+@functools.cache
+@none_collected()
+def catalog() -> dict[str, Op]:
+    """Every op by its list name. Built once; entries are attributes, so that later patches do not make it stale."""
+    torch.overrides.get_overridable_functions()  # cache functions by identity: fill them while they are torch's own
+    torch.overrides.resolve_name(torch.matmul)
+    _device_constructors()  # what `with torch.device(...)` gives a device to
+    builder = _Builder()
+    builder.functions()
+    builder.methods()
+    builder.operators()
+    builder.python_functions()
+    ops = {}
+    for name in sorted(builder.entries.keys() | builder.in_place.keys()):
+        if name in op_facts.NOT_OPS or (name not in builder.entries and name not in op_facts.OPERATORS):
+            continue
+        entries = (*builder.entries.get(name, {}).values(), *builder.in_place.get(name, ()))
+        follows = op_facts.FOLLOWS.get(name)
+        if follows is None and name.startswith(("special_", "linalg_")) and name.split("_", 1)[1] in builder.entries:
+            bare = name.split("_", 1)[1]
+            follows = bare if name.startswith("special_") or bare == "matmul" else None
+        ops[name] = Op(
+            name,
+            entries,
+            follows,
+            refuses_mixed=name in op_facts.REFUSES_MIXED,
+            computes=_computes(name, entries),
+            view=_is_view(name),
+            rows=COMPOSED.get(name, ()),
+        )
+    return ops
+
+
+_PREFIXES = ("torch.nn.functional.", "torch.Tensor.", "torch.", "F.", "Tensor.", "aten::")
+
+
+def canonical(name: str) -> str:
+    """The list name of the op that `name` means; `name` itself if it means none.
+
+    Understood are an aten overload (`pow.Tensor_Scalar`), a dotted name in torch (`torch.linalg.inv`), an operator
+    (`__add__`) and the spellings of torch's C side (`cross_entropy_loss`).
+    """
+    bare = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+    if bare.startswith(("linalg.", "fft.", "special.")):
+        bare = bare.replace(".", "_")
+    bare = _operators().get(bare, bare)
+    base, _, overload = bare.partition(".")
+    if overload and base in legal_names() and _is_overload(base, overload):
+        bare = base
+    bare = op_facts.RENAMED.get(bare, bare)
+    return bare if bare in catalog() or aten_only(bare) or retired(bare) else name
+
+
+def _is_overload(base: str, overload: str) -> bool:
+    # Overloads for named dimensions come and go between versions of torch; lists written for one name them.
+    known = {schema.overload_name for schema in torch._C._jit_get_schemas_for_operator(f"aten::{base}")}
+    return overload in known or "dimname" in overload.lower()
+
+
+@functools.cache
+def _operators() -> dict[str, str]:
+    return {attribute: name for name, attributes in op_facts.OPERATORS.items() for attribute in attributes}
+
+
+@functools.cache
+def legal_names() -> frozenset[str]:
+    """Every name a list may use for an op of torch."""
+    return frozenset(catalog()) | frozenset(op_facts.RENAMED)
+
+
+def aten_only(name: str) -> bool:
+    """Whether the dispatcher knows aten::`name` although no Python caller reaches it."""
+    writes = name.endswith("_") and not name.endswith("__")
+    return name not in op_facts.NOT_OPS and not writes and bool(torch._C._jit_get_schemas_for_operator(f"aten::{name}"))
+
+
+def retired(name: str) -> bool:
+    """Whether nothing is left of a function of torch but its error, as of `torch.qr` from torch 2.14 on.
+
+    A list may name it, for older versions; it has no rule, as no call of it computes anything.
+    """
+    return getattr(getattr(torch, name, None), "__module__", None) == "torch._linalg_utils"

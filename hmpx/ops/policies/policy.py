@@ -1,0 +1,220 @@
+"""A frozen `Policy`: op -> rule. It prints as an op list file and reads back to the same policy."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.ops.fp8.format import FORMATS, Format
+from hmpx.ops.policies.catalog import Op, canonical, catalog
+from hmpx.ops.policies.composition import ONLY_FP32, Composition
+from hmpx.ops.policies.op_lists import SIDES
+
+OptLevel = Literal["O1", "O2"]
+
+
+class Rule(enum.Enum):
+    """What happens to the eligible arguments of an op: dense and nested tensors of float32, bfloat16 and float16.
+
+    A list says BF16, FP8, FP32 or PROMOTE. FP16 is what the bf16 list says under ``low_precision=torch.float16``.
+    FP8 casts as BF16 does; FP8 products compute the op then, and its result is in BF16. BF16_TO_FP32 casts so too, and
+    the result stays in FP32; no list says it, but "bf16-to-fp32" for a module or a region.
+    FIRST_INPUT is for ops in no list that refuse mixed dtypes; UNCAST and DTYPE_MAP are for functions that are no ops.
+
+    Example:
+        >>> with hmpx.convert() as handle:
+        ...     handle.policy.listed("linear"), str(handle.policy.listed("softmax"))
+        (<Rule.BF16: 'bf16'>, 'fp32')
+    """
+
+    BF16 = "bf16"  # all to bfloat16
+    FP16 = "fp16"  # all to float16
+    FP8 = "fp8"  # all to bfloat16, and multiplied in FP8
+    BF16_TO_FP32 = "bf16-to-fp32"  # all to bfloat16, and the result in float32
+    FP32 = "fp32"  # all to float32
+    PROMOTE = "promote"  # all to the widest dtype among them
+    FIRST_INPUT = "first input"  # the others to the dtype of the first
+
+    def __str__(self) -> str:
+        return self.value
+
+
+# What the ops in the bf16 list may run in, and the rule that they get then.
+LOW_RULES: dict[torch.dtype, Rule] = {torch.bfloat16: Rule.BF16, torch.float16: Rule.FP16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The rule of an op in calls whose arguments `when` accepts; None accepts every call.
+
+    rule: None leaves the op as torch made it. follows: the listed ops that the rule comes from, if it is not its own.
+    format: of FP8.
+    """
+
+    rule: Rule | None
+    when: Callable[..., bool] | None = None
+    follows: tuple[str, ...] = ()
+    format: Format | None = None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which op runs under which rule. It prints as an op list file; two are equal where lists and `low_precision` are.
+
+    Attributes:
+        bf16, fp32, promote: sorted op names; a dotted name is a user's own function.
+        low_precision: torch.bfloat16 or torch.float16, what the ops in `bf16` run in.
+        fp8: the names that are multiplied in FP8, and fp8_format: how.
+        bf16_to_fp32: products that take BF16 and hand on FP32, in a module or region that is "bf16-to-fp32".
+        opt_level: "O1" or "O2", what it was made for.
+        origins: where each name was listed, as file:line.
+
+    `listed(name)` is the rule of the list that has this name itself, `user_functions()` are the dotted names with their
+    rules. Of an op of hmpx's catalogue, `rule(op)` is the rule that it gets, `cases(op)` the rules by the arguments of
+    a call, `listed_as(op)` the rule of its own name or of the op that it is another name of, `undecided(op)` its parts
+    that are in different lists.
+
+    Raises:
+        HmpxError: another dtype for `low_precision`; FP8 beside float16.
+
+    Example:
+        >>> policy = hmpx.Policy(bf16=("linear",), fp32=("softmax",))
+        >>> print(policy)
+        # opt_level O1
+        bf16:
+          - linear
+        fp32:
+          - softmax
+        promote: []
+        <BLANKLINE>
+    """
+
+    bf16: tuple[str, ...] = ()
+    fp32: tuple[str, ...] = ()
+    promote: tuple[str, ...] = ()
+    opt_level: OptLevel = field(default="O1", compare=False)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    low_precision: torch.dtype = torch.bfloat16
+    fp8: tuple[str, ...] = ()
+    fp8_format: Format = FORMATS["tensorwise"]
+    bf16_to_fp32: tuple[str, ...] = ()
+    _rules: dict[str, Rule] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.low_precision not in tuple(LOW_RULES):
+            legal = " nor ".join(map(str, LOW_RULES))
+            raise HmpxError(f"low_precision={self.low_precision!r} is neither {legal}")
+        if self.fp8 and self.low_precision is not torch.bfloat16:
+            raise HmpxError(f"fp8: {', '.join(self.fp8)}: FP8 products take bfloat16, and low_precision is float16")
+        low = LOW_RULES[self.low_precision]
+        sides = {"promote": Rule.PROMOTE, "fp32": Rule.FP32, "bf16": low, "fp8": Rule.FP8}
+        sides["bf16_to_fp32"] = Rule.BF16_TO_FP32
+        rules = {name: rule for side, rule in sides.items() for name in getattr(self, side)}
+        object.__setattr__(self, "_rules", rules)
+
+    def listed(self, name: str) -> Rule | None:
+        """The rule of the list that names `name` itself."""
+        return self._rules.get(name)
+
+    def listed_as(self, op: Op) -> Rule | None:
+        """The rule of the list that names an op, by its own name or another name of the same computation."""
+        listed = self.listed(op.name)
+        return self.listed(op.follows) if listed is None and op.follows else listed
+
+    def rule(self, op: Op) -> Rule | None:
+        """The rule of an op in the catalogue; None leaves it as torch made it.
+
+        Where it depends on the arguments of a call (`cases`), the first that casts.
+        """
+        rules = [case.rule for case in self.cases(op)]
+        return next((rule for rule in rules if rule not in (None, Rule.PROMOTE, Rule.FIRST_INPUT)), rules[0])
+
+    def cases(self, op: Op) -> tuple[Case, ...]:
+        """The cases of an op; the first case that accepts a call's arguments decides.
+
+        Its own listing goes first, then that of the op that it follows as another name, then those of its parts.
+        """
+        if op.view:
+            return (Case(None),)
+        listed = self.listed_as(op)
+        if listed is not None:
+            follows = (op.follows,) if op.follows and not self.listed(op.name) else ()
+            return (self._doing(op, listed, None, follows),)
+        rows = op.rows or (catalog()[op.follows].rows if op.follows else ())
+        cases = [self._case(op, row) for row in rows]
+        if all(case.when is not None for case in cases):
+            cases.append(self._doing(op, None))
+        agreed = len({case.rule for case in cases}) == 1
+        followed = tuple(dict.fromkeys(name for case in cases for name in case.follows))
+        return (replace(cases[0], when=None, follows=followed),) if agreed else tuple(cases)
+
+    def _case(self, op: Op, row: Composition) -> Case:
+        found = self._of_parts(row)
+        rules: set[Rule] = {rule for rule in found.values() if rule is not Rule.PROMOTE}
+        rules = rules or set(found.values())
+        names = tuple(name for name in found if self.listed(name))
+        if not names or len(rules) > 1:
+            return self._doing(op, None, row.when)
+        return self._doing(op, rules.pop(), row.when, names)
+
+    def _doing(
+        self, op: Op, listed: Rule | None, when: Callable[..., bool] | None = None, follows: tuple[str, ...] = ()
+    ) -> Case:
+        """The case of a listed rule. What follows a matrix product, and is none, has the dtype of its results."""
+        rule = self._effective(op, listed)
+        if rule in (Rule.FP8, Rule.BF16_TO_FP32) and not op.is_matrix_product:
+            rule = Rule.BF16 if rule is Rule.FP8 else Rule.FP32
+        return Case(rule, when, follows, self.fp8_format if rule is Rule.FP8 else None)
+
+    def _of_parts(self, row: Composition) -> dict[str, Rule]:
+        """The rules of a composed op's parts, by listed name."""
+        found: dict[str, Rule] = {}
+        for name in row.parts:
+            part = catalog().get(name := canonical(name))
+            listed = self.listed_as(part) if part else self.listed(name)
+            if listed is not None:
+                found[name if self.listed(name) or not part else part.follows or name] = listed
+            elif name in ONLY_FP32:
+                found[name] = Rule.FP32
+            else:
+                for inner in part.rows if part else ():
+                    found |= self._of_parts(inner)
+        return found
+
+    def undecided(self, op: Op) -> dict[str, Rule]:
+        """The parts of an unlisted op whose rules differ, so that it stays as it is; with those rules."""
+        for row in () if op.view or self.listed_as(op) else op.rows:
+            found = self._of_parts(row)
+            if any(map(self.listed, found)) and len({rule for rule in found.values() if rule is not Rule.PROMOTE}) > 1:
+                return found
+        return {}
+
+    @staticmethod
+    def _effective(op: Op, listed: Rule | None) -> Rule | None:
+        if listed is None or (listed is Rule.PROMOTE and not op.refuses_mixed):
+            # torch's own promotion already goes to the widest dtype, so a promoted op is left alone unless it refuses.
+            return Rule.FIRST_INPUT if op.refuses_mixed else None
+        return listed
+
+    def user_functions(self) -> dict[str, Rule]:
+        """Dotted names of functions outside torch, each with its rule."""
+        return {name: rule for name, rule in self._rules.items() if "." in name}
+
+    def __str__(self) -> str:
+        blocks = [f"# opt_level {self.opt_level}"]
+        if self.low_precision is not torch.bfloat16:
+            blocks.append(f"low_precision: {str(self.low_precision).removeprefix('torch.')}")
+        for side in SIDES:
+            names = getattr(self, side)
+            if side == "fp8" and not names:
+                continue
+            blocks.append("\n".join([f"{side}:", *(f"  - {name}" for name in names)]) if names else f"{side}: []")
+        if self.fp8 and (keys := self.fp8_format.keys()):
+            blocks.append(f"fp8_format: {json.dumps(keys)}")
+        return "\n".join(blocks) + "\n"

@@ -1,0 +1,127 @@
+"""The signatures of ops, read off torch's schemas: which arguments may be tensors, and which are written to."""
+
+from __future__ import annotations
+
+import functools
+import keyword
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from hmpx.ops.policies import op_facts
+
+
+class Argument(NamedTuple):
+    """One positional parameter of an op.
+
+    tensor: it may be a tensor. default: of one that is not required. optional: None is legal.
+    """
+
+    name: str
+    required: bool = True
+    tensor: bool = True
+    default: Any = None
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments of one op.
+
+    lead: the positional parameters up to the last tensor one; None where overloads disagree, and then every argument
+        is looked at.
+    tail: the parameters behind `lead`, as far as overloads agree and their defaults are numbers.
+    dtype_positional: a `dtype` may stand among the positional arguments behind `lead`.
+    statistics, beside: positions of tensors that the op may write to, and of those that must share their dtype.
+    mixed_on_cpu: on a CPU it takes a BF16 or FP16 input beside FP32 weights.
+    python: implemented in Python, so that it may call other listed ops.
+    """
+
+    lead: tuple[Argument, ...] | None = None
+    tail: tuple[Argument, ...] = ()
+    dtype_positional: bool = True
+    statistics: tuple[int, ...] = ()
+    beside: tuple[int, ...] = ()
+    mixed_on_cpu: bool = False
+    python: bool = False
+
+
+@functools.cache
+def schemas(name: str) -> tuple[Any, ...]:
+    """The functional overloads that the dispatcher has for aten::`name`."""
+    found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return tuple([s for s in found if not any(a.name in ("out", "out_dtype") or a.is_out for a in s.arguments)])
+
+
+def is_tensor(argument: Any) -> bool:
+    return "Tensor" in str(argument.type)
+
+
+@functools.cache
+def read_signature(name: str, first: str) -> Signature:
+    """Read a signature off the schemas of aten::`name`; `first` is what Python calls the schema's `self`."""
+    overloads = [[a for a in schema.arguments if not a.kwarg_only] for schema in schemas(name)]
+    for arguments in overloads if first == "self" else ():
+        arguments.sort(key=lambda a: a.name != "self")  # a method: the tensor it belongs to comes first
+    length = max((i + 1 for arguments in overloads for i, a in enumerate(arguments) if is_tensor(a)), default=0)
+    leads = [arguments[:length] for arguments in overloads]
+    shared = _merge([[_argument(a, first) for a in lead] for lead in leads])
+    writable = all(
+        (not a.has_default_value() or a.default_value is None)
+        and a.name.isidentifier()
+        and not keyword.iskeyword(a.name)
+        for lead in leads
+        for a in lead
+    )
+    agreed = shared is not None and 0 < len(shared) == length and writable
+    dtype_positional = any(a.name == "dtype" for arguments in overloads for a in arguments)
+    statistics: tuple[int, ...]
+    statistics, beside = op_facts.STATISTICS.get(name, ((), ()))
+    if not statistics and not name.endswith("_"):
+        statistics = tuple({i for arguments in overloads for i, a in enumerate(arguments) if _is_written(a)})
+    return Signature(
+        lead=shared if agreed else None,
+        tail=_tail([arguments[length:] for arguments in overloads]) if agreed else (),
+        dtype_positional=dtype_positional or not agreed,
+        statistics=statistics,
+        beside=beside,
+        mixed_on_cpu=name in op_facts.MIXED_ON_CPU,
+    )
+
+
+def _argument(argument: Any, first: str) -> Argument:
+    name = first if argument.name == "self" else argument.name
+    required, optional = not argument.has_default_value(), str(argument.type).startswith("Optional")
+    return Argument(name, required, is_tensor(argument), optional=optional or not required)
+
+
+def _is_written(argument: Any) -> bool:
+    # TorchScript's lists have methods under the same names (`sort`, `append`), which write to their `self`.
+    return argument.name != "self" and argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:
+    """One parameter list for overloads that differ at most in what may be a tensor."""
+    if len({tuple((p.name, p.required) for p in lead) for lead in leads}) != 1:
+        return None
+    return tuple(
+        Argument(ps[0].name, ps[0].required, any(p.tensor for p in ps), optional=any(p.optional for p in ps))
+        for ps in zip(*leads, strict=True)
+    )
+
+
+def _tail(overloads: list[list[Any]]) -> tuple[Argument, ...]:
+    """The leading number arguments with a default that all overloads share."""
+    tail = []
+    for same in zip(*overloads, strict=False):
+        found = {(a.name, type(a.default_value), a.default_value) for a in same if _is_number(a)}
+        if len(found) != 1 or not all(map(_is_number, same)):
+            break
+        name, _, default = found.pop()
+        tail.append(Argument(name, False, False, op_facts.PYTHON_DEFAULTS.get(name, default)))
+    return tuple(tail)
+
+
+def _is_number(argument: Any) -> bool:
+    return argument.has_default_value() and type(argument.default_value) in (bool, int, float)

@@ -1,0 +1,83 @@
+"""Reads the call stack: the user's line, and the wrapper around an op."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Iterator
+
+import torch
+import wrapt
+
+from hmpx.ops.policies.policy import Rule
+from hmpx.process_state import rules
+
+WRITTEN = "<hmpx"  # how the file names of generated code begin
+_TORCH, _WRAPT, _HMPX = (
+    os.path.dirname(os.path.abspath(file)) + os.sep
+    for file in (torch.__file__, wrapt.__file__, os.path.dirname(os.path.abspath(__file__)))
+)
+
+_passed_over: dict[int, types.CodeType] = {}
+_libraries: dict[int, tuple[types.CodeType, bool]] = {}
+
+
+def register(code: types.CodeType, rule: Rule) -> None:
+    """Note that wrappers under `rule`, and no others, run this code."""
+    rules[id(code)] = code, rule
+
+
+def rule_of(frame: types.FrameType) -> Rule | None:
+    """The rule of the wrapper that runs in `frame`; None where it is another function's."""
+    return rules.get(id(frame.f_code), (None, None))[1]
+
+
+def pass_over(code: types.CodeType) -> None:
+    """Note that this code only forwards a call, so that its caller counts as the caller."""
+    _passed_over[id(code)] = code
+
+
+def calling(frame: types.FrameType) -> types.FrameType:
+    """`frame`, or the frame that it forwards a call for."""
+    while id(frame.f_code) in _passed_over and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """`frame` and its callers, outwards."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_library(code: types.CodeType) -> bool:
+    """Whether a code object is torch's or hmpx's, looked up once. Code objects are kept, so ids stay unique."""
+    known = _libraries.get(id(code))
+    if known is None:
+        known = _libraries[id(code)] = code, code.co_filename.startswith((_TORCH, _HMPX, _WRAPT, WRITTEN))
+    return known[1]
+
+
+def users_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """The innermost frame that is neither torch's nor hmpx's."""
+    while frame is not None and _is_library(frame.f_code):
+        frame = frame.f_back
+    return frame
+
+
+def users_line(frame: types.FrameType) -> str:
+    """The user's line that is running, as `file:line`."""
+    found = users_frame(frame)
+    return "?" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+
+
+def modules(frame: types.FrameType | None) -> Iterator[torch.nn.Module]:
+    """The modules whose methods are running, innermost first; a module may occur several times."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "self":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, torch.nn.Module):
+                yield owner
+        frame = frame.f_back

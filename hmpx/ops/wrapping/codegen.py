@@ -1,0 +1,265 @@
+"""The fast wrapper of an op whose signature is known: a plain Python function with the op's own leading parameters.
+
+It is written out as source. Ordinary tensors get one look at their `type` and `dtype` each, and those to be cast one at
+their signature; everything else (a subclass, a missing argument, a list, a sparse tensor) goes back to the definition,
+`rules.cast_arguments`. What is usual is asked first, by identity: to find it in a set takes twice as long.
+
+The wrapper of `torch.matmul` in the bf16 list, in full (`_run` computes the op, `_original` is what stood in its place
+before, `_off` is empty while every thread casts, `_target` is torch.bfloat16, `_castable` the other dtypes of rule 1,
+`_usual` torch.float32):
+
+    def make(_original, _run, _switch):
+        _off, _casts_off = _switch.off, _switch.casts_off
+
+        def matmul(input=_missing, other=_missing, *args, **kwargs):
+            input_type = type(input)
+            other_type = type(other)
+            if (input_type is _Tensor or input_type is _Param) and (other_type is _Tensor or other_type is _Param):
+                input_dtype = input.dtype
+                other_dtype = other.dtype
+                if input_dtype is _target and other_dtype is _target and not (_off or kwargs):
+                    return _run(input, other, *args) if args else _run(input, other)
+                if _off and _casts_off() or kwargs and _is_stated(kwargs):
+                    return _original(input, other, *args, **kwargs)
+                input_cast = input
+                if input_dtype is _usual or input_dtype in _castable:
+                    if input.layout is not _strided:
+                        return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), args, kwargs)
+                    if _caches and input_type is _Param:
+                        input_cast = _cast_weight(input, _target, _to_target)
+                    else:
+                        input_cast = _to_target(input)
+                other_cast = other
+                if other_dtype is _usual or other_dtype in _castable:
+                    if other.layout is not _strided:
+                        return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), args, kwargs)
+                    if _caches and other_type is _Param:
+                        other_cast = _cast_weight(other, _target, _to_target)
+                    else:
+                        other_cast = _to_target(other)
+                if args or kwargs:
+                    kwargs = {key: _cast(value, _target) for key, value in kwargs.items()}
+                    return _run(input_cast, other_cast, *args, **kwargs)
+                return _run(input_cast, other_cast)
+            return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), args, kwargs)
+        return matmul
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hmpx import process_state, region_state
+from hmpx.ops.captured_names.raw import GENERATED
+from hmpx.ops.policies.policy import Rule
+from hmpx.ops.policies.signatures import Argument, Signature
+from hmpx.ops.wrapping.callers import WRITTEN, register
+from hmpx.ops.wrapping.overriding import call, called_by_torch
+from hmpx.ops.wrapping.rules import (
+    ELIGIBLE,
+    METHODS,
+    TARGETS,
+    call_cast,
+    cast,
+    has_dtype,
+    is_explicit,
+    is_stated,
+)
+from hmpx.ops.wrapping.weight_cache import cast_weight, open_caches
+
+_written = itertools.count(1)  # each source has a file name of its own
+
+
+class Switch:
+    """Whether the wrappers of one conversion are alive. A wrapper that outlives its conversion is inert.
+
+    off: empty while the conversion is alive and every thread casts.
+    """
+
+    __slots__ = ("off", "retired")
+
+    def __init__(self) -> None:
+        self.retired = False
+        self.off = process_state.off_somewhere
+
+    def retire(self) -> None:
+        self.retired = True
+        region_state.retire()
+
+    def casts_off(self) -> bool:
+        return self.retired or bool(self.off and region_state.casts_off())
+
+
+class _Missing:
+    """The default of a required argument, for one that was not given; it has no dtype."""
+
+    dtype = None
+
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+_MISSING: Any = _Missing()
+
+
+def _unusual(
+    original: Callable,
+    run: Callable,
+    switch: Switch,
+    rule: Rule,
+    signature: Signature,
+    values: tuple,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """Make a call of any form, slowly. Leading arguments may be given by torch's other names for them, like `x1`."""
+    parameters = (*(signature.lead or ()), *signature.tail)
+    first_missing = next((i for i, value in enumerate(values) if value is _MISSING), len(values))
+    given = list(values[:first_missing])
+    rest = zip(parameters[first_missing:], values[first_missing:], strict=True)
+    named = {p.name: value for p, value in rest if value is not _MISSING and value is not p.default}
+    while not args and len(given) > len(signature.lead or ()) and given[-1] is parameters[len(given) - 1].default:
+        given.pop()  # of the tail, and the caller has not written it
+    args, kwargs = (*given, *args), {**named, **kwargs}
+    if switch.casts_off() or is_explicit(args, kwargs) or called_by_torch(args, kwargs, 2):
+        return call(original, args, kwargs)
+    return call_cast(run, rule, signature, args, kwargs)
+
+
+# {right} and {same} look at the dtypes of the parameters that may be tensors, {plain} at their types.
+_HEAD = """\
+def make(_original, _run, _switch):
+    _off, _casts_off = _switch.off, _switch.casts_off
+
+    def {function}({signature}, *args, **kwargs):
+"""
+_TYPE = """\
+        {p}_type = type({p})
+"""
+_ARE_PLAIN = """\
+        if {plain}{present}:
+"""
+_DTYPE = """\
+            {p}_dtype = {p}.dtype
+"""
+_DTYPE_OR_NONE = """\
+            {p}_dtype = {absent} if {p} is None else {p}.dtype
+"""
+_RIGHT = """\
+            if {right} and not (_off or kwargs{dtypes}):
+                return _run({names}, *args) if args else _run({names})
+"""
+_LOOK = """\
+            if _off and _casts_off() or kwargs and _is_stated(kwargs){dtypes}:
+                return _original({names}, *args, **kwargs)
+"""
+_LEAVE = """\
+            if {same}:
+                return _run({names}, *args, **kwargs)
+"""
+_CAST = """\
+            {p}_cast = {p}
+            if {p}_dtype is _usual or {p}_dtype in _castable:
+                if {p}.layout is not _strided:
+                    return _unusual(_original, _run, _switch, _rule, _signature, ({names},), args, kwargs)
+                if _caches and {p}_type is _Param:
+                    {p}_cast = _cast_weight({p}, _target, _to_target)
+                else:
+                    {p}_cast = _to_target({p})
+"""
+_CAST_CALL = """\
+            if args or kwargs:
+                kwargs = {{key: _cast(value, _target) for key, value in kwargs.items()}}
+                return _run({casts}, *args, **kwargs)
+            return _run({casts})
+"""
+_TAIL = """\
+        return _unusual(_original, _run, _switch, _rule, _signature, ({names},), args, kwargs)
+    return {function}
+"""
+
+
+def _is_plain(p: Argument) -> str:
+    kind, absent = f"{p.name}_type", f" or {p.name} is None" if p.optional else ""
+    return f"({kind} is _Tensor or {kind} is _Param{absent})"
+
+
+def _default(p: Argument) -> str:
+    return "_missing" if p.required else "None" if p.default is None else f"_default_of_{p.name}"
+
+
+@functools.cache
+def make_wrapper(signature: Signature, rule: Rule, function: str) -> Callable[[Callable, Callable, Switch], Callable]:
+    """A factory of wrappers named `function` for one signature and rule; it takes the op, its runner and a switch."""
+    parameters = (*(signature.lead or ()), *signature.tail)
+    tensors = [p for p in parameters if p.tensor]
+    fields = {
+        "function": function,
+        "signature": ", ".join(f"{p.name}={_default(p)}" for p in parameters),
+        "names": ", ".join(p.name for p in parameters),
+        "present": "".join(f" and {p.name} is not _missing" for p in parameters if p.required and not p.tensor),
+        "plain": " and ".join(map(_is_plain, tensors)),
+        "dtypes": " or args and _has_dtype(args)" if signature.dtype_positional else "",
+        "casts": ", ".join(f"{p.name}_cast" if p.tensor else p.name for p in parameters),
+    }
+    target, first = TARGETS.get(rule), f"{tensors[0].name}_dtype"
+    wanted = first if target is None else "_target"
+    kept = {parameters[i] for i in (*signature.statistics, *signature.beside)}
+    # Statistics of FP32, and what is beside them, are right whatever the input is; so is what is not there.
+    right_dtypes = {p: "_float32" if p in kept else wanted for p in tensors}
+    right = [f"{p.name}_dtype is {dtype}" for p, dtype in right_dtypes.items() if dtype != f"{p.name}_dtype"]
+    if target is None and kept:
+        right.insert(0, f"{first} in _eligible")
+    if signature.beside:  # a bias without a weight gets one
+        weight, bias = (parameters[i].name for i in signature.beside)
+        right.append(f"({bias} is None or {weight} is not None)")
+    fields["right"] = " and ".join(right) or "True"
+    body = ""
+    for p, dtype in right_dtypes.items():
+        absent = "None" if dtype == f"{p.name}_dtype" else dtype
+        body += (_DTYPE_OR_NONE if p.optional else _DTYPE).format(p=p.name, absent=absent)
+    body += _RIGHT.format(**fields)
+    if not kept:
+        body += _LOOK.format(**fields)
+        if target is None:
+            same = [f"({p.name}_dtype is {first} or {p.name}_dtype not in _eligible)" for p in tensors[1:]]
+            body += _LEAVE.format(same=" and ".join(same) or "True", **fields)
+        else:
+            body += "".join(_CAST.format(p=p.name, **fields) for p in tensors) + _CAST_CALL.format(**fields)
+    head = _HEAD + "".join(_TYPE.format(p=p.name) for p in tensors) + _ARE_PLAIN
+    source = head.format(**fields) + body + _TAIL.format(**fields)
+    namespace: dict[str, Any] = {
+        GENERATED: True,
+        "_missing": _MISSING,
+        "_Tensor": torch.Tensor,
+        "_float32": torch.float32,
+        "_target": target,
+        "_to_target": None if target is None else METHODS[target],
+        "_rule": rule,
+        "_signature": signature,
+        "_eligible": ELIGIBLE,
+        "_castable": ELIGIBLE - {target},
+        "_usual": torch.bfloat16 if target is torch.float32 else torch.float32,
+        "_strided": torch.strided,
+        "_caches": open_caches,
+        "_cast": cast,
+        "_cast_weight": cast_weight,
+        "_Param": torch.nn.Parameter,
+        "_unusual": _unusual,
+        "_is_stated": is_stated,
+        "_has_dtype": has_dtype,
+    }
+    namespace |= {_default(p): p.default for p in signature.tail}
+    file = f"{WRITTEN} {function}: {rule}, {next(_written)}>"
+    linecache.cache[file] = len(source), None, source.splitlines(True), file  # for tracebacks, and for `inspect`
+    exec(compile(source, file, "exec"), namespace)
+    make = namespace["make"]
+    register(next(constant for constant in make.__code__.co_consts if isinstance(constant, types.CodeType)), rule)
+    return make

@@ -1,0 +1,188 @@
+"""Calls of torch's functions with tensor classes that override them by ``__torch_function__``.
+
+The class is handed the function that torch has made, as without hmpx: it may look for it in a table that is older than
+the conversion. Where it compares the function with what a name leads to now, ``func is torch.nn.functional.linear``, or
+with what a younger table has, that is a wrapper of ours, and then it is handed this one. torch's own biases of causal
+attention and nested tensors do so; handed anything else, the first lose their mask.
+
+Arguments are cast before the class is asked, so that what it hands on is computed as the lists say. A class whose casts
+are tensors of another one is asked before, as under torch.autocast: else nobody would ask it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.overrides
+
+from hmpx import region_state
+from hmpx.compiling import ask_once, never_compile
+from hmpx.ops.policies import op_facts
+from hmpx.ops.wrapping.callers import calling
+from hmpx.ops.wrapping.look_ups import functions_of
+
+Tensor = torch.Tensor
+PLAIN = frozenset({Tensor, torch.nn.Parameter})  # classes that override nothing
+# Where torch's compiler spells ops out in other ops, which are no calls of the user's.
+COMPILER = tuple(
+    f"torch.{name}."
+    for name in (
+        *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
+        *("_prims_common", "_refs", "_subclasses", "fx.experimental"),
+    )
+)
+
+
+def call(op: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call torch's own function `op`. A tensor subclass that overrides functions gets it as without hmpx.
+
+    torch itself looks the function up by its name to hand it to ``__torch_function__``, and would find the wrapper. A
+    stand-in, which has the function that it stands for as the attribute `hands_on`, calls it in this way itself.
+    """
+    if breaks_graph(op, args, kwargs):
+        return out_of_graph(call, op, args, kwargs)
+    if overrides(args, kwargs) and not hasattr(op, "hands_on"):
+        subclasses = _subclasses(args, kwargs)
+        function = handed(op, *map(type, subclasses))
+        return torch.overrides.handle_torch_function(function, subclasses, *args, **kwargs)
+    return op(*args, **kwargs)
+
+
+def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
+    """`op`, which asks the classes of the uncast arguments first, since a cast may lose the class.
+
+    `casting` makes of `op` what casts its arguments. A class that neither compares `op` nor has it in a table is handed
+    that: it is going to call what it is handed.
+    """
+    if hasattr(op, "standing_for"):  # an observer's: it tells what comes of asking
+        return op.standing_for(asking(op.hands_on, casting))
+    original = op
+    while hasattr(original, "hands_on"):
+        original = original.hands_on
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        subclasses = _subclasses(args, kwargs)
+        function = _looked_up(original, *map(type, subclasses)) or functools.wraps(public(original))(casting(op))
+        return torch.overrides.handle_torch_function(function, subclasses, *args, **kwargs)
+
+    vars(ask)["hands_on"] = original
+    return ask
+
+
+def overrides(args: tuple, kwargs: dict) -> bool:
+    """Whether the class of an argument overrides functions."""
+    return torch.overrides.has_torch_function(_subclasses(args, kwargs))
+
+
+def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
+    """Whether a cast lost the class of a tensor that overrides functions.
+
+    A weight of a class that derives from `Parameter`, say: what that does to a tensor gives plain ones.
+    """
+    pairs = zip(_items(*before), _items(*after), strict=True)
+    lost = [then for then, now in pairs if _is_other(then) and type(now) is not type(then)]
+    return torch.overrides.has_torch_function(lost)
+
+
+def _items(args: tuple, kwargs: dict) -> Iterator[Any]:
+    """Arguments, and the items of lists and tuples among them."""
+    for value in (*args, *kwargs.values()):
+        yield from value if type(value) in (list, tuple) else (value,)
+
+
+def _subclasses(args: tuple, kwargs: dict) -> list[Tensor]:
+    return list(filter(_is_other, _items(args, kwargs)))
+
+
+def _is_other(value: Any) -> bool:
+    """Whether this is a tensor of another class than torch's plain ones."""
+    return isinstance(value, Tensor) and type(value) not in PLAIN
+
+
+def breaks_graph(op: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether Dynamo traces this call and cannot: a class compares `op` with a wrapper, which is no op to Dynamo."""
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    classes = [type(item) for item in _subclasses(args, kwargs)]
+    return bool(classes) and _is_compared(op, *classes)
+
+
+def _is_compared(op: Callable, *classes: type) -> bool:
+    return handed(op, *classes) is not public(op)
+
+
+def out_of_graph(function: Callable, *args: Any) -> Any:
+    """Make the call outside of a compiled graph."""
+    return function(*args)
+
+
+ask_once(_is_compared)
+never_compile(out_of_graph)
+
+
+class _Probe(Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func
+
+
+@functools.cache
+def public(op: Callable) -> Callable:
+    """The function that torch passes to ``__torch_function__`` for `op`: ``Tensor.matmul`` for ``x @ y``."""
+    if not (op.__name__.startswith("__") and isinstance(op, types.MethodDescriptorType)):
+        return op
+    with torch._C._DisableTorchDispatch():  # a tensor without data can be of no other class
+        probe = torch.empty(0).as_subclass(_Probe)
+    try:
+        found = op(probe) if op.__name__ in op_facts.OPERANDS else op(probe, probe)
+    except TypeError:
+        return op
+    return getattr(found, "__hmpx_original__", found)
+
+
+def handed(op: Callable, *classes: type) -> Callable:
+    """The function to pass to these classes for `op`: torch's own, or our wrapper if a class compares with that."""
+    return _looked_up(op, *classes) or public(op)
+
+
+def _looked_up(op: Callable, *classes: type) -> Callable | None:
+    """The function that the code of a class looks for: torch's own or our wrapper; None if it looks for neither.
+
+    A table that is older than the conversion holds torch's own, a younger one the wrapper.
+    """
+    op, wrapper = public(op), None
+    for cls in classes:
+        for each in functions_of(cls):
+            if each is op:
+                return op
+            if isinstance(each, types.FunctionType) and getattr(each, "__hmpx_original__", None) is op:
+                wrapper = each
+    return wrapper
+
+
+def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:
+    """Whether a tensor that is no plain one comes from torch's own decompositions, while it compiles.
+
+    Args:
+        above: how many frames above the one that asks the caller is.
+    """
+    if not any(isinstance(a, torch.Tensor) and type(a) not in PLAIN for a in (*args, *kwargs.values())):
+        return False
+    if torch.compiler.is_dynamo_compiling():  # it traces code of the user's, and cannot trace a look at frames
+        return False
+    if region_state.casts_off_in_graph():
+        return True
+    return (calling(sys._getframe(above + 1)).f_globals.get("__name__", "") + ".").startswith(COMPILER)
+
+
+def keep_attributes(cast: Tensor, value: Tensor) -> None:
+    """Copy the attributes of a tensor to its cast: a causal attention bias consists of attributes alone."""
+    if type(cast) is type(value) and not torch.compiler.is_dynamo_compiling():
+        with contextlib.suppress(TypeError):  # no tensor of this class has anything
+            vars(cast).update({key: kept for key, kept in vars(value).items() if key not in vars(cast)})

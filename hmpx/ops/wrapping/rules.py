@@ -1,0 +1,222 @@
+"""Applies a rule to the arguments of a call: which tensors are cast, and to which dtype.
+
+`cast_arguments` is the definition of every cast that hmpx makes, for any signature and any mixture of positional and
+keyword arguments, and `call_cast` calls an op by it. `codegen` writes faster functions that do the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hmpx.ops.policies.policy import LOW_RULES, Rule
+from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.wrapping.overriding import (
+    PLAIN,
+    asking,
+    breaks_graph,
+    call,
+    keep_attributes,
+    lose_class,
+    out_of_graph,
+    overrides,
+)
+from hmpx.ops.wrapping.weight_cache import cast_weight, open_caches
+
+Tensor = torch.Tensor
+ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_DENSE = frozenset({torch.strided, torch.jagged})  # layouts; nested tensors have either
+# torch's own methods, taken before anything is patched. `x.bfloat16()` is cheaper than `x.to(torch.bfloat16)`.
+METHODS = {torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float, torch.float16: Tensor.half}
+TARGETS = {
+    **{rule: dtype for dtype, rule in LOW_RULES.items()},
+    Rule.FP8: torch.bfloat16,
+    Rule.BF16_TO_FP32: torch.bfloat16,
+    Rule.FP32: torch.float32,
+}
+
+
+def is_eligible(value: Any) -> bool:
+    """Whether `value` is a dense or nested floating tensor of FP32, BF16 or FP16."""
+    return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.layout in _DENSE
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether `value` is a sparse floating tensor: neither it nor what is passed beside it is cast."""
+    return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.layout not in _DENSE
+
+
+def cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """An eligible tensor in `dtype`; for a weight, the cast that `cached_weights()` keeps."""
+    if open_caches and type(value) is torch.nn.Parameter:
+        return cast_weight(value, dtype, METHODS[dtype])
+    found = METHODS[dtype](value)
+    if type(value) not in PLAIN:
+        keep_attributes(found, value)
+    return found
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its eligible tensors in `dtype`, also in lists, tuples and dicts; itself if nothing changes."""
+    if isinstance(value, Tensor):
+        return cast_tensor(value, dtype) if value.dtype is not dtype and is_eligible(value) else value
+    kind = type(value)
+    if kind is list or kind is tuple:
+        items = [cast(item, dtype) for item in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else kind(items)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(cast(item, dtype) for item in value))
+    if kind is dict:
+        new = {key: cast(item, dtype) for key, item in value.items()}
+        return value if all(new[key] is value[key] for key in value) else new
+    return value
+
+
+def eligible_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
+    """The dtypes of the eligible tensors in `values`, in order, also in lists, tuples and dicts."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if is_eligible(value):
+                found.append(value.dtype)
+        elif isinstance(value, list | tuple):
+            found += eligible_dtypes(value)
+        elif type(value) is dict:
+            found += eligible_dtypes(value.values())
+    return found
+
+
+def is_explicit(args: tuple, kwargs: dict) -> bool:
+    """Whether the caller sets the result's dtype by ``out=`` or ``dtype=``."""
+    return is_stated(kwargs) or has_dtype(args)
+
+
+def is_stated(kwargs: dict) -> bool:
+    get = kwargs.get
+    return get("dtype") is not None or get("out") is not None or get("out_dtype") is not None
+
+
+def has_dtype(args: tuple) -> bool:
+    for value in args:  # a loop, not any(): this runs in every call of softmax
+        if type(value) is torch.dtype:
+            return True
+    return False
+
+
+def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
+    """The dtype that `rule` casts the arguments to; None if it casts nothing."""
+    if rule in TARGETS:
+        return TARGETS[rule]
+    dtypes = eligible_dtypes((*args, *kwargs.values()))
+    if not dtypes:
+        return None
+    return dtypes[0] if rule is Rule.FIRST_INPUT else functools.reduce(torch.promote_types, dtypes)
+
+
+def cast_arguments(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments cast by the rule; tensors that the op may write to (`signature.statistics`) are not cast."""
+    dtype = target_dtype(rule, args, kwargs)
+    if dtype is None or (rule is Rule.FIRST_INPUT and signature.mixed_on_cpu and _is_mixed_on_cpu(args, kwargs)):
+        return args, kwargs
+    if not signature.python and any(map(is_sparse, (*args, *kwargs.values()))):
+        return args, kwargs  # torch has no mixture of layouts and dtypes
+    if not signature.statistics:
+        return tuple(cast(value, dtype) for value in args), {key: cast(value, dtype) for key, value in kwargs.items()}
+    names = [p.name for p in signature.lead or ()]
+    written = {*signature.statistics, *(names[i] for i in signature.statistics if i < len(names))}
+    follow = {*signature.beside, *(names[i] for i in signature.beside)}
+    places = {**dict(enumerate(args)), **kwargs}
+    beside = next((places[key].dtype for key in places if key in written and is_eligible(places[key])), dtype)
+
+    def fit(key: Any, value: Any) -> Any:
+        return value if key in written else cast(value, beside if key in follow else dtype)
+
+    return tuple(fit(i, value) for i, value in enumerate(args)), {key: fit(key, value) for key, value in kwargs.items()}
+
+
+def _is_mixed_on_cpu(args: tuple, kwargs: dict) -> bool:
+    """Whether the first tensor is BF16 or FP16, the others FP32, and all of them on a CPU."""
+    first, *others = (value for value in (*args, *kwargs.values()) if is_eligible(value))
+    narrow = first.is_cpu and first.dtype in LOW_RULES
+    return narrow and all(t.is_cpu and t.dtype is torch.float32 for t in others)
+
+
+def call_cast(op: Callable, rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> Any:
+    """Call `op` with its arguments cast. Tensors that it writes to are updated in the caller's own storage.
+
+    Where the class of a tensor overrides functions, and its cast is of another one or not to be had, the class is asked
+    first.
+    """
+    if breaks_graph(op, args, kwargs):
+        return out_of_graph(call_cast, op, rule, signature, args, kwargs)
+    given = _by_position(signature, args, kwargs) if signature.statistics else (args, kwargs)
+    fitting = _fitting(rule, signature, *given)
+    if fitting is None:
+        if torch.compiler.is_dynamo_compiling():
+            return out_of_graph(call_cast, op, rule, signature, args, kwargs)
+        return asking(op, functools.partial(_casting, rule, signature))(*args, **kwargs)
+    args, kwargs = fitting
+    if not signature.statistics:
+        return call(op, args, kwargs)
+    args = _with_weight(signature, args)
+    args, widened = _widen(signature, args)
+    result = call(op, args, kwargs)
+    with torch.no_grad():
+        for own, wide in widened:
+            own.copy_(wide)
+    return result
+
+
+def _fitting(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """The arguments cast; None if a cast would lose the class of a tensor that overrides functions."""
+    try:
+        fitting = cast_arguments(rule, signature, args, kwargs)
+    except Exception:  # of a class that knows few functions, and neither what reads a dtype nor what casts
+        if overrides(args, kwargs):
+            return None
+        raise
+    return None if lose_class((args, kwargs), fitting) else fitting
+
+
+def _casting(rule: Rule, signature: Signature, op: Callable) -> Callable:
+    return lambda *args, **kwargs: call_cast(op, rule, signature, args, kwargs)
+
+
+def _by_position(signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The call with its leading keyword arguments by position."""
+    values, rest = list(args), dict(kwargs)
+    for argument in (signature.lead or ())[len(args) :]:
+        if argument.name not in rest:
+            break
+        values.append(rest.pop(argument.name))
+    return tuple(values), rest
+
+
+def _with_weight(signature: Signature, args: tuple) -> tuple:
+    """A bias that comes without a weight gets one of ones, which changes no bit.
+
+    On a CPU instance_norm takes a BF16 input beside FP32 weight and bias, and not beside an FP32 bias alone.
+    """
+    weight, bias = (args[i] if i < len(args) else None for i in signature.beside or (len(args), len(args)))
+    if weight is not None or bias is None or not is_eligible(bias):
+        return args
+    with torch.no_grad():
+        ones = torch.ones_like(bias)
+    return (*args[: signature.beside[0]], ones, *args[signature.beside[0] + 1 :])
+
+
+def _widen(signature: Signature, args: tuple) -> tuple[tuple, list[tuple[Tensor, Tensor]]]:
+    """Widen statistics that are narrower than the input, which torch refuses; the pairs say what to write back."""
+    widened = []
+    values = list(args)
+    if signature.beside and values and is_eligible(values[0]) and values[0].dtype is torch.float32:
+        for i in (*signature.statistics, *signature.beside):
+            if i < len(values) and is_eligible(values[i]) and values[i].dtype is not torch.float32:
+                wide = cast(values[i], torch.float32)
+                if i in signature.statistics:
+                    widened.append((values[i], wide))
+                values[i] = wide
+    return tuple(values), widened

@@ -1,0 +1,229 @@
+"""The cache of weight casts that `cached_weights()` opens, and when it drops a cast.
+
+A weight is written to in many ways, and not all of them leave a trace. What guards a kept cast:
+
+- in-place ops and `load_state_dict` raise the weight's `_version`; another place in memory shows in `data_ptr()`;
+- `.data` and the ways to the memory itself (`numpy()`, `untyped_storage()`, `data_ptr()`, `__dlpack__()`) do not raise
+  `_version` when they are written through, so they are watched while a cache is open: taking one of them, of the weight
+  or of a view of it, drops the cast, and none is kept while what was taken is alive;
+- optimizer steps, of which fused ones do not raise `_version`, drop the casts of their parameters;
+- a weight whose storage something else holds too (a flat buffer of a sharded model, a `.data` taken earlier, a NumPy
+  array) is not kept at all, nor one that needs a gradient, whose cast would be part of a graph.
+
+One kind of write is not seen: through an address, or a storage, that was taken before the cast was kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from threading import get_ident
+from types import ModuleType
+
+import torch
+from torch import is_grad_enabled
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+
+from hmpx.ops.wrapping.watched_writes import watch_writes
+from hmpx.process_state import open_caches, watching_writes
+from hmpx.rounding.xla import is_lazy
+
+logger = logging.getLogger("hmpx")
+
+Tensor = torch.Tensor
+_lock = threading.Lock()
+storage_of, _pointer, _to_float = Tensor.untyped_storage, Tensor.data_ptr, Tensor.float  # as torch made them
+
+
+class _CachedCast:
+    """One weight's cast, with the versions of both when it was made. wide: the cast in FP32, if a kernel needs it."""
+
+    __slots__ = ("cast", "pointer", "stream", "version", "weight", "wide")
+
+    def __init__(self, weight: Parameter, version: int, pointer: int, cast: Tensor) -> None:
+        self.weight = weight  # no weak reference: torch.utils.swap_tensors refuses tensors that have one
+        self.version, self.pointer, self.stream = version, pointer, _stream(weight)
+        self.cast = cast
+        self.wide: Tensor | None = None
+
+
+class WeightCache:
+    """The casts of one thread's outermost `cached_weights()`.
+
+    refused: how many casts were made anew, by the reason for not keeping them.
+    """
+
+    def __init__(self) -> None:
+        self.refused: Counter[str] = Counter()
+        self.depth = 0
+        self._kept: dict[tuple[int, torch.dtype], _CachedCast] = {}
+        self._of_cast: dict[int, _CachedCast] = {}  # the same, by identity of the cast
+
+    def get(self, weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
+        """The cached cast, or a new `cast(weight)`."""
+        kept = self._kept.get((id(weight), dtype))
+        if kept is not None and not _len_torch_dispatch_stack():
+            made, stream = kept.cast, kept.stream
+            unwritten = kept.weight is weight and kept.version == weight._version and kept.pointer == _pointer(weight)
+            ready = stream is None or (stream == _stream(weight) and _runs_now(weight))
+            # An op may have returned a view of the cast, and somebody written to that.
+            if unwritten and ready and made._version == 0 and not (weight.requires_grad and is_grad_enabled()):
+                return made
+        return self._make(weight, dtype, cast)
+
+    def _make(self, weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
+        if weight.requires_grad and is_grad_enabled():
+            return self._refuse("it requires a gradient; put torch.no_grad() around", weight, cast)
+        if is_lazy(weight):
+            return self._refuse("its device computes later, in one graph", weight, cast)
+        if _len_torch_dispatch_stack() or not (weight.is_cpu or _runs_now(weight)):
+            return cast(weight)
+        key = id(weight), dtype
+        self._drop(key)
+        if weight.is_inference():
+            return self._refuse("it was made in inference mode, where writes leave no trace", weight, cast)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return cast(weight)
+        if _is_shared(weight):
+            return self._refuse("something else holds its storage", weight, cast)
+        version, pointer = weight._version, _pointer(weight)
+        # The cast is an ordinary tensor also in inference mode, so that it may be used outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            made = cast(weight)
+        self._kept[key] = self._of_cast[id(made)] = _CachedCast(weight, version, pointer, made)
+        return made
+
+    def widen(self, value: Tensor) -> Tensor:
+        """`value` in FP32 for a kernel; cached for a weight or a cached cast."""
+        kept = self._of_cast.get(id(value))
+        if kept is None or value._version:
+            return self.get(value, torch.float32, _to_float) if type(value) is Parameter else _to_float(value)
+        wide = kept.wide
+        if wide is None or wide._version:
+            with torch.inference_mode(False), torch.no_grad():
+                kept.wide = wide = _to_float(value)
+                kept.cast = _upper_halves(wide, value)
+            del self._of_cast[id(value)]
+            self._of_cast[id(kept.cast)] = kept
+        return wide
+
+    def _drop(self, key: tuple[int, torch.dtype]) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._of_cast.pop(id(kept.cast), None)
+
+    def clear(self) -> None:
+        """Forget every cast."""
+        self._kept.clear()
+        self._of_cast.clear()
+
+    def forget(self, identities: set[int]) -> None:
+        """Drop the casts of the weights with these `id`s."""
+        for key in [key for key in list(self._kept) if key[0] in identities]:
+            self._drop(key)
+
+    def forget_storage(self, tensor: Tensor) -> None:
+        """Drop the casts of weights in the storage of `tensor`."""
+        pointer = storage_of(tensor).data_ptr()
+        for key, kept in list(self._kept.items()):
+            if pointer in (kept.pointer, storage_of(kept.cast).data_ptr()):
+                self._drop(key)
+
+    @property
+    def casts(self) -> tuple[Tensor, ...]:
+        """The cached casts."""
+        return tuple(kept.cast for kept in self._kept.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cached casts, FP32 copies included."""
+        held = [t for kept in self._kept.values() for t in (kept.cast, kept.wide) if t is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in map(storage_of, held)}.values())
+
+    def _refuse(self, reason: str, weight: Parameter, cast: Callable[[Tensor], Tensor]) -> Tensor:
+        self.refused[reason] += 1
+        if self.refused[reason] == 1:
+            logger.warning("hmpx: cached_weights() casts a %s weight anew: %s", tuple(weight.shape), reason)
+        return cast(weight)
+
+
+def cast_weight(weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
+    """`cast(weight)`, cached if this thread has a cache open. In compiled code, the compiler fuses the cast instead."""
+    if is_dynamo_compiling():
+        return cast(weight)
+    cache = open_caches.get(get_ident())
+    return cast(weight) if cache is None else cache.get(weight, dtype, cast)
+
+
+def _upper_halves(wide: Tensor, low: Tensor) -> Tensor:
+    """`low` as the upper halves of `wide`, so that BF16 casts take no memory of their own."""
+    if low.dtype is torch.bfloat16 and low.dim() and wide.is_contiguous():
+        upper = wide.view(low.dtype)[..., 1::2]
+        if torch.equal(upper, low):
+            return upper
+    return low
+
+
+def current() -> WeightCache | None:
+    """This thread's cache; None if none is open."""
+    return open_caches.get(get_ident())
+
+
+def open_cache() -> WeightCache:
+    """This thread's cache. Calls nest."""
+    with _lock:
+        cache = open_caches.get(get_ident())
+        if cache is None:
+            cache = WeightCache()
+        if not open_caches:
+            try:
+                watch_writes(watching_writes)
+            except BaseException:
+                watching_writes.close()
+                raise
+        open_caches[get_ident()] = cache
+        cache.depth += 1
+    return cache
+
+
+def close_cache() -> None:
+    """Take back one `open_cache`; the last one gives the memory back."""
+    with _lock:
+        cache = open_caches[get_ident()]
+        cache.depth -= 1
+        if cache.depth == 0:
+            del open_caches[get_ident()]
+            cache.clear()
+        if not open_caches:
+            watching_writes.close()
+
+
+def _is_shared(weight: Parameter) -> bool:
+    """Whether anything but the weight, and the storage object asked for here, holds its memory."""
+    storage = storage_of(weight)
+    return bool(weight.storage_offset() != 0 or torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
+def _runs_now(weight: Parameter) -> bool:
+    """Whether ops on the weight's device run, as opposed to being recorded into a CUDA graph."""
+    capturing = getattr(_device_module(weight.device), "is_current_stream_capturing", None)
+    return capturing is None or not capturing()
+
+
+def _device_module(device: torch.device) -> ModuleType:
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:  # the meta device has none
+        return torch.cpu
+
+
+def _stream(weight: Parameter) -> object:
+    """The current stream, since work on another one does not wait for the cast. None without streams."""
+    if weight.is_cpu:
+        return None
+    current = getattr(_device_module(weight.device), "current_stream", None)
+    return None if current is None else current(weight.device)

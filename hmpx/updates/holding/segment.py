@@ -1,0 +1,143 @@
+"""A segment: a parameter or a part of one that an optimizer sees in a step.
+
+A step in slices takes a large parameter in parts. A `Segment` says which elements a part has, how they lie in memory,
+and where they stand in the whole parameter: the rounding depends on that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from hmpx.updates.holding.memory_order import Order, boxes, lies_flat, unfolded
+from hmpx.updates.holding.ways import USUAL, Way
+from hmpx.updates.ranks.sharding import Box, is_sharded, local
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A parameter, or the elements `start` ... `stop - 1` of it: a whole one in its shape, a part flat.
+
+    Of a sharded parameter, only the elements that this rank holds are counted.
+
+    Attributes:
+        start, stop: None for a whole parameter.
+        order: the dimensions in the order in which elements are counted; None is row-major. A parameter that is not
+            contiguous is stepped in the order of its memory.
+        index: cuts a block out of the parameter, for a part that has been split by `blocks`.
+        box: where the elements of a shard stand in the whole parameter; None if the parameter is whole.
+        at: index of the first element, in the box or in the whole parameter.
+        overlaps: another parameter that shares elements in memory with this one.
+        way: how the parameter is held between steps.
+    """
+
+    param: Parameter
+    name: str
+    start: int | None = None
+    stop: int | None = None
+    order: Order | None = None
+    index: tuple[slice, ...] | None = None
+    box: Box | None = None
+    at: int = 0
+    overlaps: Parameter | None = None
+    way: Way = USUAL
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This segment of a tensor shaped like the parameter, as a view; under `torch.no_grad()`.
+
+        A part with an `order` must be split by `blocks` first.
+        """
+        tensor = local(tensor)
+        if self.start is None:
+            return tensor
+        return tensor[self.index] if self.index is not None else tensor.view(-1)[self.start : self.stop]
+
+    def flat_view(self, tensor: Tensor) -> Tensor | None:
+        """This part of a tensor as a flat view; None if its elements do not follow one another in memory."""
+        if self.order is None:
+            return self.of(tensor)
+        tensor = local(tensor)
+        if not lies_flat(tensor, self.order):
+            return None
+        return tensor.permute(self.order).reshape(-1)[self.start : self.stop]
+
+    def parts(self, size: int, order: Order | None, ends: Callable[[int], int] | None = None) -> Iterator[Segment]:
+        """A whole parameter in parts of about `size` elements.
+
+        ends: the last element up to a given one where a part may end; None: any. Where none is near, a part is larger.
+        """
+        start = 0
+        while True:  # a rank may hold nothing, and has state all the same
+            stop = min(start + size, self.count)
+            if ends is not None and stop < self.count:
+                stop = _end(start, stop, self.count, ends)
+            yield replace(self, start=start, stop=stop, order=order, at=start)
+            start = stop
+            if start >= self.count:
+                return
+
+    def blocks(self, shown: Tensor) -> list[tuple[Segment, Tensor]]:
+        """Segments that `of` can cut out of a tensor shaped like the parameter, each with its part of `shown`.
+
+        shown: what the optimizer sees of this segment.
+        """
+        if self.order is None or self.start is None or self.stop is None:
+            return [(self, shown)]
+        blocks, begin, sizes = [], 0, local(self.param).shape
+        for index in boxes(sizes, self.order, self.start, self.stop):
+            block = tuple(i.stop - i.start for i in index)
+            end = begin + math.prod(block)
+            segment = replace(self, start=self.start + begin, stop=self.start + end, order=None, index=index)
+            if self.order == tuple(range(len(sizes))):
+                segment = replace(segment, at=self.start + begin)
+            else:
+                segment = replace(segment, at=0, box=Box.cut(tuple(sizes), block, tuple(i.start for i in index)))
+            blocks.append((segment, unfolded(shown[begin:end], block, self.order)))
+            begin = end
+        return blocks
+
+    def mark_written(self) -> None:
+        """Tell autograd of a write: a sharded parameter has no version count of the tensor that it holds."""
+        if self.box is not None:
+            torch.autograd.graph.increment_version(self.param)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the optimizer sees a whole parameter of which this rank holds a shard."""
+        return self.start is None and self.box is not None and is_sharded(self.param)
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient of the segment's parameter."""
+        grad = self.param.grad
+        assert grad is not None, f"{self.name} has no gradient"
+        return grad
+
+    @property
+    def offset(self) -> int:
+        return self.start or 0
+
+    @property
+    def count(self) -> int:
+        if self.start is None or self.stop is None:
+            return local(self.param).numel()
+        return self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        return self.offset + self.count == local(self.param).numel()
+
+
+def _end(start: int, stop: int, count: int, ends: Callable[[int], int]) -> int:
+    """The end of a part from `start` to about `stop`."""
+    end = ends(stop)
+    while end <= start and stop < count:
+        stop = min(2 * stop - start, count)
+        end = ends(stop)
+    return end if start < end and stop < count else count

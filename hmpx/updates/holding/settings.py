@@ -1,0 +1,111 @@
+"""The settings of one optimizer: how weights, state and gradients are held and updated.
+
+A setting is a field here, which has its default, an argument of `hmpx.attach`, which documents it, and a key of a
+recipe. A test holds the three names against one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch
+
+from hmpx.dtype_names import dtype_named
+from hmpx.errors import HmpxError, did_you_mean
+from hmpx.rounding.stochastic import check_seed
+from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype
+from hmpx.updates.holding.stores import WAYS
+from hmpx.updates.holding.ways import Rules, Way, Weights, fits_none, read_rules, way_of
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `hmpx.attach` that say how an optimizer updates weights; see there.
+
+    The defaults are what a `disable_casts()` region does. A dtype may be given by its name (``"bf16"``). `parameters`
+    becomes a tuple of patterns, each with its `Way`.
+
+    Raises:
+        HmpxError: a value that is not legal, or masters in a checkpoint without a store that has them.
+    """
+
+    weights: Weights = "stochastic"
+    seed: int | None = None
+    state_dtype: StateDtype = torch.float32
+    parameters: Rules | Mapping[str, Mapping[str, Any]] = ()
+    use_fp32_grad_acc: bool = False
+    use_master_weights_in_ckpt: bool = False
+    release_gradients: bool = False
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        usual = _checked(Way(self.weights, self.state_dtype))
+        object.__setattr__(self, "state_dtype", usual.state_dtype)
+        rules = read_rules(self.parameters, usual)
+        rules = tuple((pattern, _checked(way, f"parameters: {pattern!r}: ")) for pattern, way in rules)
+        object.__setattr__(self, "parameters", rules)
+        if self.seed is not None:
+            check_seed(self.seed)
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise HmpxError(f"{name}={getattr(self, name)!r} is neither True nor False")
+        if self.use_master_weights_in_ckpt and not self.has_masters:
+            raise HmpxError(
+                f"weights={self.weights!r} has no masters; use_master_weights_in_ckpt needs master, split or split8"
+            )
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether some parameters have masters."""
+        return any(WAYS[way.weights].has_masters for way in self.ways)
+
+    @property
+    def ways(self) -> list[Way]:
+        """The usual way, and the ways of all rules."""
+        return list(dict.fromkeys([self._usual, *(way for _, way in self.rules)]))
+
+    def way(self, name: str) -> Way:
+        """How the parameter with a name is held."""
+        return way_of(name, self.rules, self._usual)
+
+    @property
+    def _usual(self) -> Way:
+        return Way(self.weights, self.state_dtype)
+
+    @property
+    def rules(self) -> Rules:
+        """Patterns of parameters' names, each with the way of the parameters that it fits."""
+        return cast(Rules, self.parameters)  # since `__post_init__`
+
+    def check_patterns(self, names: Collection[str]) -> None:
+        """Check that each pattern fits one of the names that parameters have.
+
+        Raises:
+            HmpxError: one does not; with the nearest name.
+        """
+        for pattern, _ in self.rules:
+            if wrong := fits_none(pattern, names):
+                if names and all(name.isdecimal() for name in names):
+                    hint = "; the optimizer knows them by position: give it named_parameters(), or attach model="
+                    wrong = f"parameters: {pattern!r} is the name of no parameter{hint}"
+                raise HmpxError(wrong)
+
+
+def _checked(way: Way, where: str = "") -> Way:
+    """The values with names of dtypes replaced by dtypes. An error begins with `where`."""
+    weights, state_dtype = way.weights, dtype_named(way.state_dtype)
+    if not isinstance(weights, str) or weights not in WAYS:
+        legal = ", ".join(repr(way) for way in WAYS)
+        if isinstance(weights, torch.nn.Module):
+            raise HmpxError(f"weights is a {type(weights).__name__}, not one of {legal}; did you mean model=?")
+        raise HmpxError(f"{where}weights={weights!r} is none of {legal}{did_you_mean(str(weights), WAYS)}")
+    if not any(type(state_dtype) is type(each) and state_dtype == each for each in STATE_FORMS):
+        legal, words = ", ".join(map(repr, STATE_FORMS)), [each for each in STATE_FORMS if isinstance(each, str)]
+        hint = did_you_mean(str(state_dtype), words)
+        raise HmpxError(f"{where}state_dtype={state_dtype!r} is none of {legal}{hint}")
+    return Way(weights, state_dtype)
+
+
+SWITCHES = tuple(each.name for each in fields(Settings) if each.type == "bool")

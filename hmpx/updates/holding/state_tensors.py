@@ -1,0 +1,208 @@
+"""Holders of one state tensor between two steps: as it is, or in 8 bits.
+
+A tensor in 8 bits stands in the state of its parameter as two tensors, under names that no optimizer knows: a step that
+hmpx does not see fails, and does not take codes for numbers. Both are plain tensors, or DTensors where the parameter is
+one, so that whatever saves, moves or shards optimizer state does so with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.rounding import native
+from hmpx.rounding.eight_bits import decode, largest, scales_for
+from hmpx.updates.holding.held import Held
+from hmpx.updates.holding.rounding_key import RoundingKey
+from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.state_blocks import StateBlocks, sharded_scales
+from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+
+CODES, SCALES = "hmpx_codes_", "hmpx_scales_"  # before the optimizer's own name of a state tensor
+
+
+class HeldState(Held):
+    """A state tensor of a parameter's shape."""
+
+    def whole(self) -> Tensor:
+        """All of it, in a dtype that holds it exactly; sharded as the parameter is."""
+        return self.tensor
+
+    def entries(self, key: str) -> dict[str, Tensor]:
+        """The entries in the parameter's state for the tensor that the optimizer calls `key`."""
+        return {key: self.tensor}
+
+
+class HeldTensor(HeldState):
+    """An FP32 tensor, or a BF16 one that is written by stochastic rounding."""
+
+    def itself(self, segment: Segment) -> Tensor | None:
+        return None if self.tensor.dtype is BF16 else segment.flat_view(self.tensor)
+
+    def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
+        return native.StoredTensor(self.tensor, native.BF16, name) if self.tensor.dtype is BF16 else None
+
+    def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
+        x, held = held_part(segment.param, x) if segment.is_gathered else local(x), segment.of(self.tensor)
+        if held.dtype is x.dtype:
+            held.copy_(x)
+        else:
+            rounding_key.round_into(held, x, name, segment.at, segment.box)
+
+
+class HeldCodes(HeldState):
+    """A tensor in 8 bits; `hmpx.rounding.eight_bits` has the code.
+
+    Attributes:
+        tensor: the codes, uint8, of the parameter's shape, contiguous.
+        scales: one BF16 number for each block. Of a parameter of n dimensions, the first k are those of the parameter,
+            and the last one counts the blocks of a row; see `StateBlocks`.
+    """
+
+    kind = native.CODED
+
+    def __init__(self, codes: Tensor, scales: Tensor) -> None:
+        super().__init__(codes)
+        self.scales = scales
+
+    @classmethod
+    def new(cls, param: Tensor) -> HeldCodes:
+        """Uninitialised memory for the state of a parameter."""
+        held, layout = local(param), StateBlocks.of(param)
+        codes = torch.empty(held.shape, dtype=torch.uint8, device=held.device)
+        scales = torch.empty(layout.shape, dtype=BF16, device=held.device)
+        return cls(like(param, codes) if is_sharded(param) else codes, sharded_scales(scales, param, layout))
+
+    def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
+        row = StateBlocks.of(self.tensor).rows.width
+        return native.StoredTensor(self.tensor, native.CODED, name, self.scales, row=row)
+
+    def blocks(self, segment: Segment, x: Tensor) -> list[tuple[Segment, Tensor]]:
+        return [(segment, x)]  # codes are contiguous, and a scale belongs to a whole block of them
+
+    def read(self, segment: Segment, out: Tensor) -> None:
+        layout = StateBlocks.of(self.tensor)
+        if layout.is_scattered:  # a part is all that this rank holds
+            out.copy_(local(self.whole()).reshape(out.shape))
+            return
+        codes = self._flat(segment)
+        flat = out if out.is_contiguous() else torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        decode(flat.view(-1), codes, local(self.scales), layout.rows, segment.offset)
+        if flat is not out:
+            out.copy_(flat.view(out.shape))
+
+    def write(self, segment: Segment, value: Tensor, name: str, rounding_key: RoundingKey) -> None:
+        layout = StateBlocks.of(self.tensor)
+        if layout.is_scattered or (segment.is_gathered and not is_sharded(value)):
+            if value.shape != self.tensor.shape or is_sharded(value):
+                value = like(cast("DTensor", self.tensor), local(value).view(local(self.tensor).shape)).full_tensor()
+            whole = HeldCodes.new(value)
+            whole.write(Segment(segment.param, segment.name), value, name, rounding_key)
+            local(self.tensor).copy_(held_part(self.tensor, whole.tensor))
+            local(self.scales).copy_(held_part(self.scales, whole.scales))
+            return
+        x, scales = local(value).float().contiguous().view(-1), local(self.scales)
+        if layout.cut:
+            scales.view(-1).copy_(scales_for(*layout.over_ranks(*largest(x, layout.rows, 0))))
+        place = layout.rows, segment.offset, name, segment.at, segment.box
+        rounding_key.encode_into(self._flat(segment), x, scales, *place, given=bool(layout.cut))
+
+    def _flat(self, segment: Segment) -> Tensor:
+        codes = local(self.tensor).view(-1)
+        return codes if segment.start is None else codes[segment.start : segment.stop]
+
+    def whole(self) -> Tensor:
+        if StateBlocks.of(self.tensor).is_scattered:
+            codes, scales = cast("DTensor", self.tensor), cast("DTensor", self.scales)
+            whole = HeldCodes(codes.full_tensor(), scales.full_tensor()).whole()
+            return like(codes, held_part(codes, whole).contiguous())
+        held = local(self.tensor)
+        out = torch.empty(held.shape, dtype=torch.float32, device=held.device)
+        decode(out.view(-1), held.view(-1), local(self.scales), StateBlocks.of(self.tensor).rows, 0)
+        return like(self.tensor, out) if is_sharded(self.tensor) else out
+
+    def entries(self, key: str) -> dict[str, Tensor]:
+        return {CODES + key: self.tensor, SCALES + key: self.scales}
+
+
+def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> None:
+    """Check that 8-bit state fits its parameter, since it may be that of another one.
+
+    name: of the parameter, or its position, for the error; "" where nobody knows.
+
+    Raises:
+        HmpxError: codes or scales have not the shapes that the parameter's have, or a rank holds another part of them.
+    """
+    for key, codes in state.items():
+        if not isinstance(key, str) or not key.startswith(CODES):
+            continue
+        layout, own = StateBlocks.of(param), key.removeprefix(CODES)
+        scales, of = state.get(SCALES + own), "a parameter" if name == "" else f"parameter {name!r}"
+        if scales is None:
+            raise HmpxError(f"{own!r} of {of} is in 8 bits without its scales: there is no {SCALES + own!r}")
+        whole = layout.of_all(param)
+        if (codes.shape, scales.shape) != (param.shape, whole):
+            raise HmpxError(
+                f"{own!r} of {of} is in 8 bits for another shape: {tuple(codes.shape)} with scales "
+                f"{tuple(scales.shape)}; the parameter's is {tuple(param.shape)} with scales {tuple(whole)}"
+            )
+        if (local(codes).shape, local(scales).shape) != (local(param).shape, layout.shape):
+            raise HmpxError(
+                f"{own!r} of {of} is in 8 bits and sharded in another way: this rank has {tuple(local(codes).shape)} "
+                f"of it with scales {tuple(local(scales).shape)}; of the parameter {tuple(local(param).shape)}, which "
+                f"goes with scales {layout.shape}"
+            )
+
+
+def held(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[str, Any]:
+    """The state of a parameter by the optimizer's own keys, with what has the parameter's shape as `HeldState`.
+
+    Raises:
+        HmpxError: as `check_codes`.
+    """
+    check_codes(state, param, name)
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        name = key if isinstance(key, str) else ""
+        if name.startswith(CODES):
+            # A load that hmpx does not see casts the codes to the parameter's dtype, which holds them exactly.
+            codes = value if value.dtype is torch.uint8 else value.to(torch.uint8)
+            own = name.removeprefix(CODES)
+            found[own] = HeldCodes(codes, state[SCALES + own].to(BF16))
+        elif not name.startswith(SCALES):
+            is_held = isinstance(value, Tensor) and value.shape == param.shape and value.layout is torch.strided
+            found[key] = HeldTensor(value) if is_held else value
+    return found
+
+
+def entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `held`."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        found.update(value.entries(key) if isinstance(value, HeldState) else {key: value})
+    return found
+
+
+def by_own_keys(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of a parameter by the optimizer's own keys, with the codes of what is in 8 bits."""
+    if not is_coded(state):
+        return state
+    return {key.removeprefix(CODES): value for key, value in state.items() if not key.startswith(SCALES)}
+
+
+def is_coded(state: Any) -> TypeGuard[dict]:
+    """Whether some of a parameter's state is in 8 bits."""
+    if isinstance(state, dict):
+        for key in state:  # a loop, as every step asks this of every parameter
+            if isinstance(key, str) and key.startswith(CODES):
+                return True
+    return False

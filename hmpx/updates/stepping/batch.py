@@ -1,0 +1,174 @@
+"""A batch: segments that an optimizer sees at once, by a call of its own step.
+
+What is held in FP32 already the optimizer is shown itself; the rest are copies in the room of the step, which a
+transfer fills before the call and writes back after it. A batch may be stepped again while the tensors that it was made
+for are there.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+import torch
+
+from hmpx.rounding import native
+from hmpx.rounding.kernels import RoundingKernels
+from hmpx.updates.gradients.shadow import can_be_written
+from hmpx.updates.holding.segment import Segment
+from hmpx.updates.ranks.sharding import local
+from hmpx.updates.stepping.shown import Around, Count, Shown
+from hmpx.updates.stepping.step_call import StepCall, WriteBack
+from hmpx.updates.stepping.transfers import Launches, Operators, Words
+from hmpx.updates.stepping.update_counts import before_step
+from hmpx.updates.stepping.write_counts import raises_versions
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+
+class Batch:
+    """Segments, and parameters that are stepped as they are; under `torch.no_grad()`.
+
+    Attributes:
+        others: parameters of other dtypes, each with the index of its group.
+        size: how many elements of a room it takes.
+        counts: of the steps, where parameters are cut.
+    """
+
+    def __init__(self, segments: list[Segment], around: Around) -> None:
+        self.segments, self.size = segments, 0
+        self._states, self._shown = around.optimizer.state, list[Shown]()
+        for segment in segments:
+            self._shown.append(Shown(segment, around, self.size))
+            self.size = self._shown[-1].end
+        self.counts: list[Count] = [count for each in self._shown for count in each.counts]
+        self.others: list[tuple[int, Parameter]] = []
+        self._lists: list[list[Any]] = [[] for _ in around.optimizer.param_groups]
+        self._names, self._is_settled = [segment.name for segment in segments], True
+
+    def kernels(self) -> RoundingKernels | None:
+        """The kernels that can move all of it."""
+        found = {each.kernels() for each in self._shown}
+        return found.pop() if len(found) == 1 else None
+
+    def place_in(self, room: Tensor, kernels: RoundingKernels | None) -> None:
+        """Make the shadows and their state, with copies in this room."""
+        for each in self._shown:
+            each.place_in(room)
+            self._lists[each.group].append(each.shadow)
+        for group, p in self.others:
+            self._lists[group].append(p)
+        copied = [(each.place, each.grad) for each in self._shown if each.grad is not None]
+        moved = [piece for each in self._shown for piece in each.pieces if piece.is_moved]
+        self._copied, grads = [place for place, _ in copied], [grad for _, grad in copied]
+        self._transfer: Words | Launches | Operators
+        if kernels is None:
+            self._transfer = Operators(grads, moved)
+        else:
+            self._transfer = Words(grads, moved, room) if kernels is native else Launches(grads, moved)
+        self._ready = [each for each in self._shown if each.grad is None]
+        self._shadows = [each.shadow for each in self._shown]
+        self._new = {each.shadow: state for each in self._shown if (state := each.state) is not None}
+        self._versioned = [(tensor, each.segment.name) for each in self._shown for tensor in each.versioned]
+        self._sharded = [each.segment for each in self._shown if each.segment.box is not None]
+
+    def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor], written: list[str]) -> None:
+        """Step every segment of this batch.
+
+        Args:
+            gradients: those of all parameters of the step, as this rank holds them.
+            written: gets the names of parameters of which something has changed, also if this raises.
+        """
+        optimizer, key, counts = call.optimizer, write_back.rounding_key, write_back.counts
+        for each in self._ready:
+            grad = gradients[each.place]
+            each.shadow.grad = each.segment.of(grad).data if grad.layout is torch.strided else grad.float()
+        self._transfer.read([gradients[place] for place in self._copied])
+        shown = [shadow.grad for shadow in self._shadows]
+        seen, versions = [_version(grad) for grad in shown], [tensor._version for tensor, _ in self._versioned]
+        blocks = [] if counts is None else [b for each in self._shown for b in each.segment.blocks(each.shadow)]
+        before = [before_step(*block) for block in blocks]
+        self._states.update(self._new)  # of another dict: this hashes no keys, which tensors do in Python
+        try:
+            with OnlyParameters(optimizer.param_groups, self._lists):
+                call.run()
+        except BaseException:
+            is_blind, pairs = not raises_versions(optimizer), zip(self._versioned, versions, strict=True)
+            written += [name for (tensor, name), version in pairs if is_blind or tensor._version != version]
+            for each in self._shown:
+                each.undo()
+            raise
+        written += self._names
+        self._transfer.write(key)
+        for segment in self._sharded:
+            segment.mark_written()
+        for was, (_, x) in zip(before, blocks, strict=True):
+            assert counts is not None
+            counts.compare(was, x)
+        self._hand_back(optimizer, gradients, shown, seen)
+        self._is_settled = True
+        for each, left in zip(self._shown, self._states_left(), strict=True):
+            self._is_settled &= not each.take(left, optimizer, key)
+        key.flush()
+
+    def is_as_made(self) -> bool:
+        """Whether the next step may use this batch again: all state is in the tensors that were shown."""
+        return self._is_settled and all([each.is_as_made() for each in self._shown])
+
+    def _states_left(self) -> list[Any]:
+        """Take the shadows' state out of the optimizer's state.
+
+        To take the last items of a dict hashes no keys, either.
+        """
+        states, shadows = self._states, self._shadows
+        if len(states) >= len(shadows) and all(map(is_, reversed(states), reversed(shadows))):
+            return [states.popitem()[1] for _ in shadows][::-1]
+        return [states.pop(shadow, None) for shadow in shadows]
+
+    def _hand_back(self, optimizer: Any, gradients: list[Tensor], shown: list[Any], seen: list[int]) -> None:
+        """Give the parameters' gradients the changes that the step made to the shown ones."""
+        left: list[Any] = [shadow.grad for shadow in self._shadows]
+        is_scaled = getattr(optimizer, "grad_scale", None) is not None  # fused kernels then write to gradients
+        if is_scaled or not all(map(is_, left, shown)) or [_version(grad) for grad in left] != seen:
+            for each, now, grad, version in zip(self._shown, left, shown, seen, strict=True):
+                if is_scaled or now is not grad or _version(now) != version:
+                    hand_back(each.segment, now, gradients, each.place)
+                    each.rest()
+        for each in self._ready:
+            each.rest()
+
+
+def hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], place: int) -> None:
+    """Make `left`, the gradient that a step has put on a shadow, the parameter's gradient."""
+    p = segment.param
+    if left is None:
+        p.grad = None if segment.is_last else p.grad
+    elif left.layout is not torch.strided:
+        p.grad = left.to(segment.grad.dtype)
+    else:
+        if not can_be_written(segment.grad):
+            p.grad = segment.grad.clone(memory_format=torch.contiguous_format)
+            gradients[place] = local(p.grad)
+        for block, part in segment.blocks(left):
+            block.of(gradients[place]).copy_(part)
+
+
+class OnlyParameters:
+    """`param_groups` hold other parameters inside the block; the lists themselves stay the same objects."""
+
+    def __init__(self, groups: list[dict], lists: list[list[Any]]) -> None:
+        self._groups, self._lists = groups, lists
+
+    def __enter__(self) -> None:
+        self._before = [list(group["params"]) for group in self._groups]
+        for group, shown in zip(self._groups, self._lists, strict=True):
+            group["params"][:] = shown
+
+    def __exit__(self, *exception: object) -> None:
+        for group, before in zip(self._groups, self._before, strict=True):
+            group["params"][:] = before
+
+
+def _version(grad: Tensor | None) -> int:
+    return 0 if grad is None else grad._version

@@ -1,0 +1,132 @@
+"""Cuts a step into batches: segments of the parameters with a bounded number of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from hmpx.rounding.kernels import kernels_for
+from hmpx.updates.holding.memory_order import memory_order
+from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.state_forms import form_of
+from hmpx.updates.ranks.sharding import local
+from hmpx.updates.stepping.optimizer_scope import scope_of
+
+Tensor = torch.Tensor
+Optimizer = torch.optim.Optimizer
+
+_ALIGN = 64  # elements: where a slice begins, vectorised kernels would begin a vector in the whole parameter too
+_FLOOR, _CEILING = 1 << 17, 1 << 20
+_FLOOR_OF_ACCELERATORS = 1 << 20
+# FP32 weight, gradient, new state and temporaries of this part of the elements are less than 0.5 bytes a parameter.
+_PARTS = 60
+_PARTS_FUSED, _PARTS_FUSED_READ = 20, 34  # torch's fused kernels have no temporaries; the latter where state is read
+
+
+def slice_size(elements: int, parts: int = _PARTS, device: torch.device | None = None) -> int:
+    """The number of elements that the optimizer sees at once, for a model with so many elements.
+
+    A step then takes up to 0.5 bytes per parameter, or 2 MB if that is more. Smaller slices than `_FLOOR` spend more
+    time on calls than on updates; the buffers of larger ones than `_CEILING` do not stay in the cache of a CPU. On an
+    accelerator, where calls cost more and there is no such cache, the step of any model is of about so many parts.
+    """
+    size = max(elements // parts, _FLOOR)
+    size = min(size, _CEILING) if device is None or device.type == "cpu" else max(size, _FLOOR_OF_ACCELERATORS)
+    return size // _ALIGN * _ALIGN
+
+
+def batches_of(
+    segments: list[Segment],
+    optimizer: Optimizer,
+    elements: int,
+    beside: Callable[[Segment], Sequence[Tensor]],
+) -> Iterator[list[Segment]]:
+    """The segments, each a whole parameter of one device, as batches.
+
+    Args:
+        elements: of all parameters of the optimizer, held here.
+        beside: what is stepped along with a parameter: its gradient, state and masters.
+    """
+
+    def parts(segment: Segment, size: int) -> Iterable[Segment]:
+        p, together = segment.param, beside(segment)
+        if not p.dim() or any(tensor.layout is not torch.strided for tensor in together):
+            return [segment]
+        ends = form_of(segment).ends(p)
+        if all(tensor.is_contiguous() for tensor in (local(p), *together)):
+            return segment.parts(size, None, ends)
+        in_memory = segment.box is None and ends is None
+        return segment.parts(size, memory_order(p) if in_memory else tuple(range(p.dim())), ends)
+
+    if not segments:
+        return iter(())
+    if sum(segment.param.numel() for segment in segments) > _FLOOR:  # not what this rank holds: ranks must agree
+        segments = _each_group_first(segments, optimizer)
+    size = slice_size(elements, _parts_of(optimizer, segments), segments[0].param.device)
+    return cut(segments, size, parts if scope_of(optimizer) == "element" else lambda segment, _: [segment])
+
+
+def cut(
+    segments: Iterable[Segment], size: int, parts: Callable[[Segment, int], Iterable[Segment]]
+) -> Iterator[list[Segment]]:
+    """Batches of at most `size` elements: small parameters together, each large one by itself, in parts of one size.
+
+    The small ones in front come first; those between large ones wait until there are enough of them for a batch.
+
+    Batches of one part after the other lie alike in the room, where each thread then finds what it has left there
+    itself: cores that share no cache send each other nothing.
+
+    A sharded parameter always goes through `parts`. One that must be gathered is a batch of its own, so that all ranks
+    gather in the same order. Parameters that share memory are in different batches, one after the other.
+
+    parts: gets a parameter and the size of a part.
+    """
+    batch: list[Segment] = []
+    room, is_first = size, True
+    for segment in segments:
+        count = segment.count
+        alone = segment.overlaps is not None or count > size // 4
+        if batch and (is_first if alone else count > room):
+            yield batch
+            batch, room = [], size
+        is_first = is_first and not alone
+        is_cut = segment.box is not None or count > size
+        pieces = list(parts(segment, even_part(count, size))) if is_cut else [segment]
+        if alone or pieces[0].is_gathered:
+            yield from ([piece] for piece in pieces)
+            continue
+        for piece in pieces:
+            batch.append(piece)
+            room -= piece.count
+    if batch:
+        yield batch
+
+
+def even_part(count: int, size: int) -> int:
+    """The size of equal parts of so many elements, none larger than `size`."""
+    number = max(-(-count // size), 1)
+    part = -(-count // number)
+    return min(-(-part // _ALIGN) * _ALIGN, size)
+
+
+def _each_group_first(segments: list[Segment], optimizer: Optimizer) -> list[Segment]:
+    """The smallest parameter of each group first: a wrong setting of a group raises before much is written.
+
+    Parameters that share memory stay in the optimizer's order, which their weights depend on.
+    """
+    group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    alone = [segment for segment in segments if segment.overlaps is None]
+    smallest = {group[segment.param]: segment for segment in sorted(alone, key=lambda each: -each.param.numel())}
+    first = list(smallest.values())
+    return first + [segment for segment in segments if segment not in first]
+
+
+def _parts_of(optimizer: Optimizer, segments: list[Segment]) -> int:
+    """The number of parts in which these parameters are stepped."""
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return _PARTS
+    p = segments[0].param
+    if p.device.type != "cpu" and kernels_for(p) is None:
+        return _PARTS  # the temporaries are those of a transfer by torch's operators
+    return _PARTS_FUSED if all(form_of(segment).as_left for segment in segments) else _PARTS_FUSED_READ

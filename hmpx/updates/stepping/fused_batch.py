@@ -1,0 +1,247 @@
+"""Parameters that one fused kernel steps and writes back: one pass over weights, gradients and state, all at once.
+
+Opt-in, ``attach(optimizer, fused=True)``. The formulas are the optimizer's and the order of operations is the kernel's
+own, so results agree with the optimizer's to rounding and not to the bit. State has the optimizer's keys and shapes, so
+a training run may change between fused and other steps.
+
+Parameters that no kernel takes are stepped in other batches:
+
+- where there is no C compiler, or no Triton; on a device that is neither CPU nor CUDA;
+- sharded ones (DTensors), those that have a place, other subclasses of tensors; ones with 2^32 elements or more;
+- ones that share elements with another parameter;
+- where weight, gradient or state is not contiguous, or the gradient is sparse, or neither BF16 nor FP32;
+- with amsgrad or differentiable, and where a GradScaler leaves the unscaling to the optimizer;
+- on CPUs, with more than 4096 weights in halves ("split", "split8") beside state in 8 bits, in several rows whose
+  length is no multiple of 128.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import optim
+
+from hmpx.dtype_names import dtype_name
+from hmpx.errors import HmpxError
+from hmpx.rounding import native
+from hmpx.rounding.kernels import RoundingKernels, kernels_for
+from hmpx.rounding.keys import name_id
+from hmpx.updates.holding.checksums import block_of
+from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.state_blocks import StateBlocks
+from hmpx.updates.holding.state_forms import form_of
+from hmpx.updates.holding.state_tensors import CODES, SCALES, by_own_keys
+from hmpx.updates.holding.stores import WAYS
+from hmpx.updates.stepping.fused_formulas import Formula, formula_of, is_scaled
+from hmpx.updates.stepping.shown import Around
+from hmpx.updates.stepping.step_call import StepCall, WriteBack
+from hmpx.updates.stepping.update_counts import before_step
+
+Tensor = torch.Tensor
+
+
+def formula_for(optimizer: optim.Optimizer) -> Formula | None:
+    """The formula of the kernels for this optimizer; None if there is none."""
+    return None if is_scaled(optimizer) else formula_of(optimizer)
+
+
+def takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool:
+    """Whether a kernel can step this parameter.
+
+    Raises:
+        HmpxError: a state tensor is in a dtype in which no step leaves it.
+    """
+    if segment.overlaps is not None:  # a kernel's threads would write to the same elements
+        return False
+    if segment.box is not None:  # a kernel numbers elements as they lie in memory
+        return False
+    if WAYS[segment.way.weights].kind is None:  # no kernel writes weights that are held so
+        return False
+    p, grad, kernels, known = segment.param, segment.grad, kernels_for(segment.param), by_own_keys(state)
+    if not formula.takes(group, known) or kernels is None or formula.kernel not in kernels.KERNELS:
+        return False
+    _refuse_dtypes(segment, formula.states(group), state)
+    in_8_bits = segment.way.state_dtype == "8bit" and any(formula.states(group))
+    if in_8_bits and not _can_be_coded(segment, state, kernels):
+        return False
+    held = [v for v in known.values() if isinstance(v, Tensor) and v.dim()]
+    return p.numel() < 2**32 and grad.dtype in (torch.bfloat16, torch.float32) and kernels.can_read(p, grad, *held)
+
+
+@dataclass(eq=False, slots=True)
+class _Taken:
+    """One parameter in the form that a kernel takes.
+
+    Attributes:
+        place: of the gradient, in the lists of all.
+        group: the place of the group, where somebody may put another dict of options.
+        keys: of the state tensors, in the kernel's order.
+        known: the state by the optimizer's own keys, with what is new.
+        new: what is to be put into the optimizer's state.
+        stepped: what the kernel is told, but for the scalars.
+    """
+
+    segment: Segment
+    place: int
+    group: int
+    keys: tuple[str | None, ...]
+    known: Mapping[str, Any]
+    new: dict[str, Any]
+    stepped: native.StepArguments
+
+
+class FusedBatch:
+    """Parameters of one device that a kernel `takes`; under `torch.no_grad()`. It has no copies."""
+
+    def __init__(self, segments: list[Segment], formula: Formula, around: Around, write_back: WriteBack) -> None:
+        self._formula, self._states = formula, around.optimizer.state
+        for segment in segments:
+            around.stores.of(segment).settle(segment, write_back.rounding_key)
+        self._taken = [self._take(segment, around) for segment in segments]
+        self._kernels = kernels_for(segments[0].param)
+        self._words = native.words_of([each.stepped for each in self._taken]) if self._kernels is native else None
+        self._counts = [each.known["step"] for each in self._taken] if formula.counts else []
+
+    def _take(self, segment: Segment, around: Around) -> _Taken:
+        p, formula, form = segment.param, self._formula, form_of(segment)
+        at = around.group[p]
+        keys, state = formula.states(around.optimizer.param_groups[at]), self._states.get(p) or {}
+        known, new = by_own_keys(state), dict[str, Any]()
+        count = known.get("step")
+        if formula.counts and count is None:
+            new["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        elif formula.counts and not count.is_cpu:  # type: ignore[union-attr]
+            new["step"] = count.to("cpu")  # type: ignore[union-attr]  # where torch has put it, each look is a wait
+        for key in keys:
+            if key is not None and known.get(key) is None:
+                new.update(form.zeros(p).entries(key))
+        name, grad = name_id(segment.name), around.gradients[around.places[p]]
+        kept = None
+        if segment.way.weights != "stochastic":
+            kept = around.stores.of(segment).for_kernels(segment, name)
+            assert kept is not None, "the store is settled"
+        names = tuple([name_id(f"{segment.name}.{key}") for key in keys])
+        held = _in_kernel({**state, **new}, keys)
+        stepped = native.StepArguments(p, name, grad, held, names, (), kept)
+        return _Taken(segment, around.places[p], at, keys, by_own_keys({**state, **new}), new, stepped)
+
+    def fits(self, groups: list[dict]) -> bool:
+        """Whether the options still ask for the same kernel and the same state."""
+        last = -1
+        for each in self._taken:
+            if each.group != last:
+                last, options = each.group, groups[each.group]
+                if not self._formula.takes(options, each.known) or self._formula.states(options) != each.keys:
+                    return False
+        return True
+
+    def is_as_made(self) -> bool:
+        """Whether the next step can pass the same words, but for gradients and scalars."""
+        return self._formula.tensors_alone
+
+    def begin(self, call: StepCall) -> None:
+        """Compute the scalars. Wrong options raise here, before anything is written."""
+        formula, groups = self._formula, call.optimizer.param_groups
+        steps = [count.item() + 1.0 for count in self._counts] or [0.0] * len(self._taken)
+        known: dict[Any, tuple[float, ...]] = {}  # most parameters of a group have the same
+        self._scalars: list[tuple[float, ...]] = []
+        self._beside: list[Mapping[str, Any]] = []
+        for each, step in zip(self._taken, steps, strict=True):
+            before = self._states.get(each.segment.param) or {} if each.new else each.known
+            seen = formula.depends_on(by_own_keys(before))
+            of = each.group, step, seen
+            if of not in known:
+                known[of] = formula.scalars(call.optimizer, groups[each.group], step, seen)
+            self._scalars.append(known[of])
+            self._beside.append(formula.beside(groups[each.group], step, seen))
+
+    def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor], written: list[str]) -> None:
+        """As `Batch.step`, after `begin`."""
+        counts, step_key, exact = write_back.counts, write_back.rounding_key.of_step, []
+        written += [each.segment.name for each in self._taken]
+        if counts is not None:
+            for each, scalars in zip(self._taken, self._scalars, strict=True):
+                old, x = self._exact(each, gradients[each.place], scalars, step_key)
+                exact.append((before_step(each.segment, old), x))
+        if self._words is not None:
+            padded = array("f", [number for each in self._scalars for number in native.scalars_of(each)])
+            native.gradients_at(self._words, [gradients[each.place].data_ptr() for each in self._taken])
+            native.step_words(self._formula.kernel, self._words, padded, step_key)
+        else:
+            self._launch(
+                [
+                    each.stepped._replace(grad=gradients[each.place], scalars=scalars)
+                    for each, scalars in zip(self._taken, self._scalars, strict=True)
+                ],
+                step_key,
+            )
+        if self._counts:
+            torch._foreach_add_(self._counts, 1)
+        for each, beside in zip(self._taken, self._beside, strict=True):
+            if each.new or beside:
+                self._states[each.segment.param].update({**each.new, **beside})
+                each.new = {}
+        torch.autograd.graph.increment_version([each.segment.param for each in self._taken])
+        for before, x in exact:
+            assert counts is not None
+            counts.compare(before, x)
+
+    def _exact(self, each: _Taken, grad: Tensor, scalars: tuple[float, ...], step_key: int) -> tuple[Tensor, Tensor]:
+        """The FP32 values that the kernel begins with and that it is going to round.
+
+        It runs the same kernel on an FP32 copy of the weights, which are not rounded, and on a copy of the state.
+        """
+        stepped = each.stepped
+        assert self._kernels is not None, "a kernel takes these parameters"
+        before = stepped.weight.float() if stepped.kept is None else self._kernels.read(stepped.kept)
+        weights, states = before.clone(), tuple(map(_copied, stepped.states))
+        self._launch(
+            [stepped._replace(weight=weights, grad=grad.float(), states=states, scalars=scalars, kept=None)], step_key
+        )
+        return before, weights
+
+    def _launch(self, stepped: list[native.StepArguments], step_key: int) -> None:
+        assert self._kernels is not None, "a kernel takes these parameters"
+        self._kernels.step_list(self._formula.kernel, stepped, step_key)
+
+
+def _copied(state: Tensor | native.Coded | None) -> Tensor | native.Coded | None:
+    if isinstance(state, native.Coded):
+        return state._replace(codes=state.codes.clone(), scales=state.scales.clone())
+    return None if state is None else state.clone()
+
+
+def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) -> None:
+    """Raise for a state tensor that somebody has put there in a dtype that no step leaves."""
+    for key in keys:
+        value = state.get(key)
+        if isinstance(value, Tensor) and value.dtype not in native.KINDS:
+            raise HmpxError(
+                f"parameter {segment.name!r}: its state {key!r} is {dtype_name(value.dtype)}, where a step of BF16 "
+                f"parameters takes float32 or bfloat16: put optimizer.state[parameter][{key!r}].float() there"
+            )
+
+
+def _in_kernel(state: dict, keys: tuple[str | None, ...]) -> tuple[Tensor | native.Coded | None, ...]:
+    """The state tensors in the form that a kernel takes."""
+    found: list[Tensor | native.Coded | None] = []
+    for key in keys:
+        codes = None if key is None else state.get(CODES + key)
+        coded = (
+            None if codes is None else native.Coded(codes, state[f"{SCALES}{key}"], StateBlocks.of(codes).rows.width)
+        )
+        found.append(None if key is None else coded or state[key])
+    return tuple(found)
+
+
+def _can_be_coded(segment: Segment, state: dict, kernels: RoundingKernels) -> bool:
+    """Whether these kernels can step a parameter whose state is in 8 bits."""
+    p, in_halves = segment.param, WAYS[segment.way.weights].kind in (native.SPLIT, native.SPLIT8)
+    if kernels is native and in_halves and block_of(p) > 1 and not StateBlocks.of(p).rows.are_even(p.numel()):
+        return False  # the C kernels would cut the blocks of weights that share a checksum
+    scales = [value for key, value in state.items() if key.startswith(SCALES)]
+    return all(native.is_plain(each) and each.device == p.device for each in scales)

@@ -1,0 +1,275 @@
+"""One segment as an optimizer sees it: a shadow, which is FP32 weights with an FP32 gradient, and its FP32 state."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from hmpx.rounding import native
+from hmpx.rounding.kernels import RoundingKernels, kernels_for
+from hmpx.updates.holding.held import Held
+from hmpx.updates.holding.rounding_key import RoundingKey
+from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.state_dtypes import is_bf16, is_moment, keeps_bf16
+from hmpx.updates.holding.state_forms import form_of, written
+from hmpx.updates.holding.state_tensors import HeldState, entries, held
+from hmpx.updates.holding.stores import Stores
+from hmpx.updates.ranks.sharding import local
+from hmpx.updates.stepping.optimizer_scope import by_memory
+from hmpx.updates.stepping.transfers import Piece, kernels_that_move
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+Optimizer = torch.optim.Optimizer
+
+
+class Around(NamedTuple):
+    """Facts that all segments of a step share.
+
+    Attributes:
+        places: of the parameters that are stepped, in the lists of their gradients.
+        gradients: of all of them, as this rank holds them.
+        group: the index of each parameter's.
+        late: state that is new, of parameters that are cut and whose last segment is still to come.
+    """
+
+    optimizer: Optimizer
+    stores: Stores
+    places: dict[Parameter, int]
+    gradients: list[Tensor]
+    group: dict[Parameter, int]
+    late: dict[Parameter, dict[str, Any]]
+
+
+class Count(NamedTuple):
+    """A count of steps, or another state tensor without the parameter's shape, for a parameter that is cut in parts.
+
+    Attributes:
+        clone: what one segment sees.
+        is_last: whether that is the last segment, of which the parameter keeps what is left.
+    """
+
+    clone: Tensor
+    own: Tensor
+    is_last: bool
+
+
+class _Gradient(Held):
+    """The gradient of a parameter; nothing holds it between two steps. `tensor` is the parameter."""
+
+    kind = native.BF16
+
+
+class Shown:
+    """One segment; under `torch.no_grad()`.
+
+    Attributes:
+        place: of the gradient, in the lists of all.
+        group: the index of the parameter's.
+        end: where its copies end in the room; `begin` is where they begin.
+        weight: the weights; their FP32 form is the `shadow`.
+        grad: a copy of the gradient; None where the parameter's own is shown.
+        counts: of steps, where the parameter is cut.
+    """
+
+    def __init__(self, segment: Segment, around: Around, begin: int) -> None:
+        p, form = segment.param, form_of(segment)
+        self.segment, self.place, self.group = segment, around.places[p], around.group[p]
+        self.end = begin
+        self.counts: list[Count] = []
+        self._states, self._late, self._form = around.optimizer.state, around.late, form
+        self._by_memory = by_memory(around.optimizer)
+        own = self._states.get(p)
+        store, grad = around.stores.of(segment), around.gradients[self.place]
+        # A step on masters themselves cannot be taken back unseen: Lion writes to ``p.data``, which has no version.
+        of_torch = type(around.optimizer).__module__.startswith("torch.optim.")
+        on_masters = store.shows_masters and of_torch and form.as_left and bool(own)
+        self.weight = self._piece(store, segment.name, itself=on_masters)
+        self.grad = None if self._is_ready(grad) else self._piece(_Gradient(p), "", itself=False)
+        self._of_gradient = kernels_for(p if self.grad is None else grad)
+        if self.grad is not None and not is_bf16(grad):
+            self._of_gradient = None  # it is something else than a copy
+        self._own: Any = None  # the state, if the optimizer is shown that itself
+        self._content: dict[str, Any] = {}  # what it has in it
+        self._state: dict[str, Any] | None = None  # what is shown in its place
+        self._pieces: dict[str, Piece] = {}
+        self._is_cast = False  # whether some of what is shown is neither a piece nor the state's own
+        if not isinstance(own, dict) or (segment.start is None and form.as_left and self._lies_as_weights(own)):
+            self._own, self._content = own, dict(own) if isinstance(own, dict) else {}
+        else:
+            self._show_state(own)
+
+    def _show_state(self, own: dict[str, Any]) -> None:
+        self._state = {}
+        for key, value in held(own, self.segment.param).items():
+            if isinstance(value, HeldState) and (value.tensor.dim() or not is_bf16(value.tensor)):
+                self._state[key] = None
+                self._pieces[key] = self._piece(value, f"{self.segment.name}.{key}")
+                continue
+            value = value.tensor if isinstance(value, HeldState) else value
+            if not self._form.as_left and is_bf16(value):
+                value, self._is_cast = value.float(), True
+            elif self.segment.start is not None and isinstance(value, Tensor):
+                self.counts.append(Count(value.clone(), value, self.segment.is_last))
+                value = self.counts[-1].clone
+            self._state[key] = value
+
+    def _piece(self, held: Held, name: str, *, itself: bool = True) -> Piece:
+        if itself and held.itself(self.segment) is not None and self._fits(held.tensor):
+            return Piece(held, self.segment, name, None)
+        piece = Piece(held, self.segment, name, self.end)
+        self.end += piece.takes
+        return piece
+
+    def _fits(self, value: Tensor) -> bool:
+        """Whether a tensor lies as a copy of the weights does, where the optimizer goes by memory."""
+        p = self.segment.param
+        if self.segment.start is not None or not self._by_memory or value is p:
+            return True
+        one, other = local(value), local(p)
+        if one.is_contiguous() and other.is_contiguous():
+            return True
+        return one.stride() == torch.empty_like(other, device="meta").stride()
+
+    def _lies_as_weights(self, own: dict[str, Any]) -> bool:
+        if not self._by_memory:
+            return True
+        shape = self.segment.param.shape
+        return all([not is_moment(value) or value.shape != shape or self._fits(value) for value in own.values()])
+
+    def _is_ready(self, grad: Tensor) -> bool:
+        """Whether the optimizer can be shown the parameter's own gradient: it is FP32, and lies as the shadow does."""
+        if grad.layout is not torch.strided:
+            return True  # in FP32
+        return (
+            grad.dtype is torch.float32
+            and self.segment.order is None
+            and self._by_memory  # torch's own classes, which read gradients and do not write to them
+            and grad.is_contiguous()
+            and local(self.segment.param).is_contiguous()
+        )
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Weights and state."""
+        return [self.weight, *self._pieces.values()]
+
+    @property
+    def shadow(self) -> Tensor:
+        """The tensor that the optimizer takes for a parameter."""
+        return self.weight.x
+
+    @property
+    def state(self) -> Any:
+        """The state of the shadow that the optimizer is to find; None for none. The optimizer may change this copy."""
+        return self._own if self._state is None else self._state.copy()
+
+    @property
+    def versioned(self) -> list[Tensor]:
+        """Tensors whose versions show whether a step that raised has written to held memory."""
+        state = self._content if self._state is None else self._state
+        found = [value for value in state.values() if isinstance(value, Tensor)]
+        return [*found, self.shadow] if self.weight.at is None else found
+
+    def kernels(self) -> RoundingKernels | None:
+        """The kernels that can move all of it: those for its gradient, if they know how the rest is held."""
+        found = self._of_gradient
+        return found if all([kernels_that_move(piece) is found for piece in self.pieces if piece.is_moved]) else None
+
+    def place_in(self, room: Tensor) -> None:
+        """Make the shadow and its state, with copies in this room."""
+        p = self.segment.param
+        self.weight.show(room, p)
+        if self.grad is not None:
+            self.grad.show(room, p if self._by_memory else self.segment.grad)
+        for key, piece in self._pieces.items():
+            piece.show(room, p if self._by_memory else piece.held.tensor)
+            assert self._state is not None, "pieces are shown in it"
+            self._state[key] = piece.x
+        self.rest()
+
+    def take(self, left: Any, optimizer: Optimizer, rounding_key: RoundingKey) -> bool:
+        """Take the state that the optimizer left over into the parameter's state.
+
+        The pieces that it was shown are written already.
+
+        Returns:
+            Whether there was anything else.
+        """
+        p, shown = self.segment.param, self._state
+        if self.segment.start is None:
+            if left is self._own and shown is None:
+                return False
+            if left is None:
+                self._states.pop(p, None)
+            elif not isinstance(left, dict) or (shown is None and self._form.as_left):
+                if self._own is None and isinstance(left, dict) and any(map(is_bf16, left.values())):
+                    keeps_bf16(optimizer)
+                self._states[p] = left
+            elif not self._is_cast and shown is not None and _is_same(left, shown):
+                return False
+            else:
+                self._keep(self._whole(left, rounding_key))
+            return True
+        is_same = not left if shown is None else left is not None and _is_same(left, shown)
+        if p not in self._late and is_same and not self._is_cast:
+            return False
+        self._take_part(left or {}, rounding_key)
+        return True
+
+    def _whole(self, left: dict[str, Any], rounding_key: RoundingKey) -> dict[str, Any]:
+        """The state of a parameter that the optimizer saw the whole of."""
+        before = held(self._states.get(self.segment.param) or {}, self.segment.param)
+        after: dict[str, Any] = {}
+        for key, value in left.items():
+            if key in self._pieces and value is self._pieces[key].x:
+                after.update(before[key].entries(key))
+            else:
+                after.update(written(self._form, self.segment, key, value, before.get(key), rounding_key))
+        return after
+
+    def _take_part(self, left: dict[str, Any], rounding_key: RoundingKey) -> None:
+        """Take over the state of one segment. State without the parameter's shape is that of the last segment."""
+        segment, p, shown = self.segment, self.segment.param, self._state or {}
+        after = self._late.setdefault(p, held(self._states.get(p) or {}, p))
+        clones = {id(count.clone) for count in self.counts}
+        for key, value in left.items():
+            if value is shown.get(key) and (key in self._pieces or id(value) in clones):
+                continue
+            if not isinstance(value, Tensor) or value.shape != self.shadow.shape:
+                after[key] = value
+                continue
+            after[key] = holder = self._form.holder(p, value, after.get(key))
+            for block, x in holder.blocks(segment, value):
+                holder.write(block, x, f"{segment.name}.{key}", rounding_key)
+        if segment.is_last:
+            self._keep(entries(self._late.pop(p)))
+
+    def _keep(self, after: dict[str, Any]) -> None:
+        if not after and self.segment.param not in self._states:
+            return
+        state = self._states.setdefault(self.segment.param, {})
+        state.clear()
+        state.update(after)
+
+    def undo(self) -> None:
+        """Restore the state after the step raised."""
+        self._states.pop(self.shadow, None)
+        if isinstance(self._own, dict):
+            self._own.clear()
+            self._own.update(self._content)
+        self.rest()
+
+    def rest(self) -> None:
+        """Between two steps, the shadow holds no gradient of the parameter's."""
+        self.shadow.grad = None if self.grad is None else self.grad.x
+
+    def is_as_made(self) -> bool:
+        """Whether the state is in the tensors that were shown, under the same keys."""
+        return not self._is_cast and (not isinstance(self._own, dict) or _is_same(self._own, self._content))
+
+
+def _is_same(left: dict[str, Any], state: dict[str, Any]) -> bool:
+    """Whether the optimizer left the same tensor objects that it was shown."""
+    return len(left) == len(state) and all(left.get(key) is value for key, value in state.items())

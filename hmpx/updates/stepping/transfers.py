@@ -1,0 +1,161 @@
+"""The transfers between what is held and the FP32 that a step sees: by kernels in C or Triton, or torch's operators.
+
+A batch takes one of them when it is made. All leave the same bits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hmpx.rounding import native, triton
+from hmpx.rounding.kernels import RoundingKernels, kernels_for
+from hmpx.rounding.keys import name_id
+from hmpx.updates.holding.held import Held, Store
+from hmpx.updates.holding.memory_order import memory_order, unfolded
+from hmpx.updates.holding.rounding_key import RoundingKey
+from hmpx.updates.holding.segment import Segment
+from hmpx.updates.ranks.sharding import local
+
+Tensor = torch.Tensor
+BF16, FP32 = torch.bfloat16, torch.float32
+
+_APART = 16  # elements: what stands in a room begins at multiples of it
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """One tensor of a segment, as a batch shows it to the optimizer.
+
+    Attributes:
+        name: what its random numbers depend on.
+        at: where its FP32 copy begins in the room; None: the optimizer works on what is held itself.
+        x: what the optimizer sees, once `show` has made it.
+    """
+
+    held: Held
+    segment: Segment
+    name: str
+    at: int | None
+    x: Tensor = field(init=False)
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether a transfer must move this tensor; also weights whose masters are stepped in place."""
+        return self.at is not None or isinstance(self.held, Store)
+
+    @property
+    def takes(self) -> int:
+        """The number of elements that it needs in the room."""
+        return 0 if self.at is None else -(-self.segment.count // _APART) * _APART
+
+    def show(self, room: Tensor, like: Tensor) -> None:
+        """Make `x`. Of a copy, a part is flat, a whole tensor in the layout of `empty_like(like)`."""
+        if self.at is None:
+            itself = self.held.itself(self.segment)
+            assert itself is not None, "the batch has asked for it"
+            self.x = itself
+            return
+        flat = room[self.at : self.at + self.segment.count]
+        if self.segment.start is None:
+            held = local(like)
+            flat = flat.view(held.shape) if held.is_contiguous() else unfolded(flat, held.shape, memory_order(held))
+        self.x = flat.data  # with a version of its own
+
+
+class Words:
+    """One call of the C kernels reads a batch, another one writes it.
+
+    Args:
+        grads, pieces: copies of gradients, which are read alone, and what is read and written.
+        room: in which copies are.
+    """
+
+    def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece], room: Tensor) -> None:
+        self._words, self._first, self._room, self._address = array("Q"), len(grads), room, -1
+        self._places: list[tuple[int, int]] = []  # bytes from the address of the room on, or from 0
+        for piece in (*grads, *pieces):
+            held = piece.held.for_kernels(piece.segment, name_id(piece.name))
+            assert held is not None, "the kernels can move it"
+            self._words.extend(native.shown_words(held, piece.segment.offset, piece.segment.count))
+            in_room = piece.at is not None
+            self._places.append((in_room, piece.at * FP32.itemsize if piece.at is not None else piece.x.data_ptr()))
+        self._written = [piece.held.tensor for piece in pieces]
+
+    def read(self, grads: Sequence[Tensor]) -> None:
+        """Fill what the optimizer sees. grads: those that are copied, where they are now."""
+        address = self._room.data_ptr()
+        if address != self._address:
+            self._address = address
+            native.show_at(self._words, [address * in_room + at for in_room, at in self._places])
+        native.hold_at(self._words, list(map(Tensor.data_ptr, grads)))
+        native.read_words(self._words)
+
+    def write(self, rounding_key: RoundingKey) -> None:
+        """Write back what the optimizer has left."""
+        native.write_words(self._words, self._first, rounding_key.of_step)
+        torch.autograd.graph.increment_version(self._written)
+
+
+class Launches:
+    """A launch of the Triton kernels reads what is held alike in a batch, and another one writes it. See `Words`."""
+
+    def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece]) -> None:
+        self._grads, self._pieces = ([self._move(piece) for piece in each] for each in (grads, pieces))
+
+    @staticmethod
+    def _move(piece: Piece) -> triton.Move:
+        held, segment = piece.held.for_kernels(piece.segment, name_id(piece.name)), piece.segment
+        assert held is not None, "the kernels can move it"
+        return triton.Move(held, segment.offset, segment.count, piece.x)
+
+    def read(self, grads: Sequence[Tensor]) -> None:
+        """Fill what the optimizer sees. grads: those that are copied, where they are now."""
+        pairs = zip(self._grads, grads, strict=True)
+        triton.read_list([*(move.of(grad) for move, grad in pairs), *self._pieces])
+
+    def write(self, rounding_key: RoundingKey) -> None:
+        """Write back what the optimizer has left."""
+        triton.write_list(self._pieces, rounding_key.of_step)
+        torch.autograd.graph.increment_version([move.held.tensor for move in self._pieces])
+
+
+def kernels_that_move(piece: Piece) -> RoundingKernels | None:
+    """The kernels that know how a tensor is held, and find it in one piece."""
+    held, segment = piece.held.tensor, piece.segment
+    if segment.order is not None or segment.box is not None or held.numel() >= 2**32:
+        return None
+    kernels = kernels_for(held)
+    return None if kernels is None or piece.held.for_kernels(segment, 0) is None else kernels
+
+
+class Operators:
+    """Plain copies by torch's foreach kernels; each tensor does the rest itself. See `Words`."""
+
+    def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece]) -> None:
+        self._grads = [(i, *block) for i, each in enumerate(grads) for block in each.segment.blocks(each.x)]
+        self._blocks = [(each, *block) for each in pieces for block in each.held.blocks(each.segment, each.x)]
+        self._copied = [block for block in self._blocks if _is_copied(block[0].held)]
+        self._others = [block for block in self._blocks if not _is_copied(block[0].held)]
+
+    def read(self, grads: Sequence[Tensor]) -> None:
+        """Fill what the optimizer sees. grads: those that are copied, as this rank holds them."""
+        to = [x for _, _, x in self._grads] + [x for _, _, x in self._copied]
+        if to:
+            of_grads = [block.of(grads[i]) for i, block, _ in self._grads]
+            torch._foreach_copy_(to, of_grads + [block.of(each.held.tensor) for each, block, _ in self._copied])
+        for each, block, x in self._others:
+            each.held.read(block, x)
+
+    def write(self, rounding_key: RoundingKey) -> None:
+        """Write back what the optimizer has left."""
+        for each, block, x in self._blocks:
+            each.held.write(block, x, each.name, rounding_key)
+        rounding_key.flush()
+
+
+def _is_copied(held: Held) -> bool:
+    return type(held).read is Held.read
