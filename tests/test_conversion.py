@@ -355,8 +355,9 @@ def test_public_names_are_exactly_all():
 
 def test_what_explains_and_searches_is_loaded_at_its_first_use():
     code = (
-        "import sys, hmpx; own = [name for name in sys.modules if name.startswith('hmpx') and '.triton' not in name];"
-        "assert not any('insight' in name for name in own) and len(own) <= 149, len(own);"
+        "import sys, hmpx; own = [name for name in sys.modules if name.startswith('hmpx')];"
+        "above = [name for name in own if 'insight' in name or 'recipes' in name];"
+        "assert not above and len(own) <= 140, (len(own), above); assert hmpx.Recipe and callable(hmpx.prepare);"
         "assert hmpx.Log.__module__ == hmpx.insight.recording.log.__name__ and callable(hmpx.tune)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
