@@ -17,13 +17,18 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.ops.fp8.format import FORMATS, PRODUCTS, Format
-from hmpx.ops.fp8.product import Cast, How, Product, multiply
+from hmpx.ops.fp8.product import Cast, How, coded, product
+from hmpx.ops.fp8.product import multiply as multiply_codes
 from hmpx.ops.fp8.quantize import quantize
 from tests.support import ranks
 
 GW_HP = Format("rowwise", backward="e4m3", power_of_two=True, products=("output", "input_gradient"),
                weight_tensorwise=True)  # fmt: skip
 OPS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
+
+
+def multiply(a, b, of_a, of_b, how, dtype):
+    return multiply_codes(coded(a, of_a, -1, how.format), coded(b, of_b, -2, how.format), how, dtype)
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -139,7 +144,7 @@ def test_the_numbers_of_torchao(recipe, shape, columns, dtype):
     gradient = torch.randn_like(wanted) * 1e-3
     wanted = (wanted, *torch.autograd.grad(wanted, (x, theirs.weight), gradient))
     how = How({**FORMATS, "rowwise_with_gw_hp": GW_HP}[recipe], "float32", weight=True)
-    found = Product.apply(x.reshape(-1, shape[-1]), linear.weight.t(), how).reshape(*shape[:-1], columns)
+    found = product(x.reshape(-1, shape[-1]), linear.weight.t(), how).reshape(*shape[:-1], columns)
     found = (found, *torch.autograd.grad(found, (x, linear.weight), gradient))
     for ours, its in zip(found, wanted, strict=True):
         assert ours.dtype is its.dtype

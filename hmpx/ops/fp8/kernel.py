@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from hmpx.compiling import ask_once, never_compile_alone
 from hmpx.ops.fp8.format import BLOCK, FORMATS, SMALL, Format
 from hmpx.ops.fp8.operands import OPERANDS, Operands, is_dense, multiplied
-from hmpx.ops.fp8.product import How, Product, watching
+from hmpx.ops.fp8.product import How, product, watching
 from hmpx.ops.wrapping.overriding import call
 from hmpx.ops.wrapping.rules import is_stated
 
@@ -100,7 +100,7 @@ def _why_not(operands: Operands, form: Format) -> str:
 
 def _multiply(a: Tensor, b: Tensor, kernel: Fp8Kernel) -> Tensor:
     by = kernel.by if a.is_cpu else "scaled_mm" if a.is_cuda and _has_scaled_mm(a.device) else "bfloat16"
-    return multiplied(a, b, Product.apply, How(kernel.format, by, b.dim() == 2))
+    return multiplied(a, b, product, How(kernel.format, by, b.dim() == 2))
 
 
 @functools.cache

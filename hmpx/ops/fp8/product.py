@@ -50,28 +50,37 @@ def watching() -> Any:
     return fp8_watchers.get(get_ident()) if fp8_watchers else None
 
 
-def multiply(a: Tensor, b: Tensor, of_a: Cast, of_b: Cast, how: How, dtype: torch.dtype, watcher: Any = None) -> Tensor:
-    """(..., M, K) times (..., K, N), both in FP8 along K; the result in `dtype`."""
-    form = how.format
-    codes_a, scale_a = quantize(a, of_a.name, form, -1, of_a.scaling, of_a.weight)
-    codes_b, scale_b = quantize(b, of_b.name, form, -2, of_b.scaling, of_b.weight)
+class Codes(NamedTuple):
+    """A tensor in FP8, and the scale that decodes it."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+def coded(x: Tensor, cast: Cast, dim: int, form: Format, watcher: Any = None) -> Codes:
+    """(..., M, K) in FP8, for a product that sums over `dim`."""
+    codes, scale = quantize(x, cast.name, form, dim, cast.scaling, cast.weight)
     if watcher is not None:
-        watcher.seen(of_a.role, a, codes_a, scale_a, of_a.name)
-        watcher.seen(of_b.role, b, codes_b, scale_b, of_b.name)
+        watcher.seen(cast.role, x, codes, scale, cast.name)
+    return Codes(codes, scale)
+
+
+def multiply(a: Codes, b: Codes, how: How, dtype: torch.dtype) -> Tensor:
+    """(..., M, K) times (..., K, N), of what both decode to; the result in `dtype`."""
+    form = how.format
     if form.scaling in BLOCK:
         wide = torch.bfloat16 if form.exact_in_bf16 and how.by != "float32" else torch.float32
-        operands = (aten.mul(aten.to.dtype(codes_a, torch.float32), scale_a),
-                    aten.mul(aten.to.dtype(codes_b, torch.float32), scale_b))  # fmt: skip
-        return aten.to.dtype(aten.matmul(*(aten.to.dtype(each, wide) for each in operands)), dtype)
-    if how.by == "scaled_mm" and a.dim() == 2:
-        return _scaled_mm(codes_a, codes_b, scale_a, scale_b, dtype)
+        decoded = [aten.mul(aten.to.dtype(codes, torch.float32), scale) for codes, scale in (a, b)]
+        return aten.to.dtype(aten.matmul(*(aten.to.dtype(each, wide) for each in decoded)), dtype)
+    if how.by == "scaled_mm" and a.codes.dim() == 2:
+        return _scaled_mm(*a, *b, dtype)
     wide = torch.float32 if how.by == "float32" else torch.bfloat16
-    product = aten.matmul(aten.to.dtype(codes_a, wide), aten.to.dtype(codes_b, wide))
-    scaled = aten.mul(aten.mul(aten.to.dtype(product, torch.float32), scale_a), scale_b)
+    product = aten.matmul(aten.to.dtype(a.codes, wide), aten.to.dtype(b.codes, wide))
+    scaled = aten.mul(aten.mul(aten.to.dtype(product, torch.float32), a.scale), b.scale)
     return aten.to.dtype(scaled, dtype)
 
 
-def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+def _scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """torch's own, which wants the sum a multiple of 16, rows of the first, columns of the second in a row, and two
     scales of one kind."""
     if pad := -a.shape[1] % 16:
@@ -88,51 +97,71 @@ def _padded(codes: Tensor, rows: int, columns: int) -> Tensor:
     return bits.view(codes.dtype)
 
 
-class Product(torch.autograd.Function):
-    """``a @ b`` in FP8, of (M, K) and (K, N) or of (B, M, K) and (B, K, N), with gradients as the format says.
+def product(a: Tensor, b: Tensor, how: How) -> Tensor:
+    """``a @ b`` in FP8, of (M, K) and (K, N) or of (B, M, K) and (B, K, N), with gradients as the format says."""
+    return _Product.apply(a, b, how)[0]
 
-    What it keeps for the backward pass are `a` and `b` as they are, as torch's own product does.
+
+class _Product(torch.autograd.Function):
+    """The product; and, where every product of a tensor wants the same codes of it, the codes of `a` and `b`.
+
+    That is where all of a tensor share one scale: each is cast once then, and the codes are kept for the backward pass
+    in the place of the tensor, in half the memory.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(a: Tensor, b: Tensor, how: How) -> Tensor:
-        form = how.format
+    def forward(a: Tensor, b: Tensor, how: How) -> tuple[Tensor, ...]:
+        form, watcher = how.format, watching()
         if "output" not in form.products:
-            return aten.matmul(a, b)
-        of_a = Cast(form.forward, form.scaling, role="inputs")
+            return (aten.matmul(a, b),)
+        codes_a = coded(a, Cast(form.forward, form.scaling, role="inputs"), -1, form, watcher)
         of_b = Cast(form.forward, form.scaling, how.weight, "weights" if how.weight else "inputs")
-        return multiply(a, b, of_a, of_b, how, a.dtype, watching())
+        codes_b = coded(b, of_b, -2, form, watcher)
+        made = multiply(codes_a, codes_b, how, a.dtype)
+        return (made, *codes_a, *codes_b) if form.scaling == "tensorwise" else (made,)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, How], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-        ctx.how = inputs[2]
-        ctx.watcher = watching()
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, How], output: tuple[Tensor, ...]) -> None:
+        a, b, ctx.how = inputs
+        ctx.watcher, ctx.dtype, products = watching(), a.dtype, ctx.how.format.products
+        codes = output[1:]
+        ctx.mark_non_differentiable(*codes)
+        of_a = codes[:2] if codes and "weight_gradient" in products else (a, None)
+        of_b = codes[2:] if codes and "input_gradient" in products else (b, None)
+        ctx.save_for_backward(*of_a, *of_b)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        a, b = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, None]:
+        a, scale_a, b, scale_b = ctx.saved_tensors
         how: How = ctx.how
         form = how.format
+        cast = Cast(form.backward, form.scaling, role="gradients")
+        codes: Codes | None = None  # of the gradient
         of_a = of_b = None
-        of_gradient = Cast(form.backward, form.scaling, role="gradients")
         if ctx.needs_input_grad[0]:
-            turned = b.transpose(-1, -2)
             if "input_gradient" in form.products:
+                codes = coded(gradient, cast, -1, form, ctx.watcher)
+                cast = cast._replace(role="")
                 scaling = "tensorwise" if form.weight_tensorwise else form.scaling
-                of_weight = Cast(form.forward, scaling, how.weight)
-                of_a = multiply(gradient, turned, of_gradient, of_weight, how, a.dtype, ctx.watcher)
-                of_gradient = of_gradient._replace(role="")
+                turned = _turned(b, scale_b, Cast(form.forward, scaling, how.weight), -2, form)
+                of_a = multiply(codes, turned, how, ctx.dtype)
             else:
-                of_a = aten.matmul(gradient, turned)
+                of_a = aten.matmul(gradient, b.transpose(-1, -2))
         if ctx.needs_input_grad[1]:
-            turned = a.transpose(-1, -2)
             if "weight_gradient" in form.products:
-                of_input = Cast(form.forward, form.scaling)
-                of_b = multiply(turned, gradient, of_input, of_gradient, how, b.dtype, ctx.watcher)
+                if codes is None or form.scaling != "tensorwise":
+                    codes = coded(gradient, cast, -2, form, ctx.watcher)
+                turned = _turned(a, scale_a, Cast(form.forward, form.scaling), -1, form)
+                of_b = multiply(turned, codes, how, ctx.dtype)
             else:
-                of_b = aten.matmul(turned, gradient)
+                of_b = aten.matmul(a.transpose(-1, -2), gradient)
         return of_a, of_b, None
+
+
+def _turned(kept: Tensor, scale: Tensor | None, cast: Cast, dim: int, form: Format) -> Codes:
+    """What was kept of an operand, transposed and in FP8: with a scale, it is codes already."""
+    other = kept.transpose(-1, -2)
+    return coded(other, cast, dim, form) if scale is None else Codes(other, scale)
