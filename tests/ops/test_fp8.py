@@ -28,7 +28,7 @@ OPS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
 
 
 def multiply(a, b, of_a, of_b, how, dtype):
-    return multiply_codes(coded(a, of_a, -1, how.format), coded(b, of_b, -2, how.format), how, dtype)
+    return multiply_codes(coded(a, of_a, -1, how), coded(b, of_b, -2, how), how, dtype)
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hmpx.ops.fp8.format import BLOCK, Format
-from hmpx.ops.fp8.quantize import quantize
+from hmpx.ops.fp8.quantize import decoded, quantize
 from hmpx.process_state import fp8_watchers
 
 Tensor = torch.Tensor
@@ -51,32 +51,40 @@ def watching() -> Any:
 
 
 class Codes(NamedTuple):
-    """A tensor in FP8, and the scale that decodes it."""
+    """A tensor as it is multiplied: FP8 codes for scaled_mm, else their numbers, exact in BF16 or in FP32.
+
+    scale: what decodes it; None where that differs along the sum, so that the numbers are decoded already.
+    """
 
     codes: Tensor
-    scale: Tensor
+    scale: Tensor | None
 
 
-def coded(x: Tensor, cast: Cast, dim: int, form: Format, watcher: Any = None) -> Codes:
+def coded(x: Tensor, cast: Cast, dim: int, how: How, watcher: Any = None) -> Codes:
     """(..., M, K) in FP8, for a product that sums over `dim`."""
+    form = how.format
     codes, scale = quantize(x, cast.name, form, dim, cast.scaling, cast.weight)
     if watcher is not None:
         watcher.seen(cast.role, x, codes, scale, cast.name)
-    return Codes(codes, scale)
+    if how.by == "scaled_mm" and form.scaling not in BLOCK and x.dim() == 2:
+        return Codes(codes, scale)
+    numbers, factor = decoded(codes, cast.name, form.saturating)
+    scale = aten.mul(scale, factor)
+    if form.scaling not in BLOCK:
+        return Codes(aten.to.dtype(numbers, torch.bfloat16), scale)
+    wide = torch.bfloat16 if form.exact_in_bf16 and how.by != "float32" else torch.float32
+    return Codes(aten.to.dtype(aten.mul_(numbers, scale), wide), None)
 
 
 def multiply(a: Codes, b: Codes, how: How, dtype: torch.dtype) -> Tensor:
     """(..., M, K) times (..., K, N), of what both decode to; the result in `dtype`."""
-    form = how.format
-    if form.scaling in BLOCK:
-        wide = torch.bfloat16 if form.exact_in_bf16 and how.by != "float32" else torch.float32
-        decoded = [aten.mul(aten.to.dtype(codes, torch.float32), scale) for codes, scale in (a, b)]
-        return aten.to.dtype(aten.matmul(*(aten.to.dtype(each, wide) for each in decoded)), dtype)
-    if how.by == "scaled_mm" and a.codes.dim() == 2:
-        return _scaled_mm(*a, *b, dtype)
+    if a.scale is None or b.scale is None:
+        return aten.to.dtype(aten.matmul(a.codes, b.codes), dtype)
+    if a.codes.dtype.itemsize == 1:
+        return _scaled_mm(a.codes, a.scale, b.codes, b.scale, dtype)
     wide = torch.float32 if how.by == "float32" else torch.bfloat16
-    product = aten.matmul(aten.to.dtype(a.codes, wide), aten.to.dtype(b.codes, wide))
-    scaled = aten.mul(aten.mul(aten.to.dtype(product, torch.float32), a.scale), b.scale)
+    made = aten.matmul(aten.to.dtype(a.codes, wide), aten.to.dtype(b.codes, wide))
+    scaled = aten.mul_(aten.mul_(aten.to.dtype(made, torch.float32), a.scale), b.scale)
     return aten.to.dtype(scaled, dtype)
 
 
@@ -105,8 +113,8 @@ def product(a: Tensor, b: Tensor, how: How) -> Tensor:
 class _Product(torch.autograd.Function):
     """The product; and, where every product of a tensor wants the same codes of it, the codes of `a` and `b`.
 
-    That is where all of a tensor share one scale: each is cast once then, and the codes are kept for the backward pass
-    in the place of the tensor, in half the memory.
+    That is where all of a tensor share one scale: each is cast once then, and its codes are kept for the backward pass
+    in its place.
     """
 
     generate_vmap_rule = True
@@ -116,11 +124,11 @@ class _Product(torch.autograd.Function):
         form, watcher = how.format, watching()
         if "output" not in form.products:
             return (aten.matmul(a, b),)
-        codes_a = coded(a, Cast(form.forward, form.scaling, role="inputs"), -1, form, watcher)
+        codes_a = coded(a, Cast(form.forward, form.scaling, role="inputs"), -1, how, watcher)
         of_b = Cast(form.forward, form.scaling, how.weight, "weights" if how.weight else "inputs")
-        codes_b = coded(b, of_b, -2, form, watcher)
+        codes_b = coded(b, of_b, -2, how, watcher)
         made = multiply(codes_a, codes_b, how, a.dtype)
-        return (made, *codes_a, *codes_b) if form.scaling == "tensorwise" else (made,)
+        return (made, *codes_a, *codes_b) if form.scaling == "tensorwise" else (made,)  # type: ignore[return-value]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, How], output: tuple[Tensor, ...]) -> None:
@@ -143,25 +151,25 @@ class _Product(torch.autograd.Function):
         of_a = of_b = None
         if ctx.needs_input_grad[0]:
             if "input_gradient" in form.products:
-                codes = coded(gradient, cast, -1, form, ctx.watcher)
+                codes = coded(gradient, cast, -1, how, ctx.watcher)
                 cast = cast._replace(role="")
                 scaling = "tensorwise" if form.weight_tensorwise else form.scaling
-                turned = _turned(b, scale_b, Cast(form.forward, scaling, how.weight), -2, form)
+                turned = _turned(b, scale_b, Cast(form.forward, scaling, how.weight), -2, how)
                 of_a = multiply(codes, turned, how, ctx.dtype)
             else:
                 of_a = aten.matmul(gradient, b.transpose(-1, -2))
         if ctx.needs_input_grad[1]:
             if "weight_gradient" in form.products:
                 if codes is None or form.scaling != "tensorwise":
-                    codes = coded(gradient, cast, -2, form, ctx.watcher)
-                turned = _turned(a, scale_a, Cast(form.forward, form.scaling), -1, form)
+                    codes = coded(gradient, cast, -2, how, ctx.watcher)
+                turned = _turned(a, scale_a, Cast(form.forward, form.scaling), -1, how)
                 of_b = multiply(turned, codes, how, ctx.dtype)
             else:
                 of_b = aten.matmul(a.transpose(-1, -2), gradient)
         return of_a, of_b, None
 
 
-def _turned(kept: Tensor, scale: Tensor | None, cast: Cast, dim: int, form: Format) -> Codes:
+def _turned(kept: Tensor, scale: Tensor | None, cast: Cast, dim: int, how: How) -> Codes:
     """What was kept of an operand, transposed and in FP8: with a scale, it is codes already."""
     other = kept.transpose(-1, -2)
-    return coded(other, cast, dim, form) if scale is None else Codes(other, scale)
+    return coded(other, cast, dim, how) if scale is None else Codes(other, scale)

@@ -34,19 +34,36 @@ def quantize(x: Tensor, name: str, form: Format, dim: int, scaling: str, weight:
         FP8 of the shape of `x`, and FP32 of a shape that broadcasts to it.
     """
     wide = aten.to.dtype(x, torch.float32)
-    largest = aten.to.dtype(_largest(x, scaling, dim, weight), torch.float32)
+    dims = (-1, -2) if weight and scaling == "blockwise" else (dim,)
+    largest = aten.to.dtype(_largest(x, scaling, dims), torch.float32)
     if scaling == "mx":
-        exponent = _exponent(largest, name, form.rceil)
-        scale, factor = aten.exp2(exponent), aten.exp2(aten.neg(exponent))
+        factor = aten.exp2(aten.neg(_exponent(largest, name, form.rceil)))
     else:
         # In FP64 so that compiled code comes to the same bits.
         factor = aten.reciprocal(aten.div(aten.to.dtype(aten.clamp_min(largest, _TINY), torch.float64), LARGEST[name]))
         factor = aten.to.dtype(factor, torch.float32)
         if form.power_of_two:
             factor = aten.exp2(aten.sub(aten.frexp(factor)[1], 1))
-        scale = aten.reciprocal(factor)
     factor = aten.where(aten.isfinite(largest), factor, torch.nan)
-    return _codes(aten.mul(wide, factor), name, form.saturating), scale
+    scale = aten.reciprocal(factor)
+    if scaling in BLOCK:
+        scale, factor = (_spread(each, x, scaling, dims) for each in (scale, factor))
+    # In place wherever memory is new: to take memory anew costs a CPU more than what is computed in it.
+    scaled = aten.mul(x, factor) if wide is x else aten.mul_(wide, factor)
+    return _codes(scaled, name, form.saturating), scale
+
+
+def decoded(codes: Tensor, name: str, saturating: bool) -> tuple[Tensor, float]:
+    """Codes in FP32, and what these numbers are to be multiplied by, beside the scale; NaN only where the scale is.
+
+    e4m3 with its bits moved to where FP16 has exponent and mantissa is an FP16 number of 1/256 of the value. To have
+    torch cast e4m3 takes a CPU ten times as long.
+    """
+    if name != "e4m3" or not saturating:  # which makes NaN of numbers alone
+        return aten.to.dtype(codes, torch.float32), 1.0
+    bits = aten.to.dtype(codes.view(torch.int8), torch.int16)
+    bits = aten.bitwise_and_(aten.bitwise_left_shift_(bits, 7), ~0x4000)  # the sign was copied to there
+    return aten.to.dtype(bits.view(torch.float16), torch.float32), 256.0
 
 
 def _exponent(largest: Tensor, name: str, rceil: bool) -> Tensor:
@@ -60,29 +77,31 @@ def _exponent(largest: Tensor, name: str, rceil: bool) -> Tensor:
 
 
 def _codes(x: Tensor, name: str, saturating: bool) -> Tensor:
-    codes = aten.clamp(x, -LARGEST[name], LARGEST[name])
+    """`x`, which is overwritten, in FP8."""
     if not saturating:
         over = torch.nan if name == "e4m3" else torch.inf
-        codes = aten.where(aten.gt(aten.abs(x), SPILLS[name]), aten.copysign(torch.full_like(x, over), x), codes)
-    return aten.to.dtype(codes, FP8[name])
+        spilt = aten.copysign(torch.full_like(x, over), x)
+        clamped = aten.clamp(x, -LARGEST[name], LARGEST[name])
+        return aten.to.dtype(aten.where(aten.gt(aten.abs(x), SPILLS[name]), spilt, clamped), FP8[name])
+    return aten.to.dtype(aten.clamp_(x, -LARGEST[name], LARGEST[name]), FP8[name])
 
 
-def _largest(x: Tensor, scaling: str, dim: int, weight: bool) -> Tensor:
-    """The largest magnitude among those that share a scale, in a shape that broadcasts to that of `x`."""
+def _largest(x: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:
+    """The largest magnitude of those that share a scale: of all, of rows, or of each block along each of `dims`."""
     magnitude = aten.abs(x)
-    if scaling == "tensorwise":
-        return aten.amax(magnitude)
-    if scaling == "rowwise":
-        return aten.amax(magnitude, [dim], True)
-    for each in (-1, -2) if weight and scaling == "blockwise" else (dim,):
-        magnitude = _of_blocks(magnitude, each, BLOCK[scaling])
+    if scaling not in BLOCK:
+        return aten.amax(magnitude) if scaling == "tensorwise" else aten.amax(magnitude, dims, True)
+    for dim in dims:
+        rows = magnitude.transpose(dim, -1)
+        padded = aten.constant_pad_nd(rows, [0, -rows.shape[-1] % BLOCK[scaling]])
+        magnitude = aten.amax(padded.unflatten(-1, (-1, BLOCK[scaling])), [-1]).transpose(dim, -1)
     return magnitude
 
 
-def _of_blocks(magnitude: Tensor, dim: int, block: int) -> Tensor:
-    """The largest of each block of so many along a dimension, for each of its elements."""
-    rows = magnitude.transpose(dim, -1)
-    size = rows.shape[-1]
-    padded = aten.constant_pad_nd(rows, [0, -size % block])
-    largest = aten.amax(padded.unflatten(-1, (-1, block)), [-1])
-    return aten.repeat_interleave(largest, block, -1)[..., :size].transpose(dim, -1)
+def _spread(of_blocks: Tensor, x: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:
+    """For each element of `x` what its block has."""
+    for dim in dims:
+        rows = of_blocks.transpose(dim, -1).unsqueeze(-1)
+        repeated = rows.expand(*rows.shape[:-1], BLOCK[scaling]).flatten(-2)
+        of_blocks = repeated[..., : x.shape[dim]].transpose(dim, -1)
+    return of_blocks

@@ -15,8 +15,7 @@ from hmpx.process_state import rules
 
 WRITTEN = "<hmpx"  # how the file names of generated code begin
 _TORCH, _WRAPT, _HMPX = (
-    os.path.dirname(os.path.abspath(file)) + os.sep
-    for file in (torch.__file__, wrapt.__file__, process_state.__file__)
+    os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, wrapt.__file__, process_state.__file__)
 )
 
 _passed_over: dict[int, types.CodeType] = {}
