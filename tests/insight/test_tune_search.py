@@ -74,3 +74,20 @@ def test_a_name_is_divided_by_the_outermost_blocks_that_differ():
     assert [len(part) for part in parts] == [4] * 6 and parts[5] == unit(*blocks[20:])
     assert parts_of(parts[0]) == [unit(*blocks[:2]), unit(*blocks[2:4])]
     assert parts_of(unit("a", "a.b", "")) == [unit(""), unit("a", "a.b")] and parts_of(unit("a", "a.b"))[0] == unit("a")
+
+
+def test_a_name_that_fits_on_the_batches_of_the_search_alone_is_divided_and_not_left_out():
+    """All of it holds there (.9 of the tolerance); on others it is a quarter more, and without its head it holds."""
+    errors = {"head": 0.7, **{f"blocks.{i}": 0.2 for i in range(8)}}
+    costs = Costs("coverage", None, None)
+    costs.of_place = {NameInModule("linear", module): Cost(wide=1.0) for module in errors}
+
+    def error(chosen):
+        return math.sqrt(sum(errors[place.module] ** 2 for place in chosen))
+
+    search = Search(lambda chosen, *_, **__: Effect(error(chosen), 0.0, 0.0, 0.0), costs, 1.0, Effect())
+    whole = search.run([frozenset(costs.of_place)])
+    assert whole == {*costs.of_place} and 0.9 < error(whole) < 1
+    kept = search.dropped(whole, lambda chosen: 1.25 * error(chosen))
+    assert kept == whole - {NameInModule("linear", "head")}
+    assert search.left == [frozenset({NameInModule("linear", "head")})]

@@ -80,7 +80,7 @@ class Search:
         size = holds(chosen)
         if size <= self._tolerance or not chosen:
             return chosen
-        order = self._ranked(self.order, chosen)
+        order = self._ranked(self._divided(self._ranked(self.order, chosen)), chosen)
         sums = [*itertools.accumulate(map(self.harm, order))]
         room = sums[-1] * (self._tolerance / size) ** 2 if math.isfinite(size) else 0.0
         guess = sum(each <= room for each in sums)
