@@ -7,7 +7,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10)).bfloat16()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 losses = []
-for step in range(1000):
+for _ in range(1000):
     inputs = torch.randn(64, 64).bfloat16()
     loss = nn.functional.cross_entropy(model(inputs), inputs[:, :10].argmax(1))
     loss.backward()
