@@ -12,13 +12,12 @@ import torch.distributed as dist
 from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError
 from hmpx.updates.attachment import Attachment
-from hmpx.updates.gradients.accumulation import replicas
 from hmpx.updates.holding import state_dtypes
-from hmpx.updates.holding.settings import Settings
-from hmpx.updates.holding.ways import Rules, Weights
+from hmpx.updates.holding.settings import Rules, Settings, Weights
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, refuse
+from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.ranks.sharding import Place, Places, read_places
 from hmpx.updates.refusals import allow_plain_steps
 from hmpx.updates.stepping.fused_formulas import FUSED, formula_of

@@ -14,17 +14,17 @@ import torch
 from hmpx import region_state
 from hmpx.changes import MISSING, Attribute, take_back
 from hmpx.errors import HmpxError
-from hmpx.updates import attached_copies, step_hooks
+from hmpx.updates import attached_copies, released, step_hooks
 from hmpx.updates.checkpoints import Checkpoints
-from hmpx.updates.gradients import released
-from hmpx.updates.gradients.accumulation import end_unused_exchanges
-from hmpx.updates.gradients.claims import Claim
+from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.state_dtypes import release_state
 from hmpx.updates.lost_updates import Updates
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.optimizer_methods import writing_methods
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.agreement import StepCounts
+from hmpx.updates.ranks.ddp import end_unused_exchanges
 from hmpx.updates.ranks.sharding import Place
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import has_bf16, named, parameters
@@ -156,7 +156,7 @@ class Attachment:
         self.cast_state_along()
         self._remove()
         end_unused_exchanges()
-        self._updates.release_state(optimizer)
+        release_state(optimizer)
         step_count.remove(optimizer)
 
     @property
@@ -172,8 +172,8 @@ class Attachment:
         return f"<hmpx.Attachment {state}: {', '.join(changed)}>"
 
     def take_masters(self) -> None:
-        """See `WeightUpdates.take_masters`."""
-        self._updates.take_masters(self._alive)
+        """Take over masters that a load before `attach` has left in the optimizer's state."""
+        self._checkpoints.take_earlier(self._alive)
 
     @property
     def names(self) -> dict[Parameter, str]:

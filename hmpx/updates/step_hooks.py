@@ -20,6 +20,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,11 +28,9 @@ from hmpx import region_state
 from hmpx.changes import Cell, Changes
 from hmpx.compiling import never_compile
 from hmpx.process_state import open_caches
-from hmpx.updates import optimizer_hooks
-from hmpx.updates.averages import watch_averages
-from hmpx.updates.gradients import released
+from hmpx.updates import optimizer_hooks, released
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.optimizer_hooks import attachment_of
+from hmpx.updates.optimizer_hooks import TrialSteps, attachment_of, watch_averages
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.agreement import compare_in_region, watch_joins
 from hmpx.updates.refusals import (
@@ -46,7 +45,6 @@ from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import has_bf16, parameters
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
-from hmpx.updates.trial_steps import TrialSteps
 
 Optimizer = torch.optim.Optimizer
 
@@ -57,7 +55,8 @@ _HOOKED = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # of tor
 _collected: deque[None] = deque()  # one for each attached optimizer that nobody holds any more
 _running = threading.local()  # optimizers whose step is running in this thread
 _for_graphs = False
-_in_region = WeightUpdates(Settings())  # for optimizers that nobody attached
+_SETTINGS = Settings()  # of regions
+_in_regions: WeakKeyDictionary[Optimizer, WeightUpdates] = WeakKeyDictionary()  # of optimizers that nobody attached
 
 
 def install() -> None:
@@ -178,8 +177,9 @@ def _watched(step: Callable) -> Callable:
                     return attachment.step(call)
                 if how is not None and has_bf16(optimizer):
                     refuse_plain_steps(optimizer)
-                    compare_in_region(optimizer, _in_region, call.seed)
-                    return _in_region.step(call)
+                    updates = _in_regions.get(optimizer) or _in_regions.setdefault(optimizer, WeightUpdates(_SETTINGS))
+                    compare_in_region(optimizer, updates, call.seed)
+                    return updates.step(call)
                 if how is not None and step_count.stored(optimizer):  # from steps of parameters that are BF16 no more
                     step_count.keep(optimizer)
                 refuse_codes(optimizer)

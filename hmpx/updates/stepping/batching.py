@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from hmpx.rounding.kernels import kernels_for
-from hmpx.updates.holding.memory_order import memory_order
-from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.segment import Segment, memory_order
 from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.optimizer_scope import scope_of

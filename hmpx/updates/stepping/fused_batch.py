@@ -32,9 +32,8 @@ from hmpx.rounding.kernels import RoundingKernels, kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.updates.holding.checksums import block_of
 from hmpx.updates.holding.segment import Segment
-from hmpx.updates.holding.state_blocks import StateBlocks
 from hmpx.updates.holding.state_forms import form_of
-from hmpx.updates.holding.state_tensors import CODES, SCALES, by_own_keys
+from hmpx.updates.holding.state_tensors import CODES, SCALES, StateBlocks, by_own_keys
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping.fused_formulas import Formula, formula_of, is_scaled
 from hmpx.updates.stepping.shown import Around

@@ -8,8 +8,7 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.kernels import RoundingKernels, kernels_for
-from hmpx.updates.holding.held import Held
-from hmpx.updates.holding.rounding_key import RoundingKey
+from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_dtypes import is_bf16, is_moment, keeps_bf16
 from hmpx.updates.holding.state_forms import form_of, written

@@ -14,10 +14,9 @@ import torch
 from hmpx.rounding import native, triton
 from hmpx.rounding.kernels import RoundingKernels, kernels_for
 from hmpx.rounding.keys import name_id
-from hmpx.updates.holding.held import Held, Store
-from hmpx.updates.holding.memory_order import memory_order, unfolded
-from hmpx.updates.holding.rounding_key import RoundingKey
-from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.held import Held, RoundingKey
+from hmpx.updates.holding.segment import Segment, memory_order, unfolded
+from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import local
 
 Tensor = torch.Tensor

@@ -14,14 +14,12 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding.xla import is_lazy
-from hmpx.updates.gradients.shadow import ShadowGradients
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.stepping.interrupts import DeferredSignals, mark_incomplete
 from hmpx.updates.stepping.optimizer_scope import by_memory
-from hmpx.updates.stepping.step_call import StepCall, WriteBack
+from hmpx.updates.stepping.shadows import ShadowGradients, ShadowState
+from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete
 from hmpx.updates.stepping.update_counts import Before, before_step
-from hmpx.updates.stepping.whole_step_state import ShadowState
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
@@ -107,9 +105,10 @@ class WholeStep:
             self._grads.show(p, q)
             self._seen[p] = p._version, p.detach().clone()
         self._replace(self._shadow)
+        key = self._write_back.rounding_key
         for member in self._members:
             for p, q in self._shadow.items():
-                self._states.append(ShadowState(member, self._segments[p], q, self._write_back, self._by_memory))
+                self._states.append(ShadowState(member, self._segments[p], q, key, self._by_memory))
                 self._states[-1].show()
 
     def _refuse_bypass(self) -> None:
