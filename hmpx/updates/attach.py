@@ -144,16 +144,11 @@ def attach(
     attachment = Attachment(target, settings, given, slices, process_group, are_whole=names is not None)
     compare(what, attachment.facts(optimizer), process_group)
     attachment.install(optimizer)
-    try:
-        attachment.take_masters()
-    except BaseException:  # no memory for them, for instance
-        attachment.abandon()
-        raise
     return attachment
 
 
 def attached(optimizer: Optimizer) -> Attachment | None:
-    """What `attach` did to this optimizer, or to the one inside it."""
+    """Return the attachment of this optimizer, or of the one inside it; None if it is not attached."""
     return attachment_of(zero.inner(optimizer) or optimizer)
 
 

@@ -44,7 +44,7 @@ class Footprint:
     slice: int
 
     def transient(self, elements: float, device: str = "cpu") -> int:
-        """The most bytes that a step allocates beyond the rest, on a rank that steps so many elements."""
+        """Return the most bytes that a step allocates beyond the rest, on a rank that steps so many elements."""
         return self.slice * min(slice_size(int(elements), device=torch.device(device)), int(elements))
 
     def on_rank(self, elements: float, ranks: int, mode: str) -> float:
@@ -58,7 +58,7 @@ class Footprint:
 
 
 def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footprint:
-    """The footprint of `settings` for parameters of `dtype`, float32 or bfloat16.
+    """Return the footprint of `settings` for parameters of `dtype`, float32 or bfloat16.
 
     Args:
         states: tensors of a parameter's size that the optimizer keeps: 2 for Adam, 1 for momentum.

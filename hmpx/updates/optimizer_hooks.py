@@ -34,7 +34,7 @@ _loading = threading.local()  # attached: whether the optimizer that loads in th
 
 
 def attachment_of(optimizer: Optimizer) -> Any:
-    """The attachment that an optimizer holds itself, or None; see `attach.attached`."""
+    """Return the attachment that an optimizer holds itself, or None; see `attach.attached`."""
     return vars(optimizer).get(ATTRIBUTE)
 
 

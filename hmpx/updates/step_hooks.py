@@ -129,7 +129,7 @@ def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Paramet
 
 
 def own_step(cls: type[Optimizer]) -> Callable:
-    """The step function of an optimizer class, without what torch and hmpx have put around it."""
+    """Return the step function of an optimizer class, without the wrappers of torch and hmpx."""
     cell = _cell(cls.step)
     assert cell is not None, "the step of every class is wrapped"
     own = cell.cell_contents
@@ -137,7 +137,7 @@ def own_step(cls: type[Optimizer]) -> Callable:
 
 
 def _cells() -> Iterator[tuple[type, types.CellType]]:
-    """Every optimizer class that torch has wrapped, and the closure cell that holds its own step function."""
+    """Yield every optimizer class that torch has wrapped, and the closure cell that holds its own step function."""
     classes = [Optimizer]
     for cls in classes:
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]
@@ -147,7 +147,7 @@ def _cells() -> Iterator[tuple[type, types.CellType]]:
 
 
 def _cell(step: Any) -> types.CellType | None:
-    """The cell of one class's `step`. In some classes, such as LBFGS, Dynamo puts a wrapper around torch's."""
+    """Return the cell of one class's `step`. In some classes, such as LBFGS, Dynamo puts a wrapper around torch's."""
     while step is not None and getattr(step, "__code__", None) is not _HOOKED:
         step = getattr(step, "__wrapped__", None)
     return None if step is None else step.__closure__[_HOOKED.co_freevars.index("func")]
@@ -208,7 +208,7 @@ def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
 
 
 def _hooking(profile_hook_step: Callable) -> Callable:
-    """The decorator that torch puts on a class's step when its first optimizer is made."""
+    """Replace the decorator that torch puts on a class's step when its first optimizer is made."""
 
     def hook(step: Callable) -> Callable:
         hooked = profile_hook_step(step)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hmpx.updates.stepping.members import Overlaps
 from torch import nn, optim
 
 import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching
 from hmpx.updates.stepping.fused_batch import FusedBatch
+from hmpx.updates.stepping.members import Overlaps
 from tests.support.training import step_by
 
 BF16 = torch.bfloat16

@@ -33,7 +33,7 @@ def _order(shape: torch.Size, strides: tuple[int, ...]) -> Order:
 
 
 def memory_order(tensor: Tensor) -> Order:
-    """The dimensions in the order in which `torch.empty_like(tensor)` lays them."""
+    """Return the dimensions in the order in which `torch.empty_like(tensor)` lays them."""
     return _order(tensor.shape, tensor.stride())
 
 
@@ -43,18 +43,18 @@ def lies_flat(tensor: Tensor, order: Order) -> bool:
 
 
 def unfolded(flat: Tensor, sizes: tuple[int, ...], order: Order) -> Tensor:
-    """A flat tensor as a view of shape `sizes`; it holds the dimensions in this order."""
+    """View a flat tensor, which holds the dimensions in this order, in the shape `sizes`."""
     permuted = flat.view([sizes[d] for d in order])
     return permuted.permute([order.index(d) for d in range(len(order))])
 
 
 def laid_as(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of `tensor` in the layout of `torch.empty_like(like)`."""
+    """Copy `tensor` into the layout of `torch.empty_like(like)`."""
     return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(tensor)
 
 
 def boxes(sizes: tuple[int, ...], order: Order, start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Elements `start` ... `stop - 1`, counted with the dimensions in this order, as a few rectangular boxes."""
+    """Cut elements `start` ... `stop - 1`, counted with the dimensions in this order, into a few rectangular boxes."""
     for begins, ends in _boxes([sizes[d] for d in order], start, stop):
         box = [slice(0)] * len(order)
         for d, begin, end in zip(order, begins, ends, strict=True):
@@ -63,7 +63,7 @@ def boxes(sizes: tuple[int, ...], order: Order, start: int, stop: int) -> Iterat
 
 
 def _boxes(sizes: list[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Start and stop of each box: the rest of a first row, whole rows, the begin of a last row."""
+    """Yield start and stop of each box: the rest of a first row, whole rows, the begin of a last row."""
     if not sizes:
         yield [], []
         return
@@ -125,7 +125,7 @@ class Segment:
     way: Way = USUAL
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This segment of a tensor shaped like the parameter, as a view; under `torch.no_grad()`.
+        """View this segment of a tensor that is shaped like the parameter; under `torch.no_grad()`.
 
         A part with an `order` must be split by `blocks` first.
         """
@@ -135,7 +135,7 @@ class Segment:
         return tensor[self.index] if self.index is not None else tensor.view(-1)[self.start : self.stop]
 
     def flat_view(self, tensor: Tensor) -> Tensor | None:
-        """This part of a tensor as a flat view; None if its elements do not follow one another in memory."""
+        """View this part of a tensor flat; None if its elements do not follow one another in memory."""
         if self.order is None:
             return self.of(tensor)
         tensor = local(tensor)
@@ -144,7 +144,7 @@ class Segment:
         return tensor.permute(self.order).reshape(-1)[self.start : self.stop]
 
     def parts(self, size: int, order: Order | None, ends: Callable[[int], int] | None = None) -> Iterator[Segment]:
-        """A whole parameter in parts of about `size` elements.
+        """Cut a whole parameter into parts of about `size` elements.
 
         ends: the last element up to a given one where a part may end; None: any. Where none is near, a part is larger.
         """
@@ -159,9 +159,9 @@ class Segment:
                 return
 
     def blocks(self, shown: Tensor) -> list[tuple[Segment, Tensor]]:
-        """Segments that `of` can cut out of a tensor shaped like the parameter, each with its part of `shown`.
+        """Split into segments that `of` can cut out of a tensor shaped like the parameter, each with its part of `shown`.
 
-        shown: what the optimizer sees of this segment.
+        shown: the tensor that the optimizer sees for this segment.
         """
         if self.order is None or self.start is None or self.stop is None:
             return [(self, shown)]
@@ -211,7 +211,7 @@ class Segment:
 
 
 def _end(start: int, stop: int, count: int, ends: Callable[[int], int]) -> int:
-    """The end of a part from `start` to about `stop`."""
+    """Return the end of a part from `start` to about `stop`."""
     end = ends(stop)
     while end <= start and stop < count:
         stop = min(2 * stop - start, count)

@@ -180,10 +180,10 @@ def written(
 
 
 def state_name(dtype: StateDtype) -> str:
-    """``"bfloat16"``, ``"8bit"``: a key of `STATE_FORMS` by its name."""
+    """Return the name of a key of `STATE_FORMS`: ``"bfloat16"``, ``"8bit"``."""
     return dtype if isinstance(dtype, str) else dtype_name(dtype)
 
 
 def state_named(name: str) -> StateDtype:
-    """The key of `STATE_FORMS` with this name."""
+    """Return the key of `STATE_FORMS` with this name."""
     return next(dtype for dtype in STATE_FORMS if state_name(dtype) == name)

@@ -51,7 +51,7 @@ class StateBlocks(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> StateBlocks:
-        """The blocks of a parameter, or of a tensor shaped and sharded like it."""
+        """Return the blocks of a parameter, or of a tensor shaped and sharded like it."""
         shape = tuple(tensor.shape)
         folded = max(len(shape) - 1, 0)
         while folded > 1 and math.prod(shape[folded:]) < BLOCK:
@@ -69,11 +69,11 @@ class StateBlocks(NamedTuple):
         return cls(rows, (*held[:folded], whole.blocks), folded, cut, scattered)
 
     def of_all(self, tensor: Tensor) -> torch.Size:
-        """The shape of all scales of a tensor with this layout, whatever this rank holds of them."""
+        """Return the shape of all scales of a tensor with this layout, whatever this rank holds of them."""
         return torch.Size((*tensor.shape[: self.folded], self.rows.blocks))
 
     def over_ranks(self, magnitudes: Tensor, negatives: Tensor) -> tuple[Tensor, Tensor]:
-        """The maxima of cut rows over all ranks that hold a part of them."""
+        """Return the maxima of cut rows over all ranks that hold a part of them."""
         both = torch.zeros(2, math.prod(self.shape), dtype=torch.int32, device=magnitudes.device)
         if magnitudes.numel():
             here = self.rows.range(0, self.rows.width * math.prod(self.shape[:-1]))
@@ -84,7 +84,7 @@ class StateBlocks(NamedTuple):
 
 
 def sharded_scales(scales: Tensor, param: Tensor, layout: StateBlocks) -> Tensor:
-    """The scales of a sharded parameter as a DTensor: cut as its rows are, else whole on every rank."""
+    """Make the scales of a sharded parameter a DTensor: cut as its rows are, else whole on every rank."""
     if not is_sharded(param):
         return scales
     from torch.distributed.tensor import DTensor, Replicate
@@ -106,11 +106,11 @@ class HeldState(Held):
     """A state tensor of a parameter's shape."""
 
     def whole(self) -> Tensor:
-        """All of it, in a dtype that holds it exactly; sharded as the parameter is."""
+        """Return all of it, in a dtype that holds it exactly; sharded as the parameter is."""
         return self.tensor
 
     def entries(self, key: str) -> dict[str, Tensor]:
-        """The entries in the parameter's state for the tensor that the optimizer calls `key`."""
+        """Return the entries in the parameter's state for the tensor that the optimizer calls `key`."""
         return {key: self.tensor}
 
 
@@ -236,7 +236,7 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
 
 
 def held(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[str, Any]:
-    """The state of a parameter by the optimizer's own keys, with what has the parameter's shape as `HeldState`.
+    """Return the state of a parameter by the optimizer's own keys. Tensors of the parameter's shape become `HeldState`.
 
     Raises:
         HmpxError: as `check_codes`.
@@ -257,7 +257,7 @@ def held(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[
 
 
 def entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `held`."""
+    """Return the entries in the optimizer's state: the inverse of `held`."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         found.update(value.entries(key) if isinstance(value, HeldState) else {key: value})
@@ -265,7 +265,7 @@ def entries(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_own_keys(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state of a parameter by the optimizer's own keys, with the codes of what is in 8 bits."""
+    """Return the state of a parameter by the optimizer's own keys; of 8-bit tensors, the codes."""
     if not is_coded(state):
         return state
     return {key.removeprefix(CODES): value for key, value in state.items() if not key.startswith(SCALES)}

@@ -1,9 +1,13 @@
 """Checks that seed and step number, from which the rounding is made, are equal on every rank of an optimizer.
 
-That is looked at where the optimizer is attached, and where a `disable_casts` region steps the parameters of a
-DistributedDataParallel module. They are compared at the 1st, 2nd, 4th, 8th ... step, which finds a rank that alone has
-loaded a checkpoint. Under `torch.distributed.algorithms.Join` a rank that has no more batches steps less often than the
-others, whose weights it is given at the end; its number then becomes theirs.
+They are compared at the 1st, 2nd, 4th, 8th ... step, which finds a rank that alone has loaded a checkpoint: of an
+attached optimizer, and where a `disable_casts` region steps the parameters of a DistributedDataParallel module. Under
+`torch.distributed.algorithms.Join` a rank that has no more batches steps less often than the others, whose weights it
+is given at the end; its number then becomes theirs.
+
+Rounding goes by names, so a stage of a pipeline that is a `Sequential` of its own, whose "0.weight" gets the numbers of
+the first stage's "0.weight", has other weights than in one process. They are rounded as well as those, so this is a
+warning, at the first step.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ import functools
 import logging
 import re
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from hmpx.changes import Attribute, Changes
 from hmpx.errors import HmpxError
@@ -30,12 +35,76 @@ from hmpx.updates.stepping.step_count import STEP_KEY
 
 logger = logging.getLogger("hmpx")
 
+_counting: WeakKeyDictionary[Optimizer, StepCounts] = WeakKeyDictionary()  # in one order on all ranks
+_in_regions: WeakKeyDictionary[Optimizer, StepCounts | None] = WeakKeyDictionary()
+_joins: list[Any] = []  # that are open
 _LOOKED_AT = 64  # names of an optimizer, so that thousands of ranks do not keep the store busy
 _BARE = re.compile(r"\d+(\.|$)")  # "0.weight", or a position
 
 
-def warn_of_parts(optimizer: Any, updates: Any, group: dist.ProcessGroup | None) -> None:
-    """At the first step on several ranks, warn if the names seem to be those of a part of the model.
+class StepCounts:
+    """The comparisons of one optimizer.
+
+    Args:
+        group: the process group of the ranks that hold it; None for all.
+        since: from when on its steps are counted.
+        warns: whether the first step warns of names that seem to be those of a part of the model.
+    """
+
+    def __init__(self, group: Any, since: str = "hmpx.attach", *, warns: bool = False) -> None:
+        self._group, self._since, self._steps, self._joins, self._warns = group, since, 0, 0, warns
+        self._name = ""  # the same on every rank, from the first step on
+
+    def compare(self, optimizer: Optimizer, updates: Any, seed: int | None = None) -> None:
+        """Compare before a step; `seed` is that of the region around it.
+
+        Raises:
+            HmpxError: seed or step number are not those of the first rank.
+        """
+        self._steps += 1
+        if self._steps & (self._steps - 1) or not checks.several_ranks():  # no power of two
+            return
+        self._name = self._name or checks.next_name(self._group)
+        _counting[optimizer] = self
+        if self._warns:
+            self._warns = False
+            _warn_of_parts(optimizer, updates, self._group)
+        if not _joins:  # in which some ranks step less often
+            key = updates.rounding_key(optimizer, seed)
+            what = f"step {self._steps} of {type(optimizer).__name__} since {self._since}"
+            try:
+                checks.check_failures(optimizer, key.step)
+            except HmpxError as error:
+                checks.refuse(what, error, self._group)
+                raise
+            checks.compare(what, {"seed": key.seed, "step": key.step}, self._group)
+
+    def join(self, optimizer: Optimizer) -> None:
+        """Take over the largest step number, and begin comparing anew."""
+        self._joins, self._steps = self._joins + 1, 0
+        own = step_count.stored(optimizer).get(STEP_KEY, 0)
+        number = checks.largest(f"{self._name}/{self._joins}", own, self._group)
+        if number != own:
+            step_count.keep(optimizer, **{STEP_KEY: number})
+
+
+def compare_in_region(optimizer: Optimizer, updates: Any, seed: int | None) -> None:
+    """Compare before a step in a region, over the ranks whose gradients a DistributedDataParallel module reduces."""
+    if checks.several_ranks():
+        if optimizer not in _in_regions:
+            reduced = replicas()
+            module = next((reduced[p] for p in parameters(optimizer) if p in reduced), None)
+            counts = None if module is None else StepCounts(module.process_group, "its first in a region")
+            _in_regions[optimizer] = counts
+            if counts is None:
+                _warn_of_parts(optimizer, updates, None)
+        counts = _in_regions[optimizer]
+        if counts is not None:
+            counts.compare(optimizer, updates, seed)
+
+
+def _warn_of_parts(optimizer: Optimizer, updates: Any, group: dist.ProcessGroup | None) -> None:
+    """Warn if the names of parameters seem to be those of a part of the model.
 
     They do where ranks that are attached apart have other shapes by the same name, or the same name that begins with
     an index; and where all ranks have such names, and neither DistributedDataParallel nor a DTensor shows that they
@@ -54,14 +123,14 @@ def warn_of_parts(optimizer: Any, updates: Any, group: dist.ProcessGroup | None)
 
 
 def _in_one_group(known: list) -> str:
-    has_pipeline = "torch.distributed.pipelining" in sys.modules
-    if not has_pipeline and any(p in replicas() or is_sharded(p) for _, p in known):
+    has_pipeline, reduced = "torch.distributed.pipelining" in sys.modules, replicas()
+    if not has_pipeline and any(p in reduced or is_sharded(p) for _, p in known):
         return ""
     bare = [name for name, _ in known if _BARE.match(name) and (has_pipeline or not name.isdecimal())]
     return f"all ranks have a parameter {bare[0]!r}" if bare else ""
 
 
-def _apart(optimizer: Any, updates: Any, known: list, group: dist.ProcessGroup) -> str:
+def _apart(optimizer: Optimizer, updates: Any, known: list, group: dist.ProcessGroup) -> str:
     own = dist.get_process_group_ranks(group)
     for name, p in known[:_LOOKED_AT]:
         shape = list(updates.places[name].whole if name in updates.places else p.shape)
@@ -71,79 +140,6 @@ def _apart(optimizer: Any, updates: Any, known: list, group: dist.ProcessGroup) 
         if rank not in own and _BARE.match(name):
             return f"this rank and rank {rank}, which is attached apart, have a parameter {name!r}"
     return ""
-
-
-_counting: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepCounts] = weakref.WeakKeyDictionary()  # in one order
-_in_regions: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepCounts | None] = weakref.WeakKeyDictionary()
-_joins: list[Any] = []  # that are open
-
-
-class StepCounts:
-    """The comparisons of one optimizer.
-
-    Args:
-        group: the process group of the ranks that hold it; None for all.
-        since: from when on its steps are counted.
-        warns: of names that seem to be those of a part of the model, at the first step.
-    """
-
-    def __init__(self, group: Any, since: str = "hmpx.attach", *, warns: bool = False) -> None:
-        self._group, self._since, self._steps, self._joins, self._warns = group, since, 0, 0, warns
-        self._name = ""  # the same on every rank, from the first step on
-
-    def compare(self, optimizer: torch.optim.Optimizer, updates: Any, seed: int | None = None) -> None:
-        """Compare before a step; `seed` is that of the region around it.
-
-        Raises:
-            HmpxError: seed or step number are not those of the first rank.
-        """
-        self._steps += 1
-        if self._steps & (self._steps - 1):  # no power of two
-            return
-        if checks.several_ranks():
-            self._name = self._name or checks.next_name(self._group)
-            _counting[optimizer] = self
-            if self._warns:
-                self._warns = False
-                _warn_of_parts(optimizer, updates, self._group)
-            if not _joins:  # in which some ranks step less often
-                key = updates.rounding_key(optimizer, seed)
-                what = f"step {self._steps} of {type(optimizer).__name__} since {self._since}"
-                try:
-                    checks.check_failures(optimizer, key.step)
-                except HmpxError as error:
-                    checks.refuse(what, error, self._group)
-                    raise
-                checks.compare(what, {"seed": key.seed, "step": key.step}, self._group)
-
-    def join(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over the largest step number, and begin comparing anew."""
-        self._joins, self._steps = self._joins + 1, 0
-        own = step_count.stored(optimizer).get(STEP_KEY, 0)
-        number = checks.largest(f"{self._name}/{self._joins}", own, self._group)
-        if number != own:
-            step_count.keep(optimizer, **{STEP_KEY: number})
-
-
-def compare_in_region(optimizer: torch.optim.Optimizer, updates: Any, seed: int | None) -> None:
-    """Compare before a step in a region, over the ranks whose gradients a DistributedDataParallel module reduces."""
-    if checks.several_ranks():
-        if optimizer not in _in_regions:
-            reduced = replicas()
-            module = next((reduced[p] for p in parameters(optimizer) if p in reduced), None)
-            counts = None if module is None else StepCounts(module.process_group, "its first in a region")
-            _in_regions[optimizer] = counts
-            if counts is None:
-                _warn_of_parts(optimizer, updates, None)
-        counts = _in_regions[optimizer]
-        if counts is not None:
-            counts.compare(optimizer, updates, seed)
-
-
-def _warn_of_parts(optimizer: torch.optim.Optimizer, updates: Any, group: Any) -> None:
-    from hmpx.updates.ranks import stages  # where there are several ranks
-
-    stages.warn_of_parts(optimizer, updates, group)
 
 
 def watch_joins(changes: Changes) -> None:

@@ -48,7 +48,7 @@ def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> Remov
 
 
 def refuse_ddp(what: str) -> Callable[[Parameter], None]:
-    """A hook for parameters that must not be put into DistributedDataParallel later. It checks once."""
+    """Make a hook for parameters that must not be put into DistributedDataParallel later. It checks once."""
     looked = False
 
     def refuse(p: Parameter) -> None:
@@ -115,7 +115,7 @@ class _Exchange:
         undo.callback(hook_when_complete(p, self._set_aside).remove)
 
     def _set_aside(self, p: Parameter) -> None:
-        """A post-accumulate hook, which runs before DDP reads the gradient."""
+        """Take the gradient before DDP reads it; a post-accumulate hook."""
         if self._backward != torch._C._current_graph_task_id():
             self._begin()
         self._take(p)

@@ -19,7 +19,7 @@ from hmpx.updates.stepping import names
 
 
 def inner(optimizer: Optimizer) -> Optimizer | None:
-    """The optimizer that steps this rank's parameters; None if `optimizer` is no ZeroRedundancyOptimizer."""
+    """Return the optimizer that steps this rank's parameters; None if `optimizer` is no ZeroRedundancyOptimizer."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return None

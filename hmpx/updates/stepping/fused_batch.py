@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import optim
 
 from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
@@ -43,12 +42,23 @@ from hmpx.updates.stepping.update_counts import before_step
 Tensor = torch.Tensor
 
 
-def formula_for(optimizer: optim.Optimizer) -> Formula | None:
-    """The formula of the kernels for this optimizer; None if there is none."""
-    return None if is_scaled(optimizer) else formula_of(optimizer)
+def fused_batches(segments: list[Segment], around: Around, write_back: WriteBack) -> list[FusedBatch]:
+    """Make a fused batch for each device, of the parameters that a kernel can step.
+
+    While updates are watched, each parameter has a batch of its own, since that takes copies.
+    """
+    optimizer, together = around.optimizer, dict[object, list[Segment]]()
+    formula = None if is_scaled(optimizer) else formula_of(optimizer)
+    if formula is None:
+        return []
+    for segment in segments:
+        p, group = segment.param, optimizer.param_groups[around.group[segment.param]]
+        if _takes(formula, group, segment, optimizer.state.get(p) or {}):
+            together.setdefault(p.device if write_back.counts is None else p, []).append(segment)
+    return [FusedBatch(each, formula, around, write_back) for each in together.values()]
 
 
-def takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool:
+def _takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool:
     """Whether a kernel can step this parameter.
 
     Raises:
@@ -94,10 +104,10 @@ class _Taken:
 
 
 class FusedBatch:
-    """Parameters of one device that a kernel `takes`; under `torch.no_grad()`. It has no copies."""
+    """Parameters of one device that a kernel can step; under `torch.no_grad()`. It has no copies."""
 
     def __init__(self, segments: list[Segment], formula: Formula, around: Around, write_back: WriteBack) -> None:
-        self._formula, self._states = formula, around.optimizer.state
+        self.segments, self._formula, self._states = segments, formula, around.optimizer.state
         for segment in segments:
             around.stores.of(segment).settle(segment, write_back.rounding_key)
         self._taken = [self._take(segment, around) for segment in segments]
@@ -159,7 +169,7 @@ class FusedBatch:
             self._beside.append(formula.beside(groups[each.group], step, seen))
 
     def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor], written: list[str]) -> None:
-        """As `Batch.step`, after `begin`."""
+        """Step the parameters; see `Batch.step`. `begin` comes before."""
         counts, step_key, exact = write_back.counts, write_back.rounding_key.of_step, []
         written += [each.segment.name for each in self._taken]
         if counts is not None:
@@ -190,7 +200,7 @@ class FusedBatch:
             counts.compare(before, x)
 
     def _exact(self, each: _Taken, grad: Tensor, scalars: tuple[float, ...], step_key: int) -> tuple[Tensor, Tensor]:
-        """The FP32 values that the kernel begins with and that it is going to round.
+        """Return the FP32 values that the kernel begins with, and those that it is going to round.
 
         It runs the same kernel on an FP32 copy of the weights, which are not rounded, and on a copy of the state.
         """
@@ -226,7 +236,7 @@ def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) 
 
 
 def _in_kernel(state: dict, keys: tuple[str | None, ...]) -> tuple[Tensor | native.Coded | None, ...]:
-    """The state tensors in the form that a kernel takes."""
+    """Return the state tensors in the form that a kernel takes."""
     found: list[Tensor | native.Coded | None] = []
     for key in keys:
         codes = None if key is None else state.get(CODES + key)

@@ -21,7 +21,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch puts aro
 
 
 def parameters(optimizer: Optimizer) -> list[Parameter]:
-    """Every parameter of `optimizer`, in the order of its groups."""
+    """Return every parameter of `optimizer`, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -31,7 +31,7 @@ def has_bf16(optimizer: Optimizer) -> bool:
 
 
 def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[str, Parameter]]:
-    """Every parameter of `optimizer` with its name: from `names`, from `named_parameters()`, or else its position.
+    """Yield every parameter of `optimizer` with its name: from `names`, from `named_parameters()`, or else its position.
 
     A name that another parameter has already gets a ``#``, so that no two parameters have the same random numbers.
     """
@@ -53,7 +53,7 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
 
 
 def members(optimizer: Optimizer) -> tuple | None:
-    """Everything that `named` depends on, with the group of each parameter; None if that cannot be known.
+    """Return everything that `named` depends on, with the group of each parameter; None if that cannot be known.
 
     The names that `attach` was given do not change.
     """
@@ -64,7 +64,7 @@ def members(optimizer: Optimizer) -> tuple | None:
 
 
 def fingerprint(optimizer: Optimizer) -> tuple | None:
-    """Everything that `named` and the layout in memory depend on; None if that cannot be known.
+    """Return everything that `named` and the layout in memory depend on; None if that cannot be known.
 
     While it is the same, so are they.
     """
@@ -85,7 +85,7 @@ def share(outer: Optimizer, inner: Optimizer) -> None:
 
 
 def plain_names(names: list[str]) -> list[str]:
-    """Names of one model without the prefixes that torch.compile, checkpointing and DistributedDataParallel add."""
+    """Strip the prefixes that torch.compile, checkpointing and DistributedDataParallel add from the names of a model."""
     for wrapper in _WRAPPERS:
         names = [name.replace(wrapper, "") for name in names]
     while names and all(name.startswith("module.") for name in names):
@@ -94,7 +94,7 @@ def plain_names(names: list[str]) -> list[str]:
 
 
 def names_in(model: torch.nn.Module) -> dict[Parameter, str]:
-    """The parameters of a model, each with its plain name."""
+    """Return the parameters of a model, each with its plain name."""
     in_model = dict(model.named_parameters())
     return dict(zip(in_model.values(), plain_names(list(in_model)), strict=True))
 
@@ -112,7 +112,7 @@ def _position(index: int, p: Parameter) -> str:
 def given_names(
     optimizer: Optimizer, model: torch.nn.Module | None, names: Iterable[str] | None
 ) -> dict[Parameter, str]:
-    """The names that `attach` was given, by parameter; none if they come from `named_parameters()`.
+    """Return the names that `attach` was given, by parameter; none if they come from `named_parameters()`.
 
     Raises:
         HmpxError: a name is no printable string, or is there twice; or names and parameters do not match.

@@ -172,7 +172,7 @@ class Shown:
         return [*found, self.shadow] if self.weight.at is None else found
 
     def kernels(self) -> RoundingKernels | None:
-        """The kernels that can move all of it: those for its gradient, if they know how the rest is held."""
+        """Return the kernels that can move all of it: those for its gradient, if they know how the rest is held."""
         found = self._of_gradient
         return found if all([kernels_that_move(piece) is found for piece in self.pieces if piece.is_moved]) else None
 
@@ -218,7 +218,7 @@ class Shown:
         return True
 
     def _whole(self, left: dict[str, Any], rounding_key: RoundingKey) -> dict[str, Any]:
-        """The state of a parameter that the optimizer saw the whole of."""
+        """Return the held state of a parameter that the optimizer saw the whole of."""
         before = held(self._states.get(self.segment.param) or {}, self.segment.param)
         after: dict[str, Any] = {}
         for key, value in left.items():

@@ -20,7 +20,8 @@ from hmpx.updates.holding.stores import WAYS, Stores
 from hmpx.updates.ranks import checks
 from hmpx.updates.ranks.sharding import Place
 from hmpx.updates.stepping import step_count
-from hmpx.updates.stepping.batched_step import BatchedStep, is_uniform
+from hmpx.updates.stepping.batched_step import BatchedStep
+from hmpx.updates.stepping.batching import is_uniform
 from hmpx.updates.stepping.members import BF16Parameters, Members, refuse_overlaps
 from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.optimizer_scope import scope_of

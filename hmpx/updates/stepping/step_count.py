@@ -26,7 +26,7 @@ _known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
 
 
 def stored(optimizer: Optimizer) -> dict[str, int]:
-    """The step number and the seed by their keys, if known."""
+    """Return the step number and the seed by their keys, if known."""
     groups, known = optimizer.param_groups, _known.get(optimizer)
     carrier = next((group for group in groups if STEP_KEY in group or SEED_KEY in group), {})
     if known is not None and known.groups is groups:

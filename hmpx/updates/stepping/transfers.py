@@ -123,7 +123,7 @@ class Launches:
 
 
 def kernels_that_move(piece: Piece) -> RoundingKernels | None:
-    """The kernels that know how a tensor is held, and find it in one piece."""
+    """Return the kernels that know how a tensor is held, and find it in one piece; None if there are none."""
     held, segment = piece.held.tensor, piece.segment
     if segment.order is not None or segment.box is not None or held.numel() >= 2**32:
         return None

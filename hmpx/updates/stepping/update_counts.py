@@ -65,7 +65,7 @@ def count(old: Tensor, weight: Tensor, x: Tensor, written: Tensor) -> Tensor:
 
 
 def _places_between(x: Tensor, rounded: Tensor) -> Tensor:
-    """How many FP32 numbers lie from `x` up to the BF16 number that it was rounded to, which has its sign.
+    """Count the FP32 numbers from `x` up to the BF16 number that it was rounded to, which has its sign.
 
     The bits of FP32 numbers of one sign count them, and those of BF16 numbers are their upper half.
     """
@@ -76,7 +76,7 @@ def _places_between(x: Tensor, rounded: Tensor) -> Tensor:
 
 
 def _power_of_two(magnitude: Tensor) -> Tensor:
-    """The largest power of two that is not above a number; from the smallest normal one on, BF16's unit follows it."""
+    """Return the largest power of two up to a number; BF16's unit follows it from the smallest normal one on."""
     return (magnitude.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=2.0**-126)
 
 
@@ -101,7 +101,7 @@ class UpdateCounts:
         self._of_step: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._of_step.clear()
 
     def add(self, segment: Segment, counts: Tensor, grad: Tensor | None) -> None:
@@ -124,7 +124,7 @@ class UpdateCounts:
         self.add(before.segment, counts, before.grad if p.grad is None else p.grad)
 
     def end(self, params: Iterable[tuple[str, Parameter]]) -> None:
-        """The step went through. `params`: the BF16 parameters of the optimizer, with their names."""
+        """End a step that went through. `params`: the BF16 parameters of the optimizer, with their names."""
         self.steps += 1
         for name, p in params:
             self.elements[name] = local(p).numel()
@@ -142,7 +142,7 @@ class UpdateCounts:
         self._of_step.clear()
 
     def read(self) -> dict[str, tuple[Totals, int]]:
-        """By parameter, its totals and the last step that moved it (0: none did). Waits for the device."""
+        """Return, by parameter, its totals and the last step that moved it (0: none did). Waits for the device."""
         return {
             name: (Totals(*map(int, total.tolist())), int(self._last_move[name]))
             for name, total in self._totals.items()
@@ -159,11 +159,11 @@ class Before(NamedTuple):
 
 
 def before_step(segment: Segment, x: Tensor) -> Before:
-    """The values to compare with the step's result. x: the held value in FP32: the master, or the BF16 weight."""
+    """Keep the values to compare with the step's result. x: the FP32 value before: the master, or the BF16 weight."""
     return Before(segment, x.clone(), segment.of(segment.param).clone(), segment.param.grad)
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The elements of a gradient that this rank holds; for a sparse one, its stored elements."""
+    """Return the elements of a gradient that this rank holds; of a sparse one, its stored elements."""
     held = local(grad)
     return held.coalesce().values() if held.layout is torch.sparse_coo else held
