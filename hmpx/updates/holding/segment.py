@@ -159,7 +159,7 @@ class Segment:
                 return
 
     def blocks(self, shown: Tensor) -> list[tuple[Segment, Tensor]]:
-        """Split into segments that `of` can cut out of a tensor shaped like the parameter, each with its part of `shown`.
+        """Split into segments that `of` can cut out of a tensor of the parameter's shape, with their parts of `shown`.
 
         shown: the tensor that the optimizer sees for this segment.
         """

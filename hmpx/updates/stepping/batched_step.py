@@ -24,7 +24,7 @@ from hmpx.updates.stepping.batching import batches_of
 from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
 from hmpx.updates.stepping.fused_formulas import is_scaled
 from hmpx.updates.stepping.members import Members
-from hmpx.updates.stepping.names import fingerprint, members, parameters
+from hmpx.updates.stepping.names import membership, parameters
 from hmpx.updates.stepping.shown import Around
 from hmpx.updates.stepping.step_call import StepCall, WriteBack, mark_incomplete
 
@@ -169,7 +169,7 @@ class Fingerprint:
     """
 
     def __init__(self, optimizer: optim.Optimizer, params: list[Parameter], beside: list[Tensor]) -> None:
-        self._beside, self._states, self._members = beside, optimizer.state, members(optimizer)
+        self._beside, self._states, self._members = beside, optimizer.state, membership(optimizer)
         self._params = params
         self._own = [optimizer.state.get(p) for p in params]
         self._dicts = [state for state in self._own if state is not None]
@@ -186,11 +186,12 @@ class Fingerprint:
 
         Not after a step whose gradients a GradScaler has left scaled.
         """
-        if is_scaled(optimizer) or fingerprint(optimizer) is None:
+        is_plain = all([type(p) is Parameter and (p.is_cpu or p.is_cuda) for p in parameters(optimizer)])
+        if is_scaled(optimizer) or membership(optimizer) is None or not is_plain:
             return False
         for p in params:
             grad = p.grad
-            if grad is None or not (p.is_cpu or p.is_cuda) or not _is_seen(grad) or grad.dtype not in native.KINDS:
+            if grad is None or not _is_seen(grad) or grad.dtype not in native.KINDS:
                 return False
             for value in (optimizer.state.get(p) or {}).values():
                 if not isinstance(value, Tensor) or not value.numel() or not _is_seen(value):
@@ -204,7 +205,7 @@ class Fingerprint:
         """
         if not _are(beside, self._beside) or optimizer.state is not self._states or is_scaled(optimizer):
             return False
-        if members(optimizer) != self._members or not _are(list(map(self._states.get, self._params)), self._own):
+        if membership(optimizer) != self._members or not _are(list(map(self._states.get, self._params)), self._own):
             return False
         if list(chain(*self._dicts)) != self._keys or not _are(_values(self._dicts), self._values):
             return False

@@ -8,7 +8,6 @@ projection that is cut in three) share no element and are updated like any other
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from hmpx.rounding.xla import is_lazy
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.sharding import Box, Place, box_of, local, placed
-from hmpx.updates.stepping.names import fingerprint, named
+from hmpx.updates.stepping.names import named
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -35,7 +34,7 @@ class Members:
 
 
 class BF16Parameters:
-    """Finds the BF16 parameters of one optimizer, again only when something that they depend on has changed.
+    """Finds the BF16 parameters of one optimizer.
 
     Attributes:
         names: those that `attach` was given, by parameter.
@@ -45,21 +44,13 @@ class BF16Parameters:
     def __init__(self, settings: Settings, names: dict[Parameter, str], places: dict[str, Place]) -> None:
         self._settings, self.names, self.places = settings, names, places
         self._overlaps = Overlaps()
-        self._known: tuple[Any, list[Segment]] = None, []
-
-    def forget(self) -> None:
-        """Look at every parameter again."""
-        self._known = None, []
 
     def segments(self, optimizer: Optimizer) -> list[Segment]:
         """Return a segment for each of them, whole."""
-        now = fingerprint(optimizer)
-        if now is None or self._known[0] != now:
-            ours = self.named(optimizer)
-            with torch.no_grad():
-                shared = self._overlaps.among([p for _, p in ours])
-                self._known = now, [self._segment(p, name, shared.get(p)) for name, p in ours]
-        return self._known[1]
+        ours = self.named(optimizer)
+        with torch.no_grad():
+            shared = self._overlaps.among([p for _, p in ours])
+            return [self._segment(p, name, shared.get(p)) for name, p in ours]
 
     def named(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
         """Return them with their names."""

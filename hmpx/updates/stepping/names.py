@@ -31,7 +31,7 @@ def has_bf16(optimizer: Optimizer) -> bool:
 
 
 def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[str, Parameter]]:
-    """Yield every parameter of `optimizer` with its name: from `names`, from `named_parameters()`, or else its position.
+    """Yield every parameter with its name: from `names`, from `named_parameters()`, or else its position.
 
     A name that another parameter has already gets a ``#``, so that no two parameters have the same random numbers.
     """
@@ -52,7 +52,7 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
             index += 1
 
 
-def members(optimizer: Optimizer) -> tuple | None:
+def membership(optimizer: Optimizer) -> tuple | None:
     """Return everything that `named` depends on, with the group of each parameter; None if that cannot be known.
 
     The names that `attach` was given do not change.
@@ -63,20 +63,6 @@ def members(optimizer: Optimizer) -> tuple | None:
     return list(map(id, parameters(optimizer))), groups
 
 
-def fingerprint(optimizer: Optimizer) -> tuple | None:
-    """Return everything that `named` and the layout in memory depend on; None if that cannot be known.
-
-    While it is the same, so are they.
-    """
-    params, known = parameters(optimizer), members(optimizer)
-    if known is None or not set(map(type, params)) <= {Parameter}:
-        return None
-    if not all([p.is_cpu or p.is_cuda for p in params]):
-        return None
-    places = [p.data_ptr() for p in params], [p.shape for p in params], [p.stride() for p in params]
-    return known, *places, [p.dtype for p in params]
-
-
 def share(outer: Optimizer, inner: Optimizer) -> None:
     """Give the parameters of `inner` the names, or the positions, that they have in `outer`."""
     shared = _shared_names.setdefault(inner, {})
@@ -85,7 +71,7 @@ def share(outer: Optimizer, inner: Optimizer) -> None:
 
 
 def plain_names(names: list[str]) -> list[str]:
-    """Strip the prefixes that torch.compile, checkpointing and DistributedDataParallel add from the names of a model."""
+    """Strip prefixes that torch.compile, checkpointing and DistributedDataParallel add to the names of a model."""
     for wrapper in _WRAPPERS:
         names = [name.replace(wrapper, "") for name in names]
     while names and all(name.startswith("module.") for name in names):

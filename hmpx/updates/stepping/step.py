@@ -195,7 +195,6 @@ class WeightUpdates:
     def look_again(self) -> None:
         """Forget everything kept from the last step, tensors included: a load is about to replace them."""
         self._kept = None
-        self._parameters.forget()
 
 
 class _OpenStep(NamedTuple):
