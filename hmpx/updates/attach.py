@@ -78,7 +78,7 @@ def attach(
             call for all parameters. Faster; the order of its operations is its own, so results agree with the
             optimizer's to rounding and not to the bit. What no kernel takes is stepped as without it: sharded
             parameters, ones that are not contiguous or share memory, amsgrad, and all where there is no C compiler or
-            Triton (the head of `fused_step.py` has the list).
+            Triton (the head of `stepping/fused_batch.py` has the list).
         process_group: in a distributed job, the ranks that hold the same optimizer; all of them must attach. None: all
             ranks of the job.
 
