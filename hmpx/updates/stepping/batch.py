@@ -18,7 +18,7 @@ from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import held_part, like, local
 from hmpx.updates.stepping.optimizer_scope import by_memory
 from hmpx.updates.stepping.shadows import GatheredState, can_be_written
-from hmpx.updates.stepping.shown import Around, Count, Shown
+from hmpx.updates.stepping.shown import CountClone, Shown, StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack, hides_writes
 from hmpx.updates.stepping.transfers import Launches, Operators, Words
 from hmpx.updates.stepping.update_counts import before_step
@@ -39,15 +39,15 @@ class Batch:
         counts: the counts of steps of parameters that are cut.
     """
 
-    def __init__(self, segments: list[Segment], around: Around) -> None:
+    def __init__(self, segments: list[Segment], context: StepContext) -> None:
         self.segments, self.size = segments, 0
-        self._states, self._shown = around.optimizer.state, list[Shown]()
+        self._states, self._shown = context.optimizer.state, list[Shown]()
         for segment in segments:
-            self._shown.append(Shown(segment, around, self.size))
+            self._shown.append(Shown(segment, context, self.size))
             self.size = self._shown[-1].end
-        self.counts: list[Count] = [count for each in self._shown for count in each.counts]
+        self.counts: list[CountClone] = [count for each in self._shown for count in each.counts]
         self.others: list[tuple[int, Parameter]] = []
-        self._lists: list[list[Any]] = [[] for _ in around.optimizer.param_groups]
+        self._lists: list[list[Any]] = [[] for _ in context.optimizer.param_groups]
         self._names, self._is_settled = [segment.name for segment in segments], True
 
     def kernels(self) -> RoundingKernels | None:
@@ -149,10 +149,10 @@ class GatheredBatch:
     The parameter is gathered when it is stepped. Every rank computes the same, and keeps its part of the result.
     """
 
-    def __init__(self, segment: Segment, around: Around) -> None:
-        self._segment, self._place, self._stores = segment, around.places[segment.param], around.stores
-        self._lists: list[list[Tensor]] = [[] for _ in around.optimizer.param_groups]
-        self._group, self._by_memory = around.group[segment.param], by_memory(around.optimizer)
+    def __init__(self, segment: Segment, context: StepContext) -> None:
+        self._segment, self._place, self._stores = segment, context.places[segment.param], context.stores
+        self._lists: list[list[Tensor]] = [[] for _ in context.optimizer.param_groups]
+        self._group, self._by_memory = context.group[segment.param], by_memory(context.optimizer)
 
     def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor], written: list[str]) -> None:
         """Step the parameter; see `Batch.step`."""

@@ -25,7 +25,7 @@ from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
 from hmpx.updates.stepping.fused_formulas import is_scaled
 from hmpx.updates.stepping.members import Members
 from hmpx.updates.stepping.names import membership, parameters
-from hmpx.updates.stepping.shown import Around
+from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack, mark_incomplete
 
 Tensor = torch.Tensor
@@ -50,9 +50,9 @@ class BatchedStep:
         for segment in segments:
             self._stores.of(segment).begin()
         places = {p: i for i, p in enumerate(params)}
-        around = Around(optimizer, self._stores, places, self._gradients(), members.group, {})
-        self._late = around.late
-        self._fused = fused_batches(segments, around, write_back) if fused else []
+        context = StepContext(optimizer, self._stores, places, self._gradients(), members.group, {})
+        self._late = context.late
+        self._fused = fused_batches(segments, context, write_back) if fused else []
         of_kernels = {segment.param for batch in self._fused for segment in batch.segments}
         segments = [segment for segment in segments if segment.param not in of_kernels]
         others = [(members.group[p], p) for p in params if p not in members.whole]
@@ -60,7 +60,7 @@ class BatchedStep:
         self._rooms: list[tuple[Tensor, int]] = []
         devices = list(dict.fromkeys(segment.param.device for segment in segments))
         for device in devices or ([torch.device("cpu")] if others else []):
-            self._add([segment for segment in segments if segment.param.device == device], device, around, others)
+            self._add([segment for segment in segments if segment.param.device == device], device, context, others)
             others = []
         counts = [count for batch in self._plain for count in batch.counts]
         self._counts = [count.clone for count in counts], [count.own for count in counts]
@@ -72,25 +72,25 @@ class BatchedStep:
         return [batch for batch in self._batches if isinstance(batch, Batch)]
 
     def _add(
-        self, segments: list[Segment], device: torch.device, around: Around, others: list[tuple[int, Parameter]]
+        self, segments: list[Segment], device: torch.device, context: StepContext, others: list[tuple[int, Parameter]]
     ) -> None:
         """Make the batches of one device, with a room that serves all of them, and `others` in the first."""
 
         def beside(segment: Segment) -> list[Tensor]:
-            p, state = segment.param, around.optimizer.state.get(segment.param)
+            p, state = segment.param, context.optimizer.state.get(segment.param)
             own = [v for v in state.values() if isinstance(v, Tensor)] if isinstance(state, dict) else []
-            kept = [v for v in around.stores.of(segment).beside() if v.shape == local(p).shape]
-            return [around.gradients[around.places[p]], *(local(v) for v in own if v.shape == p.shape), *kept]
+            kept = [v for v in context.stores.of(segment).beside() if v.shape == local(p).shape]
+            return [context.gradients[context.places[p]], *(local(v) for v in own if v.shape == p.shape), *kept]
 
         batches: list[Batch] = []
-        for cut in batches_of(segments, around.optimizer, self._members.elements, beside):
+        for cut in batches_of(segments, context.optimizer, self._members.elements, beside):
             if cut[0].is_gathered:
-                self._batches.append(GatheredBatch(cut[0], around))
+                self._batches.append(GatheredBatch(cut[0], context))
             else:
-                batches.append(Batch(cut, around))
+                batches.append(Batch(cut, context))
                 self._batches.append(batches[-1])
         if others and not batches:
-            batches.append(Batch([], around))
+            batches.append(Batch([], context))
             self._batches.append(batches[0])
         if others:
             batches[0].others = others

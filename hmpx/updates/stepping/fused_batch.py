@@ -35,27 +35,27 @@ from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.holding.state_tensors import CODES, SCALES, StateBlocks, by_own_keys
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping.fused_formulas import Formula, formula_of, is_scaled
-from hmpx.updates.stepping.shown import Around
+from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack
 from hmpx.updates.stepping.update_counts import before_step
 
 Tensor = torch.Tensor
 
 
-def fused_batches(segments: list[Segment], around: Around, write_back: WriteBack) -> list[FusedBatch]:
+def fused_batches(segments: list[Segment], context: StepContext, write_back: WriteBack) -> list[FusedBatch]:
     """Make a fused batch for each device, of the parameters that a kernel can step.
 
     While updates are watched, each parameter has a batch of its own, since that takes copies.
     """
-    optimizer, together = around.optimizer, dict[object, list[Segment]]()
+    optimizer, together = context.optimizer, dict[object, list[Segment]]()
     formula = None if is_scaled(optimizer) else formula_of(optimizer)
     if formula is None:
         return []
     for segment in segments:
-        p, group = segment.param, optimizer.param_groups[around.group[segment.param]]
+        p, group = segment.param, optimizer.param_groups[context.group[segment.param]]
         if _takes(formula, group, segment, optimizer.state.get(p) or {}):
             together.setdefault(p.device if write_back.counts is None else p, []).append(segment)
-    return [FusedBatch(each, formula, around, write_back) for each in together.values()]
+    return [FusedBatch(each, formula, context, write_back) for each in together.values()]
 
 
 def _takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool:
@@ -106,19 +106,19 @@ class _Taken:
 class FusedBatch:
     """Parameters of one device that a kernel can step; under `torch.no_grad()`. It has no copies."""
 
-    def __init__(self, segments: list[Segment], formula: Formula, around: Around, write_back: WriteBack) -> None:
-        self.segments, self._formula, self._states = segments, formula, around.optimizer.state
+    def __init__(self, segments: list[Segment], formula: Formula, context: StepContext, write_back: WriteBack) -> None:
+        self.segments, self._formula, self._states = segments, formula, context.optimizer.state
         for segment in segments:
-            around.stores.of(segment).settle(segment, write_back.rounding_key)
-        self._taken = [self._take(segment, around) for segment in segments]
+            context.stores.of(segment).settle(segment, write_back.rounding_key)
+        self._taken = [self._take(segment, context) for segment in segments]
         self._kernels = kernels_for(segments[0].param)
         self._words = native.words_of([each.stepped for each in self._taken]) if self._kernels is native else None
         self._counts = [each.known["step"] for each in self._taken] if formula.counts else []
 
-    def _take(self, segment: Segment, around: Around) -> _Taken:
+    def _take(self, segment: Segment, context: StepContext) -> _Taken:
         p, formula, form = segment.param, self._formula, form_of(segment)
-        at = around.group[p]
-        keys, state = formula.states(around.optimizer.param_groups[at]), self._states.get(p) or {}
+        at = context.group[p]
+        keys, state = formula.states(context.optimizer.param_groups[at]), self._states.get(p) or {}
         known, new = by_own_keys(state), dict[str, Any]()
         count = known.get("step")
         if formula.counts and count is None:
@@ -128,15 +128,15 @@ class FusedBatch:
         for key in keys:
             if key is not None and known.get(key) is None:
                 new.update(form.zeros(p).entries(key))
-        name, grad = name_id(segment.name), around.gradients[around.places[p]]
+        name, grad = name_id(segment.name), context.gradients[context.places[p]]
         kept = None
         if segment.way.weights != "stochastic":
-            kept = around.stores.of(segment).for_kernels(segment, name)
+            kept = context.stores.of(segment).for_kernels(segment, name)
             assert kept is not None, "the store is settled"
         names = tuple([name_id(f"{segment.name}.{key}") for key in keys])
         held = _in_kernel({**state, **new}, keys)
         stepped = native.StepArguments(p, name, grad, held, names, (), kept)
-        return _Taken(segment, around.places[p], at, keys, by_own_keys({**state, **new}), new, stepped)
+        return _Taken(segment, context.places[p], at, keys, by_own_keys({**state, **new}), new, stepped)
 
     def fits(self, groups: list[dict]) -> bool:
         """Whether the options still ask for the same kernel and the same state."""

@@ -23,7 +23,7 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 
-class Around(NamedTuple):
+class StepContext(NamedTuple):
     """Facts that all segments of a step share.
 
     Attributes:
@@ -41,7 +41,7 @@ class Around(NamedTuple):
     late: dict[Parameter, dict[str, Any]]
 
 
-class Count(NamedTuple):
+class CountClone(NamedTuple):
     """A count of steps, or another state tensor without the parameter's shape, for a parameter that is cut in parts.
 
     Attributes:
@@ -72,17 +72,17 @@ class Shown:
         counts: of steps, where the parameter is cut.
     """
 
-    def __init__(self, segment: Segment, around: Around, begin: int) -> None:
+    def __init__(self, segment: Segment, context: StepContext, begin: int) -> None:
         p, form = segment.param, form_of(segment)
-        self.segment, self.place, self.group = segment, around.places[p], around.group[p]
+        self.segment, self.place, self.group = segment, context.places[p], context.group[p]
         self.end = begin
-        self.counts: list[Count] = []
-        self._states, self._late, self._form = around.optimizer.state, around.late, form
-        self._by_memory = by_memory(around.optimizer)
+        self.counts: list[CountClone] = []
+        self._states, self._late, self._form = context.optimizer.state, context.late, form
+        self._by_memory = by_memory(context.optimizer)
         own = self._states.get(p)
-        store, grad = around.stores.of(segment), around.gradients[self.place]
+        store, grad = context.stores.of(segment), context.gradients[self.place]
         # A step on masters themselves cannot be taken back unseen: Lion writes to ``p.data``, which has no version.
-        of_torch = type(around.optimizer).__module__.startswith("torch.optim.")
+        of_torch = type(context.optimizer).__module__.startswith("torch.optim.")
         on_masters = store.shows_masters and of_torch and form.as_left and bool(own)
         self.weight = self._piece(store, segment.name, itself=on_masters)
         self.grad = None if self._is_ready(grad) else self._piece(_Gradient(p), "", itself=False)
@@ -110,7 +110,7 @@ class Shown:
             if not self._form.as_left and is_bf16(value):
                 value, self._is_cast = value.float(), True
             elif self.segment.start is not None and isinstance(value, Tensor):
-                self.counts.append(Count(value.clone(), value, self.segment.is_last))
+                self.counts.append(CountClone(value.clone(), value, self.segment.is_last))
                 value = self.counts[-1].clone
             self._state[key] = value
 

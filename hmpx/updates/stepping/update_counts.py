@@ -116,7 +116,7 @@ class UpdateCounts:
             if grad is not None and segment.count:
                 of_step[_ZERO_GRADIENT] = ~_values(grad).any()
 
-    def compare(self, before: Before, x: Tensor) -> None:
+    def compare(self, before: OldValues, x: Tensor) -> None:
         """Count the updates of a segment. x: the step's FP32 result."""
         p = before.segment.param
         counts = count(before.old, before.weight, x, before.segment.of(p))
@@ -149,7 +149,7 @@ class UpdateCounts:
         }
 
 
-class Before(NamedTuple):
+class OldValues(NamedTuple):
     """A segment as it was before the step."""
 
     segment: Segment
@@ -158,9 +158,9 @@ class Before(NamedTuple):
     grad: Tensor | None
 
 
-def before_step(segment: Segment, x: Tensor) -> Before:
+def before_step(segment: Segment, x: Tensor) -> OldValues:
     """Keep the values to compare with the step's result. x: the FP32 value before: the master, or the BF16 weight."""
-    return Before(segment, x.clone(), segment.of(segment.param).clone(), segment.param.grad)
+    return OldValues(segment, x.clone(), segment.of(segment.param).clone(), segment.param.grad)
 
 
 def _values(grad: Tensor) -> Tensor:

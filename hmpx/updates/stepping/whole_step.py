@@ -19,7 +19,7 @@ from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.optimizer_scope import by_memory
 from hmpx.updates.stepping.shadows import ShadowGradients, ShadowState
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete
-from hmpx.updates.stepping.update_counts import Before, before_step
+from hmpx.updates.stepping.update_counts import OldValues, before_step
 
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
@@ -30,7 +30,7 @@ class WholeStep:
 
     def __init__(self, call: StepCall, segments: list[Segment], write_back: WriteBack) -> None:
         self._call, self._write_back, self._stores = call, write_back, write_back.stores
-        self._looks: list[Before] = []  # while updates are watched
+        self._looks: list[OldValues] = []  # while updates are watched
         self._members = list(_nested(call.optimizer))
         self._lists = list({id(g["params"]): g["params"] for o in self._members for g in o.param_groups}.values())
         self._segments = {segment.param: segment for segment in segments}
