@@ -1,4 +1,4 @@
-"""An attached optimizer: what stays installed on it."""
+"""An attached optimizer: everything that is installed on it."""
 
 from __future__ import annotations
 

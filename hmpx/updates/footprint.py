@@ -26,7 +26,7 @@ class Footprint:
 
     Attributes:
         weights, gradients: between backward and step. Released gradients count as none.
-        buckets: in which DistributedDataParallel exchanges gradients, unless they are views of it
+        buckets: the buffers in which DistributedDataParallel exchanges gradients, unless gradients are views of them
             (``gradient_as_bucket_view=True``, not with use_fp32_grad_acc).
         masters: beside the weights, 4 (FP32), 2.0625 or 1.0625 (the lower halves, of 16 or 8 bits, and their checks;
             these take 2 bytes in parameters of at most 4096 elements).

@@ -71,7 +71,7 @@ class Claim:
 
 
 class _ClaimedParameter:
-    """One parameter, the claims on it, the latest last, and what is in force."""
+    """One parameter, the claims on it, the latest last, and the one that is in force."""
 
     def __init__(self, param: Parameter) -> None:
         self.param = param

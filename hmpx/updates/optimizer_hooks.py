@@ -51,7 +51,7 @@ def install(changes: Changes, is_installed: Callable[[], object], loaded: Callab
 
 
 def wrap(changes: Changes, name: str, wrapper: Callable[[Callable], Callable]) -> None:
-    """Replace a method of `torch.optim.Optimizer` by what `wrapper` makes of it, until `changes` are undone."""
+    """Replace a method of `torch.optim.Optimizer` by ``wrapper(method)``, until `changes` are undone."""
     ours = wrapper(getattr(Optimizer, name))
     is_static = isinstance(vars(Optimizer)[name], staticmethod)
     place = Attribute(Optimizer, name, f"torch.optim.Optimizer.{name}")

@@ -1,8 +1,8 @@
 """Wraps the step function of every optimizer class: around its own code, inside its hooks.
 
 torch wraps `step` of every optimizer class once (`Optimizer.profile_hook_step`): user pre-hooks, the class's own
-function, user post-hooks. hmpx exchanges that inner function, which the wrapper's closure holds. Other places do not
-serve:
+function, user post-hooks. hmpx replaces the class's own function, which the wrapper's closure holds. Other places do
+not serve:
 
 - global step hooks do not run when a step raises. They also run outside the user's own hooks, which would then see
   shadows instead of parameters, or parameters that are not written back yet;

@@ -133,6 +133,6 @@ class Held:
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         """Write a segment's FP32 result back. The segments of a parameter are written in order.
 
-        name: what the random numbers depend on.
+        name: the name that the random numbers depend on.
         """
         raise NotImplementedError

@@ -98,7 +98,7 @@ USUAL = Way()
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A parameter, or the elements `start` ... `stop - 1` of it: a whole one in its shape, a part flat.
+    """A whole parameter, in its shape, or its elements `start` ... `stop - 1`, flat.
 
     Of a sharded parameter, only the elements that this rank holds are counted.
 

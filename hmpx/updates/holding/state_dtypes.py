@@ -98,7 +98,7 @@ def release_state(optimizer: optim.Optimizer) -> None:
 
 
 def filled_again(optimizer: optim.Optimizer, group: dict, p: Parameter, key: str, dtype: torch.dtype) -> bool:
-    """Whether a state value is what a constructor has filled with an option, and so was made anew in `dtype`."""
+    """Make a state value that a constructor has filled with an option anew, in `dtype`; return whether it was one."""
     named = (option for cls, name, option in _FILLED_BY if name == key and isinstance(optimizer, cls))
     state, option = optimizer.state[p], next(named, None)
     if option is None or option not in group or state["step"] != 0:

@@ -7,8 +7,8 @@ torch.bfloat16    rounded stochastically                                        
                   (`hmpx.rounding.eight_bits`)                                      rows below 128
 ================  ================================================================  ==================
 
-The random numbers of a state tensor are those of its own name, ``parameter.key``. BF16 state is every floating tensor
-with a dimension, 8-bit state what has the shape of the parameter; counts of steps stay as they are in every form.
+The random numbers of a state tensor go by its own name, ``parameter.key``. BF16 holds every floating tensor with a
+dimension, 8 bits every one with the parameter's shape; counts of steps stay as they are in every form.
 
 To add a form, derive a class from `StateForm` and name it in `STATE_FORMS`.
 """

@@ -35,8 +35,8 @@ class StateBlocks(NamedTuple):
     parameter of one dimension always is, all ranks that hold a part of a row have all its scales.
 
     Attributes:
-        rows: of what this rank holds.
-        shape: of the scales that it holds.
+        rows: the rows of this rank's part.
+        shape: the shape of this rank's scales.
         folded: the first dimension that belongs to a row.
         cut: the ranks that hold parts of one row, a group for each dimension of the mesh along which rows are cut.
         is_scattered: whether what this rank holds of a row does not follow one another in it, as the row is cut along

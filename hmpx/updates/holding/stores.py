@@ -11,7 +11,7 @@ split8      masters of 24 bits: an int8 is the rest, rounded            + 1
             stochastically (1.06 with `checksums.py`)
 ==========  ==========================================================  =======================
 
-With masters, a weight that is not what its master rounds to was written by somebody else, and counts. `master` rounds
+A weight that its master does not round to was written by somebody else, and overrides the master. `master` rounds
 ties to even; `split` and `split8` round ties away from zero (`hmpx.rounding.halves`).
 
 To add a way, write a `Store` and name it in `WAYS`. Where it has no kernel, torch's operators move its weights.

@@ -1,13 +1,13 @@
 """Ranks of one job compare facts that must be equal on all of them, through the job's key-value store.
 
 The store is the one in which `torch.distributed.init_process_group` met. It needs no collective, device or process
-group, so a rank may read it at any time and no other rank has to answer. Two things are written to it:
+group, so a rank may read it at any time and no other rank has to answer. Three things are written to it:
 
-- when an optimizer is attached, what the first rank has attached; every other rank compares itself with that, and
-  all wait until they agree;
+- when an optimizer is attached, the facts of the first rank; every other rank compares itself with them, and all wait
+  until they agree;
 - seed and number of the 1st, 2nd, 4th, 8th ... step after that, compared likewise;
-- when a step fails on one rank, that it failed. Every rank looks before its next step. The news is there by then: both
-  ranks have taken part in a collective of the backward pass that came between.
+- when a step fails on one rank, a note. Every rank looks for it before its next step. It is there by then: both ranks
+  have taken part in a collective of the backward pass that came between.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class _Exchange:
         self._handle = ddp.register_forward_pre_hook(lambda module, _: self._before_forward(module))
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
-        self._aside.clear()  # what a backward pass that failed has left
+        self._aside.clear()  # a backward pass that failed may have left some
         self.end_if_unused(ddp)  # the last optimizer may have been collected as garbage
 
     def end_if_unused(self, ddp: DistributedDataParallel) -> None:

@@ -1,9 +1,9 @@
 """Positions, in the whole parameter, of the elements that one rank holds.
 
-A parameter of FSDP2 or of tensor parallelism is a DTensor: this rank holds a box of it, cut along one dimension or
-more. An optimizer that treats each element by itself can be given the box as a plain tensor; the random numbers of
-stochastic rounding belong to elements of the whole parameter, so a box must know where they are. A plain tensor may
-be a slice of a larger parameter too, and then somebody must say which (`Place`). Other tensors are whole.
+A parameter of FSDP2 or of tensor parallelism is a DTensor: this rank holds a box, cut along one dimension or more. An
+optimizer that treats each element by itself can be given the box as a plain tensor; the random numbers of stochastic
+rounding belong to elements of the whole parameter, so a box must know where they are. A plain tensor may be a slice of
+a larger parameter too, and then the user must say which (`Place`). Other tensors are whole.
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ _PARTS_FUSED, _PARTS_FUSED_READ = 20, 34  # torch's fused kernels have no tempor
 
 
 def slice_size(elements: int, parts: int = _PARTS, device: torch.device | None = None) -> int:
-    """Return the number of elements that the optimizer sees at once, for a model with so many elements.
+    """Return the number of elements that the optimizer sees at once, for a model of `elements` elements.
 
     A step then takes up to 0.5 bytes per parameter, or 2 MB if that is more. Smaller slices than `_FLOOR` spend more
     time on calls than on updates; the buffers of larger ones than `_CEILING` do not stay in the cache of a CPU. On an
-    accelerator, where calls cost more and there is no such cache, the step of any model is of about so many parts.
+    accelerator, where calls cost more and there is no such cache, the step of any model has about `parts` parts.
     """
     size = max(elements // parts, _FLOOR)
     size = min(size, _CEILING) if device is None or device.type == "cpu" else max(size, _FLOOR_OF_ACCELERATORS)
@@ -51,7 +51,7 @@ def batches_of(
 
     Args:
         elements: of all parameters of the optimizer, held here.
-        beside: what is stepped along with a parameter: its gradient, state and masters.
+        beside: returns the tensors that are stepped along with a parameter: its gradient, state and masters.
     """
 
     def parts(segment: Segment, size: int) -> Iterable[Segment]:
@@ -79,8 +79,8 @@ def cut(
 
     The small ones in front come first; those between large ones wait until there are enough of them for a batch.
 
-    Batches of one part after the other lie alike in the room, where each thread then finds what it has left there
-    itself: cores that share no cache send each other nothing.
+    Batches of one part after the other lie alike in the room. Each thread then finds its own data there, so cores that
+    share no cache send each other nothing.
 
     A sharded parameter always goes through `parts`. One that must be gathered is a batch of its own, so that all ranks
     gather in the same order. Parameters that share memory are in different batches, one after the other.
@@ -109,7 +109,7 @@ def cut(
 
 
 def even_part(count: int, size: int) -> int:
-    """Return the size of equal parts of so many elements, none larger than `size`."""
+    """Return the size of equal parts of `count` elements, none larger than `size`."""
     number = max(-(-count // size), 1)
     part = -(-count // number)
     return min(-(-part // _ALIGN) * _ALIGN, size)

@@ -86,12 +86,12 @@ class _Taken:
     """One parameter in the form that a kernel takes.
 
     Attributes:
-        place: of the gradient, in the lists of all.
-        group: the place of the group, where somebody may put another dict of options.
-        keys: of the state tensors, in the kernel's order.
-        known: the state by the optimizer's own keys, with what is new.
-        new: what is to be put into the optimizer's state.
-        stepped: what the kernel is told, but for the scalars.
+        place: the place of the gradient in the list of all.
+        group: the index of the group, where somebody may put another dict of options.
+        keys: the keys of the state tensors, in the kernel's order.
+        known: the state by the optimizer's own keys, new entries included.
+        new: entries to put into the optimizer's state.
+        stepped: the arguments of the kernel without the scalars.
     """
 
     segment: Segment
@@ -149,7 +149,7 @@ class FusedBatch:
         return True
 
     def is_as_made(self) -> bool:
-        """Whether the next step can pass the same words, but for gradients and scalars."""
+        """Whether the next step can pass the same words, with other gradients and scalars."""
         return self._formula.tensors_alone
 
     def begin(self, call: StepCall) -> None:

@@ -1,7 +1,7 @@
 """The inputs of each optimizer's fused kernel: its state tensors, and scalars made from a group's options.
 
-The formulas are those of torch's classes and of `lion_pytorch`; `rounding/native_steps.c` has the loops, and says what
-each number is. To add an optimizer, write its loop there and in `rounding/triton_kernels.py`, and a class here.
+The formulas are those of torch's classes and of `lion_pytorch`. `rounding/native_steps.c` has the loops, and explains
+each number. To add an optimizer, write its loop there and in `rounding/triton_kernels.py`, and a class here.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Optimizer = torch.optim.Optimizer
 _told_of_positions = False
 # Of an optimizer inside another one: the names that the outer one knows.
 _shared_names: WeakKeyDictionary[Optimizer, dict[Parameter, str]] = WeakKeyDictionary()
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch puts around a module inside a model
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes inside a wrapped module
 
 
 def parameters(optimizer: Optimizer) -> list[Parameter]:

@@ -27,10 +27,10 @@ class StepContext(NamedTuple):
     """Facts that all segments of a step share.
 
     Attributes:
-        places: of the parameters that are stepped, in the lists of their gradients.
-        gradients: of all of them, as this rank holds them.
-        group: the index of each parameter's.
-        late: state that is new, of parameters that are cut and whose last segment is still to come.
+        places: of each stepped parameter, the place of its gradient in `gradients`.
+        gradients: as this rank holds them.
+        group: of each parameter, the index of its group.
+        late: new state of parameters that are cut and whose last segment is still to come.
     """
 
     optimizer: Optimizer
@@ -42,11 +42,12 @@ class StepContext(NamedTuple):
 
 
 class CountClone(NamedTuple):
-    """A count of steps, or another state tensor without the parameter's shape, for a parameter that is cut in parts.
+    """A count of steps, or another state tensor without the parameter's shape, of a parameter that is cut in parts.
 
     Attributes:
-        clone: what one segment sees.
-        is_last: whether that is the last segment, of which the parameter keeps what is left.
+        clone: the tensor that one segment sees.
+        own: the parameter's tensor.
+        is_last: whether this is the last segment: the parameter keeps its result.
     """
 
     clone: Tensor
@@ -64,12 +65,12 @@ class Shown:
     """One segment; under `torch.no_grad()`.
 
     Attributes:
-        place: of the gradient, in the lists of all.
-        group: the index of the parameter's.
+        place: the place of the gradient in the list of all.
+        group: the index of the parameter's group.
         end: where its copies end in the room; `begin` is where they begin.
         weight: the weights; their FP32 form is the `shadow`.
         grad: a copy of the gradient; None where the parameter's own is shown.
-        counts: of steps, where the parameter is cut.
+        counts: counts of steps, where the parameter is cut.
     """
 
     def __init__(self, segment: Segment, context: StepContext, begin: int) -> None:
@@ -89,11 +90,11 @@ class Shown:
         self._of_gradient = kernels_for(p if self.grad is None else grad)
         if self.grad is not None and not is_bf16(grad):
             self._of_gradient = None  # it is something else than a copy
-        self._own: Any = None  # the state, if the optimizer is shown that itself
-        self._content: dict[str, Any] = {}  # what it has in it
-        self._state: dict[str, Any] | None = None  # what is shown in its place
+        self._own: Any = None  # the parameter's state, if the optimizer is shown that itself
+        self._content: dict[str, Any] = {}  # its entries
+        self._state: dict[str, Any] | None = None  # the state that is shown in its place
         self._pieces: dict[str, Piece] = {}
-        self._is_cast = False  # whether some of what is shown is neither a piece nor the state's own
+        self._is_cast = False  # whether some shown tensor is neither a piece nor the parameter's own
         if not isinstance(own, dict) or (segment.start is None and form.as_left and self._lies_as_weights(own)):
             self._own, self._content = own, dict(own) if isinstance(own, dict) else {}
         else:
@@ -161,7 +162,7 @@ class Shown:
 
     @property
     def state(self) -> Any:
-        """The state of the shadow that the optimizer is to find; None for none. The optimizer may change this copy."""
+        """The state that the optimizer finds for the shadow, a copy that it may change; None for none."""
         return self._own if self._state is None else self._state.copy()
 
     @property

@@ -1,9 +1,9 @@
 """Counts the updates that round-to-nearest would lose, where a step writes weights back.
 
-A step reads a weight, computes in FP32 and writes the result back. While somebody looks, it copies the weight as it
-stood (`before_step`) and compares it with the FP32 result and with what was written (`UpdateCounts.compare`). Nothing
-but counts is kept, as int64 on the parameter's device: they do not depend on how a parameter is cut, and no step waits
-for the device.
+A step reads a weight, computes in FP32 and writes the result back. A watched step copies the old weight
+(`before_step`) and compares it with the FP32 result and with the written weight (`UpdateCounts.compare`). Only counts
+are kept, as int64 on the parameter's device: they do not depend on how a parameter is cut, and no step waits for the
+device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 ULP = 1 << 16  # `error`, `bias` and `size` are counted in this fraction of a unit in BF16's last place: FP32's own one
-_EXPONENT = 0x7F800000  # the bits of it in FP32
+_EXPONENT = 0x7F800000  # the bits of an FP32 exponent
 
 
 class Totals(NamedTuple):
@@ -45,7 +45,7 @@ def count(old: Tensor, weight: Tensor, x: Tensor, written: Tensor) -> Tensor:
     """Compare one write-back element by element.
 
     Args:
-        old: what was held before the step, in FP32: the master, or the BF16 weight.
+        old: the FP32 value before the step: the master, or the BF16 weight.
         weight, written: the BF16 weight before and after.
         x: the FP32 result of the step.
 

@@ -101,7 +101,7 @@ class WholeStep:
                 self._looks.append(before_step(segment, local(weight)))
             self._shadow[p] = q = Parameter(weight, requires_grad=p.requires_grad)
             for mark, value in vars(p).items():  # that an optimizer may look for, such as a weight-decay flag
-                vars(q).setdefault(mark, value)  # what a DTensor holds is there too
+                vars(q).setdefault(mark, value)  # not the attributes of a DTensor, which `q` has
             self._grads.show(p, q)
             self._seen[p] = p._version, p.detach().clone()
         self._replace(self._shadow)
