@@ -1,4 +1,4 @@
-"""The FP32 gradients and state of whole parameters, which a step sees beside their FP32 weights, the shadows.
+"""The FP32 shadows of whole parameters, with their gradients and state.
 
 A step may set a gradient to None, replace it, or write to it. Afterwards the same is done to the gradient of the real
 parameter, in its own dtype. A gradient that the step leaves alone is not touched. State moves to the key of the shadow
@@ -18,6 +18,7 @@ from hmpx.updates.holding.segment import Segment, laid_as
 from hmpx.updates.holding.state_dtypes import as_fp32, is_bf16, is_moment, keeps_bf16
 from hmpx.updates.holding.state_forms import form_of, written
 from hmpx.updates.holding.state_tensors import HeldState, held, is_coded
+from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import PLAIN, is_sharded, local
 from hmpx.updates.stepping.step_call import hides_writes
 
@@ -25,51 +26,103 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 
-class ShadowGradients:
-    """The gradients of whole shadows; under `torch.no_grad()`.
+class Shadow:
+    """The FP32 shadow of one whole parameter, a real Parameter, with its gradient; under `torch.no_grad()`.
 
-    one_layout: whether they lie in memory as the weights do.
+    Attributes:
+        q: the shadow. An optimizer finds the attributes of `p` on it, such as a weight-decay flag.
     """
 
-    def __init__(self, one_layout: bool) -> None:
-        self._one_layout = one_layout
-        self._shown: dict[Parameter, tuple[Tensor | None, int]] = {}
-        self._before: dict[Parameter, tuple[Tensor | None, Tensor | None]] = {}
+    def __init__(self, segment: Segment, store: Store, *, one_layout: bool) -> None:
+        self.segment, self.p, self.store, self._one_layout = segment, segment.param, store, one_layout
+        weight = torch.empty_like(self.p, dtype=torch.float32, requires_grad=False)
+        store.begin()
+        store.read(segment, local(weight))
+        self.q = Parameter(weight, requires_grad=self.p.requires_grad)
+        for mark, value in vars(self.p).items():
+            vars(self.q).setdefault(mark, value)  # not the attributes of a DTensor, which `q` has
+        self._weight_before: Tensor | None = None  # which a trial point of a closure has overwritten
+        self._gradient_before: tuple[Tensor | None, Tensor | None] | None = None  # the object, and its values
+        self.show_gradient()
+        self.look()
 
-    def show(self, p: Parameter, q: Parameter) -> None:
-        """Give the shadow `q` an FP32 copy of the gradient of `p`."""
-        if p.grad is None:
+    def look(self) -> None:
+        """Remember the weights: nothing but a closure may change them."""
+        self._seen = self.p._version, self.p.detach().clone()
+
+    def _has_changed(self) -> bool:
+        version, seen = self._seen
+        if self.p._version != version or is_lazy(self.p):
+            return self.p._version != version
+        return not torch.equal(local(self.p.detach()).view(torch.int16), local(seen).view(torch.int16))
+
+    def is_bypassed(self) -> bool:
+        """Whether the step has written to the parameter itself, which `undo` then takes back."""
+        if not self._has_changed():
+            return False
+        if self._weight_before is None:
+            self._weight_before = self._seen[1]
+        return True
+
+    def show_gradient(self) -> None:
+        """Give the shadow an FP32 copy of the gradient, in the layout of the weights where the optimizer wants that."""
+        grad, q = self.p.grad, self.q
+        if grad is None:
             q.grad = None
-        elif self._one_layout and p.grad.layout is torch.strided and not is_sharded(p.grad):
-            q.grad = laid_as(p.grad.detach(), q, torch.float32)
+        elif self._one_layout and grad.layout is torch.strided and not is_sharded(grad):
+            q.grad = laid_as(grad.detach(), q, torch.float32)
         else:
-            q.grad = p.grad.detach().to(torch.float32, copy=True)
-        self._shown[p] = q.grad, 0 if q.grad is None else q.grad._version
+            q.grad = grad.detach().to(torch.float32, copy=True)
+        self._shown = q.grad, 0 if q.grad is None else q.grad._version
 
-    def keep(self, p: Parameter) -> None:
-        """Before a write to the gradient of `p`, keep a copy for `undo`."""
-        if p not in self._before:
-            self._before[p] = p.grad, None if p.grad is None else p.grad.detach().clone()
-
-    def hand_back(self, p: Parameter, q: Parameter) -> None:
-        """Give the gradient of `p` the changes that the step made to the gradient of `q`."""
-        shown, version = self._shown[p]
-        left = q.grad
+    def hand_back(self) -> None:
+        """Give the parameter's gradient the changes that the step made to the shadow's."""
+        p, left, (shown, version) = self.p, self.q.grad, self._shown
         if left is shown and (left is None or _is_as_shown(p.grad, left, version)):
             return
-        self.keep(p)
+        self._keep_gradient()
         if left is not None and left is shown and p.grad is not None and can_be_written(p.grad):
             p.grad.copy_(left)
         else:
             own = p.grad.dtype if p.grad is not None else getattr(p, "grad_dtype", None) or p.dtype
             p.grad = None if left is None else left.detach().to(own, copy=True)
 
+    def _keep_gradient(self) -> None:
+        """Keep a copy of the parameter's gradient for `undo`."""
+        if self._gradient_before is None:
+            grad = self.p.grad
+            self._gradient_before = grad, None if grad is None else grad.detach().clone()
+
+    def show_trial_point(self) -> None:
+        """Before a closure: give the parameter the shadow's weights, rounded to nearest, and its gradient."""
+        self.hand_back()
+        self._keep_gradient()
+        if self._weight_before is None and self._is_moved():
+            self._weight_before = self.p.clone()
+        if self._weight_before is not None:
+            self.p.copy_(self.q)  # the shadow keeps the exact values
+
+    def take_evaluation(self) -> None:
+        """After a closure: show the gradient that it has made, and accept the weights that it has changed."""
+        self.show_gradient()
+        if self._has_changed():
+            self.look()
+
+    def _is_moved(self) -> bool:
+        """Whether the step has changed the weights since it got them."""
+        shown = torch.empty_like(self.q, requires_grad=False)
+        self.store.read(self.segment, local(shown))
+        return is_lazy(self.q) or not torch.equal(local(shown), local(self.q.detach()))
+
     def undo(self) -> None:
-        """Restore every gradient, object and values, after the step raised."""
-        for p, (grad, values) in self._before.items():
-            p.grad = grad
+        """Restore weights and gradient, object and values, after the step raised."""
+        if self._gradient_before is not None:
+            grad, values = self._gradient_before
+            self.p.grad = grad
             if grad is not None and values is not None and grad.layout is torch.strided and can_be_written(grad):
                 grad.copy_(values)
+        if self._weight_before is not None:
+            self.p.copy_(self._weight_before)
 
 
 def can_be_written(grad: Tensor) -> bool:
