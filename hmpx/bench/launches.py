@@ -34,9 +34,9 @@ from torch.utils._pytree import tree_leaves
 from hmpx.bench import measure
 from hmpx.rounding import kernels, native, triton
 from hmpx.updates.attach import attach
+from hmpx.updates.holding.settings import Weights
 from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype, state_name
 from hmpx.updates.holding.stores import WAYS
-from hmpx.updates.holding.ways import Weights
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16

@@ -12,8 +12,8 @@ from torch import nn
 from hmpx.bench import measure
 from hmpx.bench.parameter_lists import LISTS
 from hmpx.updates.attach import attach
+from hmpx.updates.holding.settings import Weights
 from hmpx.updates.holding.state_forms import StateDtype
-from hmpx.updates.holding.ways import Weights
 
 _LR = 1e-4
 Params = list[nn.Parameter]

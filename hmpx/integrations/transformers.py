@@ -17,7 +17,7 @@ from hmpx.integrations.setting_up import SettingUp, Stated
 from hmpx.recipes import frameworks
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.attach import attached
-from hmpx.updates.stepping.step import MASTER_KEY
+from hmpx.updates.checkpoints import MASTER_KEY
 
 __all__ = ["HmpxCallback"]
 

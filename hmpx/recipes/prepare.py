@@ -27,10 +27,10 @@ from hmpx.recipes.parameter_rules import dtype_of
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import Stated, as_recipe, name_of
 from hmpx.updates.attach import attach, attached
-from hmpx.updates.gradients.accumulation import replicas
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
+from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.ranks.sharding import is_sharded
 from hmpx.updates.stepping.names import named, names_in
 

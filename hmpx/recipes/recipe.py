@@ -27,9 +27,8 @@ from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCH
 from hmpx.recipes.origins import Origin, Origins
 from hmpx.recipes.parameter_rules import dtype_of, ways_in
 from hmpx.updates.footprint import Footprint, footprint
-from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.settings import Settings, Weights
 from hmpx.updates.holding.state_forms import state_name, state_named
-from hmpx.updates.holding.ways import Weights
 from hmpx.version import __version__
 
 

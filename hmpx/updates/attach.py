@@ -12,13 +12,12 @@ import torch.distributed as dist
 from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError
 from hmpx.updates.attachment import Attachment
-from hmpx.updates.gradients.accumulation import replicas
 from hmpx.updates.holding import state_dtypes
-from hmpx.updates.holding.settings import Settings
-from hmpx.updates.holding.ways import Rules, Weights
+from hmpx.updates.holding.settings import Rules, Settings, Weights
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, refuse
+from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.ranks.sharding import Place, Places, read_places
 from hmpx.updates.refusals import allow_plain_steps
 from hmpx.updates.stepping.fused_formulas import FUSED, formula_of
@@ -65,8 +64,8 @@ def attach(
             ``{"experts.w1": ((8, 64, 64), (2, 0, 0))}``; of flat elements from i on, ``((numel,), (i,))``. An optimizer
             that works by element then has the bits of the whole parameter in one process.
         seed: of the rounding numbers, in [0, 2^64). None: the one that `state_dict` carries, else 0.
-        state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" what has the
-            shape of its parameter in 8 bits, with one scale for 128 elements (`hmpx.rounding.eight_bits`).
+        state_dtype: torch.bfloat16 holds the optimizer's state in BF16 too, rounded stochastically; "8bit" holds
+            tensors of the parameter's shape in 8 bits, with a scale for 128 elements (`hmpx.rounding.eight_bits`).
         parameters: exceptions by the name of a parameter or a pattern, ``{"*.norm*": {"weights": "master"}}``, with
             either or both of `weights` and `state_dtype`. Of several that fit, the last decides; what it leaves out
             is as above.
@@ -79,7 +78,7 @@ def attach(
             call for all parameters. Faster; the order of its operations is its own, so results agree with the
             optimizer's to rounding and not to the bit. What no kernel takes is stepped as without it: sharded
             parameters, ones that are not contiguous or share memory, amsgrad, and all where there is no C compiler or
-            Triton (the head of `fused_step.py` has the list).
+            Triton (the head of `stepping/fused_batch.py` has the list).
         process_group: in a distributed job, the ranks that hold the same optimizer; all of them must attach. None: all
             ranks of the job.
 
@@ -145,16 +144,11 @@ def attach(
     attachment = Attachment(target, settings, given, slices, process_group, are_whole=names is not None)
     compare(what, attachment.facts(optimizer), process_group)
     attachment.install(optimizer)
-    try:
-        attachment.take_masters()
-    except BaseException:  # no memory for them, for instance
-        attachment.abandon()
-        raise
     return attachment
 
 
 def attached(optimizer: Optimizer) -> Attachment | None:
-    """What `attach` did to this optimizer, or to the one inside it."""
+    """Return the attachment of this optimizer, or of the one inside it; None if it is not attached."""
     return attachment_of(zero.inner(optimizer) or optimizer)
 
 

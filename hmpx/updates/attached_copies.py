@@ -25,7 +25,7 @@ def attach_copy(optimizer: Optimizer, original: Any) -> Any:
 
 
 def reduce(reference: Callable[[], Any], protocol: int) -> tuple:
-    """The `__reduce_ex__` of an attached optimizer; torch's own would keep state, groups and defaults alone."""
+    """Reduce an attached optimizer for copies and pickles; torch's own would keep state, groups and defaults alone."""
     optimizer = reference()
     attachment = attachment_of(optimizer)
     attachment.cast_state_along()

@@ -1,4 +1,4 @@
-"""An attached optimizer: what stays installed on it."""
+"""An attached optimizer: everything that is installed on it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from hmpx import region_state
 from hmpx.changes import MISSING, Attribute, take_back
 from hmpx.errors import HmpxError
-from hmpx.updates import attached_copies, step_hooks
+from hmpx.updates import attached_copies, released, step_hooks
 from hmpx.updates.checkpoints import Checkpoints
-from hmpx.updates.gradients import released
-from hmpx.updates.gradients.accumulation import end_unused_exchanges
-from hmpx.updates.gradients.claims import Claim
+from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.state_dtypes import release_state
 from hmpx.updates.lost_updates import Updates
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.optimizer_methods import writing_methods
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.agreement import StepCounts
+from hmpx.updates.ranks.ddp import end_unused_exchanges
 from hmpx.updates.ranks.sharding import Place
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import has_bf16, named, parameters
@@ -41,16 +41,16 @@ class Attachment:
     """What `attach` did to one optimizer: the handle that it returns.
 
     Attributes:
-        settings: what `attach` was asked for, by the names of its arguments.
+        settings: the arguments of `attach` that say how weights are updated.
         names: the names of parameters that `attach` was given, by parameter.
         places: where parameters stand that are slices of larger ones, by name.
         are_whole: whether the names were given one by one, as those of the whole model.
         optimizer: the optimizer, or for a `ZeroRedundancyOptimizer` the one inside it; None if it is gone.
-        active: whether this is what the optimizer is attached by now.
+        active: whether the optimizer is still attached by this handle.
 
     `detach()` makes the optimizer a plain torch one again, as `hmpx.detach` does. `updates()` counts what rounding to
-    nearest would lose, and `watched` is what it has given, None where nothing is counted. `kept_steps` counts the steps
-    that were spared a look at every parameter, as nothing but gradients and options had changed.
+    nearest would lose; `watched` is its result, None where nothing is counted. `kept_steps` counts the steps that did
+    not have to look at every parameter, because nothing but gradients and options had changed.
 
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).bfloat16().parameters(), lr=0.1)
@@ -78,7 +78,8 @@ class Attachment:
         self._counts = StepCounts(group, warns=not are_whole)
         self._optimizer = weakref.ref(optimizer)  # which holds this: no cycle, so it dies when its user lets it go
         self._updates = WeightUpdates(settings, names, places)
-        self._undo = contextlib.ExitStack()  # what puts parameters and hooks back
+        self.names, self.places = self._updates.names, self._updates.places
+        self._undo = contextlib.ExitStack()  # puts parameters and hooks back
         # The attachment holds the optimizer while a step is open, and a parameter outlives it.
         release = functools.partial(_call_if_alive, weakref.WeakMethod(self._release))
         self._claim = Claim(fp32=settings.use_fp32_grad_acc, release=release if settings.release_gradients else None)
@@ -146,7 +147,6 @@ class Attachment:
         """Undo `install` after a failure. State stays as it is, where `detach` would cast it to BF16."""
         optimizer = self._alive
         self._remove()
-        end_unused_exchanges()
         step_count.remove(optimizer)
         if self._counted:
             step_count.keep(optimizer, **self._counted)
@@ -155,8 +155,7 @@ class Attachment:
         """Detach and make `optimizer` a plain one: this handle's own, or a copy with every attribute of it."""
         self.cast_state_along()
         self._remove()
-        end_unused_exchanges()
-        self._updates.release_state(optimizer)
+        release_state(optimizer)
         step_count.remove(optimizer)
 
     @property
@@ -171,27 +170,13 @@ class Attachment:
         state = f"of {type(self.optimizer).__name__}" if self.active else "detached"
         return f"<hmpx.Attachment {state}: {', '.join(changed)}>"
 
-    def take_masters(self) -> None:
-        """See `WeightUpdates.take_masters`."""
-        self._updates.take_masters(self._alive)
-
-    @property
-    def names(self) -> dict[Parameter, str]:
-        """The names that `attach` was given, by parameter."""
-        return self._updates.names
-
-    @property
-    def places(self) -> dict[str, Place]:
-        """The places of slices that `attach` was given."""
-        return self._updates.places
-
     def masters_of(self, p: Parameter) -> torch.Tensor | None:
-        """The FP32 masters of a parameter; None if it has none."""
+        """Return the FP32 masters of a parameter; None if it has none."""
         segment = next(each for each in self._updates.segments(self._alive) if each.param is p)
         return self._updates.stores.masters(segment)
 
     def beside(self, *params: Parameter) -> list[torch.Tensor]:
-        """The tensors kept beside the weights of these parameters, or of all: masters or their lower halves."""
+        """Return the tensors kept beside the weights of these parameters, or of all: masters or their lower halves."""
         return self._updates.stores.beside(*params)
 
     def set_masters(self, masters: Mapping[Parameter, torch.Tensor]) -> None:
@@ -199,7 +184,7 @@ class Attachment:
         self._updates.set_masters(self._alive, masters)
 
     def facts(self, outer: Optimizer) -> dict[str, Any]:
-        """The facts that must be equal on every rank. `outer` is the optimizer that knows all parameters."""
+        """Return the facts that must be equal on every rank. `outer` is the optimizer that knows all parameters."""
         rounding_key = self._updates.rounding_key(self._alive)
         settings = {key: str(value) for key, value in vars(self.settings).items()}
         whole = {name: place.whole for name, place in self.places.items()}
@@ -232,8 +217,9 @@ class Attachment:
             self.sync_parameters()
             if self.settings.seed is not None:
                 step_count.keep(self._alive, **{SEED_KEY: self.settings.seed})
-        except BaseException:
-            self._remove()
+            self._checkpoints.take_earlier(self._alive)
+        except BaseException:  # no memory for masters, for instance
+            self.abandon()
             raise
 
     def _remove(self) -> None:
@@ -244,6 +230,7 @@ class Attachment:
         for name, (ours, before) in self._added.items():  # not in a `Changes`, which would keep the optimizer alive
             take_back(Attribute(self.optimizer, name, f"{type(self.optimizer).__name__}.{name}"), ours, before)
         step_hooks.uninstall()
+        end_unused_exchanges()
 
     def sync_parameters(self) -> None:
         """Look at the optimizer's parameters again: some may be new, gone or cast since."""
@@ -315,7 +302,7 @@ class Attachment:
 
 
 def _other_step(reference: Callable[[], Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """The replacement of a method that rewrites weights, on an attached optimizer."""
+    """Call a method that rewrites weights as a step of the attached optimizer."""
     optimizer = reference()
     method = getattr(type(optimizer), name)
     if not has_bf16(optimizer):  # inside a step of its own, which sees FP32 shadows

@@ -19,14 +19,15 @@ from hmpx.updates.holding.state_tensors import check_codes, is_coded
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.sharding import is_sharded, local
 from hmpx.updates.stepping import step_count
-from hmpx.updates.stepping.interrupts import is_incomplete
 from hmpx.updates.stepping.names import parameters
-from hmpx.updates.stepping.step import MASTER_KEY, WeightUpdates
+from hmpx.updates.stepping.step import WeightUpdates
+from hmpx.updates.stepping.step_call import is_incomplete
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
 
 logger = logging.getLogger("hmpx")
 Optimizer = torch.optim.Optimizer
 
+MASTER_KEY = "hmpx_master"  # in the state of a parameter, in a checkpoint
 HELD_KEY = "hmpx_masters"  # in param_groups[0] of a checkpoint that holds masters
 
 
@@ -150,9 +151,19 @@ class Checkpoints:
     @torch.no_grad()
     def take_from_state(self, optimizer: Optimizer) -> None:
         """Take over masters that a load has put into the optimizer's state."""
-        states = [(p, values) for p, values in optimizer.state.items() if isinstance(values, dict)]
-        masters = {p: values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values}
-        self._take(optimizer, cast(dict[torch.nn.Parameter, torch.Tensor], masters))
+        self._take(optimizer, _masters_in(optimizer))
+
+    def take_earlier(self, optimizer: Optimizer) -> None:
+        """Take over masters that a load before `attach` has left in the optimizer's state."""
+        found = _masters_in(optimizer)
+        held = {p: masters for p, masters in found.items() if masters.dtype is torch.float32}
+        lost = self._updates.set_masters(optimizer, held)
+        lost = {f"weights={weights!r}": count for weights, count in lost.items()}
+        if cast_down := len(found) - len(held):
+            why = "the load cast them to BF16" if self._settings.has_masters else f"weights={self._settings.weights!r}"
+            lost[why] = lost.get(why, 0) + cast_down
+        for why, count in lost.items():
+            logger.warning("hmpx: masters of %d parameters, loaded before attach, are dropped: %s", count, why)
 
     def _take(self, optimizer: Optimizer, incoming: dict[torch.nn.Parameter, torch.Tensor]) -> None:
         if self._is_own and not incoming:
@@ -167,6 +178,12 @@ class Checkpoints:
                 "hmpx: the checkpoint has no masters (it was saved without use_master_weights_in_ckpt, or with other "
                 "weights): what was below BF16's precision is lost, the masters start from the BF16 weights"
             )
+
+
+def _masters_in(optimizer: Optimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Take the masters out of the optimizer's state."""
+    states = [(p, values) for p, values in optimizer.state.items() if isinstance(values, dict)]
+    return {cast(torch.nn.Parameter, p): values.pop(MASTER_KEY) for p, values in states if MASTER_KEY in values}
 
 
 def _tell_more(segment: Segment, masters: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ class Footprint:
 
     Attributes:
         weights, gradients: between backward and step. Released gradients count as none.
-        buckets: in which DistributedDataParallel exchanges gradients, unless they are views of it
+        buckets: the buffers in which DistributedDataParallel exchanges gradients, unless gradients are views of them
             (``gradient_as_bucket_view=True``, not with use_fp32_grad_acc).
         masters: beside the weights, 4 (FP32), 2.0625 or 1.0625 (the lower halves, of 16 or 8 bits, and their checks;
             these take 2 bytes in parameters of at most 4096 elements).
@@ -44,7 +44,7 @@ class Footprint:
     slice: int
 
     def transient(self, elements: float, device: str = "cpu") -> int:
-        """The most bytes that a step allocates beyond the rest, on a rank that steps so many elements."""
+        """Return the most bytes that a step allocates beyond the rest, on a rank that steps so many elements."""
         return self.slice * min(slice_size(int(elements), device=torch.device(device)), int(elements))
 
     def on_rank(self, elements: float, ranks: int, mode: str) -> float:
@@ -58,7 +58,7 @@ class Footprint:
 
 
 def footprint(settings: Settings, dtype: torch.dtype, states: int = 2) -> Footprint:
-    """The footprint of `settings` for parameters of `dtype`, float32 or bfloat16.
+    """Return the footprint of `settings` for parameters of `dtype`, float32 or bfloat16.
 
     Args:
         states: tensors of a parameter's size that the optimizer keeps: 2 for Adam, 1 for momentum.

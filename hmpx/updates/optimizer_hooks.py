@@ -7,17 +7,24 @@ parameter groups, and of parameters whose contents `torch.utils.swap_tensors` ex
 from __future__ import annotations
 
 import functools
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch.optim import swa_utils
+from torch.optim.swa_utils import AveragedModel
 
-from hmpx import region_state
+from hmpx import awaited, region_state
 from hmpx.changes import Attribute, Changes
-from hmpx.updates.gradients import claims
+from hmpx.rounding.stochastic import stochastic_round
+from hmpx.updates import gradients
 from hmpx.updates.holding.state_tensors import CODES
+from hmpx.updates.ranks.sharding import is_sharded
 from hmpx.updates.stepping import step_count
+from hmpx.updates.stepping.names import parameters
 from hmpx.updates.stepping.step_count import STEP_KEY
 
 Optimizer = torch.optim.Optimizer
@@ -27,7 +34,7 @@ _loading = threading.local()  # attached: whether the optimizer that loads in th
 
 
 def attachment_of(optimizer: Optimizer) -> Any:
-    """The attachment that an optimizer holds itself, or None; see `attach.attached`."""
+    """Return the attachment that an optimizer holds itself, or None; see `attach.attached`."""
     return vars(optimizer).get(ATTRIBUTE)
 
 
@@ -44,7 +51,7 @@ def install(changes: Changes, is_installed: Callable[[], object], loaded: Callab
 
 
 def wrap(changes: Changes, name: str, wrapper: Callable[[Callable], Callable]) -> None:
-    """Replace a method of `torch.optim.Optimizer` by what `wrapper` makes of it, until `changes` are undone."""
+    """Replace a method of `torch.optim.Optimizer` by ``wrapper(method)``, until `changes` are undone."""
     ours = wrapper(getattr(Optimizer, name))
     is_static = isinstance(vars(Optimizer)[name], staticmethod)
     place = Attribute(Optimizer, name, f"torch.optim.Optimizer.{name}")
@@ -114,6 +121,94 @@ def _telling_of_swaps(swap_tensors: Callable) -> Callable:
     @functools.wraps(swap_tensors)
     def swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
         swap_tensors(t1, t2)
-        claims.swapped(t1, t2)
+        gradients.swapped(t1, t2)
 
     return swap
+
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+
+
+class TrialSteps:
+    """A part: lets such steps give BF16 gradients to parameters whose gradients are FP32."""
+
+    def apply(self, changes: Changes) -> None:
+        self._changes = changes
+        changes.callback(awaited.stop_waiting, self)
+        if _MODULE in sys.modules:
+            self.take(sys.modules[_MODULE])
+        else:
+            awaited.await_module(_MODULE, self)
+
+    def take(self, module: ModuleType) -> None:
+        """Patch the module, which may just have been imported."""
+        place = Attribute(module, "_init_optim_state", f"{_MODULE}._init_optim_state")
+        self._changes.put(place, _taking_any_gradient(module._init_optim_state))
+
+
+def _taking_any_gradient(init: Callable) -> Callable:
+    @functools.wraps(init)
+    def init_optim_state(optim: torch.optim.Optimizer) -> None:
+        found = [p for p in parameters(optim) if p.grad is None and p.dtype is torch.bfloat16]
+        wide = [p for p in found if getattr(p, "grad_dtype", None) is torch.float32]
+        for p in wide:
+            p.grad_dtype = None
+        try:
+            init(optim)
+        finally:
+            for p in wide:
+                p.grad = None
+                p.grad_dtype = torch.float32
+
+    return init_optim_state
+
+
+Tensors = Sequence[torch.Tensor]
+
+
+def watch_averages(changes: Changes) -> None:
+    """Round averages stochastically until `changes` are undone."""
+    place = Attribute(AveragedModel, "update_parameters", "torch.optim.swa_utils.AveragedModel.update_parameters")
+    changes.put(place, _updating(AveragedModel.update_parameters))
+
+
+def _updating(update: Callable) -> Callable:
+    @functools.wraps(update)
+    def update_parameters(self: AveragedModel, model: torch.nn.Module) -> None:
+        state = [*self.module.named_parameters(), *self.module.named_buffers()]
+        if not any(p.dtype is torch.bfloat16 and not is_sharded(p) for _, p in state):
+            return update(self, model)
+        names = {p.data_ptr(): name for name, p in state}
+        own = self.multi_avg_fn
+        self.multi_avg_fn = functools.partial(_average, names, own or _one_by_one(self.avg_fn))
+        try:
+            update(self, model)
+        finally:
+            self.multi_avg_fn = own
+
+    return update_parameters
+
+
+def _one_by_one(function: Callable | None) -> Callable:
+    """Turn a function that averages two tensors into one of lists; None means torch's own."""
+    if function is None:
+        return swa_utils.get_swa_multi_avg_fn()
+
+    def average(averages: Tensors, weights: Tensors, count: Any) -> None:
+        for average, weight in zip(averages, weights, strict=True):
+            average.copy_(function(average, weight, count))
+
+    return average
+
+
+@torch.no_grad()
+def _average(names: dict[int, str], function: Callable, averages: Tensors, weights: Tensors, count: Any) -> None:
+    """Call an averaging function for one BF16 parameter at a time, in FP32, to bound its memory."""
+    for average, weight in zip(averages, weights, strict=True):
+        if average.dtype is not torch.bfloat16 or is_sharded(average):
+            function([average], [weight], count)
+            continue
+        wide = average.float()
+        function([wide], [weight.float()], count)
+        name = f"average of {names.get(average.data_ptr(), '')}"
+        average.copy_(stochastic_round(wide, seed=0, step=int(count), name=name))

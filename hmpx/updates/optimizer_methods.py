@@ -1,4 +1,4 @@
-"""Which methods of an optimizer class, beside `step`, rewrite weights or gradients.
+"""Finds the methods of an optimizer class, beside `step`, that rewrite weights or gradients.
 
 `first_step` and `second_step` of sharpness-aware minimisation are called by the training loop; schedule-free optimizers
 move between two points in `train` and `eval`. Nothing declares such a method, so hmpx reads its code: it changes
@@ -19,7 +19,7 @@ _DIFFERENTIATES = {"backward", "autograd"}
 
 
 def writing_methods(cls: type[Optimizer]) -> list[str]:
-    """Public methods of `cls` that rewrite weights; those of torch's own classes are none."""
+    """Return the public methods of `cls` that rewrite weights; torch's own classes have none."""
     own = [base for base in cls.__mro__ if not base.__module__.startswith("torch.") and base is not object]
     names = dict.fromkeys(name for base in own for name, value in vars(base).items() if _function(value) is not None)
     public = [name for name in names if not name.startswith("_") and not hasattr(Optimizer, name)]

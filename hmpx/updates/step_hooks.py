@@ -1,8 +1,8 @@
 """Wraps the step function of every optimizer class: around its own code, inside its hooks.
 
 torch wraps `step` of every optimizer class once (`Optimizer.profile_hook_step`): user pre-hooks, the class's own
-function, user post-hooks. hmpx exchanges that inner function, which the wrapper's closure holds. Other places do not
-serve:
+function, user post-hooks. hmpx replaces the class's own function, which the wrapper's closure holds. Other places do
+not serve:
 
 - global step hooks do not run when a step raises. They also run outside the user's own hooks, which would then see
   shadows instead of parameters, or parameters that are not written back yet;
@@ -20,6 +20,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,11 +28,9 @@ from hmpx import region_state
 from hmpx.changes import Cell, Changes
 from hmpx.compiling import never_compile
 from hmpx.process_state import open_caches
-from hmpx.updates import optimizer_hooks
-from hmpx.updates.averages import watch_averages
-from hmpx.updates.gradients import released
+from hmpx.updates import optimizer_hooks, released
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.optimizer_hooks import attachment_of
+from hmpx.updates.optimizer_hooks import TrialSteps, attachment_of, watch_averages
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.agreement import compare_in_region, watch_joins
 from hmpx.updates.refusals import (
@@ -46,7 +45,6 @@ from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import has_bf16, parameters
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
-from hmpx.updates.trial_steps import TrialSteps
 
 Optimizer = torch.optim.Optimizer
 
@@ -57,7 +55,8 @@ _HOOKED = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # of tor
 _collected: deque[None] = deque()  # one for each attached optimizer that nobody holds any more
 _running = threading.local()  # optimizers whose step is running in this thread
 _for_graphs = False
-_in_region = WeightUpdates(Settings())  # for optimizers that nobody attached
+_SETTINGS = Settings()  # of regions
+_in_regions: WeakKeyDictionary[Optimizer, WeightUpdates] = WeakKeyDictionary()  # of optimizers that nobody attached
 
 
 def install() -> None:
@@ -130,7 +129,7 @@ def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Paramet
 
 
 def own_step(cls: type[Optimizer]) -> Callable:
-    """The step function of an optimizer class, without what torch and hmpx have put around it."""
+    """Return the step function of an optimizer class, without the wrappers of torch and hmpx."""
     cell = _cell(cls.step)
     assert cell is not None, "the step of every class is wrapped"
     own = cell.cell_contents
@@ -138,7 +137,7 @@ def own_step(cls: type[Optimizer]) -> Callable:
 
 
 def _cells() -> Iterator[tuple[type, types.CellType]]:
-    """Every optimizer class that torch has wrapped, and the closure cell that holds its own step function."""
+    """Yield every optimizer class that torch has wrapped, and the closure cell that holds its own step function."""
     classes = [Optimizer]
     for cls in classes:
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]
@@ -148,7 +147,7 @@ def _cells() -> Iterator[tuple[type, types.CellType]]:
 
 
 def _cell(step: Any) -> types.CellType | None:
-    """The cell of one class's `step`. In some classes, such as LBFGS, Dynamo puts a wrapper around torch's."""
+    """Return the cell of one class's `step`. In some classes, such as LBFGS, Dynamo puts a wrapper around torch's."""
     while step is not None and getattr(step, "__code__", None) is not _HOOKED:
         step = getattr(step, "__wrapped__", None)
     return None if step is None else step.__closure__[_HOOKED.co_freevars.index("func")]
@@ -178,8 +177,9 @@ def _watched(step: Callable) -> Callable:
                     return attachment.step(call)
                 if how is not None and has_bf16(optimizer):
                     refuse_plain_steps(optimizer)
-                    compare_in_region(optimizer, _in_region, call.seed)
-                    return _in_region.step(call)
+                    updates = _in_regions.get(optimizer) or _in_regions.setdefault(optimizer, WeightUpdates(_SETTINGS))
+                    compare_in_region(optimizer, updates, call.seed)
+                    return updates.step(call)
                 if how is not None and step_count.stored(optimizer):  # from steps of parameters that are BF16 no more
                     step_count.keep(optimizer)
                 refuse_codes(optimizer)
@@ -208,7 +208,7 @@ def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
 
 
 def _hooking(profile_hook_step: Callable) -> Callable:
-    """The decorator that torch puts on a class's step when its first optimizer is made."""
+    """Replace the decorator that torch puts on a class's step when its first optimizer is made."""
 
     def hook(step: Callable) -> Callable:
         hooked = profile_hook_step(step)

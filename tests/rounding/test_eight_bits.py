@@ -12,10 +12,9 @@ from hmpx.rounding import native
 from hmpx.rounding.eight_bits import Rows, decode, encode
 from hmpx.rounding.halves import join_24, split_24
 from hmpx.rounding.spans import Span
-from hmpx.updates.holding.rounding_key import RoundingKey
+from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.segment import Segment
-from hmpx.updates.holding.state_blocks import StateBlocks
-from hmpx.updates.holding.state_tensors import HeldCodes
+from hmpx.updates.holding.state_tensors import HeldCodes, StateBlocks
 from tests.support.eight_bits import beside_the_finest_steps, in_8_bits, numbers, read, row_length
 from tests.support.numbers import special_values, spread
 from tests.support.oracle import to_24_bits

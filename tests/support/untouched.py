@@ -26,8 +26,7 @@ import torch
 import hmpx
 from hmpx import process_state, region_state
 from hmpx.ops.policies.catalog import catalog
-from hmpx.updates import step_hooks
-from hmpx.updates.gradients import claims, released
+from hmpx.updates import gradients, released, step_hooks
 
 KEPT = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.GetSetDescriptorType)
 KEPT = (*KEPT, types.WrapperDescriptorType, staticmethod, classmethod, property, type, torch.dtype)
@@ -191,8 +190,8 @@ def in_force() -> Iterator[str]:
         "users of the hooks in optimizers": step_hooks._users,
         "changes of optimizers": step_hooks._changes._undo,
         "released gradients": released._gone,
-        "claims on gradients": claims._claimed,
-        "claims that ended": claims._ended,
+        "claims on gradients": gradients._claimed,
+        "claims that ended": gradients._ended,
     }
     yield from (name for name, value in variables.items() if value)
     for cls, cell in step_hooks._cells():

@@ -13,8 +13,7 @@ import torch
 
 import hmpx
 from hmpx import hmp
-from hmpx.updates.lost_updates import Updates
-from hmpx.updates.update_table import UpdateRow
+from hmpx.updates.lost_updates import UpdateRow, Updates
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type

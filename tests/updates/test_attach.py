@@ -1,4 +1,7 @@
-"""`attach`: ways to hold weights and state, against reference loops written out here."""
+"""`attach`: masters and BF16 state of several optimizers, against loops written out here; gradients in FP32.
+
+`test_whole_life.py` has every way to hold weights and state.
+"""
 
 from __future__ import annotations
 
@@ -45,43 +48,6 @@ def test_master_is_an_fp32_copy_of_the_parameters(cls, sliced):
         optimizer.step(*closure)
         reference.step(*closure)
         assert same(weights(named), [q.bfloat16() for q in weights(twin)])
-
-
-def half_away_from_zero(x):
-    """FP32 to BF16 in float64 arithmetic: an independent account of ties away from zero."""
-    x = x.double()
-    unit = torch.exp2(torch.floor(torch.log2(x.abs())) - 7)
-    return (torch.sign(x) * torch.floor(x.abs() / unit + 0.5) * unit).bfloat16()
-
-
-def test_split_holds_the_same_masters_in_two_bytes(sliced):
-    named, twin = parameters(), parameters(torch.float32)
-    optimizer, reference = optim.AdamW(named, lr=1e-2), optim.AdamW(twin, lr=1e-2)
-    hmpx.attach(optimizer, "split", use_master_weights_in_ckpt=True)
-    for step in range(5):
-        set_gradients(named, step)
-        set_gradients(twin, step)
-        optimizer.step()
-        reference.step()
-        assert same(masters_in(optimizer), weights(twin))
-        assert same(weights(named), [half_away_from_zero(q) for q in weights(twin)])
-    assert "hmpx_master" not in optimizer.state[named[0][1]]
-
-
-def test_nearest_computes_in_fp32_and_warns_nobody(sliced, caplog):
-    named, twin = parameters(), parameters(torch.float32)
-    optimizer, reference = optim.AdamW(named, lr=1e-2), optim.AdamW(twin, lr=1e-2)
-    hmpx.attach(optimizer, "nearest")
-    for step in range(3):
-        set_gradients(named, step)
-        set_gradients(twin, step)
-        optimizer.step()
-        reference.step()
-        with torch.no_grad():
-            for _, q in twin:
-                q.copy_(q.bfloat16())
-        assert same(weights(named), [q.bfloat16() for q in weights(twin)])
-    assert "round-to-nearest" not in caplog.text
 
 
 @pytest.mark.parametrize("cls, options", [(optim.AdamW, {"foreach": False}), (optim.Adafactor, {}), (optim.LBFGS, {})])

@@ -88,46 +88,6 @@ def test_a_state_of_as_many_steps_on_other_batches_is_another_one(caplog):
     assert caplog.text.count("the checkpoint has no masters") == 1
 
 
-@pytest.mark.parametrize("way", ["stochastic", "nearest", "master", "split", "split8"])
-@pytest.mark.parametrize("state_dtype", [torch.float32, BF16, "8bit"])
-@pytest.mark.parametrize("model_first", [True, False])
-def test_a_resumed_run_is_the_run(way, state_dtype, model_first, tmp_path):
-    options = {
-        "state_dtype": state_dtype,
-        "seed": 9,
-        "use_master_weights_in_ckpt": way in ("master", "split", "split8"),
-    }
-
-    def fresh(seed):
-        named = parameters()
-        optimizer = optim.AdamW(named, lr=1e-2)
-        hmpx.attach(optimizer, way, **{**options, "seed": seed})
-        return named, optimizer
-
-    named, optimizer = fresh(9)
-    train(named, optimizer, 0, 3)
-    torch.save({"weights": weights(named), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
-    train(named, optimizer, 3, 6)
-
-    saved = torch.load(tmp_path / "checkpoint.pt")
-    resumed, loaded = fresh(None)
-
-    def load_model():
-        with torch.no_grad():
-            for (_, p), weight in zip(resumed, saved["weights"], strict=True):
-                p.copy_(weight)
-
-    if model_first:
-        load_model()
-    loaded.load_state_dict(saved["optimizer"])
-    if not model_first:
-        load_model()
-    train(resumed, loaded, 3, 6)
-    assert same(weights(named), weights(resumed))
-    for (_, p), (_, q) in zip(named, resumed, strict=True):
-        assert all(torch.equal(v, loaded.state[q][k]) for k, v in optimizer.state[p].items())
-
-
 @pytest.mark.parametrize("one, other", [("master", "split"), ("split", "master")])
 @pytest.mark.parametrize("model_last", [True, False])
 def test_a_checkpoint_moves_between_master_and_split(one, other, model_last):

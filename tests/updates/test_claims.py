@@ -13,8 +13,7 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.updates import step_hooks
-from hmpx.updates.gradients import claims
+from hmpx.updates import gradients, step_hooks
 from tests.support.training import needs_grad_dtype, parameters, set_gradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -27,7 +26,7 @@ def nothing_is_left():
     gc.collect()
     with hmpx.disable_casts():
         pass
-    assert not claims._claimed and not claims._ended and step_hooks._users == 0
+    assert not gradients._claimed and not gradients._ended and step_hooks._users == 0
     assert (torch.utils.swap_tensors, optim.Optimizer.load_state_dict) == PRISTINE
 
 
@@ -151,23 +150,23 @@ def test_an_optimizer_that_is_collected_while_another_one_attaches_lets_go_after
     old = {"optimizer": optim.SGD([p], lr=0.1)}
     new = optim.SGD([p], lr=0.5)
     hmpx.attach(old["optimizer"], release_gradients=True)
-    refusals = claims._refusals
+    refuse_ddp = gradients.refuse_ddp
 
-    def collecting():
-        assert claims._lock.locked()
+    def collecting(what):
+        assert gradients._lock.locked()
         old.clear()
         gc.collect()
-        return refusals()
+        return refuse_ddp(what)
 
-    monkeypatch.setattr(claims, "_refusals", collecting)
+    monkeypatch.setattr(gradients, "refuse_ddp", collecting)
     attaching = threading.Thread(target=hmpx.attach, args=(new,), daemon=True)
     attaching.start()
     attaching.join(20)
     waits_for_itself = attaching.is_alive()
     if waits_for_itself:
-        claims._lock.release()
+        gradients._lock.release()
         attaching.join()
-    assert not waits_for_itself and not old and len(claims._claimed[id(p)].claims) == 1
+    assert not waits_for_itself and not old and len(gradients._claimed[id(p)].claims) == 1
     p.sum().backward()
     assert (p == 1).all() and (p.grad == 1).all()  # nobody releases any more
 

@@ -200,15 +200,3 @@ def test_state_in_bf16_is_rounded_by_its_logical_index_in_any_layout(state_dtype
             assert torch.equal(p, q), (cls, layout)
             for key, value in theirs.items():
                 assert mine[key].dtype is value.dtype and torch.equal(mine[key], value), (cls, layout, key)
-
-
-def test_the_layout_of_a_gradient_is_kept():
-    torch.manual_seed(0)
-    weight, gradient = torch.randn(30, 40).bfloat16(), torch.randn(40, 30).bfloat16().t()
-    p, q = nn.Parameter(weight.clone()), nn.Parameter(weight.float())
-    optimizer, reference = optim.Adafactor([p]), optim.Adafactor([q])
-    p.grad, q.grad = gradient, gradient.float()
-    with hmpx.disable_casts():
-        optimizer.step()
-    reference.step()
-    assert torch.equal(optimizer.state[p]["row_var"], reference.state[q]["row_var"])

@@ -18,10 +18,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 import hmpx
-from hmpx.updates.lost_updates import Updates
+from hmpx.updates.lost_updates import UpdateRow, Updates
 from hmpx.updates.stepping import update_counts
 from hmpx.updates.stepping.update_counts import UpdateCounts
-from hmpx.updates.update_table import UpdateRow
 from tests.support import ranks
 from tests.support.sharded import Small, digest, fixed_gradients
 from tests.support.watched import (

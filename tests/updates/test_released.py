@@ -12,8 +12,7 @@ from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import hmpx
-from hmpx.updates import step_hooks
-from hmpx.updates.gradients import released
+from hmpx.updates import released, step_hooks
 from tests.support import ranks
 from tests.support.sharded import Small, shard
 from tests.support.training import Net, parameters, same, weights

@@ -190,21 +190,6 @@ def test_mixed_groups_untouched_parameters_and_identity():
     assert optimizer.state[bf16]["exp_avg"].dtype is torch.float32 and half.dtype is torch.float16
 
 
-def test_non_contiguous_parameters():
-    base = torch.randn(6, 4).bfloat16()
-    p = nn.Parameter(base.t().clone(memory_format=torch.preserve_format))
-    assert not p.is_contiguous()
-    q = nn.Parameter(p.detach().float())
-    optimizer, reference = optim.AdamW([("w", p)], lr=1e-2), optim.AdamW([("w", q)], lr=1e-2)
-    for step in range(3):
-        p.grad = torch.randn(4, 6).bfloat16()
-        q.grad = p.grad.float()
-        with hmpx.disable_casts():
-            optimizer.step()
-        reference_step(reference, [("w", q)], step)
-    assert torch.equal(p.float(), q)
-
-
 class Failing(optim.SGD):
     """Does half of its work, then raises."""
 

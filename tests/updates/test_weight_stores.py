@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from hmpx.updates.holding.rounding_key import RoundingKey
+from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.stores import WAYS
 from tests.support.oracle import to_24_bits

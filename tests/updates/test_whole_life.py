@@ -73,6 +73,12 @@ def stepped(params, optimizer, number):
     optimizer.step()
 
 
+@torch.no_grad()
+def load_weights(params, saved):
+    for name, p in params.items():
+        p.copy_(saved[name])
+
+
 def assert_same(params, optimizer, copies):
     for name, weight in copies.weights().items():
         assert torch.equal(params[name], weight), name
@@ -110,10 +116,9 @@ def test_an_optimizer_lives_as_its_fp32_copies(cls, options, way, state_dtype, i
     if into == "used":
         for number in range(LATE, LATE + 2):  # so that each parameter has state, and masters of another run
             stepped(params, optimizer, number)
-    with torch.no_grad():
-        for name, p in params.items():
-            p.copy_(saved["weights"][name])
-    optimizer.load_state_dict(saved["optimizer"])
+    loads = [lambda: load_weights(params, saved["weights"]), lambda: optimizer.load_state_dict(saved["optimizer"])]
+    for load in loads if into == "fresh" else reversed(loads):
+        load()
     assert_same(params, optimizer, copies)
     for number in range(SAVED, END):
         copies.step(number)

@@ -12,8 +12,8 @@ from hmpx.insight.doctor.problem import Problem, percent, some
 from hmpx.insight.doctor.spots import Spot
 from hmpx.insight.doctor.update_view import Stepped
 from hmpx.insight.tensors import LOW
+from hmpx.updates.lost_updates import THRESHOLD
 from hmpx.updates.stepping.names import parameters
-from hmpx.updates.update_table import THRESHOLD
 
 Parameter = torch.nn.Parameter
 _LEAST_DECAY = 5.0  # in ulp: from so much on, decay that does not arrive is no accident

@@ -15,7 +15,7 @@ from hmpx.insight.weights.ladder import FP32, STATES, WEIGHTS, Rung, bytes_of, r
 from hmpx.insight.weights.scoring import Scoring
 from hmpx.insight.weights.tuned_weights import WeightChoice
 from hmpx.updates.holding.state_forms import state_name
-from hmpx.updates.update_table import THRESHOLD
+from hmpx.updates.lost_updates import THRESHOLD
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx.updates.holding.state_blocks import StateBlocks
 from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype, state_name
+from hmpx.updates.holding.state_tensors import StateBlocks
 from hmpx.updates.holding.stores import WAYS
 
 FP32 = "float32"  # for `weights`: the parameter itself is FP32

@@ -16,8 +16,8 @@ from hmpx.insight.tensors import Tensor
 from hmpx.insight.tuning.course import by_name
 from hmpx.insight.weights.ladder import STATES, WEIGHTS
 from hmpx.updates.attach import attach
+from hmpx.updates.holding.settings import Weights
 from hmpx.updates.holding.state_forms import StateDtype
-from hmpx.updates.holding.ways import Weights
 
 Alternative = str | torch.dtype  # of `WEIGHTS` or of `STATES`
 _STEPPED: dict[Alternative, tuple[Weights, StateDtype]] = {

@@ -35,7 +35,7 @@ _PARTS = 16  # of a tensor that are looked at one after the other, on an acceler
 
 
 def checksums(weights: Tensor) -> Tensor:
-    """The checksum of each block of BF16 `weights`, int16."""
+    """Compute the checksum of each block of BF16 `weights`, int16."""
     block = block_of(weights)
     out = torch.empty(-(-weights.numel() // block), dtype=torch.int16, device=weights.device)
     if weights.numel() and native.can_read(weights):
@@ -71,12 +71,12 @@ def clear_written(weights: Tensor, before: Tensor, beside: Tensor) -> None:
 
 
 def block_of(weights: Tensor) -> int:
-    """How many weights share a checksum."""
+    """Return how many weights share a checksum."""
     return 1 if weights.numel() <= SMALL else BLOCK
 
 
 def _parts(weights: Tensor, block: int) -> Iterator[Tensor]:
-    """The weights flat in row-major order, in parts that begin where a block begins."""
+    """Yield the weights flat in row-major order, in parts that begin where a block begins."""
     size = _CHUNK if is_on_host(weights) else max(weights.numel() // _PARTS // block * block + block, _CHUNK)
     if weights.is_contiguous():
         yield from weights.view(-1).split(size)

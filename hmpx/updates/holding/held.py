@@ -1,27 +1,109 @@
-"""The interface of a tensor held between two steps: weights, state and gradients, as a batch reads and writes them."""
+"""The interface of a tensor that is held between two steps, and the key of the random numbers it is written with."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
-from hmpx.rounding import native
-from hmpx.updates.holding.rounding_key import RoundingKey
+from hmpx.rounding import eight_bits, halves, native
+from hmpx.rounding.keys import step_key
+from hmpx.rounding.spans import Span
+from hmpx.rounding.stochastic import Rounding, round_all
 from hmpx.updates.holding.segment import Segment
-from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
+from hmpx.updates.ranks.sharding import Box
 
 Tensor = torch.Tensor
-Parameter = torch.nn.Parameter
+
+
+@dataclass(frozen=True)
+class RoundingKey:
+    """The random numbers of one step depend on this key, the parameter's name and the element's index.
+
+    Attributes:
+        pending: collects roundings until `flush`, which does them all in one call. None: each is done at once.
+    """
+
+    seed: int
+    step: int
+    pending: list[Rounding] | None = field(default=None, compare=False)
+
+    @property
+    def of_step(self) -> int:
+        """The step's part of each tensor's key; the name is the other part."""
+        return step_key(self.seed, self.step)
+
+    def round_into(self, out: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
+        """Round FP32 `x` into BF16 `out`, of the same shape.
+
+        Args:
+            name: of the parameter, or of a state tensor.
+            start: index of the first element, in `box` or in the whole parameter.
+            box: where the elements that this rank holds stand; None if it holds the whole parameter.
+        """
+        if box is None:
+            self._round(Rounding(out, x, name, start))
+            return
+        source, target = x.contiguous().view(-1), out.view(-1) if out.is_contiguous() else None
+        rounded = torch.empty_like(source, dtype=out.dtype) if target is None else target
+        for span in box.spans(start, start + x.numel()):
+            here = slice(span.start - start, span.stop - start)
+            self._round(Rounding(rounded[here], source[here], name, span.offset, span.width, span.stride))
+        if target is None:
+            self.flush()
+            out.copy_(rounded.view(out.shape))
+
+    def _round(self, rounding: Rounding) -> None:
+        if self.pending is None:
+            round_all([rounding], self.seed, self.step)
+        else:
+            self.pending.append(rounding)
+
+    def flush(self) -> None:
+        """Do the pending roundings."""
+        if self.pending:
+            pending = self.pending[:]
+            self.pending.clear()
+            round_all(pending, self.seed, self.step)
+
+    def split_into(self, upper: Tensor, lower: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
+        """Round FP32 `x` to 24 bits: BF16 `upper` and int8 `lower`, all of one shape. See `round_into`."""
+        halves.split_24(x, upper, lower, self._spans(x.numel(), start, box), (self.seed, self.step, name))
+
+    def encode_into(
+        self,
+        codes: Tensor,
+        x: Tensor,
+        scales: Tensor,
+        rows: eight_bits.Rows,
+        begin: int,
+        name: str,
+        start: int,
+        box: Box | None,
+        given: bool,
+    ) -> None:
+        """Round flat FP32 `x` to flat `codes` of 8 bits, and write the scales unless they are `given`.
+
+        The other arguments are those of `round_into`; `begin` is the first element, counted in `rows`.
+        """
+        spans, keys = self._spans(x.numel(), start, box), (self.seed, self.step, name)
+        eight_bits.encode(codes, x, scales, rows, begin, spans, keys, given)
+
+    def _spans(self, count: int, start: int, box: Box | None) -> list[Span]:
+        if box is None:
+            return [Span(0, count, start, max(count, 1), 0)]
+        spans = box.spans(start, start + count)
+        return [Span(each.start - start, each.stop - start, *each[2:]) for each in spans]
 
 
 class Held:
-    """One tensor and the data kept beside it. All methods need `torch.no_grad()`.
+    """A tensor that is held between two steps, with the data beside it. All methods need `torch.no_grad()`.
 
     Attributes:
-        tensor: a gradient, weights or state; in the shape of the parameter or in one of its own.
-        kind: what the C kernels call this way to hold a tensor; None if they do not know it, and torch's operators
-            then move it.
+        tensor: a gradient, weights or state, in the shape of the parameter or in one of its own.
+        kind: the number by which the C kernels know this way to hold a tensor. None: they do not know it, and torch's
+            operators move the tensor.
     """
 
     kind: ClassVar[int | None] = None
@@ -30,18 +112,18 @@ class Held:
         self.tensor = tensor
 
     def itself(self, segment: Segment) -> Tensor | None:
-        """The held memory itself, if a step may work on it without a copy."""
+        """Return the held memory itself if a step may work on it without a copy, else None."""
         return None
 
     def for_kernels(self, segment: Segment, name: int) -> native.StoredTensor | None:
-        """How the kernels read and write a segment of contiguous tensors; None where they cannot.
+        """Describe a segment of contiguous tensors to the kernels; None where they cannot read and write it.
 
         name: the hash of the name that the random numbers depend on.
         """
         return None if self.kind is None else native.StoredTensor(self.tensor.detach(), self.kind, name)
 
     def blocks(self, segment: Segment, x: Tensor) -> list[tuple[Segment, Tensor]]:
-        """The parts in which `read` and `write` take a segment, each with its part of `x`, the step's FP32 copy."""
+        """Split a segment into the parts that `read` and `write` take, each with its part of the FP32 copy `x`."""
         return segment.blocks(x)
 
     def read(self, segment: Segment, out: Tensor) -> None:
@@ -51,46 +133,6 @@ class Held:
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         """Write a segment's FP32 result back. The segments of a parameter are written in order.
 
-        name: what the random numbers depend on.
+        name: the name that the random numbers depend on.
         """
         raise NotImplementedError
-
-
-class Store(Held):
-    """The weights of one BF16 parameter.
-
-    Attributes:
-        tensor: the parameter.
-        bytes_beside: what is kept for each weight, beside the weight.
-        has_masters: whether `masters` has more than the BF16 weights do.
-        shows_masters: whether FP32 masters are kept as such, so that a step may work on them.
-    """
-
-    bytes_beside: ClassVar[float] = 0.0
-    has_masters: ClassVar[bool] = False
-    shows_masters: ClassVar[bool] = False
-
-    def begin(self) -> None:
-        """Prepare the data kept beside the weights for the weights as they are now; called first in a step."""
-
-    def settle(self, segment: Segment, rounding_key: RoundingKey) -> None:
-        """Bring the data into the form that kernels need. The segment is the whole parameter."""
-
-    def beside(self) -> list[Tensor]:
-        """The tensors kept beside the weights. While they are the same objects, nobody has exchanged masters."""
-        return []
-
-    def take_masters(self, masters: Tensor) -> None:
-        """Take over FP32 masters from a checkpoint. Where a master does not round to its weight, the weight counts."""
-
-    def masters(self, segment: Segment) -> Tensor:
-        """The FP32 masters, sharded as the parameter is. The segment is the whole parameter."""
-        self.begin()
-        out = torch.empty_like(local(self.tensor), dtype=torch.float32, requires_grad=False)
-        self.read(segment, out)
-        return like(self.tensor, out) if is_sharded(self.tensor) else out
-
-    def _part_of(self, masters: Tensor) -> Tensor:
-        """A copy of this rank's part of `masters`, in the layout of the weights."""
-        out = torch.empty_like(local(self.tensor), dtype=torch.float32, requires_grad=False)
-        return out.copy_(held_part(self.tensor, masters))

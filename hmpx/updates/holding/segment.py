@@ -1,28 +1,104 @@
-"""A segment: a parameter or a part of one that an optimizer sees in a step.
+"""Segments: which elements of a parameter an optimizer sees at once, where they lie, and how they are held.
 
-A step in slices takes a large parameter in parts. A `Segment` says which elements a part has, how they lie in memory,
+A step in batches takes a large parameter in parts. A `Segment` says which elements a part has, how they lie in memory,
 and where they stand in the whole parameter: the rounding depends on that.
+
+torch's fused kernels read weight, gradient and state as flat arrays. So tensors that are stepped together get one
+layout, that of ``torch.empty_like(parameter)``. It is dense, and the parameter's own where that is dense.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 
-from hmpx.updates.holding.memory_order import Order, boxes, lies_flat, unfolded
-from hmpx.updates.holding.ways import USUAL, Way
 from hmpx.updates.ranks.sharding import Box, is_sharded, local
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
+Weights = Literal["stochastic", "nearest", "master", "split", "split8"]
+Order = tuple[int, ...]  # of dimensions, the outermost in memory first
+
+
+@functools.lru_cache(maxsize=4096)
+def _order(shape: torch.Size, strides: tuple[int, ...]) -> Order:
+    dense = torch.empty_strided(shape, strides, device="meta")
+    strides = torch.empty_like(dense).stride()
+    return tuple(sorted(range(len(shape)), key=lambda d: (-strides[d], d)))
+
+
+def memory_order(tensor: Tensor) -> Order:
+    """Return the dimensions in the order in which `torch.empty_like(tensor)` lays them."""
+    return _order(tensor.shape, tensor.stride())
+
+
+def lies_flat(tensor: Tensor, order: Order) -> bool:
+    """Whether the elements of `tensor`, with its dimensions in this order, follow one another in memory."""
+    return tensor.permute(order).is_contiguous()
+
+
+def unfolded(flat: Tensor, sizes: tuple[int, ...], order: Order) -> Tensor:
+    """View a flat tensor, which holds the dimensions in this order, in the shape `sizes`."""
+    permuted = flat.view([sizes[d] for d in order])
+    return permuted.permute([order.index(d) for d in range(len(order))])
+
+
+def laid_as(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy `tensor` into the layout of `torch.empty_like(like)`."""
+    return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(tensor)
+
+
+def boxes(sizes: tuple[int, ...], order: Order, start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """Cut elements `start` ... `stop - 1`, counted with the dimensions in this order, into a few rectangular boxes."""
+    for begins, ends in _boxes([sizes[d] for d in order], start, stop):
+        box = [slice(0)] * len(order)
+        for d, begin, end in zip(order, begins, ends, strict=True):
+            box[d] = slice(begin, end)
+        yield tuple(box)
+
+
+def _boxes(sizes: list[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield start and stop of each box: the rest of a first row, whole rows, the begin of a last row."""
+    if not sizes:
+        yield [], []
+        return
+    row = math.prod(sizes[1:])
+    first, last = -(-start // row) if row else 0, stop // row if row else sizes[0]
+    if first > last:  # within one row
+        for begins, ends in _boxes(sizes[1:], start - last * row, stop - last * row):
+            yield [last, *begins], [first, *ends]
+        return
+    if start < first * row:
+        for begins, ends in _boxes(sizes[1:], start - (first - 1) * row, row):
+            yield [first - 1, *begins], [first, *ends]
+    if first < last:
+        yield [first, *(0 for _ in sizes[1:])], [last, *sizes[1:]]
+    if last * row < stop:
+        for begins, ends in _boxes(sizes[1:], 0, stop - last * row):
+            yield [last, *begins], [last + 1, *ends]
+
+
+class Way(NamedTuple):
+    """How one BF16 parameter is held between two steps: the settings that may differ by parameter.
+
+    See `hmpx.attach`.
+    """
+
+    weights: Weights = "stochastic"
+    state_dtype: torch.dtype | Literal["8bit"] = torch.float32
+
+
+USUAL = Way()
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A parameter, or the elements `start` ... `stop - 1` of it: a whole one in its shape, a part flat.
+    """A whole parameter, in its shape, or its elements `start` ... `stop - 1`, flat.
 
     Of a sharded parameter, only the elements that this rank holds are counted.
 
@@ -49,7 +125,7 @@ class Segment:
     way: Way = USUAL
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This segment of a tensor shaped like the parameter, as a view; under `torch.no_grad()`.
+        """View this segment of a tensor that is shaped like the parameter; under `torch.no_grad()`.
 
         A part with an `order` must be split by `blocks` first.
         """
@@ -59,7 +135,7 @@ class Segment:
         return tensor[self.index] if self.index is not None else tensor.view(-1)[self.start : self.stop]
 
     def flat_view(self, tensor: Tensor) -> Tensor | None:
-        """This part of a tensor as a flat view; None if its elements do not follow one another in memory."""
+        """View this part of a tensor flat; None if its elements do not follow one another in memory."""
         if self.order is None:
             return self.of(tensor)
         tensor = local(tensor)
@@ -68,7 +144,7 @@ class Segment:
         return tensor.permute(self.order).reshape(-1)[self.start : self.stop]
 
     def parts(self, size: int, order: Order | None, ends: Callable[[int], int] | None = None) -> Iterator[Segment]:
-        """A whole parameter in parts of about `size` elements.
+        """Cut a whole parameter into parts of about `size` elements.
 
         ends: the last element up to a given one where a part may end; None: any. Where none is near, a part is larger.
         """
@@ -83,9 +159,9 @@ class Segment:
                 return
 
     def blocks(self, shown: Tensor) -> list[tuple[Segment, Tensor]]:
-        """Segments that `of` can cut out of a tensor shaped like the parameter, each with its part of `shown`.
+        """Split into segments that `of` can cut out of a tensor of the parameter's shape, with their parts of `shown`.
 
-        shown: what the optimizer sees of this segment.
+        shown: the tensor that the optimizer sees for this segment.
         """
         if self.order is None or self.start is None or self.stop is None:
             return [(self, shown)]
@@ -135,7 +211,7 @@ class Segment:
 
 
 def _end(start: int, stop: int, count: int, ends: Callable[[int], int]) -> int:
-    """The end of a part from `start` to about `stop`."""
+    """Return the end of a part from `start` to about `stop`."""
     end = ends(stop)
     while end <= start and stop < count:
         stop = min(2 * stop - start, count)

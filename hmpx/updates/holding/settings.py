@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -15,9 +16,11 @@ import torch
 from hmpx.dtype_names import dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.rounding.stochastic import check_seed
+from hmpx.updates.holding.segment import Way, Weights
 from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype
 from hmpx.updates.holding.stores import WAYS
-from hmpx.updates.holding.ways import Rules, Way, Weights, fits_none, read_rules, way_of
+
+Rules = tuple[tuple[str, Way], ...]  # a pattern of names, and the way of the parameters that it fits
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,7 @@ class Settings:
     def __post_init__(self) -> None:
         usual = _checked(Way(self.weights, self.state_dtype))
         object.__setattr__(self, "state_dtype", usual.state_dtype)
-        rules = read_rules(self.parameters, usual)
-        rules = tuple((pattern, _checked(way, f"parameters: {pattern!r}: ")) for pattern, way in rules)
-        object.__setattr__(self, "parameters", rules)
+        object.__setattr__(self, "parameters", _read_rules(self.parameters, usual))
         if self.seed is not None:
             check_seed(self.seed)
         for name in SWITCHES:
@@ -67,8 +68,8 @@ class Settings:
         return list(dict.fromkeys([self._usual, *(way for _, way in self.rules)]))
 
     def way(self, name: str) -> Way:
-        """How the parameter with a name is held."""
-        return way_of(name, self.rules, self._usual)
+        """Return how the parameter with this name is held: the last rule that fits decides, else the usual way."""
+        return next((way for pattern, way in reversed(self.rules) if fnmatchcase(name, pattern)), self._usual)
 
     @property
     def _usual(self) -> Way:
@@ -93,8 +94,34 @@ class Settings:
                 raise HmpxError(wrong)
 
 
+SWITCHES = tuple(each.name for each in fields(Settings) if each.type == "bool")
+
+
+def _read_rules(given: Any, usual: Way) -> Rules:
+    """Read a mapping of patterns to mappings of settings; a rule takes what it leaves out from `usual`."""
+    try:
+        pairs = dict(given).items()
+    except (TypeError, ValueError):
+        raise HmpxError(f"parameters is {given!r}, not a mapping of parameters' names to settings") from None
+    found = []
+    for pattern, rule in pairs:
+        if not isinstance(pattern, str):
+            raise HmpxError(f"parameters: {pattern!r} is no name of a parameter, nor a pattern of names")
+        said = rule._asdict() if isinstance(rule, Way) else rule
+        if not isinstance(said, Mapping):
+            example = "{'weights': 'split'}"
+            raise HmpxError(f"parameters: {pattern!r}: {rule!r} is no mapping of settings, such as {example}")
+        for key in said:
+            if key not in Way._fields:
+                legal = ", ".join(Way._fields)
+                hint = did_you_mean(str(key), Way._fields)
+                raise HmpxError(f"parameters: {pattern!r}: {key!r} is none of {legal}{hint}")
+        found.append((pattern, _checked(usual._replace(**said), f"parameters: {pattern!r}: ")))
+    return tuple(found)
+
+
 def _checked(way: Way, where: str = "") -> Way:
-    """The values with names of dtypes replaced by dtypes. An error begins with `where`."""
+    """Check the values, and replace names of dtypes by dtypes. An error begins with `where`."""
     weights, state_dtype = way.weights, dtype_named(way.state_dtype)
     if not isinstance(weights, str) or weights not in WAYS:
         legal = ", ".join(repr(way) for way in WAYS)
@@ -108,4 +135,11 @@ def _checked(way: Way, where: str = "") -> Way:
     return Way(weights, state_dtype)
 
 
-SWITCHES = tuple(each.name for each in fields(Settings) if each.type == "bool")
+def fits_none(pattern: str, names: Collection[str]) -> str:
+    """Describe the problem with a pattern that fits no parameter's name; return "" if it fits one."""
+    if any(fnmatchcase(name, pattern) for name in names):
+        return ""
+    inside = any(fnmatchcase(name, f"{pattern}.*") for name in names)
+    what = "a module and not the name of a parameter" if inside else "the name of no parameter"
+    hint = did_you_mean(pattern, names, meant=f"{pattern}.*" if inside else None)
+    return f"parameters: {pattern!r} is {what}{hint}"

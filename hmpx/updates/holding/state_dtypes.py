@@ -1,14 +1,14 @@
 """Casts optimizer state between dtypes.
 
 In a step, the state of a BF16 parameter is FP32. Between steps it is held as `state_dtype` says (`state_forms.py`).
-What finds it in another dtype casts it here.
+State that is found in another dtype is cast here: after plain steps, a constructor or a load that cast it down, and
+before plain steps.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Collection
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from hmpx.updates.holding.state_tensors import HeldCodes, HeldTensor, entries, h
 from hmpx.updates.ranks.sharding import is_sharded
 
 Tensor = torch.Tensor
-_PLAIN = (Tensor, FakeTensor)
 Parameter = torch.nn.Parameter
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
+_PLAIN = (Tensor, FakeTensor)
 
 # State that a constructor fills with an option, in the parameter's dtype: BF16 would keep 0.1 as 0.10009765625.
 _FILLED_BY = ((optim.Adagrad, "sum", "initial_accumulator_value"),)
@@ -31,80 +31,76 @@ _OF_TORCH = tuple(c for c in vars(optim).values() if isinstance(c, type) and c i
 # FP32 without a dimension in the state of torch's optimizers, whatever the parameter is: counts, rates, products.
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu", "H_diag", "t"})
 
-_keeping_bf16: weakref.WeakSet = weakref.WeakSet()  # optimizers whose own choice it is to keep some state in BF16
+_keeping_bf16: weakref.WeakSet = weakref.WeakSet()  # optimizers that keep some state in BF16 by their own choice
+
+
+def members(optimizer: optim.Optimizer) -> Iterator[tuple[dict, Parameter]]:
+    """Yield every parameter of `optimizer` with its group."""
+    return ((group, p) for group in optimizer.param_groups for p in group["params"])
 
 
 def cast_state(
-    optimizer: optim.Optimizer, dtype: torch.dtype, *, lists: bool = True, others: Collection[Parameter] = ()
+    optimizer: optim.Optimizer,
+    group: dict,
+    p: Parameter,
+    wrong: torch.dtype,
+    dtype: torch.dtype,
+    *,
+    name: str | int = "",
+    lists: bool = True,
+    keeps_own: bool = False,
 ) -> bool:
-    """Cast the state of BF16 parameters to FP32 or BF16, which hold 8-bit state exactly (BF16: from 2^-129 on).
-
-    BF16 state, where FP32 is asked for, comes from earlier plain steps, from a constructor, or from a load that cast it
-    down. Then all state of the parameter is BF16.
+    """Cast the state of one parameter from `wrong` to `dtype`, and 8-bit state, which both hold exactly, to `dtype`.
 
     Args:
+        name: of the parameter, for errors.
         lists: cast the tensors in lists too, such as the history of LBFGS.
-        others: parameters whose state is left alone.
+        keeps_own: leave BF16 state that the optimizer keeps for FP32 parameters by its own choice.
 
     Returns:
-        Whether FP32 was asked for and BF16 was found.
+        Whether something was found in `wrong`.
     """
-    found = False
-    wrong = torch.float32 if dtype is BF16 else BF16
-    positions = itertools.count()
-    for group in optimizer.param_groups:
-        for p, i in zip(group["params"], positions, strict=False):
-            if others and p in others:
-                continue
-            state = optimizer.state.get(p)
-            if isinstance(state, dict):
-                _widen(state, p, dtype if p.dtype is BF16 else p.dtype, i)
-            if not isinstance(state, dict) or p.dtype is not BF16:
-                continue
-            keys = [key for key, v in state.items() if _holds(v, wrong) and (lists or not isinstance(v, list))]
-            if not keys or (dtype is torch.float32 and _is_own(optimizer, state)):
-                continue
-            for key in keys:
-                found = found or dtype is torch.float32
-                if not _filled_again(optimizer, group, p, key, dtype):
-                    state[key] = _cast(state[key], wrong, dtype)
-    return found
+    state = optimizer.state.get(p)
+    if not isinstance(state, dict):
+        return False
+    widen(state, p, dtype, name)
+    keys = [key for key, v in state.items() if _holds(v, wrong) and (lists or not isinstance(v, list))]
+    if not keys or (keeps_own and _is_own(optimizer, state)):
+        return False
+    for key in keys:
+        if not filled_again(optimizer, group, p, key, dtype):
+            state[key] = _cast(state[key], wrong, dtype)
+    return True
+
+
+def cast_along(optimizer: optim.Optimizer, p: Parameter, was_held: Any) -> None:
+    """Cast the state of a parameter that is no longer BF16 to the parameter's dtype.
+
+    State is BF16 if it `was_held` in BF16, after plain steps and `detach`, or before the first step.
+    """
+    group = next((group for group, q in members(optimizer) if q is p), {})
+    cast_state(optimizer, group, p, BF16, p.dtype, keeps_own=was_held is FP32)
 
 
 def release_state(optimizer: optim.Optimizer) -> None:
-    """Cast the state of BF16 parameters to BF16, for plain steps: that of parameters without a dimension, too."""
-    cast_state(optimizer, BF16)
-    for group in optimizer.param_groups:
-        for p in group["params"] if group.get("fused") else ():
-            count = optimizer.state.get(p, {}).get("step")
-            if isinstance(count, Tensor) and count.device != p.device:  # fused kernels of hmpx have it on the CPU
-                optimizer.state[p]["step"] = count.to(p.device)
-    for p in _without_dimension(optimizer):
-        state = optimizer.state.get(p, {})
-        for key in _scalar_moments(state):
-            state[key] = state[key].to(BF16)
+    """Cast the state of each parameter to the parameter's dtype, for plain steps."""
+    for name, (group, p) in enumerate(members(optimizer)):
+        state = optimizer.state.get(p)
+        if isinstance(state, dict) and p.dtype is not BF16:
+            widen(state, p, p.dtype, name)
+        elif isinstance(state, dict):
+            cast_state(optimizer, group, p, FP32, BF16, name=name)
+            for key in _scalar_moments(optimizer, p):
+                state[key] = state[key].to(BF16)
+        count = state.get("step") if isinstance(state, dict) and group.get("fused") else None
+        if isinstance(count, Tensor) and count.device != p.device:  # fused kernels of hmpx have it on the CPU
+            optimizer.state[p]["step"] = count.to(p.device)
 
 
-def prepare_for_8_bits(optimizer: optim.Optimizer, others: Collection[Parameter] = ()) -> None:
-    """Bring state to a dtype that can be rounded to 8 bits, or that parameters of other dtypes want.
-
-    What a constructor has filled with an option, in BF16, is made anew in FP32. That of `others` is left alone.
-    """
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state = optimizer.state.get(p)
-            if not isinstance(state, dict) or p in others:
-                continue
-            if p.dtype is not BF16:
-                _widen(state, p, p.dtype)
-                continue
-            for key in [key for key, value in state.items() if is_bf16(value)]:
-                _filled_again(optimizer, group, p, key, torch.float32)
-
-
-def _filled_again(optimizer: optim.Optimizer, group: dict, p: Parameter, key: str, dtype: torch.dtype) -> bool:
-    """Whether a state value is what a constructor has filled with an option, and so was made anew in `dtype`."""
-    state, option = optimizer.state[p], _filled_by(optimizer, key)
+def filled_again(optimizer: optim.Optimizer, group: dict, p: Parameter, key: str, dtype: torch.dtype) -> bool:
+    """Make a state value that a constructor has filled with an option anew, in `dtype`; return whether it was one."""
+    named = (option for cls, name, option in _FILLED_BY if name == key and isinstance(optimizer, cls))
+    state, option = optimizer.state[p], next(named, None)
     if option is None or option not in group or state["step"] != 0:
         return False
     wrong = state[key].dtype
@@ -117,53 +113,7 @@ def _filled_again(optimizer: optim.Optimizer, group: dict, p: Parameter, key: st
     return True
 
 
-def has_fp32_state(optimizer: optim.Optimizer) -> bool:
-    """Whether BF16 parameters have FP32 or 8-bit state, which torch's own step cannot use."""
-    if not isinstance(optimizer, _OF_TORCH):  # another's may hold FP32 state whatever the parameters are
-        return False
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is BF16]
-    states = [state for state in map(optimizer.state.get, params) if isinstance(state, dict)]
-    held = any(is_coded(state) or any(_holds(v, torch.float32) for v in state.values()) for state in states)
-    return held or any(_scalar_moments(optimizer.state.get(p, {})) for p in _without_dimension(optimizer))
-
-
-def _without_dimension(optimizer: optim.Optimizer) -> list[Parameter]:
-    """BF16 parameters of torch's optimizers; of another one, nobody knows which of its scalars are moments."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    ours = isinstance(optimizer, _OF_TORCH)
-    return [p for p in params if ours and not p.dim() and p.dtype is BF16]
-
-
-def _scalar_moments(state: Any) -> list[str]:
-    """The keys of FP32 moments of a parameter without a dimension."""
-    if not isinstance(state, dict):
-        return []
-    fp32 = (key for key, value in state.items() if _is_dense(value) and value.dtype is torch.float32)
-    return [key for key in fp32 if key not in _SCALARS and not state[key].dim()]
-
-
-def has_codes(optimizer: optim.Optimizer) -> bool:
-    """Whether there is state in 8 bits."""
-    return any(map(is_coded, optimizer.state.values()))
-
-
-def cast_state_of(optimizer: optim.Optimizer, p: Parameter, held: Any) -> None:
-    """Cast BF16 and 8-bit state of a parameter that is not BF16 any more to the parameter's dtype.
-
-    State is BF16 if it was `held` in BF16, after plain steps and `detach`, or before the first step.
-    """
-    state = optimizer.state.get(p)
-    if isinstance(state, dict):
-        _widen(state, p, p.dtype)
-    if not isinstance(state, dict) or (held is torch.float32 and _is_own(optimizer, state)):
-        return
-    group = next((group for group in optimizer.param_groups if any(p is q for q in group["params"])), {})
-    for key, value in state.items():
-        if not (is_bf16(value) and _filled_again(optimizer, group, p, key, p.dtype)):
-            state[key] = _cast(value, BF16, p.dtype)
-
-
-def _widen(state: dict, p: Parameter, dtype: torch.dtype, name: str | int = "") -> None:
+def widen(state: dict, p: Parameter, dtype: torch.dtype, name: str | int = "") -> None:
     """Cast the 8-bit state of a parameter, if it has any, to another dtype."""
     if not is_coded(state):
         return
@@ -179,20 +129,37 @@ def _widen(state: dict, p: Parameter, dtype: torch.dtype, name: str | int = "") 
             state.update(entries(seen))
 
 
-def _filled_by(optimizer: optim.Optimizer, key: str) -> str | None:
-    return next((option for cls, name, option in _FILLED_BY if name == key and isinstance(optimizer, cls)), None)
+def has_fp32_state(optimizer: optim.Optimizer) -> bool:
+    """Whether BF16 parameters have FP32 or 8-bit state, which torch's own step cannot use."""
+    if not isinstance(optimizer, _OF_TORCH):  # another's may hold FP32 state whatever the parameters are
+        return False
+    params = [p for _, p in members(optimizer) if p.dtype is BF16 and isinstance(optimizer.state.get(p), dict)]
+    states = [optimizer.state[p] for p in params]
+    held = any(is_coded(state) or any(_holds(v, FP32) for v in state.values()) for state in states)
+    return held or any(_scalar_moments(optimizer, p) for p in params)
+
+
+def has_codes(optimizer: optim.Optimizer) -> bool:
+    """Whether there is state in 8 bits."""
+    return any(map(is_coded, optimizer.state.values()))
+
+
+def _scalar_moments(optimizer: optim.Optimizer, p: Parameter) -> list[str]:
+    """Return the keys of FP32 moments of a parameter without a dimension.
+
+    Of an optimizer that is not torch's, nobody knows which scalars are moments.
+    """
+    if p.dim() or not isinstance(optimizer, _OF_TORCH):
+        return []
+    fp32 = (key for key, value in optimizer.state[p].items() if _is_dense(value) and value.dtype is FP32)
+    return [key for key in fp32 if key not in _SCALARS and not optimizer.state[p][key].dim()]
 
 
 def _holds(value: Any, dtype: torch.dtype) -> bool:
-    """Whether a state value, or an item of a list, is a tensor of `dtype`.
-
-    A count of steps is FP32 without a dimension, and is not meant.
-    """
-    if type(value) in _PLAIN:
-        return value.dtype is dtype and (dtype is BF16 or value.dim() > 0)
+    """Whether a state value, or an item of a list, is a tensor of `dtype`. An FP32 count of steps is not meant."""
     if isinstance(value, list):
         return any(_holds(item, dtype) for item in value)
-    return _is_dense(value) and value.dtype is dtype and (value.dim() > 0 or dtype is BF16)
+    return _is_dense(value) and value.dtype is dtype and (dtype is BF16 or value.dim() > 0)
 
 
 def _is_dense(value: Any) -> bool:
@@ -213,14 +180,13 @@ def keeps_bf16(optimizer: optim.Optimizer) -> None:
 
 def _is_own(optimizer: optim.Optimizer, state: dict) -> bool:
     """Whether the optimizer keeps BF16 state of FP32 parameters by its own choice."""
-    others = (v for v in state.values() if _is_dense(v) and v.dtype is torch.float32)
+    others = (v for v in state.values() if _is_dense(v) and v.dtype is FP32)
     return optimizer in _keeping_bf16 or any(v.dim() for v in others)
 
 
 def is_moment(value: Any) -> bool:
-    """Whether a state value is a strided floating tensor with elements, such as a moment: held in `state_dtype`."""
-    floating = _is_dense(value) and value.dtype in (BF16, torch.float32)
-    return floating and value.dim() > 0 and value.layout is torch.strided
+    """Whether a state value is a strided floating tensor with a dimension: held in `state_dtype`."""
+    return _is_dense(value) and value.dtype in (BF16, FP32) and value.dim() > 0 and value.layout is torch.strided
 
 
 def is_bf16(value: Any) -> bool:
@@ -229,7 +195,5 @@ def is_bf16(value: Any) -> bool:
 
 
 def as_fp32(value: Any) -> Any:
-    """A state value with its BF16 tensors, those in a list too, cast to FP32."""
-    if isinstance(value, list):
-        return [as_fp32(item) for item in value]
-    return value.float() if is_bf16(value) else value
+    """Cast the BF16 tensors in a state value, those in a list too, to FP32."""
+    return _cast(value, BF16, FP32)

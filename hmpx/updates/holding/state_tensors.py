@@ -7,24 +7,96 @@ one, so that whatever saves, moves or shards optimizer state does so with them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 import torch
+import torch.distributed as dist
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.rounding.eight_bits import decode, largest, scales_for
-from hmpx.updates.holding.held import Held
-from hmpx.updates.holding.rounding_key import RoundingKey
+from hmpx.rounding.eight_bits import BLOCK, Rows, decode, largest, scales_for
+from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
-from hmpx.updates.holding.state_blocks import StateBlocks, sharded_scales
-from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local
+from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local, sizes_and_offsets
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Tensor = torch.Tensor
+
+
+class StateBlocks(NamedTuple):
+    """How the blocks of a parameter lie.
+
+    A row is the last dimension. Where that is shorter than a block, it is folded with the one before it, up to the
+    second, so that a shard of some rows holds whole blocks. Where the rows themselves are cut, which a sharded
+    parameter of one dimension always is, all ranks that hold a part of a row have all its scales.
+
+    Attributes:
+        rows: the rows of this rank's part.
+        shape: the shape of this rank's scales.
+        folded: the first dimension that belongs to a row.
+        cut: the ranks that hold parts of one row, a group for each dimension of the mesh along which rows are cut.
+        is_scattered: whether what this rank holds of a row does not follow one another in it, as the row is cut along
+            another dimension than the first of those that are folded. Such state is gathered to be read and written.
+    """
+
+    rows: Rows
+    shape: tuple[int, ...]
+    folded: int
+    cut: tuple[Any, ...] = ()
+    is_scattered: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> StateBlocks:
+        """Return the blocks of a parameter, or of a tensor shaped and sharded like it."""
+        shape = tuple(tensor.shape)
+        folded = max(len(shape) - 1, 0)
+        while folded > 1 and math.prod(shape[folded:]) < BLOCK:
+            folded -= 1
+        whole = Rows.of(math.prod(shape[folded:]))
+        if not is_sharded(tensor):
+            return cls(whole, (*shape[:folded], whole.blocks), folded)
+        _, offsets = sizes_and_offsets(tensor)
+        inner = shape[folded + 1 :]
+        held = tuple(local(tensor).shape)
+        rows = Rows(math.prod(held[folded:]), offsets[folded] * math.prod(inner), whole.blocks) if shape else whole
+        mesh, dims = tensor.device_mesh, [getattr(each, "dim", -1) for each in tensor.placements]
+        cut = tuple(mesh.get_group(i) for i, dim in enumerate(dims) if dim == folded and mesh.size(i) > 1)
+        scattered = any(dim > folded and mesh.size(i) > 1 for i, dim in enumerate(dims))
+        return cls(rows, (*held[:folded], whole.blocks), folded, cut, scattered)
+
+    def of_all(self, tensor: Tensor) -> torch.Size:
+        """Return the shape of all scales of a tensor with this layout, whatever this rank holds of them."""
+        return torch.Size((*tensor.shape[: self.folded], self.rows.blocks))
+
+    def over_ranks(self, magnitudes: Tensor, negatives: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the maxima of cut rows over all ranks that hold a part of them."""
+        both = torch.zeros(2, math.prod(self.shape), dtype=torch.int32, device=magnitudes.device)
+        if magnitudes.numel():
+            here = self.rows.range(0, self.rows.width * math.prod(self.shape[:-1]))
+            both[0, here], both[1, here] = magnitudes, negatives
+        for group in self.cut:
+            dist.all_reduce(both, dist.ReduceOp.MAX, group)
+        return both[0], both[1]
+
+
+def sharded_scales(scales: Tensor, param: Tensor, layout: StateBlocks) -> Tensor:
+    """Make the scales of a sharded parameter a DTensor: cut as its rows are, else whole on every rank."""
+    if not is_sharded(param):
+        return scales
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [
+        each if getattr(each, "dim", layout.folded) < layout.folded else Replicate() for each in param.placements
+    ]
+    shape = layout.of_all(param)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(scales, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 BF16 = torch.bfloat16
 
 CODES, SCALES = "hmpx_codes_", "hmpx_scales_"  # before the optimizer's own name of a state tensor
@@ -34,11 +106,11 @@ class HeldState(Held):
     """A state tensor of a parameter's shape."""
 
     def whole(self) -> Tensor:
-        """All of it, in a dtype that holds it exactly; sharded as the parameter is."""
+        """Return all of it, in a dtype that holds it exactly; sharded as the parameter is."""
         return self.tensor
 
     def entries(self, key: str) -> dict[str, Tensor]:
-        """The entries in the parameter's state for the tensor that the optimizer calls `key`."""
+        """Return the entries in the parameter's state for the tensor that the optimizer calls `key`."""
         return {key: self.tensor}
 
 
@@ -164,7 +236,7 @@ def check_codes(state: Mapping[str, Any], param: Tensor, name: str | int = "") -
 
 
 def held(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[str, Any]:
-    """The state of a parameter by the optimizer's own keys, with what has the parameter's shape as `HeldState`.
+    """Return the state of a parameter by the optimizer's own keys. Tensors of the parameter's shape become `HeldState`.
 
     Raises:
         HmpxError: as `check_codes`.
@@ -185,7 +257,7 @@ def held(state: Mapping[str, Any], param: Tensor, name: str | int = "") -> dict[
 
 
 def entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `held`."""
+    """Return the entries in the optimizer's state: the inverse of `held`."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         found.update(value.entries(key) if isinstance(value, HeldState) else {key: value})
@@ -193,7 +265,7 @@ def entries(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_own_keys(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state of a parameter by the optimizer's own keys, with the codes of what is in 8 bits."""
+    """Return the state of a parameter by the optimizer's own keys; of 8-bit tensors, the codes."""
     if not is_coded(state):
         return state
     return {key.removeprefix(CODES): value for key, value in state.items() if not key.startswith(SCALES)}

@@ -1,32 +1,45 @@
 """Checks that seed and step number, from which the rounding is made, are equal on every rank of an optimizer.
 
-That is looked at where the optimizer is attached, and where a `disable_casts` region steps the parameters of a
-DistributedDataParallel module. They are compared at the 1st, 2nd, 4th, 8th ... step, which finds a rank that alone has
-loaded a checkpoint. Under `torch.distributed.algorithms.Join` a rank that has no more batches steps less often than the
-others, whose weights it is given at the end; its number then becomes theirs.
+They are compared at the 1st, 2nd, 4th, 8th ... step, which finds a rank that alone has loaded a checkpoint: of an
+attached optimizer, and where a `disable_casts` region steps the parameters of a DistributedDataParallel module. Under
+`torch.distributed.algorithms.Join` a rank that has no more batches steps less often than the others, whose weights it
+is given at the end; its number then becomes theirs.
+
+Rounding goes by names, so a stage of a pipeline that is a `Sequential` of its own, whose "0.weight" gets the numbers of
+the first stage's "0.weight", has other weights than in one process. They are rounded as well as those, so this is a
+warning, at the first step.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
+import logging
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from hmpx.changes import Attribute, Changes
 from hmpx.errors import HmpxError
-from hmpx.updates.gradients.accumulation import replicas
 from hmpx.updates.ranks import checks
+from hmpx.updates.ranks.ddp import replicas
+from hmpx.updates.ranks.sharding import is_sharded
 from hmpx.updates.stepping import step_count
-from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step_count import STEP_KEY
 
-_counting: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepCounts] = weakref.WeakKeyDictionary()  # in one order
-_in_regions: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepCounts | None] = weakref.WeakKeyDictionary()
+logger = logging.getLogger("hmpx")
+
+_counting: WeakKeyDictionary[Optimizer, StepCounts] = WeakKeyDictionary()  # in one order on all ranks
+_in_regions: WeakKeyDictionary[Optimizer, StepCounts | None] = WeakKeyDictionary()
 _joins: list[Any] = []  # that are open
+_LOOKED_AT = 64  # names of an optimizer, so that thousands of ranks do not keep the store busy
+_BARE = re.compile(r"\d+(\.|$)")  # "0.weight", or a position
 
 
 class StepCounts:
@@ -35,39 +48,38 @@ class StepCounts:
     Args:
         group: the process group of the ranks that hold it; None for all.
         since: from when on its steps are counted.
-        warns: of names that seem to be those of a part of the model, at the first step.
+        warns: whether the first step warns of names that seem to be those of a part of the model.
     """
 
     def __init__(self, group: Any, since: str = "hmpx.attach", *, warns: bool = False) -> None:
         self._group, self._since, self._steps, self._joins, self._warns = group, since, 0, 0, warns
         self._name = ""  # the same on every rank, from the first step on
 
-    def compare(self, optimizer: torch.optim.Optimizer, updates: Any, seed: int | None = None) -> None:
+    def compare(self, optimizer: Optimizer, updates: Any, seed: int | None = None) -> None:
         """Compare before a step; `seed` is that of the region around it.
 
         Raises:
             HmpxError: seed or step number are not those of the first rank.
         """
         self._steps += 1
-        if self._steps & (self._steps - 1):  # no power of two
+        if self._steps & (self._steps - 1) or not checks.several_ranks():  # no power of two
             return
-        if checks.several_ranks():
-            self._name = self._name or checks.next_name(self._group)
-            _counting[optimizer] = self
-            if self._warns:
-                self._warns = False
-                _warn_of_parts(optimizer, updates, self._group)
-            if not _joins:  # in which some ranks step less often
-                key = updates.rounding_key(optimizer, seed)
-                what = f"step {self._steps} of {type(optimizer).__name__} since {self._since}"
-                try:
-                    checks.check_failures(optimizer, key.step)
-                except HmpxError as error:
-                    checks.refuse(what, error, self._group)
-                    raise
-                checks.compare(what, {"seed": key.seed, "step": key.step}, self._group)
+        self._name = self._name or checks.next_name(self._group)
+        _counting[optimizer] = self
+        if self._warns:
+            self._warns = False
+            _warn_of_parts(optimizer, updates, self._group)
+        if not _joins:  # in which some ranks step less often
+            key = updates.rounding_key(optimizer, seed)
+            what = f"step {self._steps} of {type(optimizer).__name__} since {self._since}"
+            try:
+                checks.check_failures(optimizer, key.step)
+            except HmpxError as error:
+                checks.refuse(what, error, self._group)
+                raise
+            checks.compare(what, {"seed": key.seed, "step": key.step}, self._group)
 
-    def join(self, optimizer: torch.optim.Optimizer) -> None:
+    def join(self, optimizer: Optimizer) -> None:
         """Take over the largest step number, and begin comparing anew."""
         self._joins, self._steps = self._joins + 1, 0
         own = step_count.stored(optimizer).get(STEP_KEY, 0)
@@ -76,7 +88,7 @@ class StepCounts:
             step_count.keep(optimizer, **{STEP_KEY: number})
 
 
-def compare_in_region(optimizer: torch.optim.Optimizer, updates: Any, seed: int | None) -> None:
+def compare_in_region(optimizer: Optimizer, updates: Any, seed: int | None) -> None:
     """Compare before a step in a region, over the ranks whose gradients a DistributedDataParallel module reduces."""
     if checks.several_ranks():
         if optimizer not in _in_regions:
@@ -91,10 +103,43 @@ def compare_in_region(optimizer: torch.optim.Optimizer, updates: Any, seed: int 
             counts.compare(optimizer, updates, seed)
 
 
-def _warn_of_parts(optimizer: torch.optim.Optimizer, updates: Any, group: Any) -> None:
-    from hmpx.updates.ranks import stages  # where there are several ranks
+def _warn_of_parts(optimizer: Optimizer, updates: Any, group: dist.ProcessGroup | None) -> None:
+    """Warn if the names of parameters seem to be those of a part of the model.
 
-    stages.warn_of_parts(optimizer, updates, group)
+    They do where ranks that are attached apart have other shapes by the same name, or the same name that begins with
+    an index; and where all ranks have such names, and neither DistributedDataParallel nor a DTensor shows that they
+    hold one model, or a pipeline is in use.
+    """
+    known = [(name, p) for name, p in named(optimizer, updates.names) if p.dtype is torch.bfloat16]
+    why = _in_one_group(known) if group is None else _apart(optimizer, updates, known, group)
+    if why:
+        logger.warning(
+            "hmpx: %s: %s. Rounding goes by names, so if this rank trains a stage of a pipeline or a slice of larger "
+            "parameters, its weights are not those of one process. Give each parameter its name in the whole model, "
+            "hmpx.attach(optimizer, names=[...]), and say where a slice stands, places={...}",
+            type(optimizer).__name__,
+            why,
+        )
+
+
+def _in_one_group(known: list) -> str:
+    has_pipeline, reduced = "torch.distributed.pipelining" in sys.modules, replicas()
+    if not has_pipeline and any(p in reduced or is_sharded(p) for _, p in known):
+        return ""
+    bare = [name for name, _ in known if _BARE.match(name) and (has_pipeline or not name.isdecimal())]
+    return f"all ranks have a parameter {bare[0]!r}" if bare else ""
+
+
+def _apart(optimizer: Optimizer, updates: Any, known: list, group: dist.ProcessGroup) -> str:
+    own = dist.get_process_group_ranks(group)
+    for name, p in known[:_LOOKED_AT]:
+        shape = list(updates.places[name].whole if name in updates.places else p.shape)
+        rank, first = checks.first_to_say(optimizer, name, shape)
+        if first != shape:
+            return f"{name!r} has the shape {tuple(shape)} here and {tuple(first)} on rank {rank}"
+        if rank not in own and _BARE.match(name):
+            return f"this rank and rank {rank}, which is attached apart, have a parameter {name!r}"
+    return ""
 
 
 def watch_joins(changes: Changes) -> None:

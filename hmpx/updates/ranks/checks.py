@@ -1,13 +1,13 @@
 """Ranks of one job compare facts that must be equal on all of them, through the job's key-value store.
 
 The store is the one in which `torch.distributed.init_process_group` met. It needs no collective, device or process
-group, so a rank may read it at any time and no other rank has to answer. Two things are written to it:
+group, so a rank may read it at any time and no other rank has to answer. Three things are written to it:
 
-- when an optimizer is attached, what the first rank has attached; every other rank compares itself with that, and
-  all wait until they agree;
+- when an optimizer is attached, the facts of the first rank; every other rank compares itself with them, and all wait
+  until they agree;
 - seed and number of the 1st, 2nd, 4th, 8th ... step after that, compared likewise;
-- when a step fails on one rank, that it failed. Every rank looks before its next step. The news is there by then: both
-  ranks have taken part in a collective of the backward pass that came between.
+- when a step fails on one rank, a note. Every rank looks for it before its next step. It is there by then: both ranks
+  have taken part in a collective of the backward pass that came between.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def refuse(what: str, error: Exception, group: dist.ProcessGroup | None = None) 
 
 
 def largest(name: str, number: int, group: dist.ProcessGroup | None = None) -> int:
-    """The largest of the numbers that the ranks of `group` have; each of them calls this."""
+    """Return the largest of the numbers that the ranks of `group` have; each of them calls this."""
     ranks = _together(group)
     if not ranks:
         return number
@@ -88,7 +88,7 @@ def largest(name: str, number: int, group: dist.ProcessGroup | None = None) -> i
 
 
 def next_name(group: dist.ProcessGroup | None = None) -> str:
-    """A new name in each call; ranks of `group` that call in the same order get the same names."""
+    """Return a new name in each call; ranks of `group` that call in the same order get the same names."""
     ranks = _together(group)
     _store()  # a new job counts anew
     _compared["names", ranks] += 1
@@ -96,7 +96,7 @@ def next_name(group: dist.ProcessGroup | None = None) -> str:
 
 
 def _together(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """The ranks of a group that this one belongs to; none if there is no other one."""
+    """Return the ranks of a group that this one belongs to; none if there is no other one."""
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD)) if several_ranks() else ()
     return ranks if len(ranks) > 1 and dist.get_rank() in ranks else ()
 
@@ -137,7 +137,7 @@ def _compare_with_first(store: dist.Store, key: str, what: str, facts: dict[str,
 
 
 def _differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
-    """Each difference in words, in the order of the facts."""
+    """Yield each difference in words, in the order of the facts."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in [*ours, *(key for key in theirs if key not in ours)]:
             yield from _differences(ours.get(key), theirs.get(key), f"{at}'s {key}" if at else key)
@@ -146,7 +146,7 @@ def _differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
 
 
 def first_to_say(optimizer: Any, what: str, value: Any) -> tuple[int, Any]:
-    """The rank that was the first to say something of this optimizer, and what it said; it may be this one."""
+    """Return the rank that was the first to say something of this optimizer, perhaps this one, and its value."""
     told = json.dumps([dist.get_rank(), value])
     return tuple(json.loads(_store().compare_set(f"{_place(optimizer)}/said/{what}", "", told)))
 
@@ -182,5 +182,5 @@ def check_failures(optimizer: Any, step: int) -> None:
 
 
 def _place(optimizer: Any) -> str:
-    """The key of this optimizer's failures. Ranks of one program take the first steps of optimizers in one order."""
+    """Return the key of this optimizer's failures. All ranks take the first steps of their optimizers in one order."""
     return f"hmpx/failed/{_numbers.setdefault(optimizer, len(_numbers))}"

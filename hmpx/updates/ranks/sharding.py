@@ -1,9 +1,9 @@
 """Positions, in the whole parameter, of the elements that one rank holds.
 
-A parameter of FSDP2 or of tensor parallelism is a DTensor: this rank holds a box of it, cut along one dimension or
-more. An optimizer that treats each element by itself can be given the box as a plain tensor; the random numbers of
-stochastic rounding belong to elements of the whole parameter, so a box must know where they are. A plain tensor may
-be a slice of a larger parameter too, and then somebody must say which (`Place`). Other tensors are whole.
+A parameter of FSDP2 or of tensor parallelism is a DTensor: this rank holds a box, cut along one dimension or more. An
+optimizer that treats each element by itself can be given the box as a plain tensor; the random numbers of stochastic
+rounding belong to elements of the whole parameter, so a box must know where they are. A plain tensor may be a slice of
+a larger parameter too, and then the user must say which (`Place`). Other tensors are whole.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Box(NamedTuple):
 
     @classmethod
     def cut(cls, whole: tuple[int, ...], sizes: tuple[int, ...], offsets: tuple[int, ...]) -> Box:
-        """The box of `sizes` that begins at `offsets`, both by dimension, in a tensor of the shape `whole`."""
+        """Return the box of `sizes` that begins at `offsets`, both by dimension, in a tensor of the shape `whole`."""
         strides = [1] * len(whole)
         for d in range(len(whole) - 1, 0, -1):
             strides[d - 1] = strides[d] * whole[d]
@@ -65,7 +65,7 @@ class Box(NamedTuple):
         return cls(sum(o * s for o, s in zip(offsets, strides, strict=True)), width, tuple(loops))
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
-        """Elements `start` to `stop` of the box, in as few pieces as two loops can walk."""
+        """Yield elements `start` to `stop` of the box, in as few pieces as two loops can walk."""
         count, stride = self.loops[-1] if self.loops else (1, 0)
         while start < stop:
             sheet, within = divmod(start, count * self.width)
@@ -80,7 +80,7 @@ class Box(NamedTuple):
             start += length
 
     def _begin(self, sheet: int) -> int:
-        """Where a sheet begins: all rows of the last loop."""
+        """Return where a sheet, all rows of the last loop, begins."""
         begin = 0
         for count, stride in reversed(self.loops[:-1]):
             sheet, position = divmod(sheet, count)
@@ -97,19 +97,19 @@ def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of `tensor` as a plain tensor of the same memory; needs `torch.no_grad()`."""
+    """Return this rank's part of `tensor`, a plain tensor of the same memory; needs `torch.no_grad()`."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def like(sharded: DTensor, held: Tensor) -> DTensor:
-    """A DTensor sharded like `sharded`, with `held` as this rank's part."""
+    """Make a DTensor sharded like `sharded`, with `held` as this rank's part."""
     return type(sharded).from_local(
         held, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
 
 
 def held_part(param: Tensor, value: Tensor) -> Tensor:
-    """The part of `value` for this rank's part of `param`; `value` may be sharded in any way, or not at all."""
+    """Return the part of `value`, sharded in any way or not at all, for this rank's part of `param`."""
     if is_sharded(param):
         if is_sharded(value):
             if value.placements == param.placements:
@@ -121,7 +121,7 @@ def held_part(param: Tensor, value: Tensor) -> Tensor:
 
 
 def box_of(tensor: Tensor, name: str) -> Box | None:
-    """The box of this rank's elements of a DTensor; None for a whole tensor."""
+    """Return the box of this rank's elements of a DTensor; None for a whole tensor."""
     if not is_sharded(tensor):
         return None
     try:
@@ -151,7 +151,7 @@ def _box(whole: torch.Size, mesh: Any, placements: tuple, held: torch.Size) -> B
 
 
 def _strided(size: int, dim: int, mesh: Any, placements: tuple) -> tuple[int, int]:
-    """Where this rank's part of a dimension begins, and its size. Tensor parallelism cuts first, then FSDP."""
+    """Return where this rank's part of a dimension begins, and its size: tensor parallelism cuts first, then FSDP."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     cuts = [i for i, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
@@ -164,7 +164,7 @@ def _strided(size: int, dim: int, mesh: Any, placements: tuple) -> tuple[int, in
 
 
 def placed(tensor: Tensor, name: str, place: Place) -> Box:
-    """Where a plain tensor stands, as somebody says.
+    """Return the box of a plain tensor that stands at a `place` that the user has stated.
 
     Raises:
         HmpxError: it is a DTensor, which knows that itself, or does not fit there.
@@ -187,7 +187,7 @@ def placed(tensor: Tensor, name: str, place: Place) -> Box:
 
 
 def read_places(places: Places, names: list[str]) -> dict[str, Place]:
-    """Places by the names of parameters, as somebody has stated them.
+    """Read the places of parameters, by name, that the user has stated.
 
     Raises:
         HmpxError: a name that no parameter has, or a place that is no pair.
@@ -205,7 +205,7 @@ def read_places(places: Places, names: list[str]) -> dict[str, Place]:
 
 
 def sizes_and_offsets(sharded: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and offsets, by dimension, of this rank's part of a DTensor."""
+    """Return sizes and offsets, by dimension, of this rank's part of a DTensor."""
     return _sizes_and_offsets(sharded.shape, sharded.device_mesh, sharded.placements)
 
 

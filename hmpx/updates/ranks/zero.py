@@ -1,7 +1,7 @@
 """ZeroRedundancyOptimizer (ZeRO-1): each rank steps its own parameters, then all of them are broadcast.
 
-hmpx works on the optimizer inside, which holds the parameters of one rank; the outer one broadcasts what it finds in
-them. Names are those of the outer one, because positions in the inner one differ from rank to rank.
+hmpx works on the optimizer inside, which holds the parameters of one rank; the outer one broadcasts their values.
+Parameters have the names of the outer one, because positions in the inner one differ from rank to rank.
 
 Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models" (SC 2020).
 """
@@ -19,7 +19,7 @@ from hmpx.updates.stepping import names
 
 
 def inner(optimizer: Optimizer) -> Optimizer | None:
-    """The optimizer that steps this rank's parameters; None if `optimizer` is no ZeroRedundancyOptimizer."""
+    """Return the optimizer that steps this rank's parameters; None if `optimizer` is no ZeroRedundancyOptimizer."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return None

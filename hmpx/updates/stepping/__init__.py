@@ -1,1 +1,1 @@
-"""One step: batches of FP32 shadows, the optimizer unmodified, and what is written back."""
+"""One step: batches of FP32 shadows, the optimizer unmodified, and the write-back."""

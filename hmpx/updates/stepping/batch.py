@@ -1,27 +1,30 @@
 """A batch: segments that an optimizer sees at once, by a call of its own step.
 
-What is held in FP32 already the optimizer is shown itself; the rest are copies in the room of the step, which a
-transfer fills before the call and writes back after it. A batch may be stepped again while the tensors that it was made
+The optimizer is shown what is held in FP32 itself, and copies of the rest in the room of the step. A transfer fills the
+copies before the call and writes them back after it. A batch may be stepped again while the tensors that it was made
 for are there.
 """
 
 from __future__ import annotations
 
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.kernels import RoundingKernels
-from hmpx.updates.gradients.shadow import can_be_written
 from hmpx.updates.holding.segment import Segment
-from hmpx.updates.ranks.sharding import local
-from hmpx.updates.stepping.shown import Around, Count, Shown
-from hmpx.updates.stepping.step_call import StepCall, WriteBack
+from hmpx.updates.ranks.sharding import held_part, like, local
+from hmpx.updates.stepping.optimizer_scope import by_memory
+from hmpx.updates.stepping.shadows import GatheredState, can_be_written
+from hmpx.updates.stepping.shown import CountClone, Shown, StepContext
+from hmpx.updates.stepping.step_call import StepCall, WriteBack, hides_writes
 from hmpx.updates.stepping.transfers import Launches, Operators, Words
 from hmpx.updates.stepping.update_counts import before_step
-from hmpx.updates.stepping.write_counts import raises_versions
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -33,22 +36,22 @@ class Batch:
     Attributes:
         others: parameters of other dtypes, each with the index of its group.
         size: how many elements of a room it takes.
-        counts: of the steps, where parameters are cut.
+        counts: the counts of steps of parameters that are cut.
     """
 
-    def __init__(self, segments: list[Segment], around: Around) -> None:
+    def __init__(self, segments: list[Segment], context: StepContext) -> None:
         self.segments, self.size = segments, 0
-        self._states, self._shown = around.optimizer.state, list[Shown]()
+        self._states, self._shown = context.optimizer.state, list[Shown]()
         for segment in segments:
-            self._shown.append(Shown(segment, around, self.size))
+            self._shown.append(Shown(segment, context, self.size))
             self.size = self._shown[-1].end
-        self.counts: list[Count] = [count for each in self._shown for count in each.counts]
+        self.counts: list[CountClone] = [count for each in self._shown for count in each.counts]
         self.others: list[tuple[int, Parameter]] = []
-        self._lists: list[list[Any]] = [[] for _ in around.optimizer.param_groups]
+        self._lists: list[list[Any]] = [[] for _ in context.optimizer.param_groups]
         self._names, self._is_settled = [segment.name for segment in segments], True
 
     def kernels(self) -> RoundingKernels | None:
-        """The kernels that can move all of it."""
+        """Return the kernels that can move all of it; None if there are none."""
         found = {each.kernels() for each in self._shown}
         return found.pop() if len(found) == 1 else None
 
@@ -94,7 +97,7 @@ class Batch:
             with OnlyParameters(optimizer.param_groups, self._lists):
                 call.run()
         except BaseException:
-            is_blind, pairs = not raises_versions(optimizer), zip(self._versioned, versions, strict=True)
+            is_blind, pairs = hides_writes(optimizer), zip(self._versioned, versions, strict=True)
             written += [name for (tensor, name), version in pairs if is_blind or tensor._version != version]
             for each in self._shown:
                 each.undo()
@@ -129,29 +132,59 @@ class Batch:
     def _hand_back(self, optimizer: Any, gradients: list[Tensor], shown: list[Any], seen: list[int]) -> None:
         """Give the parameters' gradients the changes that the step made to the shown ones."""
         left: list[Any] = [shadow.grad for shadow in self._shadows]
-        is_scaled = getattr(optimizer, "grad_scale", None) is not None  # fused kernels then write to gradients
-        if is_scaled or not all(map(is_, left, shown)) or [_version(grad) for grad in left] != seen:
+        # Fused kernels write to scaled gradients, and foreach kernels below a mode to any, without raising a version.
+        is_hidden = getattr(optimizer, "grad_scale", None) is not None or torch._C._len_torch_dispatch_stack() > 0
+        if is_hidden or not all(map(is_, left, shown)) or [_version(grad) for grad in left] != seen:
             for each, now, grad, version in zip(self._shown, left, shown, seen, strict=True):
-                if is_scaled or now is not grad or _version(now) != version:
-                    hand_back(each.segment, now, gradients, each.place)
+                if is_hidden or now is not grad or _version(now) != version:
+                    _hand_back(each.segment, now, gradients, each.place)
                     each.rest()
         for each in self._ready:
             each.rest()
 
 
-def hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], place: int) -> None:
-    """Make `left`, the gradient that a step has put on a shadow, the parameter's gradient."""
-    p = segment.param
-    if left is None:
-        p.grad = None if segment.is_last else p.grad
-    elif left.layout is not torch.strided:
-        p.grad = left.to(segment.grad.dtype)
-    else:
-        if not can_be_written(segment.grad):
-            p.grad = segment.grad.clone(memory_format=torch.contiguous_format)
-            gradients[place] = local(p.grad)
-        for block, part in segment.blocks(left):
-            block.of(gradients[place]).copy_(part)
+class GatheredBatch:
+    """A batch of one sharded parameter, for an optimizer that reads whole parameters; under `torch.no_grad()`.
+
+    The parameter is gathered when it is stepped. Every rank computes the same, and keeps its part of the result.
+    """
+
+    def __init__(self, segment: Segment, context: StepContext) -> None:
+        self._segment, self._place, self._stores = segment, context.places[segment.param], context.stores
+        self._lists: list[list[Tensor]] = [[] for _ in context.optimizer.param_groups]
+        self._group, self._by_memory = context.group[segment.param], by_memory(context.optimizer)
+
+    def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor], written: list[str]) -> None:
+        """Step the parameter; see `Batch.step`."""
+        optimizer, segment, key = call.optimizer, self._segment, write_back.rounding_key
+        p, store = cast("DTensor", segment.param), self._stores.of(segment)
+        held = torch.empty_like(local(p), dtype=torch.float32, requires_grad=False)
+        store.read(segment, held)
+        before = None if write_back.counts is None else before_step(segment, held)
+        shadow = like(p, held).full_tensor()
+        shadow.grad = shown = cast("DTensor", segment.grad).full_tensor().float()
+        version = shown._version
+        state = GatheredState(optimizer, segment, shadow, key, self._by_memory)
+        try:
+            state.show()
+            self._lists[self._group][:] = [shadow]
+            with OnlyParameters(optimizer.param_groups, self._lists):
+                call.run()
+        except BaseException:  # the step has written to copies alone
+            state.undo()
+            raise
+        written.append(segment.name)
+        state.finish()
+        left = shadow.grad
+        if left is not shown or left._version != version:
+            strided = left is not None and left.layout is torch.strided
+            _hand_back(segment, held_part(p, left) if strided else left, gradients, self._place)
+        segment.mark_written()
+        x = held_part(p, shadow)
+        store.write(segment, x, segment.name, key)
+        key.flush()
+        if before is not None and write_back.counts is not None:
+            write_back.counts.compare(before, x)
 
 
 class OnlyParameters:
@@ -168,6 +201,21 @@ class OnlyParameters:
     def __exit__(self, *exception: object) -> None:
         for group, before in zip(self._groups, self._before, strict=True):
             group["params"][:] = before
+
+
+def _hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], place: int) -> None:
+    """Make `left`, the gradient that a step has put on a shadow, the parameter's gradient."""
+    p = segment.param
+    if left is None:
+        p.grad = None if segment.is_last else p.grad
+    elif left.layout is not torch.strided:
+        p.grad = left.to(segment.grad.dtype)
+    else:
+        if not can_be_written(segment.grad):
+            p.grad = segment.grad.clone(memory_format=torch.contiguous_format)
+            gradients[place] = local(p.grad)
+        for block, part in segment.blocks(left):
+            block.of(gradients[place]).copy_(part)
 
 
 def _version(grad: Tensor | None) -> int:

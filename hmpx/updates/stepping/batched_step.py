@@ -1,37 +1,36 @@
-"""A step in batches: all batches of an optimizer's parameters, kept from one step to the next."""
+"""A step in batches: all batches of an optimizer's parameters, kept from one step to the next.
+
+A step looks at each parameter, gradient and state tensor in several places: names, dtypes, overlaps, whether a kernel
+can read it. For small parameters that takes longer than the step. The `Fingerprint` holds what these looks have found,
+and one look says whether all of it is as it was: then the next step takes the same batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
 
 import torch
+from torch import optim
+from torch._C._dynamo.guards import TensorGuards
 
-from hmpx.rounding.xla import is_lazy
+from hmpx.rounding import native
 from hmpx.updates.holding.segment import Segment
-from hmpx.updates.holding.state_tensors import held, is_coded
 from hmpx.updates.ranks.sharding import held_part, local
-from hmpx.updates.stepping.batch import Batch
+from hmpx.updates.stepping.batch import Batch, GatheredBatch
 from hmpx.updates.stepping.batching import batches_of
-from hmpx.updates.stepping.fingerprint import Fingerprint
-from hmpx.updates.stepping.fused_batch import FusedBatch, formula_for, takes
-from hmpx.updates.stepping.gathered_batch import GatheredBatch
-from hmpx.updates.stepping.interrupts import mark_incomplete
-from hmpx.updates.stepping.optimizer_scope import scope_of
-from hmpx.updates.stepping.shown import Around
-from hmpx.updates.stepping.step_call import StepCall, WriteBack
+from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
+from hmpx.updates.stepping.fused_formulas import is_scaled
+from hmpx.updates.stepping.members import Members
+from hmpx.updates.stepping.names import membership, parameters
+from hmpx.updates.stepping.shown import StepContext
+from hmpx.updates.stepping.step_call import StepCall, WriteBack, mark_incomplete
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
-
-
-class Members:
-    """The parameters of an optimizer: the segment of each BF16 one, whole, and the index of each one's group."""
-
-    def __init__(self, optimizer: Optimizer, segments: list[Segment]) -> None:
-        self.whole = {segment.param: segment for segment in segments}
-        self.group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self.elements = sum([local(p).numel() for p in self.group])
 
 
 class BatchedStep:
@@ -46,58 +45,54 @@ class BatchedStep:
         self, optimizer: Optimizer, members: Members, params: list[Parameter], write_back: WriteBack, *, fused: bool
     ) -> None:
         self._params, self._stores, self._members = params, write_back.stores, members
+        self._fingerprint: Fingerprint | None = None
         segments = [members.whole[p] for p in params if p in members.whole]
         for segment in segments:
             self._stores.of(segment).begin()
         places = {p: i for i, p in enumerate(params)}
-        around = Around(optimizer, self._stores, places, self._gradients(), members.group, {})
-        kernel = _by_kernel(optimizer, segments, members.group) if fused else []
-        self._late, self._fused = around.late, _fused_batches(kernel, around, write_back) if kernel else []
+        context = StepContext(optimizer, self._stores, places, self._gradients(), members.group, {})
+        self._late = context.late
+        self._fused = fused_batches(segments, context, write_back) if fused else []
+        of_kernels = {segment.param for batch in self._fused for segment in batch.segments}
+        segments = [segment for segment in segments if segment.param not in of_kernels]
+        others = [(members.group[p], p) for p in params if p not in members.whole]
         self._batches: list[Batch | GatheredBatch] = []
         self._rooms: list[tuple[Tensor, int]] = []
-        of_kernels = {segment.param for segment in kernel}
-        rest: dict[torch.device, list[Segment]] = {}
-        for segment in segments:
-            if segment.param not in of_kernels:
-                rest.setdefault(segment.param.device, []).append(segment)
-        others = [(members.group[p], p) for p in params if p not in members.whole]
-        for device, here in rest.items():
-            self._add(here, device, around, others)
+        devices = list(dict.fromkeys(segment.param.device for segment in segments))
+        for device in devices or ([torch.device("cpu")] if others else []):
+            self._add([segment for segment in segments if segment.param.device == device], device, context, others)
             others = []
-        if others:
-            self._add([], torch.device("cpu"), around, others)
         counts = [count for batch in self._plain for count in batch.counts]
         self._counts = [count.clone for count in counts], [count.own for count in counts]
         last = [count for count in counts if count.is_last]
         self._last = [count.own for count in last], [count.clone for count in last]
-        self._fingerprint: Fingerprint | None = None
 
     @property
     def _plain(self) -> list[Batch]:
         return [batch for batch in self._batches if isinstance(batch, Batch)]
 
     def _add(
-        self, segments: list[Segment], device: torch.device, around: Around, others: list[tuple[int, Parameter]]
+        self, segments: list[Segment], device: torch.device, context: StepContext, others: list[tuple[int, Parameter]]
     ) -> None:
         """Make the batches of one device, with a room that serves all of them, and `others` in the first."""
 
         def beside(segment: Segment) -> list[Tensor]:
-            p, state = segment.param, around.optimizer.state.get(segment.param)
+            p, state = segment.param, context.optimizer.state.get(segment.param)
             own = [v for v in state.values() if isinstance(v, Tensor)] if isinstance(state, dict) else []
-            kept = [v for v in around.stores.of(segment).beside() if v.shape == local(p).shape]
-            return [around.gradients[around.places[p]], *(local(v) for v in own if v.shape == p.shape), *kept]
+            kept = [v for v in context.stores.of(segment).beside() if v.shape == local(p).shape]
+            return [context.gradients[context.places[p]], *(local(v) for v in own if v.shape == p.shape), *kept]
 
         batches: list[Batch] = []
-        for cut in batches_of(segments, around.optimizer, self._members.elements, beside):
+        for cut in batches_of(segments, context.optimizer, self._members.elements, beside):
             if cut[0].is_gathered:
-                self._batches.append(GatheredBatch(cut[0], around))
+                self._batches.append(GatheredBatch(cut[0], context))
             else:
-                batches.append(Batch(cut, around))
+                batches.append(Batch(cut, context))
                 self._batches.append(batches[-1])
+        if others and not batches:
+            batches.append(Batch([], context))
+            self._batches.append(batches[0])
         if others:
-            if not batches:
-                batches.append(Batch([], around))
-                self._batches.append(batches[-1])
             batches[0].others = others
         # Each parameter has one transfer: the parts that it is cut into share a checksum, or a block of codes.
         kernels = [batch.kernels() for batch in batches]
@@ -108,7 +103,7 @@ class BatchedStep:
         self._rooms.append((room, room.nbytes))
 
     def _gradients(self) -> list[Tensor]:
-        """This rank's part of each parameter's gradient; a gradient that is cut in another way is redistributed."""
+        """Return this rank's part of each gradient. One that is cut otherwise than the parameter is redistributed."""
         found = []
         for p in self._params:
             assert p.grad is not None, "only parameters with gradients are stepped"
@@ -141,7 +136,7 @@ class BatchedStep:
             raise  # with its memory, which whoever shows a traceback's tensors reads
 
     def keep(self, optimizer: Optimizer) -> bool:
-        """After the first step, take the fingerprint; whether the batches can be stepped again."""
+        """After the first step, take the fingerprint; return whether the batches can be stepped again."""
         if len(self._plain) < len(self._batches) or not Fingerprint.can_be(optimizer, self._params):
             return False
         if not self.rest():
@@ -150,7 +145,7 @@ class BatchedStep:
         return True
 
     def rest(self) -> bool:
-        """After a step, free the copies; whether the batches can be stepped again."""
+        """After a step, free the copies; return whether the batches can be stepped again."""
         batches: list[Batch | FusedBatch] = [*self._plain, *self._fused]
         if not all([each.is_as_made() for each in batches]):
             return False
@@ -165,47 +160,74 @@ class BatchedStep:
         return all([batch.fits(optimizer.param_groups) for batch in self._fused])
 
 
-def _by_kernel(optimizer: Optimizer, segments: list[Segment], group: dict[Parameter, int]) -> list[Segment]:
-    formula, groups, states = formula_for(optimizer), optimizer.param_groups, optimizer.state
-    if formula is None:
-        return []
-    return [s for s in segments if takes(formula, groups[group[s.param]], s, states.get(s.param) or {})]
+class Fingerprint:
+    """An optimizer after a step: while `holds`, only gradients and options have changed.
 
-
-def _fused_batches(segments: Sequence[Segment], around: Around, write_back: WriteBack) -> list[FusedBatch]:
-    """One fused batch for each device; one for each parameter while updates are watched, since that takes copies."""
-    formula = formula_for(around.optimizer)
-    assert formula is not None, "a kernel takes these parameters"
-    together: dict[object, list[Segment]] = {}
-    for segment in segments:
-        key = segment.param.device if write_back.counts is None else segment.param
-        together.setdefault(key, []).append(segment)
-    return [FusedBatch(each, formula, around, write_back) for each in together.values()]
-
-
-def is_uniform(optimizer: Optimizer, segments: list[Segment]) -> bool:
-    """Whether all parts of a step will run if the first one does: gradients are dense, and state is of one kind.
-
-    False on XLA, where a step is one graph and the compiler bounds its memory.
+    Args:
+        params: those that were stepped; they still have their gradients.
+        beside: the tensors kept beside weights.
     """
-    if any(is_lazy(segment.param) for segment in segments):
-        return False
-    by_element = scope_of(optimizer) == "element"
-    for group in optimizer.param_groups:
-        kinds: dict[bool, set] = {}
-        for p in group["params"]:
-            state = optimizer.state.get(p)
-            if not isinstance(state, dict) or not state:
-                continue
-            if is_coded(state):
-                state = held(state, p)
-            kinds.setdefault(p.dim() > 1, set()).add(frozenset(state))  # Adafactor: another kind for matrices
-            if by_element:
-                shape = p.shape
-                for value in state.values():
-                    if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
-                        return False
-        if any(len(kind) > 1 for kind in kinds.values()):
+
+    def __init__(self, optimizer: optim.Optimizer, params: list[Parameter], beside: list[Tensor]) -> None:
+        self._beside, self._states, self._members = beside, optimizer.state, membership(optimizer)
+        self._params = params
+        self._own = [optimizer.state.get(p) for p in params]
+        self._dicts = [state for state in self._own if state is not None]
+        self._keys, self._values = list(chain(*self._dicts)), _values(self._dicts)
+        different: dict[int, Tensor] = {id(each): each for each in (*parameters(optimizer), *self._values, *beside)}
+        self._tensors = list(different.values())
+        self._places = list(map(Tensor.data_ptr, self._tensors))
+        looks = *self._tensors, *(p.grad for p in params)
+        self._guards = TensorGuards(*looks, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    @staticmethod
+    def can_be(optimizer: optim.Optimizer, params: Iterable[Parameter]) -> bool:
+        """Whether `holds` can see every change: plain tensors on a CPU or a GPU, each with its own memory.
+
+        Not after a step whose gradients a GradScaler has left scaled.
+        """
+        is_plain = all([type(p) is Parameter and (p.is_cpu or p.is_cuda) for p in parameters(optimizer)])
+        if is_scaled(optimizer) or membership(optimizer) is None or not is_plain:
             return False
-    grads = (segment.param.grad for segment in segments)
-    return all(grad is None or grad.layout is torch.strided for grad in grads)
+        for p in params:
+            grad = p.grad
+            if grad is None or not _is_seen(grad) or grad.dtype not in native.KINDS:
+                return False
+            for value in (optimizer.state.get(p) or {}).values():
+                if not isinstance(value, Tensor) or not value.numel() or not _is_seen(value):
+                    return False
+        return True
+
+    def holds(self, optimizer: optim.Optimizer, beside: list[Tensor]) -> bool:
+        """Whether the next step is of the same parameters and tensors.
+
+        One call of torch's C++ says that all tensors have the class, dtype, device, shape and strides that they had.
+        """
+        if not _are(beside, self._beside) or optimizer.state is not self._states or is_scaled(optimizer):
+            return False
+        if membership(optimizer) != self._members or not _are(list(map(self._states.get, self._params)), self._own):
+            return False
+        if list(chain(*self._dicts)) != self._keys or not _are(_values(self._dicts), self._values):
+            return False
+        grads: list[Any] = [p.grad for p in self._params]
+        if not self._guards.check(*self._tensors, *grads):  # None is not what a gradient was, either
+            return False
+        if list(map(Tensor.data_ptr, self._tensors)) != self._places:
+            return False
+        if not all([grad.data_ptr() or not grad.numel() for grad in grads]):  # the memory is there
+            return False
+        params = parameters(optimizer)
+        return len(params) == len(grads) or sum([p.grad is not None for p in params]) == len(grads)
+
+
+def _is_seen(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and (tensor.data_ptr() != 0 or not tensor.numel())
+
+
+def _are(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    """Whether these are the same objects."""
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _values(states: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, states)))

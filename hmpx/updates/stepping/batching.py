@@ -1,4 +1,8 @@
-"""Cuts a step into batches: segments of the parameters with a bounded number of elements."""
+"""Cuts a step into batches: segments of the parameters with a bounded number of elements.
+
+A step can be cut if the optimizer reads each element, or each parameter, by itself, and if all parts of it will run
+once the first one has.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from hmpx.rounding.kernels import kernels_for
-from hmpx.updates.holding.memory_order import memory_order
-from hmpx.updates.holding.segment import Segment
+from hmpx.rounding.xla import is_lazy
+from hmpx.updates.holding.segment import Segment, memory_order
 from hmpx.updates.holding.state_forms import form_of
+from hmpx.updates.holding.state_tensors import held, is_coded
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.optimizer_scope import scope_of
 
@@ -25,11 +30,11 @@ _PARTS_FUSED, _PARTS_FUSED_READ = 20, 34  # torch's fused kernels have no tempor
 
 
 def slice_size(elements: int, parts: int = _PARTS, device: torch.device | None = None) -> int:
-    """The number of elements that the optimizer sees at once, for a model with so many elements.
+    """Return the number of elements that the optimizer sees at once, for a model of `elements` elements.
 
     A step then takes up to 0.5 bytes per parameter, or 2 MB if that is more. Smaller slices than `_FLOOR` spend more
     time on calls than on updates; the buffers of larger ones than `_CEILING` do not stay in the cache of a CPU. On an
-    accelerator, where calls cost more and there is no such cache, the step of any model is of about so many parts.
+    accelerator, where calls cost more and there is no such cache, the step of any model has about `parts` parts.
     """
     size = max(elements // parts, _FLOOR)
     size = min(size, _CEILING) if device is None or device.type == "cpu" else max(size, _FLOOR_OF_ACCELERATORS)
@@ -42,11 +47,11 @@ def batches_of(
     elements: int,
     beside: Callable[[Segment], Sequence[Tensor]],
 ) -> Iterator[list[Segment]]:
-    """The segments, each a whole parameter of one device, as batches.
+    """Cut segments, each a whole parameter of one device, into batches.
 
     Args:
         elements: of all parameters of the optimizer, held here.
-        beside: what is stepped along with a parameter: its gradient, state and masters.
+        beside: returns the tensors that are stepped along with a parameter: its gradient, state and masters.
     """
 
     def parts(segment: Segment, size: int) -> Iterable[Segment]:
@@ -70,12 +75,12 @@ def batches_of(
 def cut(
     segments: Iterable[Segment], size: int, parts: Callable[[Segment, int], Iterable[Segment]]
 ) -> Iterator[list[Segment]]:
-    """Batches of at most `size` elements: small parameters together, each large one by itself, in parts of one size.
+    """Yield batches of at most `size` elements: small parameters together, a large one by itself, in equal parts.
 
     The small ones in front come first; those between large ones wait until there are enough of them for a batch.
 
-    Batches of one part after the other lie alike in the room, where each thread then finds what it has left there
-    itself: cores that share no cache send each other nothing.
+    Batches of one part after the other lie alike in the room. Each thread then finds its own data there, so cores that
+    share no cache send each other nothing.
 
     A sharded parameter always goes through `parts`. One that must be gathered is a batch of its own, so that all ranks
     gather in the same order. Parameters that share memory are in different batches, one after the other.
@@ -104,14 +109,14 @@ def cut(
 
 
 def even_part(count: int, size: int) -> int:
-    """The size of equal parts of so many elements, none larger than `size`."""
+    """Return the size of equal parts of `count` elements, none larger than `size`."""
     number = max(-(-count // size), 1)
     part = -(-count // number)
     return min(-(-part // _ALIGN) * _ALIGN, size)
 
 
 def _each_group_first(segments: list[Segment], optimizer: Optimizer) -> list[Segment]:
-    """The smallest parameter of each group first: a wrong setting of a group raises before much is written.
+    """Put the smallest parameter of each group first: a wrong setting then raises before much is written.
 
     Parameters that share memory stay in the optimizer's order, which their weights depend on.
     """
@@ -123,10 +128,38 @@ def _each_group_first(segments: list[Segment], optimizer: Optimizer) -> list[Seg
 
 
 def _parts_of(optimizer: Optimizer, segments: list[Segment]) -> int:
-    """The number of parts in which these parameters are stepped."""
+    """Return the number of parts in which these parameters are stepped."""
     if not all(group.get("fused") for group in optimizer.param_groups):
         return _PARTS
     p = segments[0].param
     if p.device.type != "cpu" and kernels_for(p) is None:
         return _PARTS  # the temporaries are those of a transfer by torch's operators
     return _PARTS_FUSED if all(form_of(segment).as_left for segment in segments) else _PARTS_FUSED_READ
+
+
+def is_uniform(optimizer: Optimizer, segments: list[Segment]) -> bool:
+    """Whether all parts of a step will run if the first one does: gradients are dense, and state is of one kind.
+
+    False on XLA, where a step is one graph and the compiler bounds its memory.
+    """
+    if any(is_lazy(segment.param) for segment in segments):
+        return False
+    by_element = scope_of(optimizer) == "element"
+    for group in optimizer.param_groups:
+        kinds: dict[bool, set] = {}
+        for p in group["params"]:
+            state = optimizer.state.get(p)
+            if not isinstance(state, dict) or not state:
+                continue
+            if is_coded(state):
+                state = held(state, p)
+            kinds.setdefault(p.dim() > 1, set()).add(frozenset(state))  # Adafactor: another kind for matrices
+            if by_element:
+                shape = p.shape
+                for value in state.values():
+                    if isinstance(value, Tensor) and value.dim() and value.shape != shape:
+                        return False
+        if any(len(kind) > 1 for kind in kinds.values()):
+            return False
+    grads = (segment.param.grad for segment in segments)
+    return all(grad is None or grad.layout is torch.strided for grad in grads)

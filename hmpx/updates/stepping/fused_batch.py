@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import optim
 
 from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
@@ -32,24 +31,34 @@ from hmpx.rounding.kernels import RoundingKernels, kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.updates.holding.checksums import block_of
 from hmpx.updates.holding.segment import Segment
-from hmpx.updates.holding.state_blocks import StateBlocks
 from hmpx.updates.holding.state_forms import form_of
-from hmpx.updates.holding.state_tensors import CODES, SCALES, by_own_keys
+from hmpx.updates.holding.state_tensors import CODES, SCALES, StateBlocks, by_own_keys
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping.fused_formulas import Formula, formula_of, is_scaled
-from hmpx.updates.stepping.shown import Around
+from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack
 from hmpx.updates.stepping.update_counts import before_step
 
 Tensor = torch.Tensor
 
 
-def formula_for(optimizer: optim.Optimizer) -> Formula | None:
-    """The formula of the kernels for this optimizer; None if there is none."""
-    return None if is_scaled(optimizer) else formula_of(optimizer)
+def fused_batches(segments: list[Segment], context: StepContext, write_back: WriteBack) -> list[FusedBatch]:
+    """Make a fused batch for each device, of the parameters that a kernel can step.
+
+    While updates are watched, each parameter has a batch of its own, since that takes copies.
+    """
+    optimizer, together = context.optimizer, dict[object, list[Segment]]()
+    formula = None if is_scaled(optimizer) else formula_of(optimizer)
+    if formula is None:
+        return []
+    for segment in segments:
+        p, group = segment.param, optimizer.param_groups[context.group[segment.param]]
+        if _takes(formula, group, segment, optimizer.state.get(p) or {}):
+            together.setdefault(p.device if write_back.counts is None else p, []).append(segment)
+    return [FusedBatch(each, formula, context, write_back) for each in together.values()]
 
 
-def takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool:
+def _takes(formula: Formula, group: dict, segment: Segment, state: dict) -> bool:
     """Whether a kernel can step this parameter.
 
     Raises:
@@ -77,12 +86,12 @@ class _Taken:
     """One parameter in the form that a kernel takes.
 
     Attributes:
-        place: of the gradient, in the lists of all.
-        group: the place of the group, where somebody may put another dict of options.
-        keys: of the state tensors, in the kernel's order.
-        known: the state by the optimizer's own keys, with what is new.
-        new: what is to be put into the optimizer's state.
-        stepped: what the kernel is told, but for the scalars.
+        place: the place of the gradient in the list of all.
+        group: the index of the group, where somebody may put another dict of options.
+        keys: the keys of the state tensors, in the kernel's order.
+        known: the state by the optimizer's own keys, new entries included.
+        new: entries to put into the optimizer's state.
+        stepped: the arguments of the kernel without the scalars.
     """
 
     segment: Segment
@@ -95,21 +104,21 @@ class _Taken:
 
 
 class FusedBatch:
-    """Parameters of one device that a kernel `takes`; under `torch.no_grad()`. It has no copies."""
+    """Parameters of one device that a kernel can step; under `torch.no_grad()`. It has no copies."""
 
-    def __init__(self, segments: list[Segment], formula: Formula, around: Around, write_back: WriteBack) -> None:
-        self._formula, self._states = formula, around.optimizer.state
+    def __init__(self, segments: list[Segment], formula: Formula, context: StepContext, write_back: WriteBack) -> None:
+        self.segments, self._formula, self._states = segments, formula, context.optimizer.state
         for segment in segments:
-            around.stores.of(segment).settle(segment, write_back.rounding_key)
-        self._taken = [self._take(segment, around) for segment in segments]
+            context.stores.of(segment).settle(segment, write_back.rounding_key)
+        self._taken = [self._take(segment, context) for segment in segments]
         self._kernels = kernels_for(segments[0].param)
         self._words = native.words_of([each.stepped for each in self._taken]) if self._kernels is native else None
         self._counts = [each.known["step"] for each in self._taken] if formula.counts else []
 
-    def _take(self, segment: Segment, around: Around) -> _Taken:
+    def _take(self, segment: Segment, context: StepContext) -> _Taken:
         p, formula, form = segment.param, self._formula, form_of(segment)
-        at = around.group[p]
-        keys, state = formula.states(around.optimizer.param_groups[at]), self._states.get(p) or {}
+        at = context.group[p]
+        keys, state = formula.states(context.optimizer.param_groups[at]), self._states.get(p) or {}
         known, new = by_own_keys(state), dict[str, Any]()
         count = known.get("step")
         if formula.counts and count is None:
@@ -119,15 +128,15 @@ class FusedBatch:
         for key in keys:
             if key is not None and known.get(key) is None:
                 new.update(form.zeros(p).entries(key))
-        name, grad = name_id(segment.name), around.gradients[around.places[p]]
+        name, grad = name_id(segment.name), context.gradients[context.places[p]]
         kept = None
         if segment.way.weights != "stochastic":
-            kept = around.stores.of(segment).for_kernels(segment, name)
+            kept = context.stores.of(segment).for_kernels(segment, name)
             assert kept is not None, "the store is settled"
         names = tuple([name_id(f"{segment.name}.{key}") for key in keys])
         held = _in_kernel({**state, **new}, keys)
         stepped = native.StepArguments(p, name, grad, held, names, (), kept)
-        return _Taken(segment, around.places[p], at, keys, by_own_keys({**state, **new}), new, stepped)
+        return _Taken(segment, context.places[p], at, keys, by_own_keys({**state, **new}), new, stepped)
 
     def fits(self, groups: list[dict]) -> bool:
         """Whether the options still ask for the same kernel and the same state."""
@@ -140,7 +149,7 @@ class FusedBatch:
         return True
 
     def is_as_made(self) -> bool:
-        """Whether the next step can pass the same words, but for gradients and scalars."""
+        """Whether the next step can pass the same words, with other gradients and scalars."""
         return self._formula.tensors_alone
 
     def begin(self, call: StepCall) -> None:
@@ -160,7 +169,7 @@ class FusedBatch:
             self._beside.append(formula.beside(groups[each.group], step, seen))
 
     def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor], written: list[str]) -> None:
-        """As `Batch.step`, after `begin`."""
+        """Step the parameters; see `Batch.step`. `begin` comes before."""
         counts, step_key, exact = write_back.counts, write_back.rounding_key.of_step, []
         written += [each.segment.name for each in self._taken]
         if counts is not None:
@@ -191,7 +200,7 @@ class FusedBatch:
             counts.compare(before, x)
 
     def _exact(self, each: _Taken, grad: Tensor, scalars: tuple[float, ...], step_key: int) -> tuple[Tensor, Tensor]:
-        """The FP32 values that the kernel begins with and that it is going to round.
+        """Return the FP32 values that the kernel begins with, and those that it is going to round.
 
         It runs the same kernel on an FP32 copy of the weights, which are not rounded, and on a copy of the state.
         """
@@ -227,7 +236,7 @@ def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) 
 
 
 def _in_kernel(state: dict, keys: tuple[str | None, ...]) -> tuple[Tensor | native.Coded | None, ...]:
-    """The state tensors in the form that a kernel takes."""
+    """Return the state tensors in the form that a kernel takes."""
     found: list[Tensor | native.Coded | None] = []
     for key in keys:
         codes = None if key is None else state.get(CODES + key)

@@ -1,7 +1,7 @@
 """The inputs of each optimizer's fused kernel: its state tensors, and scalars made from a group's options.
 
-The formulas are those of torch's classes and of `lion_pytorch`; `rounding/native_steps.c` has the loops, and says what
-each number is. To add an optimizer, write its loop there and in `rounding/triton_kernels.py`, and a class here.
+The formulas are those of torch's classes and of `lion_pytorch`. `rounding/native_steps.c` has the loops, and explains
+each number. To add an optimizer, write its loop there and in `rounding/triton_kernels.py`, and a class here.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Formula:
         return not group.get("amsgrad") and not group.get("differentiable")
 
     def states(self, group: dict) -> tuple[str | None, ...]:
-        """The keys of the state tensors, in the kernel's order; None for one that these options do not keep."""
+        """Return the keys of the state tensors, in the kernel's order; None for one that these options do not keep."""
         raise NotImplementedError
 
     def depends_on(self, state: State) -> Any:
-        """The part of a parameter's state that the scalars depend on, beside the count of steps."""
+        """Return the part of a parameter's state that the scalars depend on, beside the count of steps."""
         return None
 
     def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: Any) -> tuple[float, ...]:
-        """The kernel's scalars. seen: what `depends_on` has found."""
+        """Return the kernel's scalars. seen: the result of `depends_on`."""
         raise NotImplementedError
 
     def beside(self, group: dict, step: float, seen: Any) -> State:
-        """Further state after the step: neither a tensor of the parameter's shape nor the count of steps."""
+        """Return further state after the step: neither a tensor of the parameter's shape nor the count of steps."""
         return {}
 
 
@@ -55,7 +55,7 @@ def _sign(group: dict) -> float:
 
 
 def _decay(group: dict, rate: float, decoupled: bool) -> tuple[float, float]:
-    """Two factors of the weight: for its share in the gradient, and for the weight itself."""
+    """Return two factors of the weight: for its share in the gradient, and for the weight itself."""
     decay = group["weight_decay"]
     return (0.0, 1.0 - rate * decay) if decoupled else (decay, 1.0)
 
@@ -142,7 +142,7 @@ class _NAdam(Formula):
         return "exp_avg", "exp_avg_sq"
 
     def depends_on(self, state: State) -> float:
-        """The product of momenta so far."""
+        """Return the product of momenta so far."""
         return state["mu_product"].item() if "mu_product" in state else 1.0
 
     def scalars(self, optimizer: optim.Optimizer, group: dict, step: float, seen: float) -> tuple[float, ...]:
@@ -160,7 +160,7 @@ class _NAdam(Formula):
 
 
 def _momentum(group: dict, step: float) -> float:
-    """NAdam's momentum in one step."""
+    """Return NAdam's momentum in one step."""
     return group["betas"][0] * (1.0 - 0.5 * 0.96 ** (step * group["momentum_decay"]))
 
 
@@ -177,7 +177,7 @@ FUSED = ", ".join((*(cls.__name__ for cls in _FORMULAS), "Lion of lion_pytorch")
 
 
 def formula_of(optimizer: optim.Optimizer) -> Formula | None:
-    """The formula of the optimizer's class; None if there is no kernel for it."""
+    """Return the formula of the optimizer's class; None if there is no kernel for it."""
     cls = type(optimizer)
     return _FORMULAS.get(cls) or _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
 

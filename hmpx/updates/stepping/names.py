@@ -17,11 +17,11 @@ Optimizer = torch.optim.Optimizer
 _told_of_positions = False
 # Of an optimizer inside another one: the names that the outer one knows.
 _shared_names: WeakKeyDictionary[Optimizer, dict[Parameter, str]] = WeakKeyDictionary()
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch puts around a module inside a model
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes inside a wrapped module
 
 
 def parameters(optimizer: Optimizer) -> list[Parameter]:
-    """Every parameter of `optimizer`, in the order of its groups."""
+    """Return every parameter of `optimizer`, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -31,7 +31,7 @@ def has_bf16(optimizer: Optimizer) -> bool:
 
 
 def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[str, Parameter]]:
-    """Every parameter of `optimizer` with its name: from `names`, from `named_parameters()`, or else its position.
+    """Yield every parameter with its name: from `names`, from `named_parameters()`, or else its position.
 
     A name that another parameter has already gets a ``#``, so that no two parameters have the same random numbers.
     """
@@ -52,8 +52,8 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
             index += 1
 
 
-def members(optimizer: Optimizer) -> tuple | None:
-    """Everything that `named` depends on, with the group of each parameter; None if that cannot be known.
+def membership(optimizer: Optimizer) -> tuple | None:
+    """Return everything that `named` depends on, with the group of each parameter; None if that cannot be known.
 
     The names that `attach` was given do not change.
     """
@@ -61,20 +61,6 @@ def members(optimizer: Optimizer) -> tuple | None:
         return None
     groups = [(len(group["params"]), list(group.get("param_names", ()))) for group in optimizer.param_groups]
     return list(map(id, parameters(optimizer))), groups
-
-
-def fingerprint(optimizer: Optimizer) -> tuple | None:
-    """Everything that `named` and the layout in memory depend on; None if that cannot be known.
-
-    While it is the same, so are they.
-    """
-    params, known = parameters(optimizer), members(optimizer)
-    if known is None or not set(map(type, params)) <= {Parameter}:
-        return None
-    if not all([p.is_cpu or p.is_cuda for p in params]):
-        return None
-    places = [p.data_ptr() for p in params], [p.shape for p in params], [p.stride() for p in params]
-    return known, *places, [p.dtype for p in params]
 
 
 def share(outer: Optimizer, inner: Optimizer) -> None:
@@ -85,7 +71,7 @@ def share(outer: Optimizer, inner: Optimizer) -> None:
 
 
 def plain_names(names: list[str]) -> list[str]:
-    """Names of one model without the prefixes that torch.compile, checkpointing and DistributedDataParallel add."""
+    """Strip prefixes that torch.compile, checkpointing and DistributedDataParallel add to the names of a model."""
     for wrapper in _WRAPPERS:
         names = [name.replace(wrapper, "") for name in names]
     while names and all(name.startswith("module.") for name in names):
@@ -94,7 +80,7 @@ def plain_names(names: list[str]) -> list[str]:
 
 
 def names_in(model: torch.nn.Module) -> dict[Parameter, str]:
-    """The parameters of a model, each with its plain name."""
+    """Return the parameters of a model, each with its plain name."""
     in_model = dict(model.named_parameters())
     return dict(zip(in_model.values(), plain_names(list(in_model)), strict=True))
 
@@ -112,7 +98,7 @@ def _position(index: int, p: Parameter) -> str:
 def given_names(
     optimizer: Optimizer, model: torch.nn.Module | None, names: Iterable[str] | None
 ) -> dict[Parameter, str]:
-    """The names that `attach` was given, by parameter; none if they come from `named_parameters()`.
+    """Return the names that `attach` was given, by parameter; none if they come from `named_parameters()`.
 
     Raises:
         HmpxError: a name is no printable string, or is there twice; or names and parameters do not match.

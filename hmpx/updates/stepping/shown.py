@@ -8,8 +8,7 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.kernels import RoundingKernels, kernels_for
-from hmpx.updates.holding.held import Held
-from hmpx.updates.holding.rounding_key import RoundingKey
+from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_dtypes import is_bf16, is_moment, keeps_bf16
 from hmpx.updates.holding.state_forms import form_of, written
@@ -24,14 +23,14 @@ Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 
-class Around(NamedTuple):
+class StepContext(NamedTuple):
     """Facts that all segments of a step share.
 
     Attributes:
-        places: of the parameters that are stepped, in the lists of their gradients.
-        gradients: of all of them, as this rank holds them.
-        group: the index of each parameter's.
-        late: state that is new, of parameters that are cut and whose last segment is still to come.
+        places: of each stepped parameter, the place of its gradient in `gradients`.
+        gradients: as this rank holds them.
+        group: of each parameter, the index of its group.
+        late: new state of parameters that are cut and whose last segment is still to come.
     """
 
     optimizer: Optimizer
@@ -42,12 +41,13 @@ class Around(NamedTuple):
     late: dict[Parameter, dict[str, Any]]
 
 
-class Count(NamedTuple):
-    """A count of steps, or another state tensor without the parameter's shape, for a parameter that is cut in parts.
+class CountClone(NamedTuple):
+    """A count of steps, or another state tensor without the parameter's shape, of a parameter that is cut in parts.
 
     Attributes:
-        clone: what one segment sees.
-        is_last: whether that is the last segment, of which the parameter keeps what is left.
+        clone: the tensor that one segment sees.
+        own: the parameter's tensor.
+        is_last: whether this is the last segment: the parameter keeps its result.
     """
 
     clone: Tensor
@@ -65,36 +65,36 @@ class Shown:
     """One segment; under `torch.no_grad()`.
 
     Attributes:
-        place: of the gradient, in the lists of all.
-        group: the index of the parameter's.
+        place: the place of the gradient in the list of all.
+        group: the index of the parameter's group.
         end: where its copies end in the room; `begin` is where they begin.
         weight: the weights; their FP32 form is the `shadow`.
         grad: a copy of the gradient; None where the parameter's own is shown.
-        counts: of steps, where the parameter is cut.
+        counts: counts of steps, where the parameter is cut.
     """
 
-    def __init__(self, segment: Segment, around: Around, begin: int) -> None:
+    def __init__(self, segment: Segment, context: StepContext, begin: int) -> None:
         p, form = segment.param, form_of(segment)
-        self.segment, self.place, self.group = segment, around.places[p], around.group[p]
+        self.segment, self.place, self.group = segment, context.places[p], context.group[p]
         self.end = begin
-        self.counts: list[Count] = []
-        self._states, self._late, self._form = around.optimizer.state, around.late, form
-        self._by_memory = by_memory(around.optimizer)
+        self.counts: list[CountClone] = []
+        self._states, self._late, self._form = context.optimizer.state, context.late, form
+        self._by_memory = by_memory(context.optimizer)
         own = self._states.get(p)
-        store, grad = around.stores.of(segment), around.gradients[self.place]
+        store, grad = context.stores.of(segment), context.gradients[self.place]
         # A step on masters themselves cannot be taken back unseen: Lion writes to ``p.data``, which has no version.
-        of_torch = type(around.optimizer).__module__.startswith("torch.optim.")
+        of_torch = type(context.optimizer).__module__.startswith("torch.optim.")
         on_masters = store.shows_masters and of_torch and form.as_left and bool(own)
         self.weight = self._piece(store, segment.name, itself=on_masters)
         self.grad = None if self._is_ready(grad) else self._piece(_Gradient(p), "", itself=False)
         self._of_gradient = kernels_for(p if self.grad is None else grad)
         if self.grad is not None and not is_bf16(grad):
             self._of_gradient = None  # it is something else than a copy
-        self._own: Any = None  # the state, if the optimizer is shown that itself
-        self._content: dict[str, Any] = {}  # what it has in it
-        self._state: dict[str, Any] | None = None  # what is shown in its place
+        self._own: Any = None  # the parameter's state, if the optimizer is shown that itself
+        self._content: dict[str, Any] = {}  # its entries
+        self._state: dict[str, Any] | None = None  # the state that is shown in its place
         self._pieces: dict[str, Piece] = {}
-        self._is_cast = False  # whether some of what is shown is neither a piece nor the state's own
+        self._is_cast = False  # whether some shown tensor is neither a piece nor the parameter's own
         if not isinstance(own, dict) or (segment.start is None and form.as_left and self._lies_as_weights(own)):
             self._own, self._content = own, dict(own) if isinstance(own, dict) else {}
         else:
@@ -111,7 +111,7 @@ class Shown:
             if not self._form.as_left and is_bf16(value):
                 value, self._is_cast = value.float(), True
             elif self.segment.start is not None and isinstance(value, Tensor):
-                self.counts.append(Count(value.clone(), value, self.segment.is_last))
+                self.counts.append(CountClone(value.clone(), value, self.segment.is_last))
                 value = self.counts[-1].clone
             self._state[key] = value
 
@@ -162,7 +162,7 @@ class Shown:
 
     @property
     def state(self) -> Any:
-        """The state of the shadow that the optimizer is to find; None for none. The optimizer may change this copy."""
+        """The state that the optimizer finds for the shadow, a copy that it may change; None for none."""
         return self._own if self._state is None else self._state.copy()
 
     @property
@@ -173,7 +173,7 @@ class Shown:
         return [*found, self.shadow] if self.weight.at is None else found
 
     def kernels(self) -> RoundingKernels | None:
-        """The kernels that can move all of it: those for its gradient, if they know how the rest is held."""
+        """Return the kernels that can move all of it: those for its gradient, if they know how the rest is held."""
         found = self._of_gradient
         return found if all([kernels_that_move(piece) is found for piece in self.pieces if piece.is_moved]) else None
 
@@ -219,7 +219,7 @@ class Shown:
         return True
 
     def _whole(self, left: dict[str, Any], rounding_key: RoundingKey) -> dict[str, Any]:
-        """The state of a parameter that the optimizer saw the whole of."""
+        """Return the held state of a parameter that the optimizer saw the whole of."""
         before = held(self._states.get(self.segment.param) or {}, self.segment.param)
         after: dict[str, Any] = {}
         for key, value in left.items():

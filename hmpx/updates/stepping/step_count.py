@@ -7,7 +7,7 @@ They belong to the optimizer, though: a user may remove groups, insert one in fr
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
@@ -15,26 +15,17 @@ from torch.optim import Optimizer
 STEP_KEY, SEED_KEY = "hmpx_step", "hmpx_seed"
 _KEYS = (STEP_KEY, SEED_KEY)
 
-
-class _Known(NamedTuple):
-    groups: list[dict]  # `load_state_dict` makes a new list; whoever removes or inserts groups does not
-    first: dict | None  # the group that carries the two
-    stored: dict[str, int]
-
-
-_known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
+# By optimizer: its list of groups when they were stored, and both by their keys. `load_state_dict` makes a new list;
+# whoever removes or inserts groups does not.
+_known: WeakKeyDictionary[Optimizer, tuple[list[dict], dict[str, int]]] = WeakKeyDictionary()
 
 
 def stored(optimizer: Optimizer) -> dict[str, int]:
-    """The step number and the seed by their keys, if known."""
+    """Return the step number and the seed by their keys, if known."""
     groups, known = optimizer.param_groups, _known.get(optimizer)
     carrier = next((group for group in groups if STEP_KEY in group or SEED_KEY in group), {})
-    if known is not None and known.groups is groups:
-        moved = not groups or groups[0] is not known.first
-        if moved or any(group is known.first for group in groups[1:]):
-            return dict(known.stored)
-    elif known is not None and not carrier:
-        return dict(known.stored)
+    if known is not None and (known[0] is groups or not carrier):
+        return dict(known[1])
     return {key: carrier[key] for key in _KEYS if key in carrier}
 
 
@@ -46,18 +37,18 @@ def keep(optimizer: Optimizer, **new: Any) -> None:
         _drop(group)
     if groups:
         groups[0].update(now)
-    _known[optimizer] = _Known(groups, groups[0] if groups else None, now)
+    _known[optimizer] = groups, now
 
 
 def forget(optimizer: Optimizer) -> None:
-    """Use what the groups carry from here on: a checkpoint was loaded, or this is a copy."""
+    """Use the values in the groups from here on: a checkpoint was loaded, or this is a copy."""
     _known.pop(optimizer, None)
     if stored(optimizer):
         keep(optimizer)  # so that the group that carries them may go
 
 
 def remove(optimizer: Optimizer) -> None:
-    """Remove the two from the optimizer."""
+    """Remove both from the optimizer."""
     _known.pop(optimizer, None)
     for group in optimizer.param_groups:
         _drop(group)

@@ -1,4 +1,4 @@
-"""The transfers between what is held and the FP32 that a step sees: by kernels in C or Triton, or torch's operators.
+"""Transfers move a batch between held tensors and FP32: by kernels in C or Triton, or torch's operators.
 
 A batch takes one of them when it is made. All leave the same bits.
 """
@@ -14,16 +14,15 @@ import torch
 from hmpx.rounding import native, triton
 from hmpx.rounding.kernels import RoundingKernels, kernels_for
 from hmpx.rounding.keys import name_id
-from hmpx.updates.holding.held import Held, Store
-from hmpx.updates.holding.memory_order import memory_order, unfolded
-from hmpx.updates.holding.rounding_key import RoundingKey
-from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.held import Held, RoundingKey
+from hmpx.updates.holding.segment import Segment, memory_order, unfolded
+from hmpx.updates.holding.stores import Store
 from hmpx.updates.ranks.sharding import local
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
 
-_APART = 16  # elements: what stands in a room begins at multiples of it
+_APART = 16  # elements: each copy in a room begins at a multiple of it
 
 
 @dataclass(eq=False, slots=True)
@@ -31,9 +30,9 @@ class Piece:
     """One tensor of a segment, as a batch shows it to the optimizer.
 
     Attributes:
-        name: what its random numbers depend on.
-        at: where its FP32 copy begins in the room; None: the optimizer works on what is held itself.
-        x: what the optimizer sees, once `show` has made it.
+        name: the name that its random numbers depend on.
+        at: where its FP32 copy begins in the room. None: there is no copy, the optimizer works on the held tensor.
+        x: the tensor that the optimizer sees, once `show` has made it.
     """
 
     held: Held
@@ -53,7 +52,7 @@ class Piece:
         return 0 if self.at is None else -(-self.segment.count // _APART) * _APART
 
     def show(self, room: Tensor, like: Tensor) -> None:
-        """Make `x`. Of a copy, a part is flat, a whole tensor in the layout of `empty_like(like)`."""
+        """Make `x`. The copy of a part is flat, that of a whole tensor has the layout of `empty_like(like)`."""
         if self.at is None:
             itself = self.held.itself(self.segment)
             assert itself is not None, "the batch has asked for it"
@@ -70,8 +69,9 @@ class Words:
     """One call of the C kernels reads a batch, another one writes it.
 
     Args:
-        grads, pieces: copies of gradients, which are read alone, and what is read and written.
-        room: in which copies are.
+        grads: copies of gradients, which are read and not written.
+        pieces: everything that is read and written.
+        room: the memory of the copies.
     """
 
     def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece], room: Tensor) -> None:
@@ -86,7 +86,7 @@ class Words:
         self._written = [piece.held.tensor for piece in pieces]
 
     def read(self, grads: Sequence[Tensor]) -> None:
-        """Fill what the optimizer sees. grads: those that are copied, where they are now."""
+        """Fill the tensors that the optimizer sees. grads: the gradients to copy, where they are now."""
         address = self._room.data_ptr()
         if address != self._address:
             self._address = address
@@ -95,13 +95,13 @@ class Words:
         native.read_words(self._words)
 
     def write(self, rounding_key: RoundingKey) -> None:
-        """Write back what the optimizer has left."""
+        """Write the results of the optimizer back."""
         native.write_words(self._words, self._first, rounding_key.of_step)
         torch.autograd.graph.increment_version(self._written)
 
 
 class Launches:
-    """A launch of the Triton kernels reads what is held alike in a batch, and another one writes it. See `Words`."""
+    """A launch of the Triton kernels reads tensors that are held alike, and another one writes them. See `Words`."""
 
     def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece]) -> None:
         self._grads, self._pieces = ([self._move(piece) for piece in each] for each in (grads, pieces))
@@ -113,18 +113,18 @@ class Launches:
         return triton.Move(held, segment.offset, segment.count, piece.x)
 
     def read(self, grads: Sequence[Tensor]) -> None:
-        """Fill what the optimizer sees. grads: those that are copied, where they are now."""
+        """Fill the tensors that the optimizer sees. grads: the gradients to copy, where they are now."""
         pairs = zip(self._grads, grads, strict=True)
         triton.read_list([*(move.of(grad) for move, grad in pairs), *self._pieces])
 
     def write(self, rounding_key: RoundingKey) -> None:
-        """Write back what the optimizer has left."""
+        """Write the results of the optimizer back."""
         triton.write_list(self._pieces, rounding_key.of_step)
         torch.autograd.graph.increment_version([move.held.tensor for move in self._pieces])
 
 
 def kernels_that_move(piece: Piece) -> RoundingKernels | None:
-    """The kernels that know how a tensor is held, and find it in one piece."""
+    """Return the kernels that know how a tensor is held, and find it in one piece; None if there are none."""
     held, segment = piece.held.tensor, piece.segment
     if segment.order is not None or segment.box is not None or held.numel() >= 2**32:
         return None
@@ -133,7 +133,7 @@ def kernels_that_move(piece: Piece) -> RoundingKernels | None:
 
 
 class Operators:
-    """Plain copies by torch's foreach kernels; each tensor does the rest itself. See `Words`."""
+    """Plain copies go through torch's foreach kernels; each other tensor reads and writes itself. See `Words`."""
 
     def __init__(self, grads: Sequence[Piece], pieces: Sequence[Piece]) -> None:
         self._grads = [(i, *block) for i, each in enumerate(grads) for block in each.segment.blocks(each.x)]
@@ -142,7 +142,7 @@ class Operators:
         self._others = [block for block in self._blocks if not _is_copied(block[0].held)]
 
     def read(self, grads: Sequence[Tensor]) -> None:
-        """Fill what the optimizer sees. grads: those that are copied, as this rank holds them."""
+        """Fill the tensors that the optimizer sees. grads: the gradients to copy, as this rank holds them."""
         to = [x for _, _, x in self._grads] + [x for _, _, x in self._copied]
         if to:
             of_grads = [block.of(grads[i]) for i, block, _ in self._grads]
@@ -151,7 +151,7 @@ class Operators:
             each.held.read(block, x)
 
     def write(self, rounding_key: RoundingKey) -> None:
-        """Write back what the optimizer has left."""
+        """Write the results of the optimizer back."""
         for each, block, x in self._blocks:
             each.held.write(block, x, each.name, rounding_key)
         rounding_key.flush()

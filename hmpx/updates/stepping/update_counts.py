@@ -1,9 +1,9 @@
 """Counts the updates that round-to-nearest would lose, where a step writes weights back.
 
-A step reads a weight, computes in FP32 and writes the result back. While somebody looks, it copies the weight as it
-stood (`before_step`) and compares it with the FP32 result and with what was written (`UpdateCounts.compare`). Nothing
-but counts is kept, as int64 on the parameter's device: they do not depend on how a parameter is cut, and no step waits
-for the device.
+A step reads a weight, computes in FP32 and writes the result back. A watched step copies the old weight
+(`before_step`) and compares it with the FP32 result and with the written weight (`UpdateCounts.compare`). Only counts
+are kept, as int64 on the parameter's device: they do not depend on how a parameter is cut, and no step waits for the
+device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 ULP = 1 << 16  # `error`, `bias` and `size` are counted in this fraction of a unit in BF16's last place: FP32's own one
-_EXPONENT = 0x7F800000  # the bits of it in FP32
+_EXPONENT = 0x7F800000  # the bits of an FP32 exponent
 
 
 class Totals(NamedTuple):
@@ -45,7 +45,7 @@ def count(old: Tensor, weight: Tensor, x: Tensor, written: Tensor) -> Tensor:
     """Compare one write-back element by element.
 
     Args:
-        old: what was held before the step, in FP32: the master, or the BF16 weight.
+        old: the FP32 value before the step: the master, or the BF16 weight.
         weight, written: the BF16 weight before and after.
         x: the FP32 result of the step.
 
@@ -65,7 +65,7 @@ def count(old: Tensor, weight: Tensor, x: Tensor, written: Tensor) -> Tensor:
 
 
 def _places_between(x: Tensor, rounded: Tensor) -> Tensor:
-    """How many FP32 numbers lie from `x` up to the BF16 number that it was rounded to, which has its sign.
+    """Count the FP32 numbers from `x` up to the BF16 number that it was rounded to, which has its sign.
 
     The bits of FP32 numbers of one sign count them, and those of BF16 numbers are their upper half.
     """
@@ -76,7 +76,7 @@ def _places_between(x: Tensor, rounded: Tensor) -> Tensor:
 
 
 def _power_of_two(magnitude: Tensor) -> Tensor:
-    """The largest power of two that is not above a number; from the smallest normal one on, BF16's unit follows it."""
+    """Return the largest power of two up to a number; BF16's unit follows it from the smallest normal one on."""
     return (magnitude.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=2.0**-126)
 
 
@@ -101,7 +101,7 @@ class UpdateCounts:
         self._of_step: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._of_step.clear()
 
     def add(self, segment: Segment, counts: Tensor, grad: Tensor | None) -> None:
@@ -116,7 +116,7 @@ class UpdateCounts:
             if grad is not None and segment.count:
                 of_step[_ZERO_GRADIENT] = ~_values(grad).any()
 
-    def compare(self, before: Before, x: Tensor) -> None:
+    def compare(self, before: OldValues, x: Tensor) -> None:
         """Count the updates of a segment. x: the step's FP32 result."""
         p = before.segment.param
         counts = count(before.old, before.weight, x, before.segment.of(p))
@@ -124,7 +124,7 @@ class UpdateCounts:
         self.add(before.segment, counts, before.grad if p.grad is None else p.grad)
 
     def end(self, params: Iterable[tuple[str, Parameter]]) -> None:
-        """The step went through. `params`: the BF16 parameters of the optimizer, with their names."""
+        """End a step that went through. `params`: the BF16 parameters of the optimizer, with their names."""
         self.steps += 1
         for name, p in params:
             self.elements[name] = local(p).numel()
@@ -142,14 +142,14 @@ class UpdateCounts:
         self._of_step.clear()
 
     def read(self) -> dict[str, tuple[Totals, int]]:
-        """By parameter, its totals and the last step that moved it (0: none did). Waits for the device."""
+        """Return, by parameter, its totals and the last step that moved it (0: none did). Waits for the device."""
         return {
             name: (Totals(*map(int, total.tolist())), int(self._last_move[name]))
             for name, total in self._totals.items()
         }
 
 
-class Before(NamedTuple):
+class OldValues(NamedTuple):
     """A segment as it was before the step."""
 
     segment: Segment
@@ -158,12 +158,12 @@ class Before(NamedTuple):
     grad: Tensor | None
 
 
-def before_step(segment: Segment, x: Tensor) -> Before:
-    """The values to compare with the step's result. x: the held value in FP32: the master, or the BF16 weight."""
-    return Before(segment, x.clone(), segment.of(segment.param).clone(), segment.param.grad)
+def before_step(segment: Segment, x: Tensor) -> OldValues:
+    """Keep the values to compare with the step's result. x: the FP32 value before: the master, or the BF16 weight."""
+    return OldValues(segment, x.clone(), segment.of(segment.param).clone(), segment.param.grad)
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The elements of a gradient that this rank holds; for a sparse one, its stored elements."""
+    """Return the elements of a gradient that this rank holds; of a sparse one, its stored elements."""
     held = local(grad)
     return held.coalesce().values() if held.layout is torch.sparse_coo else held

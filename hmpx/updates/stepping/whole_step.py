@@ -13,17 +13,13 @@ from typing import Any
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.rounding.xla import is_lazy
-from hmpx.updates.gradients.shadow import ShadowGradients
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import local
-from hmpx.updates.stepping.interrupts import DeferredSignals, mark_incomplete
 from hmpx.updates.stepping.optimizer_scope import by_memory
-from hmpx.updates.stepping.step_call import StepCall, WriteBack
-from hmpx.updates.stepping.update_counts import Before, before_step
-from hmpx.updates.stepping.whole_step_state import ShadowState
+from hmpx.updates.stepping.shadows import Shadow, ShadowState
+from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete
+from hmpx.updates.stepping.update_counts import OldValues, before_step
 
-Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
 
@@ -31,142 +27,117 @@ class WholeStep:
     """One step on shadows. Optimizers that this one holds (Lookahead's base) see the same shadows."""
 
     def __init__(self, call: StepCall, segments: list[Segment], write_back: WriteBack) -> None:
-        self._call, self._write_back, self._stores = call, write_back, write_back.stores
-        self._looks: list[Before] = []  # while updates are watched
+        self._call, self._segments, self._write_back = call, segments, write_back
         self._members = list(_nested(call.optimizer))
         self._lists = list({id(g["params"]): g["params"] for o in self._members for g in o.param_groups}.values())
-        self._segments = {segment.param: segment for segment in segments}
-        self._by_memory = by_memory(*self._members)
-        self._shadow: dict[Parameter, Parameter] = {}
+        self._shadows: list[Shadow] = []
         self._states: list[ShadowState] = []
-        self._grads = ShadowGradients(self._by_memory)
-        self._before: dict[Parameter, torch.Tensor] = {}  # weights that trial points of a closure overwrite
-        self._seen: dict[Parameter, tuple[int, torch.Tensor]] = {}  # weights, which nothing but a closure may change
+        self._old: list[OldValues] = []  # while updates are watched
 
     def run(self, signals: DeferredSignals) -> Any:
         """Step; if that raises, parameters, gradients, `param_groups` and `state` are as they were.
 
         State that the step has written to in place cannot be restored: then the optimizer is marked incomplete.
         """
-        rounding_key = self._write_back.rounding_key
         try:
             with torch.no_grad():
                 self._show_shadows()
             result = self._call.with_functions(self._on_real_parameters).run()
             with torch.no_grad():
                 self._refuse_bypass()
-                for p, q in self._shadow.items():
-                    self._grads.hand_back(p, q)
+                for shadow in self._shadows:
+                    shadow.hand_back()
             signals.begin()
         except BaseException as error:
             signals.begin()
-            self._replace({q: p for p, q in self._shadow.items()})
-            moved = [name for state in self._states if (name := state.undo()) is not None]
-            if moved:
-                mark_incomplete(self._members[0], rounding_key.step, moved, error)
-            with torch.no_grad():
-                self._grads.undo()
-                for p, before in self._before.items():
-                    p.copy_(before)
+            self._put_back(error)
             if isinstance(error, RuntimeError) and "does not require grad" in str(error):
                 raise HmpxError(
-                    f"{type(self._members[0]).__name__} differentiates gradients inside step(), and the FP32 copies "
-                    "that hmpx hands it have no graph: keep its weights in FP32, without hmpx.attach, or take another "
-                    "optimizer"
+                    f"{type(self._call.optimizer).__name__} differentiates gradients inside step(), and the FP32 "
+                    "copies that hmpx hands it have no graph: keep its weights in FP32, without hmpx.attach, or take "
+                    "another optimizer"
                 ) from error
             raise
-        self._replace({q: p for p, q in self._shadow.items()})
+        self._swap(to_shadows=False)
         written: list[str] = []
         try:
             with torch.no_grad():
-                for p, q in self._shadow.items():
-                    written.append(self._segments[p].name)
-                    self._segments[p].mark_written()
-                    store = self._stores.of(self._segments[p])
-                    store.write(self._segments[p], local(q.detach()), written[-1], rounding_key)
-                for look in self._looks:
-                    assert self._write_back.counts is not None
-                    self._write_back.counts.compare(look, local(self._shadow[look.segment.param].detach()))
-                for state in self._states:
-                    state.finish()
+                self._write(written)
         except BaseException as error:
-            mark_incomplete(self._members[0], rounding_key.step, written, error)
+            mark_incomplete(self._call.optimizer, self._write_back.rounding_key.step, written, error)
             raise
         return result
 
     def _show_shadows(self) -> None:
-        for p, segment in self._segments.items():
-            weight = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
-            self._stores.of(segment).begin()
-            self._stores.of(segment).read(segment, local(weight))
+        one_layout, key = by_memory(*self._members), self._write_back.rounding_key
+        for segment in self._segments:
+            shadow = Shadow(segment, self._write_back.stores.of(segment), one_layout=one_layout)
+            self._shadows.append(shadow)
             if self._write_back.counts is not None:
-                self._looks.append(before_step(segment, local(weight)))
-            self._shadow[p] = q = Parameter(weight, requires_grad=p.requires_grad)
-            for mark, value in vars(p).items():  # that an optimizer may look for, such as a weight-decay flag
-                vars(q).setdefault(mark, value)  # what a DTensor holds is there too
-            self._grads.show(p, q)
-            self._seen[p] = p._version, p.detach().clone()
-        self._replace(self._shadow)
+                self._old.append(before_step(segment, local(shadow.q.detach())))
+        self._swap(to_shadows=True)
         for member in self._members:
-            for p, q in self._shadow.items():
-                self._states.append(ShadowState(member, self._segments[p], q, self._write_back, self._by_memory))
+            for shadow in self._shadows:
+                self._states.append(ShadowState(member, shadow.segment, shadow.q, key, one_layout))
                 self._states[-1].show()
 
     def _refuse_bypass(self) -> None:
         """Raise if the step wrote to the BF16 weights: the optimizer then has a list of parameters of its own."""
-        written = [p for p, seen in self._seen.items() if _is_written(p, *seen)]
-        for p in written:
-            self._before.setdefault(p, self._seen[p][1])
-        if written:
+        if bypassed := [shadow for shadow in self._shadows if shadow.is_bypassed()]:
             raise HmpxError(
-                f"{type(self._members[0]).__name__} wrote to parameter {self._segments[written[0]].name!r} itself: it "
+                f"{type(self._call.optimizer).__name__} wrote to parameter {bypassed[0].segment.name!r} itself: it "
                 "does not take its parameters from param_groups, so hmpx cannot step it in FP32"
             )
 
-    def _replace(self, new: dict[Parameter, Parameter]) -> None:
+    def _swap(self, *, to_shadows: bool) -> None:
+        new = {s.p: s.q for s in self._shadows} if to_shadows else {s.q: s.p for s in self._shadows}
         for params in self._lists:
             params[:] = [new.get(p, p) for p in params]
 
-    def _is_moved(self, p: Parameter, q: Parameter) -> bool:
-        """Whether the step has changed the weights since it got them."""
-        shown = torch.empty_like(q, requires_grad=False)
-        self._stores.of(self._segments[p]).read(self._segments[p], local(shown))
-        return is_lazy(q) or not torch.equal(local(shown), local(q.detach()))
+    def _put_back(self, error: BaseException) -> None:
+        self._swap(to_shadows=False)
+        moved = [name for state in self._states if (name := state.undo()) is not None]
+        if moved:
+            mark_incomplete(self._call.optimizer, self._write_back.rounding_key.step, moved, error)
+        with torch.no_grad():
+            for shadow in self._shadows:
+                shadow.undo()
+
+    def _write(self, written: list[str]) -> None:
+        """Write weights and state back. `written` gets the names of parameters that have begun to change."""
+        results = [local(shadow.q.detach()) for shadow in self._shadows]
+        for shadow, x in zip(self._shadows, results, strict=True):
+            written.append(shadow.segment.name)
+            shadow.segment.mark_written()
+            shadow.store.write(shadow.segment, x, written[-1], self._write_back.rounding_key)
+        for old, x in zip(self._old, results, strict=False):
+            assert self._write_back.counts is not None
+            self._write_back.counts.compare(old, x)
+        for state in self._states:
+            state.finish()
 
     def _on_real_parameters(self, closure: Callable) -> Callable:
         """Wrap a closure: it evaluates the model, so it must see the real parameters, with the values of the step."""
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             with torch.no_grad():
-                for p, q in self._shadow.items():
-                    self._grads.hand_back(p, q)
-                    self._grads.keep(p)
-                    if p in self._before or self._is_moved(p, q):
-                        self._before.setdefault(p, p.clone())
-                        p.copy_(q)  # rounded to nearest; the shadow keeps the exact values
-            self._replace({q: p for p, q in self._shadow.items()})
+                for shadow in self._shadows:
+                    shadow.show_trial_point()
+            self._swap(to_shadows=False)
             try:
                 with torch.enable_grad():
                     return closure(*args, **kwargs)
             finally:
-                self._replace(self._shadow)
+                self._swap(to_shadows=True)
                 with torch.no_grad():
-                    for p, q in self._shadow.items():
-                        self._grads.show(p, q)
-                        if _is_written(p, *self._seen[p]):
-                            self._seen[p] = p._version, p.detach().clone()
+                    for shadow in self._shadows:
+                        shadow.take_evaluation()
 
         return evaluate
 
 
-def _is_written(p: Parameter, version: int, seen: torch.Tensor) -> bool:
-    if p._version != version or is_lazy(p):
-        return p._version != version
-    return not torch.equal(local(p.detach()).view(torch.int16), local(seen).view(torch.int16))
-
-
 def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """`optimizer` and every optimizer that it holds in an attribute, directly or in a list."""
+    """Yield `optimizer` and every optimizer that it holds in an attribute, directly or in a list."""
     found = [optimizer]
     for member in found:
         yield member

@@ -1,13 +1,8 @@
-"""Gradients of BF16 parameters that accumulate in FP32, over micro-batches and over ranks.
+"""Gradients that accumulate in FP32 under DistributedDataParallel (DDP), which reduces them in the weights' dtype.
 
-Three cases:
-
-- A parameter that no module reduces gets torch's ``grad_dtype``.
-- FSDP2 sets the gradient of a sharded parameter; a hook casts it to FP32 as soon as it is set.
-- DistributedDataParallel (DDP) copies gradients into buckets of the parameter's dtype, BF16. A hook moves each gradient
-  into an FP32 tensor before DDP reads it. A communication hook reduces these tensors in FP32, and writes the mean into
-  `p.grad` when backward is done. NxD's `use_fp32_grad_acc` and Megatron's `accumulate_allreduce_grads_in_fp32` do the
-  same in their own engines.
+DDP copies gradients into buckets of the parameter's dtype, BF16. A hook moves each gradient into an FP32 tensor before
+DDP reads it. A communication hook reduces these tensors in FP32, and writes the mean into `p.grad` when backward is
+done. NxD's `use_fp32_grad_acc` and Megatron's `accumulate_allreduce_grads_in_fp32` do the same in their own engines.
 """
 
 from __future__ import annotations
@@ -25,43 +20,22 @@ from torch.utils.hooks import RemovableHandle
 
 from hmpx.errors import HmpxError
 from hmpx.updates.ranks.checks import in_job
-from hmpx.updates.ranks.sharding import is_sharded
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 _exchanges: WeakKeyDictionary[DistributedDataParallel, _Exchange] = WeakKeyDictionary()
+_zeros: dict[torch.device, Tensor] = {}
 
 
 def replicas() -> dict[Parameter, DistributedDataParallel]:
-    """Parameters whose gradients a DistributedDataParallel module reduces, and that module."""
+    """Return the parameters whose gradients a DistributedDataParallel module reduces, each with that module."""
     if not in_job():
         return {}
     modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]  # in C: there are millions
     modules = [m for m in modules if isinstance(m, DistributedDataParallel)]
     ready = [m for m in modules if "module" in vars(m).get("_modules", ())]  # its constructor may be running
     return {p: module for module in ready for p in module.parameters()}
-
-
-def accumulate_in_fp32(p: Parameter, reduced: dict, refuse: Callable, undo: contextlib.ExitStack) -> None:
-    """Make the gradients of `p` FP32 while it is BF16, until `undo` makes them BF16 again.
-
-    Args:
-        reduced: `replicas()`.
-        refuse: a hook from `refuse_ddp`, for a parameter that is not among them.
-    """
-    before, sharded = p.grad_dtype, is_sharded(p)
-    undo.callback(lambda own: _set_grad_dtype(p, p.dtype if own else before), before is p.dtype)
-    if p in reduced:
-        _set_grad_dtype(p, None)
-        _exchange_of(reduced[p]).take_over(p, undo)
-    elif sharded:
-        _set_grad_dtype(p, None)
-        undo.callback(hook_when_complete(p, _widen).remove)
-    else:
-        _set_grad_dtype(p, torch.float32)
-        if in_job():
-            undo.callback(hook_when_complete(p, refuse).remove)
 
 
 def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
@@ -74,7 +48,7 @@ def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> Remov
 
 
 def refuse_ddp(what: str) -> Callable[[Parameter], None]:
-    """A hook for parameters that must not be put into DistributedDataParallel later. It checks once."""
+    """Make a hook for parameters that must not be put into DistributedDataParallel later. It checks once."""
     looked = False
 
     def refuse(p: Parameter) -> None:
@@ -86,28 +60,17 @@ def refuse_ddp(what: str) -> Callable[[Parameter], None]:
     return refuse
 
 
-def _set_grad_dtype(p: Parameter, dtype: torch.dtype | None) -> None:
-    """Set the dtype of every gradient that is assigned or accumulated; None keeps the one that it has."""
-    grad, p.grad = p.grad, None
-    p.grad_dtype = dtype
-    p.grad = grad if grad is None or dtype is None else grad.to(dtype)
-
-
-def _widen(p: Parameter) -> None:
-    if p.grad is not None and p.grad.dtype is torch.bfloat16:
-        p.grad = p.grad.float()
-
-
 def end_unused_exchanges() -> None:
     """Restore torch's own reduction in every module none of whose parameters accumulates in FP32 any more."""
     for ddp, exchange in list(_exchanges.items()):
         exchange.end_if_unused(ddp)
 
 
-def _exchange_of(ddp: DistributedDataParallel) -> _Exchange:
+def exchange_in_fp32(p: Parameter, ddp: DistributedDataParallel, undo: contextlib.ExitStack) -> None:
+    """Let `ddp` reduce the gradient of `p` in FP32, until `undo`."""
     if ddp not in _exchanges:
         _exchanges[ddp] = _Exchange(ddp)
-    return _exchanges[ddp]
+    _exchanges[ddp].take_over(p, undo)
 
 
 class _Exchange:
@@ -132,7 +95,7 @@ class _Exchange:
         self._handle = ddp.register_forward_pre_hook(lambda module, _: self._before_forward(module))
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
-        self._aside.clear()  # what a backward pass that failed has left
+        self._aside.clear()  # a backward pass that failed may have left some
         self.end_if_unused(ddp)  # the last optimizer may have been collected as garbage
 
     def end_if_unused(self, ddp: DistributedDataParallel) -> None:
@@ -152,7 +115,7 @@ class _Exchange:
         undo.callback(hook_when_complete(p, self._set_aside).remove)
 
     def _set_aside(self, p: Parameter) -> None:
-        """A post-accumulate hook, which runs before DDP reads the gradient."""
+        """Take the gradient before DDP reads it; a post-accumulate hook."""
         if self._backward != torch._C._current_graph_task_id():
             self._begin()
         self._take(p)
@@ -225,11 +188,8 @@ def _when_backward_is_done(work: Callable[[], None]) -> None:
 
 
 def _zeros_like(p: Parameter) -> Tensor:
-    """Zeros of the size and strides of `p`, in a buffer that all parameters of a device share."""
+    """Return zeros of the size and strides of `p`, in a buffer that all parameters of a device share."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True)) if p.numel() else 0
     if p.device not in _zeros or _zeros[p.device].numel() < size:
         _zeros[p.device] = torch.zeros(size, dtype=torch.bfloat16, device=p.device)
     return _zeros[p.device].as_strided(p.size(), p.stride())
-
-
-_zeros: dict[torch.device, Tensor] = {}

@@ -85,12 +85,12 @@ def watch(changes: Changes) -> None:
 
 
 def _cell(function: Any) -> types.CellType:
-    """The closure cell in which a decorated function of torch holds the original."""
+    """Return the closure cell in which a decorated function of torch holds the original."""
     return function.__closure__[function.__code__.co_freevars.index("func")]
 
 
 def _scalers(method: str) -> Iterator[type]:
-    """GradScaler, and those that are derived from it and have their own `method`, as FSDP's does."""
+    """Yield GradScaler, and the classes derived from it that have their own `method`, as FSDP's does."""
     classes = [torch.amp.GradScaler]
     for cls in classes:
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]
@@ -117,7 +117,7 @@ def _watched(function: Callable, argument: str) -> Callable:
 
 
 def _looked_at(function: Callable, argument: str, given: Any) -> Any:
-    """`given` as a sequence; an error if some of the gradients are gone."""
+    """Return `given` as a sequence; raise if some of the gradients are gone."""
     items = [given] if isinstance(given, torch.Tensor) else list(given)
     name = function.__name__.removeprefix("_")
     if argument == "parameters":

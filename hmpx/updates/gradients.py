@@ -1,7 +1,8 @@
-"""Claims of attached optimizers on a parameter's gradients. Of several, the one attached last decides.
+"""Decides how the gradients of a parameter are held: accumulated in FP32, or released as soon as they are complete.
 
-Each optimizer makes a claim. When a claim ends, the one before it is in force again, in whatever order they end. When
-the last one ends, the parameter is as it was. The garbage collector may end a claim, at any time.
+Each attached optimizer makes a claim on its parameters. Of several claims on one parameter, the last one decides. When
+a claim ends, the one before it is in force again, in whatever order they end. When the last one ends, the parameter is
+as it was. The garbage collector may end a claim, at any time.
 
 Parameters are kept by `id`, and kept alive: `torch.utils.swap_tensors` refuses tensors with weak references.
 """
@@ -16,8 +17,9 @@ from typing import Any
 
 import torch
 
-from hmpx.updates.gradients.accumulation import accumulate_in_fp32, hook_when_complete, refuse_ddp, replicas
 from hmpx.updates.ranks.checks import in_job
+from hmpx.updates.ranks.ddp import exchange_in_fp32, hook_when_complete, refuse_ddp, replicas
+from hmpx.updates.ranks.sharding import is_sharded
 
 Parameter = torch.nn.Parameter
 
@@ -41,21 +43,21 @@ class Claim:
     def add(self, params: list[Parameter]) -> None:
         """Claim these parameters; the new claim is in force."""
         with _lock:
-            reduced, refuse = replicas() if self.fp32 and params else {}, _refusals()
+            reduced = replicas() if self.fp32 and params else {}
+            self.refuse_fp32, self.refuse_release = refuse_ddp("use_fp32_grad_acc"), refuse_ddp("release_gradients")
             for p in params:
-                if id(p) in self.params:
-                    continue
-                self.params[id(p)] = p
-                entry = _claimed.setdefault(id(p), _ClaimedParameter(p))
-                entry.claims.append(self)
-                entry.update(reduced, refuse)
+                if id(p) not in self.params:
+                    self.params[id(p)] = p
+                    entry = _claimed.setdefault(id(p), _ClaimedParameter(p))
+                    entry.claims.append(self)
+                    entry.update(reduced)
         _remove_ended()
 
     def update(self, params: Iterable[Parameter]) -> None:
         """Update the claims after these parameters were cast to another dtype."""
         with _lock:
             for p in params:
-                _claimed[id(p)].update({}, _refusals())
+                _claimed[id(p)].update({})
         _remove_ended()
 
     def drop(self, params: Iterable[Parameter]) -> None:
@@ -69,7 +71,7 @@ class Claim:
 
 
 class _ClaimedParameter:
-    """One parameter, the claims on it, the latest last, and what is in force."""
+    """One parameter, the claims on it, the latest last, and the one that is in force."""
 
     def __init__(self, param: Parameter) -> None:
         self.param = param
@@ -79,8 +81,11 @@ class _ClaimedParameter:
         self._widened_by: Any = None
         self._released = False
 
-    def update(self, reduced: dict, refuse: tuple) -> None:
-        """Put the latest claim into force, unless it is already; gradients stay as they are."""
+    def update(self, reduced: dict) -> None:
+        """Put the latest claim into force, unless it is already; gradients stay as they are.
+
+        reduced: `replicas()`, where a claim to FP32 may be new.
+        """
         last = self.claims[-1] if self.claims else None
         wanted = None
         if last is not None and last.fp32 and self.param.dtype is torch.bfloat16:
@@ -90,18 +95,15 @@ class _ClaimedParameter:
         if wanted is not self._widened_by:
             self._fp32.close()
             self._widened_by = wanted
-            if wanted is not None:
-                accumulate_in_fp32(self.param, reduced, refuse[0], self._fp32)
+            if last is not None and wanted is not None:
+                _accumulate_in_fp32(self.param, reduced, last.refuse_fp32, self._fp32)
         released = last is not None and last.release is not None
         if released is not self._released:
             self._release.close()
             self._released = released
-            if released:
-                self._hook(refuse[1])
-
-    def _hook(self, refuse: Callable) -> None:
-        for hook in (refuse, self._complete) if in_job() else (self._complete,):
-            self._release.callback(hook_when_complete(self.param, hook).remove)
+            if last is not None and released:
+                for hook in (last.refuse_release, self._complete) if in_job() else (self._complete,):
+                    self._release.callback(hook_when_complete(self.param, hook).remove)
 
     def _complete(self, p: Parameter) -> None:
         if self.claims and self.claims[-1].release is not None:
@@ -115,7 +117,7 @@ class _ClaimedParameter:
         hooks = self.param._post_accumulate_grad_hooks  # they stay with the object; assigning them installs them
         if hooks is not None:
             self.param._post_accumulate_grad_hooks = hooks
-        self.update(replicas(), _refusals())
+        self.update(replicas())
 
 
 def swapped(*tensors: torch.Tensor) -> None:
@@ -124,10 +126,6 @@ def swapped(*tensors: torch.Tensor) -> None:
         for entry in [_claimed[id(t)] for t in tensors if id(t) in _claimed]:
             entry.install_again()
     _remove_ended()
-
-
-def _refusals() -> tuple[Callable, Callable]:
-    return refuse_ddp("use_fp32_grad_acc"), refuse_ddp("release_gradients")
 
 
 def _remove_ended() -> None:
@@ -141,8 +139,44 @@ def _remove_ended() -> None:
                 if entry is None or claim not in entry.claims:
                     continue
                 entry.claims.remove(claim)
-                entry.update({}, _refusals())
+                entry.update({})
                 if not entry.claims:
                     _claimed.pop(id(p))
         finally:
             _lock.release()
+
+
+def _accumulate_in_fp32(p: Parameter, reduced: dict, refuse: Callable, undo: contextlib.ExitStack) -> None:
+    """Make the gradients of `p` FP32 while it is BF16, until `undo` makes them BF16 again.
+
+    A parameter that no module reduces gets torch's ``grad_dtype``. FSDP2 sets the gradient of a sharded parameter; a
+    hook casts it to FP32 as soon as it is set. DDP reduces in FP32 as `ranks/ddp.py` says.
+
+    Args:
+        reduced: `replicas()`.
+        refuse: a hook from `refuse_ddp`, for a parameter that is not among them.
+    """
+    before, sharded = p.grad_dtype, is_sharded(p)
+    undo.callback(lambda own: _set_grad_dtype(p, p.dtype if own else before), before is p.dtype)
+    if p in reduced:
+        _set_grad_dtype(p, None)
+        exchange_in_fp32(p, reduced[p], undo)
+    elif sharded:
+        _set_grad_dtype(p, None)
+        undo.callback(hook_when_complete(p, _widen).remove)
+    else:
+        _set_grad_dtype(p, torch.float32)
+        if in_job():
+            undo.callback(hook_when_complete(p, refuse).remove)
+
+
+def _set_grad_dtype(p: Parameter, dtype: torch.dtype | None) -> None:
+    """Set the dtype of every gradient that is assigned or accumulated; None keeps the one that it has."""
+    grad, p.grad = p.grad, None
+    p.grad_dtype = dtype
+    p.grad = grad if grad is None or dtype is None else grad.to(dtype)
+
+
+def _widen(p: Parameter) -> None:
+    if p.grad is not None and p.grad.dtype is torch.bfloat16:
+        p.grad = p.grad.float()

@@ -1,0 +1,255 @@
+"""The FP32 shadows of whole parameters, with their gradients and state.
+
+A step may set a gradient to None, replace it, or write to it. Afterwards the same is done to the gradient of the real
+parameter, in its own dtype. A gradient that the step leaves alone is not touched. State moves to the key of the shadow
+for the length of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hmpx.rounding.xla import is_lazy
+from hmpx.updates.holding.held import RoundingKey
+from hmpx.updates.holding.segment import Segment, laid_as
+from hmpx.updates.holding.state_dtypes import as_fp32, is_bf16, is_moment, keeps_bf16
+from hmpx.updates.holding.state_forms import form_of, written
+from hmpx.updates.holding.state_tensors import HeldState, held, is_coded
+from hmpx.updates.holding.stores import Store
+from hmpx.updates.ranks.sharding import PLAIN, is_sharded, local
+from hmpx.updates.stepping.step_call import hides_writes
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+
+class Shadow:
+    """The FP32 shadow of one whole parameter, a real Parameter, with its gradient; under `torch.no_grad()`.
+
+    Attributes:
+        q: the shadow. An optimizer finds the attributes of `p` on it, such as a weight-decay flag.
+    """
+
+    def __init__(self, segment: Segment, store: Store, *, one_layout: bool) -> None:
+        self.segment, self.p, self.store, self._one_layout = segment, segment.param, store, one_layout
+        weight = torch.empty_like(self.p, dtype=torch.float32, requires_grad=False)
+        store.begin()
+        store.read(segment, local(weight))
+        self.q = Parameter(weight, requires_grad=self.p.requires_grad)
+        for mark, value in vars(self.p).items():
+            vars(self.q).setdefault(mark, value)  # not the attributes of a DTensor, which `q` has
+        self._weight_before: Tensor | None = None  # which a trial point of a closure has overwritten
+        self._gradient_before: tuple[Tensor | None, Tensor | None] | None = None  # the object, and its values
+        self.show_gradient()
+        self.look()
+
+    def look(self) -> None:
+        """Remember the weights: nothing but a closure may change them."""
+        self._seen = self.p._version, self.p.detach().clone()
+
+    def _has_changed(self) -> bool:
+        version, seen = self._seen
+        if self.p._version != version or is_lazy(self.p):
+            return self.p._version != version
+        return not torch.equal(local(self.p.detach()).view(torch.int16), local(seen).view(torch.int16))
+
+    def is_bypassed(self) -> bool:
+        """Whether the step has written to the parameter itself, which `undo` then takes back."""
+        if not self._has_changed():
+            return False
+        if self._weight_before is None:
+            self._weight_before = self._seen[1]
+        return True
+
+    def show_gradient(self) -> None:
+        """Give the shadow an FP32 copy of the gradient, in the layout of the weights where the optimizer wants that."""
+        grad, q = self.p.grad, self.q
+        if grad is None:
+            q.grad = None
+        elif self._one_layout and grad.layout is torch.strided and not is_sharded(grad):
+            q.grad = laid_as(grad.detach(), q, torch.float32)
+        else:
+            q.grad = grad.detach().to(torch.float32, copy=True)
+        self._shown = q.grad, 0 if q.grad is None else q.grad._version
+
+    def hand_back(self) -> None:
+        """Give the parameter's gradient the changes that the step made to the shadow's."""
+        p, left, (shown, version) = self.p, self.q.grad, self._shown
+        if left is shown and (left is None or _is_as_shown(p.grad, left, version)):
+            return
+        self._keep_gradient()
+        if left is not None and left is shown and p.grad is not None and can_be_written(p.grad):
+            p.grad.copy_(left)
+        else:
+            own = p.grad.dtype if p.grad is not None else getattr(p, "grad_dtype", None) or p.dtype
+            p.grad = None if left is None else left.detach().to(own, copy=True)
+
+    def _keep_gradient(self) -> None:
+        """Keep a copy of the parameter's gradient for `undo`."""
+        if self._gradient_before is None:
+            grad = self.p.grad
+            self._gradient_before = grad, None if grad is None else grad.detach().clone()
+
+    def show_trial_point(self) -> None:
+        """Before a closure: give the parameter the shadow's weights, rounded to nearest, and its gradient."""
+        self.hand_back()
+        self._keep_gradient()
+        if self._weight_before is None and self._is_moved():
+            self._weight_before = self.p.clone()
+        if self._weight_before is not None:
+            self.p.copy_(self.q)  # the shadow keeps the exact values
+
+    def take_evaluation(self) -> None:
+        """After a closure: show the gradient that it has made, and accept the weights that it has changed."""
+        self.show_gradient()
+        if self._has_changed():
+            self.look()
+
+    def _is_moved(self) -> bool:
+        """Whether the step has changed the weights since it got them."""
+        shown = torch.empty_like(self.q, requires_grad=False)
+        self.store.read(self.segment, local(shown))
+        return is_lazy(self.q) or not torch.equal(local(shown), local(self.q.detach()))
+
+    def undo(self) -> None:
+        """Restore weights and gradient, object and values, after the step raised."""
+        if self._gradient_before is not None:
+            grad, values = self._gradient_before
+            self.p.grad = grad
+            if grad is not None and values is not None and grad.layout is torch.strided and can_be_written(grad):
+                grad.copy_(values)
+        if self._weight_before is not None:
+            self.p.copy_(self._weight_before)
+
+
+def can_be_written(grad: Tensor) -> bool:
+    """Whether each element has its own memory, unlike in an expanded gradient."""
+    return all(size < 2 or stride for size, stride in zip(grad.shape, local(grad).stride(), strict=True))
+
+
+def _is_as_shown(real: Tensor | None, left: Tensor, version: int) -> bool:
+    """Whether a gradient is unchanged, by value too: a write through `.data` or by a fused kernel has no version."""
+    if left._version != version or real is None:
+        return False
+    if is_lazy(left) or left.layout is not torch.strided:
+        return True
+    return torch.equal(local(left).to(real.dtype), local(real))
+
+
+class ShadowState:
+    """The state of one whole parameter, under the key of its shadow from `show` until `finish` or `undo`.
+
+    one_layout: whether moments lie in memory as the shadow does.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, segment: Segment, shadow: Tensor, key: RoundingKey, one_layout: bool
+    ) -> None:
+        self._optimizer, self._segment, self._shadow, self._key = optimizer, segment, shadow, key
+        self._form = form_of(segment)
+        self._as_left = self._form.as_left  # whether the parameter keeps state as the step leaves it
+        self._states, self._one_layout = optimizer.state, one_layout
+        self._before = self._states.get(segment.param)
+        self._kept = {k: list(v) if isinstance(v, list) else v for k, v in _items(self._before)}
+        self._versions = [(t, t._version) for _, value in _items(self._before) for t in _tensors(value)]
+
+    def show(self) -> None:
+        """Give the state to the shadow. If that raises, for want of memory, `undo` finds it where it was."""
+        if self._before is not None:
+            shown = self._shown(self._before)
+            self._states.pop(self._segment.param)
+            self._states[self._shadow] = shown
+
+    def _shown(self, before: Any) -> Any:
+        """Return the state that the step sees; the same object if nothing has to be copied."""
+        if not isinstance(before, dict):
+            return before
+        like = self._shadow if self._one_layout else None
+        if self._as_left and not is_coded(before) and (like is None or _are_contiguous(like, *before.values())):
+            return before
+        seen = held(before, self._segment.param) if is_coded(before) else before
+        shown = {key: value.whole() if isinstance(value, HeldState) else value for key, value in seen.items()}
+        if not self._as_left:
+            shown = {key: as_fp32(value) for key, value in shown.items()}
+        for key, value in shown.items():
+            if like is None:
+                break
+            if is_moment(value) and value.shape == like.shape and local(value).stride() != local(like).stride():
+                shown[key] = laid_as(value, like, value.dtype)
+        return before if seen is before and all(shown[k] is v for k, v in before.items()) else shown
+
+    def finish(self) -> None:
+        """Give the state that the step left to the parameter."""
+        left = self._states.pop(self._shadow, None)
+        if left is None:
+            return
+        if isinstance(left, dict) and not self._as_left:
+            before = held(self._before or {}, self._segment.param)
+            after: dict[str, Any] = {}
+            for key, value in left.items():
+                after.update(written(self._form, self._segment, key, value, before.get(key), self._key))
+            left.clear()
+            left.update(after)
+        elif self._before is None and isinstance(left, dict) and any(map(is_bf16, left.values())):
+            keeps_bf16(self._optimizer)
+        self._states[self._segment.param] = left
+
+    def undo(self) -> str | None:
+        """Give the parameter its old state again after the step raised.
+
+        Returns:
+            The parameter's name if the step has written to that state in place, which cannot be undone.
+        """
+        self._states.pop(self._shadow, None)
+        if self._before is None:
+            return None
+        if isinstance(self._before, dict):
+            self._before.clear()
+            self._before.update(self._kept)
+        self._states[self._segment.param] = self._before
+        is_blind = hides_writes(self._optimizer)
+        is_written = any(is_blind or tensor._version != version for tensor, version in self._versions)
+        return self._segment.name if is_written else None
+
+
+class GatheredState(ShadowState):
+    """The state of a sharded parameter for a step that sees it whole; this rank keeps its part of the result.
+
+    State of another shape than the parameter, such as factored moments, is whole on every rank, and the same.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._as_left = False
+
+    def _shown(self, before: Any) -> Any:
+        return {key: _gathered(value) for key, value in held(before, self._segment.param).items()}
+
+
+def _are_contiguous(*values: Any) -> bool:
+    """Whether all tensors among these are plain and contiguous, and so have one layout."""
+    for value in values:  # a loop, as every step asks this of every small parameter
+        if isinstance(value, Tensor) and not (type(value) in PLAIN and value.is_contiguous()):
+            return False
+    return True
+
+
+def _items(state: Any) -> Iterable[tuple[str, Any]]:
+    return state.items() if isinstance(state, dict) else ()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list) else []
+
+
+def _gathered(value: Any) -> Any:
+    """Return a copy of a state value in FP32, whole."""
+    value = value.whole() if isinstance(value, HeldState) else value
+    if not isinstance(value, Tensor):
+        return value
+    return as_fp32(value.full_tensor() if is_sharded(value) else value.clone())
