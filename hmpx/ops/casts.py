@@ -17,8 +17,8 @@ from hmpx import process_state
 from hmpx.changes import Attribute, Changes, Flag
 from hmpx.ops import dynamo, torchscript
 from hmpx.ops.beside_model import Later, Uncast
-from hmpx.ops.captured_names.places import Capture
-from hmpx.ops.captured_names.rebinding import Rebinding, WithCaptures
+from hmpx.ops.captured_names.rebinding import Rebinding
+from hmpx.ops.captured_names.rewriting import Capture
 from hmpx.ops.computing.kernels import NATIVE, Kernels
 from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.op_wrappers import Wrappers
@@ -74,7 +74,7 @@ class Casts:
         return self._functions.waiting
 
     def apply(self, changes: Changes) -> None:
-        WithCaptures(self._rebindings[0], self._table, self._functions).apply(changes)
+        self._rebindings[0].around(changes, self._table, self._functions)
         Later(self._table.uncast, self._rebindings[0], self._know).apply(changes)
         self._tracing.apply(changes)
         self._scripting.apply(changes)
@@ -88,7 +88,7 @@ class Casts:
         try:
             table, rebinding = self._table.extend(self._policies), Rebinding()
             self._functions.extend(self._policies)
-            WithCaptures(rebinding, table).apply(own)
+            rebinding.around(own, table)
             originals = table.originals()
             self._tracing.extend(originals, self._in_words())
             self._scripting.extend(originals, own)

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.ops.fp8.format import FORMATS, PRODUCTS, Format
-from hmpx.ops.fp8.product import Cast, How, coded, product
+from hmpx.ops.fp8.product import Cast, How, coded, product, quantize
 from hmpx.ops.fp8.product import multiply as multiply_codes
-from hmpx.ops.fp8.quantize import quantize
 from tests.support import ranks
 
 GW_HP = Format("rowwise", backward="e4m3", power_of_two=True, products=("output", "input_gradient"),

@@ -126,7 +126,7 @@ FP32_KERNELS = frozenset(
 # Of these, what native kernels compute inside in FP32 and keep so for their backward.
 FP32_KEPT = frozenset({"scaled_dot_product_attention"})
 
-# Ops that an fp8 list may name, and that "bf16-to-fp32" is about: `fp8.operands` says what each multiplies.
+# Ops that an fp8 list may name, and that "bf16-to-fp32" is about (`computing.matrix_products`).
 MATRIX_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
 
 # Ops of which torch has no BF16 or FP16 kernel on some device, by how their names begin and by name, and functions of
