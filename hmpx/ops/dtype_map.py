@@ -30,8 +30,8 @@ from hmpx.ops.policies.signatures import schemas
 from hmpx.ops.wrapping.callers import frames
 from hmpx.ops.wrapping.codegen import Switch
 from hmpx.ops.wrapping.overriding import COMPILER, call
-from hmpx.ops.wrapping.patches import Patch, Patching, patch_at
 from hmpx.ops.wrapping.rules import METHODS
+from hmpx.ops.wrapping.wrappers import Patch, Patching, named_like, patch_at
 
 Tensor = torch.Tensor
 _LEGACY = {
@@ -87,7 +87,7 @@ class DtypeMap:
             before = places.get((id(patch.owner), patch.attribute), patch)
             key = id(before.wrapper), build
             if key not in made:
-                made[key] = _named_like(build(before.wrapper, switch), patch)
+                made[key] = named_like(build(before.wrapper, switch), path, patch.original)
             places[id(patch.owner), patch.attribute] = dataclasses.replace(before, wrapper=made[key])
         yield from places.values()
 
@@ -246,12 +246,3 @@ def _acts(switch: Switch) -> bool:
     callers = (frame.f_globals.get("__name__", "") for frame in frames(sys._getframe(2)))
     caller = next((name for name in callers if name != _IN_BETWEEN), "")
     return not (caller + ".").startswith(_INTERNAL)
-
-
-def _named_like(wrapper: Callable, patch: Patch) -> Callable:
-    """Give a replacement the name of its original, for pickling too."""
-    method = patch.owner is Tensor
-    wrapper.__module__ = "torch" if method else patch.owner.__name__
-    wrapper.__name__, wrapper.__qualname__ = patch.attribute, f"Tensor.{patch.attribute}" if method else patch.attribute
-    wrapper.__doc__, vars(wrapper)["__hmpx_original__"] = patch.original.__doc__, patch.original
-    return wrapper

@@ -19,9 +19,8 @@ from hmpx.dtype_names import SHORT, dtype_name, dtype_named
 from hmpx.errors import HmpxError, OpListError, OptLevelError, did_you_mean
 from hmpx.ops.fp8.format import Format
 from hmpx.ops.policies import op_facts
-from hmpx.ops.policies.build_policy import OPT_LEVELS, build_policy, without_fp8
+from hmpx.ops.policies.build_policy import OPT_LEVELS, build_policy, resolve_sides
 from hmpx.ops.policies.catalog import catalog
-from hmpx.ops.policies.listed_names import resolve
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists
 from hmpx.ops.policies.policy import LOW_RULES, Policy
 from hmpx.ops.wrapping.callers import users_line
@@ -250,24 +249,17 @@ def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str]
         wrong.append(f"{what}: {unset or 'says nothing: it wants a dtype, lists of ops, or a policy'}")
     if wrong:
         raise HmpxError("\n".join(wrong))
-    listed = {side: tuple(Listed(name, lines.get((side, i), where), 0) for i, name in enumerate(names))
-              for side, names in given.items()}  # fmt: skip
+    listed: dict[str, Any] = {
+        side: tuple(Listed(name, lines.get((side, i), where), 0) for i, name in enumerate(names))
+        for side, names in given.items()
+    }
     if "opt_level" in rule:
         if rule["opt_level"] not in OPT_LEVELS:
             legal = ", ".join(OPT_LEVELS)
             raise OptLevelError(f"{what}: opt_level {rule['opt_level']!r} does not exist (legal: {legal})")
-        bf16, fp32, promote, fp8 = map(listed.get, SIDES)
-        lists = OpLists(bf16, fp32, promote, fp8, fp8_format=form)
+        lists = OpLists(**listed, fp8_format=form)
         return Overlay(where, policy=build_policy(rule["opt_level"], lists, low_precision=low))
-    problems: dict[str, type[OpListError]] = {}
-    chosen = {side: resolve(names, "error", problems) for side, names in listed.items()}
-    problems |= dict.fromkeys(without_fp8(chosen.get("fp8", {})), OpListError)
-    for name, line in chosen.get("fp32", {}).items():
-        if name in {**chosen.get("bf16", {}), **chosen.get("fp8", {})}:
-            problems[f"{line.where}: {name!r} is on both sides"] = OpListError
-    if problems:
-        kinds = set(problems.values())
-        raise (kinds.pop() if len(kinds) == 1 else OpListError)("\n".join(problems))
+    chosen = resolve_sides(listed)
     sides = {
         name: (side, line) for side in ("promote", "fp32", "bf16", "fp8") for name, line in chosen.get(side, {}).items()
     }

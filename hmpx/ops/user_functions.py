@@ -23,7 +23,7 @@ from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.decorators import wrap
 from hmpx.ops.policies.op_lists import is_shipped, read_file, shipped
 from hmpx.ops.policies.policy import Policy, Rule
-from hmpx.ops.wrapping.patches import Patch, Patching
+from hmpx.ops.wrapping.wrappers import Patch, Patching
 
 logger = logging.getLogger("hmpx")
 _HEAP_TYPE = 1 << 9  # the flag of a type made by a class statement
@@ -113,10 +113,10 @@ class UserFunctions:
         if found is None:
             return False
         owner, attribute, original = found
-        rules, inherited = self.rules[name], attribute not in vars(owner)
+        rules = self.rules[name]
         rule = next(filter(None, rules.values()))
         wrapper = wrap(original, rules, name, self._active)
-        patch = Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper, inherited, original)
+        patch = Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper)
         if self._rebinding is not None:
             self._rebinding.expect(lambda: _replacements([patch]))
         self._changes.put(patch.place, patch.wrapper)

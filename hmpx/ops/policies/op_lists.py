@@ -115,7 +115,7 @@ def read_lists(
     low = {lists.low_precision: paths[side] for side, lists in read.items() if lists.low_precision is not None}
     if len(low) > 1:
         raise OpListError(f"{' and '.join(low.values())} disagree: low_precision is {' and '.join(map(str, low))}")
-    filled: dict[str, tuple[Listed, ...] | None] = {}
+    filled: dict[str, Any] = {}
     for side in SIDES:
         if side in read:
             filled[side] = read[side].side(side)
@@ -126,8 +126,7 @@ def read_lists(
         filled[side] = next(iter(offers.values()), None)
     problems = tuple(problem for lists in read.values() for problem in lists.problems)
     forms = [lists.fp8_format for lists in read.values() if lists.fp8_format is not None]
-    bf16, fp32, promote, fp8 = map(filled.get, SIDES)
-    return OpLists(bf16, fp32, promote, fp8, next(iter(low), None), next(iter(forms), None), problems)
+    return OpLists(**filled, low_precision=next(iter(low), None), fp8_format=next(iter(forms), None), problems=problems)
 
 
 def read_file(path: str | os.PathLike[str], side: str) -> OpLists:
@@ -141,9 +140,9 @@ def read_file(path: str | os.PathLike[str], side: str) -> OpLists:
     suffix = Path(path).suffix.lower()
     if suffix in _KEYS:
         return _read_tree(path, text, suffix)
-    names = {side: tuple(_read_lines(path, text))}
-    bf16, fp32, promote, fp8 = map(names.get, SIDES)
-    return OpLists(bf16, fp32, promote, fp8)
+    lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1)]
+    names: dict[str, Any] = {side: tuple(_listed(name, path, number) for number, name in lines if name)}
+    return OpLists(**names)
 
 
 def _text(path: str) -> str:
@@ -159,13 +158,6 @@ def _text(path: str) -> str:
         raise OpListError(f"{path}: is a directory; an op list is a .txt, .yaml or .json file") from None
     except OSError as error:
         raise OpListError(f"{shown(path)}: cannot be read: {error.strerror}") from error
-
-
-def _read_lines(path: str, text: str):
-    for number, line in enumerate(text.splitlines(), 1):
-        name = line.partition("#")[0].strip()
-        if name:
-            yield _listed(name, path, number)
 
 
 def _listed(name: str, path: str, line: int) -> Listed:
