@@ -17,11 +17,10 @@ import torch
 from hmpx import region_state
 from hmpx.compiling import never_compile_alone
 from hmpx.errors import HmpxError
-from hmpx.ops.fp8.format import Format
 from hmpx.ops.overlays import overlay_by_hand
+from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
-from hmpx.ops.policies.policy import Policy
-from hmpx.ops.policies.scopes import scope_inside
+from hmpx.ops.policies.policy import Policy, scope_inside
 from hmpx.ops.wrapping import weight_cache
 from hmpx.process_state import casts_regions
 from hmpx.rounding.stochastic import check_seed

@@ -16,7 +16,7 @@ from hmpx.ops.compilers import Scripting, Tracing
 from hmpx.ops.computing.kernels import Kernels
 from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.patch_table import PatchTable
-from hmpx.ops.policies.scopes import Policies
+from hmpx.ops.policies.policy import Policies
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.observing import Observer
 from hmpx.ops.wrapping.wrappers import Patch

@@ -20,8 +20,7 @@ from hmpx.changes import Attribute, Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import RULES, deciding, forward_class, rules_of
 from hmpx.ops.overlays import Overlay
-from hmpx.ops.policies.policy import LOW_RULES, Rule
-from hmpx.ops.policies.scopes import scope_inside
+from hmpx.ops.policies.policy import LOW_RULES, Rule, scope_inside
 from hmpx.ops.wrapping.rules import is_eligible
 
 Module = torch.nn.Module

@@ -17,11 +17,10 @@ import torch
 from hmpx import process_state as state
 from hmpx.changes import Changes
 from hmpx.errors import HmpxError
-from hmpx.ops.fp8.format import Format
 from hmpx.ops.overlays import Overlay, overlay_by_hand
+from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
-from hmpx.ops.policies.policy import Policy
-from hmpx.ops.policies.scopes import number_inside
+from hmpx.ops.policies.policy import Policy, number_inside
 
 Module = torch.nn.Module
 RULES = "_hmpx_rules"  # the attribute: rules, each with the number of containers between it and the module

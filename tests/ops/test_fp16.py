@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.ops import first_step
+from hmpx.ops import decision_log
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_lists import read_lists
@@ -281,7 +281,7 @@ def test_bf16_on_a_gpu_without_instructions_for_it_is_said_once(capable, said, l
         is_bf16_supported=lambda emulated: capable or emulated,
         get_device_name=lambda: "Tesla T4",
     )
-    monkeypatch.setattr(first_step, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    monkeypatch.setattr(decision_log, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     optimizer = optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
     with hmpx.convert(**lists(bf16="linear")):
         optimizer.step()

@@ -44,7 +44,7 @@ class Capture:
         return f"{self.where} holds {self.function}" + (f": {self.reason}" if self.reason else "")
 
 
-class Put(Protocol):
+class PlaceWriter(Protocol):
     """Writes `new` to a place that holds `old`."""
 
     def __call__(self, where: str, holder: Any, access: Access, key: Any, old: Any, new: Any) -> None: ...
@@ -57,7 +57,7 @@ class Rewriting:
     depth. keys: whether keys of dicts and members of sets are exchanged as well, for good.
     """
 
-    def __init__(self, by_id: dict[int, Any], put: Put, leads: Callable[[Any, int], bool], keys: bool) -> None:
+    def __init__(self, by_id: dict[int, Any], put: PlaceWriter, leads: Callable[[Any, int], bool], keys: bool) -> None:
         self.captures: list[Capture] = []
         self.done: dict[int, Any] = {}  # by identity: what takes its place, or itself where that was written to
         self._by_id, self._put, self._leads, self._keys = by_id, put, leads, keys
@@ -97,8 +97,9 @@ class Rewriting:
         new = self._all(defaults, [f"the default of {name} in {where}" for name in names], 0)
         if new is not defaults:
             self._put(where, function, raw.DEFAULTS, None, defaults, new)
-        for name, value in raw.items(function.__kwdefaults__ or {}):
-            self._item(function.__kwdefaults__, name, value, f"the default of {name} in {where}", 0)
+        keyword_only = function.__kwdefaults__ or {}
+        for name, value in raw.items(keyword_only):
+            self._item(keyword_only, name, value, f"the default of {name} in {where}", 0)
         for index, name in enumerate(code.co_freevars):
             held = raw.read_cell(function, index)
             self._replace(function, raw.CELL, index, held, f"{name} in the closure of {where}")
@@ -222,7 +223,8 @@ class Rewriting:
             self._failed(count, f"a {raw.class_name(kind)} cannot be changed")
             return value
         if kind is property:
-            return property(*after, value.__doc__)
+            fget, fset, fdel = after
+            return property(fget, fset, fdel, value.__doc__)
         if kind is types.MethodType:
             (new,) = after
             binds = type(new) is types.MethodDescriptorType

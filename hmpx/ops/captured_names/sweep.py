@@ -22,7 +22,7 @@ import torch
 
 from hmpx.garbage import none_collected
 from hmpx.ops.captured_names import raw
-from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, Capture, Put, Rewriting
+from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, Capture, PlaceWriter, Rewriting
 
 _LONGEST = 10_000  # items: a longer list or dict is data, not a table of functions
 _BUNCH = 64  # things at once
@@ -42,7 +42,7 @@ class Sweep:
     since all these were made in the meantime.
     """
 
-    def __init__(self, replacements: Mapping[Any, Any], put: Put, back: bool = False) -> None:
+    def __init__(self, replacements: Mapping[Any, Any], put: PlaceWriter, back: bool = False) -> None:
         self._functions = list(replacements)
         self._by_id = {id(old): new for old, new in replacements.items()}
         self._keys = self._by_id.keys()

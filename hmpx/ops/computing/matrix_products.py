@@ -28,8 +28,8 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.compiling import ask_once, never_compile_alone
-from hmpx.ops.fp8.format import BLOCK, SMALL, Format
-from hmpx.ops.fp8.product import How, product, watching
+from hmpx.ops.computing.fp8_product import How, product, watching
+from hmpx.ops.policies.fp8_format import BLOCK, SMALL, Format
 from hmpx.ops.wrapping.overriding import PLAIN, call
 from hmpx.ops.wrapping.rules import cast, is_stated
 

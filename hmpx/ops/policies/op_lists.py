@@ -23,7 +23,7 @@ import torch
 import yaml
 
 from hmpx.errors import HmpxError, OpListError, did_you_mean
-from hmpx.ops.fp8.format import Format
+from hmpx.ops.policies.fp8_format import Format
 from hmpx.yaml_files import root_of, shown, text_of, value_of
 
 SIDES = ("bf16", "fp32", "promote", "fp8")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from hmpx.ops.fp8.format import BLOCK, FP8, Format
+from hmpx.ops.policies.fp8_format import BLOCK, FP8, Format
 from hmpx.process_state import fp8_watchers
 
 Tensor = torch.Tensor
