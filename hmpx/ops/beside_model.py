@@ -36,7 +36,7 @@ class BesideModel:
         self._changes: Changes | None = None
 
     def patches(self) -> Iterator[Patch]:
-        """The patches for every imported module."""
+        """Yield the patches for every imported module."""
         for module in places():
             if module in sys.modules:
                 yield from self._uncast_in(module)
@@ -79,7 +79,7 @@ class BesideModel:
 
 
 def _uncast(path: str, original: Callable, switch: Switch) -> Callable:
-    """A wrapper of a Python function of torch that is no part of a model: casts are off inside."""
+    """Return a wrapper with casts off inside, for a Python function of torch that is no part of a model."""
     public(original)
     inner = uncast_inside(original)
 
@@ -97,7 +97,7 @@ def _explaining(path: str, function: Callable) -> Callable:
 
 
 def _checking(weights: str, switch: Switch, original: Callable) -> Callable:
-    """A layer's check of its input's dtype, changed to accept inputs that will be cast."""
+    """Return a layer's check of its input's dtype, changed to accept inputs that will be cast."""
 
     @functools.wraps(original)
     def check(layer, value, *rest):
@@ -109,7 +109,7 @@ def _checking(weights: str, switch: Switch, original: Callable) -> Callable:
 
 
 def _carrying(position: int, switch: Switch, original: Any) -> Any:
-    """A wrapper of a torch function that stores a callback: the callback runs in the region of now."""
+    """Return a wrapper of a torch function that stores a callback: the callback runs in the region of now."""
     function = original.__func__ if isinstance(original, staticmethod) else original
 
     @functools.wraps(function)
@@ -156,7 +156,7 @@ def _own_functions(owner: Any, path: str) -> Iterator[tuple[Any, str, str]]:
 
 
 def _derived(cls: type) -> Iterator[type]:
-    """A class of torch, and the classes of torch that derive from it."""
+    """Yield a class of torch, and the classes of torch that derive from it."""
     yield cls
     derived: list[type] = cls.__subclasses__()
     for each in derived:

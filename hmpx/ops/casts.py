@@ -97,5 +97,5 @@ class Casts:
             changes.put(_FAST_PATH, False)  # TransformerEncoder in eval would run in one C++ call that no patch sees
 
     def _in_words(self) -> str:
-        """Policies, dtype map and kernels in words."""
+        """Describe policies, dtype map and kernels."""
         return f"{self._policies}{self._mapping or ''}{self._kernels}"

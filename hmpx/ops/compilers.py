@@ -87,7 +87,7 @@ class Tracing:
         self._tags.append(tag)
 
     def _untagged(self) -> str:
-        """The tag without our part; a user may have added to it, and each asyncio task has its own."""
+        """Return the tag without our part; a user may have added to it, and each asyncio task has its own."""
         found = config.cache_key_tag
         for tag in self._tags:
             found = found.replace(tag, "")
@@ -117,7 +117,7 @@ class Tracing:
         clear_tables()
 
     def _skip_wrappers(self, eval_frame: ModuleType) -> None:
-        """After a graph break, a wrapper is never compiled by itself, like the C function that it stands for."""
+        """Never compile a wrapper by itself after a graph break: it is like the C function that it stands for."""
         for code in self._codes:
             eval_frame.skip_code(code)
 
@@ -153,7 +153,7 @@ def _imported(rules: ModuleType) -> None:
 
 
 def _other_tables() -> list[Any]:
-    """The tables that Dynamo builds from attributes of torch, as far as they exist yet."""
+    """Return the tables that Dynamo builds from attributes of torch, as far as they exist yet."""
     variables = sys.modules.get("torch._dynamo.variables.torch")
     of_class = getattr(variables, "TorchInGraphFunctionVariable", None)
     found = getattr(variables, "get_overridable_functions", None), getattr(of_class, "_get_handlers", None)
@@ -191,11 +191,11 @@ class Scripting:
                 changes.put(Item(_BUILTINS, id(wrapper), "TorchScript's table of builtins"), _BUILTINS[id(original)])
 
     def _seeing(self, compile_function: Callable) -> Callable:
-        """A TorchScript function that takes a function first, wrapped to receive the original of a wrapper."""
+        """Wrap a TorchScript function that takes a function first, so that it gets the original of a wrapper."""
         return lambda function, *rest: compile_function(self._own(function), *rest)
 
     def _own(self, function: Any) -> Any:
-        """The function that torch or the user wrote; of a bound method, bound again."""
+        """Return the function that torch or the user wrote; of a bound method, bound again."""
         original = self._originals.get(id(getattr(function, "__func__", function)))
         if original is None:
             return function

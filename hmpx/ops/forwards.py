@@ -62,7 +62,7 @@ class ForwardWrappers:
 
 
 def _placing(original: Callable, owner: int) -> Callable:
-    """The forward of a class, called for a module with rules; `owner` is the class by identity.
+    """Return the forward of a class for modules with rules; `owner` is the class by identity.
 
     A forward that calls the one of its base class has its rules already.
     """
@@ -78,7 +78,7 @@ def _placing(original: Callable, owner: int) -> Callable:
 
 
 def _forward_of(module, inner, *args, **kwargs):
-    """The forward that is an attribute of the module itself."""
+    """Run a forward that is an attribute of the module itself."""
     rules = rules_of(module)
     if not rules or not region_state.casts_on():
         return inner(*args, **kwargs)
@@ -106,7 +106,7 @@ def _run(rules, function, args, kwargs):
 
 
 def _cast_once(value: Any, overlay: Overlay) -> Any:
-    """An argument cast once. A list or dict stays the same object, since the module may write to it."""
+    """Cast an argument. A list or dict stays the same object, since the module may write to it."""
     if isinstance(value, torch.Tensor):
         return value.to(overlay.dtype) if value.dtype is not overlay.dtype and is_eligible(value) else value
     if isinstance(value, tuple):
@@ -116,7 +116,7 @@ def _cast_once(value: Any, overlay: Overlay) -> Any:
 
 
 def replaced_forwards() -> list[str]:
-    """Rules that do nothing because someone replaced the wrapped forward of their module, in words."""
+    """Describe the rules that do nothing because someone replaced the wrapped forward of their module."""
     if state.wrap_forward is None:
         return []
     return [
@@ -129,7 +129,7 @@ def replaced_forwards() -> list[str]:
 
 
 def _is_wrapped(forward: Any) -> bool:
-    """Whether a forward is our wrapper, or wraps it and says so by `functools.wraps`."""
+    """Return whether a forward is our wrapper, or wraps it and says so by `functools.wraps`."""
     while forward is not None:
         if isinstance(forward, functools.partial):
             if forward.func is _forward_of:
@@ -144,12 +144,12 @@ _WRAPPER = _placing(Module.forward, 0).__code__
 
 
 def rule_that_casts(frame: FrameType) -> str:
-    """The origin of the module rule by which `frame` casts an argument; else an empty string."""
+    """Return the origin of the module rule by which `frame` casts an argument; else an empty string."""
     return frame.f_locals["overlay"].where if frame.f_code is _cast_once.__code__ else ""
 
 
 def side_that_casts(frame: FrameType) -> str:
-    """The side of the module rule by which `frame` casts an argument; else an empty string."""
+    """Return the side of the module rule by which `frame` casts an argument; else an empty string."""
     if frame.f_code is not _cast_once.__code__:
         return ""
     dtype = frame.f_locals["overlay"].dtype

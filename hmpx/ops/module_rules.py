@@ -73,7 +73,7 @@ class ModuleRule:
         return _unpickled, (self.overlay, self.active, self.classes, self.casts_arguments)
 
     def modules(self) -> Iterator[Module]:
-        """The live modules whose forward this rule is about."""
+        """Yield the live modules whose forward this rule is about."""
         return (module for module, _ in self._alive())
 
     def _alive(self) -> Iterator[tuple[Module, int]]:
@@ -178,24 +178,24 @@ def _unpickled(overlay: Overlay, active: bool, classes: set[type], casts_argumen
 
 
 def rules_of(module: Module) -> tuple[tuple[int, ModuleRule], ...]:
-    """The rules of a module, each with the number of containers between it and the module, the outermost first."""
+    """Return a module's rules, outermost first, each with the number of containers between it and the module."""
     return vars(module).get(RULES, ())
 
 
 def deciding(rules):
-    """The rules that decide, outermost first: of each level the last active one."""
+    """Return the rules that decide, outermost first: of each level the last active one."""
     if len(rules) == 1:
         return [rules[0][1]] if rules[0][1].active else []
     return list({distance: rule for distance, rule in rules if rule.active}.values())
 
 
 def forward_class(module: Module) -> type:
-    """The class that defines the forward of a module."""
+    """Return the class that defines the forward of a module."""
     return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
 
 
 def never_called(module: Module) -> str:
-    """Why a rule of this module would do nothing; an empty string if it does something."""
+    """Return why a rule of this module would do nothing; an empty string if it does something."""
     kinds = [type(each).__name__ for each, _ in _with_forward(module)]
     if not kinds:
         return "there is no forward in it"
@@ -203,12 +203,12 @@ def never_called(module: Module) -> str:
 
 
 def modules_called_in(module: Module) -> list[Module]:
-    """The nearest modules inside whose forward is called."""
+    """Return the nearest modules inside whose forward is called."""
     return [each for child in module.children() for each, _ in _with_forward(child) if not never_called(each)]
 
 
 def _with_forward(module: Module, distance: int = 0) -> Iterator[tuple[Module, int]]:
-    """The module itself; for a container without a forward, the modules in it."""
+    """Yield the module itself; for a container without a forward, the modules in it."""
     if isinstance(module, torch.jit.ScriptModule):
         what = "a scripted module is compiled, and no rule reaches its ops"
         raise HmpxError(f"a rule for a {type(module).__name__}: {what}")
@@ -231,7 +231,7 @@ def _check(module: Module) -> None:
 
 
 def scopes_of_rules() -> set[int]:
-    """The scopes that the rules in force can make, nested modules included."""
+    """Return the scopes that the rules in force can make, nested modules included."""
     found: set[int] = set()
     seen: set[tuple[int, int]] = set()
 
@@ -252,7 +252,7 @@ def scopes_of_rules() -> set[int]:
 
 
 def policies_of(model: Module) -> list[ModuleRule]:
-    """The rules in force in a model, from `policy_for` or a recipe.
+    """Return the rules in force in a model, from `policy_for` or a recipe.
 
     Of a model that was copied or loaded they are not what `policy_for` has returned; `remove()` takes them away all the
     same.

@@ -131,7 +131,7 @@ def _unpickled(*content: Any) -> Overlay:
 
 
 def _registered(overlay: Overlay) -> Overlay:
-    """The one object for equal overlays, with its number."""
+    """Return the one object for equal overlays, with its number."""
     with state.lock:
         for known in state.overlays[1:]:
             if known == overlay:
@@ -206,7 +206,7 @@ def with_names(lists: OpLists, names: Mapping[str, Iterable[str] | None], frame:
 
 
 def _names_in(value: Any) -> tuple[str, ...] | None:
-    """The names in an iterable; None if it is something else than names."""
+    """Return the names in an iterable; None if it is something else than names."""
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         return None
     names = tuple(value)
@@ -256,5 +256,5 @@ def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str]
 
 
 def _origin(line: str, where: str) -> str:
-    """Where a name is listed, in words."""
+    """Describe where a name is listed."""
     return line if line == where else f"{line}, {where.partition(', ')[2] or where}"

@@ -88,7 +88,7 @@ class PatchTable(Patches):
         return Patches(self._further(policies))
 
     def _further(self, policies: Mapping[int, Policy]) -> Iterator[Patch]:
-        """The patches of functions that have none yet, or that need another wrapper."""
+        """Yield the patches of functions that have none yet, or that need another wrapper."""
         for scope, policy in policies.items():
             if scope not in self._scopes:
                 if policy not in self._policies:
@@ -118,7 +118,7 @@ class PatchTable(Patches):
                 yield patch
 
     def _wanted(self) -> Iterator[Wanted]:
-        """Every entry point that some rule needs, with its cases; under low precision, those that may refuse it too."""
+        """Yield entry points that a rule needs, with their cases; under low precision, those that may refuse it too."""
         tables = self._policies.values()
         for name, op in catalog().items():
             ruled = any(case.rule is not None for table in tables for case in table[name])
@@ -170,13 +170,13 @@ class _Function:
 
 
 def _may_refuse_low(op: str, cases: Cases) -> bool:
-    """Whether torch may refuse a BF16 input of this op, which no list names."""
+    """Return whether torch may refuse a BF16 input of this op, which no list names."""
     named = op in op_facts.NO_LOW_KERNEL or op.startswith(op_facts.NO_LOW_KERNELS)
     return named and all(case.rule in (None, Rule.FIRST_INPUT) for case in cases)
 
 
 def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:
-    """`wanted`, and the ops without a rule.
+    """Yield `wanted`, and the ops without a rule.
 
     Not among them: views, ops that make no new values, and Python functions of torch, whose parts are seen.
     """

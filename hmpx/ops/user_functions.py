@@ -109,7 +109,7 @@ def promote(function: Function) -> Function:
 
 
 def _wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool]) -> Any:
-    """`function` with its inputs cast while `active()`, by the rule of the scope that it is called from.
+    """Return `function` with its inputs cast while `active()`, by the rule of the scope that it is called from.
 
     rules: by scope; it may get more.
     """
@@ -234,7 +234,7 @@ class UserFunctions:
         return _replacements(self.patched.values())
 
     def _find(self, name: str) -> tuple[Any, str, Any] | None:
-        """Owner, attribute and function; None where the module, or a submodule of that name, may still come."""
+        """Return owner, attribute and function; None where the module, or a submodule of that name, may still come."""
         prefix = name.rpartition(".")[0]
         while prefix and sys.modules.get(prefix) is None:
             prefix = prefix.rpartition(".")[0]
@@ -296,7 +296,7 @@ class UserFunctions:
 
 @functools.cache
 def _shipped_names() -> frozenset[str]:
-    """The dotted names in hmpx's own lists: of libraries that a program may do without.
+    """Return the dotted names in hmpx's own lists: of libraries that a program may do without.
 
     A printed recipe repeats them; so the name tells, and not the list that it stands in.
     """
@@ -305,12 +305,12 @@ def _shipped_names() -> frozenset[str]:
 
 
 def _replacements(patches: Iterable[Patch]) -> list[tuple[Any, Any]]:
-    """A method is found through its class, so it has none."""
+    """Return originals and wrappers. A method is found through its class, so it needs none."""
     return [(patch.original, patch.wrapper) for patch in patches if not isinstance(patch.owner, type)]
 
 
 def _package(name: str) -> list[types.ModuleType]:
-    """The imported modules of the package that a dotted name is in, one of which may define what another offers."""
+    """Return the imported modules of the package of a dotted name: one may define a function that another offers."""
     package = name.partition(".")[0]
     modules = [module for each, module in list(sys.modules.items()) if each.partition(".")[0] == package]
     return [module for module in modules if issubclass(type(module), types.ModuleType)]  # no `__class__` of a proxy

@@ -35,7 +35,7 @@ class Replacing(Part, Protocol):
     """A part that puts replacements in the place of functions."""
 
     def replacements(self) -> list[tuple[Any, Any]]:
-        """Pairs of an original and its replacement."""
+        """Return pairs of an original and its replacement."""
 
 
 class Rebinding:

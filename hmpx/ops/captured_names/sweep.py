@@ -115,7 +115,7 @@ class Sweep:
             self.captures.append(Capture(where, "a function of torch", f"it could not be looked through: {error}"))
 
     def _bind(self, methods: list[types.BuiltinFunctionType]) -> None:
-        """A bound method of a tensor (``x.exp``) is an object of its own, which does not hold `Tensor.exp`."""
+        """Add bound methods of tensors (``x.exp``): each is an object of its own, which does not hold `Tensor.exp`."""
         new = {f.__name__: self._by_id[id(f)] for f in self._functions if type(f) is types.MethodDescriptorType}
         for method in methods:
             if issubclass(type(method.__self__), torch.Tensor) and method.__name__ in new:
@@ -124,7 +124,7 @@ class Sweep:
     # Which objects lead to a function
 
     def _leading(self, roots: list[Any], held_by: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """The objects that lead to a function. They are few, so most are ruled out in bunches."""
+        """Return the objects that lead to a function. They are few, so most are ruled out in bunches."""
         found = []
         for start in range(0, len(roots), _BUNCH):
             bunch = roots[start : start + _BUNCH]
@@ -133,7 +133,7 @@ class Sweep:
         return found
 
     def _one_leads(self, held: list[Any]) -> bool:
-        """Whether one of these is a wanted function, or may lead to one."""
+        """Return whether one of these is a wanted function, or may lead to one."""
         seen: set[int] = set()
         empty, lengths = self._empty, self._lengths
         for _ in range(2 * DEEPEST):
@@ -150,7 +150,7 @@ class Sweep:
         return True
 
     def _holders(self, things: list[Any]) -> Iterator[Any]:
-        """The objects whose class may lead to a function; filtered in C, since there are millions."""
+        """Yield the objects whose class may lead to a function; filtered in C, since there are millions."""
         kinds = list(map(id, map(type, things)))  # not __class__: a proxy answers that by importing or warning
         unknown = set(kinds).difference(self._lengths, self._apart)
         if unknown:
@@ -169,14 +169,14 @@ class Sweep:
             self._lengths[id(kind)] = _LENGTHS.get(base, _one)
 
     def _any(self, held: list[Any], depth: int) -> bool:
-        """Whether one of these is a wanted function, or leads to one."""
+        """Return whether one of these is a wanted function, or leads to one."""
         if not self._keys.isdisjoint(map(id, held)):
             return True
         apart = self._apart
         return any([self._leads(each, depth) for each in filter(self._may_lead, held) if id(type(each)) not in apart])
 
     def _leads(self, thing: Any, depth: int) -> bool:
-        """Whether a container, or another builtin object that holds things, leads to a function within that depth."""
+        """Return whether a container, or another builtin holder, leads to a function within that depth."""
         if self._empty.get(id(thing), 0) >= depth:
             return False
         kind = type(thing)
@@ -196,7 +196,7 @@ class Sweep:
     # Functions and frames
 
     def _outside_of(self, modules: Container[int], functions: list[types.FunctionType]) -> list[Any]:
-        """For each namespace that is no module's: a function whose globals it is, or else the namespace itself.
+        """Return each namespace that is no module's: a function whose globals it is, or else the namespace itself.
 
         A spawned process runs its script in one, cloudpickle makes them, and so does `exec`.
         """
@@ -208,7 +208,7 @@ class Sweep:
         return [each for key, each in having.items() if key not in modules and not self._off.get(key, True)]
 
     def _partials_of_nobody(self, partials: list[functools.partial], off: list[types.ModuleType]) -> None:
-        """Partials that only local variables or C code hold. Partials in tables of modules that stay are left alone."""
+        """Change partials that only local variables or C code hold; those in tables of modules that stay are left."""
         found = {id(p): p for p in partials if id(p) not in self._rewriting.done and self._leads(p, DEEPEST)}
         held: list[Any] = [raw.module_globals(module) for module in off] if found else []
         seen: set[int] = set()
@@ -230,14 +230,14 @@ class Sweep:
                         self._rewriting.escaped(value, where + other, "a local variable cannot be changed")
 
     def _not_off(self, functions: list[types.FunctionType]) -> list[types.FunctionType]:
-        """The functions whose module is searched; filtered in C."""
+        """Return the functions whose module is searched; filtered in C."""
         namespaces = list(map(raw.function_globals, functions))
         keys = list(map(id, namespaces))
         looked = {key for key, each in dict(zip(keys, namespaces, strict=True)).items() if not self._is_off(each)}
         return list(itertools.compress(functions, map(looked.__contains__, keys)))
 
     def _is_off(self, namespace: dict) -> bool:
-        """Whether these globals belong to a module that stays as it is."""
+        """Return whether these globals belong to a module that stays as it is."""
         try:
             return self._off[id(namespace)]
         except KeyError:
@@ -246,7 +246,7 @@ class Sweep:
 
 
 def _running() -> Iterator[tuple[int, types.FrameType]]:
-    """The frames of all threads that run now."""
+    """Yield the frames of all threads that run now."""
     frame: types.FrameType | None
     running = sys._current_frames()
     while running:  # emptied: a frame that one of its own variables holds would keep all that was found alive
@@ -289,7 +289,7 @@ def grouped(things: list[Any]) -> dict[str, list[Any]]:
 
 
 def _group(kind: type) -> str:
-    """How objects of a class are searched; empty if they hold no functions under names of their own."""
+    """Return how objects of a class are searched; empty if they hold no functions under names of their own."""
     for base, group in (
         *((types.FunctionType, "functions"), (types.BuiltinFunctionType, "methods")),
         *((types.ModuleType, "modules"), (type, "classes"), (functools.partial, "partials")),

@@ -52,12 +52,12 @@ class Fp32Kernel:
         return "too"
 
     def wrap(self, op: str, function: Callable) -> Callable:
-        """`function`, which is torch's own for the op, with FP32 kernels where they compute it."""
+        """Return `function`, which is torch's own for the op, with FP32 kernels where they compute it."""
         return _computing(function, self.inputs, op not in op_facts.FP32_KEPT)
 
 
 def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) -> Callable:
-    """`op`; with its arguments in FP32, and its result rounded to what they are of, if that is one of `dtypes`."""
+    """Return `op` computed in FP32 for arguments of one of `dtypes`, with its result rounded to that dtype."""
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         if kwargs and is_stated(kwargs):
@@ -84,7 +84,7 @@ def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) ->
 
 
 def _widening() -> Callable[[Tensor], Tensor]:
-    """What brings a tensor to FP32, here: the compiler's op, what looks for a cast that is kept, or torch's method."""
+    """Return the cast to FP32 for here: an op for the compiler, a look at kept casts, or torch's method."""
     if _by_ops():
         return torch.ops.hmpx.widen
     cache = current() if open_caches else None
@@ -92,14 +92,14 @@ def _widening() -> Callable[[Tensor], Tensor]:
 
 
 def _by_ops() -> bool:
-    """Whether the casts are ops of ours: in compiled code, but for a program that is to be loaded without hmpx."""
+    """Return whether the casts are ops of ours: in compiled code, unless the program is to be loaded without hmpx."""
     return is_dynamo_compiling() and not is_exporting()
 
 
 def _widened(
     values: Iterable[Any], dtypes: frozenset[torch.dtype], widen: Callable[[Tensor], Tensor], pairs: list
 ) -> list[Any] | None:
-    """`values` with their floating tensors in FP32, in lists and tuples too; None where FP32 kernels do not fit.
+    """Return `values` with floating tensors in FP32, in lists and tuples too; None where FP32 kernels do not fit.
 
     They fit where these tensors are ordinary ones of a CPU, all of the same of the `dtypes`. `pairs` get each new
     tensor and what it was made of.
@@ -161,7 +161,7 @@ torch.library.register_vmap(
 
 
 def _is_kept(pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether the op keeps tensors for a backward, and hooks may say how: not in torch.func, forward AD, a tracer."""
+    """Return whether the op keeps tensors for a backward, and hooks may say how: no torch.func, forward AD, tracer."""
     if is_dynamo_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0:
         return False
     if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -243,7 +243,7 @@ class Keeper:
 
 
 def _same_view(tensor: Tensor, wide: Tensor | None, own: Tensor | None) -> Tensor | None:
-    """The view of `own` that corresponds to the view `tensor` of `wide`; None if their layouts differ."""
+    """Return the view of `own` that corresponds to the view `tensor` of `wide`; None if their layouts differ."""
     if own is None or wide is None:
         return None
     own, offset = own.detach(), tensor.storage_offset() - wide.storage_offset()

@@ -55,7 +55,7 @@ class Cast(NamedTuple):
 
 
 def watching() -> Any:
-    """Who looks at casts in this thread, if anybody does."""
+    """Return the watcher of FP8 casts in this thread; None if there is none."""
     return fp8_watchers.get(get_ident()) if fp8_watchers else None
 
 
@@ -70,7 +70,7 @@ class Codes(NamedTuple):
 
 
 def coded(x: Tensor, cast: Cast, dim: int, how: How, watcher: Any = None) -> Codes:
-    """(..., M, K) in FP8, for a product that sums over `dim`."""
+    """Return (..., M, K) in FP8, for a product that sums over `dim`."""
     form = how.format
     codes, scale = quantize(x, cast.name, form, dim, cast.scaling, cast.weight)
     if watcher is not None:
@@ -86,7 +86,7 @@ def coded(x: Tensor, cast: Cast, dim: int, how: How, watcher: Any = None) -> Cod
 
 
 def multiply(a: Codes, b: Codes, how: How, dtype: torch.dtype) -> Tensor:
-    """(..., M, K) times (..., K, N), of what both decode to; the result in `dtype`."""
+    """Multiply the decoded numbers of (..., M, K) and (..., K, N); the result is in `dtype`."""
     if a.scale is None or b.scale is None:
         return aten.to.dtype(aten.matmul(a.codes, b.codes), dtype)
     if a.codes.dtype.itemsize == 1:
@@ -98,8 +98,11 @@ def multiply(a: Codes, b: Codes, how: How, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """torch's own, which wants the sum a multiple of 16, rows of the first, columns of the second in a row, and two
-    scales of one kind."""
+    """Call torch's own product.
+
+    It wants the sum a multiple of 16, the rows of the first and the columns of the second contiguous, and two scales of
+    one kind.
+    """
     if pad := -a.shape[1] % 16:
         a, b = (_padded(a, 0, pad), _padded(b, pad, 0))
     if scale_a.dim() != scale_b.dim():
@@ -115,7 +118,7 @@ def _padded(codes: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, how: How) -> Tensor:
-    """``a @ b`` in FP8, of (M, K) and (K, N) or of (B, M, K) and (B, K, N), with gradients as the format says."""
+    """Return ``a @ b`` in FP8, of (M, K) and (K, N) or (B, M, K) and (B, K, N), with gradients as the format says."""
     return _Product.apply(a, b, how)[0]
 
 
@@ -179,7 +182,7 @@ class _Product(torch.autograd.Function):
 
 
 def _turned(kept: Tensor, scale: Tensor | None, cast: Cast, dim: int, how: How) -> Codes:
-    """What was kept of an operand, transposed and in FP8: with a scale, it is codes already."""
+    """Return a kept operand, transposed and in FP8: with a scale, it is codes already."""
     other = kept.transpose(-1, -2)
     return coded(other, cast, dim, how) if scale is None else Codes(other, scale)
 
@@ -188,7 +191,7 @@ def _turned(kept: Tensor, scale: Tensor | None, cast: Cast, dim: int, how: How) 
 
 
 def quantize(x: Tensor, name: str, form: Format, dim: int, scaling: str, weight: bool = False) -> tuple[Tensor, Tensor]:
-    """Codes and their scale: ``codes.float() * scale`` is what becomes of `x`.
+    """Return codes and their scale: ``codes.float() * scale`` are the numbers that `x` becomes.
 
     Args:
         x: (..., M, K), floating.
@@ -220,7 +223,7 @@ def quantize(x: Tensor, name: str, form: Format, dim: int, scaling: str, weight:
 
 
 def decoded(codes: Tensor, name: str, saturating: bool) -> tuple[Tensor, float]:
-    """Codes in FP32, and what these numbers are to be multiplied by, beside the scale; NaN only where the scale is.
+    """Return codes in FP32, and a factor that these numbers want beside the scale; NaN only where the scale is.
 
     e4m3 with its bits moved to where FP16 has exponent and mantissa is an FP16 number of 1/256 of the value. To have
     torch cast e4m3 takes a CPU ten times as long.
@@ -233,7 +236,7 @@ def decoded(codes: Tensor, name: str, saturating: bool) -> tuple[Tensor, float]:
 
 
 def _exponent(largest: Tensor, name: str, rceil: bool) -> Tensor:
-    """Of the scales of mx: so that nothing saturates, or by the OCP rule, which is the exponent of the largest."""
+    """Return the exponents of mx scales: nothing saturates, or by the OCP rule the exponent of the largest."""
     fraction, exponent = aten.frexp(aten.div(largest, LARGEST[name]) if rceil else largest)
     if rceil:
         exponent = aten.sub(exponent, aten.to.dtype(aten.eq(fraction, 0.5), torch.int32))
@@ -243,7 +246,7 @@ def _exponent(largest: Tensor, name: str, rceil: bool) -> Tensor:
 
 
 def _codes(x: Tensor, name: str, saturating: bool) -> Tensor:
-    """`x`, which is overwritten, in FP8."""
+    """Return `x`, which is overwritten, in FP8."""
     if not saturating:
         over = torch.nan if name == "e4m3" else torch.inf
         spilt = aten.copysign(torch.full_like(x, over), x)
@@ -253,7 +256,7 @@ def _codes(x: Tensor, name: str, saturating: bool) -> Tensor:
 
 
 def _largest(x: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:
-    """The largest magnitude of those that share a scale: of all, of rows, or of each block along each of `dims`."""
+    """Return the largest magnitude for each scale: of all, of rows, or of each block along each of `dims`."""
     magnitude = aten.abs(x)
     if scaling not in BLOCK:
         return aten.amax(magnitude) if scaling == "tensorwise" else aten.amax(magnitude, dims, True)
@@ -265,7 +268,7 @@ def _largest(x: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:
 
 
 def _spread(of_blocks: Tensor, x: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:
-    """For each element of `x` what its block has."""
+    """Return the value of its block for each element of `x`."""
     for dim in dims:
         rows = of_blocks.transpose(dim, -1).unsqueeze(-1)
         repeated = rows.expand(*rows.shape[:-1], BLOCK[scaling]).flatten(-2)

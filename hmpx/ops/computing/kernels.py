@@ -57,7 +57,7 @@ class Kernels:
     of_codes: str = "bfloat16"
 
     def __str__(self) -> str:
-        """As part of a sentence."""
+        """Describe the kernels as part of a sentence."""
         return str(Fp32Kernel(self.widened)) if self.widened else "native kernels"
 
     def kernel(self, op: str, case: Case) -> Kernel | None:

@@ -74,7 +74,7 @@ def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, al
 
 
 def _einsum(equation: str, operands: Any, *, path: Any = None) -> Operands | str:
-    """Of two operands: labels of both and the result are a batch, labels of both alone are summed over."""
+    """Take two operands apart: labels of both and the result are a batch, labels of both alone are summed over."""
     if len(operands) != 2:
         return f"einsum of {len(operands)} operands"
     left, right = operands

@@ -68,7 +68,7 @@ def build_policy(
 
 
 def _no_opt_level(given: object) -> str:
-    """The message for an opt_level that does not exist, which may be the name of something else."""
+    """Return the message for an opt_level that does not exist, which may be the name of something else."""
     name, legal = str(given), f"(legal: {', '.join(OPT_LEVELS)})"
     if (shipped() / "recipes" / f"{name}.yaml").is_file():
         return (
@@ -139,7 +139,7 @@ def raise_problems(wrong: Problems) -> None:
 
 
 def _resolve(names: tuple[Listed, ...], unknown: Unknown, wrong: Problems) -> dict[str, Listed]:
-    """Listed names by the op that they mean; the first mention counts. Adds problems to `wrong`."""
+    """Return listed names by the op that they mean; the first mention counts. Adds problems to `wrong`."""
     ops = catalog()
     resolved: dict[str, Listed] = {}
     for listed in names:
@@ -163,7 +163,7 @@ def _resolve(names: tuple[Listed, ...], unknown: Unknown, wrong: Problems) -> di
 
 
 def may_be_user_function(name: str) -> bool:
-    """Whether a dotted name may stand for a function outside torch; `linear.x` only if a module `linear` exists."""
+    """Return whether a dotted name may be a function outside torch; `linear.x` only if a module `linear` exists."""
     top, _, rest = name.partition(".")
     if not rest or top == "torch" or _within_torch(name):
         return False
@@ -205,7 +205,7 @@ def unknown_op(name: str) -> str:
 
 
 def _within_torch(name: str) -> bool:
-    """Whether a dotted name begins with a usual name of torch's modules: ``nn.``, ``F.``."""
+    """Return whether a dotted name begins with a usual name of torch's modules: ``nn.``, ``F.``."""
     return name.startswith(("nn.", "F.", "functional."))
 
 
@@ -217,7 +217,7 @@ def module_class(name: str) -> type | None:
 
 
 def _op_meant(name: str) -> str | None:
-    """The op that `name` probably means; None if nothing but its spelling tells."""
+    """Return the op that `name` probably means; None if nothing but its spelling tells."""
     if cls := module_class(name):
         return op_of(cls)
     bare = name.rpartition(".")[2].lower()
@@ -226,7 +226,7 @@ def _op_meant(name: str) -> str | None:
 
 @functools.cache
 def _ops_of_classes() -> dict[str, str]:
-    """The ops of the modules in `torch.nn`, by name in small letters: ``{"bceloss": "binary_cross_entropy", ...}``."""
+    """Return the ops of `torch.nn`'s modules by lower-case name: ``{"bceloss": "binary_cross_entropy", ...}``."""
     classes = {name: cls for name in vars(torch.nn) if (cls := module_class(name))}
     return {name.lower(): op for name, cls in classes.items() if (op := op_of(cls))}
 

@@ -69,7 +69,7 @@ class Format:
 
     @classmethod
     def of(cls, said: str | Mapping[str, Any] | Format | None) -> Format:
-        """The format that a name or keys mean; None is "tensorwise".
+        """Return the format that a name or keys mean; None is "tensorwise".
 
         Raises:
             HmpxError: another name, key or value, with the nearest legal one.
@@ -99,7 +99,7 @@ class Format:
         return self.scaling not in BLOCK or self.scaling == "mx" or self.power_of_two
 
     def keys(self) -> dict[str, Any]:
-        """What differs from the default, as `of` takes it."""
+        """Return the keys that differ from the default, as `of` takes them."""
         own = {key: value for key, value in vars(self).items() if value != getattr(_USUAL, key)}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in own.items()}
 

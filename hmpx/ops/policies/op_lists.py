@@ -75,17 +75,17 @@ class OpLists:
 
 
 def shipped() -> Path:
-    """The folder of the op lists that come with hmpx."""
+    """Return the folder of the op lists that come with hmpx."""
     return Path(str(resources.files("hmpx"))) / "oplists"
 
 
 def is_shipped(origin: str) -> bool:
-    """Whether a name's origin, `file:line`, is a list that hmpx ships."""
+    """Return whether a name's origin, `file:line`, is a list that hmpx ships."""
     return os.path.realpath(origin).startswith(f"{os.path.realpath(shipped())}{os.sep}")
 
 
 def default_lists() -> OpLists:
-    """The default lists: HMP's published defaults."""
+    """Return the default lists: HMP's published defaults."""
     return read_lists(**{f"{side}_file_path": shipped() / "default" / f"{side}.txt" for side in SIDES})
 
 

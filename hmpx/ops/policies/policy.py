@@ -126,16 +126,16 @@ class Policy:
         object.__setattr__(self, "_rules", rules)
 
     def listed(self, name: str) -> Rule | None:
-        """The rule of the list that names `name` itself."""
+        """Return the rule of the list that names `name` itself."""
         return self._rules.get(name)
 
     def listed_as(self, op: Op) -> Rule | None:
-        """The rule of the list that names an op, by its own name or another name of the same computation."""
+        """Return the rule of the list that names an op, by its own name or another name of the same computation."""
         listed = self.listed(op.name)
         return self.listed(op.follows) if listed is None and op.follows else listed
 
     def rule(self, op: Op) -> Rule | None:
-        """The rule of an op in the catalogue; None leaves it as torch made it.
+        """Return the rule of an op in the catalogue; None leaves it as torch made it.
 
         Where it depends on the arguments of a call (`cases`), the first that casts.
         """
@@ -143,7 +143,7 @@ class Policy:
         return next((rule for rule in rules if rule not in (None, Rule.PROMOTE, Rule.FIRST_INPUT)), rules[0])
 
     def cases(self, op: Op) -> tuple[Case, ...]:
-        """The cases of an op; the first case that accepts a call's arguments decides.
+        """Return the cases of an op; the first case that accepts a call's arguments decides.
 
         Its own listing goes first, then that of the op that it follows as another name, then those of its parts.
         """
@@ -173,14 +173,14 @@ class Policy:
     def _doing(
         self, op: Op, listed: Rule | None, when: Callable[..., bool] | None = None, follows: tuple[str, ...] = ()
     ) -> Case:
-        """The case of a listed rule. What follows a matrix product, and is none, has the dtype of its results."""
+        """Return the case of a listed rule. An op that follows a matrix product, and is none, has the result's dtype."""
         rule = self._effective(op, listed)
         if rule in (Rule.FP8, Rule.BF16_TO_FP32) and not op.is_matrix_product:
             rule = Rule.BF16 if rule is Rule.FP8 else Rule.FP32
         return Case(rule, when, follows, self.fp8_format if rule is Rule.FP8 else None)
 
     def _of_parts(self, row: Composition) -> dict[str, Rule]:
-        """The rules of a composed op's parts, by listed name."""
+        """Return the rules of a composed op's parts, by listed name."""
         found: dict[str, Rule] = {}
         for name in row.parts:
             part = catalog().get(name := canonical(name))
@@ -195,7 +195,7 @@ class Policy:
         return found
 
     def undecided(self, op: Op) -> dict[str, Rule]:
-        """The parts of an unlisted op whose rules differ, so that it stays as it is; with those rules."""
+        """Return the parts of an unlisted op whose rules differ, so that it stays as it is; with those rules."""
         for row in () if op.view or self.listed_as(op) else op.rows:
             found = self._of_parts(row)
             if any(map(self.listed, found)) and len({rule for rule in found.values() if rule is not Rule.PROMOTE}) > 1:
@@ -210,7 +210,7 @@ class Policy:
         return listed
 
     def user_functions(self) -> dict[str, Rule]:
-        """Dotted names of functions outside torch, each with its rule."""
+        """Return the dotted names of functions outside torch, each with its rule."""
         return {name: rule for name, rule in self._rules.items() if "." in name}
 
     def __str__(self) -> str:

@@ -49,7 +49,7 @@ class Signature:
 
 @functools.cache
 def schemas(name: str) -> tuple[Any, ...]:
-    """The functional overloads that the dispatcher has for aten::`name`."""
+    """Return the functional overloads that the dispatcher has for aten::`name`."""
     found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     return tuple([s for s in found if not any(a.name in ("out", "out_dtype") or a.is_out for a in s.arguments)])
 
@@ -102,7 +102,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:
-    """One parameter list for overloads that differ at most in what may be a tensor."""
+    """Return one parameter list for overloads that differ at most in which arguments may be tensors."""
     if len({tuple((p.name, p.required) for p in lead) for lead in leads}) != 1:
         return None
     return tuple(
@@ -112,7 +112,7 @@ def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:
 
 
 def _tail(overloads: list[list[Any]]) -> tuple[Argument, ...]:
-    """The leading number arguments with a default that all overloads share."""
+    """Return the leading number arguments with a default that all overloads share."""
     tail = []
     for same in zip(*overloads, strict=False):
         found = {(a.name, type(a.default_value), a.default_value) for a in same if _is_number(a)}

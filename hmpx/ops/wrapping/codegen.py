@@ -197,7 +197,7 @@ def _default(p: Argument) -> str:
 
 @functools.cache
 def make_wrapper(signature: Signature, rule: Rule, function: str) -> Callable[[Callable, Callable, Switch], Callable]:
-    """A factory of wrappers named `function` for one signature and rule; it takes the op, its runner and a switch."""
+    """Return a factory of wrappers for one signature and rule; it takes the op, its runner and a switch."""
     parameters = (*(signature.lead or ()), *signature.tail)
     tensors = [p for p in parameters if p.tensor]
     fields = {

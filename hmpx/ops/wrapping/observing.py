@@ -67,7 +67,7 @@ class Observer(Protocol):
     everything: bool
 
     def leaves(self, caller: types.CodeType) -> bool:
-        """Whether the observer skips the calls inside a function, such as a step of an optimizer."""
+        """Return whether the observer skips the calls inside a function, such as a step of an optimizer."""
         ...
 
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
@@ -117,7 +117,7 @@ def observed(
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """A region without observation and without casts, for an observer's own computations."""
+    """Open a region without observation and without casts, for an observer's own computations."""
     before, _thread.inside = _thread.inside, True
     try:
         with region_state.region(False):
@@ -127,7 +127,7 @@ def unobserved() -> Iterator[None]:
 
 
 def stand_in(function: Callable, casting: bool) -> Run:
-    """`function`, which computes an op, wrapped to report its arguments.
+    """Wrap `function`, which computes an op, to report its arguments.
 
     casting: whether it is called with arguments that a rule has looked at.
     """

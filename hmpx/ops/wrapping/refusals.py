@@ -96,7 +96,7 @@ def _explain(error: Exception, op: str, values: Iterable[Any]) -> None:
 
 
 def _origin(value: torch.Tensor) -> str:
-    """The op that made a tensor, as far as autograd knows."""
+    """Return the op that made a tensor, as far as autograd knows."""
     if isinstance(value, torch.nn.Parameter):
         return ", a parameter"
     node = value.grad_fn

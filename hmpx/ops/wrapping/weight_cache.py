@@ -159,7 +159,7 @@ class WeightCache:
 
 
 def cast_weight(weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
-    """`cast(weight)`, cached if this thread has a cache open. In compiled code, the compiler fuses the cast instead."""
+    """Return `cast(weight)`, cached if this thread has a cache open. In compiled code the compiler fuses it instead."""
     if is_dynamo_compiling():
         return cast(weight)
     cache = open_caches.get(get_ident())
@@ -196,13 +196,13 @@ def close_cache() -> None:
 
 
 def _is_shared(weight: Parameter) -> bool:
-    """Whether anything but the weight, and the storage object asked for here, holds its memory."""
+    """Return whether anything but the weight, and the storage object asked for here, holds its memory."""
     storage = storage_of(weight)
     return bool(weight.storage_offset() != 0 or torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 def _runs_now(weight: Parameter) -> bool:
-    """Whether ops on the weight's device run, as opposed to being recorded into a CUDA graph."""
+    """Return whether ops on the weight's device run, as opposed to being recorded into a CUDA graph."""
     capturing = getattr(_device_module(weight.device), "is_current_stream_capturing", None)
     return capturing is None or not capturing()
 
@@ -215,7 +215,7 @@ def _device_module(device: torch.device) -> ModuleType:
 
 
 def _stream(weight: Parameter) -> object:
-    """The current stream, since work on another one does not wait for the cast. None without streams."""
+    """Return the current stream, since work on another one does not wait for the cast. None without streams."""
     if weight.is_cpu:
         return None
     current = getattr(_device_module(weight.device), "current_stream", None)

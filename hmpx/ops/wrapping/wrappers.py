@@ -174,7 +174,7 @@ def build_wrapper(entry: Entry, rule: Rule, original: Callable, switch: Switch, 
 
 
 def _computing(entry: Entry, rule: Rule, original: Callable, run: Callable) -> tuple[Rule, Callable]:
-    """The rule of an entry point, and the function that computes the op."""
+    """Return the rule of an entry point, and the function that computes the op."""
     if entry.in_place:  # the first is written to: the others come to it, whichever list names the op
         return Rule.FIRST_INPUT, original
     return rule, original if rule is Rule.FP32 else run
@@ -188,7 +188,7 @@ def _casting(entry: Entry, rule: Rule, run: Callable, original: Callable, switch
 
 
 def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
-    """A wrapper for any signature, also for Python functions of torch, inside which nothing is cast again."""
+    """Return a wrapper for any signature, also for Python functions of torch, inside which nothing is cast again."""
     signature = entry.signature
     stated = _stated_positions(original) if signature.python else ()
     inner = uncast_inside(run) if signature.python else run
@@ -206,7 +206,7 @@ def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch
 
 @functools.cache
 def _code_under(rule: Rule, code: types.CodeType) -> types.CodeType:
-    """A copy of the function with a code object of its own for one rule, so that the running code tells the rule."""
+    """Return a copy of the code for one rule, so that the running code tells the rule."""
     own = code.replace(co_name=f"{code.co_name}_{rule.name.lower()}")
     register(own, rule)
     return own
@@ -223,7 +223,7 @@ def uncast_inside(function: Callable) -> Callable:
 
 
 def _stated_positions(function: Callable) -> tuple[int, ...]:
-    """Positions of `out`, `dtype` and `inplace` in a Python function of torch, by which the caller decides."""
+    """Return positions of `out`, `dtype` and `inplace` in a Python function of torch, by which the caller decides."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code else ()
     return tuple(names.index(name) for name in ("out", "dtype", "inplace") if name in names)
@@ -236,7 +236,7 @@ def _is_stated_at(positions: tuple[int, ...], args: tuple) -> bool:
 def _observed(
     entry: Entry, point: Point, original: Callable, run: Callable, switch: Switch, observer: Observer
 ) -> Callable:
-    """The wrapper of an entry point while an observer is active."""
+    """Return the wrapper of an entry point while an observer is active."""
     public(original)
     if point.rule is None:
         plain, inner = original, stand_in(original, casting=False)
