@@ -173,7 +173,7 @@ class Policy:
     def _doing(
         self, op: Op, listed: Rule | None, when: Callable[..., bool] | None = None, follows: tuple[str, ...] = ()
     ) -> Case:
-        """Return the case of a listed rule. An op that follows a matrix product, and is none, has the result's dtype."""
+        """Return the case of a listed rule. An op that follows a matrix product, and is none, has its dtype."""
         rule = self._effective(op, listed)
         if rule in (Rule.FP8, Rule.BF16_TO_FP32) and not op.is_matrix_product:
             rule = Rule.BF16 if rule is Rule.FP8 else Rule.FP32

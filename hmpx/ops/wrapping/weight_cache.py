@@ -174,13 +174,15 @@ def current() -> WeightCache | None:
 def open_cache() -> None:
     """Open this thread's cache. Calls nest."""
     with _lock:
+        cache = open_caches.get(get_ident()) or WeightCache()
         if not open_caches:
             try:
                 _watch_writes(watching_writes)
             except BaseException:
                 watching_writes.close()
                 raise
-        open_caches.setdefault(get_ident(), WeightCache()).depth += 1
+        open_caches[get_ident()] = cache
+        cache.depth += 1
 
 
 def close_cache() -> None:
