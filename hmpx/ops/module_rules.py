@@ -21,6 +21,7 @@ from hmpx.ops.overlays import Overlay, overlay_by_hand
 from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
 from hmpx.ops.policies.policy import Policy, number_inside
+from hmpx.ops.wrapping.callers import runs_later
 
 Module = torch.nn.Module
 RULES = "_hmpx_rules"  # the attribute: rules, each with the number of containers between it and the module
@@ -213,21 +214,13 @@ def _with_forward(module: Module, distance: int = 0) -> Iterator[tuple[Module, i
         what = "a scripted module is compiled, and no rule reaches its ops"
         raise HmpxError(f"a rule for a {type(module).__name__}: {what}")
     if "forward" in vars(module) or type(module).forward is not _NO_FORWARD:
-        _check(module)
+        if runs_later(inspect.unwrap(module.forward)):
+            later = "its forward is a generator or coroutine function, whose body runs after the call"
+            raise HmpxError(f"a rule for a {type(module).__name__}: {later}")
         yield module, distance
         return
     for child in module.children():
         yield from _with_forward(child, distance + 1)
-
-
-def _check(module: Module) -> None:
-    kind = type(module).__name__
-    forward = inspect.unwrap(module.forward)
-    for is_later in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
-        if is_later(forward):
-            raise HmpxError(
-                f"a rule for a {kind}: its forward is a generator or coroutine function, whose body runs after the call"
-            )
 
 
 def scopes_of_rules() -> set[int]:

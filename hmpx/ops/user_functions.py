@@ -28,6 +28,7 @@ from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies.op_lists import is_shipped, read_file, shipped
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.wrapping.callers import runs_later
 from hmpx.ops.wrapping.observing import Point, Seen, observed
 from hmpx.ops.wrapping.rules import cast_arguments
 from hmpx.ops.wrapping.wrappers import Patch, Patching
@@ -117,9 +118,7 @@ def _wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool]) ->
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if not callable(plain) or isinstance(plain, type):
         raise HmpxError(f"{name} is no function but {plain!r}; {some} is for functions and methods")
-    if any(
-        test(plain) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    ):
+    if runs_later(plain):
         raise HmpxError(
             f"{name} is a generator or coroutine function, whose body runs after the call; list what it calls"
         )

@@ -1,10 +1,11 @@
-"""Reads the call stack: the user's line, and the wrapper around an op."""
+"""Reads the call stack and functions: the user's line, and the wrapper around an op."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import wrapt
@@ -81,3 +82,9 @@ def modules(frame: types.FrameType | None) -> Iterator[torch.nn.Module]:
             if isinstance(owner, torch.nn.Module):
                 yield owner
         frame = frame.f_back
+
+
+def runs_later(function: Callable) -> bool:
+    """Return whether the body of a function runs after the call: a generator or coroutine function."""
+    later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return any(test(function) for test in later)
