@@ -1,4 +1,4 @@
-"""What a conversion logs, through the logger "hmpx".
+"""The messages of a conversion, through the logger "hmpx".
 
 `isVerbose=True` logs each distinct decision once, and how often it was taken at the end. At the first step of an
 optimizer, a conversion warns once of FP16 without a `GradScaler`, which loses gradients below 6e-8, and of BF16 on a

@@ -27,14 +27,14 @@ Module = torch.nn.Module
 # Attribute of a class with a wrapped forward, inherited by the classes below: its identity. Of a module in which a
 # wrapped forward stands: 0. So a wrapper knows whether another one, further out, has put the module's rules in force.
 _OUTERMOST = "_hmpx_outermost"
-_LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)  # what computes later
+_LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)  # these compute later
 
 
 class ForwardWrappers:
     """A part: wraps the forwards of all modules with rules, also of modules that get a rule later."""
 
     def __init__(self) -> None:
-        self._wrapped: set[int] = set()  # by identity: what holds the forward
+        self._wrapped: set[int] = set()  # by identity: the holders of forwards
 
     def apply(self, changes: Changes) -> None:
         self._changes = changes
@@ -90,7 +90,7 @@ def _run(rules, function, args, kwargs):
     scope, overlay, casting = region_state.scope(), None, None
     for rule in deciding(rules):
         overlay = rule.overlay
-        if overlay.whole:  # what is around decides nothing any more
+        if overlay.whole:  # the lists around decide nothing any more
             casting = overlay if overlay.casts_arguments and rule.casts_arguments else None
         scope = scope_inside(scope, overlay.number)
     if casting is not None:

@@ -25,13 +25,13 @@ from hmpx.ops.wrapping.callers import runs_later
 
 Module = torch.nn.Module
 RULES = "_hmpx_rules"  # the attribute: rules, each with the number of containers between it and the module
-_NO_FORWARD = Module.forward  # what a container has
+_NO_FORWARD = Module.forward  # of a container
 # Classes of torch whose forward nobody calls, and who takes their weights.
 _NOT_CALLED = {"NonDynamicallyQuantizableLinear": "MultiheadAttention takes its weights; give that the rule"}
 
 
 class ModuleRule:
-    """One rule of a module: what `hmpx.policy_for` returns.
+    """One rule of a module, returned by `hmpx.policy_for`.
 
     Attributes:
         where: what says so, as file:line.
@@ -123,9 +123,9 @@ def policy_for(
 ) -> ModuleRule:
     """Say in which precision ops run in the forward of a module, and in all that it calls.
 
-    Lists lie over what holds around the module: they move the ops that they name and leave the others. Of nested
-    modules the innermost decides, of several rules for one module the last. It may be said before `convert()` or after
-    it, and does nothing while nothing is converted, or in `disable_casts()`. Copies of the module have the rule too.
+    The lists lie over those around the module: they move the ops that they name and leave the others. Of nested modules
+    the innermost decides, of several rules for one module the last. A rule may come before `convert()` or after it, and
+    does nothing while nothing is converted, or in `disable_casts()`. Copies of the module have the rule too.
 
     Args:
         module: any module; the rule of a container without a forward (`ModuleList`) is one of each module that is in it
@@ -247,8 +247,8 @@ def scopes_of_rules() -> set[int]:
 def policies_of(model: Module) -> list[ModuleRule]:
     """Return the rules in force in a model, from `policy_for` or a recipe.
 
-    Of a model that was copied or loaded they are not what `policy_for` has returned; `remove()` takes them away all the
-    same.
+    In a model that was copied or loaded they are other objects than `policy_for` returned; `remove()` takes them away
+    all the same.
 
     Returns:
         Each rule once, in the order of `model.modules()`; of one module those of its containers first.

@@ -26,7 +26,7 @@ from hmpx.ops.policies.policy import LOW_RULES, Policy
 from hmpx.ops.wrapping.callers import users_line
 
 DTYPES = (torch.float32, *LOW_RULES)  # that everything in a module may run in
-BF16_TO_FP32 = "bf16-to-fp32"  # float32, but for matrix products: these take bfloat16 and hand on float32
+BF16_TO_FP32 = "bf16-to-fp32"  # float32, except matrix products: these take bfloat16 and hand on float32
 _KEYS = (*SIDES, LOW_PRECISION, FP8_FORMAT, "opt_level")
 
 

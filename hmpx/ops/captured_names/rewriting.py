@@ -1,4 +1,4 @@
-"""Puts replacements into what holds a function, in the way that fits the holder, without running code of its class.
+"""Puts replacements into the holders of functions, in the way that fits the holder, without running code of its class.
 
 Dicts, lists, attributes, slots, cells and defaults are written to, and so is a `functools.partial`, which stays the
 same object, so that all who hold it get the replacement. A tuple, a bound method, a staticmethod or a property cannot
@@ -53,13 +53,13 @@ class PlaceWriter(Protocol):
 class Rewriting:
     """Replaces functions in holders.
 
-    by_id: what to put where the function of that identity is held. leads: whether an object leads to one within a
+    by_id: the replacement of the function of that identity. leads: whether an object leads to one within a
     depth. keys: whether keys of dicts and members of sets are exchanged as well, for good.
     """
 
     def __init__(self, by_id: dict[int, Any], put: PlaceWriter, leads: Callable[[Any, int], bool], keys: bool) -> None:
         self.captures: list[Capture] = []
-        self.done: dict[int, Any] = {}  # by identity: what takes its place, or itself where that was written to
+        self.done: dict[int, Any] = {}  # by identity: its replacement, or itself if it was written to
         self._by_id, self._put, self._leads, self._keys = by_id, put, leads, keys
         self._kept: list[Any] = []  # so that no identity of these is given to something else
 
@@ -109,7 +109,7 @@ class Rewriting:
             if type(name) is str:
                 self._replace(thing, access, name, value, f"{where}.{name}")
 
-    # What they hold
+    # Values that they hold
 
     def replaced(self, value: Any, where: str, depth: int) -> Any:
         """Return the replacement of a value; the value itself if nothing changes or it was changed in place."""

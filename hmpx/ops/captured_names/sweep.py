@@ -37,7 +37,7 @@ _OFF_LIMITS = frozenset({"hmpx", "wrapt", "builtins", "gc", "_thread"})
 class Sweep:
     """One pass.
 
-    replacements: what to put where a function is held. put: writes to a place. back: whether torch's functions come
+    replacements: by function. put: writes to a place. back: whether torch's functions come
     back; then functions that were put into torch's own tables, keys of tables and members of sets are exchanged too,
     since all these were made in the meantime.
     """
@@ -46,7 +46,7 @@ class Sweep:
         self._functions = list(replacements)
         self._by_id = {id(old): new for old, new in replacements.items()}
         self._keys = self._by_id.keys()
-        # What the garbage collector does not track holds nothing that it tracks: strings, dicts and tuples of them.
+        # Objects that the garbage collector does not track (strings, tuples of them) hold nothing that it tracks.
         self._may_lead = gc.is_tracked if all(map(gc.is_tracked, self._functions)) else lambda thing: True
         self._rewriting = Rewriting(self._by_id, put, self._leads, back)
         self._stays = is_book if back else is_off_limits
@@ -99,7 +99,7 @@ class Sweep:
         self._running_functions()
 
     def one(self, module: types.ModuleType) -> None:
-        """Search one module and what it defines."""
+        """Search one module, and the functions and classes that it defines."""
         self._carefully(self._rewriting.module, module)
         for _, thing in raw.items(raw.module_globals(module)):
             if type(thing) is types.FunctionType and thing.__globals__ is raw.module_globals(module):

@@ -48,7 +48,7 @@ class Fp32Kernel:
 
     @property
     def backward(self) -> str:
-        """What the backward pass computes in, in words."""
+        """How the backward pass computes, in words."""
         return "too"
 
     def wrap(self, op: str, function: Callable) -> Callable:
@@ -102,7 +102,7 @@ def _widened(
     """Return `values` with floating tensors in FP32, in lists and tuples too; None where FP32 kernels do not fit.
 
     They fit where these tensors are ordinary ones of a CPU, all of the same of the `dtypes`. `pairs` get each new
-    tensor and what it was made of.
+    tensor with its source.
     """
     low = pairs[0][1].dtype if pairs else None
     found = []
@@ -177,7 +177,7 @@ def _tensors(result: Any) -> list[Tensor]:
     return [item for value in result for item in _tensors(value)] if isinstance(result, list | tuple) else []
 
 
-# What the op keeps for its backward
+# Tensors that the op keeps for its backward
 
 
 class _Saved:
@@ -186,7 +186,7 @@ class _Saved:
     __slots__ = ("held", "low", "version")
 
     def __init__(self, held: Tensor) -> None:
-        self.held: Any = held  # or what another hook made of it
+        self.held: Any = held  # or the result of another hook
         self.low = False
         self.version: int | None = None
 

@@ -27,12 +27,12 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 _EXPONENT = {"e4m3": 8, "e5m2": 15}  # of these
-SPILLS = {"e4m3": 464.0, "e5m2": 61439.996}  # what is above rounds to no number of the format
+SPILLS = {"e4m3": 464.0, "e5m2": 61439.996}  # larger numbers round to no number of the format
 _TINY = 2.0**-110  # the least magnitude that a scale is taken from, so that the scale is finite
 
 
 class How(NamedTuple):
-    """A format, and what multiplies: "scaled_mm", "bfloat16" or "float32".
+    """A format, and how codes are multiplied: "scaled_mm", "bfloat16" or "float32".
 
     weight: whether the second operand is one.
     """
@@ -45,7 +45,7 @@ class How(NamedTuple):
 class Cast(NamedTuple):
     """One operand of a product: its format, and how its scales are taken.
 
-    role: what a watcher is to know it as; "" where it has been seen before.
+    role: its name for a watcher; "" if the watcher has seen it before.
     """
 
     name: str
@@ -62,7 +62,7 @@ def watching() -> Any:
 class Codes(NamedTuple):
     """A tensor as it is multiplied: FP8 codes for scaled_mm, else their numbers, exact in BF16 or in FP32.
 
-    scale: what decodes it; None where that differs along the sum, so that the numbers are decoded already.
+    scale: decodes it; None where the scale differs along the sum, so that the numbers are decoded already.
     """
 
     codes: Tensor
@@ -217,7 +217,7 @@ def quantize(x: Tensor, name: str, form: Format, dim: int, scaling: str, weight:
     scale = aten.reciprocal(factor)
     if scaling in BLOCK:
         scale, factor = (_spread(each, x, scaling, dims) for each in (scale, factor))
-    # In place wherever memory is new: to take memory anew costs a CPU more than what is computed in it.
+    # In place wherever memory is new: new memory costs a CPU more than the computation in it.
     scaled = aten.mul(x, factor) if wide is x else aten.mul_(wide, factor)
     return _codes(scaled, name, form.saturating), scale
 

@@ -30,7 +30,7 @@ VARIABLE = "HMPX_KERNELS"  # an environment variable that says what "auto" means
 class Kernel(Protocol):
     """Computes an op in the place of torch's own kernel for its dtype. It prints in words.
 
-    inputs: the dtypes that it is handed. backward: what the backward pass computes in, in words.
+    inputs: the dtypes that it is handed. backward: describes how the backward pass computes.
     """
 
     @property
@@ -49,7 +49,7 @@ class Kernels:
     """The kernels of one conversion for ops that run in BF16 or FP16.
 
     asked: "auto", "native", "float32" or "scaled_mm". widened: the dtypes that FP32 kernels compute on a CPU.
-    of_codes: what multiplies FP8 codes there, "bfloat16", "float32" or "scaled_mm".
+    of_codes: how FP8 codes are multiplied there, "bfloat16", "float32" or "scaled_mm".
     """
 
     asked: KernelsAsked = "native"

@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 
 
-# What each op multiplies
+# The operands of each op
 
 
 class Operands(NamedTuple):
@@ -178,8 +178,8 @@ def _why_not(operands: Operands | str) -> str:
 class Fp8Kernel:
     """FP8 products of one format.
 
-    by: what multiplies codes on a CPU, "bfloat16", "float32" or, as a reference, "scaled_mm". A GPU that has FP8 tensor
-    cores uses them through scaled_mm.
+    by: how codes are multiplied on a CPU: "bfloat16", "float32" or, as a reference, "scaled_mm". A GPU that has FP8
+    tensor cores uses them through scaled_mm.
     """
 
     format: Format
@@ -188,7 +188,7 @@ class Fp8Kernel:
 
     @property
     def backward(self) -> str:
-        """What the backward pass computes in, in words."""
+        """How the backward pass computes, in words."""
         low = [name.replace("_", " of the ") for name in ("input_gradient", "weight_gradient")
                if name not in self.format.products]  # fmt: skip
         return f"FP8 too{', but for ' + ' and '.join(low) if low else ''}"

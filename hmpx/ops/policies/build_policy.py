@@ -23,7 +23,7 @@ from hmpx.ops.policies.policy import OptLevel, Policy
 
 logger = logging.getLogger("hmpx")
 OPT_LEVELS: tuple[OptLevel, ...] = ("O1", "O2")
-Unknown = Literal["error", "warn"]  # what becomes of names that stand for nothing
+Unknown = Literal["error", "warn"]  # how names that stand for nothing are treated
 Problems = dict[str, type[OpListError]]  # each problem of the lists, and what is raised for it
 
 
@@ -170,7 +170,7 @@ def may_be_user_function(name: str) -> bool:
     return top not in legal_names() or top in sys.modules or importlib.util.find_spec(top) is not None
 
 
-# What an unknown name means
+# Unknown names
 
 # As papers and other libraries have them. A name that is spelt alike (`layernorm`) is found without this.
 _ELSEWHERE = {

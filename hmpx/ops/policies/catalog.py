@@ -182,7 +182,7 @@ def catalog() -> dict[str, Op]:
     """Return every op by its list name. Built once: entries are attributes, so later patches do not make it stale."""
     torch.overrides.get_overridable_functions()  # cache functions by identity: fill them while they are torch's own
     torch.overrides.resolve_name(torch.matmul)
-    _device_constructors()  # what `with torch.device(...)` gives a device to
+    _device_constructors()  # the functions that `with torch.device(...)` gives a device
     found, ops = _Entries(), {}
     for name in sorted(found.entries.keys() | found.in_place.keys()):
         if name in op_facts.NOT_OPS or (name not in found.entries and name not in op_facts.OPERATORS):

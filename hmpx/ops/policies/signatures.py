@@ -33,7 +33,7 @@ class Signature:
         is looked at.
     tail: the parameters behind `lead`, as far as overloads agree and their defaults are numbers.
     dtype_positional: a `dtype` may stand among the positional arguments behind `lead`.
-    statistics, beside: positions of tensors that the op may write to, and of those that must share their dtype.
+    statistics: positions of tensors that the op may write to. beside: positions of tensors that share their dtype.
     mixed_on_cpu: on a CPU it takes a BF16 or FP16 input beside FP32 weights.
     python: implemented in Python, so that it may call other listed ops.
     """
@@ -60,7 +60,7 @@ def is_tensor(argument: Any) -> bool:
 
 @functools.cache
 def read_signature(name: str, first: str) -> Signature:
-    """Read a signature off the schemas of aten::`name`; `first` is what Python calls the schema's `self`."""
+    """Read a signature off the schemas of aten::`name`; `first` is Python's name for the schema's `self`."""
     overloads = [[a for a in schema.arguments if not a.kwarg_only] for schema in schemas(name)]
     for arguments in overloads if first == "self" else ():
         arguments.sort(key=lambda a: a.name != "self")  # a method: the tensor it belongs to comes first

@@ -96,7 +96,7 @@ class _LookUp(NamedTuple):
 def _look_ups(code: types.CodeType) -> list[_LookUp]:
     """Return the look-ups in code, and which of them are compared by ``is``, ``==`` or ``in``."""
     found: list[_LookUp] = []
-    stack: list[_LookUp | None] = []  # what an expression has looked up so far; None: a local variable
+    stack: list[_LookUp | None] = []  # the look-ups of an expression so far; None: a local variable
     imported, level = "", 0
     for each in dis.get_instructions(code):
         name, value = each.opname, each.argval

@@ -57,10 +57,10 @@ def call(op: Callable, args: tuple, kwargs: dict) -> Any:
 def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
     """Return `op` asking the classes of the uncast arguments first, since a cast may lose the class.
 
-    `casting` makes of `op` what casts its arguments. A class that neither compares `op` nor has it in a table is handed
-    that: it is going to call what it is handed.
+    A class that neither compares `op` nor has it in a table is handed `casting(op)`, which casts the arguments: the
+    class is going to call it.
     """
-    if hasattr(op, "standing_for"):  # an observer's: it tells what comes of asking
+    if hasattr(op, "standing_for"):  # an observer's: it reports the result of asking
         return op.standing_for(asking(op.hands_on, casting))
     original = op
     while hasattr(original, "hands_on"):
@@ -83,7 +83,7 @@ def overrides(args: tuple, kwargs: dict) -> bool:
 def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
     """Return whether a cast lost the class of a tensor that overrides functions.
 
-    A weight of a class that derives from `Parameter`, say: what that does to a tensor gives plain ones.
+    A weight of a class that derives from `Parameter`, say: its casts are plain tensors.
     """
     pairs = zip(_items(*before), _items(*after), strict=True)
     lost = [then for then, now in pairs if _is_other(then) and type(now) is not type(then)]

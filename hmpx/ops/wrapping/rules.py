@@ -174,7 +174,7 @@ def _fitting(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tup
     """Return the arguments cast; None if a cast would lose the class of a tensor that overrides functions."""
     try:
         fitting = cast_arguments(rule, signature, args, kwargs)
-    except Exception:  # of a class that knows few functions, and neither what reads a dtype nor what casts
+    except Exception:  # of a class that knows few functions, and cannot read a dtype or cast
         if overrides(args, kwargs):
             return None
         raise

@@ -51,8 +51,8 @@ class Patching(enum.Enum):
 class Patch:
     """One attribute, before and after.
 
-    how: what the patch does. rule: of one that casts, what the policy says (where that depends on the arguments of a
-    call, or on the scope, the first of its cases); else None. older: a wrapper of ours that it takes the place of.
+    how: the effect of the patch. rule: the rule of a patch that casts (where it depends on the arguments of a call, or
+    on the scope, the first of its cases); else None. older: a wrapper of ours that it takes the place of.
     """
 
     op: str
@@ -145,7 +145,7 @@ def _accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:
 def build_scoped(entry: Entry, original: Callable, runs: Mapping[int, Callable]) -> Callable:
     """Return the wrapper of one entry point whose rule depends on the scope: it asks for the scope in each call.
 
-    runs: what is called in each scope; it may get more.
+    runs: the wrapper of each scope; it may get more.
     """
     elsewhere = runs[0]
 
