@@ -190,7 +190,7 @@ CALLED_LATER = {
 
 # Code that runs beside a model and not in it: casts are off inside. A module stands for its functions, a class for its
 # methods and the methods of torch's classes that derive from it; "module:name" is one of them. `updates.step_hooks`
-# watches optimizer steps. Looked through and left to be cast, as they run a model's forward or are part of it: torch.func,
+# watches optimizer steps. Looked through and left to be cast, as they run or are part of a model's forward: torch.func,
 # torch.autograd.functional, torch.distributions, torch.export, torch.fx, torch.jit, torch.onnx, torch.utils.checkpoint,
 # of torch.nn.utils the hooks of pruning, of weight and spectral norm, parametrizations, `rnn` and `stateless`.
 BESIDE_THE_MODEL = (
