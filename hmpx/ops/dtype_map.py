@@ -95,7 +95,7 @@ class DtypeMap:
     def _wanted(self) -> Iterator[tuple[str, Callable]]:
         """Yield every function that takes a dtype or loads data, with the factory of its wrapper."""
         asked, found, either = (partial(self._mapped, *how) for how in ((True, False), (False, True), (True, True)))
-        special = {
+        special: dict[str, Callable] = {
             **dict.fromkeys(op_facts.DTYPE_ASKED, asked),
             **dict.fromkeys(op_facts.DTYPE_FOUND, found),
             **dict.fromkeys(op_facts.DTYPE_ASKED_OR_FOUND, either),
