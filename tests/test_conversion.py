@@ -22,7 +22,7 @@ from torch import nn
 import hmpx
 from hmpx import process_state, region_state
 from hmpx.ops.captured_names import rebinding
-from hmpx.ops.patch_table import PatchTable
+from hmpx.ops.casts import PatchTable
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.wrapping import codegen, wrappers

@@ -8,7 +8,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx import conversion, process_state
-from hmpx.ops.patch_table import PatchTable
+from hmpx.ops.casts import PatchTable
 
 X = torch.randn(4, 4)
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -1,26 +1,40 @@
 """Everything that policies change in torch, as one part: wrappers, captured names, and compilers that look names up.
 
-It may be told of further policies while it is applied. Older wrappers then stay alive under the newer ones, so that no
-other thread meets an op without a wrapper meanwhile.
+`PatchTable` works out the wrappers without touching torch: one for each function, from the rules of its op in each
+scope. `Casts` puts them in their places with everything that belongs to them. It may be told of further policies while
+it is applied. Older wrappers then stay alive under the newer ones, so that no other thread meets an op without a
+wrapper meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
 import torch
+import wrapt
 
 from hmpx import process_state
 from hmpx.changes import Attribute, Changes, Flag
+from hmpx.ops.beside_model import BesideModel
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.captured_names.rewriting import Capture
 from hmpx.ops.compilers import Scripting, Tracing
-from hmpx.ops.computing.kernels import Kernels
+from hmpx.ops.computing.kernels import NATIVE, Kernels
 from hmpx.ops.dtype_map import DtypeMap
-from hmpx.ops.patch_table import PatchTable
-from hmpx.ops.policies.policy import Policies
+from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.catalog import Entry, catalog
+from hmpx.ops.policies.op_lists import is_shipped
+from hmpx.ops.policies.policy import Case, Policies, Policy, Rule
+from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.user_functions import UserFunctions
+from hmpx.ops.wrapping.codegen import Switch
 from hmpx.ops.wrapping.observing import Observer
-from hmpx.ops.wrapping.wrappers import Patch
+from hmpx.ops.wrapping.refusals import build_explaining, build_refusing
+from hmpx.ops.wrapping.wrappers import Patch, Patching, build_choice, build_scoped, build_untouched
 
+Cases = tuple[Case, ...]
+Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entry points, and its cases in each scope
 _FAST_PATH = Flag(
     "the fast path of torch.nn.MultiheadAttention",
     torch.backends.mha.get_fastpath_enabled,
@@ -99,3 +113,169 @@ class Casts:
     def _in_words(self) -> str:
         """Describe policies, dtype map and kernels."""
         return f"{self._policies}{self._mapping or ''}{self._kernels}"
+
+
+class Patches:
+    """A part: patches that are put in place together, until they are undone."""
+
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        self.patches = tuple(patches)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.patches))
+
+    def originals(self) -> dict[Callable, Callable]:
+        """Return each wrapper with its original."""
+        return {patch.wrapper: patch.original for patch in self.patches}
+
+    def replacements(self) -> list[tuple[Any, Any]]:
+        """Return each function that is replaced with its wrapper, for names captured elsewhere."""
+        return [(patch.original if patch.older is None else patch.older, patch.wrapper) for patch in self.patches]
+
+    def apply(self, changes: Changes) -> None:
+        for patch in self.patches:
+            changes.put(patch.place, patch.wrapper)
+
+
+class PatchTable(Patches):
+    """The patches of one conversion. When they are undone, the wrappers become inert.
+
+    Args:
+        policies: the one that holds everywhere, or those that hold in scopes by their number, 0 among them.
+        observer: is handed the calls of ops; if it wants them all, those that no policy concerns are patched too.
+        around: puts wrappers of its own around those of the policies.
+        kernels: computes the ops that run in BF16 or FP16 on a CPU.
+    """
+
+    def __init__(
+        self,
+        policies: Policy | Mapping[int, Policy],
+        observer: Observer | None = None,
+        around: Callable[[tuple[Patch, ...], Switch], Iterator[Patch]] | None = None,
+        kernels: Kernels = NATIVE,
+    ) -> None:
+        self._switch, self._kernels, self._observer = Switch(), kernels, observer
+        self.beside = BesideModel(self._switch)
+        self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
+        self._standing: dict[tuple[int, str], Patch] = {}
+        self._scopes: dict[int, dict[str, Cases]] = {}  # the cases of each op in each scope
+        self._policies: dict[Policy, dict[str, Cases]] = {}  # the same by policy: many scopes have one
+        self._low = False  # whether some op is computed in low precision
+        self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
+        by_scope = {0: policies} if isinstance(policies, Policy) else policies
+        patches = (*self._further(by_scope), *self.beside.patches())
+        super().__init__(around(patches, self._switch) if around else patches)
+
+    def apply(self, changes: Changes) -> None:
+        super().apply(changes)
+        changes.callback(self._switch.retire)
+
+    def extend(self, policies: Mapping[int, Policy]) -> Patches:
+        """Return the further patches if these policies hold in more scopes, to be undone before this table."""
+        return Patches(self._further(policies))
+
+    def _further(self, policies: Mapping[int, Policy]) -> Iterator[Patch]:
+        """Yield the patches of functions that have none yet, or that need another wrapper."""
+        for scope, policy in policies.items():
+            if scope not in self._scopes:
+                if policy not in self._policies:
+                    self._policies[policy] = {name: policy.cases(op) for name, op in catalog().items()}
+                self._scopes[scope] = self._policies[policy]
+                self._low = self._low or bool(policy.bf16 or policy.fp8)
+                origins = policy.origins
+                self._asked |= {op for op in op_facts.UNSAFE_OF_LOW if op in origins and not is_shipped(origins[op])}
+        wanted = self._wanted()
+        if self._observer is not None and self._observer.everything:
+            wanted = _with_the_others(wanted)
+        for op, entry, cases in wanted:
+            key = id(entry.owner), entry.attribute
+            old = self._standing.get(key)
+            original = wrapt.resolve_path(entry.owner, entry.attribute)[2] if old is None else old.original
+            function = self._functions.get((id(original), entry.in_place))
+            if function is None:
+                function = self._functions[id(original), entry.in_place] = _Function(op, entry, original, self._build)
+            wrapper = function.wrapper(cases)
+            if old is None or old.wrapper is not wrapper:
+                rule = next((case.rule for each in cases.values() for case in each if case.rule is not None), None)
+                uncast = Patching.EXPLAINED if self._observer is None else Patching.OBSERVED
+                how = uncast if rule is None else Patching.CAST
+                older = None if old is None else old.wrapper
+                patch = Patch(op, how, rule, entry.label, entry.owner, entry.attribute, original, wrapper, older)
+                self._standing[key] = patch
+                yield patch
+
+    def _wanted(self) -> Iterator[Wanted]:
+        """Yield entry points that a rule needs, with their cases; under low precision, those that may refuse it too."""
+        tables = self._policies.values()
+        for name, op in catalog().items():
+            ruled = any(case.rule is not None for table in tables for case in table[name])
+            explained = self._low and not op.view and _may_refuse_low(name, ())
+            cases = {scope: table[name] for scope, table in self._scopes.items()} if ruled or explained else {}
+            for entry in op.entries:
+                if entry.in_place:
+                    # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
+                    # something to do. Its own conversion rounds once where a cast before it would round twice.
+                    if op.refuses_mixed:
+                        yield name, entry, {0: (Case(Rule.FIRST_INPUT),)}
+                elif ruled or (explained and not entry.signature.python):
+                    yield name, entry, cases
+
+    def _build(self, op: str, entry: Entry, original: Callable, cases: Cases) -> Callable:
+        def running(case: Case) -> Callable:
+            kernel = self._kernels.kernel(op, case)
+            return original if kernel is None else kernel.wrap(op, original)
+
+        built = build_choice(op, entry, cases, original, self._switch, running, self._observer)
+        if self._low and _may_refuse_low(op, cases):
+            return build_explaining(op, entry.label, original, built)
+        instead = op_facts.UNSAFE_OF_LOW.get(op)
+        if instead is None or not self._low or built is original:
+            return built
+        return build_refusing(op, entry.label, original, built, self._switch, instead, op in self._asked)
+
+
+class _Function:
+    """One function of torch and its wrapper."""
+
+    def __init__(self, op: str, entry: Entry, original: Callable, build: Callable[..., Callable]) -> None:
+        self._op, self._entry, self._original, self._build = op, entry, original, build
+        self._built: dict[Cases, Callable] = {}
+        self._runs: dict[int, Callable] = {}  # by scope; the scoped wrapper looks here
+        self._scoped: Callable | None = None
+
+    def wrapper(self, cases: Mapping[int, Cases]) -> Callable:
+        """Return a wrapper of one rule if all scopes agree; else one that asks for the scope in each call."""
+        for scope, each in cases.items():
+            if scope not in self._runs:
+                if each not in self._built:
+                    built = self._build(self._op, self._entry, self._original, each)
+                    self._built[each] = build_untouched(built) if built is self._original else built
+                self._runs[scope] = self._built[each]
+        if self._scoped is None and len(self._built) > 1:
+            self._scoped = build_scoped(self._entry, self._original, self._runs)
+        return self._runs[0] if self._scoped is None else self._scoped
+
+
+def _may_refuse_low(op: str, cases: Cases) -> bool:
+    """Return whether torch may refuse a BF16 input of this op, which no list names."""
+    named = op in op_facts.NO_LOW_KERNEL or op.startswith(op_facts.NO_LOW_KERNELS)
+    return named and all(case.rule in (None, Rule.FIRST_INPUT) for case in cases)
+
+
+def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:
+    """Yield `wanted`, and the ops without a rule.
+
+    Not among them: views, ops that make no new values, and Python functions of torch, whose parts are seen.
+    """
+    found = set()
+    for op, entry, cases in wanted:
+        found.add((id(entry.owner), entry.attribute))
+        yield op, entry, cases
+    nothing = {0: (Case(None),)}
+    for each in catalog().values():
+        if each.computes and not each.view and not each.name.startswith("_"):
+            for entry in each.entries:
+                if not entry.signature.python and (id(entry.owner), entry.attribute) not in found:
+                    yield each.name, entry, nothing
+    for method in op_facts.CASTS_BY_HAND:
+        yield "to", Entry(torch.Tensor, method, f"Tensor.{method}", Signature()), nothing
