@@ -7,9 +7,9 @@ from importlib import import_module as _import_module
 from hmpx import hmp
 from hmpx.conversion import convert, restore
 from hmpx.errors import HmpxError
-from hmpx.ops.decorators import bf16, fp16, fp32, promote
 from hmpx.ops.module_rules import policies_of, policy_for
 from hmpx.ops.policies.policy import Policy
+from hmpx.ops.user_functions import bf16, fp16, fp32, promote
 from hmpx.regions import cached_weights, casts, disable_casts, enable_casts
 from hmpx.rounding.stochastic import stochastic_round, stochastic_round_
 from hmpx.updates.attach import attach, detach

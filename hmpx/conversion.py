@@ -18,25 +18,22 @@ from hmpx.changes import Attribute, Changes, Paired, Part, Put
 from hmpx.errors import OpListError
 from hmpx.garbage import none_collected
 from hmpx.installation import Installation
-from hmpx.ops import dynamo
+from hmpx.ops import compilers
 from hmpx.ops.casts import Casts
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
-from hmpx.ops.decision_log import Announcement, VerboseLog
+from hmpx.ops.decision_log import Announcement, FirstStep, VerboseLog
 from hmpx.ops.dtype_map import DtypeMap
-from hmpx.ops.first_step import FirstStep
 from hmpx.ops.forwards import ForwardWrappers, replaced_forwards
-from hmpx.ops.fp8.format import Format
 from hmpx.ops.module_rules import ModuleRule, scopes_of_rules
 from hmpx.ops.overlays import Overlay, with_names
-from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.build_policy import Unknown, build_policy
 from hmpx.ops.policies.catalog import catalog
-from hmpx.ops.policies.listed_names import Unknown
+from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import SIDES, read_lists
-from hmpx.ops.policies.policy import OptLevel, Policy
-from hmpx.ops.policies.scopes import Policies, made_of, number_inside
+from hmpx.ops.policies.policy import OptLevel, Policies, Policy, made_of, number_inside
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.observing import Several
-from hmpx.ops.wrapping.patches import Patch
+from hmpx.ops.wrapping.wrappers import Patch
 from hmpx.process_state import casts_regions
 from hmpx.updates import step_hooks
 from hmpx.updates.attach import detach
@@ -82,7 +79,7 @@ class Conversion(Installation):
     ) -> None:
         super().__init__()
         self.policy, self.kernels = policy, kernels
-        self.rules, self._policies = list(rules), Policies(policy)
+        self.rules, self._policies = list(rules), Policies({0: policy})
         self._verbose, self._enabled, self.dtype_map = verbose, enabled, dtype_map
         self._first_step = FirstStep(policy.low_precision)
 
@@ -124,7 +121,7 @@ class Conversion(Installation):
                 self.put_in_force_again()
             else:
                 self._casts.extend(self._changes)
-        dynamo.trace_anew()
+        compilers.trace_anew()
 
     def expect(self, overlays: Iterable[Overlay]) -> None:
         """Build wrappers for rules that are about to be added."""

@@ -41,7 +41,7 @@ module_rules: WeakSet[Any] = WeakSet()
 casts_regions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 wrap_forward: Callable[[Any], None] | None = None
 
-# Of the conversion that is in force: how torch.compile sees its wrappers (ops.dynamo.Tracing), and who observes the
+# Of the conversion that is in force: how torch.compile sees its wrappers (ops.compilers.Tracing), and who observes the
 # calls of ops (ops.observing.Observer). `observers` are those that conversions to come take over.
 tracing: Any = None
 observer: Any = None

@@ -7,7 +7,6 @@ One object may be entered many times, nested and from several threads: what is o
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -17,19 +16,18 @@ import torch
 from hmpx import region_state
 from hmpx.compiling import never_compile_alone
 from hmpx.errors import HmpxError
-from hmpx.ops.fp8.format import Format
 from hmpx.ops.overlays import overlay_by_hand
+from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
-from hmpx.ops.policies.policy import Policy
-from hmpx.ops.policies.scopes import scope_inside
+from hmpx.ops.policies.policy import Policy, scope_inside
 from hmpx.ops.wrapping import weight_cache
+from hmpx.ops.wrapping.callers import runs_later
 from hmpx.process_state import casts_regions
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates import step_hooks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _UNSEEDED = region_state.StochasticSteps()
-_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 class _Bare(type):
@@ -50,7 +48,7 @@ class _Decorator(contextlib.ContextDecorator):
     """A context manager that also decorates functions, but not generators or coroutines."""
 
     def __call__(self, func: Function) -> Function:
-        if any(test(func) for test in _LATER):
+        if runs_later(func):
             name = next(cls.__name__ for cls in type(self).__mro__ if not cls.__name__.startswith("_"))
             raise HmpxError(
                 f"{name} over a generator or coroutine function, whose body runs after the call: use it inside"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.ops.policies.build_policy import module_class, op_of
 from hmpx.ops.policies.catalog import canonical, catalog
-from hmpx.ops.policies.other_names import module_class, op_of
 
 Operation = ast.Call | ast.BinOp | ast.AugAssign
 Call = tuple[str | None, str]  # an op, or None where the source does not tell; and a note

@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 
 from hmpx.errors import HmpxError, OpListError, did_you_mean
+from hmpx.ops.policies.build_policy import may_be_user_function, unknown_op
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, retired
-from hmpx.ops.policies.listed_names import may_be_user_function, unknown_op
 from hmpx.ops.policies.op_lists import LOW_PRECISION, SIDES, Listed, read_file
 from hmpx.recipes import gaudi, nxd
 from hmpx.recipes.files import recipe_names, recipe_path

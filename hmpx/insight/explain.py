@@ -9,8 +9,8 @@ from hmpx.insight.reasons import reason
 from hmpx.insight.recipe_words import recipe_in_words
 from hmpx.ops.computing.kernels import NATIVE, Kernels
 from hmpx.ops.overlays import Overlay
+from hmpx.ops.policies.build_policy import unknown_op
 from hmpx.ops.policies.catalog import Op, aten_only, canonical, catalog, legal_names
-from hmpx.ops.policies.listed_names import unknown_op
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.recipes.stated import Stated, as_recipe
 

@@ -1,7 +1,10 @@
-"""Casts are off in code of torch that is no part of a model: schedulers, initialisation, clipping, data loading.
+"""Patches of functions of torch that are no ops of a model.
 
-Casts are off inside, so that it computes as it does without hmpx. `op_facts.BESIDE_THE_MODEL` names it by its place in
-torch, and says why. A module that is not imported yet is patched as soon as it is.
+- Casts are off in code that runs beside the model: schedulers, initialisation, clipping, data loading. It computes as
+  it does without hmpx. `op_facts.BESIDE_THE_MODEL` names it by its place in torch, and says why. A module that is not
+  imported yet is patched as soon as it is.
+- A layer's check of its input's dtype accepts an input that will be cast; activation checkpointing runs what it calls
+  later in the region of now; a function that no list names says why torch refuses BF16.
 """
 
 from __future__ import annotations
@@ -13,53 +16,49 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from hmpx import awaited
+from hmpx import awaited, region_state
 from hmpx.changes import Changes
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts
-from hmpx.ops.policies.catalog import Entry
-from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.codegen import Switch
-from hmpx.ops.wrapping.patches import Patch, Patching, made_patch, read_attribute
-from hmpx.ops.wrapping.wrappers import build_uncast
+from hmpx.ops.wrapping.overriding import call, called_by_torch, public
+from hmpx.ops.wrapping.refusals import build_explaining
+from hmpx.ops.wrapping.rules import cast
+from hmpx.ops.wrapping.wrappers import Patch, Patching, named_like, patch_at, patch_of, uncast_inside
 
 
-class Uncast:
-    """Makes the patches that turn casts off: one wrapper for each function, whatever number of names it has."""
+class BesideModel:
+    """Makes these patches for one conversion: one wrapper for each function, whatever number of names it has."""
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
         self._wrappers: dict[int, Callable] = {}
-
-    def patches(self) -> Iterator[Patch]:
-        """The patches for every imported module."""
-        for module in places():
-            if module in sys.modules:
-                yield from self.patches_in(module)
-
-    def patches_in(self, module: str) -> Iterator[Patch]:
-        """The patches for one module."""
-        for owner, attribute, path in functions_in(module):
-            entry = Entry(owner, attribute, path, Signature(python=True))
-            original, inherited = read_attribute(owner, attribute)
-            wrapper = self._wrappers.get(id(original))
-            if wrapper is None:
-                wrapper = self._wrappers[id(original)] = build_uncast(entry, original, self._switch)
-            yield made_patch(attribute, Patching.UNCAST, None, entry, original, wrapper, inherited)
-
-
-class Later:
-    """A part: modules are patched when they are imported later.
-
-    told: is handed each patch.
-    """
-
-    def __init__(self, uncast: Uncast, rebinding: Rebinding, told: Callable[[Patch], object]) -> None:
-        self._uncast, self._rebinding, self._told = uncast, rebinding, told
         self._changes: Changes | None = None
 
-    def apply(self, changes: Changes) -> None:
-        self._changes = changes
+    def patches(self) -> Iterator[Patch]:
+        """Yield the patches for every imported module."""
+        for module in places():
+            if module in sys.modules:
+                yield from self._uncast_in(module)
+        for path in op_facts.NO_LOW_FUNCTIONS:
+            yield patch_at(path, Patching.EXPLAINED, functools.partial(_explaining, path))
+        for path, weights in op_facts.INPUT_CHECKS.items():
+            yield patch_at(path, Patching.CHECK, functools.partial(_checking, weights, self._switch))
+        for path, position in op_facts.CALLED_LATER.items():
+            yield patch_at(path, Patching.CARRYING, functools.partial(_carrying, position, self._switch))
+
+    def _uncast_in(self, module: str) -> Iterator[Patch]:
+        for owner, attribute, path in functions_in(module):
+            yield patch_of(owner, attribute, path, Patching.UNCAST, functools.partial(self._uncast, path))
+
+    def _uncast(self, path: str, original: Callable) -> Callable:
+        if id(original) not in self._wrappers:
+            self._wrappers[id(original)] = _uncast(path, original, self._switch)
+        return self._wrappers[id(original)]
+
+    def await_modules(self, changes: Changes, rebinding: Rebinding, told: Callable[[Patch], object]) -> None:
+        """Patch modules that are imported later, until `changes` are undone; `told` is handed each patch."""
+        self._changes, self._rebinding, self._told = changes, rebinding, told
         changes.callback(self._end)
         for module in places():
             if module not in sys.modules:
@@ -68,7 +67,7 @@ class Later:
     def take(self, module: ModuleType) -> None:
         """Patch a module that has just been imported; nobody can have captured a name of it yet."""
         if self._changes is not None:
-            patches = list(self._uncast.patches_in(module.__name__))
+            patches = list(self._uncast_in(module.__name__))
             self._rebinding.expect(lambda: [(patch.original, patch.wrapper) for patch in patches])
             for patch in patches:
                 self._changes.put(patch.place, patch.wrapper)
@@ -79,9 +78,52 @@ class Later:
         awaited.stop_waiting(self)
 
 
+def _uncast(path: str, original: Callable, switch: Switch) -> Callable:
+    """Return a wrapper with casts off inside, for a Python function of torch that is no part of a model."""
+    public(original)
+    inner = uncast_inside(original)
+
+    def uncast(*args, **kwargs):
+        if switch.casts_off() or called_by_torch(args, kwargs, 1):
+            return call(original, args, kwargs)
+        return call(inner, args, kwargs)
+
+    vars(uncast)["__wrapped__"] = original  # its signature, which torch_xla compares before it puts its own on top
+    return named_like(uncast, path, original)
+
+
+def _explaining(path: str, function: Callable) -> Callable:
+    return build_explaining(path, path, function, function)
+
+
+def _checking(weights: str, switch: Switch, original: Callable) -> Callable:
+    """Return a layer's check of its input's dtype, changed to accept inputs that will be cast."""
+
+    @functools.wraps(original)
+    def check(layer, value, *rest):
+        if not switch.casts_off():
+            value = cast(value, getattr(layer, weights)[0].dtype)
+        return original(layer, value, *rest)
+
+    return check
+
+
+def _carrying(position: int, switch: Switch, original: Any) -> Any:
+    """Return a wrapper of a torch function that stores a callback: the callback runs in the region of now."""
+    function = original.__func__ if isinstance(original, staticmethod) else original
+
+    @functools.wraps(function)
+    def carrier(*args, **kwargs):
+        if len(args) > position and not switch.retired:
+            args = (*args[:position], region_state.carrying(args[position]), *args[position + 1 :])
+        return function(*args, **kwargs)
+
+    return staticmethod(carrier) if isinstance(original, staticmethod) else carrier
+
+
 @functools.cache
 def places() -> dict[str, list[str]]:
-    """The modules, each with the names of its functions and classes where casts are off; "" means all functions."""
+    """Return the modules, each with the names of its functions and classes where casts are off; "" is all functions."""
     found: dict[str, list[str]] = {}
     for place in op_facts.BESIDE_THE_MODEL:
         module, _, name = place.partition(":")
@@ -90,7 +132,7 @@ def places() -> dict[str, list[str]]:
 
 
 def functions_in(module: str) -> Iterator[tuple[Any, str, str]]:
-    """Owner, attribute and dotted path of each such function in one imported module."""
+    """Yield owner, attribute and dotted path of each such function in one imported module."""
     for name in places()[module]:
         found: Any = sys.modules[module]
         for part in name.split(".") if name else ():
@@ -114,7 +156,7 @@ def _own_functions(owner: Any, path: str) -> Iterator[tuple[Any, str, str]]:
 
 
 def _derived(cls: type) -> Iterator[type]:
-    """A class of torch, and the classes of torch that derive from it."""
+    """Yield a class of torch, and the classes of torch that derive from it."""
     yield cls
     derived: list[type] = cls.__subclasses__()
     for each in derived:

@@ -1,38 +1,40 @@
 """Everything that policies change in torch, as one part: wrappers, captured names, and compilers that look names up.
 
-`PatchTable` works out the wrappers without touching anything. `Casts` puts them in their places with all that belongs
-to them. It may be told of further policies while it is applied. Older wrappers then stay alive under the newer ones, so
-that no other thread meets an op without a wrapper meanwhile.
+`PatchTable` works out the wrappers without touching torch: one for each function, from the rules of its op in each
+scope. `Casts` puts them in their places with everything that belongs to them. It may be told of further policies while
+it is applied. Older wrappers then stay alive under the newer ones, so that no other thread meets an op without a
+wrapper meanwhile.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import wrapt
 
 from hmpx import process_state
 from hmpx.changes import Attribute, Changes, Flag
-from hmpx.ops import dynamo, torchscript
-from hmpx.ops.beside_model import Later, Uncast
-from hmpx.ops.captured_names.places import Capture
-from hmpx.ops.captured_names.rebinding import Rebinding, WithCaptures
+from hmpx.ops.beside_model import BesideModel
+from hmpx.ops.captured_names.rebinding import Rebinding
+from hmpx.ops.captured_names.rewriting import Capture
+from hmpx.ops.compilers import Scripting, Tracing
 from hmpx.ops.computing.kernels import NATIVE, Kernels
 from hmpx.ops.dtype_map import DtypeMap
-from hmpx.ops.op_wrappers import Wrappers
 from hmpx.ops.policies import op_facts
-from hmpx.ops.policies.catalog import Entry
-from hmpx.ops.policies.policy import Policy
-from hmpx.ops.policies.scopes import Policies
+from hmpx.ops.policies.catalog import Entry, catalog
+from hmpx.ops.policies.op_lists import is_shipped
+from hmpx.ops.policies.policy import Case, Policies, Policy, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.codegen import Switch
 from hmpx.ops.wrapping.observing import Observer
-from hmpx.ops.wrapping.patches import Patch, Patching, patch_at, split_path
-from hmpx.ops.wrapping.wrappers import build_carrying, build_check, build_explaining
+from hmpx.ops.wrapping.refusals import build_explaining, build_refusing
+from hmpx.ops.wrapping.wrappers import Patch, Patching, build_choice, build_scoped, build_untouched
 
+Cases = tuple[Case, ...]
+Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entry points, and its cases in each scope
 _FAST_PATH = Flag(
     "the fast path of torch.nn.MultiheadAttention",
     torch.backends.mha.get_fastpath_enabled,
@@ -51,11 +53,11 @@ class Casts:
         self, policies: Policies, observer: Observer | None, mapping: DtypeMap | None, kernels: Kernels
     ) -> None:
         self._policies, self._mapping, self._kernels = policies, mapping, kernels
-        self._table = PatchTable.build(policies, observer, mapping.patches if mapping else None, kernels)
+        self._table = PatchTable(policies, observer, mapping.patches if mapping else None, kernels)
         self._rebindings = [Rebinding()]
         self._functions = UserFunctions(policies, self._rebindings[0])
-        self._tracing = dynamo.Tracing(self._table.originals, self._in_words())
-        self._scripting = torchscript.Scripting(self._table.originals)
+        self._tracing = Tracing()
+        self._scripting = Scripting()
         self._of_table: dict[tuple[int, str], Patch] = {}
         self._know(*self._table.patches)
 
@@ -74,11 +76,11 @@ class Casts:
         return self._functions.waiting
 
     def apply(self, changes: Changes) -> None:
-        WithCaptures(self._rebindings[0], self._table, self._functions).apply(changes)
-        Later(self._table.uncast, self._rebindings[0], self._know).apply(changes)
-        self._tracing.apply(changes)
-        self._scripting.apply(changes)
-        self._beside(changes)
+        self._rebindings[0].around(changes, self._table, self._functions)
+        self._table.beside.await_modules(changes, self._rebindings[0], self._know)
+        self._tracing.apply(changes, self._table.originals(), self._in_words())
+        self._scripting.apply(changes, self._table.originals())
+        self._set_flags(changes)
         if self._mapping:
             self._mapping.apply(changes)
 
@@ -86,114 +88,194 @@ class Casts:
         """Put in place the changes of policies that were added since, until `changes` are undone."""
         own = Changes()
         try:
-            table, rebinding = self._table.extend(self._policies), Rebinding()
+            further, rebinding = self._table.extend(self._policies), Rebinding()
             self._functions.extend(self._policies)
-            WithCaptures(rebinding, table).apply(own)
-            originals = table.originals()
+            rebinding.around(own, further)
+            originals = further.originals()
             self._tracing.extend(originals, self._in_words())
             self._scripting.extend(originals, own)
-            self._beside(own)
+            self._set_flags(own)
         except BaseException:
             own.close()
             raise
         self._rebindings.append(rebinding)
-        self._know(*table.patches)
+        self._know(*further.patches)
         changes.callback(own.close)
 
     def _know(self, *patches: Patch) -> None:
         self._of_table |= {(id(patch.owner), patch.attribute): patch for patch in patches}
 
-    def _beside(self, changes: Changes) -> None:
+    def _set_flags(self, changes: Changes) -> None:
         changes.put(_KNOWN_SCOPES, frozenset(self._policies))
         if any(policy.bf16 or policy.fp8 or policy.fp32 for policy in self._policies.values()):
             changes.put(_FAST_PATH, False)  # TransformerEncoder in eval would run in one C++ call that no patch sees
 
     def _in_words(self) -> str:
-        """Policies, dtype map and kernels in words."""
+        """Describe policies, dtype map and kernels."""
         return f"{self._policies}{self._mapping or ''}{self._kernels}"
 
 
-class PatchTable:
-    """The patches of one conversion.
+class Patches:
+    """A part: patches that are put in place together, until they are undone."""
 
-    patches: every attribute that is changed, in order. uncast: makes those of what runs beside the model.
-    """
-
-    def __init__(self, patches: tuple[Patch, ...], wrappers: Wrappers, uncast: Uncast, beginning: bool = True) -> None:
-        self.patches, self.uncast = patches, uncast
-        self._wrappers, self._beginning = wrappers, beginning
-
-    @classmethod
-    def build(
-        cls,
-        policies: Policy | Mapping[int, Policy],
-        observer: Observer | None = None,
-        around: Callable[[tuple[Patch, ...], Switch], Iterator[Patch]] | None = None,
-        kernels: Kernels = NATIVE,
-    ) -> PatchTable:
-        """Work out the changes that policies need.
-
-        policies: the one that holds everywhere, or those that hold in scopes by their number, 0 among them.
-        observer: is handed the calls of ops; if it wants them all, those that no policy concerns are patched too.
-        around: puts wrappers of its own around those of the policies.
-        kernels: what computes the ops that run in BF16 or FP16 on a CPU.
-        """
-        switch = Switch()
-        wrappers = Wrappers(switch, kernels, observer)
-        by_scope = {0: policies} if isinstance(policies, Policy) else policies
-        uncast = Uncast(switch)
-        patches = (*wrappers.patches(by_scope), *uncast.patches(), *_beside_casts(switch))
-        return cls(tuple(around(patches, switch)) if around else patches, wrappers, uncast)
-
-    def extend(self, policies: Mapping[int, Policy]) -> PatchTable:
-        """The further changes if these policies hold in more scopes: a table over this one, undone before it."""
-        return PatchTable(tuple(self._wrappers.patches(policies)), self._wrappers, self.uncast, beginning=False)
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        self.patches = tuple(patches)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.patches))
 
     def originals(self) -> dict[Callable, Callable]:
-        """Each wrapper with its original."""
+        """Return each wrapper with its original."""
         return {patch.wrapper: patch.original for patch in self.patches}
 
+    def replacements(self) -> list[tuple[Any, Any]]:
+        """Return each function that is replaced with its wrapper, for names captured elsewhere."""
+        return [(patch.original if patch.older is None else patch.older, patch.wrapper) for patch in self.patches]
+
     def apply(self, changes: Changes) -> None:
-        """Put every wrapper in its place, until `changes` are undone, which makes the wrappers inert."""
         for patch in self.patches:
             changes.put(patch.place, patch.wrapper)
-        if self._beginning:
-            changes.callback(self._wrappers.switch.retire)
-
-    def replacements(self) -> list[tuple[Any, Any]]:
-        """Each original with its wrapper, for names captured elsewhere."""
-        return [(patch.before, patch.wrapper) for patch in self.patches]
 
 
-def _beside_casts(switch: Switch) -> Iterator[Patch]:
-    """Patches of functions that are no ops of a model, but must know of casts."""
-    for path in op_facts.NO_LOW_FUNCTIONS:
-        yield _explaining(path)
-    for path, weights in op_facts.INPUT_CHECKS.items():
-        yield _beside_ops(path, Patching.CHECK, functools.partial(build_check, weights, switch))
-    for path, position in op_facts.CALLED_LATER.items():
-        yield _beside_ops(path, Patching.CARRYING, functools.partial(build_carrying, position, switch))
+class PatchTable(Patches):
+    """The patches of one conversion. When they are undone, the wrappers become inert.
+
+    Args:
+        policies: the one that holds everywhere, or those that hold in scopes by their number, 0 among them.
+        observer: is handed the calls of ops; if it wants them all, those that no policy concerns are patched too.
+        around: puts wrappers of its own around those of the policies.
+        kernels: computes the ops that run in BF16 or FP16 on a CPU.
+    """
+
+    def __init__(
+        self,
+        policies: Policy | Mapping[int, Policy],
+        observer: Observer | None = None,
+        around: Callable[[tuple[Patch, ...], Switch], Iterator[Patch]] | None = None,
+        kernels: Kernels = NATIVE,
+    ) -> None:
+        self._switch, self._kernels, self._observer = Switch(), kernels, observer
+        self.beside = BesideModel(self._switch)
+        self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
+        self._standing: dict[tuple[int, str], Patch] = {}
+        self._scopes: dict[int, dict[str, Cases]] = {}  # the cases of each op in each scope
+        self._policies: dict[Policy, dict[str, Cases]] = {}  # the same by policy: many scopes have one
+        self._low = False  # whether some op is computed in low precision
+        self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
+        by_scope = {0: policies} if isinstance(policies, Policy) else policies
+        patches = (*self._further(by_scope), *self.beside.patches())
+        super().__init__(around(patches, self._switch) if around else patches)
+
+    def apply(self, changes: Changes) -> None:
+        super().apply(changes)
+        changes.callback(self._switch.retire)
+
+    def extend(self, policies: Mapping[int, Policy]) -> Patches:
+        """Return the further patches if these policies hold in more scopes, to be undone before this table."""
+        return Patches(self._further(policies))
+
+    def _further(self, policies: Mapping[int, Policy]) -> Iterator[Patch]:
+        """Yield the patches of functions that have none yet, or that need another wrapper."""
+        for scope, policy in policies.items():
+            if scope not in self._scopes:
+                if policy not in self._policies:
+                    self._policies[policy] = {name: policy.cases(op) for name, op in catalog().items()}
+                self._scopes[scope] = self._policies[policy]
+                self._low = self._low or bool(policy.bf16 or policy.fp8)
+                origins = policy.origins
+                self._asked |= {op for op in op_facts.UNSAFE_OF_LOW if op in origins and not is_shipped(origins[op])}
+        wanted = self._wanted()
+        if self._observer is not None and self._observer.everything:
+            wanted = _with_the_others(wanted)
+        for op, entry, cases in wanted:
+            key = id(entry.owner), entry.attribute
+            old = self._standing.get(key)
+            original = wrapt.resolve_path(entry.owner, entry.attribute)[2] if old is None else old.original
+            function = self._functions.get((id(original), entry.in_place))
+            if function is None:
+                function = self._functions[id(original), entry.in_place] = _Function(op, entry, original, self._build)
+            wrapper = function.wrapper(cases)
+            if old is None or old.wrapper is not wrapper:
+                rule = next((case.rule for each in cases.values() for case in each if case.rule is not None), None)
+                uncast = Patching.EXPLAINED if self._observer is None else Patching.OBSERVED
+                how = uncast if rule is None else Patching.CAST
+                older = None if old is None else old.wrapper
+                patch = Patch(op, how, rule, entry.label, entry.owner, entry.attribute, original, wrapper, older)
+                self._standing[key] = patch
+                yield patch
+
+    def _wanted(self) -> Iterator[Wanted]:
+        """Yield entry points that a rule needs, with their cases; under low precision, those that may refuse it too."""
+        tables = self._policies.values()
+        for name, op in catalog().items():
+            ruled = any(case.rule is not None for table in tables for case in table[name])
+            explained = self._low and not op.view and _may_refuse_low(name, ())
+            cases = {scope: table[name] for scope, table in self._scopes.items()} if ruled or explained else {}
+            for entry in op.entries:
+                if entry.in_place:
+                    # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
+                    # something to do. Its own conversion rounds once where a cast before it would round twice.
+                    if op.refuses_mixed:
+                        yield name, entry, {0: (Case(Rule.FIRST_INPUT),)}
+                elif ruled or (explained and not entry.signature.python):
+                    yield name, entry, cases
+
+    def _build(self, op: str, entry: Entry, original: Callable, cases: Cases) -> Callable:
+        def running(case: Case) -> Callable:
+            kernel = self._kernels.kernel(op, case)
+            return original if kernel is None else kernel.wrap(op, original)
+
+        built = build_choice(op, entry, cases, original, self._switch, running, self._observer)
+        if self._low and _may_refuse_low(op, cases):
+            return build_explaining(op, entry.label, original, built)
+        instead = op_facts.UNSAFE_OF_LOW.get(op)
+        if instead is None or not self._low or built is original:
+            return built
+        return build_refusing(op, entry.label, original, built, self._switch, instead, op in self._asked)
 
 
-def _explaining(path: str) -> Patch:
-    """The patch of a function that no list names and that may refuse BF16."""
-    owner, attribute = split_path(path)
-    entry = Entry(owner, attribute, path, Signature())
-    return patch_at(path, Patching.EXPLAINED, lambda function: build_explaining(path, entry, function, function))
+class _Function:
+    """One function of torch and its wrapper."""
+
+    def __init__(self, op: str, entry: Entry, original: Callable, build: Callable[..., Callable]) -> None:
+        self._op, self._entry, self._original, self._build = op, entry, original, build
+        self._built: dict[Cases, Callable] = {}
+        self._runs: dict[int, Callable] = {}  # by scope; the scoped wrapper looks here
+        self._scoped: Callable | None = None
+
+    def wrapper(self, cases: Mapping[int, Cases]) -> Callable:
+        """Return a wrapper of one rule if all scopes agree; else one that asks for the scope in each call."""
+        for scope, each in cases.items():
+            if scope not in self._runs:
+                if each not in self._built:
+                    built = self._build(self._op, self._entry, self._original, each)
+                    self._built[each] = build_untouched(built) if built is self._original else built
+                self._runs[scope] = self._built[each]
+        if self._scoped is None and len(self._built) > 1:
+            self._scoped = build_scoped(self._entry, self._original, self._runs)
+        return self._runs[0] if self._scoped is None else self._scoped
 
 
-def _beside_ops(path: str, how: Patching, build: Callable[[Any], Callable]) -> Patch:
-    """The patch of a function that is no op, but depends on what is cast."""
+def _may_refuse_low(op: str, cases: Cases) -> bool:
+    """Return whether torch may refuse a BF16 input of this op, which no list names."""
+    named = op in op_facts.NO_LOW_KERNEL or op.startswith(op_facts.NO_LOW_KERNELS)
+    return named and all(case.rule in (None, Rule.FIRST_INPUT) for case in cases)
 
-    def built(original: Any) -> Any:
-        static = isinstance(original, staticmethod)
-        function = original.__func__ if static else original
-        wrapper = build(function)
-        wrapper.__module__, wrapper.__qualname__ = function.__module__, function.__qualname__
-        wrapper.__name__, wrapper.__doc__ = function.__name__, function.__doc__
-        return staticmethod(wrapper) if static else wrapper
 
-    return patch_at(path, how, built)
+def _with_the_others(wanted: Iterable[Wanted]) -> Iterator[Wanted]:
+    """Yield `wanted`, and the ops without a rule.
+
+    Not among them: views, ops that make no new values, and Python functions of torch, whose parts are seen.
+    """
+    found = set()
+    for op, entry, cases in wanted:
+        found.add((id(entry.owner), entry.attribute))
+        yield op, entry, cases
+    nothing = {0: (Case(None),)}
+    for each in catalog().values():
+        if each.computes and not each.view and not each.name.startswith("_"):
+            for entry in each.entries:
+                if not entry.signature.python and (id(entry.owner), entry.attribute) not in found:
+                    yield each.name, entry, nothing
+    for method in op_facts.CASTS_BY_HAND:
+        yield "to", Entry(torch.Tensor, method, f"Tensor.{method}", Signature()), nothing

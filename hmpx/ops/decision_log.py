@@ -1,9 +1,15 @@
-"""`isVerbose=True`: each distinct decision once through `logging`, and how often it was taken at the end."""
+"""The messages of a conversion, through the logger "hmpx".
+
+`isVerbose=True` logs each distinct decision once, and how often it was taken at the end. At the first step of an
+optimizer, a conversion warns once of FP16 without a `GradScaler`, which loses gradients below 6e-8, and of BF16 on a
+GPU that has no instructions for it (T4, V100), where torch computes it slowly.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import sys
 import threading
@@ -12,8 +18,10 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hmpx.changes import Changes, Flag
+from hmpx.dtype_names import dtype_name
 from hmpx.ops.wrapping.callers import users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 
@@ -100,8 +108,40 @@ def _dtypes(values: Any) -> str:
     found: list[str] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(str(value.dtype).removeprefix("torch."))
+            found.append(dtype_name(value.dtype))
         elif isinstance(value, list | tuple | dict):
             inside = _dtypes(value.values() if isinstance(value, dict) else value)
             found += [inside] if inside else []
     return ", ".join(found)
+
+
+class FirstStep:
+    """A part of a conversion whose ops run in `low`; with the next conversion it looks again."""
+
+    def __init__(self, low: torch.dtype) -> None:
+        self._low, self._looked = low, False
+
+    def apply(self, changes: Changes) -> None:
+        changes.callback(register_optimizer_step_pre_hook(self._look).remove)
+
+    def _look(self, *_: Any) -> None:
+        if self._looked or torch.compiler.is_compiling():
+            return
+        self._looked = True
+        if self._low is torch.float16 and not _has_scaler():
+            logger.warning(
+                "hmpx: ops run in FP16, and there is no enabled GradScaler: gradients below 6e-8 become 0. Write "
+                "scaler = torch.amp.GradScaler(device), and scaler.scale(loss).backward(), scaler.step(optimizer), "
+                "scaler.update() in each step"
+            )
+        if self._low is torch.bfloat16 and torch.cuda.is_initialized() and not torch.cuda.is_bf16_supported(False):
+            logger.warning(
+                "hmpx: ops run in BF16, and this GPU (%s) has no instructions for it, so that they are slow. The "
+                "recipe apex-o1, or convert(low_precision=torch.float16), runs them in FP16; scale the loss then",
+                torch.cuda.get_device_name(),
+            )
+
+
+def _has_scaler() -> bool:
+    scalers = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.amp.GradScaler))
+    return any(scaler.is_enabled() for scaler in scalers)

@@ -1,9 +1,9 @@
 """Replaces dtypes by others wherever one is asked for, as XLA_USE_BF16 and XLA_DOWNCAST_BF16 did below Python.
 
 With ``{float32: bfloat16}``, `torch.zeros(3)`, `x.float()`, `x.to(torch.float32)`, `torch.sum(x, dtype=torch.float32)`,
-`nn.Linear(4, 4)` and `torch.load(file)` all give BF16. The mapping is applied once to what a caller asks for, and once
-to what comes from outside of torch (NumPy, buffers, files); a tensor that is there already is left alone. So a tensor's
-`dtype` says what it is. On XLA it did not: there it went on saying what had been asked for.
+`nn.Linear(4, 4)` and `torch.load(file)` all give BF16. The mapping is applied once to each dtype that a caller asks
+for, and once to data from outside of torch (NumPy, buffers, files); a tensor that is there already is left alone. So a
+tensor's `dtype` is its dtype. On XLA it was not: there it remained the one that had been asked for.
 
 Calls by hmpx itself, by torch's compiler and other internals, and by optimizer steps are not mapped: steps compute and
 count in FP32.
@@ -15,6 +15,7 @@ import dataclasses
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ from hmpx.ops.policies.signatures import schemas
 from hmpx.ops.wrapping.callers import frames
 from hmpx.ops.wrapping.codegen import Switch
 from hmpx.ops.wrapping.overriding import COMPILER, call
-from hmpx.ops.wrapping.patches import Patch, Patching, patch_at
 from hmpx.ops.wrapping.rules import METHODS
+from hmpx.ops.wrapping.wrappers import Patch, Patching, named_like, patch_at
 
 Tensor = torch.Tensor
 _LEGACY = {
@@ -42,7 +43,7 @@ _LEGACY = {
 _DEFAULT_DTYPE = Flag("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
 # Calls from these modules get the dtype that they ask for: their numbers are no part of the model.
 _INTERNAL = (*COMPILER, "hmpx.", "torch._tensor_str.", "torch._utils.", "torch.amp.", "torch.optim.", "torch.testing.")
-_IN_BETWEEN = "torch._subclasses.functional_tensor"  # hands on what a compiled function asks for
+_IN_BETWEEN = "torch._subclasses.functional_tensor"  # hands on a request of a compiled function
 
 
 class DtypeMap:
@@ -79,7 +80,7 @@ class DtypeMap:
             changes.put(Attribute(torch, name, f"torch.{name}"), _LEGACY[new])
 
     def patches(self, patches: tuple[Patch, ...], switch: Switch) -> Iterator[Patch]:
-        """`patches` and those that map dtypes; an attribute that needs both gets one patch."""
+        """Yield `patches` and those that map dtypes; an attribute that needs both gets one patch."""
         places = {(id(patch.owner), patch.attribute): patch for patch in patches}
         made: dict[tuple[int, Callable], Callable] = {}
         for path, build in self._wanted():
@@ -87,17 +88,19 @@ class DtypeMap:
             before = places.get((id(patch.owner), patch.attribute), patch)
             key = id(before.wrapper), build
             if key not in made:
-                made[key] = _named_like(build(before.wrapper, switch), patch)
+                made[key] = named_like(build(before.wrapper, switch), path, patch.original)
             places[id(patch.owner), patch.attribute] = dataclasses.replace(before, wrapper=made[key])
         yield from places.values()
 
     def _wanted(self) -> Iterator[tuple[str, Callable]]:
-        """Every function that takes a dtype or loads data, with the factory of its wrapper."""
-        special = {
-            **dict.fromkeys(op_facts.DTYPE_ASKED, self._asked_for),
-            **dict.fromkeys(op_facts.DTYPE_FOUND, self._found),
-            **dict.fromkeys(op_facts.DTYPE_ASKED_OR_FOUND, self._asked_or_found),
-            **{"torch.Tensor.float": self._as_float, "torch.Tensor.double": self._as_double},
+        """Yield every function that takes a dtype or loads data, with the factory of its wrapper."""
+        asked, found, either = (partial(self._mapped, *how) for how in ((True, False), (False, True), (True, True)))
+        special: dict[str, Callable] = {
+            **dict.fromkeys(op_facts.DTYPE_ASKED, asked),
+            **dict.fromkeys(op_facts.DTYPE_FOUND, found),
+            **dict.fromkeys(op_facts.DTYPE_ASKED_OR_FOUND, either),
+            "torch.Tensor.float": partial(self._as, torch.float32),
+            "torch.Tensor.double": partial(self._as, torch.float64),
             **{"torch.Tensor.numpy": self._to_numpy, "torch.load": self._loaded},
             **dict.fromkeys(_initialisers(), self._initialised),
         }
@@ -106,57 +109,39 @@ class DtypeMap:
                 for entry in op.entries:
                     path = f"torch.{entry.label}" if entry.owner is Tensor else entry.label
                     if not entry.signature.python and path not in special:
-                        yield path, self._asked_for
+                        yield path, asked
         yield from special.items()
 
+    def _mapped(self, asks: bool, finds: bool, inner: Callable, switch: Switch) -> Callable:
+        """Wrap `inner`, which is asked for a dtype, finds one in data from outside, or does either."""
+
+        def wrapper(*args, **kwargs):
+            if not _acts(switch):
+                return _call(inner, args, kwargs)
+            stated = asks and kwargs.get("dtype") is not None
+            if asks:
+                args, kwargs = self._new(args, kwargs)
+            out = _call(inner, args, kwargs)
+            # A tensor, viewed or handed on, is narrowed only if it was asked to be of another dtype.
+            own = bool(args) and isinstance(args[0], Tensor) and (asks or out.dtype is args[0].dtype)
+            return self._narrowed(out) if finds and not stated and not own else out
+
+        return wrapper
+
     def _new(self, values: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The mapped dtype of a request."""
-        asked = self._asked
-        return (
-            tuple(asked.get(v, v) if type(v) in (torch.dtype, str) else v for v in values),
-            {k: asked.get(v, v) if type(v) in (torch.dtype, str) else v for k, v in kwargs.items()},
-        )
+        """Return the mapped dtype of a request."""
+
+        def new(value: Any) -> Any:
+            return self._asked.get(value, value) if type(value) in (torch.dtype, str) else value
+
+        return tuple(map(new, values)), {key: new(value) for key, value in kwargs.items()}
 
     def _narrowed(self, value: Any) -> Any:
-        """A loaded tensor, in the dtype that its own is mapped to."""
+        """Return a loaded tensor in the dtype that its own is mapped to."""
         if not isinstance(value, Tensor) or value.dtype not in self._mapping:
             return value
         new = METHODS[self._mapping[value.dtype]]
         return new(value.detach()).requires_grad_(value.requires_grad) if value.is_leaf else new(value)
-
-    def _asked_for(self, inner: Callable, switch: Switch) -> Callable:
-        def wrapper(*args, **kwargs):
-            if _acts(switch):
-                args, kwargs = self._new(args, kwargs)
-            return _call(inner, args, kwargs)
-
-        return wrapper
-
-    def _found(self, inner: Callable, switch: Switch) -> Callable:
-        def wrapper(*args, **kwargs):
-            out = _call(inner, args, kwargs)
-            # A tensor, viewed or handed on, is narrowed only if it was asked to be of another dtype.
-            own = bool(args) and isinstance(args[0], Tensor) and out.dtype is args[0].dtype
-            return out if own or not _acts(switch) else self._narrowed(out)
-
-        return wrapper
-
-    def _asked_or_found(self, inner: Callable, switch: Switch) -> Callable:
-        def wrapper(*args, **kwargs):
-            if not _acts(switch):
-                return _call(inner, args, kwargs)
-            stated = kwargs.get("dtype") is not None
-            args, kwargs = self._new(args, kwargs)
-            out = _call(inner, args, kwargs)
-            return out if stated or (args and isinstance(args[0], Tensor)) else self._narrowed(out)
-
-        return wrapper
-
-    def _as_float(self, inner: Callable, switch: Switch) -> Callable:
-        return self._as(torch.float32, inner, switch)
-
-    def _as_double(self, inner: Callable, switch: Switch) -> Callable:
-        return self._as(torch.float64, inner, switch)
 
     def _as(self, dtype: torch.dtype, inner: Callable, switch: Switch) -> Callable:
         new = self._mapping.get(dtype)
@@ -168,7 +153,7 @@ class DtypeMap:
         return wrapper
 
     def _to_numpy(self, inner: Callable, switch: Switch) -> Callable:
-        """NumPy has no BF16, and the way there, ``x.float().numpy()``, is closed by the mapping itself."""
+        """Hand BF16 to NumPy as FP32: it has no BF16, and the mapping itself closes ``x.float().numpy()``."""
 
         def wrapper(self, *args, **kwargs):
             wide = self.dtype is torch.bfloat16 and not switch.retired
@@ -177,7 +162,7 @@ class DtypeMap:
         return wrapper
 
     def _initialised(self, inner: Callable, switch: Switch) -> Callable:
-        """Weights begin as those of FP32 rounded, as on XLA, where they came from the host; BF16 has no QR either."""
+        """Initialise weights in FP32 and round them, as on XLA, where they came from the host; BF16 has no QR."""
 
         def wrapper(tensor, *args, **kwargs):
             if tensor.dtype is not torch.bfloat16 or not _acts(switch):
@@ -200,7 +185,7 @@ class DtypeMap:
         return wrapper
 
     def _tree(self, value: Any, seen: dict[int, Any]) -> Any:
-        """A loaded value with its tensors mapped; containers and modules stay the same objects.
+        """Return a loaded value with its tensors mapped; containers and modules stay the same objects.
 
         A tensor without a dimension stays: a count of steps would stop at 256 in BF16.
         """
@@ -231,14 +216,14 @@ def _call(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _initialisers() -> Iterator[str]:
-    """The public functions of torch.nn.init that write to their argument."""
+    """Yield the public functions of torch.nn.init that write to their argument."""
     for _, attribute, path in functions_in("torch.nn.init"):
         if attribute.endswith("_") and not attribute.startswith("_"):
             yield path
 
 
 def _acts(switch: Switch) -> bool:
-    """Whether dtypes are mapped in the call that is running."""
+    """Return whether dtypes are mapped in the call that is running."""
     if switch.retired or not region_state.maps():
         return False
     if is_dynamo_compiling():
@@ -246,12 +231,3 @@ def _acts(switch: Switch) -> bool:
     callers = (frame.f_globals.get("__name__", "") for frame in frames(sys._getframe(2)))
     caller = next((name for name in callers if name != _IN_BETWEEN), "")
     return not (caller + ".").startswith(_INTERNAL)
-
-
-def _named_like(wrapper: Callable, patch: Patch) -> Callable:
-    """Give a replacement the name of its original, for pickling too."""
-    method = patch.owner is Tensor
-    wrapper.__module__ = "torch" if method else patch.owner.__name__
-    wrapper.__name__, wrapper.__qualname__ = patch.attribute, f"Tensor.{patch.attribute}" if method else patch.attribute
-    wrapper.__doc__, vars(wrapper)["__hmpx_original__"] = patch.original.__doc__, patch.original
-    return wrapper

@@ -20,22 +20,21 @@ from hmpx.changes import Attribute, Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import RULES, deciding, forward_class, rules_of
 from hmpx.ops.overlays import Overlay
-from hmpx.ops.policies.policy import LOW_RULES, Rule
-from hmpx.ops.policies.scopes import scope_inside
+from hmpx.ops.policies.policy import LOW_RULES, Rule, scope_inside
 from hmpx.ops.wrapping.rules import is_eligible
 
 Module = torch.nn.Module
 # Attribute of a class with a wrapped forward, inherited by the classes below: its identity. Of a module in which a
 # wrapped forward stands: 0. So a wrapper knows whether another one, further out, has put the module's rules in force.
 _OUTERMOST = "_hmpx_outermost"
-_LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)  # what computes later
+_LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)  # these compute later
 
 
 class ForwardWrappers:
     """A part: wraps the forwards of all modules with rules, also of modules that get a rule later."""
 
     def __init__(self) -> None:
-        self._wrapped: set[int] = set()  # by identity: what holds the forward
+        self._wrapped: set[int] = set()  # by identity: the holders of forwards
 
     def apply(self, changes: Changes) -> None:
         self._changes = changes
@@ -63,7 +62,7 @@ class ForwardWrappers:
 
 
 def _placing(original: Callable, owner: int) -> Callable:
-    """The forward of a class, called for a module with rules; `owner` is the class by identity.
+    """Return the forward of a class for modules with rules; `owner` is the class by identity.
 
     A forward that calls the one of its base class has its rules already.
     """
@@ -79,7 +78,7 @@ def _placing(original: Callable, owner: int) -> Callable:
 
 
 def _forward_of(module, inner, *args, **kwargs):
-    """The forward that is an attribute of the module itself."""
+    """Run a forward that is an attribute of the module itself."""
     rules = rules_of(module)
     if not rules or not region_state.casts_on():
         return inner(*args, **kwargs)
@@ -91,7 +90,7 @@ def _run(rules, function, args, kwargs):
     scope, overlay, casting = region_state.scope(), None, None
     for rule in deciding(rules):
         overlay = rule.overlay
-        if overlay.whole:  # what is around decides nothing any more
+        if overlay.whole:  # the lists around decide nothing any more
             casting = overlay if overlay.casts_arguments and rule.casts_arguments else None
         scope = scope_inside(scope, overlay.number)
     if casting is not None:
@@ -107,7 +106,7 @@ def _run(rules, function, args, kwargs):
 
 
 def _cast_once(value: Any, overlay: Overlay) -> Any:
-    """An argument cast once. A list or dict stays the same object, since the module may write to it."""
+    """Cast an argument. A list or dict stays the same object, since the module may write to it."""
     if isinstance(value, torch.Tensor):
         return value.to(overlay.dtype) if value.dtype is not overlay.dtype and is_eligible(value) else value
     if isinstance(value, tuple):
@@ -117,7 +116,7 @@ def _cast_once(value: Any, overlay: Overlay) -> Any:
 
 
 def replaced_forwards() -> list[str]:
-    """Rules that do nothing because someone replaced the wrapped forward of their module, in words."""
+    """Describe the rules that do nothing because someone replaced the wrapped forward of their module."""
     if state.wrap_forward is None:
         return []
     return [
@@ -130,7 +129,7 @@ def replaced_forwards() -> list[str]:
 
 
 def _is_wrapped(forward: Any) -> bool:
-    """Whether a forward is our wrapper, or wraps it and says so by `functools.wraps`."""
+    """Return whether a forward is our wrapper, or wraps it and says so by `functools.wraps`."""
     while forward is not None:
         if isinstance(forward, functools.partial):
             if forward.func is _forward_of:
@@ -145,12 +144,12 @@ _WRAPPER = _placing(Module.forward, 0).__code__
 
 
 def rule_that_casts(frame: FrameType) -> str:
-    """The origin of the module rule by which `frame` casts an argument; else an empty string."""
+    """Return the origin of the module rule by which `frame` casts an argument; else an empty string."""
     return frame.f_locals["overlay"].where if frame.f_code is _cast_once.__code__ else ""
 
 
 def side_that_casts(frame: FrameType) -> str:
-    """The side of the module rule by which `frame` casts an argument; else an empty string."""
+    """Return the side of the module rule by which `frame` casts an argument; else an empty string."""
     if frame.f_code is not _cast_once.__code__:
         return ""
     dtype = frame.f_locals["overlay"].dtype

@@ -17,21 +17,21 @@ import torch
 from hmpx import process_state as state
 from hmpx.changes import Changes
 from hmpx.errors import HmpxError
-from hmpx.ops.fp8.format import Format
 from hmpx.ops.overlays import Overlay, overlay_by_hand
+from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
-from hmpx.ops.policies.policy import Policy
-from hmpx.ops.policies.scopes import number_inside
+from hmpx.ops.policies.policy import Policy, number_inside
+from hmpx.ops.wrapping.callers import runs_later
 
 Module = torch.nn.Module
 RULES = "_hmpx_rules"  # the attribute: rules, each with the number of containers between it and the module
-_NO_FORWARD = Module.forward  # what a container has
+_NO_FORWARD = Module.forward  # of a container
 # Classes of torch whose forward nobody calls, and who takes their weights.
 _NOT_CALLED = {"NonDynamicallyQuantizableLinear": "MultiheadAttention takes its weights; give that the rule"}
 
 
 class ModuleRule:
-    """One rule of a module: what `hmpx.policy_for` returns.
+    """One rule of a module, returned by `hmpx.policy_for`.
 
     Attributes:
         where: what says so, as file:line.
@@ -74,7 +74,7 @@ class ModuleRule:
         return _unpickled, (self.overlay, self.active, self.classes, self.casts_arguments)
 
     def modules(self) -> Iterator[Module]:
-        """The live modules whose forward this rule is about."""
+        """Yield the live modules whose forward this rule is about."""
         return (module for module, _ in self._alive())
 
     def _alive(self) -> Iterator[tuple[Module, int]]:
@@ -123,9 +123,9 @@ def policy_for(
 ) -> ModuleRule:
     """Say in which precision ops run in the forward of a module, and in all that it calls.
 
-    Lists lie over what holds around the module: they move the ops that they name and leave the others. Of nested
-    modules the innermost decides, of several rules for one module the last. It may be said before `convert()` or after
-    it, and does nothing while nothing is converted, or in `disable_casts()`. Copies of the module have the rule too.
+    The lists lie over those around the module: they move the ops that they name and leave the others. Of nested modules
+    the innermost decides, of several rules for one module the last. A rule may come before `convert()` or after it, and
+    does nothing while nothing is converted, or in `disable_casts()`. Copies of the module have the rule too.
 
     Args:
         module: any module; the rule of a container without a forward (`ModuleList`) is one of each module that is in it
@@ -179,24 +179,24 @@ def _unpickled(overlay: Overlay, active: bool, classes: set[type], casts_argumen
 
 
 def rules_of(module: Module) -> tuple[tuple[int, ModuleRule], ...]:
-    """The rules of a module, each with the number of containers between it and the module, the outermost first."""
+    """Return a module's rules, outermost first, each with the number of containers between it and the module."""
     return vars(module).get(RULES, ())
 
 
 def deciding(rules):
-    """The rules that decide, outermost first: of each level the last active one."""
+    """Return the rules that decide, outermost first: of each level the last active one."""
     if len(rules) == 1:
         return [rules[0][1]] if rules[0][1].active else []
     return list({distance: rule for distance, rule in rules if rule.active}.values())
 
 
 def forward_class(module: Module) -> type:
-    """The class that defines the forward of a module."""
+    """Return the class that defines the forward of a module."""
     return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
 
 
 def never_called(module: Module) -> str:
-    """Why a rule of this module would do nothing; an empty string if it does something."""
+    """Return why a rule of this module would do nothing; an empty string if it does something."""
     kinds = [type(each).__name__ for each, _ in _with_forward(module)]
     if not kinds:
         return "there is no forward in it"
@@ -204,35 +204,27 @@ def never_called(module: Module) -> str:
 
 
 def modules_called_in(module: Module) -> list[Module]:
-    """The nearest modules inside whose forward is called."""
+    """Return the nearest modules inside whose forward is called."""
     return [each for child in module.children() for each, _ in _with_forward(child) if not never_called(each)]
 
 
 def _with_forward(module: Module, distance: int = 0) -> Iterator[tuple[Module, int]]:
-    """The module itself; for a container without a forward, the modules in it."""
+    """Yield the module itself; for a container without a forward, the modules in it."""
     if isinstance(module, torch.jit.ScriptModule):
         what = "a scripted module is compiled, and no rule reaches its ops"
         raise HmpxError(f"a rule for a {type(module).__name__}: {what}")
     if "forward" in vars(module) or type(module).forward is not _NO_FORWARD:
-        _check(module)
+        if runs_later(inspect.unwrap(module.forward)):
+            later = "its forward is a generator or coroutine function, whose body runs after the call"
+            raise HmpxError(f"a rule for a {type(module).__name__}: {later}")
         yield module, distance
         return
     for child in module.children():
         yield from _with_forward(child, distance + 1)
 
 
-def _check(module: Module) -> None:
-    kind = type(module).__name__
-    forward = inspect.unwrap(module.forward)
-    for is_later in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
-        if is_later(forward):
-            raise HmpxError(
-                f"a rule for a {kind}: its forward is a generator or coroutine function, whose body runs after the call"
-            )
-
-
 def scopes_of_rules() -> set[int]:
-    """The scopes that the rules in force can make, nested modules included."""
+    """Return the scopes that the rules in force can make, nested modules included."""
     found: set[int] = set()
     seen: set[tuple[int, int]] = set()
 
@@ -253,10 +245,10 @@ def scopes_of_rules() -> set[int]:
 
 
 def policies_of(model: Module) -> list[ModuleRule]:
-    """The rules in force in a model, from `policy_for` or a recipe.
+    """Return the rules in force in a model, from `policy_for` or a recipe.
 
-    Of a model that was copied or loaded they are not what `policy_for` has returned; `remove()` takes them away all the
-    same.
+    In a model that was copied or loaded they are other objects than `policy_for` returned; `remove()` takes them away
+    all the same.
 
     Returns:
         Each rule once, in the order of `model.modules()`; of one module those of its containers first.

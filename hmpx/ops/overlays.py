@@ -8,7 +8,7 @@ in the place of the one around it. Equal overlays are one object with one number
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import FrameType
 from typing import Any
 
@@ -17,17 +17,16 @@ import torch
 from hmpx import process_state as state
 from hmpx.dtype_names import SHORT, dtype_name, dtype_named
 from hmpx.errors import HmpxError, OpListError, OptLevelError, did_you_mean
-from hmpx.ops.fp8.format import Format
 from hmpx.ops.policies import op_facts
-from hmpx.ops.policies.build_policy import OPT_LEVELS, build_policy, without_fp8
+from hmpx.ops.policies.build_policy import OPT_LEVELS, build_policy, resolve_sides
 from hmpx.ops.policies.catalog import catalog
-from hmpx.ops.policies.listed_names import resolve
+from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists
 from hmpx.ops.policies.policy import LOW_RULES, Policy
 from hmpx.ops.wrapping.callers import users_line
 
-DTYPES = (torch.float32, *LOW_RULES)  # what everything in a module may run in
-BF16_TO_FP32 = "bf16-to-fp32"  # float32, but for matrix products: these take bfloat16 and hand on float32
+DTYPES = (torch.float32, *LOW_RULES)  # that everything in a module may run in
+BF16_TO_FP32 = "bf16-to-fp32"  # float32, except matrix products: these take bfloat16 and hand on float32
 _KEYS = (*SIDES, LOW_PRECISION, FP8_FORMAT, "opt_level")
 
 
@@ -35,10 +34,10 @@ _KEYS = (*SIDES, LOW_PRECISION, FP8_FORMAT, "opt_level")
 class Overlay:
     """The rules of one module or region.
 
-    where: what says so, as in ``train.py:12, hmpx.policy_for``. names: each listed op with its side and where it is
-    listed. low_precision: what the bf16 list means from here on; None is what it means around. dtype: of every op that
-    computes. policy: in the place of the one around. fp8_format: what the fp8 list means from here on. bf16_products:
-    under a `dtype` of float32, whether matrix products take bfloat16.
+    where: the place that says so, as in ``train.py:12, hmpx.policy_for``. names: each listed op with its side and where
+    it is listed. low_precision: the dtype of the bf16 list from here on; None leaves it. dtype: of every op that
+    computes. policy: in the place of the one around. fp8_format: the format of the fp8 list from here on.
+    bf16_products: under a `dtype` of float32, whether matrix products take bfloat16.
     """
 
     where: str
@@ -51,7 +50,7 @@ class Overlay:
     number: int = field(default=0, compare=False)
 
     def over(self, policy: Policy) -> Policy:
-        """The policy that holds inside, where `policy` holds around."""
+        """Return the policy that holds inside, where `policy` holds around."""
         if self.policy is not None:
             listed = [name for side in SIDES for name in getattr(self.policy, side)]
             known = self.policy.origins
@@ -67,18 +66,13 @@ class Overlay:
             bf16, fp32 = ((), ops) if side == "fp32" else (ops, ())
             return Policy(bf16, fp32, (), policy.opt_level, origins, low, bf16_to_fp32=tuple(sorted(products)))
         own = {name: side for name, side, _ in self.names}
-
-        def names_of(side: str) -> tuple[str, ...]:
-            around = getattr(policy, side)
-            kept = [name for name in around if name not in own and op_facts.FOLLOWS.get(name) not in own]
-            return tuple(sorted([*kept, *(name for name, its in own.items() if its == side)]))
-
+        sides: dict[str, Any] = {}
+        for side in SIDES:
+            kept = [n for n in getattr(policy, side) if n not in own and op_facts.FOLLOWS.get(n) not in own]
+            sides[side] = tuple(sorted([*kept, *(name for name, its in own.items() if its == side)]))
         return replace(
             policy,
-            bf16=names_of("bf16"),
-            fp32=names_of("fp32"),
-            promote=names_of("promote"),
-            fp8=names_of("fp8"),
+            **sides,
             fp8_format=self.fp8_format or policy.fp8_format,
             origins={**policy.origins, **{name: where for name, _, where in self.names}},
             low_precision=self.low_precision or policy.low_precision,
@@ -91,11 +85,11 @@ class Overlay:
 
     @property
     def casts_arguments(self) -> bool:
-        """Whether what a module is called with is cast once; under "bf16-to-fp32" its ops differ in what they take."""
+        """Whether the arguments of a module are cast once; under "bf16-to-fp32" its ops want different dtypes."""
         return self.dtype is not None and not self.bf16_products
 
     def hides(self, around: Overlay) -> bool:
-        """Whether `around` has no effect inside this overlay."""
+        """Return whether `around` has no effect inside this overlay."""
         if self.whole or around.whole:
             return self.whole
         own = {name for name, _, _ in self.names}
@@ -104,7 +98,7 @@ class Overlay:
         return all(name in own or op_facts.FOLLOWS.get(name) in own for name, _, _ in around.names)
 
     def in_words(self) -> str:
-        """The overlay in words: ``everything in float32``, ``linear and matmul in FP32``."""
+        """Describe the overlay: ``everything in float32``, ``linear and matmul in FP32``."""
         if self.policy is not None:
             return f"a policy of its own ({self.policy.opt_level})"
         if self.dtype is not None:
@@ -123,8 +117,7 @@ class Overlay:
         return " and ".join(parts) or "as around it"
 
     def __reduce__(self) -> tuple:
-        content = (self.where, self.names, self.low_precision, self.dtype, self.policy, self.fp8_format)
-        return _unpickled, (*content, self.bf16_products)
+        return _unpickled, tuple(getattr(self, each.name) for each in fields(self) if each.compare)
 
     def __copy__(self) -> Overlay:
         return self
@@ -138,7 +131,7 @@ def _unpickled(*content: Any) -> Overlay:
 
 
 def _registered(overlay: Overlay) -> Overlay:
-    """The one object for equal overlays, with its number."""
+    """Return the one object for equal overlays, with its number."""
     with state.lock:
         for known in state.overlays[1:]:
             if known == overlay:
@@ -151,17 +144,17 @@ def _registered(overlay: Overlay) -> Overlay:
 def read_overlay(
     rule: Any, where: str, what: str, lines: Mapping[tuple, str] | None = None, unset: str = ""
 ) -> Overlay:
-    """The overlay that a rule means.
+    """Return the overlay that a rule means.
 
     Args:
         rule: a dtype or its name, "bf16-to-fp32", a `Policy`, or a mapping of sides to names of ops; with `opt_level`
             in it, the mapping is a whole policy.
-        where: what says so. what: what begins an error.
+        where: the place that says so. what: the beginning of an error.
         lines: where each name stands, by side and position; `where` for those that are not in it.
-        unset: what to say of a mapping that is empty.
+        unset: the error for an empty mapping.
 
     Raises:
-        HmpxError: it means none; every problem is a line of the message.
+        HmpxError: the rule means no overlay; every problem is a line of the message.
     """
     if isinstance(rule, Policy):
         return _registered(Overlay(where, policy=rule))
@@ -182,7 +175,7 @@ def read_overlay(
 
 
 def overlay_by_hand(name: str, rule: Any, lists: Mapping[str, Any], frame: FrameType) -> Overlay:
-    """The overlay that the arguments of ``hmpx.NAME(rule, bf16=..., ...)`` mean, called in `frame`.
+    """Return the overlay that the arguments of ``hmpx.NAME(rule, bf16=..., ...)`` mean, called in `frame`.
 
     Raises:
         HmpxError: as `read_overlay`; and both a rule and lists.
@@ -192,35 +185,32 @@ def overlay_by_hand(name: str, rule: Any, lists: Mapping[str, Any], frame: Frame
     if rule is not None and given:
         raise HmpxError(f"{what}: a rule and {', '.join(given)}=: which of the two?")
     unset = f"says nothing: hmpx.{name}(torch.float32), or lists of ops, as in fp32=['softmax']"
-    given = {key: _whole(value) if key in SIDES else value for key, value in given.items()}
     return read_overlay(given if rule is None else rule, f"{line}, {what}", what, unset=unset)
 
 
 def with_names(lists: OpLists, names: Mapping[str, Iterable[str] | None], frame: FrameType) -> OpLists:
-    """The lists with those that ``hmpx.convert(bf16=...)``, called in `frame`, has named in their place.
+    """Return the lists with those that ``hmpx.convert(bf16=...)``, called in `frame`, has named in their place.
 
     Raises:
         OpListError: something else than names.
     """
-    own: dict[str, Any] = {}
+    where, own = f"{users_line(frame)}, hmpx.convert", {}
     for side, given in names.items():
-        listed = _whole(given)
-        if (
-            isinstance(listed, tuple)
-            and all(isinstance(name, str) for name in listed)
-            and not isinstance(given, Mapping)
-        ):
-            own[side] = tuple(Listed(name, f"{users_line(frame)}, hmpx.convert", 0) for name in listed)
-        elif given is not None:
-            raise OpListError(
-                f"hmpx.convert: {side} is {given!r}, not a list of names; a file goes to {side}_file_path"
-            )
-    return replace(lists, **own)
+        if given is not None:
+            listed = _names_in(given)
+            if listed is None:
+                hint = f"a file goes to {side}_file_path"
+                raise OpListError(f"hmpx.convert: {side} is {given!r}, not a list of names; {hint}")
+            own[side] = tuple(Listed(name, where, 0) for name in listed)
+    return replace(lists, **own)  # type: ignore[arg-type]
 
 
-def _whole(value: Any) -> Any:
-    """An iterator as a list, so that it can be read twice."""
-    return value if isinstance(value, str | torch.dtype) or not isinstance(value, Iterable) else tuple(value)
+def _names_in(value: Any) -> tuple[str, ...] | None:
+    """Return the names in an iterable; None if it is something else than names."""
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        return None
+    names = tuple(value)
+    return names if all(isinstance(name, str) for name in names) else None
 
 
 def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str], unset: str) -> Overlay:
@@ -229,14 +219,10 @@ def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str]
         for key in rule
         if key not in _KEYS
     ]
-    given = {side: rule[side] for side in SIDES if rule.get(side) is not None}
-    for side, names in given.items():
-        if (
-            isinstance(names, str | Mapping)
-            or not isinstance(names, Iterable)
-            or not all(isinstance(n, str) for n in names)
-        ):
-            wrong.append(f"{what}: {side} is {names!r}, not a list of names")
+    given = {side: _names_in(rule[side]) for side in SIDES if rule.get(side) is not None}
+    wrong += [
+        f"{what}: {side} is {rule[side]!r}, not a list of names" for side, names in given.items() if names is None
+    ]
     low = rule.get(LOW_PRECISION)
     low = LOW_DTYPES.get(low, low) if isinstance(low, str) else low
     if low is not None and low not in [*LOW_RULES]:
@@ -250,31 +236,25 @@ def _of_mapping(rule: Mapping, where: str, what: str, lines: Mapping[tuple, str]
         wrong.append(f"{what}: {unset or 'says nothing: it wants a dtype, lists of ops, or a policy'}")
     if wrong:
         raise HmpxError("\n".join(wrong))
-    listed = {side: tuple(Listed(name, lines.get((side, i), where), 0) for i, name in enumerate(names))
-              for side, names in given.items()}  # fmt: skip
+    listed: dict[str, Any] = {
+        side: tuple(Listed(name, lines.get((side, i), where), 0) for i, name in enumerate(names))
+        for side, names in given.items()
+        if names is not None
+    }
     if "opt_level" in rule:
         if rule["opt_level"] not in OPT_LEVELS:
             legal = ", ".join(OPT_LEVELS)
             raise OptLevelError(f"{what}: opt_level {rule['opt_level']!r} does not exist (legal: {legal})")
-        bf16, fp32, promote, fp8 = map(listed.get, SIDES)
-        lists = OpLists(bf16, fp32, promote, fp8, fp8_format=form)
+        lists = OpLists(**listed, fp8_format=form)
         return Overlay(where, policy=build_policy(rule["opt_level"], lists, low_precision=low))
-    problems: dict[str, type[OpListError]] = {}
-    chosen = {side: resolve(names, "error", problems) for side, names in listed.items()}
-    problems |= dict.fromkeys(without_fp8(chosen.get("fp8", {})), OpListError)
-    for name, line in chosen.get("fp32", {}).items():
-        if name in {**chosen.get("bf16", {}), **chosen.get("fp8", {})}:
-            problems[f"{line.where}: {name!r} is on both sides"] = OpListError
-    if problems:
-        kinds = set(problems.values())
-        raise (kinds.pop() if len(kinds) == 1 else OpListError)("\n".join(problems))
-    sides = {
-        name: (side, line) for side in ("promote", "fp32", "bf16", "fp8") for name, line in chosen.get(side, {}).items()
-    }
-    names = tuple(sorted((name, side, _origin(line.where, where)) for name, (side, line) in sides.items()))
-    return Overlay(where, names, low, fp8_format=form)
+    chosen = resolve_sides(listed)
+    sides = {}
+    for side in ("promote", "fp32", "bf16", "fp8"):  # a name on several sides is on the last of them
+        for name, line in chosen.get(side, {}).items():
+            sides[name] = side, _origin(line.where, where)
+    return Overlay(where, tuple(sorted((name, *its) for name, its in sides.items())), low, fp8_format=form)
 
 
 def _origin(line: str, where: str) -> str:
-    """Where a name is listed, in words."""
+    """Describe where a name is listed."""
     return line if line == where else f"{line}, {where.partition(', ')[2] or where}"

@@ -1,79 +1,212 @@
-"""Functions outside torch that lists name by a dotted name (`torchvision.ops.nms`): ops like any other.
+"""Functions of a user's own that are ops: decorated (`@hmpx.bf16`), or listed by a dotted name (`torchvision.ops.nms`).
 
-They are patched where they stand, now or when their module is imported. `decorators` says what happens in a call.
+The inputs of such a function are cast, it is the outermost op, and nothing inside it is cast again. A listed function
+is patched where it stands, now or when its module is imported. Whatever is no plain function (methods of classes,
+builtins) is wrapped by wrapt, which binds it right; it costs more per call.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import logging
 import sys
 import types
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from time import perf_counter
+from typing import Any, TypeVar
 
 import wrapt
 
-from hmpx import region_state
+from hmpx import process_state, region_state
 from hmpx.awaited import await_module, stop_waiting
 from hmpx.changes import Changes
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
+from hmpx.ops.captured_names.raw import HEAP_TYPE
 from hmpx.ops.captured_names.rebinding import Rebinding
-from hmpx.ops.decorators import wrap
 from hmpx.ops.policies.op_lists import is_shipped, read_file, shipped
 from hmpx.ops.policies.policy import Policy, Rule
-from hmpx.ops.wrapping.patches import Patch, Patching
+from hmpx.ops.policies.signatures import Signature
+from hmpx.ops.wrapping.callers import runs_later
+from hmpx.ops.wrapping.observing import Point, Seen, observed
+from hmpx.ops.wrapping.rules import cast_arguments
+from hmpx.ops.wrapping.wrappers import Patch, Patching
 
 logger = logging.getLogger("hmpx")
-_HEAP_TYPE = 1 << 9  # the flag of a type made by a class statement
+_SIGNATURE = Signature(python=True)
+Rules = Mapping[int, Rule | None]  # by scope
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _decorator(function: Function, rule: Rule) -> Function:
+    return _wrap(function, {0: rule}, getattr(function, "__qualname__", repr(function)), region_state.casts_on)
+
+
+def bf16(function: Function) -> Function:
+    """Decorate a function so that, under `convert()`, its floating tensor arguments come as bfloat16.
+
+    That holds whatever `low_precision` the conversion has. Lists, tuples and dicts of tensors are cast too; float64,
+    integer, sparse and other tensors are not. Nothing inside the function is cast again. Without `convert()`, or inside
+    `disable_casts()`, the call is the plain one.
+
+    Raises:
+        HmpxError: what is decorated is a class, or a generator or coroutine function.
+
+    Example:
+        >>> @hmpx.bf16
+        ... def product(x, y):
+        ...     return x * y
+        >>> with hmpx.convert():
+        ...     product(inputs, inputs).dtype
+        torch.bfloat16
+    """
+    return _decorator(function, Rule.BF16)
+
+
+def fp16(function: Function) -> Function:
+    """Decorate a function so that, under `convert()`, its floating tensor arguments come as float16. See `bf16`.
+
+    Example:
+        >>> @hmpx.fp16
+        ... def product(x, y):
+        ...     return x * y
+        >>> with hmpx.convert():
+        ...     product(inputs, inputs).dtype
+        torch.float16
+    """
+    return _decorator(function, Rule.FP16)
+
+
+def fp32(function: Function) -> Function:
+    """Decorate a function so that, under `convert()`, its floating tensor arguments come as float32. See `bf16`.
+
+    Example:
+        >>> @hmpx.fp32
+        ... def product(x, y):
+        ...     return x * y
+        >>> with hmpx.convert():
+        ...     product(inputs.bfloat16(), inputs.bfloat16()).dtype
+        torch.float32
+    """
+    return _decorator(function, Rule.FP32)
+
+
+def promote(function: Function) -> Function:
+    """Decorate a function so that its floating tensor arguments come in the widest dtype among them. See `bf16`.
+
+    Example:
+        >>> @hmpx.promote
+        ... def product(x, y):
+        ...     return x * y
+        >>> with hmpx.convert():
+        ...     product(inputs, inputs.bfloat16()).dtype
+        torch.float32
+    """
+    return _decorator(function, Rule.PROMOTE)
+
+
+# The wrapper
+
+
+def _wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool]) -> Any:
+    """Return `function` with its inputs cast while `active()`, by the rule of the scope that it is called from.
+
+    rules: by scope; it may get more.
+    """
+    some = next(filter(None, rules.values()))
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    if not callable(plain) or isinstance(plain, type):
+        raise HmpxError(f"{name} is no function but {plain!r}; {some} is for functions and methods")
+    if runs_later(plain):
+        raise HmpxError(
+            f"{name} is a generator or coroutine function, whose body runs after the call; list what it calls"
+        )
+
+    def call(wrapped, instance, args, kwargs):
+        rule = some if len(rules) == 1 else rules.get(region_state.scope(), rules[0])
+        observer = process_state.observer
+        if observer is None or rule is None:
+            return _called(wrapped, rule, active, *args, **kwargs)
+        plain, run = (functools.partial(each, wrapped, rule, active) for each in (_called, _seen))
+        return observed(Point(name, name, rule, wrapped), observer, plain, run, sys._getframe(1), args, kwargs)
+
+    if not inspect.isfunction(function):
+        return UserFunction(function, call)
+
+    # A function around a function, because torch.compile takes a wrapt proxy for what it wraps, casts left out.
+    @functools.wraps(function)
+    def caller(*args, **kwargs):
+        return call(function, None, args, kwargs)
+
+    return caller
+
+
+def _called(function: Callable, rule: Rule | None, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
+    if rule is None or not active():
+        return function(*args, **kwargs)
+    return region_state.run_uncast(function, *cast_arguments(rule, _SIGNATURE, args, kwargs))
+
+
+def _seen(function: Callable, rule: Rule, active: Callable[[], bool], *args: Any, **kwargs: Any) -> Seen:
+    casting = active()
+    if casting:
+        args, kwargs = cast_arguments(rule, _SIGNATURE, args, kwargs)
+    began = perf_counter()
+    result = region_state.run_uncast(function, args, kwargs) if casting else function(*args, **kwargs)
+    return Seen(args, kwargs, result, casting, began, perf_counter())
+
+
+class UserFunction(wrapt.FunctionWrapper):
+    """A wrapped function that copies and pickles as functions do: itself, by its name."""
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo: dict):
+        return self
+
+    def __reduce_ex__(self, protocol):
+        return self.__wrapped__.__qualname__
+
+
+# Functions that lists name
 
 
 class UserFunctions:
     """The dotted names of policies: patched where they stand now, or as soon as their module is imported.
 
-    policies: by the place in which each holds, 0 among them.
+    policies: by scope, 0 among them.
     """
 
     def __init__(self, policies: Mapping[int, Policy], rebinding: Rebinding | None = None) -> None:
-        self._rebinding = rebinding
+        self._rebinding = rebinding or Rebinding()
         self.rules: dict[str, dict[int, Rule | None]] = {}
         self.origins: dict[str, str] = {}
-        self._know(policies)
         self.patched: dict[str, Patch] = {}
         self._retired = False
+        self._know(policies)
 
     def _know(self, policies: Mapping[int, Policy]) -> list[str]:
-        """Add policies; the names that are new."""
-        listed = {place: policy.user_functions() for place, policy in policies.items()}
-        names = dict.fromkeys(name for rules in listed.values() for name in rules)
-        new = [name for name in names if name not in self.rules]
+        """Add policies; return the names that are new."""
+        listed = {scope: policy.user_functions() for scope, policy in policies.items()}
+        new = [name for name in dict.fromkeys(name for rules in listed.values() for name in rules)
+               if name not in self.rules]  # fmt: skip
         for name in (*self.rules, *new):
-            rules = {place: each.get(name) for place, each in listed.items()}
-            self.rules.setdefault(name, {}).update(rules)
+            self.rules.setdefault(name, {}).update({scope: each.get(name) for scope, each in listed.items()})
         for policy in policies.values():
             self.origins = dict(policy.origins) | self.origins
         return new
 
-    def extend(self, policies: Mapping[int, Policy]) -> None:
-        """Add policies. New names are patched until the others end."""
-        new = self._know(policies)
-        for name in new:
-            self._take_or_await(name)
-        if self._rebinding is not None:
-            self._rebinding.add(_replacements([self.patched[name] for name in new if name in self.patched]))
-
     def check(self) -> None:
         """Raise `UnknownOpError` for a name that its imported module does not have; nothing is changed."""
         for name in self.rules:
-            module, found = _longest_module(name), None
-            if module is not None:
-                found = self._find(name, *module)
+            found = self._find(name)
             if found is not None:
                 owner, _, original = found
-                if isinstance(owner, type) and not owner.__flags__ & _HEAP_TYPE:
+                if isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE:
                     raise UnknownOpError(f"{self._where(name)}: {owner.__name__} is a type in C and cannot be changed")
-                wrap(original, self.rules[name], f"{self._where(name)}: {name}", self._active)
+                _wrap(original, self.rules[name], f"{self._where(name)}: {name}", self._active)
 
     @property
     def waiting(self) -> list[str]:
@@ -81,49 +214,57 @@ class UserFunctions:
         waiting = [name for name in self.rules if name not in self.patched and name not in _shipped_names()]
         return [] if self._retired else waiting
 
-    def _ships(self, name: str) -> bool:
-        """Whether the name comes from hmpx's own lists, for which a missing function is no error."""
-        return is_shipped(self.origins.get(name, ""))
-
     def apply(self, changes: Changes) -> None:
         """Patch the imported functions, until `changes` are undone."""
         self._changes = changes
         changes.callback(self._retire)
         for name in self.rules:
-            self._take_or_await(name)
+            self._patch_or_await(name)
 
-    def _take_or_await(self, name: str) -> None:
-        module = _longest_module(name)
-        if module is None or not self._patch(name, *module):
-            self._await(name)
+    def extend(self, policies: Mapping[int, Policy]) -> None:
+        """Add policies. New names are patched until the others end."""
+        new = self._know(policies)
+        for name in new:
+            self._patch_or_await(name)
+        self._rebinding.add(_replacements([self.patched[name] for name in new if name in self.patched]))
 
-    def _find(self, name: str, prefix: str, module: Any) -> tuple[Any, str, Any] | None:
-        """Owner, attribute and function; None where a submodule of that name may still come."""
-        path = name.removeprefix(prefix + ".")
+    def replacements(self) -> list[tuple[Any, Any]]:
+        """Return originals and wrappers, for names captured elsewhere."""
+        return _replacements(self.patched.values())
+
+    def _find(self, name: str) -> tuple[Any, str, Any] | None:
+        """Return owner, attribute and function; None where the module, or a submodule of that name, may still come."""
+        prefix = name.rpartition(".")[0]
+        while prefix and sys.modules.get(prefix) is None:
+            prefix = prefix.rpartition(".")[0]
+        if not prefix:
+            return None
+        module, path = sys.modules[prefix], name.removeprefix(prefix + ".")
         try:
             return wrapt.resolve_path(module, path)
         except AttributeError:
-            if hasattr(module, "__path__") or self._ships(name):
+            if hasattr(module, "__path__") or is_shipped(self.origins.get(name, "")):
                 return None
             message = f"{self._where(name)}: {prefix} has no {path!r}{did_you_mean(path, dir(module))}"
             raise UnknownOpError(message) from None
 
-    def _patch(self, name: str, prefix: str, module: Any) -> bool:
-        found = self._find(name, prefix, module)
+    def _patch(self, name: str) -> bool:
+        found = self._find(name)
         if found is None:
             return False
         owner, attribute, original = found
-        rules, inherited = self.rules[name], attribute not in vars(owner)
+        rules = self.rules[name]
         rule = next(filter(None, rules.values()))
-        wrapper = wrap(original, rules, name, self._active)
-        patch = Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper, inherited, original)
-        if self._rebinding is not None:
-            self._rebinding.expect(lambda: _replacements([patch]))
+        wrapper = _wrap(original, rules, name, self._active)
+        patch = Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper)
+        self._rebinding.expect(lambda: _replacements([patch]))
         self._changes.put(patch.place, patch.wrapper)
         self.patched[name] = patch
         return True
 
-    def _await(self, name: str) -> None:
+    def _patch_or_await(self, name: str) -> None:
+        if self._patch(name):
+            return
         parent = name.rpartition(".")[0]
         if name not in _shipped_names() and not _findable(parent.partition(".")[0]):
             logger.warning("%s: %s is not importable now; it is patched if it appears", self._where(name), name)
@@ -133,15 +274,13 @@ class UserFunctions:
 
     def take(self, module: types.ModuleType) -> None:
         """Patch the functions of a module that has just been imported."""
-        for name in () if self._retired else self.waiting_for(module.__name__):
+        names = [name for name in self.rules if name.startswith(f"{module.__name__}.") and name not in self.patched]
+        for name in () if self._retired else names:
             try:
-                if self._patch(name, module.__name__, module) and self._rebinding is not None:
+                if self._patch(name):
                     self._rebinding.add_imported(_replacements([self.patched[name]]), _package(name))
             except HmpxError as error:  # an import is no place to raise; the handle goes on to say that it escaped
                 logger.warning("%s", error)
-
-    def waiting_for(self, module: str) -> list[str]:
-        return [name for name in self.rules if name.startswith(f"{module}.") and name not in self.patched]
 
     def _where(self, name: str) -> str:
         return self.origins.get(name, "policy")
@@ -153,41 +292,27 @@ class UserFunctions:
         self._retired = True
         stop_waiting(self)
 
-    def replacements(self) -> list[tuple[Any, Any]]:
-        """Originals and wrappers, for names captured elsewhere."""
-        return _replacements(self.patched.values())
-
 
 @functools.cache
 def _shipped_names() -> frozenset[str]:
-    """The dotted names in hmpx's own lists: of libraries that a program may do without.
+    """Return the dotted names in hmpx's own lists: of libraries that a program may do without.
 
-    A printed recipe repeats them; so it is the name that tells, and not the list that it stands in.
+    A printed recipe repeats them; so the name tells, and not the list that it stands in.
     """
     files = [read_file(path, "bf16") for path in shipped().glob("*/*.txt")]
     return frozenset(listed.name for lists in files for listed in lists.bf16 or () if "." in listed.name)
 
 
 def _replacements(patches: Iterable[Patch]) -> list[tuple[Any, Any]]:
-    """A method is found through its class, so it has none."""
+    """Return originals and wrappers. A method is found through its class, so it needs none."""
     return [(patch.original, patch.wrapper) for patch in patches if not isinstance(patch.owner, type)]
 
 
 def _package(name: str) -> list[types.ModuleType]:
-    """The imported modules of the package that a dotted name is in, one of which may define what another offers."""
+    """Return the imported modules of the package of a dotted name: one may define a function that another offers."""
     package = name.partition(".")[0]
-    modules = [(each, module) for each, module in list(sys.modules.items()) if each.partition(".")[0] == package]
-    return [module for _, module in modules if issubclass(type(module), types.ModuleType)]  # no `__class__` of a proxy
-
-
-def _longest_module(name: str) -> tuple[str, Any] | None:
-    """The longest prefix of `name` that is an imported module, and the module."""
-    prefix = name.rpartition(".")[0]
-    while prefix:
-        if sys.modules.get(prefix) is not None:
-            return prefix, sys.modules[prefix]
-        prefix = prefix.rpartition(".")[0]
-    return None
+    modules = [module for each, module in list(sys.modules.items()) if each.partition(".")[0] == package]
+    return [module for module in modules if issubclass(type(module), types.ModuleType)]  # no `__class__` of a proxy
 
 
 def _findable(top_level: str) -> bool:

@@ -11,8 +11,8 @@ import torch
 from hmpx.dtype_names import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.computing.kernels import KERNELS
-from hmpx.ops.fp8.format import Format
 from hmpx.ops.policies.build_policy import OPT_LEVELS
+from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes import nxd

@@ -16,9 +16,9 @@ import yaml
 from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.ops.computing.kernels import KernelsAsked
-from hmpx.ops.fp8.format import Format
 from hmpx.ops.overlays import Overlay, read_overlay
 from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, SIDES, Listed, read_lists
 from hmpx.ops.policies.policy import OptLevel, Policy
 from hmpx.recipes import nxd

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
 
 import hmpx
-from hmpx.ops.fp8 import kernel as fp8_kernel
+from hmpx.ops.computing import matrix_products
 from tests.downstream.comparing import made
 from tests.downstream.zoo import NO_KERNEL, ZOO
 
@@ -154,7 +154,7 @@ def test_a_recipe_computes_on_a_gpu_what_it_computes_on_a_cpu(recipe):
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_fp8_products_are_those_of_the_gpu_where_it_has_them(scaling, monkeypatch):
     for capable in (True, False):
-        monkeypatch.setattr(fp8_kernel, "_has_scaled_mm", lambda device, capable=capable: capable)
+        monkeypatch.setattr(matrix_products, "_has_scaled_mm", lambda device, capable=capable: capable)
         recipe = {"fp8": ["linear"], "fp8_format": scaling, "parameter_dtype": "float32"}
         ops = computed(*net(), lambda recipe=recipe: hmpx.activate(recipe))
         assert ops.count(("_scaled_mm", "torch.bfloat16")) == (5 if capable else 0), ops

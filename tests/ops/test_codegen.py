@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hmpx
 from hmpx.ops.wrapping import codegen
 from hmpx.ops.wrapping.callers import frames, rule_of
-from hmpx.ops.wrapping.patches import Patching
+from hmpx.ops.wrapping.wrappers import Patching
 
 
 class RulesAbove(TorchDispatchMode):

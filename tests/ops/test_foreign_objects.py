@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import threading
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 import wrapt
 
 import hmpx
-from hmpx.ops.captured_names import access, sweep
+from hmpx.ops.captured_names import raw, sweep
 from hmpx.ops.captured_names.rebinding import Rebinding
 
 X = torch.randn(4, 4)
@@ -250,7 +249,7 @@ def test_a_pass_that_is_interrupted_changes_nothing_and_is_made_when_asked_again
 
 def test_an_interrupt_of_the_undo_does_not_stop_it(monkeypatch, untouched):
     handle = hmpx.convert()
-    write, calls = access.write_item, []
+    write, calls = raw.ITEM.write, []
 
     def interrupted(*args):
         calls.append(args)
@@ -260,8 +259,8 @@ def test_an_interrupt_of_the_undo_does_not_stop_it(monkeypatch, untouched):
 
     (rebinding,) = handle._casts._rebindings
     for place in rebinding._places._places.values():
-        if getattr(place.write, "func", None) is write:
-            object.__setattr__(place, "write", functools.partial(interrupted, *place.write.args))
+        if place.access is raw.ITEM:
+            object.__setattr__(place, "access", raw.ITEM._replace(write=interrupted))
     with pytest.raises(KeyboardInterrupt):
         hmpx.restore()
     assert calls and all(f is LINEAR for f in reached())

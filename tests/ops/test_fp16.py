@@ -15,15 +15,13 @@ import torch.nn.functional as F
 from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.ops import first_step
+from hmpx.ops import decision_log
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_lists import read_lists
 from hmpx.ops.policies.policy import Policy, Rule
-from hmpx.ops.wrapping import weight_cache
 from hmpx.recipes.stated import as_recipe, read_recipe
 from hmpx.shell.main import main
 from tests.support.autocast_lists import AUTOCAST_LISTS
@@ -183,16 +181,6 @@ def test_a_decorator_says_its_own_dtype(low):
         hmpx.fp16(nn.Linear)
 
 
-def test_a_users_function_in_the_list(lists, tmp_path, monkeypatch):
-    (tmp_path / "mylib16.py").write_text("def f(x, y):\n    return x.dtype, y.dtype\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import mylib16
-
-    with hmpx.convert(**lists(bf16="mylib16.f"), **IN_FP16) as handle:
-        assert mylib16.f(torch.ones(2), torch.ones(2).bfloat16()) == (FP16, FP16)
-        assert [patch.rule for patch in handle.patched if patch.op == "mylib16.f"] == [Rule.FP16]
-
-
 class Small(nn.Module):
     def __init__(self):
         super().__init__()
@@ -281,7 +269,7 @@ def test_bf16_on_a_gpu_without_instructions_for_it_is_said_once(capable, said, l
         is_bf16_supported=lambda emulated: capable or emulated,
         get_device_name=lambda: "Tesla T4",
     )
-    monkeypatch.setattr(first_step, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    monkeypatch.setattr(decision_log, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     optimizer = optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
     with hmpx.convert(**lists(bf16="linear")):
         optimizer.step()
@@ -326,17 +314,6 @@ def test_compiled_code_has_the_bits_of_eager_and_sees_other_low_precisions():
     assert compiled(x).dtype is FP32
 
 
-def test_cached_weights_keep_fp16_casts():
-    model, x = Small(), torch.randn(4, 8)
-    with torch.no_grad(), hmpx.convert(**IN_FP16):
-        expected = model(x)
-        with hmpx.cached_weights() as cache:
-            assert torch.equal(model(x), expected) and torch.equal(model(x), expected)
-            assert {kept.dtype for kept in weight_cache.current().casts} == {FP16} and "6 casts" in repr(cache)
-            model.up.weight.mul_(2)
-            assert not torch.equal(model(x), expected)
-
-
 def test_audit_knows_what_fp16_means(lists):
     x = torch.randn(4, 4)
     with hmpx.convert(**lists(bf16="mm exp"), **IN_FP16):
@@ -345,24 +322,6 @@ def test_audit_knows_what_fp16_means(lists):
         assert [(each.op, each.rule, each.dtypes) for each in found.findings] == [("exp", Rule.FP16, (FP32,))]
         assert len(hmpx.audit(lambda x: torch.ops.aten.exp(x), x.bfloat16()).findings) == 1
         assert not hmpx.audit(lambda x: torch.ops.aten.exp(x), x.half())
-
-
-def test_the_log_names_the_rule(lists, caplog):
-    caplog.set_level("INFO", "hmpx")
-    with hmpx.convert(**lists(bf16="mm"), isVerbose=True, **IN_FP16):
-        torch.mm(torch.randn(2, 2), torch.randn(2, 2).bfloat16())
-        in_fp16(torch.randn(2, 2))
-    assert "mm as torch.mm, fp16: float32, bfloat16 -> float16, float16 -> float16 at " in caplog.text
-    assert "in_fp16, fp16: float32 -> float16" in caplog.text
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_recomputes_in_fp16(reentrant):
-    model, x = Small(), torch.randn(4, 8, requires_grad=True)
-    with hmpx.convert(**IN_FP16):
-        expected = _gradients(model, model, x)
-        got = _gradients(lambda x: checkpoint(model, x, use_reentrant=reentrant), model, x)
-    assert all(map(torch.equal, expected, got)) and got[0].dtype is FP16
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"])

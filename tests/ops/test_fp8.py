@@ -16,10 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.ops.fp8.format import FORMATS, PRODUCTS, Format
-from hmpx.ops.fp8.product import Cast, How, coded, product
-from hmpx.ops.fp8.product import multiply as multiply_codes
-from hmpx.ops.fp8.quantize import quantize
+from hmpx.ops.computing.fp8_product import Cast, How, coded, product, quantize
+from hmpx.ops.computing.fp8_product import multiply as multiply_codes
+from hmpx.ops.policies.fp8_format import FORMATS, PRODUCTS, Format
 from tests.support import ranks
 
 GW_HP = Format("rowwise", backward="e4m3", power_of_two=True, products=("output", "input_gradient"),

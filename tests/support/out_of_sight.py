@@ -9,10 +9,10 @@ from __future__ import annotations
 import gc
 import itertools
 
-from hmpx.ops.captured_names import kinds
+from hmpx.ops.captured_names import sweep
 
 _LIBRARIES = frozenset({"_pytest", "matplotlib", "mpmath", "numpy", "scipy", "setuptools", "sympy"})  # know no torch
-_BEFORE = kinds._OFF_LIMITS
+_BEFORE = sweep._OFF_LIMITS
 _tests = itertools.count()
 
 
@@ -36,5 +36,5 @@ def show() -> None:
 
 
 def _leave(packages: frozenset[str]) -> None:
-    kinds._OFF_LIMITS = packages
-    kinds._is_named_off_limits.cache_clear()
+    sweep._OFF_LIMITS = packages
+    sweep._is_named_off_limits.cache_clear()

@@ -12,7 +12,7 @@ import torch
 from hmpx.insight.recording.alike import alike
 from hmpx.insight.recording.site import Site
 from hmpx.insight.recording.words import at, times
-from hmpx.ops.fp8.quantize import SPILLS
+from hmpx.ops.computing.fp8_product import SPILLS
 from hmpx.process_state import fp8_watchers
 
 Tensor = torch.Tensor

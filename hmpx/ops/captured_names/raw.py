@@ -8,17 +8,18 @@ descriptors of `type`, an object through the slot in which the interpreter keeps
 from __future__ import annotations
 
 import enum
+import functools
 import types
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-HEAP_TYPE = 1 << 9  # of a type made by a class statement
-_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
-_MISSING = object()
+HEAP_TYPE = 1 << 9  # the flag of a type made by a class statement
+MISSING = object()
 GENERATED = "__hmpx_generated__"  # a key of the globals of code that hmpx writes; Dynamo would import a `__name__`
 Container = type[dict] | type[list] | type[tuple] | type[set] | type[frozenset] | type[deque]
 _CONTAINERS: tuple[Container, ...] = (dict, list, tuple, set, frozenset, deque)
+_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _FUNCTIONS = (
     *(types.FunctionType, types.BuiltinFunctionType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType),
@@ -29,11 +30,13 @@ mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 namespace: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
 flags: Callable[[type], int] = type.__dict__["__flags__"].__get__
 _qualname: Callable[[type], str] = type.__dict__["__qualname__"].__get__
-globals_of: Callable[[types.ModuleType], dict] = vars(types.ModuleType)["__dict__"].__get__
+module_globals: Callable[[types.ModuleType], dict] = vars(types.ModuleType)["__dict__"].__get__
+function_globals: Callable[[types.FunctionType], dict] = vars(types.FunctionType)["__globals__"].__get__
+func_of, args_of, keywords_of = (vars(functools.partial)[name].__get__ for name in ("func", "args", "keywords"))
 
 
 def items(mapping: Any) -> list[tuple[Any, Any]]:
-    """The items of a dict, a dict subclass or a class namespace.
+    """Return the items of a dict, a dict subclass or a class namespace.
 
     Raises:
         RuntimeError: it changed its size each time that it was read.
@@ -48,38 +51,12 @@ def items(mapping: Any) -> list[tuple[Any, Any]]:
 
 
 def container_type(kind: type) -> Container | None:
-    """The builtin container that a class derives from; None if it derives from none."""
+    """Return the builtin container that a class derives from; None if it derives from none."""
     return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
 
 
-def module_of(cls: type) -> str:
-    """The module that a class names as its own."""
-    return text(namespace(cls).get("__module__")) if flags(cls) & HEAP_TYPE else "builtins"
-
-
-def module_name(module: types.ModuleType) -> str:
-    return text(dict.get(globals_of(module), "__name__"))
-
-
-def namespace_name(holder: Any) -> str:
-    """The module that a function or its globals name; empty if they name none."""
-    if not issubclass(type(holder), types.FunctionType):
-        return text(dict.get(holder, "__name__", ""))
-    name = dict.get(holder.__globals__, "__name__", holder.__module__)  # the methods of a dataclass know no other
-    return "" if name is None else text(name)
-
-
-def class_name(cls: type) -> str:
-    return text(_qualname(cls))
-
-
-def text(name: Any) -> str:
-    """A name as text, unless its class formats itself by code of its own."""
-    return name if type(name) is str else "?"
-
-
 def attribute_dict(thing: Any) -> dict[str, Any] | None:
-    """The `__dict__` of an object; None if it has none."""
+    """Return the `__dict__` of an object, a module or a function; None if it has none."""
     kind = type(thing)
     for cls in mro(kind):
         descriptor: Any = namespace(cls).get("__dict__")
@@ -92,8 +69,13 @@ def attribute_dict(thing: Any) -> dict[str, Any] | None:
     return None
 
 
+def globals_of(holder: Any) -> dict:
+    """Return the globals of a function; of a dict, the dict itself."""
+    return holder if issubclass(type(holder), dict) else function_globals(holder)
+
+
 def slots(kind: type) -> list[Any]:
-    """The slots that Python classes declare; slots of C types are not ours to write."""
+    """Return the slots that Python classes declare; hmpx does not write to slots of C types."""
     return [
         slot
         for cls in mro(kind)
@@ -103,28 +85,8 @@ def slots(kind: type) -> list[Any]:
     ]
 
 
-def slot_value(slot: Any, thing: Any, default: Any = None) -> Any:
-    try:
-        return slot.__get__(thing)
-    except AttributeError:  # not filled
-        return default
-
-
-def set_on_class(cls: type, name: str, value: Any) -> None:
-    """Set an attribute of a class past the `__setattr__` and the properties of its metaclass.
-
-    Raises:
-        TypeError: the metaclass is one that cannot be passed by.
-    """
-    for meta in mro(type(cls)):
-        descriptor = namespace(meta).get(name, _MISSING)
-        if descriptor is not _MISSING and any("__set__" in namespace(base) for base in mro(type(descriptor))):
-            raise TypeError("its metaclass has a descriptor of that name")
-    type.__setattr__(cls, name, value)
-
-
 def hashes_in_c(key: Any) -> bool:
-    """Whether looking a key up in a dict runs no Python code of its class."""
+    """Return whether a dict looks a key up without running Python code of its class."""
     if type(key) is tuple:
         return all(map(hashes_in_c, key))
     return all(_is_in_c(type(key), name) for name in ("__hash__", "__eq__"))
@@ -132,14 +94,49 @@ def hashes_in_c(key: Any) -> bool:
 
 def _is_in_c(kind: type, name: str) -> bool:
     for cls in mro(kind):
-        found = namespace(cls).get(name, _MISSING)
-        if found is not _MISSING:
+        found = namespace(cls).get(name, MISSING)
+        if found is not MISSING:
             return type(found) is types.WrapperDescriptorType or cls is enum.Enum
     return True
 
 
+# Names for reports
+
+
+def text(name: Any) -> str:
+    """Return a name as text, unless its class formats itself by code of its own."""
+    return name if type(name) is str else "?"
+
+
+def module_of(cls: type) -> str:
+    """Return the module that a class names as its own."""
+    return text(namespace(cls).get("__module__")) if flags(cls) & HEAP_TYPE else "builtins"
+
+
+def module_name(module: types.ModuleType) -> str:
+    return text(dict.get(module_globals(module), "__name__"))
+
+
+def namespace_name(holder: Any) -> str:
+    """Return the module that a function or its globals name; empty if they name none."""
+    if not issubclass(type(holder), types.FunctionType):
+        return text(dict.get(holder, "__name__", ""))
+    name = dict.get(holder.__globals__, "__name__", holder.__module__)  # the methods of a dataclass know no other
+    return "" if name is None else text(name)
+
+
+def class_name(cls: type) -> str:
+    return text(_qualname(cls))
+
+
+def function_name(function: Any) -> str:
+    """Return the name of a Python or C function; for anything else, its type."""
+    kind = type(function)
+    return text(function.__qualname__) if any(kind is each for each in _FUNCTIONS) else class_name(kind)
+
+
 def described(key: Any) -> str:
-    """A key as it reads in code, without the `__repr__` of its class."""
+    """Return a key as it reads in code, without the `__repr__` of its class."""
     kind = type(key)
     if any(kind is plain for plain in _PLAIN_KEYS):
         return repr(key)
@@ -148,7 +145,76 @@ def described(key: Any) -> str:
     return class_name(key) if issubclass(kind, type) else f"<{function_name(key)}>"
 
 
-def function_name(function: Any) -> str:
-    """The name of a Python or C function; for anything else, its type."""
-    kind = type(function)
-    return text(function.__qualname__) if any(kind is each for each in _FUNCTIONS) else class_name(kind)
+# Places
+
+
+class Access(NamedTuple):
+    """How one place in a holder is read and written: ``read(holder, key)`` and ``write(holder, key, value)``.
+
+    Both get the holder as an argument, so that they keep none alive. A read gives `MISSING`, or None, for a value that
+    is not there any more.
+    """
+
+    read: Callable[[Any, Any], Any]
+    write: Callable[[Any, Any, Any], None]
+
+
+def _attribute(dict_of: Callable[[Any], Any]) -> Access:
+    return Access(
+        lambda thing, name: dict.get(dict_of(thing) or {}, name),
+        lambda thing, name, value: dict.__setitem__(dict_of(thing), name, value),
+    )
+
+
+def _set_on_class(cls: type, name: str, value: Any) -> None:
+    """Set an attribute of a class past the `__setattr__` and the properties of its metaclass."""
+    for meta in mro(type(cls)):
+        descriptor = namespace(meta).get(name, MISSING)
+        if descriptor is not MISSING and any("__set__" in namespace(base) for base in mro(type(descriptor))):
+            raise TypeError("its metaclass has a descriptor of that name")
+    type.__setattr__(cls, name, value)
+
+
+def _index(base: Any) -> Access:
+    def read(sequence: Any, index: int) -> Any:
+        try:
+            return base.__getitem__(sequence, index)
+        except IndexError:
+            return MISSING
+
+    return Access(read, base.__setitem__)
+
+
+def read_slot(thing: Any, slot: Any) -> Any:
+    try:
+        return slot.__get__(thing)
+    except AttributeError:  # not filled
+        return MISSING
+
+
+def _cell(holder: Any, index: int) -> types.CellType:
+    return holder if type(holder) is types.CellType else (holder.__closure__ or ())[index]
+
+
+def read_cell(holder: Any, index: int) -> Any:
+    try:
+        return _cell(holder, index).cell_contents
+    except ValueError:  # not filled yet
+        return MISSING
+
+
+def _set_partial(partial: functools.partial, func: Callable, args: tuple) -> None:
+    state = func, args, keywords_of(partial), attribute_dict(partial)
+    functools.partial.__setstate__(partial, state)  # type: ignore[attr-defined]  # not in typeshed
+
+
+ATTRIBUTE = _attribute(attribute_dict)  # of a module, an object, a function
+GLOBAL = _attribute(globals_of)  # of a function that is in no module
+CLASS_ATTRIBUTE = Access(lambda cls, name: namespace(cls).get(name), _set_on_class)
+ITEM = Access(dict.get, dict.__setitem__)
+INDEX: dict[type, Access] = {list: _index(list), deque: _index(deque)}
+SLOT = Access(read_slot, lambda thing, slot, value: slot.__set__(thing, value))
+CELL = Access(read_cell, lambda holder, index, value: setattr(_cell(holder, index), "cell_contents", value))
+DEFAULTS = Access(lambda f, _: f.__defaults__, lambda f, _, value: setattr(f, "__defaults__", value))
+FUNC = Access(lambda partial, _: func_of(partial), lambda p, _, func: _set_partial(p, func, args_of(p)))
+ARGS = Access(lambda partial, _: args_of(partial), lambda p, _, args: _set_partial(p, func_of(p), args))

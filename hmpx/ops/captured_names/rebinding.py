@@ -3,32 +3,39 @@
 A pass over everything that is alive (modules, classes, functions, objects with attributes or slots), four containers
 deep, puts the replacement where a function of torch is held: in dicts, lists, attributes, closures, default arguments,
 in a `functools.partial`, which stays the same object, and in tuples and bound methods, which are made anew where they
-are held. What cannot be changed (a set, a cache, a local variable of a running function) is reported. Keys of tables
-are left alone, and so are torch's own tables: they are older than the patch, and want torch's functions. When those
-come back, another pass looks for replacements that were taken in the meantime, there as well.
+are held. Places that cannot be changed (a set, a cache, a local variable of a running function) are reported. Keys of
+tables are left alone, and so are torch's own tables: they are older than the patch, and want torch's functions. When
+torch's functions come back, another pass looks for replacements that were taken in the meantime, there as well.
 
-No code of what is looked through runs: no `values()` of a subclass of dict, no `__eq__`, no property. A module
-that is patched when it is imported starts no pass: only its package is looked through then, and the rest when the
-handle is next asked what it rebound. Of objects that `gc.freeze()` has hidden, only the modules are looked through.
+No code of the objects runs: no `values()` of a subclass of dict, no `__eq__`, no property. The import of a module that
+is patched then starts no pass: only its package is looked through at once, and the rest when the handle is next asked
+what it rebound. Of objects that `gc.freeze()` has hidden, only the modules are looked through.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hmpx.changes import Changes, Part
-from hmpx.ops.captured_names.places import Capture, Places
+from hmpx.ops.captured_names.raw import Access
+from hmpx.ops.captured_names.rewriting import Capture
 from hmpx.ops.captured_names.sweep import Sweep
+
+logger = logging.getLogger("hmpx")
 
 
 class Replacing(Part, Protocol):
     """A part that puts replacements in the place of functions."""
 
     def replacements(self) -> list[tuple[Any, Any]]:
-        """Pairs of an original and its replacement."""
+        """Return pairs of an original and its replacement."""
 
 
 class Rebinding:
@@ -52,6 +59,21 @@ class Rebinding:
             raise
         return list(self._captures)
 
+    def around(self, changes: Changes, *parts: Replacing) -> None:
+        """Apply parts, and replace the names under which their functions had been captured before.
+
+        The names are taken back after the parts are: those that were taken meanwhile are looked for then.
+        """
+
+        def replacements() -> list[tuple[Any, Any]]:
+            return [pair for part in parts for pair in part.replacements()]
+
+        changes.callback(self.undo)
+        self.expect(replacements)
+        for part in parts:
+            part.apply(changes)
+        self.add(replacements())
+
     def expect(self, replacements: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
         """Note pairs that are about to be put in place; nobody can have captured a replacement yet.
 
@@ -72,7 +94,7 @@ class Rebinding:
         self._catch_up()
 
     def add_imported(self, pairs: Iterable[tuple[Any, Any]], modules: Iterable[types.ModuleType]) -> None:
-        """The same during an import: in these modules now, elsewhere at the next `captures`."""
+        """Do the same during an import: in these modules now, elsewhere at the next `captures`."""
         replacements = self._note(pairs)
 
         def look(sweep: Sweep) -> None:
@@ -96,7 +118,7 @@ class Rebinding:
         taken = [new for new in back if sys.getrefcount(new) > self._references.get(id(new), 0)]
         for _ in range(3 if taken else 0):
             try:
-                Sweep({new: back[new] for new in taken}, Places(), back=True).everything()
+                Sweep({new: back[new] for new in taken}, Places().put, back=True).everything()
                 break
             except KeyboardInterrupt as error:
                 interrupted = error
@@ -115,7 +137,7 @@ class Rebinding:
             self._run(pending, Sweep.everything)
 
     def _run(self, replacements: dict[Any, Any], look: Callable[[Sweep], object]) -> None:
-        mark, sweep = self._places.mark(), Sweep(replacements, self._places)
+        mark, sweep = self._places.mark(), Sweep(replacements, self._places.put)
         try:
             look(sweep)
             self._captures |= dict.fromkeys(sweep.captures)
@@ -126,21 +148,68 @@ class Rebinding:
             sweep.let_go()
 
 
-class WithCaptures:
-    """Parts that replace functions, with the names under which the functions had been captured before.
+@dataclass(frozen=True, eq=False)
+class _Place:
+    where: str
+    holder: Callable[[], Any]
+    access: Access
+    key: Any
+    old: Any
+    new: Any
 
-    The names are taken back after the parts are: those that were taken meanwhile are looked for then.
+
+class Places:
+    """Every place that was changed, in order.
+
+    Unlike `hmpx.changes`, which is for torch: the holders are a user's own, so none is kept alive that can be referred
+    to weakly (a plain list or dict stays until `undo`), a holder of something else by now is no reason for a warning,
+    and one that cannot be written to any more does not stop the rest.
     """
 
-    def __init__(self, rebinding: Rebinding, *parts: Replacing) -> None:
-        self._rebinding, self._parts = rebinding, parts
+    def __init__(self) -> None:
+        self._places: dict[int, _Place] = {}
+        self._numbers = itertools.count()
 
-    def apply(self, changes: Changes) -> None:
-        changes.callback(self._rebinding.undo)
-        self._rebinding.expect(self._replacements)
-        for part in self._parts:
-            part.apply(changes)
-        self._rebinding.add(self._replacements())
+    def put(self, where: str, holder: Any, access: Access, key: Any, old: Any, new: Any) -> None:
+        """Replace `old` by `new`. The change is noted first, so that an interrupt loses nothing.
 
-    def _replacements(self) -> list[tuple[Any, Any]]:
-        return [pair for part in self._parts for pair in part.replacements()]
+        Raises:
+            RuntimeError: something else stands there by now.
+        """
+        if access.read(holder, key) is not old:
+            raise RuntimeError("something else was put there meanwhile")
+        number = next(self._numbers)
+        self._places[number] = _Place(where, self._reference(holder, number), access, key, old, new)
+        access.write(holder, key, new)
+
+    def mark(self) -> int:
+        """Return a position for `undo` to stop at."""
+        return next(self._numbers)
+
+    def undo(self, mark: int = 0) -> None:
+        """Restore the old values in reverse order, wherever ours still stands.
+
+        An interrupt is raised when all is done.
+        """
+        interrupted = None
+        while next(reversed(self._places), -1) >= mark:
+            try:
+                number, place = next(reversed(self._places.items()))
+                holder = place.holder()
+                if holder is not None and place.access.read(holder, place.key) is place.new:
+                    place.access.write(holder, place.key, place.old)
+                self._places.pop(number, None)
+            except Exception as error:
+                self._places.pop(number, None)
+                logger.warning("%s: what stood there could not be put back: %s", place.where, error)
+            except BaseException as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+    def _reference(self, holder: Any, number: int) -> Callable[[], Any]:
+        places = self._places
+        try:
+            return weakref.ref(holder, lambda _: places.pop(number, None))
+        except TypeError:
+            return lambda: holder

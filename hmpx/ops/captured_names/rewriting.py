@@ -1,8 +1,8 @@
-"""Puts replacements into what holds a function, in the way that fits the holder, without running code of its class.
+"""Puts replacements into the holders of functions, in the way that fits the holder, without running code of its class.
 
 Dicts, lists, attributes, slots, cells and defaults are written to, and so is a `functools.partial`, which stays the
 same object, so that all who hold it get the replacement. A tuple, a bound method, a staticmethod or a property cannot
-be written to: whatever holds it gets a new one. What remains is reported.
+be written to: whatever holds it gets a new one. The rest is reported.
 """
 
 from __future__ import annotations
@@ -13,37 +13,54 @@ import operator
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from hmpx.ops.captured_names import access, raw
-from hmpx.ops.captured_names.places import Capture, Places
+from hmpx.ops.captured_names import raw
+from hmpx.ops.captured_names.raw import MISSING, Access
 
 DEEPEST = 4  # containers within containers
-HOLDERS = (
-    *(functools.partial, functools._lru_cache_wrapper),
-    *(types.MethodType, staticmethod, classmethod, property, types.CellType),
-)
-_SEQUENCES: dict[type, tuple[Callable, Callable]] = {
-    list: (list.__getitem__, list.__setitem__),
-    deque: (deque.__getitem__, deque.__setitem__),
-}
 _BOUND: tuple[type, ...] = (types.MethodType, staticmethod, classmethod)
-_PARTS: dict[type, list[Any]] = {  # of what can only be made anew
+HOLDERS = (functools.partial, functools._lru_cache_wrapper, property, types.CellType, *_BOUND)
+_PARTS: dict[type, list[Any]] = {  # of holders that can only be made anew
     property: [vars(property)[name] for name in ("fget", "fset", "fdel")],
     **{kind: [vars(kind)["__func__"]] for kind in _BOUND},
 }
 
 
-class Rewriting:
-    """`by_id`: what to put where the function of that identity is held. `leads`: whether something leads to one.
+@dataclass(frozen=True)
+class Capture:
+    """A place that holds a function of torch under a name of its own. `reason`: why it still does."""
 
-    keys: whether keys of dicts and members of sets are exchanged as well, for good.
+    where: str
+    function: str
+    reason: str = ""
+
+    @property
+    def rebound(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        return f"{self.where} holds {self.function}" + (f": {self.reason}" if self.reason else "")
+
+
+class PlaceWriter(Protocol):
+    """Writes `new` to a place that holds `old`."""
+
+    def __call__(self, where: str, holder: Any, access: Access, key: Any, old: Any, new: Any) -> None: ...
+
+
+class Rewriting:
+    """Replaces functions in holders.
+
+    by_id: the replacement of the function of that identity. leads: whether an object leads to one within a
+    depth. keys: whether keys of dicts and members of sets are exchanged as well, for good.
     """
 
-    def __init__(self, by_id: dict[int, Any], places: Places, leads: Callable[[Any, int], bool], keys: bool) -> None:
+    def __init__(self, by_id: dict[int, Any], put: PlaceWriter, leads: Callable[[Any, int], bool], keys: bool) -> None:
         self.captures: list[Capture] = []
-        self.done: dict[int, Any] = {}  # by identity: what takes its place, or itself where that was written to
-        self._by_id, self._places, self._leads, self._keys = by_id, places, leads, keys
+        self.done: dict[int, Any] = {}  # by identity: its replacement, or itself if it was written to
+        self._by_id, self._put, self._leads, self._keys = by_id, put, leads, keys
         self._kept: list[Any] = []  # so that no identity of these is given to something else
 
     def let_go(self) -> None:
@@ -51,69 +68,51 @@ class Rewriting:
         self.done.clear()
         self._kept.clear()
 
-    # The things whose attributes hold one
+    # Objects whose attributes hold one
 
     def module(self, module: types.ModuleType) -> None:
-        self._attributes(module, raw.globals_of, raw.module_name(module))
+        self._attributes(module, raw.attribute_dict(module), raw.ATTRIBUTE, raw.module_name(module))
 
     def namespace(self, holder: Any) -> None:
-        """The globals of code that is in no module."""
+        """Look through the globals of code that is in no module."""
         name = raw.namespace_name(holder) or "code in no module"
-        self._attributes(holder, access.globals_of, name)
+        self._attributes(holder, raw.globals_of(holder), raw.GLOBAL, name)
 
     def of_class(self, cls: type) -> None:
         where = f"{raw.module_of(cls)}.{raw.class_name(cls)}"
-        for name, value in raw.items(raw.namespace(cls)):
-            if type(name) is str:
-                read = functools.partial(access.read_class, name)
-                write = functools.partial(access.write_class, name)
-                self._replace(cls, read, write, value, f"{where}.{name}")
+        self._attributes(cls, raw.namespace(cls), raw.CLASS_ATTRIBUTE, where)
 
     def of_object(self, thing: Any) -> None:
-        kind = type(thing)
-        where = raw.class_name(kind)
-        self._attributes(thing, raw.attribute_dict, where)
-        for slot in raw.slots(kind):
-            value = raw.slot_value(slot, thing, access.MISSING)
-            if value is not access.MISSING:
-                read = functools.partial(raw.slot_value, slot)
-                self._replace(thing, read, slot.__set__, value, f"{where}.{slot.__name__}")
+        where = raw.class_name(type(thing))
+        self._attributes(thing, raw.attribute_dict(thing), raw.ATTRIBUTE, where)
+        for slot in raw.slots(type(thing)):
+            self._replace(thing, raw.SLOT, slot, raw.read_slot(thing, slot), f"{where}.{slot.__name__}")
 
     def function(self, function: types.FunctionType) -> None:
-        """Attributes, default arguments and closure."""
+        """Look through attributes, default arguments and closure."""
         code, where = function.__code__, f"{raw.text(function.__module__)}.{raw.function_name(function)}"
-        self._attributes(function, operator.attrgetter("__dict__"), where)
+        self._attributes(function, function.__dict__, raw.ATTRIBUTE, where)
         defaults = function.__defaults__ or ()
-        first = code.co_argcount - len(defaults)
-        new = tuple(
-            [
-                self.replaced(value, f"the default of {code.co_varnames[first + i]} in {where}", 0)
-                for i, value in enumerate(defaults)
-            ]
-        )
-        if any(map(operator.is_not, new, defaults)):
-            self._places.put(where, function, operator.attrgetter("__defaults__"), access.set_defaults, defaults, new)
-        if function.__kwdefaults__:
-            for name, value in raw.items(function.__kwdefaults__):
-                self._item(function.__kwdefaults__, name, value, f"the default of {name} in {where}", 0)
-        for index, (name, cell) in enumerate(zip(code.co_freevars, function.__closure__ or (), strict=True)):
-            value = access.content(cell)
-            if value is not access.MISSING:
-                read = functools.partial(access.read_closure, index)
-                write = functools.partial(access.write_closure, index)
-                self._replace(function, read, write, value, f"{name} in the closure of {where}")
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        new = self._all(defaults, [f"the default of {name} in {where}" for name in names], 0)
+        if new is not defaults:
+            self._put(where, function, raw.DEFAULTS, None, defaults, new)
+        keyword_only = function.__kwdefaults__ or {}
+        for name, value in raw.items(keyword_only):
+            self._item(keyword_only, name, value, f"the default of {name} in {where}", 0)
+        for index, name in enumerate(code.co_freevars):
+            held = raw.read_cell(function, index)
+            self._replace(function, raw.CELL, index, held, f"{name} in the closure of {where}")
 
-    def _attributes(self, thing: Any, dict_of: Callable[[Any], dict | None], where: str) -> None:
-        for name, value in raw.items(dict_of(thing) or {}):
+    def _attributes(self, thing: Any, attributes: Any, access: Access, where: str) -> None:
+        for name, value in raw.items(attributes or {}):
             if type(name) is str:
-                read = functools.partial(access.read_attribute, dict_of, name)
-                write = functools.partial(access.write_attribute, dict_of, name)
-                self._replace(thing, read, write, value, f"{where}.{name}")
+                self._replace(thing, access, name, value, f"{where}.{name}")
 
-    # What they hold
+    # Values that they hold
 
     def replaced(self, value: Any, where: str, depth: int) -> Any:
-        """The replacement of a value; the value itself if nothing changes or it was changed in place."""
+        """Return the replacement of a value; the value itself if nothing changes or it was changed in place."""
         if id(value) in self._by_id:
             self.captures.append(Capture(where, raw.function_name(value)))
             return self._by_id[id(value)]
@@ -136,20 +135,19 @@ class Rewriting:
                 self._item(value, key, held, f"{where}[{raw.described(key)}]", depth + 1)
             if self._keys:
                 self._exchange_keys(value, kind, where, depth)
-        elif base in _SEQUENCES:
-            get, put = _SEQUENCES[base]
+        elif base is list or base is deque:
             for index, held in enumerate(list(base.__iter__(value))):
-                read, write = (
-                    functools.partial(access.read_index, get, index),
-                    functools.partial(access.write_index, put, index),
-                )
-                self._replace(value, read, write, held, f"{where}[{index}]", depth + 1)
+                self._replace(value, raw.INDEX[base], index, held, f"{where}[{index}]", depth + 1)
         elif base is tuple:
             return self._tuple(value, kind, where, depth)
         elif base is frozenset and self._keys and kind is frozenset:
             return frozenset([self._key(held, where, depth) for held in value])
         elif base is set and self._keys:
-            self._exchange_members(value, where, depth)
+            for held in list(set.__iter__(value)):
+                new = self._key(held, where, depth)
+                if new is not held:
+                    set.discard(value, held)
+                    set.add(value, new)
         elif base is not None:
             for held in list(base.__iter__(value)):
                 self._unchangeable(held, where, depth + 1, f"a {base.__name__} cannot be changed")
@@ -160,17 +158,19 @@ class Rewriting:
                 if id(held) in self._by_id:
                     self._unchangeable(held, where, depth, "a functools.lru_cache cannot be changed")
         elif kind is types.CellType:
-            content = access.content(value)
-            if content is not access.MISSING:
-                self._replace(value, access.content, access.fill, content, where, depth)
+            self._replace(value, raw.CELL, 0, raw.read_cell(value, 0), where, depth)
         else:
             return self._made_anew(value, kind, where, depth)
         return value
 
+    def _all(self, values: tuple, where: list[str], depth: int) -> tuple:
+        """Return a tuple of the replacements; the same tuple if nothing changes."""
+        new = tuple([self.replaced(value, each, depth) for value, each in zip(values, where, strict=True)])
+        return new if any(map(operator.is_not, new, values)) else values
+
     def _item(self, mapping: dict, key: Any, held: Any, where: str, depth: int) -> None:
         if raw.hashes_in_c(key):
-            read, write = functools.partial(access.read_item, key), functools.partial(access.write_item, key)
-            self._replace(mapping, read, write, held, where, depth)
+            self._replace(mapping, raw.ITEM, key, held, where, depth)
         else:
             self._unchangeable(held, where, depth, f"a {raw.class_name(type(key))} as a key runs code of its own")
 
@@ -180,24 +180,17 @@ class Rewriting:
         keys = {key: self._key(key, where, depth) for key, _ in raw.items(table) if raw.hashes_in_c(key)}
         if any(new is not key and new not in keys for key, new in keys.items()):
             for key, new in keys.items():
-                held = own.pop(table, key, access.MISSING)
-                if held is not access.MISSING:
+                held = own.pop(table, key, MISSING)
+                if held is not MISSING:
                     own.__setitem__(table, key if new in keys else new, held)
-
-    def _exchange_members(self, members: set, where: str, depth: int) -> None:
-        for held in list(set.__iter__(members)):
-            new = self._key(held, where, depth)
-            if new is not held:
-                set.discard(members, held)
-                set.add(members, new)
 
     def _key(self, key: Any, where: str, depth: int) -> Any:
         return self.replaced(key, f"a key of {where}", depth + 1) if raw.hashes_in_c(key) else key
 
     def _tuple(self, value: tuple, kind: type, where: str, depth: int) -> Any:
-        before, count = list(tuple.__iter__(value)), len(self.captures)
-        after = [self.replaced(held, f"{where}[{index}]", depth + 1) for index, held in enumerate(before)]
-        if not any(map(operator.is_not, before, after)):
+        before, count = tuple(tuple.__iter__(value)), len(self.captures)
+        after = self._all(before, [f"{where}[{index}]" for index in range(len(before))], depth + 1)
+        if after is before:
             return value
         try:
             new: tuple[Any, ...] = tuple.__new__(kind, after)
@@ -210,21 +203,21 @@ class Rewriting:
         return new
 
     def _partial(self, value: functools.partial, where: str, depth: int) -> None:
-        self._replace(value, access.FUNC, access.set_func, access.FUNC(value), where, depth)
-        before = access.ARGS(value)
-        after = tuple([self.replaced(held, where, depth) for held in before])
-        if any(map(operator.is_not, before, after)):
-            self._places.put(where, value, access.ARGS, access.set_args, before, after)
-        for name, held in raw.items(access.KEYWORDS(value)):
-            self._item(access.KEYWORDS(value), name, held, where, depth)
-        self._attributes(value, raw.attribute_dict, where)
+        self._replace(value, raw.FUNC, None, raw.func_of(value), where, depth)
+        before = raw.args_of(value)
+        after = self._all(before, [where] * len(before), depth)
+        if after is not before:
+            self._put(where, value, raw.ARGS, None, before, after)
+        for name, held in raw.items(raw.keywords_of(value)):
+            self._item(raw.keywords_of(value), name, held, where, depth)
+        self._attributes(value, raw.attribute_dict(value), raw.ATTRIBUTE, where)
 
     def _made_anew(self, value: Any, kind: type, where: str, depth: int) -> Any:
         count = len(self.captures)
         base = next(base for base in _PARTS if issubclass(kind, base))
-        before = [part.__get__(value) for part in _PARTS[base]]
-        after = [self.replaced(held, where, depth) for held in before]
-        if not any(map(operator.is_not, before, after)):
+        before = tuple([part.__get__(value) for part in _PARTS[base]])
+        after = self._all(before, [where] * len(before), depth)
+        if after is before:
             return value
         if kind is not base:  # to make one is to run code of its class
             self._failed(count, f"a {raw.class_name(kind)} cannot be changed")
@@ -238,13 +231,13 @@ class Rewriting:
             return new.__get__(value.__self__) if binds else types.MethodType(new, value.__self__)
         return kind(*after)
 
-    def _replace(self, holder: Any, read: Callable, write: Callable, value: Any, where: str, depth: int = 0) -> None:
+    def _replace(self, holder: Any, access: Access, key: Any, value: Any, where: str, depth: int = 0) -> None:
         """Write the replacement of a value to its place; note it if that fails."""
         count = len(self.captures)
         try:
             new = self.replaced(value, where, depth)
             if new is not value:
-                self._places.put(where, holder, read, write, value, new)
+                self._put(where, holder, access, key, value, new)
         except Exception as error:
             self._failed(count, f"it could not be written: {error}")
 

@@ -1,7 +1,7 @@
 """One pass over all live objects, for functions that are held under other names.
 
-The garbage collector's own traversal (`gc.get_referents`) says in C what an object holds, so that most objects are done
-with after one look; only those that lead to a function are handed to `rewriting`. torch's own tables (operator
+The garbage collector's own traversal (`gc.get_referents`) says in C which objects an object holds, so that most objects
+are done with after one look; only those that lead to a function are handed to `Rewriting`. torch's own tables (operator
 registries, the overrides of `__torch_function__`, Dynamo's rules) hold the originals for a reason and are left alone,
 as is everything else inside torch that is neither a layer nor a distribution.
 """
@@ -14,45 +14,45 @@ import itertools
 import sys
 import threading
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from hmpx.garbage import none_collected
-from hmpx.ops.captured_names import access, raw
-from hmpx.ops.captured_names.kinds import grouped, is_book, is_off_limits
-from hmpx.ops.captured_names.places import Capture, Places
-from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, Rewriting
+from hmpx.ops.captured_names import raw
+from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, Capture, PlaceWriter, Rewriting
 
 _LONGEST = 10_000  # items: a longer list or dict is data, not a table of functions
 _BUNCH = 64  # things at once
 _LENGTHS: dict[type | None, Callable[[Any], int]] = {
     kind: kind.__len__ for kind in (dict, list, tuple, set, frozenset, deque)
 }
-_globals_of = vars(types.FunctionType)["__globals__"].__get__
 _OPTIMIZED = 1  # the flag of code whose local variables are no dict
+_FORWARD_MODULES = ("torch.nn.modules", "torch.distributions", "torch.ao.nn", "torch.testing")
+_OFF_LIMITS = frozenset({"hmpx", "wrapt", "builtins", "gc", "_thread"})
 
 
 class Sweep:
-    """`replacements`: what to put where a function is held. `places`: where to note what was changed.
+    """One pass.
 
-    back: whether torch's functions come back. Then those are exchanged, too, that were put into torch's own tables, and
-    that are keys of tables or members of sets: all these were made in the meantime.
+    replacements: by function. put: writes to a place. back: whether torch's functions come
+    back; then functions that were put into torch's own tables, keys of tables and members of sets are exchanged too,
+    since all these were made in the meantime.
     """
 
-    def __init__(self, replacements: Mapping[Any, Any], places: Places, back: bool = False) -> None:
+    def __init__(self, replacements: Mapping[Any, Any], put: PlaceWriter, back: bool = False) -> None:
         self._functions = list(replacements)
         self._by_id = {id(old): new for old, new in replacements.items()}
         self._keys = self._by_id.keys()
-        # What the garbage collector does not track holds nothing that it tracks: strings, dicts and tuples of them.
-        self._may_lead = gc.is_tracked if all(map(gc.is_tracked, self._functions)) else _always
-        self._rewriting = Rewriting(self._by_id, places, self._leads, back)
+        # Objects that the garbage collector does not track (strings, tuples of them) hold nothing that it tracks.
+        self._may_lead = gc.is_tracked if all(map(gc.is_tracked, self._functions)) else lambda thing: True
+        self._rewriting = Rewriting(self._by_id, put, self._leads, back)
         self._stays = is_book if back else is_off_limits
         self._lengths: dict[int, Callable[[Any], int]] = {}  # of kinds that may lead to one
         self._apart: set[int] = set()  # kinds of everything else
-        self._empty: dict[int, int] = {}  # what leads to none, and how deep it was looked into
+        self._empty: dict[int, int] = {}  # objects that lead to none, and how deep they were looked into
         self._off: dict[int, bool] = {}  # of modules' namespaces: whether they stay as they are
 
     @property
@@ -73,14 +73,15 @@ class Sweep:
         self._bind(kept["methods"])
         to = self._rewriting
         once = {id(module): module for module in kept["modules"]}.values()
-        of_modules = {id(raw.globals_of(module)): module for module in once}
+        of_modules = {id(raw.module_globals(module)): module for module in once}
         outside = self._outside_of(of_modules, kept["functions"])
-        modules = [module for module in once if not self._is_off(raw.globals_of(module))]
+        modules = [module for module in once if not self._is_off(raw.module_globals(module))]
         classes = [cls for cls in kept["classes"] if not self._stays(raw.module_of(cls))]
         functions = self._not_off(kept["functions"])
         for look, roots, held_by in (
-            (to.module, modules, _of_modules),
-            (to.namespace, outside, _namespaces),
+            # Namespaces, as Python 3.12.1 never returns when it is asked for all that `_asyncio` refers to.
+            (to.module, modules, lambda modules: list(map(raw.module_globals, modules))),
+            (to.namespace, outside, lambda holders: list(map(raw.globals_of, holders))),
             (to.of_class, classes, _referents),
             (to.of_object, kept["objects"], _referents),
             (to.function, functions, _held_by),
@@ -93,33 +94,37 @@ class Sweep:
                     attributes += gc.get_referents(*[each for each in attributes if type(each) is dict])
                 for held in attributes:
                     where = f"a {raw.class_name(type(root))}"
-                    self._rewriting.escaped(held, where, "its attributes cannot be reached without code of its own")
-        self._partials_of_nobody(kept["partials"], [each for each in once if self._is_off(raw.globals_of(each))])
+                    to.escaped(held, where, "its attributes cannot be reached without code of its own")
+        self._partials_of_nobody(kept["partials"], [each for each in once if self._is_off(raw.module_globals(each))])
         self._running_functions()
 
-    def _outside_of(self, modules: Container[int], functions: list[types.FunctionType]) -> list[Any]:
-        """For each namespace that is no module's: a function whose globals it is, or else the namespace itself.
-
-        A spawned process runs its script in one, cloudpickle makes them, and so does `exec`.
-        """
-        having: dict[int, Any] = {id(frame.f_globals): frame.f_globals for _, frame in _running()}
-        having |= dict(zip(map(id, map(_globals_of, functions)), functions, strict=True))
-        for key in [key for key in having if key not in modules]:
-            if raw.GENERATED not in access.globals_of(having[key]):
-                self._off[key] = self._stays(raw.namespace_name(having[key]))
-        return [each for key, each in having.items() if key not in modules and not self._off.get(key, True)]
-
     def one(self, module: types.ModuleType) -> None:
-        """Search one module and what it defines."""
+        """Search one module, and the functions and classes that it defines."""
         self._carefully(self._rewriting.module, module)
-        for _, thing in raw.items(raw.globals_of(module)):
-            if type(thing) is types.FunctionType and thing.__globals__ is raw.globals_of(module):
+        for _, thing in raw.items(raw.module_globals(module)):
+            if type(thing) is types.FunctionType and thing.__globals__ is raw.module_globals(module):
                 self._carefully(self._rewriting.function, thing)
             elif issubclass(type(thing), type) and raw.module_of(thing) == raw.module_name(module):
                 self._carefully(self._rewriting.of_class, thing)
 
+    def _carefully(self, look: Callable[[Any], Any], thing: Any) -> None:
+        try:
+            look(thing)
+        except Exception as error:
+            where = f"a {raw.class_name(type(thing))}"
+            self.captures.append(Capture(where, "a function of torch", f"it could not be looked through: {error}"))
+
+    def _bind(self, methods: list[types.BuiltinFunctionType]) -> None:
+        """Add bound methods of tensors (``x.exp``): each is an object of its own, which does not hold `Tensor.exp`."""
+        new = {f.__name__: self._by_id[id(f)] for f in self._functions if type(f) is types.MethodDescriptorType}
+        for method in methods:
+            if issubclass(type(method.__self__), torch.Tensor) and method.__name__ in new:
+                self._by_id[id(method)] = types.MethodType(new[method.__name__], method.__self__)
+
+    # Which objects lead to a function
+
     def _leading(self, roots: list[Any], held_by: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """The objects that lead to a function. They are few, so most are ruled out in bunches."""
+        """Return the objects that lead to a function. They are few, so most are ruled out in bunches."""
         found = []
         for start in range(0, len(roots), _BUNCH):
             bunch = roots[start : start + _BUNCH]
@@ -128,7 +133,7 @@ class Sweep:
         return found
 
     def _one_leads(self, held: list[Any]) -> bool:
-        """Whether one of these is a wanted function, or may lead to one."""
+        """Return whether one of these is a wanted function, or may lead to one."""
         seen: set[int] = set()
         empty, lengths = self._empty, self._lengths
         for _ in range(2 * DEEPEST):
@@ -145,7 +150,7 @@ class Sweep:
         return True
 
     def _holders(self, things: list[Any]) -> Iterator[Any]:
-        """The objects whose class may lead to a function; filtered in C, since there are millions."""
+        """Yield the objects whose class may lead to a function; filtered in C, since there are millions."""
         kinds = list(map(id, map(type, things)))  # not __class__: a proxy answers that by importing or warning
         unknown = set(kinds).difference(self._lengths, self._apart)
         if unknown:
@@ -156,7 +161,7 @@ class Sweep:
         return itertools.compress(things, map(self._lengths.__contains__, kinds))
 
     def _sort(self, kind: type) -> None:
-        """Whether objects of a class may lead to a function, and how to see how much they hold."""
+        """Note whether objects of a class may lead to a function, and how to see how many objects they hold."""
         base = raw.container_type(kind)
         if base is None and not issubclass(kind, HOLDERS):
             self._apart.add(id(kind))
@@ -164,14 +169,14 @@ class Sweep:
             self._lengths[id(kind)] = _LENGTHS.get(base, _one)
 
     def _any(self, held: list[Any], depth: int) -> bool:
-        """Whether one of these is a wanted function, or leads to one."""
+        """Return whether one of these is a wanted function, or leads to one."""
         if not self._keys.isdisjoint(map(id, held)):
             return True
         apart = self._apart
         return any([self._leads(each, depth) for each in filter(self._may_lead, held) if id(type(each)) not in apart])
 
     def _leads(self, thing: Any, depth: int) -> bool:
-        """Whether a container, or another builtin object that holds things, leads to a function within that depth."""
+        """Return whether a container, or another builtin holder, leads to a function within that depth."""
         if self._empty.get(id(thing), 0) >= depth:
             return False
         kind = type(thing)
@@ -188,24 +193,24 @@ class Sweep:
             return True
         return False
 
-    def _carefully(self, look: Callable[[Any], None], thing: Any) -> None:
-        try:
-            look(thing)
-        except Exception as error:
-            where = f"a {raw.class_name(type(thing))}"
-            self.captures.append(Capture(where, "a function of torch", f"it could not be looked through: {error}"))
+    # Functions and frames
 
-    def _bind(self, methods: list[types.BuiltinFunctionType]) -> None:
-        """A bound method of a tensor (``x.exp``) is an object of its own, which does not hold `Tensor.exp`."""
-        new = {f.__name__: self._by_id[id(f)] for f in self._functions if type(f) is types.MethodDescriptorType}
-        for method in methods:
-            if issubclass(type(method.__self__), torch.Tensor) and method.__name__ in new:
-                self._by_id[id(method)] = types.MethodType(new[method.__name__], method.__self__)
+    def _outside_of(self, modules: Container[int], functions: list[types.FunctionType]) -> list[Any]:
+        """Return each namespace that is no module's: a function whose globals it is, or else the namespace itself.
+
+        A spawned process runs its script in one, cloudpickle makes them, and so does `exec`.
+        """
+        having: dict[int, Any] = {id(frame.f_globals): frame.f_globals for _, frame in _running()}
+        having |= dict(zip(map(id, map(raw.function_globals, functions)), functions, strict=True))
+        for key in [key for key in having if key not in modules]:
+            if raw.GENERATED not in raw.globals_of(having[key]):
+                self._off[key] = self._stays(raw.namespace_name(having[key]))
+        return [each for key, each in having.items() if key not in modules and not self._off.get(key, True)]
 
     def _partials_of_nobody(self, partials: list[functools.partial], off: list[types.ModuleType]) -> None:
-        """Partials that only local variables or C code hold. Partials in tables of modules that stay are left alone."""
+        """Change partials that only local variables or C code hold; those in tables of modules that stay are left."""
         found = {id(p): p for p in partials if id(p) not in self._rewriting.done and self._leads(p, DEEPEST)}
-        held: list[Any] = [raw.globals_of(module) for module in off] if found else []
+        held: list[Any] = [raw.module_globals(module) for module in off] if found else []
         seen: set[int] = set()
         for _ in range(DEEPEST):
             held = [each for each in self._holders(gc.get_referents(*held)) if id(each) not in seen]
@@ -214,7 +219,7 @@ class Sweep:
             self._carefully(lambda p: self._rewriting.replaced(p, "a functools.partial", 0), found[key])
 
     def _running_functions(self) -> None:
-        """Local variables of functions that are running now: visible, not changeable."""
+        """Report local variables of functions that are running now: visible, not changeable."""
         for thread, frame in _running():
             if frame.f_code.co_flags & _OPTIMIZED and not self._is_off(frame.f_globals):
                 inside = raw.text(dict.get(frame.f_globals, "__name__"))
@@ -225,14 +230,14 @@ class Sweep:
                         self._rewriting.escaped(value, where + other, "a local variable cannot be changed")
 
     def _not_off(self, functions: list[types.FunctionType]) -> list[types.FunctionType]:
-        """The objects whose module is searched; filtered in C."""
-        namespaces = list(map(_globals_of, functions))
+        """Return the functions whose module is searched; filtered in C."""
+        namespaces = list(map(raw.function_globals, functions))
         keys = list(map(id, namespaces))
         looked = {key for key, each in dict(zip(keys, namespaces, strict=True)).items() if not self._is_off(each)}
         return list(itertools.compress(functions, map(looked.__contains__, keys)))
 
     def _is_off(self, namespace: dict) -> bool:
-        """Whether these globals belong to a module that stays as it is."""
+        """Return whether these globals belong to a module that stays as it is."""
         try:
             return self._off[id(namespace)]
         except KeyError:
@@ -241,7 +246,7 @@ class Sweep:
 
 
 def _running() -> Iterator[tuple[int, types.FrameType]]:
-    """The frames of all threads that run now."""
+    """Yield the frames of all threads that run now."""
     frame: types.FrameType | None
     running = sys._current_frames()
     while running:  # emptied: a frame that one of its own variables holds would keep all that was found alive
@@ -249,15 +254,6 @@ def _running() -> Iterator[tuple[int, types.FrameType]]:
         while frame is not None:
             yield thread, frame
             frame = frame.f_back
-
-
-def _of_modules(modules: list[types.ModuleType]) -> list[Any]:
-    """Namespaces; Python 3.12.1 never returns when it is asked for all that `_asyncio` refers to."""
-    return list(map(raw.globals_of, modules))
-
-
-def _namespaces(holders: list[Any]) -> list[Any]:
-    return list(map(access.globals_of, holders))
 
 
 def _referents(things: list[Any]) -> list[Any]:
@@ -277,5 +273,47 @@ def _one(holder: Any) -> int:
     return 1
 
 
-def _always(thing: Any) -> bool:
-    return True
+# Which objects are searched
+
+
+def grouped(things: list[Any]) -> dict[str, list[Any]]:
+    """Return `things` grouped by how they are searched."""
+    of_kind: defaultdict[int, list[Any]] = defaultdict(list)
+    for kind, thing in zip(map(id, map(type, things)), things, strict=True):  # not __class__, which a proxy makes up
+        of_kind[kind].append(thing)
+    groups: defaultdict[str, list[Any]] = defaultdict(list)
+    for same in of_kind.values():
+        if group := _group(type(same[0])):
+            groups[group] += same
+    return groups
+
+
+def _group(kind: type) -> str:
+    """Return how objects of a class are searched; empty if they hold no functions under names of their own."""
+    for base, group in (
+        *((types.FunctionType, "functions"), (types.BuiltinFunctionType, "methods")),
+        *((types.ModuleType, "modules"), (type, "classes"), (functools.partial, "partials")),
+    ):
+        if issubclass(kind, base):
+            return group
+    if kind is types.SimpleNamespace:
+        return "objects"
+    ours = issubclass(kind, torch.nn.Module) or not is_off_limits(raw.module_of(kind))
+    return "objects" if raw.flags(kind) & raw.HEAP_TYPE and ours else ""
+
+
+def is_off_limits(module: Any) -> bool:
+    """Return whether everything defined in `module` stays as it is: tables of torch, hmpx and wrapt."""
+    return _is_named_off_limits(module) if type(module) is str else True
+
+
+@functools.cache
+def _is_named_off_limits(module: str) -> bool:
+    if module.partition(".")[0] == "torch":
+        return not module.startswith(_FORWARD_MODULES)
+    return is_book(module)
+
+
+def is_book(module: Any) -> bool:
+    """Return whether a module is hmpx's or wrapt's, whose tables hold our functions on purpose."""
+    return type(module) is not str or module.partition(".")[0] in _OFF_LIMITS

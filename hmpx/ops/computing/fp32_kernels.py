@@ -26,12 +26,11 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from hmpx.compiling import never_compile_alone
-from hmpx.ops.computing.saved_tensors import Keeper
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES
 from hmpx.ops.wrapping.overriding import PLAIN, call
 from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, is_stated
-from hmpx.ops.wrapping.weight_cache import current, open_caches
+from hmpx.ops.wrapping.weight_cache import current, open_caches, storage_of
 
 Tensor = torch.Tensor
 _to_float, _float32, _strided = METHODS[torch.float32], torch.float32, torch.strided
@@ -49,16 +48,16 @@ class Fp32Kernel:
 
     @property
     def backward(self) -> str:
-        """What the backward pass computes in, in words."""
+        """How the backward pass computes, in words."""
         return "too"
 
     def wrap(self, op: str, function: Callable) -> Callable:
-        """`function`, which is torch's own for the op, with FP32 kernels where they compute it."""
+        """Return `function`, which is torch's own for the op, with FP32 kernels where they compute it."""
         return _computing(function, self.inputs, op not in op_facts.FP32_KEPT)
 
 
 def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) -> Callable:
-    """`op`; with its arguments in FP32, and its result rounded to what they are of, if that is one of `dtypes`."""
+    """Return `op` computed in FP32 for arguments of one of `dtypes`, with its result rounded to that dtype."""
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         if kwargs and is_stated(kwargs):
@@ -85,7 +84,7 @@ def _computing(op: Callable, dtypes: frozenset[torch.dtype], round_all: bool) ->
 
 
 def _widening() -> Callable[[Tensor], Tensor]:
-    """What brings a tensor to FP32, here: the compiler's op, what looks for a cast that is kept, or torch's method."""
+    """Return the cast to FP32 for here: an op for the compiler, a look at kept casts, or torch's method."""
     if _by_ops():
         return torch.ops.hmpx.widen
     cache = current() if open_caches else None
@@ -93,17 +92,17 @@ def _widening() -> Callable[[Tensor], Tensor]:
 
 
 def _by_ops() -> bool:
-    """Whether the casts are ops of ours: in compiled code, but for a program that is to be loaded without hmpx."""
+    """Return whether the casts are ops of ours: in compiled code, unless the program is to be loaded without hmpx."""
     return is_dynamo_compiling() and not is_exporting()
 
 
 def _widened(
     values: Iterable[Any], dtypes: frozenset[torch.dtype], widen: Callable[[Tensor], Tensor], pairs: list
 ) -> list[Any] | None:
-    """`values` with their floating tensors in FP32, in lists and tuples too; None where FP32 kernels do not fit.
+    """Return `values` with floating tensors in FP32, in lists and tuples too; None where FP32 kernels do not fit.
 
     They fit where these tensors are ordinary ones of a CPU, all of the same of the `dtypes`. `pairs` get each new
-    tensor and what it was made of.
+    tensor with its source.
     """
     low = pairs[0][1].dtype if pairs else None
     found = []
@@ -162,7 +161,7 @@ torch.library.register_vmap(
 
 
 def _is_kept(pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether the op keeps tensors for a backward, and hooks may say how: not in torch.func, forward AD, a tracer."""
+    """Return whether the op keeps tensors for a backward, and hooks may say how: no torch.func, forward AD, tracer."""
     if is_dynamo_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0:
         return False
     if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -176,6 +175,87 @@ def _tensors(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result] if result.is_floating_point() else []
     return [item for value in result for item in _tensors(value)] if isinstance(result, list | tuple) else []
+
+
+# Tensors that the op keeps for its backward
+
+
+class _Saved:
+    """A saved tensor of one op. version: of the caller's tensor, which must not change before the backward."""
+
+    __slots__ = ("held", "low", "version")
+
+    def __init__(self, held: Tensor) -> None:
+        self.held: Any = held  # or the result of another hook
+        self.low = False
+        self.version: int | None = None
+
+
+class Keeper:
+    """The saved tensors of one op; FP32 ones are held in BF16 or FP16.
+
+    Hooks that somebody else has set (of checkpointing, of offloading) are given what a native op would keep.
+    """
+
+    def __init__(self) -> None:
+        self._saved: list[_Saved] = []
+        self._pack: Callable[[Tensor], Any] | None
+        self._unpack: Callable[[Any], Tensor] | None
+        self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        kept = _Saved(tensor)
+        self._saved.append(kept)
+        return kept
+
+    def narrow(self, low: torch.dtype, pairs: list[tuple[Tensor, Tensor]], round_all: bool) -> None:
+        """Replace the FP32 tensors once the op has returned.
+
+        pairs: each FP32 tensor that the op was given or returned, with its low counterpart, which is kept in its place.
+        round_all: what else the op keeps is rounded; else only where that changes nothing.
+        """
+        kept_here, self._saved = self._saved, []  # the graph holds this object
+        counterparts = {storage_of(wide).data_ptr(): (wide, own) for wide, own in pairs if wide.numel()}
+        for kept in kept_here:
+            tensor = kept.held
+            if tensor.dtype is torch.float32:
+                pointer = storage_of(tensor).data_ptr()
+                own = _same_view(tensor, *counterparts.get(pointer, (None, None)))
+                if own is not None:
+                    kept.held, kept.low, kept.version = own, True, own._version
+                else:
+                    narrow = METHODS[low](tensor)
+                    if round_all or torch.equal(_to_float(narrow), tensor):
+                        kept.held, kept.low = narrow, True
+                        counterparts.setdefault(pointer, (tensor, narrow))  # it may be kept twice
+            if self._pack:
+                kept.held, kept.version = self._pack(kept.held), None
+
+    def unpack(self, kept: _Saved) -> Tensor:
+        tensor = self._unpack(kept.held) if self._unpack else kept.held
+        if kept.version is not None and tensor._version != kept.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+                f"expected version {kept.version} instead"
+            )
+        return _to_float(tensor) if kept.low else tensor
+
+
+def _same_view(tensor: Tensor, wide: Tensor | None, own: Tensor | None) -> Tensor | None:
+    """Return the view of `own` that corresponds to the view `tensor` of `wide`; None if their layouts differ."""
+    if own is None or wide is None:
+        return None
+    own, offset = own.detach(), tensor.storage_offset() - wide.storage_offset()
+    if wide.stride() == own.stride():
+        return own.as_strided(tensor.size(), tensor.stride(), own.storage_offset() + offset)
+    steps = dict(zip(wide.stride(), own.stride(), strict=True))
+    whole = offset == 0 and len(steps) == wide.dim()
+    if whole and sorted(zip(tensor.size(), tensor.stride(), strict=True)) == sorted(
+        zip(wide.size(), wide.stride(), strict=True)
+    ):
+        return own.as_strided(tensor.size(), [steps[step] for step in tensor.stride()], own.storage_offset())
+    return None
 
 
 _any = _computing(torch.matmul, frozenset(), False)

@@ -1,7 +1,7 @@
-"""What computes an op that runs in BF16 or FP16: torch's kernels for that dtype, FP32 kernels, or products of ours.
+"""Which kernels compute an op that runs in BF16 or FP16: torch's for that dtype, FP32 kernels, or products of hmpx.
 
-A `Kernel` stands between the casts of a rule and torch's function. What a caller sees does not depend on it: inputs and
-results have the dtypes that the rule says.
+A `Kernel` stands between the casts of a rule and torch's function. A caller does not see it: inputs and results have
+the dtypes that the rule says.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hmpx.ops.wrapping.rules import TARGETS
 KernelsAsked = Literal["auto", "native", "float32", "scaled_mm"]
 KERNELS: tuple[KernelsAsked, ...] = ("auto", "native", "float32", "scaled_mm")
 GAINING = "matrix products, convolutions, attention, recurrences"  # `op_facts.FP32_KERNELS` in words
-VARIABLE = "HMPX_KERNELS"  # what "auto" means, where a person knows better
+VARIABLE = "HMPX_KERNELS"  # an environment variable that says what "auto" means
 
 
 class Kernel(Protocol):
-    """What computes an op in the place of torch's own kernel for its dtype. It prints in words.
+    """Computes an op in the place of torch's own kernel for its dtype. It prints in words.
 
-    inputs: the dtypes that it is handed. backward: what the backward pass computes in, in words.
+    inputs: the dtypes that it is handed. backward: describes how the backward pass computes.
     """
 
     @property
@@ -40,16 +40,16 @@ class Kernel(Protocol):
     def backward(self) -> str: ...
 
     def wrap(self, op: str, function: Any) -> Any:
-        """`function`, which is torch's own for the op, computed so where that fits."""
+        """Return `function`, which is torch's own for the op, computed so where that fits."""
         ...
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a conversion computes ops with that run in BF16 or FP16.
+    """The kernels of one conversion for ops that run in BF16 or FP16.
 
     asked: "auto", "native", "float32" or "scaled_mm". widened: the dtypes that FP32 kernels compute on a CPU.
-    of_codes: what multiplies FP8 codes there, "bfloat16", "float32" or "scaled_mm".
+    of_codes: how FP8 codes are multiplied there, "bfloat16", "float32" or "scaled_mm".
     """
 
     asked: KernelsAsked = "native"
@@ -57,26 +57,22 @@ class Kernels:
     of_codes: str = "bfloat16"
 
     def __str__(self) -> str:
-        """As part of a sentence."""
+        """Describe the kernels as part of a sentence."""
         return str(Fp32Kernel(self.widened)) if self.widened else "native kernels"
 
     def kernel(self, op: str, case: Case) -> Kernel | None:
-        """What computes an op in one of its cases; None for torch's own kernel."""
-        if case.rule is Rule.FP8 and case.format is not None:
-            from hmpx.ops.fp8.kernel import Fp8Kernel  # which most programs never need
+        """Return the kernel of an op in one of its cases; None for torch's own."""
+        if case.rule in (Rule.FP8, Rule.BF16_TO_FP32):
+            from hmpx.ops.computing.matrix_products import Fp8Kernel, WideKernel  # which most programs never need
 
-            return Fp8Kernel(case.format, self.of_codes)
-        if case.rule is Rule.BF16_TO_FP32:
-            from hmpx.ops.computing.wide_products import WideKernel
-
-            return WideKernel()
+            return WideKernel() if case.format is None else Fp8Kernel(case.format, self.of_codes)
         if op not in op_facts.FP32_KERNELS or case.rule in (None, Rule.FP32):
             return None
         inputs = self.widened & ({TARGETS[case.rule]} if case.rule in TARGETS else {*LOW_RULES})
         return Fp32Kernel(inputs) if inputs else None
 
     def of(self, op: str, cases: Iterable[Case]) -> list[Kernel]:
-        """Those of all cases, each once."""
+        """Return the kernels of all cases, each once."""
         return list(dict.fromkeys(kernel for case in cases if (kernel := self.kernel(op, case)) is not None))
 
 
@@ -84,7 +80,7 @@ NATIVE = Kernels()
 
 
 def choose(asked: KernelsAsked) -> Kernels:
-    """What `kernels=` means on this machine; "auto" is what the environment variable HMPX_KERNELS says, if it is set.
+    """Return the kernels that `kernels=` means here; the environment variable HMPX_KERNELS stands for "auto".
 
     Raises:
         HmpxError: another word.
@@ -102,20 +98,19 @@ def choose(asked: KernelsAsked) -> Kernels:
 
 
 def has_instructions(dtype: torch.dtype) -> bool:
-    """Whether this CPU's kernels for BF16 or FP16 are made for it, as far as torch can tell: True where it cannot."""
+    """Return whether this CPU has kernels made for BF16 or FP16, as far as torch can tell: True where it cannot."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
     return not torch.backends.mkldnn.is_available() or bool(getattr(torch.ops.mkldnn, name)())
 
 
 def capability() -> str:
-    """What this CPU has, for the head of a table of figures."""
+    """Describe this CPU, for the head of a table of figures."""
     has = " and ".join(rule.name for dtype, rule in LOW_RULES.items() if has_instructions(dtype))
     return f"{torch.backends.cpu.get_cpu_capability()}, kernels for {has or 'neither BF16 nor FP16'}"
 
 
 def is_computing(frame: FrameType) -> bool:
-    """Whether an op is computed in `frame` in the place of torch's kernel for its dtype."""
-    from hmpx.ops.computing import wide_products
-    from hmpx.ops.fp8 import kernel as fp8_kernel
+    """Return whether a kernel of hmpx computes an op in `frame`."""
+    from hmpx.ops.computing import matrix_products
 
-    return frame.f_code in (fp32_kernels.COMPUTED, fp8_kernel.COMPUTED, wide_products.COMPUTED)
+    return frame.f_code in (fp32_kernels.COMPUTED, matrix_products.COMPUTED)

@@ -1,21 +1,30 @@
-"""Builds a policy from op lists or an opt level."""
+"""Builds a policy from op lists or an opt level: resolves the names in lists to ops, and explains wrong names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import importlib.util
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
 from hmpx.dtype_names import dtype_named
-from hmpx.errors import HmpxError, OpListError, OptLevelError, did_you_mean
+from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError, did_you_mean
 from hmpx.ops.policies import op_facts
-from hmpx.ops.policies.catalog import catalog
-from hmpx.ops.policies.listed_names import Unknown, resolve
+from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names, retired
 from hmpx.ops.policies.op_lists import SIDES, Listed, OpLists, default_lists, shipped
 from hmpx.ops.policies.policy import OptLevel, Policy
 
+logger = logging.getLogger("hmpx")
 OPT_LEVELS: tuple[OptLevel, ...] = ("O1", "O2")
+Unknown = Literal["error", "warn"]  # how names that stand for nothing are treated
+Problems = dict[str, type[OpListError]]  # each problem of the lists, and what is raised for it
 
 
 def build_policy(
@@ -43,27 +52,23 @@ def build_policy(
         raise OptLevelError(_no_opt_level(opt_level))
     if unknown not in ("error", "warn"):
         raise HmpxError(f"unknown={unknown!r} does not exist (legal: 'error', 'warn')")
-    given = {side: lists.side(side) for side in SIDES} if lists else dict.fromkeys(SIDES)
-    if opt_level == "O2":
-        for side, names in given.items():
-            if names is not None:
-                where = names[0].where if names else f"{side}_file_path"
-                raise OptLevelError(
-                    f"{where}: O2 decides by itself and takes no op lists; lists go with opt_level='O1'"
-                )
-        if lists and lists.problems:
-            raise OpListError("\n".join(lists.problems))
-        policy = _o2()
+    lists = lists or OpLists()
+    given = {side: names for side in SIDES if (names := lists.side(side)) is not None}
+    if opt_level == "O1":
+        policy = _o1(resolve_sides(given, unknown, lists.problems))
     else:
-        policy = _o1(given, unknown, lists.problems if lists else ())
-    low = lists.low_precision if low_precision is None and lists else dtype_named(low_precision)
-    form = lists.fp8_format if lists else None
-    low = policy.low_precision if low is None else low
-    return replace(policy, low_precision=low, fp8_format=form or policy.fp8_format)
+        for side, names in given.items():
+            where = names[0].where if names else f"{side}_file_path"
+            raise OptLevelError(f"{where}: O2 decides by itself and takes no op lists; lists go with opt_level='O1'")
+        raise_problems(dict.fromkeys(lists.problems, OpListError))
+        policy = _o2()
+    low = lists.low_precision if low_precision is None else dtype_named(low_precision)
+    form = lists.fp8_format or policy.fp8_format
+    return replace(policy, low_precision=policy.low_precision if low is None else low, fp8_format=form)
 
 
 def _no_opt_level(given: object) -> str:
-    """The message for an opt_level that does not exist, which may be the name of something else."""
+    """Return the message for an opt_level that does not exist, which may be the name of something else."""
     name, legal = str(given), f"(legal: {', '.join(OPT_LEVELS)})"
     if (shipped() / "recipes" / f"{name}.yaml").is_file():
         return (
@@ -75,48 +80,169 @@ def _no_opt_level(given: object) -> str:
     return f"opt_level {given!r} does not exist{did_you_mean(name, OPT_LEVELS)} {legal}"
 
 
-def _o1(given: dict[str, tuple[Listed, ...] | None], unknown: Unknown, problems: tuple[str, ...]) -> Policy:
-    defaults = default_lists()
-    wrong = dict.fromkeys(problems, OpListError)  # what is wrong with the lists -> what is raised for it
-    chosen = {side: resolve(names, unknown, wrong) for side, names in given.items() if names is not None}
-    fp32 = chosen.get("fp32", {})
-    for side in ("bf16", "fp8"):
-        for name in filter(fp32.__contains__, low := chosen.get(side, {})):
-            place = f"in the {side} list at {low[name].where}"
-            wrong[f"{fp32[name].where}: {name!r} is on both sides; {place}"] = OpListError
-    wrong |= dict.fromkeys(without_fp8(chosen.get("fp8", {})), OpListError)
-    if wrong:
-        kinds = set(wrong.values())
-        raise (kinds.pop() if len(kinds) == 1 else OpListError)("\n".join(wrong))
+def _o1(chosen: dict[str, dict[str, Listed]]) -> Policy:
     own_names = {name for side in ("bf16", "fp32", "fp8") for name in chosen.get(side, {})}
+    defaults = default_lists()
     for side in SIDES:
         if side not in chosen:
-            # What the user lists himself outranks a default that says otherwise.
-            resolved = resolve(defaults.side(side) or (), "error", {})
+            # A name that the user lists himself outranks a default that says otherwise.
+            resolved = _resolve(defaults.side(side) or (), "error", {})
             chosen[side] = {
                 name: listed
                 for name, listed in resolved.items()
                 if name not in own_names and op_facts.FOLLOWS.get(name) not in own_names
             }
     fp32, fp8 = chosen["fp32"], chosen["fp8"]
-    bf16 = {name: listed for name, listed in chosen["bf16"].items() if name not in fp8}  # FP8 computes a BF16 op
-    ruled = {*bf16, *fp32, *fp8}
-    promote = {name: listed for name, listed in chosen["promote"].items() if name not in ruled}
-    origins = {name: listed.where for side in (promote, fp32, bf16, fp8) for name, listed in side.items()}
-    return Policy(
-        tuple(sorted(bf16)), tuple(sorted(fp32)), tuple(sorted(promote)), "O1", origins, fp8=tuple(sorted(fp8))
-    )
-
-
-def without_fp8(listed: Mapping[str, Listed]) -> Iterator[str]:
-    """What is wrong with each name of an fp8 list that has no FP8 product."""
-    legal = op_facts.MATRIX_PRODUCTS
-    for name, each in listed.items():
-        if name not in legal:
-            yield f"{each.where}: {name!r} has no FP8 product{did_you_mean(name, legal)} (legal: {', '.join(legal)})"
+    chosen["bf16"] = {name: listed for name, listed in chosen["bf16"].items() if name not in fp8}
+    ruled = {*chosen["bf16"], *fp32, *fp8}
+    chosen["promote"] = {name: listed for name, listed in chosen["promote"].items() if name not in ruled}
+    origins = {name: listed.where for side in chosen.values() for name, listed in side.items()}
+    sides: dict[str, Any] = {side: tuple(sorted(names)) for side, names in chosen.items()}
+    return Policy(**sides, origins=origins)
 
 
 def _o2() -> Policy:
     ops = catalog()
     fp32 = sorted(name for name, op in ops.items() if op.computes and name not in op_facts.O2_BF16)
     return Policy(tuple(sorted(op_facts.O2_BF16)), tuple(fp32), (), "O2")
+
+
+def resolve_sides(
+    given: Mapping[str, tuple[Listed, ...]], unknown: Unknown = "error", problems: tuple[str, ...] = ()
+) -> dict[str, dict[str, Listed]]:
+    """Return the listed names of each side by the op that they mean.
+
+    Raises:
+        OpListError, UnknownOpError: every problem is a line of the message; `problems` are more of them.
+    """
+    wrong: Problems = dict.fromkeys(problems, OpListError)
+    chosen = {side: _resolve(names, unknown, wrong) for side, names in given.items()}
+    fp32 = chosen.get("fp32", {})
+    for side in ("bf16", "fp8"):
+        for name in filter(fp32.__contains__, low := chosen.get(side, {})):
+            place = "" if low[name].where == fp32[name].where else f"; in the {side} list at {low[name].where}"
+            wrong[f"{fp32[name].where}: {name!r} is on both sides{place}"] = OpListError
+    legal = op_facts.MATRIX_PRODUCTS
+    for name, each in chosen.get("fp8", {}).items():
+        if name not in legal:
+            hint = f"{did_you_mean(name, legal)} (legal: {', '.join(legal)})"
+            wrong[f"{each.where}: {name!r} has no FP8 product{hint}"] = OpListError
+    raise_problems(wrong)
+    return chosen
+
+
+def raise_problems(wrong: Problems) -> None:
+    """Raise one error with every problem, if there is one."""
+    if wrong:
+        kinds = set(wrong.values())
+        raise (kinds.pop() if len(kinds) == 1 else OpListError)("\n".join(wrong))
+
+
+def _resolve(names: tuple[Listed, ...], unknown: Unknown, wrong: Problems) -> dict[str, Listed]:
+    """Return listed names by the op that they mean; the first mention counts. Adds problems to `wrong`."""
+    ops = catalog()
+    resolved: dict[str, Listed] = {}
+    for listed in names:
+        op = canonical(listed.name)
+        if listed.problem:
+            wrong[f"{listed.where}: {listed.problem}"] = OpListError
+            continue
+        if retired(op):
+            continue
+        if op not in ops and not aten_only(op):
+            if not may_be_user_function(listed.name):
+                message = f"{listed.where}: {unknown_op(listed.name)}"
+                if unknown == "error":
+                    wrong[message] = UnknownOpError
+                else:
+                    logger.warning("%s (skipped)", message)
+                continue
+            op = listed.name
+        resolved.setdefault(op, listed)
+    return resolved
+
+
+def may_be_user_function(name: str) -> bool:
+    """Return whether a dotted name may be a function outside torch; `linear.x` only if a module `linear` exists."""
+    top, _, rest = name.partition(".")
+    if not rest or top == "torch" or _within_torch(name):
+        return False
+    return top not in legal_names() or top in sys.modules or importlib.util.find_spec(top) is not None
+
+
+# Unknown names
+
+# As papers and other libraries have them. A name that is spelt alike (`layernorm`) is found without this.
+_ELSEWHERE = {
+    **dict.fromkeys(("attention", "sdpa", "self_attention", "flash_attention"), "scaled_dot_product_attention"),
+    **dict.fromkeys(("multihead_attention", "mha"), "multi_head_attention_forward"),
+    **dict.fromkeys(("dense", "fc", "fully_connected"), "linear"),
+    **dict.fromkeys(("ce", "ce_loss", "xent", "softmax_cross_entropy"), "cross_entropy"),
+    **dict.fromkeys(("bce", "bce_loss"), "binary_cross_entropy"),
+    **dict.fromkeys(("batch_matmul", "batched_matmul"), "bmm"),
+    **dict.fromkeys(("mse", "l2_loss"), "mse_loss"),
+    **{"bce_with_logits": "binary_cross_entropy_with_logits", "gemm": "mm", "swish": "silu", "nll": "nll_loss"},
+    "kl_loss": "kl_div",
+}
+_NAMESPACES = ("torch.nn.functional.", "torch.nn.", "nn.functional.", "nn.", "F.")
+_CALL = re.compile(r"\b(F|torch|_VF)\.(\w+)\(")
+_OWN_METHOD = re.compile(r"\bself\.(\w+)\(")
+
+
+def unknown_op(name: str) -> str:
+    """Return the message for an unknown name."""
+    if retired(canonical(name)):
+        return f"torch {torch.__version__} has removed {name!r}: a list may name it, and no rule is needed"
+    in_place = name.removesuffix("_")
+    if in_place != name and in_place in legal_names():
+        return f"{name!r} writes to its input and keeps its dtype; list {in_place!r} for the op"
+    spelling, meant = name.rpartition(".")[2] or name, _op_meant(name)
+    if module_class(name):
+        listed = did_you_mean(spelling, (), meant=meant) or ": list the functions that its forward calls"
+        return f"{name!r} is a class, and a list names functions{listed}"
+    meant = meant or (spelling if _within_torch(name) and spelling in legal_names() else None)
+    return f"unknown op {name!r}{did_you_mean(spelling, legal_names(), meant=meant)}"
+
+
+def _within_torch(name: str) -> bool:
+    """Return whether a dotted name begins with a usual name of torch's modules: ``nn.``, ``F.``."""
+    return name.startswith(("nn.", "F.", "functional."))
+
+
+def module_class(name: str) -> type | None:
+    """Return the class of `torch.nn` that a name stands for: ``Linear``, ``nn.Linear``, ``torch.nn.Linear``."""
+    bare = next((name.removeprefix(prefix) for prefix in _NAMESPACES if name.startswith(prefix)), name)
+    found = vars(torch.nn).get(bare.rpartition(".")[2])
+    return found if isinstance(found, type) and issubclass(found, torch.nn.Module) else None
+
+
+def _op_meant(name: str) -> str | None:
+    """Return the op that `name` probably means; None if nothing but its spelling tells."""
+    if cls := module_class(name):
+        return op_of(cls)
+    bare = name.rpartition(".")[2].lower()
+    return _ELSEWHERE.get(bare) or _ops_of_classes().get(bare.replace("_", ""))
+
+
+@functools.cache
+def _ops_of_classes() -> dict[str, str]:
+    """Return the ops of `torch.nn`'s modules by lower-case name: ``{"bceloss": "binary_cross_entropy", ...}``."""
+    classes = {name: cls for name in vars(torch.nn) if (cls := module_class(name))}
+    return {name.lower(): op for name, cls in classes.items() if (op := op_of(cls))}
+
+
+def op_of(cls: type) -> str | None:
+    """Return the op that the forward of a module calls, read in its source; None for several parts or no source."""
+    methods = ["forward"]
+    for method in methods:
+        try:
+            source = inspect.getsource(getattr(cls, method))
+        except (AttributeError, OSError, TypeError):
+            continue
+        calls = [(module, op) for module, op in _CALL.findall(source) if op in catalog()]
+        functional = next((op for module, op in calls if module != "torch"), None)
+        found = functional or next((op for _, op in calls if catalog()[op].computes), None)
+        if found:
+            return found
+        methods += [name for name in _OWN_METHOD.findall(source) if name not in methods]
+    return None

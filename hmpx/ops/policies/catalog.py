@@ -1,7 +1,7 @@
 """The ops that hmpx knows: op name -> its entry points in torch, and how its arguments are laid out.
 
 Nearly everything is read off the installed torch: which names exist, which objects sit under them, and (from the
-operator schemas) which arguments are tensors. What torch does not say about itself stands in `op_facts`.
+operator schemas) which arguments are tensors. Facts that torch does not say about itself stand in `op_facts`.
 
 An *entry point* is an attribute a Python caller can reach (`torch.softmax`, `Tensor.softmax`, `Tensor.__add__`). A
 Python function of torch that only checks its arguments and calls the C function of the same op (`F.softmax`,
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ Tensor = torch.Tensor
 class Entry:
     """One attribute under which an op can be called. `in_place`: it writes to its first argument.
 
-    arguments: their signature, or what reads it. Most entries are never patched, and nobody asks for theirs.
+    arguments: their signature, or a function that reads it. Most entries are never patched, and nobody asks for theirs.
     """
 
     owner: Any
@@ -56,9 +56,9 @@ class Op:
     follows: the op whose rule it takes when no list names it (`multiply` follows `mul`).
     refuses_mixed: torch raises when its tensor arguments differ in dtype.
     computes: it makes new values, as opposed to a view or a factory. O2 casts only these.
-    view: it only shows its first argument in another shape, and is never cast, in a list or not. Among them are those
-        that copy where a view is impossible (`reshape`, `flatten`, `contiguous`): moving data has no precision.
-    rows: what torch composes it of in C++; where neither a list names it nor what it follows, its parts decide.
+    view: it only shows its first argument in another shape, and is never cast, in a list or not. Ops that copy where a
+        view is impossible (`reshape`, `flatten`, `contiguous`) are among them: moving data has no precision.
+    rows: its parts, where torch composes it in C++; they decide if a list names neither it nor the op it follows.
     """
 
     name: str
@@ -75,83 +75,72 @@ class Op:
         return self.name in op_facts.MATRIX_PRODUCTS or self.follows in op_facts.MATRIX_PRODUCTS
 
 
-def _python_signature(function: Any) -> Signature:
-    """The signature of a Python function: every argument may be a tensor; only `dtype=` matters to the call."""
-    return Signature(python=inspect.isfunction(function))
-
-
-class _Builder:
-    """Collects entries by op name from every namespace of torch."""
+class _Entries:
+    """Entries by op name, from every namespace of torch."""
 
     def __init__(self) -> None:
         self.entries: dict[str, dict[tuple[int, str], Entry]] = {}
         self.in_place: dict[str, list[Entry]] = {}
-        self.places = self._places()
+        self._functions()
+        self._methods()
+        self._operators()
+        self._python_functions()
 
-    def _places(self) -> dict[int, list[tuple[Any, str, str]]]:
-        """Every attribute that holds a builtin, by identity: F.conv2d and torch.conv2d are one object."""
-        places: dict[int, list[tuple[Any, str, str]]] = {}
-        for label, module in op_facts.NAMESPACES.items():
-            for attribute, value in vars(module).items():
-                if isinstance(value, types.BuiltinFunctionType):
-                    places.setdefault(id(value), []).append((module, attribute, f"{label}.{attribute}"))
-        return places
-
-    def add(self, name: str, entry: Entry) -> None:
+    def _add(self, name: str, entry: Entry) -> None:
         if entry.in_place:
             self.in_place.setdefault(name, []).append(entry)
         else:
             self.entries.setdefault(name, {})[id(entry.owner), entry.attribute] = entry
 
-    def builtin(self, aten: str, function: Any, extra: tuple[tuple[Any, str, str], ...] = ()) -> None:
-        """Add a C function under every attribute that holds it."""
-        in_place = aten.endswith("_") and not aten.endswith("__")
-        name = op_facts.RENAMED.get(aten.rstrip("_") if in_place else aten, aten.rstrip("_") if in_place else aten)
-        signature = functools.partial(read_signature, aten, "input")
-        for owner, attribute, label in (*self.places.get(id(function), ()), *extra):
-            self.add(name, Entry(owner, attribute, label, signature, in_place))
-
-    def functions(self) -> None:
-        variable_functions = torch._C._VariableFunctions
-        for aten in dir(variable_functions):
+    def _functions(self) -> None:
+        """Add C functions, each under every attribute that holds it: F.conv2d and torch.conv2d are one object."""
+        places: dict[int, list[tuple[Any, str, str]]] = {}
+        for label, module in op_facts.NAMESPACES.items():
+            for attribute, value in vars(module).items():
+                if isinstance(value, types.BuiltinFunctionType):
+                    places.setdefault(id(value), []).append((module, attribute, f"{label}.{attribute}"))
+        for aten in dir(torch._C._VariableFunctions):
             if not aten.startswith("__") and schemas(aten):
-                function = getattr(variable_functions, aten)
-                self.builtin(aten, function, ((torch._VF, aten, f"torch._VF.{aten}"),))
-        for aten in dir(torch._C._nn):
-            function = getattr(torch._C._nn, aten)
-            if isinstance(function, types.BuiltinFunctionType) and schemas(aten):
-                self.builtin(aten, function)
-        for prefix, module in (("linalg", torch.linalg), ("fft", torch.fft), ("special", torch.special)):
-            for attribute, function in vars(module).items():
-                if isinstance(function, types.BuiltinFunctionType) and schemas(f"{prefix}_{attribute}"):
-                    self.builtin(f"{prefix}_{attribute}", function)
+                held = places.get(id(getattr(torch._C._VariableFunctions, aten)), ())
+                self._add_builtin(aten, (*held, (torch._VF, aten, f"torch._VF.{aten}")))
+        spaces = ("", torch._C._nn), ("linalg_", torch.linalg), ("fft_", torch.fft), ("special_", torch.special)
+        for prefix, space in spaces:
+            for attribute in dir(space):
+                function = getattr(space, attribute)
+                if isinstance(function, types.BuiltinFunctionType) and schemas(f"{prefix}{attribute}"):
+                    self._add_builtin(f"{prefix}{attribute}", places.get(id(function), ()))
 
-    def methods(self) -> None:
+    def _add_builtin(self, aten: str, places: Iterable[tuple[Any, str, str]]) -> None:
+        in_place = aten.endswith("_") and not aten.endswith("__")
+        name = aten.rstrip("_") if in_place else aten
+        signature = functools.partial(read_signature, aten, "input")
+        for owner, attribute, label in places:
+            self._add(op_facts.RENAMED.get(name, name), Entry(owner, attribute, label, signature, in_place))
+
+    def _methods(self) -> None:
         for attribute in dir(torch._C.TensorBase):
             if attribute.startswith("__") or inspect.isfunction(getattr(Tensor, attribute)):
                 continue
-            in_place = attribute.endswith("_")
             aten = attribute.removesuffix("_")
             if callable(getattr(Tensor, attribute)) and schemas(attribute):
-                name = op_facts.RENAMED.get(aten, aten)
                 signature = functools.partial(read_signature, attribute, "self")
-                self.add(name, Entry(Tensor, attribute, f"Tensor.{attribute}", signature, in_place))
+                entry = Entry(Tensor, attribute, f"Tensor.{attribute}", signature, in_place=attribute.endswith("_"))
+                self._add(op_facts.RENAMED.get(aten, aten), entry)
 
-    def operators(self) -> None:
+    def _operators(self) -> None:
         for name, attributes in op_facts.OPERATORS.items():
             for attribute in attributes:
-                function = getattr(Tensor, attribute)
                 operands = op_facts.OPERANDS.get(attribute, ("self", "other"))
                 signature = Signature(
                     lead=tuple(Argument(operand, tensor=operand != "index") for operand in operands),
                     dtype_positional=False,
-                    python=inspect.isfunction(function),
+                    python=inspect.isfunction(getattr(Tensor, attribute)),
                 )
-                entry = Entry(Tensor, attribute, f"Tensor.{attribute}", signature, attribute in op_facts.WRITING)
-                self.add(name, entry)
+                in_place = attribute in op_facts.WRITING
+                self._add(name, Entry(Tensor, attribute, f"Tensor.{attribute}", signature, in_place))
 
-    def python_functions(self) -> None:
-        """Functions of torch written in Python that stand for an op with no C function of the same name."""
+    def _python_functions(self) -> None:
+        """Add functions of torch written in Python that stand for an op with no C function of the same name."""
         overridable = torch.overrides.get_testing_overrides()
         for label, module in (("torch.nn.functional", F), ("torch", torch), ("torch.functional", torch.functional)):
             for attribute, function in list(vars(module).items()):
@@ -159,12 +148,12 @@ class _Builder:
                     continue
                 name = op_facts.RENAMED.get(attribute, attribute)
                 front = name in self.entries and attribute not in op_facts.NOT_FRONTS
-                if not front:
-                    self.add(name, Entry(module, attribute, f"{label}.{attribute}", _python_signature(function)))
+                if not front:  # every argument may be a tensor; only `dtype=` matters to the call
+                    self._add(name, Entry(module, attribute, f"{label}.{attribute}", Signature(python=True)))
 
 
 def _computes(name: str, entries: tuple[Entry, ...]) -> bool:
-    """Whether some overload returns tensors that are no views, from tensors that it was given."""
+    """Return whether some overload returns tensors that are no views, from tensors that it was given."""
     found = schemas(name)
     if not found:
         return any(not entry.signature.python for entry in entries)
@@ -174,7 +163,7 @@ def _computes(name: str, entries: tuple[Entry, ...]) -> bool:
 
 
 def _is_view(name: str) -> bool:
-    """Whether every overload that gives tensors gives its first argument again, to be read and written through."""
+    """Return whether every overload that returns tensors returns its first argument again, as a view."""
     found = [
         schema
         for schema in schemas(name)
@@ -190,22 +179,17 @@ def _is_view(name: str) -> bool:
 @functools.cache
 @none_collected()
 def catalog() -> dict[str, Op]:
-    """Every op by its list name. Built once; entries are attributes, so that later patches do not make it stale."""
+    """Return every op by its list name. Built once: entries are attributes, so later patches do not make it stale."""
     torch.overrides.get_overridable_functions()  # cache functions by identity: fill them while they are torch's own
     torch.overrides.resolve_name(torch.matmul)
-    _device_constructors()  # what `with torch.device(...)` gives a device to
-    builder = _Builder()
-    builder.functions()
-    builder.methods()
-    builder.operators()
-    builder.python_functions()
-    ops = {}
-    for name in sorted(builder.entries.keys() | builder.in_place.keys()):
-        if name in op_facts.NOT_OPS or (name not in builder.entries and name not in op_facts.OPERATORS):
+    _device_constructors()  # the functions that `with torch.device(...)` gives a device
+    found, ops = _Entries(), {}
+    for name in sorted(found.entries.keys() | found.in_place.keys()):
+        if name in op_facts.NOT_OPS or (name not in found.entries and name not in op_facts.OPERATORS):
             continue
-        entries = (*builder.entries.get(name, {}).values(), *builder.in_place.get(name, ()))
+        entries = (*found.entries.get(name, {}).values(), *found.in_place.get(name, ()))
         follows = op_facts.FOLLOWS.get(name)
-        if follows is None and name.startswith(("special_", "linalg_")) and name.split("_", 1)[1] in builder.entries:
+        if follows is None and name.startswith(("special_", "linalg_")) and name.split("_", 1)[1] in found.entries:
             bare = name.split("_", 1)[1]
             follows = bare if name.startswith("special_") or bare == "matmul" else None
         ops[name] = Op(
@@ -224,7 +208,7 @@ _PREFIXES = ("torch.nn.functional.", "torch.Tensor.", "torch.", "F.", "Tensor.",
 
 
 def canonical(name: str) -> str:
-    """The list name of the op that `name` means; `name` itself if it means none.
+    """Return the list name of the op that `name` means; `name` itself if it means none.
 
     Understood are an aten overload (`pow.Tensor_Scalar`), a dotted name in torch (`torch.linalg.inv`), an operator
     (`__add__`) and the spellings of torch's C side (`cross_entropy_loss`).
@@ -253,18 +237,18 @@ def _operators() -> dict[str, str]:
 
 @functools.cache
 def legal_names() -> frozenset[str]:
-    """Every name a list may use for an op of torch."""
+    """Return every name a list may use for an op of torch."""
     return frozenset(catalog()) | frozenset(op_facts.RENAMED)
 
 
 def aten_only(name: str) -> bool:
-    """Whether the dispatcher knows aten::`name` although no Python caller reaches it."""
+    """Return whether the dispatcher knows aten::`name` although no Python caller reaches it."""
     writes = name.endswith("_") and not name.endswith("__")
     return name not in op_facts.NOT_OPS and not writes and bool(torch._C._jit_get_schemas_for_operator(f"aten::{name}"))
 
 
 def retired(name: str) -> bool:
-    """Whether nothing is left of a function of torch but its error, as of `torch.qr` from torch 2.14 on.
+    """Return whether a function of torch only raises an error any more, as `torch.qr` from torch 2.14 on.
 
     A list may name it, for older versions; it has no rule, as no call of it computes anything.
     """

@@ -55,7 +55,7 @@ def _pads(wanted: str, dimensions: int) -> Callable[..., bool]:
 
 
 def _contracts(equation: str, operands: Any, *, path: Any = None) -> bool:
-    """Whether a label that is not in the result is in two operands: only then `einsum` runs a product of matrices.
+    """Return whether two operands share a label that is not in the result: only then `einsum` multiplies matrices.
 
     Dimensions of size 1 do not count: they are multiplied by broadcasting.
     """
@@ -230,7 +230,7 @@ COMPOSED: dict[str, tuple[Composition, ...]] = {
 
 @functools.cache
 def callers(part: str) -> tuple[str, ...]:
-    """The ops that consist of `part` alone in some way, so that a run of `part` may have been a call of them."""
+    """Return the ops that may consist of `part` alone, so that a run of `part` may have been a call of them."""
     found = dict.fromkeys(
         name for name, rows in COMPOSED.items() for row in rows if (part,) in row.ways and part not in ARITHMETIC
     )

@@ -123,10 +123,10 @@ FP32_KERNELS = frozenset(
     lstm_cell matmul mm rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention tensordot
     """.split()
 )
-# Of these, what native kernels compute inside in FP32 and keep so for their backward.
+# Those of them that native kernels compute inside in FP32 and keep so for their backward.
 FP32_KEPT = frozenset({"scaled_dot_product_attention"})
 
-# Ops that an fp8 list may name, and that "bf16-to-fp32" is about: `fp8.operands` says what each multiplies.
+# Ops that an fp8 list may name, and that "bf16-to-fp32" is about (`computing.matrix_products`).
 MATRIX_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
 
 # Ops of which torch has no BF16 or FP16 kernel on some device, by how their names begin and by name, and functions of
@@ -142,8 +142,9 @@ NO_LOW_KERNEL = frozenset(
 )
 NO_LOW_FUNCTIONS = ("torch.sparse.addmm", "torch.sparse.mm")
 
-# Ops that go wrong on inputs that were rounded before, whatever they are computed in, and what does not: a probability
-# of .999 is 1 in BF16, where the loss of the other class is 100 and its gradient 0. torch.autocast("cuda") refuses too.
+# Ops that go wrong on inputs that were rounded before, in whatever dtype they are computed, and the op to use instead:
+# a probability of .999 is 1 in BF16, where the loss of the other class is 100 and its gradient 0.
+# torch.autocast("cuda") refuses too.
 UNSAFE_OF_LOW = {"binary_cross_entropy": "binary_cross_entropy_with_logits"}
 
 # Names torch has that are conversions or bookkeeping, not ops with a precision.
@@ -156,7 +157,7 @@ NOT_OPS = frozenset(
     """.split()
 )
 
-# Views whose schema does not say so; and what takes no BF16, so that a cast before it is what a list means.
+# Views whose schema does not say so; and a view that takes no BF16, so that a list means a cast before it.
 VIEWS = frozenset("atleast_1d atleast_2d atleast_3d broadcast_tensors meshgrid".split())
 CAST_VIEWS = frozenset({"view_as_complex"})
 
@@ -168,7 +169,7 @@ NOT_COMPUTING = (
     "special_",
 )  # fmt: skip
 
-# What O2 runs in BF16: convolutions, linear, and the matrix products.
+# Ops that O2 runs in BF16: convolutions, linear, and the matrix products.
 O2_BF16 = frozenset(
     """
     addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
@@ -187,9 +188,9 @@ CALLED_LATER = {
     "torch.utils.checkpoint.CheckpointFunction.forward": 1,
 }
 
-# What runs beside a model and not in it: casts are off inside. A module stands for its functions, a class for its
-# methods and those of torch's classes that derive from it; "module:name" is one of them. Optimizer steps are watched by
-# `updates.step_hooks`. Looked through and left to be cast, as they run a model's forward or are part of it: torch.func,
+# Code that runs beside a model and not in it: casts are off inside. A module stands for its functions, a class for its
+# methods and the methods of torch's classes that derive from it; "module:name" is one of them. `updates.step_hooks`
+# watches optimizer steps. Looked through and left to be cast, as they run or are part of a model's forward: torch.func,
 # torch.autograd.functional, torch.distributions, torch.export, torch.fx, torch.jit, torch.onnx, torch.utils.checkpoint,
 # of torch.nn.utils the hooks of pruning, of weight and spectral norm, parametrizations, `rnn` and `stateless`.
 BESIDE_THE_MODEL = (
@@ -199,11 +200,11 @@ BESIDE_THE_MODEL = (
     "torch.distributed.algorithms.model_averaging.utils",
     # loss scales
     "torch.amp.grad_scaler:GradScaler", "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler",
-    # initialisation, clipping, and what changes the weights or the layers of a module
+    # initialisation, clipping, and functions that change the weights or the layers of a module
     "torch.nn.init", "torch.nn.utils", "torch.nn.utils.clip_grad", "torch.nn.utils.convert_parameters",
     "torch.nn.utils.fusion", "torch.nn.utils.init", "torch.nn.utils.parametrizations", "torch.nn.utils.parametrize",
     "torch.nn.utils.prune", "torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm",
-    # quantization: what is observed of a model, and its conversion
+    # quantization: the observers of a model, and its conversion
     "torch.ao.quantization.observer:ObserverBase", "torch.ao.quantization.quantize", "torch.ao.quantization.utils",
     "torch.ao.quantization.fuse_modules",
     # data: `__getitem__` of a data set and the collate function, in workers too
@@ -222,7 +223,7 @@ IN_THE_MODEL = frozenset({"torch.nn.utils.parametrize.cached"})  # a region, not
 CASTS_BY_HAND = ("to", "bfloat16", "half", "float", "type", "type_as")
 
 # For a map of dtypes, beside the ops whose schema has a `dtype`. A dtype is asked for; a stated one says how data from
-# outside is to be read, and the result is what has to be mapped; or the one or the other.
+# outside is to be read, and the result has to be mapped; or the one or the other.
 DTYPE_ASKED = (
     "torch.Tensor.to", "torch.Tensor.type", "torch.Tensor.new_tensor",
     "torch.set_default_dtype", "torch.set_default_tensor_type",

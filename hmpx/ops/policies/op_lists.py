@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -23,12 +22,12 @@ import torch
 import yaml
 
 from hmpx.errors import HmpxError, OpListError, did_you_mean
-from hmpx.ops.fp8.format import Format
+from hmpx.ops.policies.fp8_format import Format
 from hmpx.yaml_files import root_of, shown, text_of, value_of
 
 SIDES = ("bf16", "fp32", "promote", "fp8")
-FP8_FORMAT = "fp8_format"  # a key of YAML files: what the names in the fp8 list are cast to
-LOW_PRECISION = "low_precision"  # a key of YAML files, and what may stand there
+FP8_FORMAT = "fp8_format"  # a key of YAML files: the format of the fp8 list
+LOW_PRECISION = "low_precision"  # a key of YAML files: the dtype of the bf16 list, one of these
 LOW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "bf16": torch.bfloat16, "fp16": torch.float16}
 _KEYS = {
     ".yaml": {key: key for key in (*SIDES, LOW_PRECISION, FP8_FORMAT)},
@@ -40,7 +39,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 @dataclass(frozen=True)
 class Listed:
-    """One name in an op list, and where it stands: a file and a line, or, with line 0, what `path` says in words.
+    """One name in an op list, and where it stands: a file and a line, or, with line 0, a `path` in words.
 
     problem: why it cannot be the name of an op.
     """
@@ -59,7 +58,7 @@ class Listed:
 class OpLists:
     """The names on each side, and the low precision of the bf16 list; None if not given.
 
-    `problems`: what is wrong with the file beside its names, which is kept so that all of it can be said at once.
+    problems: errors of the file beside its names, kept so that one error can say all of them.
     """
 
     bf16: tuple[Listed, ...] | None = None
@@ -75,17 +74,17 @@ class OpLists:
 
 
 def shipped() -> Path:
-    """The folder of the op lists that come with hmpx."""
+    """Return the folder of the op lists that come with hmpx."""
     return Path(str(resources.files("hmpx"))) / "oplists"
 
 
 def is_shipped(origin: str) -> bool:
-    """Whether a name's origin, `file:line`, is a list that hmpx ships."""
+    """Return whether a name's origin, `file:line`, is a list that hmpx ships."""
     return os.path.realpath(origin).startswith(f"{os.path.realpath(shipped())}{os.sep}")
 
 
 def default_lists() -> OpLists:
-    """The default lists: HMP's published defaults."""
+    """Return the default lists: HMP's published defaults."""
     return read_lists(**{f"{side}_file_path": shipped() / "default" / f"{side}.txt" for side in SIDES})
 
 
@@ -115,7 +114,7 @@ def read_lists(
     low = {lists.low_precision: paths[side] for side, lists in read.items() if lists.low_precision is not None}
     if len(low) > 1:
         raise OpListError(f"{' and '.join(low.values())} disagree: low_precision is {' and '.join(map(str, low))}")
-    filled: dict[str, tuple[Listed, ...] | None] = {}
+    filled: dict[str, Any] = {}
     for side in SIDES:
         if side in read:
             filled[side] = read[side].side(side)
@@ -126,8 +125,7 @@ def read_lists(
         filled[side] = next(iter(offers.values()), None)
     problems = tuple(problem for lists in read.values() for problem in lists.problems)
     forms = [lists.fp8_format for lists in read.values() if lists.fp8_format is not None]
-    bf16, fp32, promote, fp8 = map(filled.get, SIDES)
-    return OpLists(bf16, fp32, promote, fp8, next(iter(low), None), next(iter(forms), None), problems)
+    return OpLists(**filled, low_precision=next(iter(low), None), fp8_format=next(iter(forms), None), problems=problems)
 
 
 def read_file(path: str | os.PathLike[str], side: str) -> OpLists:
@@ -141,9 +139,9 @@ def read_file(path: str | os.PathLike[str], side: str) -> OpLists:
     suffix = Path(path).suffix.lower()
     if suffix in _KEYS:
         return _read_tree(path, text, suffix)
-    names = {side: tuple(_read_lines(path, text))}
-    bf16, fp32, promote, fp8 = map(names.get, SIDES)
-    return OpLists(bf16, fp32, promote, fp8)
+    lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1)]
+    names: dict[str, Any] = {side: tuple(_listed(name, path, number) for number, name in lines if name)}
+    return OpLists(**names)
 
 
 def _text(path: str) -> str:
@@ -159,13 +157,6 @@ def _text(path: str) -> str:
         raise OpListError(f"{path}: is a directory; an op list is a .txt, .yaml or .json file") from None
     except OSError as error:
         raise OpListError(f"{shown(path)}: cannot be read: {error.strerror}") from error
-
-
-def _read_lines(path: str, text: str):
-    for number, line in enumerate(text.splitlines(), 1):
-        name = line.partition("#")[0].strip()
-        if name:
-            yield _listed(name, path, number)
 
 
 def _listed(name: str, path: str, line: int) -> Listed:
@@ -210,50 +201,39 @@ def _read_tree(path: str, text: str, suffix: str) -> OpLists:
         elif keys[key.value] in found:
             problems.append(f"{where}the key {key.value!r} stands here for the second time")
         else:
-            read = _SAID.get(key.value, _names)
-            found[keys[key.value]] = read(path, key.value, value, problems)
+            found[keys[key.value]] = _value(path, key.value, value, problems)
     if not found and not problems:
         close = next((hint for key, _ in root.value if (hint := did_you_mean(str(key.value), keys))), "")
         raise OpListError(f"{path}:1: holds none of the keys {legal}{close}")
     return OpLists(**found, problems=tuple(problems))
 
 
-def _low_precision(path: str, key: str, value: yaml.Node, problems: list[str]) -> torch.dtype | None:
-    if _is_null(value):
+def _value(path: str, key: str, node: yaml.Node, problems: list[str]) -> Any:
+    """Return the value of a key, or note the problem."""
+    if _is_null(node):
         return None
-    if isinstance(value, yaml.ScalarNode) and value.value in LOW_DTYPES:
-        return LOW_DTYPES[value.value]
-    given = repr(value.value) if isinstance(value, yaml.ScalarNode) else f"a {_kind(value)}"
-    problems.append(f"{path}:{value.start_mark.line + 1}: {key} is {given}, none of {', '.join(LOW_DTYPES)}")
+    where, names = f"{path}:{node.start_mark.line + 1}", []
+    if key == LOW_PRECISION:
+        given = repr(node.value) if isinstance(node, yaml.ScalarNode) else f"a {_kind(node)}"
+        if isinstance(node, yaml.ScalarNode) and node.value in LOW_DTYPES:
+            return LOW_DTYPES[node.value]
+        problems.append(f"{where}: {key} is {given}, none of {', '.join(LOW_DTYPES)}")
+    elif key == FP8_FORMAT:
+        try:
+            return Format.of(value_of(path, node))
+        except HmpxError as error:
+            problems.extend(f"{where}: {key}: {line}" for line in str(error).splitlines())
+    elif not isinstance(node, yaml.SequenceNode):
+        problems.append(f"{where}: {key!r} must be a list of names, found a {_kind(node)}")
+    else:
+        for item in node.value:
+            line = item.start_mark.line + 1
+            if isinstance(item, yaml.ScalarNode):
+                names.append(_listed(item.value, path, line))
+            else:
+                problems.append(f"{path}:{line}: {key!r} must hold names, found a {_kind(item)}")
+        return tuple(names)
     return None
-
-
-def _fp8_format(path: str, key: str, value: yaml.Node, problems: list[str]) -> Format | None:
-    try:
-        return None if _is_null(value) else Format.of(value_of(path, value))
-    except HmpxError as error:
-        problems.extend(f"{path}:{value.start_mark.line + 1}: {key}: {line}" for line in str(error).splitlines())
-        return None
-
-
-_SAID: dict[str, Callable] = {LOW_PRECISION: _low_precision, FP8_FORMAT: _fp8_format}
-
-
-def _names(path: str, key: str, value: yaml.Node, problems: list[str]) -> tuple[Listed, ...] | None:
-    if _is_null(value):
-        return None
-    if not isinstance(value, yaml.SequenceNode):
-        where = f"{path}:{value.start_mark.line + 1}"
-        problems.append(f"{where}: {key!r} must be a list of names, found a {_kind(value)}")
-        return None
-    names = []
-    for item in value.value:
-        line = item.start_mark.line + 1
-        if isinstance(item, yaml.ScalarNode):
-            names.append(_listed(item.value, path, line))
-        else:
-            problems.append(f"{path}:{line}: {key!r} must hold names, found a {_kind(item)}")
-    return tuple(names)
 
 
 def _is_null(value: yaml.Node) -> bool:

@@ -1,31 +1,38 @@
-"""A frozen `Policy`: op -> rule. It prints as an op list file and reads back to the same policy."""
+"""Which op has which rule: a frozen `Policy`, and the policies of a conversion by scope.
+
+A policy prints as an op list file and reads back to the same policy. Each nesting of overlays has a number, its scope;
+0 is outside of all overlays. The state of a thread holds such a number, and compiled code is guarded by it. Numbers
+hold for the process; which policy a scope has depends on the conversion in force, which is around all of them.
+"""
 
 from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
+from hmpx import process_state as state
+from hmpx.autocast_state import SCOPES
 from hmpx.errors import HmpxError
-from hmpx.ops.fp8.format import FORMATS, Format
 from hmpx.ops.policies.catalog import Op, canonical, catalog
 from hmpx.ops.policies.composition import ONLY_FP32, Composition
+from hmpx.ops.policies.fp8_format import FORMATS, Format
 from hmpx.ops.policies.op_lists import SIDES
 
 OptLevel = Literal["O1", "O2"]
 
 
 class Rule(enum.Enum):
-    """What happens to the eligible arguments of an op: dense and nested tensors of float32, bfloat16 and float16.
+    """How the eligible arguments of an op are cast: dense and nested tensors of float32, bfloat16 and float16.
 
-    A list says BF16, FP8, FP32 or PROMOTE. FP16 is what the bf16 list says under ``low_precision=torch.float16``.
+    A list says BF16, FP8, FP32 or PROMOTE. The bf16 list says FP16 under ``low_precision=torch.float16``.
     FP8 casts as BF16 does; FP8 products compute the op then, and its result is in BF16. BF16_TO_FP32 casts so too, and
     the result stays in FP32; no list says it, but "bf16-to-fp32" for a module or a region.
-    FIRST_INPUT is for ops in no list that refuse mixed dtypes; UNCAST and DTYPE_MAP are for functions that are no ops.
+    FIRST_INPUT is for ops in no list that refuse mixed dtypes.
 
     Example:
         >>> with hmpx.convert() as handle:
@@ -45,7 +52,7 @@ class Rule(enum.Enum):
         return self.value
 
 
-# What the ops in the bf16 list may run in, and the rule that they get then.
+# The dtypes that the bf16 list may stand for, and the rule that its ops get then.
 LOW_RULES: dict[torch.dtype, Rule] = {torch.bfloat16: Rule.BF16, torch.float16: Rule.FP16}
 
 
@@ -119,16 +126,16 @@ class Policy:
         object.__setattr__(self, "_rules", rules)
 
     def listed(self, name: str) -> Rule | None:
-        """The rule of the list that names `name` itself."""
+        """Return the rule of the list that names `name` itself."""
         return self._rules.get(name)
 
     def listed_as(self, op: Op) -> Rule | None:
-        """The rule of the list that names an op, by its own name or another name of the same computation."""
+        """Return the rule of the list that names an op, by its own name or another name of the same computation."""
         listed = self.listed(op.name)
         return self.listed(op.follows) if listed is None and op.follows else listed
 
     def rule(self, op: Op) -> Rule | None:
-        """The rule of an op in the catalogue; None leaves it as torch made it.
+        """Return the rule of an op in the catalogue; None leaves it as torch made it.
 
         Where it depends on the arguments of a call (`cases`), the first that casts.
         """
@@ -136,7 +143,7 @@ class Policy:
         return next((rule for rule in rules if rule not in (None, Rule.PROMOTE, Rule.FIRST_INPUT)), rules[0])
 
     def cases(self, op: Op) -> tuple[Case, ...]:
-        """The cases of an op; the first case that accepts a call's arguments decides.
+        """Return the cases of an op; the first case that accepts a call's arguments decides.
 
         Its own listing goes first, then that of the op that it follows as another name, then those of its parts.
         """
@@ -166,14 +173,14 @@ class Policy:
     def _doing(
         self, op: Op, listed: Rule | None, when: Callable[..., bool] | None = None, follows: tuple[str, ...] = ()
     ) -> Case:
-        """The case of a listed rule. What follows a matrix product, and is none, has the dtype of its results."""
+        """Return the case of a listed rule. An op that follows a matrix product, and is none, has its dtype."""
         rule = self._effective(op, listed)
         if rule in (Rule.FP8, Rule.BF16_TO_FP32) and not op.is_matrix_product:
             rule = Rule.BF16 if rule is Rule.FP8 else Rule.FP32
         return Case(rule, when, follows, self.fp8_format if rule is Rule.FP8 else None)
 
     def _of_parts(self, row: Composition) -> dict[str, Rule]:
-        """The rules of a composed op's parts, by listed name."""
+        """Return the rules of a composed op's parts, by listed name."""
         found: dict[str, Rule] = {}
         for name in row.parts:
             part = catalog().get(name := canonical(name))
@@ -188,7 +195,7 @@ class Policy:
         return found
 
     def undecided(self, op: Op) -> dict[str, Rule]:
-        """The parts of an unlisted op whose rules differ, so that it stays as it is; with those rules."""
+        """Return the parts of an unlisted op whose rules differ, so that it stays as it is; with those rules."""
         for row in () if op.view or self.listed_as(op) else op.rows:
             found = self._of_parts(row)
             if any(map(self.listed, found)) and len({rule for rule in found.values() if rule is not Rule.PROMOTE}) > 1:
@@ -203,7 +210,7 @@ class Policy:
         return listed
 
     def user_functions(self) -> dict[str, Rule]:
-        """Dotted names of functions outside torch, each with its rule."""
+        """Return the dotted names of functions outside torch, each with its rule."""
         return {name: rule for name, rule in self._rules.items() if "." in name}
 
     def __str__(self) -> str:
@@ -218,3 +225,71 @@ class Policy:
         if self.fp8 and (keys := self.fp8_format.keys()):
             blocks.append(f"fp8_format: {json.dumps(keys)}")
         return "\n".join(blocks) + "\n"
+
+
+# Scopes
+
+
+class Policies(dict[int, Policy]):
+    """The policies of one conversion by the scope in which they hold, as far as they are known."""
+
+    def at(self, scope: int) -> Policy:
+        """Return the policy of any scope, known or not."""
+        if scope in self:
+            return self[scope]
+        around, overlay = state.scopes[scope]
+        return state.overlays[overlay].over(self.at(around))
+
+    def know(self, scopes: Iterable[int]) -> bool:
+        """Add scopes; return whether some were new."""
+        before = len(self)
+        for scope in scopes:
+            self[scope] = self.at(scope)
+        return len(self) > before
+
+    def __str__(self) -> str:
+        return "".join(f"{scope}: {policy}" for scope, policy in self.items())
+
+
+def scope_inside(scope: int, overlay: int) -> int:
+    """Return the scope of an overlay (by its number) inside another scope; a conversion builds wrappers for it."""
+    found = number_inside(scope, overlay)
+    if found not in state.known_scopes and state.learn is not None:
+        state.learn((found,))
+    return found
+
+
+# torch.compile calls it, and takes the number for a constant: it depends on nothing but the arguments.
+vars(scope_inside)["_dynamo_marked_constant"] = True
+
+
+def number_inside(scope: int, overlay: int) -> int:
+    """Return the same scope, whether the conversion in force has wrappers for it or not."""
+    found = state.scope_numbers.get((scope, overlay))
+    return _new(scope, overlay) if found is None else found
+
+
+def _new(scope: int, overlay: int) -> int:
+    with state.lock:
+        key = scope, overlay
+        if key not in state.scope_numbers:
+            if state.scopes[scope][1] == overlay:
+                state.scope_numbers[key] = scope  # once more the same
+            elif scope and state.overlays[overlay].policy is not None:
+                state.scope_numbers[key] = number_inside(0, overlay)  # it hides the lists around it
+            elif len(state.scopes) < SCOPES:
+                state.scope_numbers[key] = len(state.scopes)
+                state.scopes.append(key)
+            else:
+                where = state.overlays[overlay].where
+                raise HmpxError(f"{where}: more than {SCOPES} nestings of lists in one process")
+        return state.scope_numbers[key]
+
+
+def made_of(overlays: Collection[int]) -> set[int]:
+    """Return the known scopes that consist of these overlays alone."""
+    found = {0}
+    for scope, (around, overlay) in enumerate(state.scopes):  # the scope around has a smaller number
+        if around in found and overlay in overlays:
+            found.add(scope)
+    return found

@@ -33,7 +33,7 @@ class Signature:
         is looked at.
     tail: the parameters behind `lead`, as far as overloads agree and their defaults are numbers.
     dtype_positional: a `dtype` may stand among the positional arguments behind `lead`.
-    statistics, beside: positions of tensors that the op may write to, and of those that must share their dtype.
+    statistics: positions of tensors that the op may write to. beside: positions of tensors that share their dtype.
     mixed_on_cpu: on a CPU it takes a BF16 or FP16 input beside FP32 weights.
     python: implemented in Python, so that it may call other listed ops.
     """
@@ -49,7 +49,7 @@ class Signature:
 
 @functools.cache
 def schemas(name: str) -> tuple[Any, ...]:
-    """The functional overloads that the dispatcher has for aten::`name`."""
+    """Return the functional overloads that the dispatcher has for aten::`name`."""
     found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     return tuple([s for s in found if not any(a.name in ("out", "out_dtype") or a.is_out for a in s.arguments)])
 
@@ -60,7 +60,7 @@ def is_tensor(argument: Any) -> bool:
 
 @functools.cache
 def read_signature(name: str, first: str) -> Signature:
-    """Read a signature off the schemas of aten::`name`; `first` is what Python calls the schema's `self`."""
+    """Read a signature off the schemas of aten::`name`; `first` is Python's name for the schema's `self`."""
     overloads = [[a for a in schema.arguments if not a.kwarg_only] for schema in schemas(name)]
     for arguments in overloads if first == "self" else ():
         arguments.sort(key=lambda a: a.name != "self")  # a method: the tensor it belongs to comes first
@@ -102,7 +102,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:
-    """One parameter list for overloads that differ at most in what may be a tensor."""
+    """Return one parameter list for overloads that differ at most in which arguments may be tensors."""
     if len({tuple((p.name, p.required) for p in lead) for lead in leads}) != 1:
         return None
     return tuple(
@@ -112,7 +112,7 @@ def _merge(leads: list[list[Argument]]) -> tuple[Argument, ...] | None:
 
 
 def _tail(overloads: list[list[Any]]) -> tuple[Argument, ...]:
-    """The leading number arguments with a default that all overloads share."""
+    """Return the leading number arguments with a default that all overloads share."""
     tail = []
     for same in zip(*overloads, strict=False):
         found = {(a.name, type(a.default_value), a.default_value) for a in same if _is_number(a)}

@@ -1,10 +1,11 @@
-"""Reads the call stack: the user's line, and the wrapper around an op."""
+"""Reads the call stack and functions: the user's line, and the wrapper around an op."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import wrapt
@@ -28,7 +29,7 @@ def register(code: types.CodeType, rule: Rule) -> None:
 
 
 def rule_of(frame: types.FrameType) -> Rule | None:
-    """The rule of the wrapper that runs in `frame`; None where it is another function's."""
+    """Return the rule of the wrapper that runs in `frame`; None if no wrapper runs in it."""
     return rules.get(id(frame.f_code), (None, None))[1]
 
 
@@ -38,21 +39,21 @@ def pass_over(code: types.CodeType) -> None:
 
 
 def calling(frame: types.FrameType) -> types.FrameType:
-    """`frame`, or the frame that it forwards a call for."""
+    """Return `frame`, or the frame that it forwards a call for."""
     while id(frame.f_code) in _passed_over and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    """`frame` and its callers, outwards."""
+    """Yield `frame` and its callers, outwards."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _is_library(code: types.CodeType) -> bool:
-    """Whether a code object is torch's or hmpx's, looked up once. Code objects are kept, so ids stay unique."""
+    """Return whether code is torch's or hmpx's, looked up once. Code objects are kept, so ids stay unique."""
     known = _libraries.get(id(code))
     if known is None:
         known = _libraries[id(code)] = code, code.co_filename.startswith((_TORCH, _HMPX, _WRAPT, WRITTEN))
@@ -60,20 +61,20 @@ def _is_library(code: types.CodeType) -> bool:
 
 
 def users_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """The innermost frame that is neither torch's nor hmpx's."""
+    """Return the innermost frame that is neither torch's nor hmpx's."""
     while frame is not None and _is_library(frame.f_code):
         frame = frame.f_back
     return frame
 
 
 def users_line(frame: types.FrameType) -> str:
-    """The user's line that is running, as `file:line`."""
+    """Return the user's line that is running, as `file:line`."""
     found = users_frame(frame)
     return "?" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
 
 
 def modules(frame: types.FrameType | None) -> Iterator[torch.nn.Module]:
-    """The modules whose methods are running, innermost first; a module may occur several times."""
+    """Yield the modules whose methods are running, innermost first; a module may occur several times."""
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and code.co_varnames[0] == "self":
@@ -81,3 +82,9 @@ def modules(frame: types.FrameType | None) -> Iterator[torch.nn.Module]:
             if isinstance(owner, torch.nn.Module):
                 yield owner
         frame = frame.f_back
+
+
+def runs_later(function: Callable) -> bool:
+    """Return whether the body of a function runs after the call: a generator or coroutine function."""
+    later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return any(test(function) for test in later)

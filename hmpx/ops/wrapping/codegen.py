@@ -197,7 +197,7 @@ def _default(p: Argument) -> str:
 
 @functools.cache
 def make_wrapper(signature: Signature, rule: Rule, function: str) -> Callable[[Callable, Callable, Switch], Callable]:
-    """A factory of wrappers named `function` for one signature and rule; it takes the op, its runner and a switch."""
+    """Return a factory of wrappers for one signature and rule; it takes the op, its runner and a switch."""
     parameters = (*(signature.lead or ()), *signature.tail)
     tensors = [p for p in parameters if p.tensor]
     fields = {
@@ -212,7 +212,7 @@ def make_wrapper(signature: Signature, rule: Rule, function: str) -> Callable[[C
     target, first = TARGETS.get(rule), f"{tensors[0].name}_dtype"
     wanted = first if target is None else "_target"
     kept = {parameters[i] for i in (*signature.statistics, *signature.beside)}
-    # Statistics of FP32, and what is beside them, are right whatever the input is; so is what is not there.
+    # FP32 statistics, and the tensors beside them, are right for every input; so is an absent one.
     right_dtypes = {p: "_float32" if p in kept else wanted for p in tensors}
     right = [f"{p.name}_dtype is {dtype}" for p, dtype in right_dtypes.items() if dtype != f"{p.name}_dtype"]
     if target is None and kept:

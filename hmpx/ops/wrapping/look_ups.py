@@ -20,7 +20,7 @@ _TABLES = (dict, types.MappingProxyType, set, frozenset, list, tuple)
 
 
 def functions_of(cls: type) -> Iterator[Any]:
-    """Functions that ``__torch_function__``, and the code it calls in its package, compares or keeps in tables.
+    """Yield functions that ``__torch_function__``, and the code it calls in its package, compares or keeps in tables.
 
     There may be anything else among it.
     """
@@ -32,7 +32,7 @@ def functions_of(cls: type) -> Iterator[Any]:
 
 
 def _members(table: Any) -> Iterator[Any]:
-    """The functions in a table, or in tables by class."""
+    """Yield the functions in a table, or in tables by class."""
     yield from table
     if isinstance(table, (dict, types.MappingProxyType)):
         for each in table.values():
@@ -54,7 +54,7 @@ def _looked_up(cls: type) -> Iterator[tuple[_LookUp, Any]]:
 
 
 def _function(found: Any) -> types.FunctionType | None:
-    """A function, also one read from a class."""
+    """Return a function, also one read from a class."""
     if isinstance(found, (classmethod, staticmethod)):
         found = found.__func__
     found = inspect.unwrap(found) if isinstance(found, types.FunctionType) else found
@@ -75,7 +75,7 @@ class _LookUp(NamedTuple):
     is_compared: bool = False
 
     def found(self, function: Any, cls: type) -> Any:
-        """The object that the look-up finds now; None if there is none."""
+        """Return the object that the look-up finds now; None if there is none."""
         try:
             return functools.reduce(inspect.getattr_static, self.attributes, self._start(function, cls))
         except (ImportError, LookupError, ValueError, AttributeError, TypeError):
@@ -94,9 +94,9 @@ class _LookUp(NamedTuple):
 
 @functools.cache
 def _look_ups(code: types.CodeType) -> list[_LookUp]:
-    """The look-ups in code, and which of them are compared by ``is``, ``==`` or ``in``."""
+    """Return the look-ups in code, and which of them are compared by ``is``, ``==`` or ``in``."""
     found: list[_LookUp] = []
-    stack: list[_LookUp | None] = []  # what an expression has looked up so far; None: a local variable
+    stack: list[_LookUp | None] = []  # the look-ups of an expression so far; None: a local variable
     imported, level = "", 0
     for each in dis.get_instructions(code):
         name, value = each.opname, each.argval

@@ -1,4 +1,4 @@
-"""Lets observers see the calls of ops at the wrappers, and says what they may do.
+"""Lets observers see the calls of ops at the wrappers.
 
 An observer stands around the outermost op: what an observed op calls in turn is a part of it, and not observed again.
 It decides whether the op runs, and what is handed back to the program. Where nobody observes, nothing of this is in any
@@ -27,7 +27,7 @@ from hmpx.ops.wrapping.overriding import call
 class Point:
     """One entry point of an op under one rule; of a user's own function, the function.
 
-    op: its name in a list. label: how it is called. rule: what casts its arguments, None where nothing does. follows:
+    op: its name in a list. label: how it is called. rule: that casts its arguments, None for none. follows:
     the listed ops that the rule comes from, where it is not the op's own. original: torch's function. in_place: it
     writes to its first argument.
     """
@@ -67,7 +67,7 @@ class Observer(Protocol):
     everything: bool
 
     def leaves(self, caller: types.CodeType) -> bool:
-        """Whether the observer skips the calls inside a function, such as a step of an optimizer."""
+        """Return whether the observer skips the calls inside a function, such as a step of an optimizer."""
         ...
 
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
@@ -117,7 +117,7 @@ def observed(
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """A region without observation and without casts, for an observer's own computations."""
+    """Open a region without observation and without casts, for an observer's own computations."""
     before, _thread.inside = _thread.inside, True
     try:
         with region_state.region(False):
@@ -127,7 +127,7 @@ def unobserved() -> Iterator[None]:
 
 
 def stand_in(function: Callable, casting: bool) -> Run:
-    """`function`, which computes an op, wrapped to report its arguments.
+    """Wrap `function`, which computes an op, to report its arguments.
 
     casting: whether it is called with arguments that a rule has looked at.
     """

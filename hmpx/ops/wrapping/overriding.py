@@ -55,12 +55,12 @@ def call(op: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
-    """`op`, which asks the classes of the uncast arguments first, since a cast may lose the class.
+    """Return `op` asking the classes of the uncast arguments first, since a cast may lose the class.
 
-    `casting` makes of `op` what casts its arguments. A class that neither compares `op` nor has it in a table is handed
-    that: it is going to call what it is handed.
+    A class that neither compares `op` nor has it in a table is handed `casting(op)`, which casts the arguments: the
+    class is going to call it.
     """
-    if hasattr(op, "standing_for"):  # an observer's: it tells what comes of asking
+    if hasattr(op, "standing_for"):  # an observer's: it reports the result of asking
         return op.standing_for(asking(op.hands_on, casting))
     original = op
     while hasattr(original, "hands_on"):
@@ -76,14 +76,14 @@ def asking(op: Any, casting: Callable[[Callable], Callable]) -> Callable:
 
 
 def overrides(args: tuple, kwargs: dict) -> bool:
-    """Whether the class of an argument overrides functions."""
+    """Return whether the class of an argument overrides functions."""
     return torch.overrides.has_torch_function(_subclasses(args, kwargs))
 
 
 def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
-    """Whether a cast lost the class of a tensor that overrides functions.
+    """Return whether a cast lost the class of a tensor that overrides functions.
 
-    A weight of a class that derives from `Parameter`, say: what that does to a tensor gives plain ones.
+    A weight of a class that derives from `Parameter`, say: its casts are plain tensors.
     """
     pairs = zip(_items(*before), _items(*after), strict=True)
     lost = [then for then, now in pairs if _is_other(then) and type(now) is not type(then)]
@@ -91,7 +91,7 @@ def lose_class(before: tuple[tuple, dict], after: tuple[tuple, dict]) -> bool:
 
 
 def _items(args: tuple, kwargs: dict) -> Iterator[Any]:
-    """Arguments, and the items of lists and tuples among them."""
+    """Yield arguments, and the items of lists and tuples among them."""
     for value in (*args, *kwargs.values()):
         yield from value if type(value) in (list, tuple) else (value,)
 
@@ -101,12 +101,12 @@ def _subclasses(args: tuple, kwargs: dict) -> list[Tensor]:
 
 
 def _is_other(value: Any) -> bool:
-    """Whether this is a tensor of another class than torch's plain ones."""
+    """Return whether this is a tensor of another class than torch's plain ones."""
     return isinstance(value, Tensor) and type(value) not in PLAIN
 
 
 def breaks_graph(op: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether Dynamo traces this call and cannot: a class compares `op` with a wrapper, which is no op to Dynamo."""
+    """Return whether Dynamo cannot trace this call: a class compares `op` with a wrapper, which is no op to Dynamo."""
     if not torch.compiler.is_dynamo_compiling():
         return False
     classes = [type(item) for item in _subclasses(args, kwargs)]
@@ -134,7 +134,7 @@ class _Probe(Tensor):
 
 @functools.cache
 def public(op: Callable) -> Callable:
-    """The function that torch passes to ``__torch_function__`` for `op`: ``Tensor.matmul`` for ``x @ y``."""
+    """Return the function that torch passes to ``__torch_function__`` for `op`: ``Tensor.matmul`` for ``x @ y``."""
     if not (op.__name__.startswith("__") and isinstance(op, types.MethodDescriptorType)):
         return op
     with torch._C._DisableTorchDispatch():  # a tensor without data can be of no other class
@@ -147,12 +147,12 @@ def public(op: Callable) -> Callable:
 
 
 def handed(op: Callable, *classes: type) -> Callable:
-    """The function to pass to these classes for `op`: torch's own, or our wrapper if a class compares with that."""
+    """Return the function to pass to these classes for `op`: torch's own, or our wrapper if one compares with that."""
     return _looked_up(op, *classes) or public(op)
 
 
 def _looked_up(op: Callable, *classes: type) -> Callable | None:
-    """The function that the code of a class looks for: torch's own or our wrapper; None if it looks for neither.
+    """Return the function that a class's code looks for: torch's own or our wrapper; None if it looks for neither.
 
     A table that is older than the conversion holds torch's own, a younger one the wrapper.
     """
@@ -167,7 +167,7 @@ def _looked_up(op: Callable, *classes: type) -> Callable | None:
 
 
 def called_by_torch(args: tuple, kwargs: dict, above: int) -> bool:
-    """Whether a tensor that is no plain one comes from torch's own decompositions, while it compiles.
+    """Return whether a tensor that is no plain one comes from torch's own decompositions, while it compiles.
 
     Args:
         above: how many frames above the one that asks the caller is.

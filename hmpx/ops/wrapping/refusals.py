@@ -1,26 +1,78 @@
-"""Adds a note to torch's error if an op refuses BF16 or FP16: why its input has that dtype, and the cure."""
+"""Wrappers of ops that go wrong on BF16 or FP16.
+
+If torch has no kernel of the op for that dtype, its error gets a note: why the input has that dtype, and the way out.
+If rounded input makes the result wrong without an error (`binary_cross_entropy`), the call is an error of hmpx.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from hmpx import region_state
 from hmpx.dtype_names import dtype_name
+from hmpx.errors import HmpxError
+from hmpx.ops.wrapping.callers import pass_over
+from hmpx.ops.wrapping.codegen import Switch
+from hmpx.ops.wrapping.wrappers import named_like
 
-LOW = frozenset({torch.bfloat16, torch.float16})
+logger = logging.getLogger("hmpx")
+_LOW = frozenset({torch.bfloat16, torch.float16})
 _OF_DTYPES = re.compile("BFloat16|Half|dtype|[Ll]ow precision|float|not implemented")  # in torch's words
 
 
-def explain(error: Exception, op: str, values: Iterable[Any]) -> None:
+def build_explaining(op: str, label: str, original: Callable, run: Callable) -> Callable:
+    """Return `run`, a wrapper of an op that may have no BF16 kernel, with the way out in its error."""
+
+    def explaining(*args, **kwargs):
+        try:
+            return run(*args, **kwargs)
+        except (RuntimeError, TypeError) as error:
+            _explain(error, op, (*args, *kwargs.values()))
+            raise
+
+    pass_over(explaining.__code__)
+    return named_like(explaining, label, original)
+
+
+def build_refusing(
+    op: str, label: str, original: Callable, run: Callable, switch: Switch, instead: str, asked: bool
+) -> Callable:
+    """Return `run`, a wrapper of an op that is unsafe on rounded input, with an error for a BF16 or FP16 first input.
+
+    instead: the op that is safe. asked: a list of the user's own names the op, so that this is a warning, once.
+    """
+    warned = False
+
+    def refusing(*args, **kwargs):
+        nonlocal warned
+        value = args[0] if args else kwargs.get("input")
+        if isinstance(value, torch.Tensor) and value.dtype in _LOW and not (switch.casts_off() or warned):
+            dtype = dtype_name(value.dtype)
+            message = (
+                f"{op} of {dtype} probabilities: .999 is 1 in {dtype}, so that a confident wrong answer has loss 100 "
+                f"and gradient 0; use {instead} on the logits"
+            )
+            if not asked:
+                raise HmpxError(f"{message}, or compute the sigmoid in float32")
+            logger.warning("hmpx: %s", message)
+            warned = True
+        return run(*args, **kwargs)
+
+    pass_over(refusing.__code__)
+    return named_like(refusing, label, original)
+
+
+def _explain(error: Exception, op: str, values: Iterable[Any]) -> None:
     """Add a note to `error`, which `op` raised, if one of its arguments is of low precision.
 
     Python 3.10 has no notes: there it is another line of the message.
     """
-    low = next((v for v in values if isinstance(v, torch.Tensor) and v.dtype in LOW), None)
+    low = next((v for v in values if isinstance(v, torch.Tensor) and v.dtype in _LOW), None)
     if (
         low is None
         or not _OF_DTYPES.search(str(error))
@@ -44,7 +96,7 @@ def explain(error: Exception, op: str, values: Iterable[Any]) -> None:
 
 
 def _origin(value: torch.Tensor) -> str:
-    """The op that made a tensor, as far as autograd knows."""
+    """Return the op that made a tensor, as far as autograd knows."""
     if isinstance(value, torch.nn.Parameter):
         return ", a parameter"
     node = value.grad_fn

@@ -40,17 +40,17 @@ TARGETS = {
 
 
 def is_eligible(value: Any) -> bool:
-    """Whether `value` is a dense or nested floating tensor of FP32, BF16 or FP16."""
+    """Return whether `value` is a dense or nested floating tensor of FP32, BF16 or FP16."""
     return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.layout in _DENSE
 
 
 def is_sparse(value: Any) -> bool:
-    """Whether `value` is a sparse floating tensor: neither it nor what is passed beside it is cast."""
+    """Return whether `value` is a sparse floating tensor: neither it nor the arguments beside it are cast."""
     return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.layout not in _DENSE
 
 
 def cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """An eligible tensor in `dtype`; for a weight, the cast that `cached_weights()` keeps."""
+    """Cast an eligible tensor to `dtype`; for a weight, return the cast that `cached_weights()` keeps."""
     if open_caches and type(value) is torch.nn.Parameter:
         return cast_weight(value, dtype, METHODS[dtype])
     found = METHODS[dtype](value)
@@ -60,7 +60,7 @@ def cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its eligible tensors in `dtype`, also in lists, tuples and dicts; itself if nothing changes."""
+    """Cast the eligible tensors in `value`, in lists, tuples and dicts too; return itself if nothing changes."""
     if isinstance(value, Tensor):
         return cast_tensor(value, dtype) if value.dtype is not dtype and is_eligible(value) else value
     kind = type(value)
@@ -76,7 +76,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def eligible_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
-    """The dtypes of the eligible tensors in `values`, in order, also in lists, tuples and dicts."""
+    """Return the dtypes of the eligible tensors in `values`, in order, also in lists, tuples and dicts."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -90,7 +90,7 @@ def eligible_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
 
 
 def is_explicit(args: tuple, kwargs: dict) -> bool:
-    """Whether the caller sets the result's dtype by ``out=`` or ``dtype=``."""
+    """Return whether the caller sets the result's dtype by ``out=`` or ``dtype=``."""
     return is_stated(kwargs) or has_dtype(args)
 
 
@@ -107,7 +107,7 @@ def has_dtype(args: tuple) -> bool:
 
 
 def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
-    """The dtype that `rule` casts the arguments to; None if it casts nothing."""
+    """Return the dtype that `rule` casts the arguments to; None if it casts nothing."""
     if rule in TARGETS:
         return TARGETS[rule]
     dtypes = eligible_dtypes((*args, *kwargs.values()))
@@ -117,7 +117,7 @@ def target_dtype(rule: Rule, args: tuple, kwargs: dict) -> torch.dtype | None:
 
 
 def cast_arguments(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments cast by the rule; tensors that the op may write to (`signature.statistics`) are not cast."""
+    """Cast the arguments by the rule, except tensors that the op may write to (`signature.statistics`)."""
     dtype = target_dtype(rule, args, kwargs)
     if dtype is None or (rule is Rule.FIRST_INPUT and signature.mixed_on_cpu and _is_mixed_on_cpu(args, kwargs)):
         return args, kwargs
@@ -138,7 +138,7 @@ def cast_arguments(rule: Rule, signature: Signature, args: tuple, kwargs: dict) 
 
 
 def _is_mixed_on_cpu(args: tuple, kwargs: dict) -> bool:
-    """Whether the first tensor is BF16 or FP16, the others FP32, and all of them on a CPU."""
+    """Return whether the first tensor is BF16 or FP16, the others FP32, and all of them on a CPU."""
     first, *others = (value for value in (*args, *kwargs.values()) if is_eligible(value))
     narrow = first.is_cpu and first.dtype in LOW_RULES
     return narrow and all(t.is_cpu and t.dtype is torch.float32 for t in others)
@@ -171,10 +171,10 @@ def call_cast(op: Callable, rule: Rule, signature: Signature, args: tuple, kwarg
 
 
 def _fitting(rule: Rule, signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """The arguments cast; None if a cast would lose the class of a tensor that overrides functions."""
+    """Return the arguments cast; None if a cast would lose the class of a tensor that overrides functions."""
     try:
         fitting = cast_arguments(rule, signature, args, kwargs)
-    except Exception:  # of a class that knows few functions, and neither what reads a dtype nor what casts
+    except Exception:  # of a class that knows few functions, and cannot read a dtype or cast
         if overrides(args, kwargs):
             return None
         raise
@@ -186,7 +186,7 @@ def _casting(rule: Rule, signature: Signature, op: Callable) -> Callable:
 
 
 def _by_position(signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The call with its leading keyword arguments by position."""
+    """Return the call with its leading keyword arguments by position."""
     values, rest = list(args), dict(kwargs)
     for argument in (signature.lead or ())[len(args) :]:
         if argument.name not in rest:
@@ -196,7 +196,7 @@ def _by_position(signature: Signature, args: tuple, kwargs: dict) -> tuple[tuple
 
 
 def _with_weight(signature: Signature, args: tuple) -> tuple:
-    """A bias that comes without a weight gets one of ones, which changes no bit.
+    """Give a bias that comes without a weight one of ones, which changes no bit.
 
     On a CPU instance_norm takes a BF16 input beside FP32 weight and bias, and not beside an FP32 bias alone.
     """
@@ -209,7 +209,7 @@ def _with_weight(signature: Signature, args: tuple) -> tuple:
 
 
 def _widen(signature: Signature, args: tuple) -> tuple[tuple, list[tuple[Tensor, Tensor]]]:
-    """Widen statistics that are narrower than the input, which torch refuses; the pairs say what to write back."""
+    """Widen statistics that are narrower than the input, which torch refuses; return pairs to write back."""
     widened = []
     values = list(args)
     if signature.beside and values and is_eligible(values[0]) and values[0].dtype is torch.float32:

@@ -1,11 +1,11 @@
 """The cache of weight casts that `cached_weights()` opens, and when it drops a cast.
 
-A weight is written to in many ways, and not all of them leave a trace. What guards a kept cast:
+A weight is written to in many ways, and not all of them leave a trace. These guard a kept cast:
 
 - in-place ops and `load_state_dict` raise the weight's `_version`; another place in memory shows in `data_ptr()`;
 - `.data` and the ways to the memory itself (`numpy()`, `untyped_storage()`, `data_ptr()`, `__dlpack__()`) do not raise
   `_version` when they are written through, so they are watched while a cache is open: taking one of them, of the weight
-  or of a view of it, drops the cast, and none is kept while what was taken is alive;
+  or of a view of it, drops the cast, and none is kept while the taken object is alive;
 - optimizer steps, of which fused ones do not raise `_version`, drop the casts of their parameters;
 - a weight whose storage something else holds too (a flat buffer of a sharded model, a `.data` taken earlier, a NumPy
   array) is not kept at all, nor one that needs a gradient, whose cast would be part of a graph.
@@ -15,20 +15,24 @@ One kind of write is not seen: through an address, or a storage, that was taken 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
 from threading import get_ident
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import is_grad_enabled
 from torch._C import _len_torch_dispatch_stack
+from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from hmpx.ops.wrapping.watched_writes import watch_writes
+from hmpx.changes import Attribute, Changes
 from hmpx.process_state import open_caches, watching_writes
 from hmpx.rounding.xla import is_lazy
 
@@ -64,7 +68,7 @@ class WeightCache:
         self._of_cast: dict[int, _CachedCast] = {}  # the same, by identity of the cast
 
     def get(self, weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
-        """The cached cast, or a new `cast(weight)`."""
+        """Return the cached cast, or a new `cast(weight)`."""
         kept = self._kept.get((id(weight), dtype))
         if kept is not None and not _len_torch_dispatch_stack():
             made, stream = kept.cast, kept.stream
@@ -97,8 +101,14 @@ class WeightCache:
         self._kept[key] = self._of_cast[id(made)] = _CachedCast(weight, version, pointer, made)
         return made
 
+    def _refuse(self, reason: str, weight: Parameter, cast: Callable[[Tensor], Tensor]) -> Tensor:
+        self.refused[reason] += 1
+        if self.refused[reason] == 1:
+            logger.warning("hmpx: cached_weights() casts a %s weight anew: %s", tuple(weight.shape), reason)
+        return cast(weight)
+
     def widen(self, value: Tensor) -> Tensor:
-        """`value` in FP32 for a kernel; cached for a weight or a cached cast."""
+        """Return `value` in FP32 for a kernel; cached for a weight or a cached cast."""
         kept = self._of_cast.get(id(value))
         if kept is None or value._version:
             return self.get(value, torch.float32, _to_float) if type(value) is Parameter else _to_float(value)
@@ -106,9 +116,12 @@ class WeightCache:
         if wide is None or wide._version:
             with torch.inference_mode(False), torch.no_grad():
                 kept.wide = wide = _to_float(value)
-                kept.cast = _upper_halves(wide, value)
-            del self._of_cast[id(value)]
-            self._of_cast[id(kept.cast)] = kept
+                if value.dtype is torch.bfloat16 and value.dim() and wide.is_contiguous():
+                    upper = wide.view(value.dtype)[..., 1::2]  # a BF16 cast takes no memory of its own then
+                    if torch.equal(upper, value):
+                        del self._of_cast[id(value)]
+                        kept.cast = upper
+                        self._of_cast[id(upper)] = kept
         return wide
 
     def _drop(self, key: tuple[int, torch.dtype]) -> None:
@@ -144,54 +157,36 @@ class WeightCache:
         held = [t for kept in self._kept.values() for t in (kept.cast, kept.wide) if t is not None]
         return sum({storage.data_ptr(): storage.nbytes() for storage in map(storage_of, held)}.values())
 
-    def _refuse(self, reason: str, weight: Parameter, cast: Callable[[Tensor], Tensor]) -> Tensor:
-        self.refused[reason] += 1
-        if self.refused[reason] == 1:
-            logger.warning("hmpx: cached_weights() casts a %s weight anew: %s", tuple(weight.shape), reason)
-        return cast(weight)
-
 
 def cast_weight(weight: Parameter, dtype: torch.dtype, cast: Callable[[Tensor], Tensor]) -> Tensor:
-    """`cast(weight)`, cached if this thread has a cache open. In compiled code, the compiler fuses the cast instead."""
+    """Return `cast(weight)`, cached if this thread has a cache open. In compiled code the compiler fuses it instead."""
     if is_dynamo_compiling():
         return cast(weight)
     cache = open_caches.get(get_ident())
     return cast(weight) if cache is None else cache.get(weight, dtype, cast)
 
 
-def _upper_halves(wide: Tensor, low: Tensor) -> Tensor:
-    """`low` as the upper halves of `wide`, so that BF16 casts take no memory of their own."""
-    if low.dtype is torch.bfloat16 and low.dim() and wide.is_contiguous():
-        upper = wide.view(low.dtype)[..., 1::2]
-        if torch.equal(upper, low):
-            return upper
-    return low
-
-
 def current() -> WeightCache | None:
-    """This thread's cache; None if none is open."""
+    """Return this thread's cache; None if none is open."""
     return open_caches.get(get_ident())
 
 
-def open_cache() -> WeightCache:
-    """This thread's cache. Calls nest."""
+def open_cache() -> None:
+    """Open this thread's cache. Calls nest."""
     with _lock:
-        cache = open_caches.get(get_ident())
-        if cache is None:
-            cache = WeightCache()
+        cache = open_caches.get(get_ident()) or WeightCache()
         if not open_caches:
             try:
-                watch_writes(watching_writes)
+                _watch_writes(watching_writes)
             except BaseException:
                 watching_writes.close()
                 raise
         open_caches[get_ident()] = cache
         cache.depth += 1
-    return cache
 
 
 def close_cache() -> None:
-    """Take back one `open_cache`; the last one gives the memory back."""
+    """Undo one `open_cache`; the last one gives the memory back."""
     with _lock:
         cache = open_caches[get_ident()]
         cache.depth -= 1
@@ -203,13 +198,13 @@ def close_cache() -> None:
 
 
 def _is_shared(weight: Parameter) -> bool:
-    """Whether anything but the weight, and the storage object asked for here, holds its memory."""
+    """Return whether anything but the weight, and the storage object asked for here, holds its memory."""
     storage = storage_of(weight)
     return bool(weight.storage_offset() != 0 or torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 def _runs_now(weight: Parameter) -> bool:
-    """Whether ops on the weight's device run, as opposed to being recorded into a CUDA graph."""
+    """Return whether ops on the weight's device run, as opposed to being recorded into a CUDA graph."""
     capturing = getattr(_device_module(weight.device), "is_current_stream_capturing", None)
     return capturing is None or not capturing()
 
@@ -222,8 +217,54 @@ def _device_module(device: torch.device) -> ModuleType:
 
 
 def _stream(weight: Parameter) -> object:
-    """The current stream, since work on another one does not wait for the cast. None without streams."""
+    """Return the current stream, since work on another one does not wait for the cast. None without streams."""
     if weight.is_cpu:
         return None
     current = getattr(_device_module(weight.device), "current_stream", None)
     return None if current is None else current(weight.device)
+
+
+# Writes that do not raise a tensor's `_version`
+
+_data = torch._C.TensorBase.__dict__["data"]
+_TO_MEMORY = ("numpy", "untyped_storage", "data_ptr", "__dlpack__")
+
+
+def _watch_writes(changes: Changes) -> None:
+    """Let every open cache drop casts of tensors that may be written to, until `changes` are undone."""
+    for name, watched in _watched.items():
+        changes.put(Attribute(Tensor, name, f"torch.Tensor.{name}"), watched)
+
+
+def _watch(name: str) -> Callable:
+    function = getattr(Tensor, name)
+
+    @functools.wraps(function)
+    def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        _forget_written(tensor)
+        return function(tensor, *args, **kwargs)
+
+    return watched
+
+
+def _read_data(tensor: Tensor) -> Tensor:
+    _forget_written(tensor)
+    return _data.__get__(tensor)
+
+
+def _write_data(tensor: Tensor, value: Tensor) -> None:
+    _forget_written(tensor)
+    _data.__set__(tensor, value)
+
+
+_watched: dict[str, Any] = {"data": property(_read_data, _write_data, doc=_data.__doc__)}
+_watched.update((name, _watch(name)) for name in _TO_MEMORY)
+
+
+def _forget_written(tensor: Tensor) -> None:
+    if isinstance(tensor, FakeTensor):  # a compiler's, which has no memory
+        return
+    for cache in list(open_caches.values()):
+        cache.forget({id(tensor)})
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # of tensors without storage
+            cache.forget_storage(tensor)

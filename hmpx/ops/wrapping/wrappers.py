@@ -1,162 +1,98 @@
-"""One wrapper built for each (entry point, rule): look at the arguments, cast what the rule says, call torch.
+"""One wrapper for each entry point and rule: it looks at the arguments, casts as the rule says, and calls torch.
 
-Plain functions beat wrapt proxies and `TorchFunctionMode` in Python's interpreter, and the unlisted op costs nothing.
-Where the signature is known, `codegen` writes one that does not even walk `*args`.
+Plain functions beat wrapt proxies and `TorchFunctionMode` in Python's interpreter, and an unlisted op costs nothing.
+Where the signature is known, `codegen` writes a wrapper that does not even walk `*args`. A `Patch` says where a wrapper
+stands.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
-import logging
+import pkgutil
 import sys
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import wrapt
 
 from hmpx import region_state
-from hmpx.dtype_names import dtype_name
-from hmpx.errors import HmpxError
+from hmpx.changes import Attribute
 from hmpx.ops.policies.catalog import Entry
 from hmpx.ops.policies.policy import Case, Rule
-from hmpx.ops.wrapping import refusals
 from hmpx.ops.wrapping.callers import calling, pass_over, register
 from hmpx.ops.wrapping.codegen import Switch, make_wrapper
 from hmpx.ops.wrapping.observing import Observer, Point, observed, stand_in
 from hmpx.ops.wrapping.overriding import PLAIN, call, called_by_torch, public
-from hmpx.ops.wrapping.rules import call_cast, cast, is_explicit
+from hmpx.ops.wrapping.rules import call_cast, is_explicit
 from hmpx.region_state import scope
 
-logger = logging.getLogger("hmpx")
+
+class Patching(enum.Enum):
+    """The effect of a patch on calls of an entry point."""
+
+    CAST = "cast"  # the arguments are cast as its rule says
+    UNCAST = "uncast"  # no casts inside: not the model's forward
+    CHECK = "check"  # a layer's check of its input's dtype accepts an input that will be cast
+    CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
+    EXPLAINED = "explained"  # torch's error says why, and nothing else changes
+    OBSERVED = "observed"  # an observer sees the calls, and nothing else changes
+    DTYPE_MAP = "dtype map"  # a dtype that is asked for becomes another
+
+    def __str__(self) -> str:
+        return self.value
 
 
-def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
-    """A wrapper for any signature, also for Python functions of torch, inside which nothing is cast again."""
-    signature = entry.signature
-    stated = _stated_positions(original) if signature.python else ()
-    inner = _deciding(run) if signature.python else run
+@dataclass(frozen=True)
+class Patch:
+    """One attribute, before and after.
 
-    def wrapper(*args, **kwargs):
-        if switch.casts_off() or called_by_torch(args, kwargs, 1):
-            return call(original, args, kwargs)
-        if is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args):
-            return call(inner, args, kwargs)
-        return call_cast(inner, rule, signature, args, kwargs)
-
-    wrapper.__code__ = _code_under(rule, wrapper.__code__)
-    return wrapper
-
-
-@functools.cache
-def _code_under(rule: Rule, code: types.CodeType) -> types.CodeType:
-    """A copy of the function with a code object of its own for one rule, so that the running code tells the rule."""
-    own = code.replace(co_name=f"{code.co_name}_{rule.name.lower()}")
-    register(own, rule)
-    return own
-
-
-def _deciding(function: Callable) -> Callable:
-    """A listed `function`, with casts off inside."""
-
-    def inner(*args, **kwargs):
-        return region_state.run_uncast(call, (function, args, kwargs), {})
-
-    vars(inner)["hands_on"] = function
-    return inner
-
-
-def _stated_positions(function: Callable) -> tuple[int, ...]:
-    """Positions of `out`, `dtype` and `inplace` in a Python function of torch, by which the caller decides."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    names = code.co_varnames[: code.co_argcount] if code else ()
-    return tuple(names.index(name) for name in ("out", "dtype", "inplace") if name in names)
-
-
-def _is_stated_at(positions: tuple[int, ...], args: tuple) -> bool:
-    return any(i < len(args) and args[i] is not None and args[i] is not False for i in positions)
-
-
-def build_uncast(entry: Entry, original: Callable, switch: Switch) -> Callable:
-    """A wrapper of a Python function of torch that is no part of a model: casts are off inside."""
-    public(original)
-    inner = _deciding(original)
-
-    def uncast(*args, **kwargs):
-        if switch.casts_off() or called_by_torch(args, kwargs, 1):
-            return call(original, args, kwargs)
-        return call(inner, args, kwargs)
-
-    vars(uncast)["__wrapped__"] = original  # its signature, which torch_xla compares before it puts its own on top
-    return _named(uncast, entry, original)
-
-
-def build_check(weights: str, switch: Switch, original: Callable) -> Callable:
-    """A layer's check of its input's dtype, changed to accept inputs that will be cast."""
-
-    def check(layer, value, *rest):
-        if not switch.casts_off():
-            value = cast(value, getattr(layer, weights)[0].dtype)
-        return original(layer, value, *rest)
-
-    return check
-
-
-def _observed(
-    entry: Entry, point: Point, original: Callable, run: Callable | None, switch: Switch, observer: Observer
-) -> Callable:
-    """The wrapper of an entry point while an observer is active."""
-    public(original)
-
-    if point.rule is None:
-        plain, inner = original, stand_in(original, casting=False)
-    else:
-        rule, run = _computing(entry, point.rule, original, run)
-        plain = _built(entry, rule, run, original, switch)
-        inner = _built(entry, rule, stand_in(run, casting=True), stand_in(original, casting=False), switch)
-
-    def wrapper(*args, **kwargs):
-        caller = calling(sys._getframe(1))
-        if observer.leaves(caller.f_code) or called_by_torch(args, kwargs, 1):
-            return plain(*args, **kwargs)
-        return observed(point, observer, plain, inner, caller, args, kwargs)
-
-    return wrapper
-
-
-def build_carrying(position: int, switch: Switch, original: Callable) -> Callable:
-    """A wrapper of a torch function that stores a callback: the callback runs in the region of now."""
-
-    def carrier(*args, **kwargs):
-        if len(args) > position and not switch.retired:
-            args = (*args[:position], region_state.carrying(args[position]), *args[position + 1 :])
-        return original(*args, **kwargs)
-
-    return carrier
-
-
-def build_wrapper(
-    entry: Entry, rule: Rule, original: Callable, switch: Switch, run: Callable | None = None
-) -> Callable:
-    """The wrapper of one entry point under one rule. It takes the place of `original` by name, for pickling too.
-
-    run: what computes the op once the arguments are as the rule says; None for `original` itself.
+    how: the effect of the patch. rule: the rule of a patch that casts (where it depends on the arguments of a call, or
+    on the scope, the first of its cases); else None. older: a wrapper of ours that it takes the place of.
     """
-    return _named(_built(entry, *_computing(entry, rule, original, run), original, switch), entry, original)
+
+    op: str
+    how: Patching
+    rule: Rule | None
+    label: str
+    owner: Any
+    attribute: str
+    original: Any
+    wrapper: Any
+    older: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.label:45} {self.rule or self.how}"
+
+    @property
+    def place(self) -> Attribute:
+        return Attribute(self.owner, self.attribute, self.label)
 
 
-def _computing(entry: Entry, rule: Rule, original: Callable, run: Callable | None) -> tuple[Rule, Callable]:
-    """The rule of an entry point, and the function that computes the op."""
-    if entry.in_place:  # the first is written to: the others come to it, whichever list names the op
-        return Rule.FIRST_INPUT, original
-    return rule, original if run is None or rule is Rule.FP32 else run
+def patch_at(path: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
+    """Return the patch of one dotted name in torch that casts nothing; `build` makes the new value from the old one."""
+    name, _, attribute = path.rpartition(".")
+    return patch_of(pkgutil.resolve_name(name), attribute, path, how, build)
 
 
-def _built(entry: Entry, rule: Rule, run: Callable, original: Callable, switch: Switch) -> Callable:
-    public(original)  # looks it up once, while torch is as it was made
-    if entry.signature.python or entry.signature.lead is None:
-        return _general(entry, rule, original, run, switch)
-    return make_wrapper(entry.signature, rule, entry.attribute)(original, run, switch)
+def patch_of(owner: Any, attribute: str, label: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
+    """Do the same for an attribute of a class or module."""
+    original = wrapt.resolve_path(owner, attribute)[2]  # as it stands in the namespace, or along a class's MRO
+    return Patch(attribute, how, None, label, owner, attribute, original, build(original))
+
+
+def named_like(wrapper: Callable, label: str, original: Callable) -> Callable:
+    """Give a wrapper the name of the function whose place it takes, for pickling too."""
+    module, _, name = label.rpartition(".")
+    method = module in ("Tensor", "torch.Tensor")
+    wrapper.__module__, wrapper.__qualname__ = ("torch", f"Tensor.{name}") if method else (module, name)
+    wrapper.__name__, wrapper.__doc__ = name, original.__doc__
+    vars(wrapper)["__hmpx_original__"] = original
+    return wrapper
 
 
 def build_choice(
@@ -165,20 +101,20 @@ def build_choice(
     cases: tuple[Case, ...],
     original: Callable,
     switch: Switch,
-    running: Callable[[Case], Callable] | None = None,
+    running: Callable[[Case], Callable],
     observer: Observer | None = None,
 ) -> Callable:
-    """The wrapper of one entry point whose rule depends on the arguments.
+    """Return the wrapper of one entry point whose rule depends on the arguments; `original` where no case casts.
 
-    running: what computes the op in a case once the arguments are as its rule says; None for `original` itself.
+    running: gives the function that computes the op in a case once the arguments are as its rule says.
     """
 
     def build(case: Case) -> Callable:
-        run = None if running is None else running(case)
         if observer is not None:
             point = Point(op, entry.label, case.rule, original, case.follows, entry.in_place)
-            return _named(_observed(entry, point, original, run, switch, observer), entry, original)
-        return original if case.rule is None else build_wrapper(entry, case.rule, original, switch, run)
+            seen = _observed(entry, point, original, running(case), switch, observer)
+            return named_like(seen, entry.label, original)
+        return original if case.rule is None else build_wrapper(entry, case.rule, original, switch, running(case))
 
     if len(cases) == 1:
         return build(cases[0])
@@ -196,72 +132,7 @@ def build_choice(
                 return run(*args, **kwargs)
         return otherwise(*args, **kwargs)
 
-    return _named(choice, entry, original)
-
-
-def build_explaining(op: str, entry: Entry, original: Callable, run: Callable) -> Callable:
-    """The wrapper `run` of an op that may have no BF16 kernel: its error names the cure."""
-
-    def explaining(*args, **kwargs):
-        try:
-            return run(*args, **kwargs)
-        except (RuntimeError, TypeError) as error:
-            refusals.explain(error, op, (*args, *kwargs.values()))
-            raise
-
-    pass_over(explaining.__code__)
-    return _named(explaining, entry, original)
-
-
-def build_refusing(
-    op: str, entry: Entry, original: Callable, run: Callable, switch: Switch, instead: str, asked: bool
-) -> Callable:
-    """The wrapper `run` of an op that is unsafe on rounded input: a first input in low precision is an error.
-
-    instead: what is safe. asked: a list of the user's own names the op, so that this is a warning, once.
-    """
-    warned = False
-
-    def refusing(*args, **kwargs):
-        nonlocal warned
-        value = args[0] if args else kwargs.get("input")
-        if isinstance(value, torch.Tensor) and value.dtype in refusals.LOW and not (switch.casts_off() or warned):
-            dtype = dtype_name(value.dtype)
-            message = (
-                f"{op} of {dtype} probabilities: .999 is 1 in {dtype}, so that a confident wrong answer has loss 100 "
-                f"and gradient 0; use {instead} on the logits"
-            )
-            if not asked:
-                raise HmpxError(f"{message}, or compute the sigmoid in float32")
-            logger.warning("hmpx: %s", message)
-            warned = True
-        return run(*args, **kwargs)
-
-    pass_over(refusing.__code__)
-    return _named(refusing, entry, original)
-
-
-def build_untouched(original: Callable) -> Callable:
-    """A wrapper that calls the original as torch would without hmpx."""
-
-    def untouched(*args, **kwargs):
-        return call(original, args, kwargs)
-
-    return untouched
-
-
-def build_scoped(entry: Entry, original: Callable, runs: Mapping[int, Callable]) -> Callable:
-    """The wrapper of one entry point whose rule depends on the scope: it asks for the scope in each call.
-
-    runs: what is called in each scope; it may get more.
-    """
-    elsewhere = runs[0]
-
-    def scoped(*args, **kwargs):
-        return runs.get(scope(), elsewhere)(*args, **kwargs)
-
-    pass_over(scoped.__code__)
-    return _named(scoped, entry, original)
+    return named_like(choice, entry.label, original)
 
 
 def _accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:
@@ -271,12 +142,113 @@ def _accepts(when: Callable[..., bool], args: tuple, kwargs: dict) -> bool:
         return False
 
 
-def _named(wrapper: Callable, entry: Entry, original: Callable) -> Callable:
-    """`wrapper` under the name of the function whose place it takes."""
-    module, _, qualified = entry.label.rpartition(".")
-    if module == "Tensor":
-        module, qualified = "torch", entry.label
-    wrapper.__module__, wrapper.__qualname__ = module, qualified
-    wrapper.__name__, wrapper.__doc__ = entry.attribute, original.__doc__
-    vars(wrapper)["__hmpx_original__"] = original
+def build_scoped(entry: Entry, original: Callable, runs: Mapping[int, Callable]) -> Callable:
+    """Return the wrapper of one entry point whose rule depends on the scope: it asks for the scope in each call.
+
+    runs: the wrapper of each scope; it may get more.
+    """
+    elsewhere = runs[0]
+
+    def scoped(*args, **kwargs):
+        return runs.get(scope(), elsewhere)(*args, **kwargs)
+
+    pass_over(scoped.__code__)
+    return named_like(scoped, entry.label, original)
+
+
+def build_untouched(original: Callable) -> Callable:
+    """Return a wrapper that calls the original as torch would without hmpx."""
+
+    def untouched(*args, **kwargs):
+        return call(original, args, kwargs)
+
+    return untouched
+
+
+def build_wrapper(entry: Entry, rule: Rule, original: Callable, switch: Switch, run: Callable) -> Callable:
+    """Return the wrapper of one entry point under one rule. It takes the place of `original` by name, for pickling too.
+
+    run: computes the op once the arguments are as the rule says; `original`, or a kernel around it.
+    """
+    return named_like(_casting(entry, *_computing(entry, rule, original, run), original, switch), entry.label, original)
+
+
+def _computing(entry: Entry, rule: Rule, original: Callable, run: Callable) -> tuple[Rule, Callable]:
+    """Return the rule of an entry point, and the function that computes the op."""
+    if entry.in_place:  # the first is written to: the others come to it, whichever list names the op
+        return Rule.FIRST_INPUT, original
+    return rule, original if rule is Rule.FP32 else run
+
+
+def _casting(entry: Entry, rule: Rule, run: Callable, original: Callable, switch: Switch) -> Callable:
+    public(original)  # looks it up once, while torch is as it was made
+    if entry.signature.python or entry.signature.lead is None:
+        return _general(entry, rule, original, run, switch)
+    return make_wrapper(entry.signature, rule, entry.attribute)(original, run, switch)
+
+
+def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
+    """Return a wrapper for any signature, also for Python functions of torch, inside which nothing is cast again."""
+    signature = entry.signature
+    stated = _stated_positions(original) if signature.python else ()
+    inner = uncast_inside(run) if signature.python else run
+
+    def wrapper(*args, **kwargs):
+        if switch.casts_off() or called_by_torch(args, kwargs, 1):
+            return call(original, args, kwargs)
+        if is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args):
+            return call(inner, args, kwargs)
+        return call_cast(inner, rule, signature, args, kwargs)
+
+    wrapper.__code__ = _code_under(rule, wrapper.__code__)
+    return wrapper
+
+
+@functools.cache
+def _code_under(rule: Rule, code: types.CodeType) -> types.CodeType:
+    """Return a copy of the code for one rule, so that the running code tells the rule."""
+    own = code.replace(co_name=f"{code.co_name}_{rule.name.lower()}")
+    register(own, rule)
+    return own
+
+
+def uncast_inside(function: Callable) -> Callable:
+    """Return `function` with casts off inside."""
+
+    def inner(*args, **kwargs):
+        return region_state.run_uncast(call, (function, args, kwargs), {})
+
+    vars(inner)["hands_on"] = function
+    return inner
+
+
+def _stated_positions(function: Callable) -> tuple[int, ...]:
+    """Return positions of `out`, `dtype` and `inplace` in a Python function of torch, by which the caller decides."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code else ()
+    return tuple(names.index(name) for name in ("out", "dtype", "inplace") if name in names)
+
+
+def _is_stated_at(positions: tuple[int, ...], args: tuple) -> bool:
+    return any(i < len(args) and args[i] is not None and args[i] is not False for i in positions)
+
+
+def _observed(
+    entry: Entry, point: Point, original: Callable, run: Callable, switch: Switch, observer: Observer
+) -> Callable:
+    """Return the wrapper of an entry point while an observer is active."""
+    public(original)
+    if point.rule is None:
+        plain, inner = original, stand_in(original, casting=False)
+    else:
+        rule, run = _computing(entry, point.rule, original, run)
+        plain = _casting(entry, rule, run, original, switch)
+        inner = _casting(entry, rule, stand_in(run, casting=True), stand_in(original, casting=False), switch)
+
+    def wrapper(*args, **kwargs):
+        caller = calling(sys._getframe(1))
+        if observer.leaves(caller.f_code) or called_by_torch(args, kwargs, 1):
+            return plain(*args, **kwargs)
+        return observed(point, observer, plain, inner, caller, args, kwargs)
+
     return wrapper

@@ -1,9 +1,13 @@
-"""torch.compile under a conversion.
+"""torch.compile and TorchScript under a conversion.
 
 Dynamo recognises torch's functions by identity, in tables that it builds from torch's attributes. The tables must keep
 holding the originals: then a wrapper is an ordinary Python function to Dynamo, which it traces through, casts and
 conditions included, and the original inside of it is the op. A wrapper that stood in the tables would be taken for an
 opaque op, and later changes of what it depends on would be ignored.
+
+TorchScript compiles the original of a wrapper, and so does not cast: `torch.jit.script` knows torch's builtins by
+identity and reads the source of everything else, and a wrapper is neither. torch scripts for itself too, when
+`torch.func.jvp` is used for the first time.
 """
 
 from __future__ import annotations
@@ -16,37 +20,43 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+import torch.jit._builtins
 import wrapt
 from torch.compiler import config
+from torch.jit import _recursive
 
 from hmpx import autocast_state, process_state, region_state
-from hmpx.changes import Attribute, Changes
+from hmpx.changes import Attribute, Changes, Item
 
+_BUILTINS = torch.jit._builtins._get_builtin_table()  # of torch's own functions, while they are in their places
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C
 _STATES = [(device,) for device in autocast_state.DEVICES]
 _RULES = "torch._dynamo.trace_rules"
 
 
 class Tracing:
-    """A part that lets Dynamo see through wrappers, as soon as it is imported. Undone, compiled code is compiled anew.
+    """Lets Dynamo see through wrappers, as soon as it is imported. When undone, compiled code is compiled anew.
 
-    find: gives the originals by wrapper; wrappers themselves are not held here, as in `Scripting`. what: says in full
-    what they do, for torch's cache on disk: there a graph stands under its ops' names, and the casts in it would come
-    from, and go to, programs with other ones.
+    Wrappers are held by identity only: one that is held here would look as if somebody had taken it
+    (`Rebinding.expect`).
     """
 
-    def __init__(self, find: Callable[[], Mapping[Callable, Callable]], what: str) -> None:
-        self._find = find
+    def __init__(self) -> None:
         self._originals: dict[int, Callable] = {}  # by identity of the wrapper, while it is applied
         self._codes: set[types.CodeType] = set()  # of the wrappers
-        self._what = what
         self._tags: list[str] = []
 
-    def apply(self, changes: Changes) -> None:
+    def apply(self, changes: Changes, originals: Mapping[Callable, Callable], what: str) -> None:
+        """Begin, until `changes` are undone.
+
+        Args:
+            originals: by wrapper.
+            what: says in full what the wrappers do, for torch's cache on disk, where a graph stands under the names of
+                its ops: else a graph could get the casts of another program.
+        """
         process_state.tracing, self._changes = self, changes
         changes.callback(self._end)
-        self._tag_with(self._what)
-        originals = self._find()
+        self._tag_with(what)
         self._originals.update({id(wrapper): original for wrapper, original in originals.items()})
         self._codes.update(wrapper.__code__ for wrapper in originals if isinstance(wrapper, types.FunctionType))
         if _RULES in sys.modules:
@@ -77,7 +87,7 @@ class Tracing:
         self._tags.append(tag)
 
     def _untagged(self) -> str:
-        """The tag without our part; a user may have added to it, and each asyncio task has its own."""
+        """Return the tag without our part; a user may have added to it, and each asyncio task has its own."""
         found = config.cache_key_tag
         for tag in self._tags:
             found = found.replace(tag, "")
@@ -107,7 +117,7 @@ class Tracing:
         clear_tables()
 
     def _skip_wrappers(self, eval_frame: ModuleType) -> None:
-        """After a graph break, a wrapper is never compiled by itself, like the C function that it stands for."""
+        """Never compile a wrapper by itself after a graph break: it is like the C function that it stands for."""
         for code in self._codes:
             eval_frame.skip_code(code)
 
@@ -143,7 +153,7 @@ def _imported(rules: ModuleType) -> None:
 
 
 def _other_tables() -> list[Any]:
-    """The tables that Dynamo builds from attributes of torch, as far as they exist yet."""
+    """Return the tables that Dynamo builds from attributes of torch, as far as they exist yet."""
     variables = sys.modules.get("torch._dynamo.variables.torch")
     of_class = getattr(variables, "TorchInGraphFunctionVariable", None)
     found = getattr(variables, "get_overridable_functions", None), getattr(of_class, "_get_handlers", None)
@@ -155,10 +165,38 @@ def _forget_compiled() -> None:
 
 
 def trace_anew() -> None:
-    """Restart Dynamo's trace if one is running: wrappers were put in place, so it may have seen originals.
-
-    So it begins anew, and forgets what it has found out.
-    """
+    """Restart Dynamo's trace if one is running: wrappers were put in place, so it may have seen originals."""
     guards = sys.modules.get("torch._guards")
     if _RULES in sys.modules and guards is not None and guards.CompileContext.try_get() is not None:
         raise sys.modules["torch._dynamo.exc"].UnspecializeRestartAnalysis(restart_reason="wrappers of hmpx")
+
+
+class Scripting:
+    """Shows TorchScript the originals in place of the wrappers."""
+
+    def __init__(self) -> None:
+        self._originals: dict[int, Callable] = {}  # by identity of the wrapper
+
+    def apply(self, changes: Changes, originals: Mapping[Callable, Callable]) -> None:
+        self.extend(originals, changes)
+        for name in ("try_compile_fn", "make_stub"):
+            seeing = self._seeing(getattr(_recursive, name))
+            changes.put(Attribute(_recursive, name, f"torch.jit._recursive.{name}"), seeing)
+
+    def extend(self, originals: Mapping[Callable, Callable], changes: Changes) -> None:
+        """Add wrappers whose originals TorchScript is to see, until `changes` are undone."""
+        for wrapper, original in originals.items():
+            self._originals[id(wrapper)] = original
+            if id(original) in _BUILTINS:
+                changes.put(Item(_BUILTINS, id(wrapper), "TorchScript's table of builtins"), _BUILTINS[id(original)])
+
+    def _seeing(self, compile_function: Callable) -> Callable:
+        """Wrap a TorchScript function that takes a function first, so that it gets the original of a wrapper."""
+        return lambda function, *rest: compile_function(self._own(function), *rest)
+
+    def _own(self, function: Any) -> Any:
+        """Return the function that torch or the user wrote; of a bound method, bound again."""
+        original = self._originals.get(id(getattr(function, "__func__", function)))
+        if original is None:
+            return function
+        return types.MethodType(original, function.__self__) if isinstance(function, types.MethodType) else original

@@ -1,4 +1,4 @@
-"""What an op in the fp8 list is cast to: one readable object, by name or by keys."""
+"""The format of an fp8 list: one readable object, by name or by keys."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Format:
 
     @classmethod
     def of(cls, said: str | Mapping[str, Any] | Format | None) -> Format:
-        """The format that a name or keys mean; None is "tensorwise".
+        """Return the format that a name or keys mean; None is "tensorwise".
 
         Raises:
             HmpxError: another name, key or value, with the nearest legal one.
@@ -90,16 +90,16 @@ class Format:
 
     @property
     def multiple(self) -> int:
-        """What hardware wants the sizes of a product's operands to be multiples of."""
+        """The number that hardware wants the sizes of a product's operands to be multiples of."""
         return 32 if self.scaling == "mx" else 16
 
     @property
     def exact_in_bf16(self) -> bool:
-        """Whether what is multiplied is exact in BF16: codes, and codes that were decoded by powers of two."""
+        """Whether the factors are exact in BF16: codes, and codes that were decoded by powers of two."""
         return self.scaling not in BLOCK or self.scaling == "mx" or self.power_of_two
 
     def keys(self) -> dict[str, Any]:
-        """What differs from the default, as `of` takes it."""
+        """Return the keys that differ from the default, as `of` takes them."""
         own = {key: value for key, value in vars(self).items() if value != getattr(_USUAL, key)}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in own.items()}
 

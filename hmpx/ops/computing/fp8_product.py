@@ -1,9 +1,15 @@
-"""The product of two matrices in FP8, and its gradients.
+"""The product of two matrices in FP8, and its gradients: a cast of each operand to codes and scales, and their product.
 
 **The maths.** A code of FP8 is exact in BF16 and the product of two is exact in FP32, so codes that are multiplied in
-BF16 or FP32 and then scaled come to what an FP8 tensor core makes, but for the order of the sum and, in BF16, for a
+BF16 or FP32 and then scaled give the numbers of an FP8 tensor core, except for the order of the sum and, in BF16, for a
 rounding before the scales. Where the scale differs along the sum (blocks that are no power of two), the decoded numbers
 are multiplied in FP32.
+
+**Scales.** A scale is taken from the largest magnitude among the numbers that share it, so that this becomes the
+largest number of the format. Where that is inf or NaN, all who share the scale become NaN: torch's own cast to e4m3 on
+a CPU makes 448 of inf, which nobody would see.
+
+Everything is written in aten ops, which no wrapper of a conversion stands in front of.
 """
 
 from __future__ import annotations
@@ -14,16 +20,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from hmpx.ops.fp8.format import BLOCK, Format
-from hmpx.ops.fp8.quantize import decoded, quantize
+from hmpx.ops.policies.fp8_format import BLOCK, FP8, Format
 from hmpx.process_state import fp8_watchers
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+_EXPONENT = {"e4m3": 8, "e5m2": 15}  # of these
+SPILLS = {"e4m3": 464.0, "e5m2": 61439.996}  # larger numbers round to no number of the format
+_TINY = 2.0**-110  # the least magnitude that a scale is taken from, so that the scale is finite
 
 
 class How(NamedTuple):
-    """A format, and what multiplies: "scaled_mm", "bfloat16" or "float32".
+    """A format, and how codes are multiplied: "scaled_mm", "bfloat16" or "float32".
 
     weight: whether the second operand is one.
     """
@@ -36,7 +45,7 @@ class How(NamedTuple):
 class Cast(NamedTuple):
     """One operand of a product: its format, and how its scales are taken.
 
-    role: what a watcher is to know it as; "" where it has been seen before.
+    role: its name for a watcher; "" if the watcher has seen it before.
     """
 
     name: str
@@ -46,14 +55,14 @@ class Cast(NamedTuple):
 
 
 def watching() -> Any:
-    """Who looks at casts in this thread, if anybody does."""
+    """Return the watcher of FP8 casts in this thread; None if there is none."""
     return fp8_watchers.get(get_ident()) if fp8_watchers else None
 
 
 class Codes(NamedTuple):
     """A tensor as it is multiplied: FP8 codes for scaled_mm, else their numbers, exact in BF16 or in FP32.
 
-    scale: what decodes it; None where that differs along the sum, so that the numbers are decoded already.
+    scale: decodes it; None where the scale differs along the sum, so that the numbers are decoded already.
     """
 
     codes: Tensor
@@ -61,7 +70,7 @@ class Codes(NamedTuple):
 
 
 def coded(x: Tensor, cast: Cast, dim: int, how: How, watcher: Any = None) -> Codes:
-    """(..., M, K) in FP8, for a product that sums over `dim`."""
+    """Return (..., M, K) in FP8, for a product that sums over `dim`."""
     form = how.format
     codes, scale = quantize(x, cast.name, form, dim, cast.scaling, cast.weight)
     if watcher is not None:
@@ -77,7 +86,7 @@ def coded(x: Tensor, cast: Cast, dim: int, how: How, watcher: Any = None) -> Cod
 
 
 def multiply(a: Codes, b: Codes, how: How, dtype: torch.dtype) -> Tensor:
-    """(..., M, K) times (..., K, N), of what both decode to; the result in `dtype`."""
+    """Multiply the decoded numbers of (..., M, K) and (..., K, N); the result is in `dtype`."""
     if a.scale is None or b.scale is None:
         return aten.to.dtype(aten.matmul(a.codes, b.codes), dtype)
     if a.codes.dtype.itemsize == 1:
@@ -89,8 +98,11 @@ def multiply(a: Codes, b: Codes, how: How, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """torch's own, which wants the sum a multiple of 16, rows of the first, columns of the second in a row, and two
-    scales of one kind."""
+    """Call torch's own product.
+
+    It wants the sum a multiple of 16, the rows of the first and the columns of the second contiguous, and two scales of
+    one kind.
+    """
     if pad := -a.shape[1] % 16:
         a, b = (_padded(a, 0, pad), _padded(b, pad, 0))
     if scale_a.dim() != scale_b.dim():
@@ -106,7 +118,7 @@ def _padded(codes: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, how: How) -> Tensor:
-    """``a @ b`` in FP8, of (M, K) and (K, N) or of (B, M, K) and (B, K, N), with gradients as the format says."""
+    """Return ``a @ b`` in FP8, of (M, K) and (K, N) or (B, M, K) and (B, K, N), with gradients as the format says."""
     return _Product.apply(a, b, how)[0]
 
 
@@ -170,6 +182,95 @@ class _Product(torch.autograd.Function):
 
 
 def _turned(kept: Tensor, scale: Tensor | None, cast: Cast, dim: int, how: How) -> Codes:
-    """What was kept of an operand, transposed and in FP8: with a scale, it is codes already."""
+    """Return a kept operand, transposed and in FP8: with a scale, it is codes already."""
     other = kept.transpose(-1, -2)
     return coded(other, cast, dim, how) if scale is None else Codes(other, scale)
+
+
+# Casts
+
+
+def quantize(x: Tensor, name: str, form: Format, dim: int, scaling: str, weight: bool = False) -> tuple[Tensor, Tensor]:
+    """Return codes and their scale: ``codes.float() * scale`` are the numbers that `x` becomes.
+
+    Args:
+        x: (..., M, K), floating.
+        name: "e4m3" or "e5m2".
+        dim: -1 or -2, which the product sums over.
+        weight: whether blocks are square.
+
+    Returns:
+        FP8 of the shape of `x`, and FP32 of a shape that broadcasts to it.
+    """
+    wide = aten.to.dtype(x, torch.float32)
+    dims = (-1, -2) if weight and scaling == "blockwise" else (dim,)
+    largest = aten.to.dtype(_largest(x, scaling, dims), torch.float32)
+    if scaling == "mx":
+        factor = aten.exp2(aten.neg(_exponent(largest, name, form.rceil)))
+    else:
+        # In FP64 so that compiled code comes to the same bits.
+        factor = aten.reciprocal(aten.div(aten.to.dtype(aten.clamp_min(largest, _TINY), torch.float64), LARGEST[name]))
+        factor = aten.to.dtype(factor, torch.float32)
+        if form.power_of_two:
+            factor = aten.exp2(aten.sub(aten.frexp(factor)[1], 1))
+    factor = aten.where(aten.isfinite(largest), factor, torch.nan)
+    scale = aten.reciprocal(factor)
+    if scaling in BLOCK:
+        scale, factor = (_spread(each, x, scaling, dims) for each in (scale, factor))
+    # In place wherever memory is new: new memory costs a CPU more than the computation in it.
+    scaled = aten.mul(x, factor) if wide is x else aten.mul_(wide, factor)
+    return _codes(scaled, name, form.saturating), scale
+
+
+def decoded(codes: Tensor, name: str, saturating: bool) -> tuple[Tensor, float]:
+    """Return codes in FP32, and a factor that these numbers want beside the scale; NaN only where the scale is.
+
+    e4m3 with its bits moved to where FP16 has exponent and mantissa is an FP16 number of 1/256 of the value. To have
+    torch cast e4m3 takes a CPU ten times as long.
+    """
+    if name != "e4m3" or not saturating:  # which makes NaN of numbers alone
+        return aten.to.dtype(codes, torch.float32), 1.0
+    bits = aten.to.dtype(codes.view(torch.int8), torch.int16)
+    bits = aten.bitwise_and_(aten.bitwise_left_shift_(bits, 7), ~0x4000)  # the sign was copied to there
+    return aten.to.dtype(bits.view(torch.float16), torch.float32), 256.0
+
+
+def _exponent(largest: Tensor, name: str, rceil: bool) -> Tensor:
+    """Return the exponents of mx scales: nothing saturates, or by the OCP rule the exponent of the largest."""
+    fraction, exponent = aten.frexp(aten.div(largest, LARGEST[name]) if rceil else largest)
+    if rceil:
+        exponent = aten.sub(exponent, aten.to.dtype(aten.eq(fraction, 0.5), torch.int32))
+    else:
+        exponent = aten.sub(exponent, 1 + _EXPONENT[name])
+    return aten.clamp(exponent, -127, 127)
+
+
+def _codes(x: Tensor, name: str, saturating: bool) -> Tensor:
+    """Return `x`, which is overwritten, in FP8."""
+    if not saturating:
+        over = torch.nan if name == "e4m3" else torch.inf
+        spilt = aten.copysign(torch.full_like(x, over), x)
+        clamped = aten.clamp(x, -LARGEST[name], LARGEST[name])
+        return aten.to.dtype(aten.where(aten.gt(aten.abs(x), SPILLS[name]), spilt, clamped), FP8[name])
+    return aten.to.dtype(aten.clamp_(x, -LARGEST[name], LARGEST[name]), FP8[name])
+
+
+def _largest(x: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:
+    """Return the largest magnitude for each scale: of all, of rows, or of each block along each of `dims`."""
+    magnitude = aten.abs(x)
+    if scaling not in BLOCK:
+        return aten.amax(magnitude) if scaling == "tensorwise" else aten.amax(magnitude, dims, True)
+    for dim in dims:
+        rows = magnitude.transpose(dim, -1)
+        padded = aten.constant_pad_nd(rows, [0, -rows.shape[-1] % BLOCK[scaling]])
+        magnitude = aten.amax(padded.unflatten(-1, (-1, BLOCK[scaling])), [-1]).transpose(dim, -1)
+    return magnitude
+
+
+def _spread(of_blocks: Tensor, x: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:
+    """Return the value of its block for each element of `x`."""
+    for dim in dims:
+        rows = of_blocks.transpose(dim, -1).unsqueeze(-1)
+        repeated = rows.expand(*rows.shape[:-1], BLOCK[scaling]).flatten(-2)
+        of_blocks = repeated[..., : x.shape[dim]].transpose(dim, -1)
+    return of_blocks

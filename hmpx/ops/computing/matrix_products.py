@@ -1,0 +1,294 @@
+"""Matrix products of hmpx, in the place of torch's: in FP8, and of BF16 with results in FP32.
+
+Each op that is a matrix product is taken apart into ``finish(a @ b)`` (`OPERANDS`); a kernel computes ``a @ b``.
+
+**FP8** (`Fp8Kernel`). A caller sees a BF16 op: inputs, result and gradients in BF16. Calls that do not fit run in
+torch's own kernel, and `record` is told why: sizes that FP8 hardware does not take, vectors, tensor subclasses, sparse
+and nested tensors, forward-mode AD, ``out=``. In-place ops and calls in `disable_casts()` never come here.
+
+**BF16 with results in FP32** (`WideKernel`), for a module that is under "bf16-to-fp32". The product of two BF16 numbers
+is exact in FP32. A GPU's BF16 product sums in FP32 and rounds at the end; with ``out_dtype=torch.float32`` it leaves
+that rounding out, at the speed of BF16. Elsewhere the FP32 product of the same numbers is the same except for the order
+of the sum, and slower. The gradient of the result is rounded to BF16, and the gradients of the inputs are BF16 products
+of it, as of a BF16 product whose result somebody casts up.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+from torch.compiler import is_dynamo_compiling
+
+from hmpx.compiling import ask_once, never_compile_alone
+from hmpx.ops.computing.fp8_product import How, product, watching
+from hmpx.ops.policies.fp8_format import BLOCK, SMALL, Format
+from hmpx.ops.wrapping.overriding import PLAIN, call
+from hmpx.ops.wrapping.rules import cast, is_stated
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+
+# The operands of each op
+
+
+class Operands(NamedTuple):
+    """a: (..., M, K). b: (K, N), which is then the weight, or (..., K, N). finish: makes the op's result of a @ b."""
+
+    a: Tensor
+    b: Tensor
+    finish: Callable[[Tensor], Tensor] | None = None
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operands:
+    if bias is None:
+        return Operands(input, weight.t())
+    return Operands(input, weight.t(), lambda product: aten.add(product, bias))
+
+
+def _matmul(input: Tensor, other: Tensor) -> Operands:
+    return Operands(input, other)
+
+
+def _mm(input: Tensor, mat2: Tensor) -> Operands:
+    return Operands(input, mat2)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Operands:
+    if beta == 0:  # then nothing in `input` counts, NaN neither
+        return Operands(mat1, mat2, lambda product: aten.mul(product, alpha))
+    scaled = input if beta == 1 else aten.mul(input, beta)
+    return Operands(mat1, mat2, lambda product: aten.add(scaled, product, alpha=alpha))
+
+
+def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Operands:
+    return _addmm(input, batch1, batch2, beta=beta, alpha=alpha)
+
+
+def _einsum(equation: str, operands: Any, *, path: Any = None) -> Operands | str:
+    """Take two operands apart: labels of both and the result are a batch, labels of both alone are summed over."""
+    if len(operands) != 2:
+        return f"einsum of {len(operands)} operands"
+    left, right = operands
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    of_left, of_right = terms.split(",")
+    if "." in terms or any(len(set(term)) < len(term) for term in (of_left, of_right)):
+        return "einsum with ... or a diagonal"
+    if not arrow:
+        result = "".join(sorted(label for label in {*of_left, *of_right} if (of_left + of_right).count(label) == 1))
+    shared = [label for label in of_left if label in of_right]
+    batch, summed = ([each for each in shared if (each in result) is kept] for kept in (True, False))
+    rows, columns = ([each for each in term if each not in shared] for term in (of_left, of_right))
+    sizes = dict(zip(of_left, left.shape, strict=True))
+    for label, size in zip(of_right, right.shape, strict=True):
+        if sizes.setdefault(label, size) != size:
+            return "einsum that broadcasts"
+    if any(label not in result for label in (*rows, *columns)):
+        return "einsum that sums one operand"
+
+    def number(labels: list[str]) -> int:
+        return math.prod(sizes[label] for label in labels)
+
+    a = left.permute([of_left.index(label) for label in (*batch, *rows, *summed)])
+    b = right.permute([of_right.index(label) for label in (*batch, *summed, *columns)])
+    stacks = [number(batch)] if batch else []
+    made = [*batch, *rows, *columns]
+
+    def finish(product: Tensor) -> Tensor:
+        spread = product.reshape([sizes[label] for label in made])
+        return spread.permute([made.index(label) for label in result])
+
+    return Operands(
+        a.reshape([*stacks, number(rows), number(summed)]),
+        b.reshape([*stacks, number(summed), number(columns)]),
+        finish,
+    )
+
+
+OPERANDS: dict[str, Callable[..., Operands | str]] = {
+    "linear": _linear, "matmul": _matmul, "linalg_matmul": _matmul, "mm": _mm, "bmm": _mm, "addmm": _addmm,
+    "baddbmm": _baddbmm, "einsum": _einsum,
+}  # fmt: skip
+
+
+def _computing(
+    name: str,
+    op: Callable,
+    refuse: Callable[[Operands | str], str],
+    multiply: Callable[[Tensor, Tensor], Tensor],
+    instead: Callable[[tuple, dict], Any],
+) -> Callable:
+    """Return `op` with `multiply` for its product of two matrices, or of two stacks of them.
+
+    refuse: says why `multiply` does not fit; `instead` computes the op then.
+    """
+    operands, swapped = OPERANDS[name], op.__name__ == "__rmatmul__"
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        found: Operands | str = "out= or dtype="
+        if not (kwargs and is_stated(kwargs)):
+            try:
+                found = operands(*reversed(args)) if swapped else operands(*args, **kwargs)
+            except (TypeError, ValueError, AttributeError):  # no legal call, or one of torch's old ones
+                found = "a call of an old form"
+        if refuse(found) or isinstance(found, str):
+            return instead(args, kwargs)
+        made = _multiplied(found.a, found.b, multiply)
+        return made if found.finish is None else found.finish(made)
+
+    vars(computed)["hands_on"] = op
+    return computed
+
+
+def _multiplied(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    if b.dim() == 2:
+        rows = multiply(a.reshape(-1, a.shape[-1]), b)
+        return rows.reshape(*a.shape[:-1], b.shape[-1])
+    stacks = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    flat = [each.expand(*stacks, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (a, b)]
+    return multiply(*flat).reshape(*stacks, a.shape[-2], b.shape[-1])
+
+
+def _why_not(operands: Operands | str) -> str:
+    """Return why no product of hmpx computes this; an empty string if one does."""
+    if isinstance(operands, str):
+        return operands
+    for each in operands[:2]:
+        if type(each) not in (*PLAIN, FakeTensor) or each.layout is not torch.strided or each.is_nested:
+            return "a tensor subclass, sparse or nested"
+        if each.dtype is not torch.bfloat16:
+            return "not of BF16"
+        if each.dim() < 2:
+            return "a product with a vector"
+    return "forward-mode AD" if not is_dynamo_compiling() and forward_ad._current_level >= 0 else ""
+
+
+# FP8
+
+
+@dataclass(frozen=True)
+class Fp8Kernel:
+    """FP8 products of one format.
+
+    by: how codes are multiplied on a CPU: "bfloat16", "float32" or, as a reference, "scaled_mm". A GPU that has FP8
+    tensor cores uses them through scaled_mm.
+    """
+
+    format: Format
+    by: str = "bfloat16"
+    inputs = frozenset({torch.bfloat16})
+
+    @property
+    def backward(self) -> str:
+        """How the backward pass computes, in words."""
+        low = [name.replace("_", " of the ") for name in ("input_gradient", "weight_gradient")
+               if name not in self.format.products]  # fmt: skip
+        return f"FP8 too{', but for ' + ' and '.join(low) if low else ''}"
+
+    def __str__(self) -> str:
+        if self.by == "scaled_mm" and self.format.scaling not in BLOCK:
+            return f"FP8 {self.format}, scaled_mm"
+        wide = "FP32" if self.by == "float32" or not self.format.exact_in_bf16 else "BF16"
+        return f"FP8 {self.format}, on CPU multiplied in {wide}"
+
+    def wrap(self, op: str, function: Callable) -> Callable:
+        """Return `function`, which is torch's own for the op, in FP8 where that fits."""
+        form, on_cpu = self.format, self.by
+
+        def refuse(operands: Operands | str) -> str:
+            why_not = _why_not_fp8(operands, form)
+            if (watcher := watching()) is not None:
+                watcher.note(why_not)
+            return why_not
+
+        def multiply(a: Tensor, b: Tensor) -> Tensor:
+            by = on_cpu if a.is_cpu else "scaled_mm" if a.is_cuda and _has_scaled_mm(a.device) else "bfloat16"
+            return product(a, b, How(form, by, weight=b.dim() == 2))
+
+        return _computing(op, function, refuse, multiply, lambda args, kwargs: call(function, args, kwargs))
+
+
+def _why_not_fp8(operands: Operands | str, form: Format) -> str:
+    why_not = _why_not(operands)
+    if why_not or isinstance(operands, str):
+        return why_not
+    a, b, _ = operands
+    k, n = b.shape[-2:]
+    if a.device.type not in ("cpu", "cuda", "meta"):
+        return f"no FP8 on {a.device.type}"
+    if k % form.multiple or n % form.multiple or not a.numel():
+        return f"{k} x {n} are no multiples of {form.multiple}, which hardware wants"
+    if form.auto_filter and any(k <= (most_k or k) and n <= (most_n or n) for most_k, most_n in SMALL[form.scaling]):
+        return f"{k} x {n} is too small to gain, by torchao's filter"
+    return ""
+
+
+@functools.cache
+def _has_scaled_mm(device: torch.device) -> bool:
+    """Return whether a GPU has FP8 tensor cores: NVIDIA's from sm_89 on."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+ask_once(_has_scaled_mm)
+
+
+# BF16 with results in FP32
+
+
+@dataclass(frozen=True)
+class WideKernel:
+    """BF16 products with FP32 results. A call that does not fit is an FP32 product of the same BF16 inputs."""
+
+    inputs = frozenset({torch.bfloat16})
+    backward = "BF16 products"
+
+    def __str__(self) -> str:
+        return "BF16 products with FP32 results"
+
+    def wrap(self, op: str, function: Callable) -> Callable:
+        """Return `function`, which is torch's own for the op, with its result in FP32."""
+
+        def instead(args: tuple, kwargs: dict) -> Any:
+            if is_stated(kwargs):
+                return call(function, args, kwargs)
+            return call(function, cast(args, torch.float32), cast(kwargs, torch.float32))
+
+        return _computing(op, function, _why_not, _WideProduct.apply, instead)
+
+
+class _WideProduct(torch.autograd.Function):
+    """``a @ b`` in FP32, of BF16 (M, K) and (K, N) or (B, M, K) and (B, K, N), with BF16 gradients."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        if a.is_cuda and torch.version.hip is None:
+            return (aten.mm if a.dim() == 2 else aten.bmm).dtype(a, b, torch.float32)
+        return aten.matmul(aten.to.dtype(a, torch.float32), aten.to.dtype(b, torch.float32))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        low = aten.to.dtype(gradient, a.dtype)
+        of_a = aten.matmul(low, b.transpose(-1, -2)) if ctx.needs_input_grad[0] else None
+        of_b = aten.matmul(a.transpose(-1, -2), low) if ctx.needs_input_grad[1] else None
+        return of_a, of_b
+
+
+_any = WideKernel().wrap("matmul", torch.matmul)
+COMPUTED = _any.__code__  # one for all of them
+never_compile_alone(_any)

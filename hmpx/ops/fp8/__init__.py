@@ -1,1 +1,0 @@
-"""Products of matrices in FP8: a format, casts with scales, three products, and what runs them."""
