@@ -16,9 +16,9 @@ def run(elements: int, repeat: int, device: torch.device) -> measure.Bench:
     out = torch.empty(elements, dtype=torch.bfloat16, device=device)
     candidates: dict[str, Callable] = {"torch copy_": lambda: out.copy_(x)}
     if device.type == "cpu" and native.library() is not None:
-        candidates["hmpx C kernel"] = lambda: native.round_(out, x, 0x9E3779B97F4A7C15, 0)
+        candidates["hmpx C kernel"] = lambda: native.round_list([native.Rounding(out, x, "")], 0)
     if device.type == "cuda" and triton.available():
-        candidates["hmpx Triton kernel"] = lambda: triton.round_(out, x, 0x9E3779B97F4A7C15, 0)
+        candidates["hmpx Triton kernel"] = lambda: triton.round_list([native.Rounding(out, x, "")], 0)
     candidates["hmpx eager kernel"] = lambda: eager.round_(out, x, 0x9E3779B97F4A7C15, 0)
     candidates["torch randint"] = lambda: _randint(out, x)
     candidates |= _torchao(out, x)

@@ -120,7 +120,7 @@ def _round_at_once(out: Tensor, x: Tensor, key: int, offset: int, width: int, st
     out.view(torch.int16).copy_(torch.where(x.isnan(), quiet, sums, out=sums).bitwise_right_shift_(16))
 
 
-def numbers_(out: Tensor, _: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
+def numbers_(out: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
     """Write the random numbers of `round_`, 16 bits each, to flat int32 `out`."""
     if not is_on_host(out):
         out.copy_(_numbers_at_once(out, key, offset, width or out.numel(), stride))

@@ -81,8 +81,8 @@ from torch.nn.functional import pad
 from hmpx.rounding import native
 from hmpx.rounding.dataless import is_on_host
 from hmpx.rounding.kernels import RoundingKernels, kernels_for
-from hmpx.rounding.keys import derive_key
-from hmpx.rounding.spans import Keys, Span, numbers_of
+from hmpx.rounding.keys import Keys, Span, derive_key
+from hmpx.rounding.stochastic import numbers_of
 from hmpx.rounding.xla import reinterpreted, shifted
 
 Tensor = torch.Tensor

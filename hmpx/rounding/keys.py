@@ -1,11 +1,17 @@
-"""The keys of stochastic rounding: a chain over seed, step, name and the upper half of an index. See `stochastic`."""
+"""What the random numbers of stochastic rounding depend on: keys, and positions in the whole parameter.
+
+`stochastic` specifies both.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
 
 MAX_UINT64 = 2**64 - 1
+Keys = tuple[int, int, str]  # seed, step, name
 
 
 def _splitmix64(x: int) -> int:
@@ -35,3 +41,42 @@ def key_of(step_key: int, name: int, high: int = 0) -> int:
 def derive_key(seed: int, step: int, name: str, high: int = 0) -> int:
     """`key_of` a seed, a step and a name."""
     return key_of(step_key(seed, step), name_id(name), high)
+
+
+class Span(NamedTuple):
+    """Elements `start` to `stop` of a flat tensor, and where they lie in the whole parameter.
+
+    They are rows of `width` elements. Rows begin `stride` elements apart in the parameter, the first one at `offset`.
+    """
+
+    start: int
+    stop: int
+    offset: int
+    width: int
+    stride: int
+
+    @property
+    def has_one_key(self) -> bool:
+        """Whether all elements are among the first 2^32 of the parameter, so that one key serves them."""
+        rows = max(self.stop - self.start - 1, 0) // self.width
+        return self.offset + rows * self.stride + self.width <= 2**32
+
+    def within_keys(self) -> Iterator[Span]:
+        """Cut the span so that each part has one key: each 2^32 elements of a parameter have a key of their own."""
+        start, stop, offset, width, stride = self
+        while start < stop:
+            width = min(width, stop - start)
+            room, rows = 2**32 - offset % 2**32, (stop - start) // width
+            if (rows - 1) * stride + width <= room:
+                size, step = stop - start, 0
+            elif rows == 1:
+                size = step = room
+            else:  # the rows that fit, or the first row, which is cut in turn
+                fitting = max((room - width) // stride + 1, 1)
+                size, step = fitting * width, fitting * stride
+            part = Span(start, start + size, offset, width, stride)
+            if size > width or width <= room:
+                yield part
+            else:
+                yield from Span(start, start + size, offset, size, 0).within_keys()
+            start, offset = start + size, offset + step

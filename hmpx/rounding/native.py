@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from hmpx.rounding.keys import Span, name_id
 from hmpx.rounding.native_library import library
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
@@ -23,19 +24,23 @@ _SHOWN = 5 + _HELD
 _ABSENT = (0,) * _HELD
 
 
-class KernelRounding(NamedTuple):
-    """One tensor of `round_list`: `out` bfloat16 and `x` float32, of one shape, contiguous, on one device.
+class Rounding(NamedTuple):
+    """FP32 `x` to round into BF16 `out`: of one shape, contiguous, on one device.
 
-    Rows of `width` elements begin `stride` elements apart in the parameter, the first at `offset`. The upper 32 bits of
-    all indices are the same. name: the hash of the parameter's name.
+    Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter `name`, the first one at
+    `offset`. Kernels take only roundings whose indices all have the same upper 32 bits, which `Span.within_keys` cuts.
     """
 
     out: torch.Tensor
     x: torch.Tensor
-    name: int
-    offset: int
-    width: int
-    stride: int
+    name: str
+    offset: int = 0
+    width: int = 0
+    stride: int = 0
+
+    def span(self) -> Span:
+        """Return where the elements lie in the parameter."""
+        return Span(0, self.x.numel(), self.offset, self.width or max(self.x.numel(), 1), self.stride)
 
 
 class Coded(NamedTuple):
@@ -47,14 +52,14 @@ class Coded(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """What `eight_bits.encode` is given, of tensors with elements, within one key; of each span as `split_24`."""
+    """The arguments of `eight_bits.encode`, of tensors with elements, whose spans have one key."""
 
     x: torch.Tensor
     codes: torch.Tensor
     scales: torch.Tensor
     rows: Sequence[int]
     start: int
-    spans: Sequence[Sequence[int]]
+    spans: Sequence[Span]
     key: int
     given: bool
 
@@ -95,20 +100,12 @@ class StepArguments(NamedTuple):
     kept: StoredTensor | None = None
 
 
-def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """Round float32 `x` into bfloat16 `out`: equal shapes, contiguous, on the CPU, within one key. Needs `library()`.
-
-    Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
-    """
-    n, threads = x.numel(), torch.get_num_threads()
-    _kernels().round_stochastic(x.data_ptr(), out.data_ptr(), n, key, offset, width or n, stride, threads)
-
-
-def round_list(roundings: Sequence[KernelRounding], step_key: int) -> None:
+def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
     """Round all of them in one call. step_key: of the seed and the step. Needs `library()`."""
     words = array("Q")
     for out, x, name, offset, width, stride in roundings:
-        words.extend((x.data_ptr(), out.data_ptr(), x.numel(), name, offset, width, stride))
+        count = x.numel()
+        words.extend((x.data_ptr(), out.data_ptr(), count, name_id(name), offset, width or count, stride))
     _kernels().round_list(words.buffer_info()[0], len(roundings), step_key, torch.get_num_threads())
 
 
@@ -204,15 +201,6 @@ def step_words(kernel: str, words: array[int], scalars: array[float], step_key: 
     _kernels().step_list(KERNELS.index(kernel), *addresses, count, step_key, torch.get_num_threads())
 
 
-def split_24(
-    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, spans: Sequence[Sequence[int]], key: int
-) -> None:
-    """`halves.split_24` on flat tensors, within one key; of each span first, last, offset, width and stride."""
-    for first, last, offset, width, stride in spans:
-        pointers = (tensor[first:last].data_ptr() for tensor in (x, upper, lower))
-        _kernels().split_24(*pointers, last - first, key, offset, width, stride, torch.get_num_threads())
-
-
 def encode_8bit(coding: Coding) -> None:
     """Write codes, and the scales unless they are given. Needs `library()`."""
     x, codes, scales, rows, start, spans, key, given = coding
@@ -232,12 +220,6 @@ def block_checksums(weights: torch.Tensor, out: torch.Tensor, block: int) -> Non
     """The checksum of each block of 32 weights, or of one, as `updates/checksums.py` defines it, of what `can_read`."""
     pointers = weights.data_ptr(), out.data_ptr()
     _kernels().block_checksums(*pointers, weights.numel(), block, torch.get_num_threads())
-
-
-def call(name: str, *tensors: torch.Tensor) -> None:
-    """A kernel that goes through tensors of one size, all of which it `can_read`."""
-    pointers = (tensor.data_ptr() for tensor in tensors)
-    getattr(_kernels(), name)(*pointers, tensors[0].numel(), torch.get_num_threads())
 
 
 def _kernels() -> ctypes.CDLL:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.keys import key_of
+from hmpx.rounding.keys import key_of, name_id
 from hmpx.rounding.native import (
     BF16,
     CODED,
@@ -21,7 +21,7 @@ from hmpx.rounding.native import (
     KINDS,
     Coded,
     Coding,
-    KernelRounding,
+    Rounding,
     StepArguments,
     StoredTensor,
     is_plain,
@@ -169,21 +169,13 @@ def _move(lain: _Lain, source: StoredTensor, target: StoredTensor, key: int = 0)
     return _Part(lain, (source, target), (0, key))
 
 
-def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """Round float32 `x` into bfloat16 `out`: equal shapes, contiguous, on one CUDA device, within one key.
-
-    Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
-    """
-    lain = _Lain.in_rows(x.numel(), offset, width or x.numel(), stride)
-    _launch("move_list", [_move(lain, StoredTensor(x, FP32), StoredTensor(out, BF16), key)])
-
-
-def round_list(roundings: Sequence[KernelRounding], step_key: int) -> None:
+def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
     """Round all of them, which are on one device, in one launch; as `native.round_list`."""
     parts = []
     for out, x, name, offset, width, stride in roundings:
-        lain = _Lain.in_rows(x.numel(), offset & 0xFFFFFFFF, width, stride)
-        parts.append(_move(lain, StoredTensor(x, FP32), StoredTensor(out, BF16), key_of(step_key, name, offset >> 32)))
+        lain = _Lain.in_rows(x.numel(), offset & 0xFFFFFFFF, width or x.numel(), stride)
+        key = key_of(step_key, name_id(name), offset >> 32)
+        parts.append(_move(lain, StoredTensor(x, FP32), StoredTensor(out, BF16), key))
     _launch("move_list", parts)
 
 

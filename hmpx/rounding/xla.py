@@ -63,7 +63,7 @@ def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride
         out_row.copy_(_rounded(x_row, key, offset + row * stride))
 
 
-def numbers_(out: Tensor, _: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
+def numbers_(out: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
     """As `eager.numbers_`."""
     for row, out_row in enumerate(out.split(width or out.numel())):
         out_row.copy_(_numbers(out_row.numel(), key, offset + row * stride, out.device))

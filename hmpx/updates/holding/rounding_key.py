@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from hmpx.rounding import eight_bits, halves
-from hmpx.rounding.keys import step_key
-from hmpx.rounding.spans import Span
-from hmpx.rounding.stochastic import Rounding, round_all
+from hmpx.rounding.keys import Span, step_key
+from hmpx.rounding.native import Rounding
+from hmpx.rounding.stochastic import round_all
 from hmpx.updates.ranks.sharding import Box
 
 Tensor = torch.Tensor
