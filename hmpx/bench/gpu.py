@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx.bench import casts, launches, rounding, step, train
+from hmpx.bench import casts, launches, train, updates
 from hmpx.bench.measure import Bench
 from hmpx.errors import HmpxError
 from hmpx.version import __version__
@@ -57,9 +57,9 @@ EXPECTED = (
 def tables_on(device: torch.device, repeat: int) -> Tables:
     """Every table, by name; each is a work of one to three minutes."""
     return {
-        "rounding": lambda: rounding.run(1 << 27, repeat, device),
-        "step": lambda: step.run(1 << 28, repeat, device),
-        "step, models": lambda: step.run_lists(("toy", "resnet50", "bert-base", "gpt2-small"), repeat, device),
+        "rounding": lambda: updates.rounding(1 << 27, repeat, device),
+        "step": lambda: updates.step(1 << 28, repeat, device),
+        "step, models": lambda: updates.steps_of_models(("toy", "resnet50", "bert-base", "gpt2-small"), repeat, device),
         "casts": lambda: casts.run(repeat, device),
         "train": lambda: train.run(repeat, device, ("mlp", "convnet", "transformer"), False),
         "launches": lambda: launches.run([537e6]),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hmpx.bench import measure, peers
+from hmpx.bench import casts, measure
 from hmpx.bench.train import Training
 from hmpx.insight.comparing.compare import compare
 from hmpx.insight.recording.record import record
@@ -34,7 +34,7 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
         subject = Training(name, device)
         works = {_STEP: subject.works()[_STEP]}
         ways: dict[str, measure.Way] = {
-            "hmpx": (lambda: peers.hmpx(device), works),
+            "hmpx": (lambda: casts.converted(device), works),
             "torch": (contextlib.nullcontext, works),
             "off": (lambda: _recorded_before(device), works),
             "record": (lambda: _recording(device), works),
@@ -50,7 +50,7 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
 
 @contextlib.contextmanager
 def _recorded_before(device: torch.device) -> Iterator[None]:
-    with peers.hmpx(device):
+    with casts.converted(device):
         with record():
             pass
         yield
@@ -58,7 +58,7 @@ def _recorded_before(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _recording(device: torch.device) -> Iterator[None]:
-    with peers.hmpx(device), record():
+    with casts.converted(device), record():
         yield
 
 
@@ -75,7 +75,7 @@ def _compared(subject: Training, repeat: int, device: torch.device) -> tuple[flo
     def compared(number: int) -> int:
         return compare(subject.model, batches[:number], loss).passes
 
-    with peers.hmpx(device):
+    with casts.converted(device):
         calls: dict[str, Callable[[], object]] = {"few": lambda: compared(few), "many": lambda: compared(many)}
         times = measure.best_times(calls, repeat, device)
         runs = compared(many) / many
@@ -85,7 +85,7 @@ def _compared(subject: Training, repeat: int, device: torch.device) -> tuple[flo
 
 def _changed(device: torch.device) -> int:
     """How many entry points run other code after a record than before it."""
-    with peers.hmpx(device):
+    with casts.converted(device):
         before = _codes()
         with record():
             pass

@@ -33,7 +33,10 @@ except ImportError:  # no Triton
     triton_kernels = None  # type: ignore[assignment]
 
 KERNELS = native.KERNELS
-_CODES, _TILE = 128, 8  # elements of a block of codes, and blocks of a program; as are the next two, of triton_held.py
+_CODES, _TILE = (
+    128,
+    8,
+)  # elements of a block of codes, and blocks of a program; as are the next two, of triton_kernels.py
 _UNEVEN, _EVEN, _ALIGNED = range(3)
 _ABSENT, _SCALED = 0, -CODED
 _STATES = 3

@@ -80,8 +80,7 @@ def test_a_list_of_tensors_gets_the_bits_that_each_gets_alone(threads):
         pieces = [(numbers(size)[:size], f"p{i}", 7 * i, size, 0) for i, size in enumerate(sizes)]
         pieces.append((numbers(6000)[:6000], "rows", 2**31 + 5, 60, 101))
         roundings = [
-            native.Rounding(torch.empty_like(x, dtype=torch.bfloat16), x, name, *place)
-            for x, name, *place in pieces
+            native.Rounding(torch.empty_like(x, dtype=torch.bfloat16), x, name, *place) for x, name, *place in pieces
         ]
         native.round_list(roundings, step_key(5, 9))
         for (x, name, *place), rounding in zip(pieces, roundings, strict=True):

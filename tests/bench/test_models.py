@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hmpx.bench.parameter_lists import LISTS
+from hmpx.bench.models import LISTS
 from hmpx.shell.main import main
 
 # Tensors and elements, as torchvision's `resnet50` and transformers' `BertModel` and `GPT2Model` have them.
