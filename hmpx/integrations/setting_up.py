@@ -21,13 +21,12 @@ from hmpx.recipes import frameworks
 from hmpx.recipes.activate import Activation, cast_models_of
 from hmpx.recipes.constructor_hooks import watch_distribution
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.prepare import cast_model, convert, facts
+from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe, changed
 from hmpx.recipes.stated import Stated, with_and_without_zero
-from hmpx.updates.attach import attach, attached, check_torch
+from hmpx.updates.attach import attached, check_torch
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, in_job
-from hmpx.updates.stepping.names import has_bf16, parameters
 
 _of_trainers: WeakSet[Conversion] = WeakSet()  # those that a trainer's plugin has made
 
@@ -98,14 +97,9 @@ class SettingUp:
     def attach(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
         """Attach an optimizer, whatever it is wrapped in, unless it has no BF16 parameters."""
         optimizer = frameworks.unwrapped(optimizer)
-        params = parameters(optimizer)
-        if not has_bf16(optimizer):
-            return
         recipe = self._recipes[zero.inner(optimizer) is not None]
-        named = any("param_names" in group for group in optimizer.param_groups)
-        whole = set(params) <= set(model.parameters())
         with recipe.naming_lines():
-            attach(optimizer, model=model if whole and not named else None, **vars(recipe.settings()))
+            attach_made(optimizer, recipe.settings(), [model])
 
     def install(self) -> None:
         """Convert torch; casts stay off but in `casts()`."""

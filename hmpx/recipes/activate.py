@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -19,10 +19,10 @@ from hmpx.installation import Installation
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
 from hmpx.recipes.frameworks import watch_frameworks
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.prepare import cast_model, convert, facts, of_own, prepared_by
+from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import Stated, with_and_without_zero
-from hmpx.updates.attach import attach, attached, detach
+from hmpx.updates.attach import attached, detach
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.stepping.names import parameters
@@ -30,7 +30,6 @@ from hmpx.yaml_files import shown
 
 logger = logging.getLogger("hmpx")
 VARIABLE = "HMPX_RECIPE"
-_TAKE_AN_ARGUMENT = "cmWX"  # the one-letter options of the interpreter that take a value
 
 
 class Activation(Installation):
@@ -112,19 +111,11 @@ class Activation(Installation):
             return  # it only hands on, as Accelerate's does
         for each in held:  # Lookahead and its kind write weights themselves, beside the steps of what they hold
             detach(each)
-        params = parameters(optimizer)
         compare("hmpx.activate", facts(self.recipe), self._group)
         with contextlib.ExitStack() as undo:  # a refusal leaves the models as they were
-            models = cast_models_of(params, self.recipe, undo)
-            if any(p.dtype is torch.bfloat16 for p in params):
-                whole = next((model for model in models if set(params) <= set(model.parameters())), None)
-                has_names = any("param_names" in group for group in optimizer.param_groups)
-                settings = self._settings[zero.inner(optimizer) is not None]
-                model = None if has_names else whole
-                with self.recipe.naming_lines():
-                    own = of_own(settings, optimizer, model, models)
-                    attach(optimizer, model=model, process_group=self._group, **vars(own))
-                    prepared_by[optimizer] = self.recipe
+            models = cast_models_of(parameters(optimizer), self.recipe, undo)
+            with self.recipe.naming_lines():
+                attach_made(optimizer, self._settings[zero.inner(optimizer) is not None], models, self._group)
             undo.pop_all()
         self._take(models)
 
@@ -191,35 +182,15 @@ def activate_from_environment() -> None:
             not at fault, there is one line and no traceback.
     """
     name = os.environ.get(VARIABLE)
-    if name and not runs_a_shell_command(sys.orig_argv[1:]):
+    if name and not runs_a_shell_command():
         try:
             activate(name)
         except HmpxError as error:
             raise SystemExit(f"hmpx: {VARIABLE}={shown(name)}: {error}") from None
 
 
-def runs_a_shell_command(arguments: Sequence[str]) -> bool:
-    """Whether the interpreter runs ``-m hmpx``, or the console script ``hmpx``."""
-    module = module_that_runs(arguments)
-    if module is not None:
-        return module in ("hmpx", "hmpx.__main__")
-    script = Path(sys.argv[0]) if sys.argv else Path()
-    return script.name in ("hmpx", "hmpx.exe", "hmpx-script.py")
-
-
-def module_that_runs(arguments: Sequence[str]) -> str | None:
-    """The module that the interpreter was told to run by ``-m``; None if it was told to run something else."""
-    words = iter(arguments)
-    for word in words:
-        if word == "--check-hash-based-pycs":
-            next(words, None)
-        elif not word.startswith("-") or word == "-":
-            return None
-        elif not word.startswith("--"):
-            for i, letter in enumerate(word[1:], start=2):  # `-uBm hmpx`, `-mhmpx`
-                if letter in _TAKE_AN_ARGUMENT:
-                    value = word[i:] or next(words, None)
-                    if letter in "cm":
-                        return value if letter == "m" else None
-                    break
-    return None
+def runs_a_shell_command() -> bool:
+    """Return whether the interpreter runs ``-m hmpx``, or the console script ``hmpx``."""
+    if sys.argv[:1] == ["-m"]:  # `runpy` is still looking for the module; its word stands before the arguments
+        return bool(re.fullmatch(r"(-\w*m)?hmpx(\.__main__)?", sys.orig_argv[-len(sys.argv)]))
+    return bool(sys.argv) and Path(sys.argv[0]).name in ("hmpx", "hmpx.exe", "hmpx-script.py")

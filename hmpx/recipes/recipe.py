@@ -21,11 +21,20 @@ from hmpx.ops.overlays import Overlay, read_overlay
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, SIDES, Listed, read_lists
 from hmpx.ops.policies.policy import OptLevel, Policy
-from hmpx.recipes import nxd
-from hmpx.recipes.files import read_keys, recipe_path
-from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, problems, spelled_out
-from hmpx.recipes.origins import Origin, Origins
-from hmpx.recipes.parameter_rules import dtype_of, ways_in
+from hmpx.recipes.files import Origin, Origins, read_keys, recipe_path
+from hmpx.recipes.keys import (
+    DTYPES,
+    LISTS,
+    MAPPED,
+    MODULES,
+    PARAMETERS,
+    SWITCHES,
+    dtype_of,
+    problems,
+    spelled_out,
+    ways_in,
+)
+from hmpx.recipes.vendors import NXD_BASE, nxd_keys
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import state_name, state_named
@@ -142,8 +151,8 @@ class Recipe:
             >>> hmpx.Recipe.from_nxd({"use_master_weights": True}).weights
             'master'
         """
-        base = read_keys(recipe_path(nxd.BASE), [each.name for each in fields(cls)]).keys
-        return cls(**{**base, **nxd.recipe_keys(config, with_zero)})
+        base = read_keys(recipe_path(NXD_BASE), [each.name for each in fields(cls)]).keys
+        return cls(**{**base, **nxd_keys(config, with_zero)})
 
     def __str__(self) -> str:
         """As a file that is complete in itself: every list name by name, and the versions that it was written with."""

@@ -11,25 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError
-from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, read_file, shipped
-from hmpx.recipes import nxd
-from hmpx.recipes.files import named_twice, read_keys, recipe_path
+from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, read_file
+from hmpx.recipes.files import Origins, is_about, named_twice, read_keys, recipe_path
 from hmpx.recipes.keys import EXTENDS, LISTS, MODULES, PARAMETERS, problems, spelled_out
-from hmpx.recipes.origins import Origins, is_about
 from hmpx.recipes.recipe import DEFAULT, USUAL, Recipe, changed, with_origins
+from hmpx.recipes.vendors import NXD
 
 Stated = str | os.PathLike[str] | Mapping[str, Any] | Recipe | None  # how a recipe may be given, everywhere
 _KEYS = [each.name for each in fields(Recipe)]
 _MAPPINGS = (MODULES, "module_dtypes", PARAMETERS, "dtype_map")
-
-
-def name_of(recipe: Recipe) -> str:
-    """What a user calls a recipe: its name, its file, or, if it is a dict, its keys."""
-    files = [place.path for place in recipe._origins.by_key.values() if place.line]
-    if not files:
-        return repr(recipe)
-    path = Path(files[-1])
-    return repr(path.stem if path.parent == shipped() / "recipes" else str(path))
 
 
 def laid_over(base: Recipe, keys: Mapping[str, Any], origins: Origins = USUAL._origins) -> Recipe:
@@ -152,8 +142,8 @@ def as_recipe(recipe: Stated, *, with_zero: bool = False) -> Recipe:
         return read_recipe(recipe, with_zero=with_zero)
     if not isinstance(recipe, Mapping):
         raise HmpxError(f"a recipe is a name, a path or a dict, not a {type(recipe).__name__}")
-    if list(recipe) == [nxd.KEY]:
-        return Recipe.from_nxd(recipe[nxd.KEY], with_zero=with_zero)
+    if list(recipe) == [NXD]:
+        return Recipe.from_nxd(recipe[NXD], with_zero=with_zero)
     given = dict(recipe)
     base = given.pop(EXTENDS) if isinstance(given.get(EXTENDS), Recipe) else None
     values = checked(given)

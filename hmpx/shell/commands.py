@@ -14,8 +14,8 @@ from hmpx.insight.sites import explain_site
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes import run_script
 from hmpx.recipes.files import recipe_names
-from hmpx.recipes.gaudi import is_configuration
 from hmpx.recipes.stated import as_recipe, read_recipe
+from hmpx.recipes.vendors import is_gaudi
 from hmpx.shell import audit, compare, doctor, record, tune
 from hmpx.shell.options import add_recipe_options, recipe_asked, says_a_policy, with_options
 from hmpx.shell.scripts import add_script, behind, recipes_asked, traceback_of_the_script
@@ -115,11 +115,7 @@ def _explain(options: argparse.Namespace) -> int:
     if site:
         given = recipe_asked(options) if says_a_policy(options) else None
         print(explain_site(site[1], int(site[2]), given))
-    elif (
-        options.what in recipe_names()
-        or Path(options.what).suffix in (".yaml", ".yml")
-        or is_configuration(options.what)
-    ):
+    elif options.what in recipe_names() or Path(options.what).suffix in (".yaml", ".yml") or is_gaudi(options.what):
         if options.recipe:
             raise HmpxError(f"{options.what} is a recipe itself; --recipe goes with an op or a line")
         print(recipe_in_words(with_options(as_recipe(options.what), options)))

@@ -9,8 +9,8 @@ from hmpx.errors import HmpxError
 from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.build_policy import OPT_LEVELS
 from hmpx.ops.policies.op_lists import LOW_DTYPES, SIDES
+from hmpx.recipes.files import Origin, Origins
 from hmpx.recipes.keys import EXTENDS, LISTS
-from hmpx.recipes.origins import Origin, Origins
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import as_recipe, checked, laid_over
 from hmpx.yaml_files import root_of, value_of
