@@ -6,21 +6,19 @@ hmpx run``, warns of it once. Frameworks are read through the objects that a use
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 import wrapt
 
-from hmpx.changes import Attribute, Changes
+from hmpx.changes import Changes
 from hmpx.errors import HmpxError
+from hmpx.recipes.constructor_hooks import Watch
 from hmpx.recipes.recipe import Recipe
 
 logger = logging.getLogger("hmpx")
@@ -170,41 +168,21 @@ _CONSTRUCTORS: dict[str, tuple[str, Callable[[Any], Iterable[FrameworkSetting]]]
     "lightning.pytorch.trainer.trainer": ("Trainer", of_lightning),
     "pytorch_lightning.trainer.trainer": ("Trainer", of_lightning),
 }
-_making = threading.local()  # outermost: whether one of them is running, for a Trainer makes an Accelerator
 
 
 def watch_frameworks(recipes: Iterable[Recipe], changes: Changes) -> None:
     """Warn of each conflict once, when a framework's trainer has been made, until `changes` are undone."""
-    recipes, said, ended = list(recipes), set(), []  # type: ignore[var-annotated]
+    recipes, said = list(recipes), set[FrameworkSetting]()
 
-    def made(framework: str, everything: Iterable[FrameworkSetting]) -> None:
-        say_version(framework)
-        for asked in everything:
+    def made(trainer: Any) -> None:  # a Trainer makes an Accelerator: the outer one is seen
+        cls = next(each for each in type(trainer).__mro__ if each.__module__ in _CONSTRUCTORS)
+        say_version(cls.__module__.split(".")[0])
+        for asked in _CONSTRUCTORS[cls.__module__][1](trainer):
             conflicts = [conflict(asked, recipe) for recipe in recipes]
             if all(conflicts) and asked not in said:
                 said.add(asked)
                 logger.warning("hmpx: %s", conflicts[0])
 
-    def watch(name: str, read: Callable[[Any], Iterable[FrameworkSetting]], module: ModuleType) -> None:
-        if not ended:
-            cls, tell = getattr(module, name), functools.partial(made, module.__name__.split(".")[0])
-            changes.put(Attribute(cls, "__init__", f"{name}.__init__"), _watched(cls.__init__, read, tell, ended))
-
-    changes.callback(ended.append, True)
-    for path, (name, read) in _CONSTRUCTORS.items():
-        wrapt.register_post_import_hook(functools.partial(watch, name, read), path)
-
-
-def _watched(init: Callable, read: Callable, made: Callable, ended: list) -> Callable:
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        outermost, _making.any = not getattr(_making, "any", False), True
-        try:
-            init(self, *args, **kwargs)
-        finally:
-            if outermost:
-                _making.any = False
-        if outermost and not ended:
-            made(read(self))
-
-    return __init__
+    watch = Watch(made, changes)
+    for path, (name, _) in _CONSTRUCTORS.items():
+        wrapt.register_post_import_hook(lambda module, name=name: watch.watch(getattr(module, name)), path)

@@ -65,7 +65,7 @@ def run(
 
 
 def found(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
-    """How to load a script or a module.
+    """Return how to load a script or a module.
 
     Raises:
         HmpxError: there is none.
@@ -76,7 +76,7 @@ def found(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
 
 
 def spawned(name: str) -> dict[str, Any]:
-    """The main module's globals, under the name `name`, in a process that a script under `run` has spawned."""
+    """Return the main module's globals, under the name `name`, in a process that a script under `run` has spawned."""
     running = json.loads(os.environ[_RUN])
     if running["recipes"]:
         activate_both(*map(as_recipe, running["recipes"]))
@@ -84,11 +84,20 @@ def spawned(name: str) -> dict[str, Any]:
     return start(running["script"], run_name=name)
 
 
-def _spec_of_file(script: str) -> importlib.machinery.ModuleSpec:
-    path = Path(script)
+def check_is_there(path: Path, what: str) -> None:
+    """Check that a Python file exists.
+
+    Raises:
+        HmpxError: it does not; with the name that was probably meant.
+    """
     if not path.is_file():
         beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise HmpxError(f"{script}: no such script{did_you_mean(path.name, beside)}")
+        raise HmpxError(f"{path}: no such {what}{did_you_mean(path.name, beside)}")
+
+
+def _spec_of_file(script: str) -> importlib.machinery.ModuleSpec:
+    path = Path(script)
+    check_is_there(path, "script")
     loader = importlib.machinery.SourceFileLoader("__main__", str(path))
     spec = importlib.util.spec_from_file_location("__main__", path, loader=loader)
     assert spec is not None, "a loader is given"

@@ -27,39 +27,7 @@ moment has a root of 2^-9 of the block's, and the least first moment is 2^-10 of
 the size of the learning rate. The limit: where gradients are less than about 2^-9 (1/500) of the largest of their
 block, the second moment is larger than it should be, and their updates are smaller than with FP32 state.
 
-**Why this code.** The character transformer of `examples/charlm.py`, BF16 weights with stochastic rounding, 400 steps,
-state coded after each one: validation loss less that with FP32 state, in thousandths, the mean of three seeds.
-`a.b | c.d` are bits of exponent and mantissa, of the signed code and of the unsigned one; companded is FlashOptim's::
-
-                               AdamW   Lion  RMSprop  Adagrad  Adafactor  AdEMAMix  Sophia-like
-    linear int8                 -4.0   -0.1     -2.1     -0.8       -0.8       NaN         +0.2
-    companded, to nearest       -6.3   +3.7     -0.6     -0.2       +0.2     +15.3         -0.2
-    4.3 | 5.3, to nearest      -48.5
-    4.3 | 5.3                   -1.8   -4.6     -1.3     -1.2       -0.1      -1.9         -0.2
-    4.3 | 4.4                   -0.5   -4.6     -0.5     -0.2       +0.3
-    3.4 | 4.4, this one         -0.5   -1.5     -0.5     -0.2       +0.3      -0.5         +0.0
-    2.5 | 4.4                   -0.6   -0.4                                   -0.8
-
-Blocks of 64 elements; 32 for companded, 128 for the last row and for this code under AdEMAMix and Sophia-like (under
-AdamW and Lion: -0.6, -2.2). Rounding is stochastic where nothing else is said. Adafactor has its unfactored second
-moment. Adamax was measured later, with one seed: -0.1. To nearest, small numbers become 0 for good; linear codes have
-too few of them. Where the sizes in a block differ much, 2.5 keeps no more than the mean of what is below a hundredth of
-the largest: so it is not taken.
-
-The table was taken with positive numbers that could become 0 in unsigned blocks, too. Now, and so in the same runs
-(blocks of 128; learning rates 3e-4, 3e-3, 3e-4 and 3e-3)::
-
-                               AdamW  AdamW  RMSprop  Adagrad
-    a positive number may be 0  -0.6   -1.1     -0.6     -0.7
-    it is the least one         -0.7   -1.7     -0.5     -0.7
-
-That model does not show the difference. Gradients do that differ in size: the largest update of AdamW in 120 steps, in
-learning rates, where one column has 1000 times the others' gradients, and where the sizes are lognormal::
-
-                               column  sigma 1  sigma 1.5
-    FP32 state                    1.0      1.0        1.0
-    a positive number may be 0  21925      293      37938
-    it is the least one           1.2      1.1        1.4
+Why the code is this one, measured beside others: ``hmpx/bench/README.md``.
 
 What only grows, such as the maximum of amsgrad, keeps what was rounded up: by 3000 steps on noise it is 11 % larger.
 RMSprop with `centered` takes the root of a difference of two moments, which rounding can make negative: with gradients
@@ -224,7 +192,7 @@ def encode(
         return
     kernels = _kernels(scales, x, codes)
     if kernels is not None and all(span.has_one_key for span in spans):
-        kernels.encode_8bit(native.Coding(x, codes, scales, rows, start, spans, derive_key(*keys), given))
+        kernels.encode_8bit(codes, x, scales, rows, start, spans, derive_key(*keys), given)
         return
     if not given:
         scales.view(-1)[rows.range(start, start + x.numel())] = scales_for(*largest(x, rows, start))

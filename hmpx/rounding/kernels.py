@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -21,7 +21,8 @@ class RoundingKernels(Protocol):
 
     def round_list(self, roundings: Sequence[native.Rounding], step_key: int) -> None: ...
 
-    def encode_8bit(self, coding: native.Coding) -> None: ...
+    @property
+    def encode_8bit(self) -> Callable[..., None]: ...
 
     def decode_8bit(self, codes: Tensor, scales: Tensor, out: Tensor, rows: Sequence[int], start: int) -> None: ...
 

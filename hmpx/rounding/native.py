@@ -51,19 +51,6 @@ class Coded(NamedTuple):
     row: int
 
 
-class Coding(NamedTuple):
-    """The arguments of `eight_bits.encode`, of tensors with elements, whose spans have one key."""
-
-    x: torch.Tensor
-    codes: torch.Tensor
-    scales: torch.Tensor
-    rows: Sequence[int]
-    start: int
-    spans: Sequence[Span]
-    key: int
-    given: bool
-
-
 class StoredTensor(NamedTuple):
     """A contiguous tensor of a parameter, as held between two steps.
 
@@ -201,9 +188,17 @@ def step_words(kernel: str, words: array[int], scalars: array[float], step_key: 
     _kernels().step_list(KERNELS.index(kernel), *addresses, count, step_key, torch.get_num_threads())
 
 
-def encode_8bit(coding: Coding) -> None:
-    """Write codes, and the scales unless they are given. Needs `library()`."""
-    x, codes, scales, rows, start, spans, key, given = coding
+def encode_8bit(
+    codes: torch.Tensor,
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    rows: Sequence[int],
+    start: int,
+    spans: Sequence[Span],
+    key: int,
+    given: bool,
+) -> None:
+    """Do what `eight_bits.encode` does, to tensors with elements, whose spans have one key. Needs `library()`."""
     for first, last, offset, width, stride in spans:
         pointers = x[first:last].data_ptr(), codes[first:last].data_ptr(), scales.data_ptr()
         where = last - first, key, offset, width, stride, start + first, *rows
@@ -211,7 +206,7 @@ def encode_8bit(coding: Coding) -> None:
 
 
 def decode_8bit(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, rows: Sequence[int], start: int) -> None:
-    """`eight_bits.decode`, of tensors with elements."""
+    """Do what `eight_bits.decode` does, to tensors with elements. Needs `library()`."""
     pointers = codes.data_ptr(), scales.data_ptr(), out.data_ptr()
     _kernels().decode_8bit(*pointers, out.numel(), start, *rows, torch.get_num_threads())
 

@@ -13,14 +13,13 @@ from typing import NamedTuple
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.keys import key_of, name_id
+from hmpx.rounding.keys import Span, key_of, name_id
 from hmpx.rounding.native import (
     BF16,
     CODED,
     FP32,
     KINDS,
     Coded,
-    Coding,
     Rounding,
     StepArguments,
     StoredTensor,
@@ -182,9 +181,17 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
     _launch("move_list", parts)
 
 
-def encode_8bit(coding: Coding) -> None:
-    """Write codes, and the scales unless they are given; as `native.encode_8bit`."""
-    x, codes, scales, rows, start, spans, key, given = coding
+def encode_8bit(
+    codes: torch.Tensor,
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    rows: Sequence[int],
+    start: int,
+    spans: Sequence[Span],
+    key: int,
+    given: bool,
+) -> None:
+    """Do what `native.encode_8bit` does."""
     parts, (row, column, whole) = [], rows
     for first, last, offset, width, stride in spans:
         lain = _Lain(last - first, offset, width, stride, row, whole, start + first, column)
@@ -194,7 +201,7 @@ def encode_8bit(coding: Coding) -> None:
 
 
 def decode_8bit(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, rows: Sequence[int], start: int) -> None:
-    """`eight_bits.decode`, of tensors with elements."""
+    """Do what `native.decode_8bit` does."""
     count, (row, column, whole) = out.numel(), rows
     lain = _Lain(count, 0, count, 0, row, whole, start, column)
     _launch("move_list", [_move(lain, StoredTensor(codes, CODED, beside=scales), StoredTensor(out, FP32))])

@@ -1,4 +1,8 @@
-"""Commands that run a script: which one, and under which recipe."""
+"""Commands that run a script: which one, and under which recipe.
+
+The environment variables of Neuron and PyTorch/XLA can name the recipe, too. Sources: PyTorch/XLA (removed after 2.8);
+AWS Neuron documentation, "Migration From XLA_USE_BF16/XLA_DOWNCAST_BF16" and "Neuron Rounding Modes".
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,20 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 from hmpx.errors import HmpxError
 from hmpx.ops.computing.kernels import choose
 from hmpx.ops.policies.op_lists import SIDES
-from hmpx.recipes import environment
 from hmpx.recipes.activate import VARIABLE
 from hmpx.recipes.recipe import DEFAULT, Recipe, changed
-from hmpx.recipes.stated import with_and_without_zero
-from hmpx.shell.options import (
-    add_recipe_options,
-    lists_asked,
-    says_a_policy,
-    with_options,
-)
+from hmpx.recipes.stated import read_recipe, with_and_without_zero
+from hmpx.shell.options import add_recipe_options, lists_asked, says_a_policy, with_options
+
+_ROUNDING, _SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
+# The first of these that is set to anything but 0 decides, as in PyTorch/XLA.
+_RECIPES = {"XLA_USE_BF16": "xla-use-bf16", "XLA_DOWNCAST_BF16": "xla-downcast-bf16", _ROUNDING: "neuron-bf16-sr"}
 
 
 def add_script(command: argparse.ArgumentParser, default: str) -> None:
@@ -43,7 +45,7 @@ def recipes_asked(options: argparse.Namespace) -> tuple[Recipe, Recipe] | None:
     Lists without a recipe lie over the default lists, with FP32 weights. None where neither the options nor the
     environment say anything.
     """
-    of_environment = environment.recipe_of(os.environ)
+    of_environment = recipe_of(os.environ)
     named = options.recipe or os.environ.get(VARIABLE)
     _say_what_stands_behind(options)
     if named:
@@ -58,7 +60,11 @@ def recipes_asked(options: argparse.Namespace) -> tuple[Recipe, Recipe] | None:
         said = "the default lists, FP32 weights"
     else:
         return None
-    environment.take_over(os.environ)
+    for name in (
+        "XLA_USE_BF16",
+        "XLA_DOWNCAST_BF16",
+    ):  # torch_xla would act on them too: it stores FP32 tensors as BF16
+        os.environ.pop(name, None)
     recipe, under_zero = (with_options(each, options) for each in (recipe, under_zero))
     if options.verbose:
         recipe, under_zero = (changed(each, verbose=True) for each in (recipe, under_zero))
@@ -71,6 +77,32 @@ def recipes_asked(options: argparse.Namespace) -> tuple[Recipe, Recipe] | None:
         asked += [str(kernels)] if policy is not None and policy.low_precision in kernels.widened else []
         print(f"hmpx: {', '.join([said, *asked])}; runs {options.script}", file=sys.stderr)
     return recipe, under_zero
+
+
+def recipe_of(environment: Mapping[str, str]) -> tuple[Recipe, str] | None:
+    """Return the recipe that these variables stand for, and a sentence that says so; None if none of them is on.
+
+    With XLA_USE_BF16 or XLA_DOWNCAST_BF16, weights are rounded stochastically, as Neuron does it, unless
+    NEURON_RT_STOCHASTIC_ROUNDING_EN is 0.
+
+    Raises:
+        HmpxError: NEURON_RT_STOCHASTIC_ROUNDING_SEED is not an integer in [0, 2^64).
+    """
+    asked = {name: environment[name] for name in (*_RECIPES, _SEED) if environment.get(name)}
+    deciding = next((name for name in _RECIPES if asked.get(name, "0") != "0"), None)
+    if deciding is None:
+        return None
+    recipe = read_recipe(_RECIPES[deciding])
+    if asked.get(_ROUNDING) == "0":
+        recipe = changed(recipe, weights="nearest")
+    if _SEED in asked:
+        if not asked[_SEED].isdecimal() or int(asked[_SEED]) >= 2**64:
+            raise HmpxError(f"{_SEED}={asked[_SEED]} is no seed: an integer from 0 to 2**64 - 1")
+        recipe = changed(recipe, seed=int(asked[_SEED]))
+    said = " ".join(f"{name}={value}" for name, value in asked.items())
+    differs = {key: getattr(recipe, key) for key in ("weights", "seed")}
+    settings = "".join(f", {key} {value}" for key, value in differs.items() if value is not None)
+    return recipe, f"{said} is recipe {_RECIPES[deciding]}{settings}"
 
 
 _OWN = ("--recipe", "--list", "--set", *(f"--{side}" for side in SIDES))  # options that a script rarely has

@@ -12,9 +12,9 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.recipes.activate import runs_a_shell_command
-from hmpx.recipes.environment import recipe_of
 from hmpx.recipes.files import recipe_names
 from hmpx.shell.main import main
+from hmpx.shell.scripts import recipe_of
 from tests.support import python, ranks
 
 KERNELS = "(, FP32 kernels for BF16 and FP16 on CPU)?"  # said on a CPU without BF16 instructions
