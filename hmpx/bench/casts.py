@@ -38,7 +38,7 @@ def converted(device: torch.device) -> AbstractContextManager:
 
 
 def run(repeat: int, device: torch.device) -> measure.Bench:
-    """Microseconds a call on 8 x 8 tensors: nothing but what surrounds the op. Weights require gradients.
+    """Measure microseconds a call on 8 x 8 tensors, where only the surroundings of an op cost. Weights need gradients.
 
     Autocast runs without its cache of weights, which within one long context would cast each weight once for all calls.
     """
@@ -59,7 +59,7 @@ def run(repeat: int, device: torch.device) -> measure.Bench:
 
 
 def run_kept(repeat: int, device: torch.device) -> measure.Bench:
-    """Microseconds of one linear layer without gradients, where the cast of its weight and bias is there already."""
+    """Measure microseconds of a linear layer without gradients whose weight and bias are cast already."""
     layer = nn.Linear(_SIDE, _SIDE, device=device)
     low = nn.Linear(_SIDE, _SIDE, device=device, dtype=torch.bfloat16)
     x = torch.randn(_BATCH, _SIDE, device=device)
@@ -93,7 +93,7 @@ def _many(call: Callable[[], object], times: int) -> Callable[[], None]:
 
 
 def _ops(device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """Name -> call. On CPU, linear, matmul and conv2d are in the bf16 list, mse_loss in fp32, the others in none."""
+    """Return calls by name. On CPU linear, matmul and conv2d are in the bf16 list, mse_loss in fp32, others in none."""
 
     def make(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         x = torch.randn(8, 8, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""``bench insight``: what it costs to look: `hmpx.record` and `hmpx.compare` beside a plain step that is converted."""
+"""``bench insight``: the cost of `hmpx.record` and `hmpx.compare`, beside a plain step that is converted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STEP = "step"
 
 
 def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Bench:
-    """Milliseconds of a training step under autocast's lists, and what looking at it takes, in ratios to it.
+    """Measure a training step under autocast's lists in milliseconds, and `record` and `compare` in ratios to it.
 
     ``off``: after `record` has been used, as long as nothing records; ``changed`` counts the entry points of torch that
     run other code then than before, and is to be 0. ``record``: while it records. ``compare``: each batch of `compare`,
@@ -63,7 +63,7 @@ def _recording(device: torch.device) -> Iterator[None]:
 
 
 def _compared(subject: Training, repeat: int, device: torch.device) -> tuple[float, float, float]:
-    """Seconds that a call of `compare` takes to begin with, and for each batch; and how often each batch is run."""
+    """Return seconds of a call of `compare` without batches, seconds for each batch, and runs of each batch."""
 
     def loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(inputs), targets)
@@ -84,7 +84,7 @@ def _compared(subject: Training, repeat: int, device: torch.device) -> tuple[flo
 
 
 def _changed(device: torch.device) -> int:
-    """How many entry points run other code after a record than before it."""
+    """Count the entry points of torch that run other code after a record than before it."""
     with casts.converted(device):
         before = _codes()
         with record():

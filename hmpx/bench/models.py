@@ -72,13 +72,13 @@ Shape = tuple[int, ...]
 
 
 def toy() -> Iterator[Shape]:
-    """An MLP of ten layers: 20 tensors, 10.6 thousand parameters."""
+    """Yield the shapes of an MLP of ten layers: 20 tensors, 10.6 thousand parameters."""
     for _ in range(10):
         yield from _linear(32, 32)
 
 
 def resnet50() -> Iterator[Shape]:
-    """ResNet-50 of He et al. (CVPR 2016): 161 tensors, 25.6 M parameters."""
+    """Yield the shapes of ResNet-50 of He et al. (CVPR 2016): 161 tensors, 25.6 M parameters."""
     yield from _convolution(3, 64, 7)
     width = 64
     for inner, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -93,7 +93,7 @@ def resnet50() -> Iterator[Shape]:
 
 
 def bert_base() -> Iterator[Shape]:
-    """BERT-base, uncased, of Devlin et al. (NAACL 2019): 199 tensors, 109.5 M parameters."""
+    """Yield the shapes of BERT-base, uncased, of Devlin et al. (NAACL 2019): 199 tensors, 109.5 M parameters."""
     yield from ((30522, 768), (512, 768), (2, 768), *_norm(768))
     for _ in range(12):
         for _ in range(4):
@@ -103,7 +103,7 @@ def bert_base() -> Iterator[Shape]:
 
 
 def gpt2_small() -> Iterator[Shape]:
-    """GPT-2 of Radford et al. (2019), the smallest one: 148 tensors, 124.4 M parameters."""
+    """Yield the shapes of the smallest GPT-2 of Radford et al. (2019): 148 tensors, 124.4 M parameters."""
     yield from ((50257, 768), (1024, 768))
     for _ in range(12):
         yield from (*_norm(768), *_linear(768, 2304), *_linear(768, 768))
@@ -112,7 +112,7 @@ def gpt2_small() -> Iterator[Shape]:
 
 
 def _convolution(inputs: int, outputs: int, size: int) -> tuple[Shape, ...]:
-    """A convolution and the norm behind it."""
+    """Return the shapes of a convolution and the norm behind it."""
     return (outputs, inputs, size, size), *_norm(outputs)
 
 

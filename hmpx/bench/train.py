@@ -22,7 +22,7 @@ Work = Callable[[], object]
 
 
 def run(repeat: int, device: torch.device, models: Sequence[str], compiled: bool) -> measure.Bench:
-    """Milliseconds of a training step (FP32 weights, AdamW), of one that accumulates four batches, of an inference.
+    """Measure milliseconds of a training step (FP32 weights, AdamW), of one with four batches, of an inference.
 
     ``hmpx cached``: inference inside `cached_weights()`.
     """
@@ -47,7 +47,7 @@ def _eager(model: str, repeat: int, device: torch.device) -> list[measure.Line]:
 
 
 def _compiled(model: str, repeat: int, device: torch.device) -> list[measure.Line]:
-    """Under one conversion: to convert is to compile anew. Plain torch and autocast run with casts disabled."""
+    """Measure under one conversion: to convert is to compile anew. Plain torch and autocast run with casts disabled."""
     print(f"compiling {model}", file=sys.stderr)
     subject = Training(model, device, compiled=True)
     with casts.converted(device):
@@ -78,7 +78,7 @@ class Training:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def works(self, forward: Callable = contextlib.nullcontext) -> dict[str, Work]:
-        """Name -> what is measured. `forward()` is entered around every forward."""
+        """Return what is measured, by name. `forward()` is entered around every forward."""
         loss_of = self._compile(self._loss)  # once a way, so that none has the guards of another
 
         def step(batches: int) -> None:

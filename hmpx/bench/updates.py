@@ -38,7 +38,7 @@ def rounding(elements: int, repeat: int, device: torch.device) -> measure.Bench:
 
 
 def _randint(out: torch.Tensor, x: torch.Tensor) -> None:
-    """The usual way: random low bits from the global generator, then cut off."""
+    """Round in the usual way: add random low bits from the global generator, then cut them off."""
     bits = x.view(torch.int32) + torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device)
     out.copy_((bits & -65536).view(torch.float32))
 
@@ -56,7 +56,7 @@ def _torchao(out: torch.Tensor, x: torch.Tensor) -> dict[str, Callable]:
 
 
 def step(elements: int, repeat: int, device: torch.device) -> measure.Bench:
-    """The reference is torch's fused FP32 AdamW.
+    """Measure a step in every way of holding weights. The reference is torch's fused FP32 AdamW.
 
     ``beside``: measured bytes per parameter that stay beside weights and gradients; ``peak``: that a step takes more.
     """
@@ -92,7 +92,7 @@ def step(elements: int, repeat: int, device: torch.device) -> measure.Bench:
 
 
 def steps_of_models(models: Sequence[str], repeat: int, device: torch.device) -> measure.Bench:
-    """One row for the parameters of each model: torch's fused FP32 AdamW, and ratios to it."""
+    """Make one row for the parameters of each model: torch's fused FP32 AdamW, and ratios to it."""
     ways = _ways()
     return measure.Bench(
         f"AdamW step of a model's parameters, ratios to torch's fused FP32 one, {measure.where(device)}",
@@ -127,7 +127,7 @@ def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: t
 
 
 def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
-    """Name -> dtype of the weights, and what makes a step function."""
+    """Return by name the dtype of the weights, and what makes a step function."""
     bf16 = torch.bfloat16
     return {
         "torch fused, FP32 weights": (torch.float32, lambda params: _torch(params).step),
@@ -158,7 +158,7 @@ _PEERS: dict[str, tuple[str, str, dict]] = {  # module, class, options
 
 
 def _peers() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
-    """The optimizers of other libraries, which may not be installed, or not run here."""
+    """Return the optimizers of other libraries, which may not be installed, or may not run here."""
 
     def maker(module: str, cls: str, options: dict) -> Callable[[Params], Callable]:
         return lambda params: getattr(importlib.import_module(module), cls)(params, lr=_LR, **options).step
@@ -192,7 +192,7 @@ def _hmpx(
 
 
 def _masters_by_hand(params: Params) -> Callable:
-    """What a training script without a library does."""
+    """Make the step of a training script that holds FP32 masters without a library."""
     weights: list[torch.Tensor] = [*params]
     masters = [nn.Parameter(p.detach().float()) for p in params]
     optimizer = _torch(masters)

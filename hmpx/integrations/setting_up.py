@@ -88,7 +88,7 @@ class SettingUp:
 
     @contextlib.contextmanager
     def casting_what_is_distributed(self) -> Iterator[None]:
-        """A context that casts each model before `fully_shard` or DistributedDataParallel take it."""
+        """Return a context that casts each model before `fully_shard` or DistributedDataParallel takes it."""
         with Changes() as changes:
             if in_job():
                 watch_distribution(lambda module: _cast_whole(module, self.recipe), changes)
@@ -116,11 +116,11 @@ class SettingUp:
 
     @property
     def casts_ops(self) -> bool:
-        """Whether ops are cast while the dtypes that code asks for are left alone."""
+        """Return whether ops are cast, and the dtypes that code asks for are not mapped."""
         return self._policy is not None and not self.recipe.dtype_map
 
     def enter(self) -> region_state.Region:
-        """Casts are on from here on, until `region_state.leave` is given the result.
+        """Turn casts on until `region_state.leave` is given the result.
 
         After `hmpx.restore()` there is nothing that casts.
         """
@@ -131,7 +131,7 @@ class SettingUp:
 
     @contextlib.contextmanager
     def casts(self) -> Iterator[None]:
-        """A context in which ops are cast."""
+        """Return a context in which ops are cast."""
         region = self.enter()
         try:
             yield

@@ -23,7 +23,7 @@ from hmpx.yaml_files import composed, lines_inside, shown, value_of
 
 
 class Origin(NamedTuple):
-    """A line of a file; with line 0, what `path` says in words (``--set seed=1``)."""
+    """A line of a file. With line 0, `path` says the place in words (``--set seed=1``)."""
 
     path: str
     line: int = 0
@@ -36,8 +36,8 @@ class Origin(NamedTuple):
 class Origins:
     """The place of each key: ``("weights",)``, ``("module_dtypes", "lm_head")``, ``("bf16", 0)`` for a first name.
 
-    They are in the order of their lines, those of a file behind those of a file that it extends. `lists`: the path of
-    each list file, by its key. A recipe that was no file has none of this.
+    The places are in the order of their lines; the places of a file follow those of the file that it extends. `lists`
+    has the path of each list file, by its key. A recipe that was not read from a file has no origins.
     """
 
     by_key: Mapping[tuple, Origin] = field(default_factory=dict)
@@ -45,26 +45,26 @@ class Origins:
 
     @classmethod
     def of_file(cls, path: object, lines: Mapping[tuple, int], lists: Mapping[str, str] | None = None) -> Origins:
-        """Of the lines of one file."""
+        """Make the origins of one file from the lines of its keys."""
         return cls({key: Origin(str(path), line) for key, line in lines.items()}, lists or {})
 
     def where(self, *key: str | int) -> str:
-        """``"mine.yaml:3"``; an empty string where no place is known."""
+        """Return ``"mine.yaml:3"``; an empty string where no place is known."""
         return str(self.by_key[key]) if key in self.by_key else ""
 
     def without(self, keys: Collection[str]) -> Origins:
-        """Those of a recipe that says something else of these keys."""
+        """Return the origins without some keys, for a recipe that says something else about these."""
         places = {key: place for key, place in self.by_key.items() if key[0] not in keys}
         return Origins(places, {key: path for key, path in self.lists.items() if key not in keys})
 
     def under(self, nearer: Origins) -> Origins:
-        """Both; where both have a key, the place in the nearer one."""
+        """Return both origins as one; where both have a key, the place in `nearer` counts."""
         around = {key: place for key, place in self.by_key.items() if key not in nearer.by_key}
         return Origins({**around, **nearer.by_key}, {**self.lists, **nearer.lists})
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Whatever error comes from inside begins with the line of the key that it is about."""
+        """Let each error that is raised inside begin with the line of the key that it is about."""
         try:
             yield
         except HmpxError as error:
@@ -74,7 +74,7 @@ class Origins:
             raise type(error)(message) from error
 
     def located(self, problem: str) -> str:
-        """One problem with the place of the key that it is about, if it is about one and says no place itself."""
+        """Return a problem with the place of its key in front, if it is about a key and does not say a place itself."""
         if any(problem.startswith(f"{path}:") for path in {place.path for place in self.by_key.values()}):
             return problem
         for key, path in self.lists.items():
@@ -88,7 +88,7 @@ class Origins:
 
 
 def is_about(problem: str, key: tuple) -> bool:
-    """Whether a message is about a key. Some keys (`weights`) are words too: they open it, or stand before ``=``."""
+    """Return whether a message is about a key. A key that is a word (`weights`) opens it, or stands before ``=``."""
     name = re.escape(str(key[0]))
     if len(key) > 1:
         return isinstance(key[1], str) and problem.startswith(f"{key[0]}: {key[1]!r}")
@@ -97,10 +97,10 @@ def is_about(problem: str, key: tuple) -> bool:
 
 
 class Read(NamedTuple):
-    """What a file says.
+    """The content of a file.
 
-    keys: those without fault. base: the file that this one extends; None where it is a recipe of its own.
-    wrong: each problem with file and line. faulty: the keys that they are about.
+    keys: the keys without fault. base: the file that this one extends; None if it extends none.
+    wrong: each problem with file and line. faulty: the keys of these problems.
     """
 
     keys: dict[str, Any]
@@ -111,12 +111,12 @@ class Read(NamedTuple):
 
 
 def recipe_names() -> list[str]:
-    """The recipes that hmpx ships."""
+    """Return the names of the recipes that hmpx ships."""
     return sorted(each.stem for each in (shipped() / "recipes").glob("*.yaml"))
 
 
 def recipe_path(name: str | os.PathLike[str], beside: str | os.PathLike[str] = "") -> Path:
-    """The file of a recipe that hmpx ships, by name; a path that ends in .yaml, or in Gaudi's .json, is that file.
+    """Return the file of a recipe that hmpx ships, by its name; or the path itself if it ends in .yaml or .json.
 
     beside: the folder that a path is relative to.
 
@@ -140,7 +140,7 @@ def recipe_path(name: str | os.PathLike[str], beside: str | os.PathLike[str] = "
 
 
 def read_keys(path: Path, legal: Sequence[str], *, with_zero: bool = False) -> Read:
-    """The keys of a recipe's file, checked one by one; list files, and the recipe that it extends, are beside it.
+    """Read the keys of a recipe's file and check each. Paths of lists, and of a recipe to extend, are relative to it.
 
     Args:
         legal: the names of every key that a recipe has.
@@ -194,7 +194,7 @@ def read_keys(path: Path, legal: Sequence[str], *, with_zero: bool = False) -> R
 
 
 def _nxds(path: Path, key: yaml.Node, value: yaml.Node, with_zero: bool) -> Read:
-    """Of a file with NxD's configuration."""
+    """Read a file that holds NxD's configuration."""
     line = key.start_mark.line + 1
     lines = {inner: at for (_, inner), at in lines_inside(NXD, value).items()}
     keys = nxd_keys(value_of(path, value), with_zero, lambda inner: f"{path}:{lines.get(inner, line)}: ")
@@ -203,6 +203,6 @@ def _nxds(path: Path, key: yaml.Node, value: yaml.Node, with_zero: bool) -> Read
 
 
 def named_twice(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The lists that are given name by name and as a file too, each with that in words."""
+    """Return the lists that are given both name by name and as a file, each with a sentence that says so."""
     both = [side for side in SIDES if values.get(side) is not None and values.get(f"{side}_file_path")]
     return [(side, f"{side} and {side}_file_path: which of the two?") for side in both]

@@ -1,7 +1,7 @@
-"""What a training framework was asked for, and which of that does not go with a recipe: one table for all of hmpx.
+"""Settings of training frameworks that conflict with a recipe: one table for all of hmpx.
 
-The integrations and `prepare` refuse what is in it before anything is changed. `activate`, and with it ``python -m
-hmpx run``, warns of it once. Frameworks are read through the objects that a user makes; nothing here imports one.
+The integrations and `prepare` raise for a conflict before anything is changed. `activate`, and so ``python -m hmpx
+run``, warns of it once. Frameworks are read through the objects that a user makes; nothing here imports one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ACCUMULATION, GRADIENT_NORM = "accumulation", "gradient norm"
 
 @dataclass(frozen=True)
 class FrameworkSetting:
-    """One thing that a framework was asked for: in the words of the user's script, and what it does."""
+    """One setting of a framework: in the words of the user's script, what it does, and what to write instead."""
 
     words: str
     what: str
@@ -40,7 +40,7 @@ class FrameworkSetting:
 
 
 def of_accelerate() -> Iterator[FrameworkSetting]:
-    """What the `Accelerator` of this process was asked for; nothing if there is none."""
+    """Yield what the `Accelerator` of this process was asked for; nothing if there is none."""
     states = sys.modules.get("accelerate.state")
     if states is None:
         return
@@ -55,7 +55,7 @@ def of_accelerate() -> Iterator[FrameworkSetting]:
 
 
 def of_transformers(arguments: Any) -> Iterator[FrameworkSetting]:
-    """What `TrainingArguments` ask for, and Accelerate below them."""
+    """Yield what `TrainingArguments` ask for, and Accelerate below them."""
     for name, what in (
         *(("bf16", AUTOCAST), ("fp16", AUTOCAST)),
         *(("bf16_full_eval", MODEL_DTYPE), ("fp16_full_eval", MODEL_DTYPE)),
@@ -76,7 +76,7 @@ def of_transformers(arguments: Any) -> Iterator[FrameworkSetting]:
 
 
 def of_lightning(trainer: Any) -> Iterator[FrameworkSetting]:
-    """What a `Trainer` of Lightning was asked for."""
+    """Yield what a `Trainer` of Lightning was asked for."""
     precision = getattr(trainer.precision_plugin, "precision", "32-true")
     if not hasattr(trainer.precision_plugin, "recipe") and precision != "32-true":
         yield FrameworkSetting(
@@ -93,13 +93,13 @@ def of_lightning(trainer: Any) -> Iterator[FrameworkSetting]:
 
 
 def has_accelerator() -> bool:
-    """Whether this process has an `Accelerator`."""
+    """Return whether this process has an `Accelerator`."""
     states = sys.modules.get("accelerate.state")
     return states is not None and bool(states.AcceleratorState._shared_state)
 
 
 def conflict(asked: FrameworkSetting, recipe: Recipe) -> str:
-    """Why it does not go with a recipe, and the way out; an empty string if it does."""
+    """Return why a setting conflicts with a recipe, and the way out; an empty string if it does not."""
     if asked.what == AUTOCAST and recipe.opt_level is not None:
         why = "its torch.autocast would cast the ops once more, by lists of its own"
         return (
@@ -120,7 +120,7 @@ def conflict(asked: FrameworkSetting, recipe: Recipe) -> str:
 
 
 def refuse(everything: Iterable[FrameworkSetting], recipe: Recipe) -> None:
-    """Raise for what does not go with a recipe; say in one line, at INFO, where autocast and a recipe both make sense.
+    """Raise for settings that conflict with a recipe. Say at INFO where autocast and a recipe both make sense.
 
     Raises:
         HmpxError: every conflict, one a line.
@@ -149,7 +149,7 @@ _told_of_version: set[str] = set()
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside those of Accelerate and Lightning, which are made to look like the one that they hold."""
+    """Return the optimizer inside a wrapper of Accelerate or Lightning, which looks like what it holds."""
     while (attribute := _WRAPPERS.get(type(optimizer).__module__)) in vars(optimizer):
         optimizer = vars(optimizer)[attribute]
     return optimizer

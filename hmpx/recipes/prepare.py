@@ -145,7 +145,7 @@ def attach_made(
 def of_own(
     settings: Settings, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, models: list[torch.nn.Module]
 ) -> Settings:
-    """The settings with the rules that fit parameters of this optimizer: the others are for other optimizers.
+    """Return the settings with only the rules that fit parameters of this optimizer.
 
     Raises:
         HmpxError: rules go by names that the optimizer does not know.
@@ -167,7 +167,7 @@ def of_own(
 
 
 def _of_other_models(model: torch.nn.Module) -> list[ModuleRule]:
-    """The rules of models that were prepared before this one."""
+    """Return the rules of models that were prepared before this one."""
     before, own = conversion.installed(), set(model.modules())
     return [rule for rule in before.rules if own.isdisjoint(rule.modules())] if before else []
 
@@ -206,12 +206,12 @@ _looking: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDic
 
 
 def facts(recipe: Recipe) -> dict[str, Any]:
-    """What must be the same on every rank."""
+    """Return what must be the same on every rank."""
     return {**asdict(recipe), **{key: _content(getattr(recipe, key)) for key in LISTS}}
 
 
 def _content(path: str) -> str:
-    """The text of a list file, for ranks on several machines may hold the same list under different paths."""
+    """Return the text of a list file: ranks on several machines may hold the same list under different paths."""
     with contextlib.suppress(OSError, UnicodeDecodeError):  # reading the policy raises the better error
         return Path(path).read_text(encoding="utf-8") if path else ""
     return path
@@ -221,7 +221,7 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
     """Cast the floating parameters of a model in place, and its buffers where a recipe maps dtypes.
 
     Raises:
-        HmpxError: one of another dtype than it is to be is replicated or sharded already.
+        HmpxError: a parameter must be cast and is replicated or sharded already.
     """
     _refuse_lazy(model)
     dtypes = _dtypes(model, recipe)
@@ -263,9 +263,9 @@ def _refuse_lazy(model: torch.nn.Module) -> None:
 
 
 def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, torch.dtype]:
-    """The dtype that each parameter is to have; of a tied one, what the first module that holds it says.
+    """Return the dtype that each parameter is to have; for a tied one, the first module that holds it decides.
 
-    A frozen one stays in low precision, if no rule names it: it gets no updates that would be lost.
+    A frozen parameter stays in low precision if no rule names it, because it gets no updates that would be lost.
     """
     found: dict[torch.nn.Parameter, torch.dtype] = {}
     mapped = recipe.mapped()

@@ -23,10 +23,10 @@ _MAPPINGS = (MODULES, "module_dtypes", PARAMETERS, "dtype_map")
 
 
 def laid_over(base: Recipe, keys: Mapping[str, Any], origins: Origins = USUAL._origins) -> Recipe:
-    """A recipe with the keys of a nearer word: of a file or dict that extends it, of an option. The nearest word wins.
+    """Lay the keys of a file, a dict or an option over a recipe, and return the result. The nearest word wins.
 
-    A list goes in the place of that list, whichever of the two ways said it. Another `opt_level` comes without the
-    lists of the one before. Of mappings, patterns go behind those of the recipe.
+    A list replaces the recipe's list of that side, whether each is a file or names. Another `opt_level` drops the
+    lists of the recipe. The patterns of mappings follow those of the recipe.
     """
     own: dict[str, Any] = dict(keys)
     own |= {side: tuple(own[side]) for side in SIDES if own.get(side) is not None}
@@ -47,7 +47,7 @@ def laid_over(base: Recipe, keys: Mapping[str, Any], origins: Origins = USUAL._o
 
 
 def _in_several(keys: Mapping[str, Any]) -> set[str]:
-    """The sides that files with several lists hold."""
+    """Return the sides that the list files hold: a YAML or JSON file may hold several."""
     found: set[str] = set()
     for side, key in zip(SIDES, LISTS, strict=True):
         if keys.get(key):
@@ -58,7 +58,7 @@ def _in_several(keys: Mapping[str, Any]) -> set[str]:
 
 
 def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Recipe:
-    """A recipe that hmpx ships, by name, or one in a file, by path; list files are looked for beside it.
+    """Read a recipe that hmpx ships, by name, or a recipe in a file, by path; paths in it are relative to it.
 
     A file is YAML, or a Gaudi configuration, whose name ends in .json.
 
@@ -75,7 +75,7 @@ def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Rec
 
 
 def faults(path: Path) -> list[str]:
-    """Everything that is wrong in the recipe in a file, also what `read_recipe` leaves to those who use it.
+    """Return everything that is wrong in a recipe's file, also what `read_recipe` leaves to `policy` and `settings`.
 
     Raises:
         HmpxError: it cannot be read, or extends itself.
@@ -88,7 +88,7 @@ _Wrong = dict[str, type[HmpxError]]  # each problem, and what is raised for it
 
 
 def _read_with_rules(path: Path, with_zero: bool = False) -> tuple[Recipe, _Wrong, Collection[str]]:
-    """As `_read`; its own names of ops are looked up, too."""
+    """Do what `_read` does, and look up the names of ops that the recipe itself lists."""
     recipe, wrong, faulty = _read(path, with_zero, ())
     if any(getattr(recipe, side) for side in SIDES):
         wrong = wrong | _raised(changed(recipe, **dict.fromkeys(LISTS, "")).policy, faulty)
@@ -96,7 +96,7 @@ def _read_with_rules(path: Path, with_zero: bool = False) -> tuple[Recipe, _Wron
 
 
 def _read(path: Path, with_zero: bool, above: tuple[Path, ...]) -> tuple[Recipe, _Wrong, Collection[str]]:
-    """The recipe in a file, what is wrong in it and in those that it extends, and the keys that this is about.
+    """Return the recipe in a file, the problems in it and in the files that it extends, and the keys of the problems.
 
     above: the files that extend this one.
     """
@@ -121,7 +121,7 @@ _LONGEST = 32  # chain of files that extend one another
 
 
 def _raised(look: Callable[[], Any], faulty: Collection[str]) -> _Wrong:
-    """The problems that something raises, but for those about keys that are faulty anyhow and were left out."""
+    """Return the problems that `look` raises, without those about keys that are faulty anyhow and were left out."""
     try:
         look()
     except HmpxError as error:
@@ -132,8 +132,8 @@ def _raised(look: Callable[[], Any], faulty: Collection[str]) -> _Wrong:
 
 
 def as_recipe(recipe: Stated, *, with_zero: bool = False) -> Recipe:
-    """A recipe from its name, its path, its keys, or a dict or file whose one key is NxD's `mixed_precision_config`:
-    its defaults depend on whether ZeRO-1 is in use. None is the default lists with FP32 weights."""
+    """Return a recipe from its name, its path, its keys, or a dict or file whose one key is NxD's
+    `mixed_precision_config`, whose defaults depend on `with_zero`. None is the default lists with FP32 weights."""
     if recipe is None:
         return DEFAULT
     if isinstance(recipe, Recipe):
@@ -153,7 +153,7 @@ def as_recipe(recipe: Stated, *, with_zero: bool = False) -> Recipe:
 
 
 def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a recipe with dtypes by their names.
+    """Check the keys of a recipe, and return them with dtypes by their names.
 
     Raises:
         HmpxError: what is wrong with each.
@@ -167,5 +167,5 @@ def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_and_without_zero(recipe: Stated) -> tuple[Recipe, Recipe]:
-    """A recipe for optimizers that nobody has seen yet: what it says under ZeRO-1, and what otherwise."""
+    """Return a recipe twice: for optimizers under ZeRO-1, and for other optimizers."""
     return as_recipe(recipe, with_zero=True), as_recipe(recipe)

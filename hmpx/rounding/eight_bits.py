@@ -77,15 +77,15 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, length: int) -> Rows:
-        """Whole rows of so many elements."""
+        """Return the layout of whole rows of `length` elements."""
         return cls(length, 0, -(-length // BLOCK))
 
     def are_even(self, count: int) -> bool:
-        """Whether `count` elements of whole rows are in blocks that begin every `BLOCK` elements."""
+        """Return whether `count` elements of whole rows are in blocks that begin every `BLOCK` elements."""
         return self.width % BLOCK == 0 or self.width == count
 
     def floor(self, element: int) -> int:
-        """The last element up to `element`, counted in what is held, with which a block begins, or its held part."""
+        """Return the last element up to `element`, counted in what is held, where a block or its held part begins."""
         if not self.width:
             return 0
         row, column = divmod(element, self.width)
@@ -93,7 +93,7 @@ class Rows(NamedTuple):
         return row * self.width + max(begin, 0)
 
     def range(self, start: int, stop: int) -> slice:
-        """The blocks of elements `start` ... `stop - 1`, counted row by row."""
+        """Return the blocks of elements `start` ... `stop - 1`, counted row by row."""
         blocks = (
             element // self.width * self.blocks + (self.first + element % self.width) // BLOCK
             for element in (start, stop - 1)
@@ -113,18 +113,18 @@ class _Sheet(NamedTuple):
     padding: tuple[int, int]  # to whole blocks, at both ends of a row
 
     def in_blocks(self, x: Tensor, origin: int) -> Tensor:
-        """This rectangle of `x`, whose first element is `origin`, as [blocks, BLOCK], padded with zeros."""
+        """Return this rectangle of `x`, whose first element is `origin`, as [blocks, BLOCK], padded with zeros."""
         held = x[self.start - origin : self.stop - origin].view(-1, self.width)
         return (pad(held, self.padding) if any(self.padding) else held).reshape(-1, BLOCK)
 
     def out_of_blocks(self, blocks: Tensor) -> Tensor:
-        """The inverse of `in_blocks`, flat."""
+        """Undo `in_blocks`; the result is flat."""
         rows = blocks.view(-1, self.width + sum(self.padding))
         return rows[:, self.padding[0] : self.padding[0] + self.width].reshape(-1)
 
 
 def _sheets(start: int, x: Tensor, rows: Rows) -> Iterator[_Sheet]:
-    """The elements of `x`, from element `start` of what is held on, where blocks begin and end, in rectangles."""
+    """Yield rectangles of the elements of `x`, which begin at element `start` of what is held, in whole blocks."""
     stop = start + x.numel()
     chunk = _CHUNK if is_on_host(x) else max(x.numel() // _SHEETS, _CHUNK)
     while start < stop:
@@ -142,10 +142,10 @@ def _sheets(start: int, x: Tensor, rows: Rows) -> Iterator[_Sheet]:
 
 
 def largest(x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
-    """Of each block of `x`: the bits of its largest finite magnitude, whether it has a negative number; flat int32.
+    """Return for each block the bits of its largest finite magnitude, and whether it has a negative number; flat int32.
 
-    x: FP32 and flat, the elements from `start` on. Of blocks that others hold a part of, this is told of the own part,
-    and 0 of those between two rows that are held.
+    x: FP32 and flat, the elements from `start` on. Where other ranks hold a part of a block, only the own part counts;
+    blocks between two rows that are held get 0.
     """
     if not x.numel():
         return (torch.zeros(0, dtype=torch.int32, device=x.device),) * 2
@@ -165,7 +165,7 @@ def largest(x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
 
 
 def scales_for(magnitudes: Tensor, negatives: Tensor) -> Tensor:
-    """The BF16 scales of blocks, from the result of `largest`."""
+    """Return the BF16 scales of blocks, from the result of `largest`."""
     exponents = shifted(magnitudes + 0x17FFFF, 23).clamp(_LEAST, _MOST)  # the next one where 1.8125 is passed
     return reinterpreted((exponents * 0x80 - negatives * 0x8000).to(torch.int16), torch.bfloat16)
 
@@ -235,12 +235,12 @@ def decode(out: Tensor, codes: Tensor, scales: Tensor, rows: Rows, start: int) -
 
 
 def _kernels(scales: Tensor, *tensors: Tensor) -> RoundingKernels | None:
-    """The kernels that can read all these tensors; scales have a shape of their own."""
+    """Return the kernels that can read all these tensors; scales have a shape of their own."""
     return kernels_for(*tensors) if native.is_plain(scales) and scales.device == tensors[0].device else None
 
 
 def _top(signed: Tensor) -> Tensor:
-    """The largest exponent of a block's code, int32."""
+    """Return the largest exponent of a block's code, int32."""
     return 15 - 8 * signed.to(torch.int32)
 
 

@@ -68,12 +68,12 @@ def read_masters(masters: Tensor, weights: Tensor, out: Tensor) -> None:
 
 
 def _upper(bits: Tensor) -> Tensor:
-    """The BF16 number that an FP32 one with these bits rounds to, ties away from zero."""
+    """Return the BF16 number that the FP32 number with these bits rounds to, ties away from zero."""
     return reinterpreted(shifted(bits + 0x8000, 16).to(torch.int16), torch.bfloat16)
 
 
 def _kept_bits(x: Tensor) -> Tensor:
-    """The bits of `x`. NaNs that rounding would turn into another number are made quiet first."""
+    """Return the bits of `x`. NaNs that rounding would turn into another number are made quiet first."""
     bits = reinterpreted(x, torch.int32)
     magnitude = bits & 0x7FFFFFFF
     lost = ((magnitude > 0x7F800000) & (magnitude < 0x7F808000)) | (magnitude >= 0x7FFF8000)

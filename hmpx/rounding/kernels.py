@@ -35,7 +35,7 @@ _ALL: tuple[RoundingKernels, ...] = (native, triton)
 
 
 def kernels_for(*tensors: Tensor) -> RoundingKernels | None:
-    """The kernels that can read these tensors of equal shape; None if none can."""
+    """Return the kernels that can read these tensors of equal shape; None if none can."""
     if any(map(lacks_data, tensors)):
         return None
     for kernels in _ALL:

@@ -23,23 +23,23 @@ def _splitmix64(x: int) -> int:
 
 @functools.lru_cache(maxsize=65536)
 def name_id(name: str) -> int:
-    """The 64 bits that stand for a parameter's name in the key."""
+    """Return the 64 bits that stand for a parameter's name in the key."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 @functools.lru_cache(maxsize=64)
 def step_key(seed: int, step: int) -> int:
-    """The part of the chain that is the same for a whole step."""
+    """Return the part of the chain that is the same for a whole step."""
     return _splitmix64(_splitmix64(seed) ^ (step & MAX_UINT64))
 
 
 def key_of(step_key: int, name: int, high: int = 0) -> int:
-    """The 64-bit key of the elements whose index has `high` above its low 32 bits; `name` is a `name_id`."""
+    """Return the 64-bit key of elements whose index has `high` above its low 32 bits; `name` is a `name_id`."""
     return _splitmix64(_splitmix64(step_key ^ name) ^ high)
 
 
 def derive_key(seed: int, step: int, name: str, high: int = 0) -> int:
-    """`key_of` a seed, a step and a name."""
+    """Return `key_of` a seed, a step and a name."""
     return key_of(step_key(seed, step), name_id(name), high)
 
 
@@ -57,7 +57,7 @@ class Span(NamedTuple):
 
     @property
     def has_one_key(self) -> bool:
-        """Whether all elements are among the first 2^32 of the parameter, so that one key serves them."""
+        """Return whether all elements are among the first 2^32 of the parameter, so that one key serves them."""
         rows = max(self.stop - self.start - 1, 0) // self.width
         return self.offset + rows * self.stride + self.width <= 2**32
 

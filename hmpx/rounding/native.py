@@ -97,7 +97,7 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
 
 
 def shown_words(held: StoredTensor, start: int, count: int) -> tuple[int, ...]:
-    """The words that describe `count` elements from `start` on to kernels, but for the address of their FP32 copy."""
+    """Return the words that describe `count` elements from `start` on, without the address of their FP32 copy."""
     row = held.row or held.tensor.numel()
     return count, 0, start, held.tensor.numel(), row, *_held_words(*held[:-1])
 
@@ -113,7 +113,7 @@ def hold_at(words: array[int], addresses: Sequence[int]) -> None:
 
 
 def read(held: StoredTensor) -> torch.Tensor:
-    """The whole tensor in FP32. Needs `library()`."""
+    """Return the whole tensor in FP32. Needs `library()`."""
     out = torch.empty_like(held.tensor, dtype=torch.float32)
     words = array("Q", shown_words(held, 0, out.numel()))
     show_at(words, [out.data_ptr()])
@@ -142,7 +142,7 @@ def step_list(kernel: str, stepped: Sequence[StepArguments], step_key: int) -> N
 
 
 def words_of(stepped: Sequence[StepArguments]) -> array[int]:
-    """The words that describe each parameter to the kernels."""
+    """Return the words that describe each parameter to the kernels."""
     words = array("Q")
     for each in stepped:
         weight = each.weight
@@ -172,7 +172,7 @@ def _held_words(
 
 
 def scalars_of(scalars: tuple[float, ...]) -> tuple[float, ...]:
-    """The scalars, padded to the number that the kernels read."""
+    """Return the scalars, padded to the number that the kernels read."""
     return (*scalars, *(0.0,) * (_SCALARS - len(scalars)))
 
 
@@ -182,7 +182,7 @@ def gradients_at(words: array[int], addresses: Sequence[int]) -> None:
 
 
 def step_words(kernel: str, words: array[int], scalars: array[float], step_key: int) -> None:
-    """`step_list`, for the words and scalars of parameters."""
+    """Do what `step_list` does, for the words and scalars of parameters."""
     addresses = words.buffer_info()[0], scalars.buffer_info()[0]
     count = len(words) // _WORDS
     _kernels().step_list(KERNELS.index(kernel), *addresses, count, step_key, torch.get_num_threads())
@@ -212,20 +212,20 @@ def decode_8bit(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, ro
 
 
 def block_checksums(weights: torch.Tensor, out: torch.Tensor, block: int) -> None:
-    """The checksum of each block of 32 weights, or of one, as `updates/checksums.py` defines it, of what `can_read`."""
+    """Write the checksum of each block of 32 weights, or of one, which `updates/holding/checksums.py` defines."""
     pointers = weights.data_ptr(), out.data_ptr()
     _kernels().block_checksums(*pointers, weights.numel(), block, torch.get_num_threads())
 
 
 def _kernels() -> ctypes.CDLL:
-    """`library()`, for callers that have checked that it exists."""
+    """Return `library()` for callers that have checked that it exists."""
     found = library()
     assert found is not None, "there are no C kernels"
     return found
 
 
 def can_read(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels exist and can read these tensors of equal shape."""
+    """Return whether the kernels exist and can read these tensors of equal shape."""
     if library() is None:
         return False
     shape = tensors[0].shape
@@ -236,7 +236,7 @@ def can_read(*tensors: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values lie one after the other at its pointer, with their own signs."""
+    """Return whether a tensor's values lie one after the other at its pointer, with their own signs."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return False
     return not tensor.is_neg() and (tensor.data_ptr() != 0 or not tensor.numel())

@@ -80,7 +80,7 @@ def stochastic_round(x: Tensor, *, seed: int, step: int, name: str, offset: int 
 
 
 def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str, offset: int = 0) -> Tensor:
-    """`stochastic_round` into an existing bfloat16 tensor of the same shape, contiguous or not. Returns `out`.
+    """Round stochastically into an existing bfloat16 tensor of the same shape, contiguous or not; return `out`.
 
     Example:
         >>> average, weight = torch.zeros(3, dtype=torch.bfloat16), torch.ones(3)

@@ -24,7 +24,7 @@ _SITE = re.compile(r"(.+\.\w+):(\d+)")
 
 
 def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
-    """Every command but `bench`."""
+    """Add every command except `bench`."""
 
     def add(name: str, words: str, description: str, examples: str) -> argparse.ArgumentParser:
         lines = "\n".join(f"  {prog} {name} {line}".rstrip() for line in examples.splitlines())

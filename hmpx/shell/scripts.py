@@ -27,7 +27,7 @@ _RECIPES = {"XLA_USE_BF16": "xla-use-bf16", "XLA_DOWNCAST_BF16": "xla-downcast-b
 
 
 def add_script(command: argparse.ArgumentParser, default: str) -> None:
-    """The options of a recipe, and the script with its own arguments. default: what is done without --recipe."""
+    """Add the options of a recipe, and the script with its own arguments. default: what is done without --recipe."""
     add_recipe_options(command, default)
     command.add_argument("--verbose", action="store_true", help="log each decision about an op once, with its line")
     command.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
@@ -40,7 +40,7 @@ def add_script(command: argparse.ArgumentParser, default: str) -> None:
 
 
 def recipes_asked(options: argparse.Namespace) -> tuple[Recipe, Recipe] | None:
-    """The recipe to run a script under, and the one for optimizers under ZeRO-1, which is announced.
+    """Return the recipe to run a script under, and the recipe for optimizers under ZeRO-1; announce the first.
 
     Lists without a recipe lie over the default lists, with FP32 weights. None where neither the options nor the
     environment say anything.
@@ -109,7 +109,7 @@ _OWN = ("--recipe", "--list", "--set", *(f"--{side}" for side in SIDES))  # opti
 
 
 def behind(options: argparse.Namespace) -> list[str]:
-    """The options of hmpx that stand behind the script, and so go to the script."""
+    """Return the options of hmpx that stand behind the script, and so go to the script."""
     return [word for word in options.arguments if word.partition("=")[0] in _OWN]
 
 
@@ -124,7 +124,7 @@ def _say_what_stands_behind(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def traceback_of_the_script() -> Iterator[None]:
-    """The traceback of what is raised inside, and never caught, begins at the script, as under ``python SCRIPT``."""
+    """Let the traceback of an error that nobody catches begin at the script, as under ``python SCRIPT``."""
     try:
         yield
     except HmpxError:
@@ -143,7 +143,7 @@ def traceback_of_the_script() -> Iterator[None]:
 
 
 def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """From the first frame in which the main module runs."""
+    """Return the traceback from the first frame on in which the main module runs."""
     frames, main = trace, vars(sys.modules["__main__"])
     while frames is not None and frames.tb_frame.f_globals is not main:
         frames = frames.tb_next
@@ -151,5 +151,5 @@ def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
 
 
 def is_first_rank() -> bool:
-    """Whether this is the process that speaks for all, of those that torchrun has started."""
+    """Return whether this process speaks for all processes that torchrun has started."""
     return os.environ.get("RANK", "0") == "0"
