@@ -23,7 +23,7 @@ from hmpx.recipes.constructor_hooks import watch_distribution
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe, changed
-from hmpx.recipes.stated import Stated, with_and_without_zero
+from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attached, check_torch
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, in_job
@@ -41,15 +41,15 @@ class SettingUp:
     """
 
     def __init__(self, plugin: str, framework: str, asked: Stated, verbose: bool = False) -> None:
-        under_zero, recipe = with_and_without_zero(asked)
+        recipe = as_recipe(asked)
         if verbose:
-            under_zero, recipe = changed(under_zero, verbose=True), changed(recipe, verbose=True)
+            recipe = changed(recipe, verbose=True)
         self.recipe = recipe
         self.words = (
             f"{plugin}({os.fspath(asked)!r})" if isinstance(asked, str | os.PathLike) else f"{plugin}({recipe!r})"
         )
-        self._plugin, self._recipes = plugin, {True: under_zero, False: recipe}
-        for each in self._recipes.values():
+        self._plugin = plugin
+        for each in (recipe, recipe.under_zero()):
             with each.naming_lines():
                 check_torch(each.settings())
         self._policy = recipe.policy()  # lists are read now: a script may change its folder
@@ -97,7 +97,7 @@ class SettingUp:
     def attach(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
         """Attach an optimizer, whatever it is wrapped in, unless it has no BF16 parameters."""
         optimizer = frameworks.unwrapped(optimizer)
-        recipe = self._recipes[zero.inner(optimizer) is not None]
+        recipe = self.recipe.under_zero(zero.inner(optimizer) is not None)
         with recipe.naming_lines():
             attach_made(optimizer, recipe.settings(), [model])
 

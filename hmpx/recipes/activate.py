@@ -21,7 +21,7 @@ from hmpx.recipes.frameworks import watch_frameworks
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import Stated, with_and_without_zero
+from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attached, detach
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
@@ -52,12 +52,12 @@ class Activation(Installation):
         (False, 'stochastic')
     """
 
-    def __init__(self, recipe: Recipe, under_zero: Recipe, group: Any = None) -> None:
+    def __init__(self, recipe: Recipe, group: Any = None) -> None:
         super().__init__()
         self._group = group
         self._policy = recipe.policy()
-        self.recipe, self._under_zero = recipe.inlined(), under_zero
-        self._settings = {True: under_zero.settings(), False: recipe.settings()}
+        self.recipe = recipe.inlined()
+        self._settings = {under_zero: recipe.under_zero(under_zero).settings() for under_zero in (True, False)}
         self._overlays = recipe.overlays()
         self._ruled: WeakSet[torch.nn.Module] = WeakSet()  # models that have the recipe's rules
         self._changes = Changes()
@@ -84,7 +84,7 @@ class Activation(Installation):
                     self._conversion.__enter__()
             watch_optimizers(self._made, self._changes)
             watch_distribution(self._distributes, self._changes)
-            watch_frameworks([self.recipe, self._under_zero], self._changes)
+            watch_frameworks(self.recipe, self._changes)
         except BaseException:
             self._changes.close()
             raise
@@ -163,13 +163,7 @@ def activate(recipe: Stated, *, process_group: Any = None) -> Activation:
         >>> model.weight.dtype
         torch.bfloat16
     """
-    under_zero, recipe = with_and_without_zero(recipe)
-    return activate_both(recipe, under_zero, process_group)
-
-
-def activate_both(recipe: Recipe, under_zero: Recipe, group: Any = None) -> Activation:
-    """`activate` one recipe, and another one for optimizers under ZeRO-1."""
-    activation = Activation(recipe, under_zero, group)
+    activation = Activation(as_recipe(recipe), process_group)
     activation._install()
     return activation
 

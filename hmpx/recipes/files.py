@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import yaml
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.policies.op_lists import SIDES, shipped
 from hmpx.recipes.keys import EXTENDS, LISTS, problems, spelled_out
-from hmpx.recipes.vendors import NXD, NXD_BASE, NXD_MASTERS, gaudi_keys, nxd_keys
+from hmpx.recipes.vendors import NXD, NXD_BASE, NXD_MASTERS, gaudi_keys, nxd_keys, nxd_under_zero
 from hmpx.yaml_files import composed, lines_inside, shown, value_of
 
 
@@ -37,11 +37,13 @@ class Origins:
     """The place of each key: ``("weights",)``, ``("module_dtypes", "lm_head")``, ``("bf16", 0)`` for a first name.
 
     The places are in the order of their lines; the places of a file follow those of the file that it extends. `lists`
-    has the path of each list file, by its key. A recipe that was not read from a file has no origins.
+    has the path of each list file, by its key. A recipe that was not read from a file has no places. `under_zero`: the
+    keys that have other values for optimizers under ZeRO-1, which NxD's configuration leaves to a default.
     """
 
     by_key: Mapping[tuple, Origin] = field(default_factory=dict)
     lists: Mapping[str, str] = field(default_factory=dict)
+    under_zero: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of_file(cls, path: object, lines: Mapping[tuple, int], lists: Mapping[str, str] | None = None) -> Origins:
@@ -55,12 +57,14 @@ class Origins:
     def without(self, keys: Collection[str]) -> Origins:
         """Return the origins without some keys, for a recipe that says something else about these."""
         places = {key: place for key, place in self.by_key.items() if key[0] not in keys}
-        return Origins(places, {key: path for key, path in self.lists.items() if key not in keys})
+        lists, zero = ({key: its[key] for key in its if key not in keys} for its in (self.lists, self.under_zero))
+        return Origins(places, lists, zero)
 
     def under(self, nearer: Origins) -> Origins:
         """Return both origins as one; where both have a key, the place in `nearer` counts."""
         around = {key: place for key, place in self.by_key.items() if key not in nearer.by_key}
-        return Origins({**around, **nearer.by_key}, {**self.lists, **nearer.lists})
+        zero = {**self.under_zero, **nearer.under_zero}
+        return Origins({**around, **nearer.by_key}, {**self.lists, **nearer.lists}, zero)
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -139,12 +143,11 @@ def recipe_path(name: str | os.PathLike[str], beside: str | os.PathLike[str] = "
     return shipped() / "recipes" / f"{name}.yaml"
 
 
-def read_keys(path: Path, legal: Sequence[str], *, with_zero: bool = False) -> Read:
+def read_keys(path: Path, legal: Sequence[str]) -> Read:
     """Read the keys of a recipe's file and check each. Paths of lists, and of a recipe to extend, are relative to it.
 
     Args:
         legal: the names of every key that a recipe has.
-        with_zero: what the defaults of NxD's `mixed_precision_config` depend on, see `Recipe.from_nxd`.
 
     Raises:
         HmpxError: it cannot be read, or is no mapping, or what Gaudi's or NxD's configuration says is wrong.
@@ -155,7 +158,7 @@ def read_keys(path: Path, legal: Sequence[str], *, with_zero: bool = False) -> R
     root = composed(path, legal)
     if [key.value for key, _ in root.value] == [NXD]:
         ((key, value),) = root.value
-        return _nxds(path, key, value, with_zero)
+        return _nxds(path, key, value)
     values: dict[str, Any] = {}
     lines: dict[tuple, int] = {}
     wrong: dict[str, None] = {}
@@ -193,13 +196,15 @@ def read_keys(path: Path, legal: Sequence[str], *, with_zero: bool = False) -> R
     return Read(keys, Origins.of_file(path, lines, lists), base, list(wrong), faulty)
 
 
-def _nxds(path: Path, key: yaml.Node, value: yaml.Node, with_zero: bool) -> Read:
+def _nxds(path: Path, key: yaml.Node, value: yaml.Node) -> Read:
     """Read a file that holds NxD's configuration."""
     line = key.start_mark.line + 1
     lines = {inner: at for (_, inner), at in lines_inside(NXD, value).items()}
-    keys = nxd_keys(value_of(path, value), with_zero, lambda inner: f"{path}:{lines.get(inner, line)}: ")
+    config = value_of(path, value)
+    keys = nxd_keys(config, False, lambda inner: f"{path}:{lines.get(inner, line)}: ")
     where = {(own,): lines.get(NXD_MASTERS if own == "weights" else own, line) for own in keys}
-    return Read(keys, Origins.of_file(path, where), recipe_path(NXD_BASE))
+    origins = replace(Origins.of_file(path, where), under_zero=nxd_under_zero(config))
+    return Read(keys, origins, recipe_path(NXD_BASE))
 
 
 def named_twice(values: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -6,11 +6,13 @@ run``, warns of it once. Frameworks are read through the objects that a user mak
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -170,19 +172,21 @@ _CONSTRUCTORS: dict[str, tuple[str, Callable[[Any], Iterable[FrameworkSetting]]]
 }
 
 
-def watch_frameworks(recipes: Iterable[Recipe], changes: Changes) -> None:
+def watch_frameworks(recipe: Recipe, changes: Changes) -> None:
     """Warn of each conflict once, when a framework's trainer has been made, until `changes` are undone."""
-    recipes, said = list(recipes), set[FrameworkSetting]()
+    said: set[FrameworkSetting] = set()
 
     def made(trainer: Any) -> None:  # a Trainer makes an Accelerator: the outer one is seen
         cls = next(each for each in type(trainer).__mro__ if each.__module__ in _CONSTRUCTORS)
         say_version(cls.__module__.split(".")[0])
         for asked in _CONSTRUCTORS[cls.__module__][1](trainer):
-            conflicts = [conflict(asked, recipe) for recipe in recipes]
-            if all(conflicts) and asked not in said:
+            if asked not in said and (why := conflict(asked, recipe)):
                 said.add(asked)
-                logger.warning("hmpx: %s", conflicts[0])
+                logger.warning("hmpx: %s", why)
+
+    def imported(name: str, module: ModuleType) -> None:
+        watch.watch(getattr(module, name))
 
     watch = Watch(made, changes)
     for path, (name, _) in _CONSTRUCTORS.items():
-        wrapt.register_post_import_hook(lambda module, name=name: watch.watch(getattr(module, name)), path)
+        wrapt.register_post_import_hook(functools.partial(imported, name), path)

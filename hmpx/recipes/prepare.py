@@ -84,7 +84,8 @@ def prepare(
     if not optimizers:
         raise HmpxError("prepare needs an optimizer, and the list has none; hmpx.convert() casts ops alone")
     stepping = [frameworks.unwrapped(each) for each in optimizers]
-    recipes = [as_recipe(recipe, with_zero=zero.inner(each) is not None) for each in stepping]
+    stated = as_recipe(recipe)
+    recipes = [stated.under_zero(zero.inner(each) is not None) for each in stepping]
     whole = recipes[0]
     policy = whole.policy()
     frameworks.refuse(frameworks.of_accelerate(), whole)

@@ -186,6 +186,10 @@ class Recipe:
         low = dtype_name(policy.low_precision)
         return changed(self, **dict.fromkeys(LISTS, ""), **names, low_precision=low)
 
+    def under_zero(self, in_use: bool = True) -> Recipe:
+        """Return the recipe for optimizers under ZeRO-1, where NxD's configuration has other defaults."""
+        return changed(self, **self._origins.under_zero) if in_use else self
+
     def naming_lines(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which errors begin with the file and line of the key that they are about."""
         return self._origins.named()

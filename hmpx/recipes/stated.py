@@ -15,7 +15,7 @@ from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, read_fi
 from hmpx.recipes.files import Origins, is_about, named_twice, read_keys, recipe_path
 from hmpx.recipes.keys import EXTENDS, LISTS, MODULES, PARAMETERS, problems, spelled_out
 from hmpx.recipes.recipe import DEFAULT, USUAL, Recipe, changed, with_origins
-from hmpx.recipes.vendors import NXD
+from hmpx.recipes.vendors import NXD, nxd_under_zero
 
 Stated = str | os.PathLike[str] | Mapping[str, Any] | Recipe | None  # how a recipe may be given, everywhere
 _KEYS = [each.name for each in fields(Recipe)]
@@ -57,17 +57,15 @@ def _in_several(keys: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Recipe:
+def read_recipe(name: str | os.PathLike[str]) -> Recipe:
     """Read a recipe that hmpx ships, by name, or a recipe in a file, by path; paths in it are relative to it.
 
     A file is YAML, or a Gaudi configuration, whose name ends in .json.
 
-    `with_zero` is for a file that holds NxD's `mixed_precision_config`, see `Recipe.from_nxd`.
-
     Raises:
         HmpxError: each problem with file and line, the key or value, and the nearest legal one.
     """
-    recipe, wrong, _ = _read_with_rules(recipe_path(name), with_zero)
+    recipe, wrong, _ = _read_with_rules(recipe_path(name))
     if wrong:
         kinds = set(wrong.values())
         raise (kinds.pop() if len(kinds) == 1 else HmpxError)("\n".join(wrong))
@@ -87,20 +85,20 @@ def faults(path: Path) -> list[str]:
 _Wrong = dict[str, type[HmpxError]]  # each problem, and what is raised for it
 
 
-def _read_with_rules(path: Path, with_zero: bool = False) -> tuple[Recipe, _Wrong, Collection[str]]:
+def _read_with_rules(path: Path) -> tuple[Recipe, _Wrong, Collection[str]]:
     """Do what `_read` does, and look up the names of ops that the recipe itself lists."""
-    recipe, wrong, faulty = _read(path, with_zero, ())
+    recipe, wrong, faulty = _read(path, ())
     if any(getattr(recipe, side) for side in SIDES):
         wrong = wrong | _raised(changed(recipe, **dict.fromkeys(LISTS, "")).policy, faulty)
     return recipe, wrong | _raised(recipe.overlays, faulty), faulty
 
 
-def _read(path: Path, with_zero: bool, above: tuple[Path, ...]) -> tuple[Recipe, _Wrong, Collection[str]]:
+def _read(path: Path, above: tuple[Path, ...]) -> tuple[Recipe, _Wrong, Collection[str]]:
     """Return the recipe in a file, the problems in it and in the files that it extends, and the keys of the problems.
 
     above: the files that extend this one.
     """
-    keys, origins, base, wrong, faulty = read_keys(path, _KEYS, with_zero=with_zero)
+    keys, origins, base, wrong, faulty = read_keys(path, _KEYS)
     around, found = USUAL, _Wrong()
     others: Collection[str] = ()
     if base is not None:
@@ -110,7 +108,7 @@ def _read(path: Path, with_zero: bool, above: tuple[Path, ...]) -> tuple[Recipe,
         if len(chain) > _LONGEST:
             raise HmpxError(f"{extends}more than {_LONGEST} recipes that extend one another")
         try:
-            around, found, others = _read(base, with_zero, tuple(chain))
+            around, found, others = _read(base, tuple(chain))
         except HmpxError as error:
             raise error if re.match(r".*:\d+: ", str(error)) else HmpxError(f"{extends}{error}") from None
     recipe = laid_over(around, keys, origins)
@@ -131,24 +129,24 @@ def _raised(look: Callable[[], Any], faulty: Collection[str]) -> _Wrong:
     return {}
 
 
-def as_recipe(recipe: Stated, *, with_zero: bool = False) -> Recipe:
+def as_recipe(recipe: Stated) -> Recipe:
     """Return a recipe from its name, its path, its keys, or a dict or file whose one key is NxD's
-    `mixed_precision_config`, whose defaults depend on `with_zero`. None is the default lists with FP32 weights."""
+    `mixed_precision_config`. None is the default lists with FP32 weights."""
     if recipe is None:
         return DEFAULT
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str | os.PathLike):
-        return read_recipe(recipe, with_zero=with_zero)
+        return read_recipe(recipe)
     if not isinstance(recipe, Mapping):
         raise HmpxError(f"a recipe is a name, a path or a dict, not a {type(recipe).__name__}")
     if list(recipe) == [NXD]:
-        return Recipe.from_nxd(recipe[NXD], with_zero=with_zero)
+        return with_origins(Recipe.from_nxd(recipe[NXD]), Origins(under_zero=nxd_under_zero(recipe[NXD])))
     given = dict(recipe)
     base = given.pop(EXTENDS) if isinstance(given.get(EXTENDS), Recipe) else None
     values = checked(given)
     if EXTENDS in values:
-        base = read_recipe(values.pop(EXTENDS), with_zero=with_zero)
+        base = read_recipe(values.pop(EXTENDS))
     return laid_over(base or USUAL, values)
 
 
@@ -164,8 +162,3 @@ def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
     if wrong:
         raise HmpxError("\n".join(wrong))
     return values
-
-
-def with_and_without_zero(recipe: Stated) -> tuple[Recipe, Recipe]:
-    """Return a recipe twice: for optimizers under ZeRO-1, and for other optimizers."""
-    return as_recipe(recipe, with_zero=True), as_recipe(recipe)

@@ -59,6 +59,12 @@ def nxd_keys(
     return {"weights": "master" if keys.pop(NXD_MASTERS) else "nearest", **keys}
 
 
+def nxd_under_zero(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the keys that have other values for optimizers under ZeRO-1."""
+    without = nxd_keys(config, False)
+    return {key: value for key, value in nxd_keys(config, True).items() if value != without[key]}
+
+
 def is_gaudi(path: str | os.PathLike[str]) -> bool:
     """Return whether a JSON file is a Gaudi configuration, and not an op list with HMP's two keys alone."""
     if Path(path).suffix.lower() != ".json":

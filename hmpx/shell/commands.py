@@ -18,7 +18,7 @@ from hmpx.recipes.stated import as_recipe, read_recipe
 from hmpx.recipes.vendors import is_gaudi
 from hmpx.shell import audit, compare, doctor, record, tune
 from hmpx.shell.options import add_recipe_options, recipe_asked, says_a_policy, with_options
-from hmpx.shell.scripts import add_script, behind, recipes_asked, traceback_of_the_script
+from hmpx.shell.scripts import add_script, behind, recipe_to_run, traceback_of_the_script
 
 _SITE = re.compile(r"(.+\.\w+):(\d+)")
 
@@ -94,14 +94,12 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    recipes = recipes_asked(options)
-    if recipes is None:
+    recipe = recipe_to_run(options)
+    if recipe is None:
         misplaced = f", before {options.script}: what is behind it is its own" if behind(options) else ""
         raise HmpxError(f"run needs --recipe NAME or FILE{misplaced}; there are {', '.join(recipe_names())}")
     with traceback_of_the_script():
-        run_script.run(
-            recipes[0], options.script, options.arguments, as_module=options.as_module, under_zero=recipes[1]
-        )
+        run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
     return 0
 
 

@@ -10,15 +10,18 @@ import argparse
 import contextlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from multiprocessing.process import BaseProcess
 from types import TracebackType
+from typing import Any
 
 from hmpx.errors import HmpxError
 from hmpx.ops.computing.kernels import choose
 from hmpx.ops.policies.op_lists import SIDES
 from hmpx.recipes.activate import VARIABLE
 from hmpx.recipes.recipe import DEFAULT, Recipe, changed
-from hmpx.recipes.stated import read_recipe, with_and_without_zero
+from hmpx.recipes.stated import as_recipe, read_recipe
 from hmpx.shell.options import add_recipe_options, lists_asked, says_a_policy, with_options
 
 _ROUNDING, _SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
@@ -39,8 +42,8 @@ def add_script(command: argparse.ArgumentParser, default: str) -> None:
     own.required = False
 
 
-def recipes_asked(options: argparse.Namespace) -> tuple[Recipe, Recipe] | None:
-    """Return the recipe to run a script under, and the recipe for optimizers under ZeRO-1; announce the first.
+def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
+    """Return the recipe to run a script under, and announce it.
 
     Lists without a recipe lie over the default lists, with FP32 weights. None where neither the options nor the
     environment say anything.
@@ -50,24 +53,18 @@ def recipes_asked(options: argparse.Namespace) -> tuple[Recipe, Recipe] | None:
     _say_what_stands_behind(options)
     if named:
         aside = " (which goes before the variables of Neuron and XLA)" if of_environment else ""
-        under_zero, recipe = with_and_without_zero(named)
-        said = f"recipe {named}{aside}"
+        recipe, said = as_recipe(named), f"recipe {named}{aside}"
     elif of_environment is not None:
         recipe, said = of_environment
-        under_zero = recipe
     elif says_a_policy(options):
-        recipe = under_zero = DEFAULT
-        said = "the default lists, FP32 weights"
+        recipe, said = DEFAULT, "the default lists, FP32 weights"
     else:
         return None
-    for name in (
-        "XLA_USE_BF16",
-        "XLA_DOWNCAST_BF16",
-    ):  # torch_xla would act on them too: it stores FP32 tensors as BF16
-        os.environ.pop(name, None)
-    recipe, under_zero = (with_options(each, options) for each in (recipe, under_zero))
+    for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
+        os.environ.pop(name, None)  # torch_xla would act on it too: it stores FP32 tensors as BF16
+    recipe = with_options(recipe, options)
     if options.verbose:
-        recipe, under_zero = (changed(each, verbose=True) for each in (recipe, under_zero))
+        recipe = changed(recipe, verbose=True)
     if is_first_rank():
         asked = [f"{side} list {path}" for side, path in lists_asked(options).items()]
         asked += [f"opt level {options.opt_level}"] if options.opt_level else []
@@ -76,7 +73,7 @@ def recipes_asked(options: argparse.Namespace) -> tuple[Recipe, Recipe] | None:
         policy, kernels = recipe.policy(), choose(recipe.kernels)
         asked += [str(kernels)] if policy is not None and policy.low_precision in kernels.widened else []
         print(f"hmpx: {', '.join([said, *asked])}; runs {options.script}", file=sys.stderr)
-    return recipe, under_zero
+    return recipe
 
 
 def recipe_of(environment: Mapping[str, str]) -> tuple[Recipe, str] | None:
@@ -153,3 +150,31 @@ def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
 def is_first_rank() -> bool:
     """Return whether this process speaks for all processes that torchrun has started."""
     return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def started_processes() -> Iterator[Counter[str]]:
+    """Count the Python processes that a script starts inside, which nobody looks at: by their function or command."""
+    found: Counter[str] = Counter()
+    start, inside = BaseProcess.start, True
+
+    def counted(process: BaseProcess) -> None:
+        found[str(getattr(getattr(process, "_target", None), "__name__", type(process).__name__))] += 1
+        start(process)
+
+    def heard(event: str, values: tuple[Any, ...]) -> None:
+        # The hook stays, as audit hooks do, until this process ends.
+        if inside and event == "subprocess.Popen" and _is_python(values[0]):
+            found[os.path.basename(os.fsdecode(values[0]))] += 1
+
+    sys.addaudithook(heard)
+    BaseProcess.start = counted  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        BaseProcess.start, inside = start, False  # type: ignore[method-assign]
+
+
+def _is_python(command: Any) -> bool:
+    name = os.path.basename(os.fsdecode(command)) if isinstance(command, str | bytes | os.PathLike) else ""
+    return name.startswith(("python", "torchrun", "accelerate")) or command == sys.executable

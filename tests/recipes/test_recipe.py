@@ -64,9 +64,9 @@ def test_nxds_keys_that_are_a_recipes_too_are_a_recipes(tmp_path):
     (tmp_path / "both.yaml").write_text(yaml.safe_dump(keys))
     (tmp_path / "none.yaml").write_text("{}")
     for zero in (False, True):
-        assert as_recipe(keys, with_zero=zero) == as_recipe(tmp_path / "both.yaml", with_zero=zero)
-        assert as_recipe(keys, with_zero=zero) == dataclasses.replace(hmpx.Recipe(), **keys)
-        assert as_recipe({}, with_zero=zero) == as_recipe(tmp_path / "none.yaml", with_zero=zero) == hmpx.Recipe()
+        for given in (keys, tmp_path / "both.yaml"):
+            assert as_recipe(given).under_zero(zero) == dataclasses.replace(hmpx.Recipe(), **keys)
+        assert as_recipe({}).under_zero(zero) == as_recipe(tmp_path / "none.yaml").under_zero(zero) == hmpx.Recipe()
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -78,7 +78,9 @@ def test_nxds_own_configuration_has_nxds_defaults_which_depend_on_zero(zero, mas
     config = {"mixed_precision_config": given}
     (tmp_path / "nxd.yaml").write_text(yaml.safe_dump(config))
     recipe = hmpx.Recipe.from_nxd(given, with_zero=zero)
-    assert recipe == as_recipe(config, with_zero=zero) == as_recipe(tmp_path / "nxd.yaml", with_zero=zero)
+    assert recipe == as_recipe(config).under_zero(zero) == as_recipe(tmp_path / "nxd.yaml").under_zero(zero)
+    nearer = as_recipe({"extends": tmp_path / "nxd.yaml", "weights": "split"}).under_zero(zero)
+    assert nearer == dataclasses.replace(recipe, weights="split")  # a nearer word goes before a default
     held = zero if masters is None else masters
     assert recipe.weights == ("master" if held else "nearest") and not recipe.use_master_weights_in_ckpt
     assert recipe.use_fp32_grad_acc == (zero if gradients is None else gradients)
