@@ -21,7 +21,7 @@ Module = torch.nn.Module
 Optimizer = torch.optim.Optimizer
 
 
-class Watch:
+class ConstructorWatch:
     """Calls `made` with each object whose watched constructor has returned, until `changes` are undone.
 
     An object that is made inside another watched constructor is left out; the outer object is seen.
@@ -36,7 +36,7 @@ class Watch:
         self.ended = True
 
     def watch(self, cls: type) -> None:
-        """Watch the constructor that a class has of its own, if it has one."""
+        """ConstructorWatch the constructor that a class has of its own, if it has one."""
         init = vars(cls).get("__init__")
         if init is None or self.ended:
             return
@@ -71,7 +71,7 @@ def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> Non
 
     subclassing = Attribute(Optimizer, "__init_subclass__", "torch.optim.Optimizer.__init_subclass__")
     before = changes.put(subclassing, classmethod(defined))
-    watch = Watch(made, changes)
+    watch = ConstructorWatch(made, changes)
     classes = [Optimizer]
     for cls in classes:
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]

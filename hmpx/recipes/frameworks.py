@@ -20,7 +20,7 @@ import wrapt
 
 from hmpx.changes import Changes
 from hmpx.errors import HmpxError
-from hmpx.recipes.constructor_hooks import Watch
+from hmpx.recipes.constructor_hooks import ConstructorWatch
 from hmpx.recipes.recipe import Recipe
 
 logger = logging.getLogger("hmpx")
@@ -187,6 +187,6 @@ def watch_frameworks(recipe: Recipe, changes: Changes) -> None:
     def imported(name: str, module: ModuleType) -> None:
         watch.watch(getattr(module, name))
 
-    watch = Watch(made, changes)
+    watch = ConstructorWatch(made, changes)
     for path, (name, _) in _CONSTRUCTORS.items():
         wrapt.register_post_import_hook(functools.partial(imported, name), path)
