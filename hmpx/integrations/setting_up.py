@@ -24,7 +24,7 @@ from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe, changed
 from hmpx.recipes.stated import Stated, as_recipe
-from hmpx.updates.attach import attached, check_torch
+from hmpx.updates.attach import attached, check_torch, detach
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, in_job
 
@@ -149,10 +149,4 @@ def detach_new(optimizers: Iterable[torch.optim.Optimizer], undo: contextlib.Exi
     """Let `undo` detach those of some optimizers that are not attached yet."""
     for optimizer in map(frameworks.unwrapped, optimizers):
         if attached(optimizer) is None:
-            undo.callback(_detach, optimizer)
-
-
-def _detach(optimizer: torch.optim.Optimizer) -> None:
-    attachment = attached(optimizer)
-    if attachment is not None:
-        attachment.detach()
+            undo.callback(detach, optimizer)
