@@ -1,28 +1,53 @@
-"""``bench casts``: what one call of one op costs, beside plain torch and `torch.autocast` with the same lists."""
+"""``bench casts``: what one call of one op costs, beside plain torch and `torch.autocast` with the same lists.
+
+The ways of casting that other tables set side by side stand here, too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hmpx.bench import measure, peers
+from hmpx.bench import measure
+from hmpx.conversion import convert
+from hmpx.errors import HmpxError
+from hmpx.ops.policies.op_lists import shipped
 from hmpx.regions import cached_weights
 
 _CALLS = 100  # of each op in a row
 _SIDE, _BATCH = 512, 8  # of a layer whose weight is cast once
 
 
+def autocast(device: torch.device, cache: bool = True) -> AbstractContextManager:
+    """Return torch.autocast to BF16, with its cache of weights within one forward or without it."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=cache)
+
+
+def converted(device: torch.device) -> AbstractContextManager:
+    """Convert torch with the lists that autocast has for the device."""
+    folder = shipped() / f"autocast-{device.type}"
+    if not folder.is_dir():
+        raise HmpxError(f"device {device.type!r}: autocast's lists are there for cpu and cuda")
+    bf16, fp32, promote = (folder / f"{side}.txt" for side in ("bf16", "fp32", "promote"))
+    return convert(bf16_file_path=bf16, fp32_file_path=fp32, promote_file_path=promote)
+
+
 def run(repeat: int, device: torch.device) -> measure.Bench:
-    """Microseconds a call on 8 x 8 tensors: nothing but what surrounds the op. Weights require gradients.
+    """Measure microseconds a call on 8 x 8 tensors, where only the surroundings of an op cost. Weights need gradients.
 
     Autocast runs without its cache of weights, which within one long context would cast each weight once for all calls.
     """
     calls = {name: _many(call, _CALLS) for name, call in _ops(device).items()}
-    ways = {name: (context, calls) for name, context in peers.contexts(device, cache=False).items()}
+    ways: dict[str, measure.Way] = {
+        "torch": (contextlib.nullcontext, calls),
+        "autocast": (lambda: autocast(device, cache=False), calls),
+        "hmpx": (lambda: converted(device), calls),
+    }
     times = measure.best_times_in(ways, repeat, device)
     rows = []
     for name in calls:
@@ -34,7 +59,7 @@ def run(repeat: int, device: torch.device) -> measure.Bench:
 
 
 def run_kept(repeat: int, device: torch.device) -> measure.Bench:
-    """Microseconds of one linear layer without gradients, where the cast of its weight and bias is there already."""
+    """Measure microseconds of a linear layer without gradients whose weight and bias are cast already."""
     layer = nn.Linear(_SIDE, _SIDE, device=device)
     low = nn.Linear(_SIDE, _SIDE, device=device, dtype=torch.bfloat16)
     x = torch.randn(_BATCH, _SIDE, device=device)
@@ -42,14 +67,14 @@ def run_kept(repeat: int, device: torch.device) -> measure.Bench:
 
     @contextlib.contextmanager
     def kept() -> Iterator[None]:
-        with peers.hmpx(device), cached_weights():
+        with converted(device), cached_weights():
             yield
 
     ways: dict[str, measure.Way] = {
         "torch, FP32": (contextlib.nullcontext, {"": lambda: layer(x)}),
         "torch, BF16 model": (contextlib.nullcontext, {"": lambda: low(x16)}),
-        "autocast, the weight in its cache": (lambda: peers.autocast(device), {"": lambda: layer(x)}),
-        "hmpx": (lambda: peers.hmpx(device), {"": lambda: layer(x)}),
+        "autocast, the weight in its cache": (lambda: autocast(device), {"": lambda: layer(x)}),
+        "hmpx": (lambda: converted(device), {"": lambda: layer(x)}),
         "hmpx, in cached_weights()": (kept, {"": lambda: layer(x)}),
     }
     many = {way: (context, {"": _many(works[""], calls)}) for way, (context, works) in ways.items()}
@@ -68,7 +93,7 @@ def _many(call: Callable[[], object], times: int) -> Callable[[], None]:
 
 
 def _ops(device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """Name -> call. On CPU, linear, matmul and conv2d are in the bf16 list, mse_loss in fp32, the others in none."""
+    """Return calls by name. On CPU linear, matmul and conv2d are in the bf16 list, mse_loss in fp32, others in none."""
 
     def make(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         x = torch.randn(8, 8, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""``bench gpu``: all that wants a GPU to be known, in one command; it writes one JSON and one page that can be sent.
+"""``bench gpu``: every table on a GPU, in one command that writes a JSON and a page to send.
 
 What is expected of a GPU follows from counts (`bench launches`) and bytes: rounding and steps are bound by memory.
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx.bench import casts, launches, rounding, step, train
+from hmpx.bench import casts, launches, train, updates
 from hmpx.bench.measure import Bench
 from hmpx.errors import HmpxError
 from hmpx.version import __version__
@@ -30,7 +30,7 @@ Tables = Mapping[str, Callable[[], Bench]]
 class Expected(NamedTuple):
     """A figure of a table that was expected before anybody had measured it.
 
-    at_most: the largest one that is as expected.
+    at_most: the largest figure that is as expected.
     """
 
     table: str
@@ -40,7 +40,7 @@ class Expected(NamedTuple):
     words: str
 
     def missed(self, tables: Mapping[str, Bench]) -> str:
-        """What is wrong with it; "" if nothing is."""
+        """Return how the figure falls short; an empty string if it does not."""
         rows = tables[self.table].rows if self.table in tables else []
         found = next((row.figures.get(self.column) for row in rows if row.name == self.row), None)
         if found is None:
@@ -55,11 +55,11 @@ EXPECTED = (
 
 
 def tables_on(device: torch.device, repeat: int) -> Tables:
-    """Every table, by name; each is a work of one to three minutes."""
+    """Return what makes each table, by its name; each takes one to three minutes."""
     return {
-        "rounding": lambda: rounding.run(1 << 27, repeat, device),
-        "step": lambda: step.run(1 << 28, repeat, device),
-        "step, models": lambda: step.run_lists(("toy", "resnet50", "bert-base", "gpt2-small"), repeat, device),
+        "rounding": lambda: updates.rounding(1 << 27, repeat, device),
+        "step": lambda: updates.step(1 << 28, repeat, device),
+        "step, models": lambda: updates.steps_of_models(("toy", "resnet50", "bert-base", "gpt2-small"), repeat, device),
         "casts": lambda: casts.run(repeat, device),
         "train": lambda: train.run(repeat, device, ("mlp", "convnet", "transformer"), False),
         "launches": lambda: launches.run([537e6]),
@@ -97,7 +97,7 @@ def report(
 
 
 def page(about: Mapping[str, str], said_by_tests: str, short: list[str], found: Mapping[str, Bench]) -> str:
-    """The report in Markdown."""
+    """Return the report in Markdown."""
     lines = [f"# hmpx on {about['GPU']}", "", *(f"- {key}: {value}" for key, value in about.items())]
     lines += [f"- tests: {said_by_tests}", "", "## What fell short", ""]
     lines += [f"- {each}" for each in short] or ["Nothing."]
@@ -107,7 +107,7 @@ def page(about: Mapping[str, str], said_by_tests: str, short: list[str], found: 
 
 
 def surroundings() -> dict[str, str]:
-    """The GPU, and what is installed."""
+    """Return what the GPU is, and what is installed."""
     gpu = torch.cuda.get_device_properties(0)
     about = {
         "GPU": f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, of {torch.cuda.device_count()}",

@@ -1,4 +1,4 @@
-"""``bench insight``: what it costs to look: `hmpx.record` and `hmpx.compare` beside a plain step that is converted."""
+"""``bench insight``: the cost of `hmpx.record` and `hmpx.compare`, beside a plain step that is converted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hmpx.bench import measure, peers
+from hmpx.bench import casts, measure
 from hmpx.bench.train import Training
 from hmpx.insight.comparing.compare import compare
 from hmpx.insight.recording.record import record
@@ -21,7 +21,7 @@ _STEP = "step"
 
 
 def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Bench:
-    """Milliseconds of a training step under autocast's lists, and what looking at it takes, in ratios to it.
+    """Measure a training step under autocast's lists in milliseconds, and `record` and `compare` in ratios to it.
 
     ``off``: after `record` has been used, as long as nothing records; ``changed`` counts the entry points of torch that
     run other code then than before, and is to be 0. ``record``: while it records. ``compare``: each batch of `compare`,
@@ -34,7 +34,7 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
         subject = Training(name, device)
         works = {_STEP: subject.works()[_STEP]}
         ways: dict[str, measure.Way] = {
-            "hmpx": (lambda: peers.hmpx(device), works),
+            "hmpx": (lambda: casts.converted(device), works),
             "torch": (contextlib.nullcontext, works),
             "off": (lambda: _recorded_before(device), works),
             "record": (lambda: _recording(device), works),
@@ -50,7 +50,7 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
 
 @contextlib.contextmanager
 def _recorded_before(device: torch.device) -> Iterator[None]:
-    with peers.hmpx(device):
+    with casts.converted(device):
         with record():
             pass
         yield
@@ -58,12 +58,12 @@ def _recorded_before(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _recording(device: torch.device) -> Iterator[None]:
-    with peers.hmpx(device), record():
+    with casts.converted(device), record():
         yield
 
 
 def _compared(subject: Training, repeat: int, device: torch.device) -> tuple[float, float, float]:
-    """Seconds that a call of `compare` takes to begin with, and for each batch; and how often each batch is run."""
+    """Return seconds of a call of `compare` without batches, seconds for each batch, and runs of each batch."""
 
     def loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(inputs), targets)
@@ -75,7 +75,7 @@ def _compared(subject: Training, repeat: int, device: torch.device) -> tuple[flo
     def compared(number: int) -> int:
         return compare(subject.model, batches[:number], loss).passes
 
-    with peers.hmpx(device):
+    with casts.converted(device):
         calls: dict[str, Callable[[], object]] = {"few": lambda: compared(few), "many": lambda: compared(many)}
         times = measure.best_times(calls, repeat, device)
         runs = compared(many) / many
@@ -84,8 +84,8 @@ def _compared(subject: Training, repeat: int, device: torch.device) -> tuple[flo
 
 
 def _changed(device: torch.device) -> int:
-    """How many entry points run other code after a record than before it."""
-    with peers.hmpx(device):
+    """Count the entry points of torch that run other code after a record than before it."""
+    with casts.converted(device):
         before = _codes()
         with record():
             pass

@@ -93,7 +93,7 @@ class Told(TorchDispatchMode):
         self.live -= size
 
     def launch(self, kernel: str, parts: list, *constants: int) -> None:
-        """In the place of `triton._start`."""
+        """Count a launch; this stands in the place of `triton._start`."""
         self.launches += 2 if kernel == "move_list" else 3  # with a table of tensors, and one of scalars
         for part in parts:
             sides = part.tensors if kernel == "move_list" else (*part.tensors, part.tensors[0], *part.tensors[2:])
@@ -101,7 +101,7 @@ class Told(TorchDispatchMode):
 
 
 def _moved(name: str, args: Any, here: list[Tensor], made: list[Tensor]) -> int:
-    """The bytes that one call reads and writes. One that works in place reads there, too, unless it copies or fills."""
+    """Count the bytes that a call reads and writes. A call in place reads there too, unless it copies or fills."""
     if name.startswith("_fused"):
         targets = tree_leaves((args[0], args[2:4]))  # gradients, the second list, are read alone
     else:
@@ -112,7 +112,7 @@ def _moved(name: str, args: Any, here: list[Tensor], made: list[Tensor]) -> int:
 
 
 def bytes_of(kind: int) -> float:
-    """Bytes an element of a tensor that the kernels know as this kind, with what is beside it."""
+    """Return bytes an element of a tensor of a kind of the kernels, with what is beside it."""
     stores = {cls.kind: 2 + cls.bytes_beside for cls in WAYS.values()}
     forms: dict[int, StateDtype] = {native.FP32: torch.float32, native.BF16: BF16, native.CODED: "8bit"}
     return stores[kind] if kind in stores else STATE_FORMS[forms[kind]].bytes_each
@@ -138,7 +138,7 @@ def _can_read(*tensors: Tensor) -> bool:
 
 
 def step_of(elements: int, how: str, weights: Weights | None, state_dtype: StateDtype, *, by_kernels: bool) -> Told:
-    """The second step of AdamW: the first one makes state.
+    """Count the second step of AdamW; the first step makes the state.
 
     Args:
         how: ``"foreach"`` or ``"fused"``, torch's; ``"hmpx"``, the fused kernel of hmpx.
@@ -163,13 +163,13 @@ def step_of(elements: int, how: str, weights: Weights | None, state_dtype: State
 
 
 def shapes(elements: int) -> Sequence[tuple[int, int]]:
-    """So many parameters in 32 matrices."""
+    """Return the shapes of 32 matrices with about this number of elements."""
     row = min(_ROW, max(elements // _TENSORS // 128, 1) * 128)
     return [(max(elements // _TENSORS // row, 1), row)] * _TENSORS
 
 
 def run(sizes: Sequence[float]) -> measure.Bench:
-    """One row for each way to hold weights and state, each way to step, and each number of parameters."""
+    """Make one row for each way to hold weights and state, each way to step, and each number of parameters."""
     rows = [_row(int(size), how, weights, dtype) for size in sizes for how in HOW for weights, dtype in WAYS_OF_A_STEP]
     return measure.Bench(
         f"what an AdamW step tells an accelerator, {_TENSORS} BF16 tensors; hmpx: by the fused kernel of hmpx", rows
@@ -192,7 +192,7 @@ def _row(elements: int, how: str, weights: Weights, state_dtype: StateDtype) -> 
 
 
 def minimum(elements: int, how: str, weights: Weights, state_dtype: StateDtype) -> float:
-    """Bytes an element, of two states; this module's docstring has what is counted."""
+    """Return the least bytes an element, with two states; this module's docstring says what is counted."""
     kind, state = 2 + WAYS[weights].bytes_beside, STATE_FORMS[state_dtype].bytes_each
     if how == "hmpx":
         return BF16.itemsize + 2 * kind + 4 * state

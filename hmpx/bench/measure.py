@@ -52,7 +52,7 @@ class Bench:
 
 
 def save(benches: list[Bench], path: Path) -> None:
-    """As JSON: one table, or a list of several."""
+    """Write tables as JSON: one table, or a list of several."""
     tables = [asdict(bench) for bench in benches]
     path.write_text(json.dumps(tables[0] if len(tables) == 1 else tables, indent=2) + "\n", encoding="utf-8")
 
@@ -64,7 +64,7 @@ def _digits(column: str) -> int:
 
 
 def best_times(candidates: Mapping[str, Callable[[], object]], repeat: int, device: torch.device) -> dict[str, float]:
-    """The least seconds that each candidate took; every round calls each of them, after two rounds that do not count.
+    """Return the least seconds of each candidate; every round calls each, after two rounds that do not count.
 
     For work of some milliseconds that is bound by memory: what other programs do at the same time is only ever added.
     """
@@ -76,7 +76,7 @@ Way = tuple[Callable[[], AbstractContextManager], Mapping[str, Callable[[], obje
 
 
 def median_times_in(ways: Mapping[str, Way], repeat: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Median seconds of each piece of work in each way, by way and work.
+    """Return median seconds of each piece of work in each way, by way and work.
 
     A way is a context and the works to be done in it. Every round goes through all ways, after two rounds that do not
     count; in each, a work is done once before it is measured, so that entering the context leaves no trace.
@@ -89,7 +89,7 @@ _LOOKS = 10
 
 
 def best_times_in(ways: Mapping[str, Way], repeat: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """The least seconds of each piece of work in each way, by way and work.
+    """Return the least seconds of each piece of work in each way, by way and work.
 
     As `median_times_in`, but for work of a millisecond or less, which is measured ten times whenever its way is in
     turn: some of these nothing else has disturbed.
@@ -106,7 +106,7 @@ def best_times_in(ways: Mapping[str, Way], repeat: int, device: torch.device) ->
 
 
 def _times_in(ways: Mapping[str, Way], repeat: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each piece of work in each round that counts."""
+    """Return seconds of each piece of work in each round that counts."""
     times: dict[str, dict[str, list[float]]] = {way: {name: [] for name in works} for way, (_, works) in ways.items()}
     for turn in range(repeat + 2):
         for way, (context, works) in ways.items():
@@ -119,7 +119,7 @@ def _times_in(ways: Mapping[str, Way], repeat: int, device: torch.device) -> dic
 
 
 def _calls(seconds: float) -> int:
-    """How often to repeat what takes so long, to be well above the clock's own noise."""
+    """Return how often to repeat work that takes so long, to be well above the clock's own noise."""
     return max(1, min(100, round(0.02 / seconds)))
 
 
@@ -133,7 +133,7 @@ def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> fl
 
 
 def where(device: torch.device) -> str:
-    """The surroundings, for a title."""
+    """Return the surroundings, for a title."""
     threads = torch.get_num_threads()
     if device.type != "cpu":
         return device.type
@@ -148,7 +148,7 @@ def _wait(device: torch.device) -> None:
 
 
 def memory(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Bytes of tensor memory that `work` takes at its peak, and that stay when it is done."""
+    """Return the bytes of tensor memory that `work` takes at its peak, and the bytes that stay when it is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -168,7 +168,7 @@ def memory(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without standard error, on which torch's profiler reports when it starts and stops."""
+    """Drop standard error, on which torch's profiler reports when it starts and stops."""
     kept = os.dup(2)
     try:
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
@@ -180,7 +180,7 @@ def _quiet() -> Iterator[None]:
 
 
 def rows(times: dict[str, float], more: dict[str, dict[str, float]] | None = None) -> list[Line]:
-    """One row a candidate; `ratio` is to the first one's time."""
+    """Return one row a candidate; `ratio` is to the first candidate's time."""
     reference = next(iter(times.values()))
     return [
         Line(name, {"ms": 1e3 * seconds, "ratio": seconds / reference, **(more or {}).get(name, {})})

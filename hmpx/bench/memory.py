@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hmpx.bench.measure import Bench, Line
 from hmpx.recipes.recipe import Recipe
@@ -20,28 +20,9 @@ _WAYS = {
     "master, FP32 gradients": Recipe(weights="master", use_fp32_grad_acc=True),
 }
 
-_WITHOUT = " and ".join(mode for mode in MODES if mode != "fsdp2")
-
-
-def notes(recipes: Sequence[str]) -> list[str]:
-    """What is left out, and why: rows of recipes that have not all of them, and exceptions by name."""
-    read = {name: read_recipe(name) for name in recipes}
-    released = [name for name, recipe in read.items() if recipe.release_gradients]
-    excepting = {name: [*recipe.module_dtypes, *recipe.parameters] for name, recipe in read.items()}
-    return [
-        f"{name} is counted without its exceptions by name ({', '.join(map(repr, patterns))}), as there is no model; "
-        "Recipe.bytes_per_parameter(name=...) counts them"
-        for name, patterns in excepting.items()
-        if patterns
-    ] + [
-        f"{name} has no rows for {_WITHOUT}: release_gradients steps before DistributedDataParallel has reduced the "
-        "gradients, so hmpx refuses the two together"
-        for name in released
-    ]
-
 
 def run(params: float, ranks: Sequence[int], recipes: Sequence[str], states: int) -> list[Bench]:
-    """Bytes per parameter by what they are for, and GiB on each rank by how the model is distributed."""
+    """Compute bytes per parameter by what they are for, and GiB on each rank by how the model is distributed."""
     ways = {name: read_recipe(name) for name in recipes} or _WAYS
     prints = {name: recipe.footprint(states) for name, recipe in ways.items()}
     return [
@@ -55,8 +36,9 @@ def run(params: float, ranks: Sequence[int], recipes: Sequence[str], states: int
                 Line(f"{name}, {mode}", {f"{n}": each.on_rank(params, n, mode) / 2**30 for n in ranks})
                 for name, each in prints.items()
                 for mode in MODES
-                if mode == "fsdp2" or not ways[name].release_gradients  # see `notes`
+                if mode == "fsdp2" or not ways[name].release_gradients  # see `_notes`
             ],
+            list(_notes(ways)),
         ),
     ]
 
@@ -65,3 +47,18 @@ def _by_purpose(each: Footprint, params: float) -> dict[str, float]:
     held = {part: getattr(each, part) for part in ("weights", "gradients", "masters", "state")}
     steps = {f"{device}, MiB": each.transient(params, device) / 2**20 for device in ("cpu", "cuda")}
     return {**held, "sum": sum(held.values()), "ddp buckets": each.buckets, **steps}
+
+
+def _notes(ways: Mapping[str, Recipe]) -> Iterator[str]:
+    """Say what is left out, and why: exceptions by name, and the rows of recipes that have not all of them."""
+    for name, recipe in ways.items():
+        if patterns := [*recipe.module_dtypes, *recipe.parameters]:
+            yield (
+                f"{name} is counted without its exceptions by name ({', '.join(map(repr, patterns))}), as there is no "
+                "model; Recipe.bytes_per_parameter(name=...) counts them"
+            )
+    for name in (name for name, recipe in ways.items() if recipe.release_gradients):
+        yield (
+            f"{name} has no rows for {' and '.join(mode for mode in MODES if mode != 'fsdp2')}: release_gradients "
+            "steps before DistributedDataParallel has reduced the gradients, so hmpx refuses the two together"
+        )

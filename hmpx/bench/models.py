@@ -1,6 +1,12 @@
-"""The models that `bench train` runs: small ones of the usual kinds. Each classifies into ten classes."""
+"""What is measured: small models, and the shapes of the parameters of well-known ones.
+
+`bench train` and others run the small models, which classify into ten classes. `bench step` steps parameters of the
+known shapes: a step costs something for each tensor, and most tensors of a model are small, norms and biases.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -61,3 +67,66 @@ def _transformer() -> tuple[nn.Module, Tensor]:
 
 
 MODELS = {"mlp": _mlp, "convnet": _convnet, "transformer": _transformer}  # name -> model and a batch that it takes
+
+Shape = tuple[int, ...]
+
+
+def toy() -> Iterator[Shape]:
+    """Yield the shapes of an MLP of ten layers: 20 tensors, 10.6 thousand parameters."""
+    for _ in range(10):
+        yield from _linear(32, 32)
+
+
+def resnet50() -> Iterator[Shape]:
+    """Yield the shapes of ResNet-50 of He et al. (CVPR 2016): 161 tensors, 25.6 M parameters."""
+    yield from _convolution(3, 64, 7)
+    width = 64
+    for inner, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            yield from _convolution(width, inner, 1)
+            yield from _convolution(inner, inner, 3)
+            yield from _convolution(inner, 4 * inner, 1)
+            if block == 0:  # the skip connection gets another width
+                yield from _convolution(width, 4 * inner, 1)
+            width = 4 * inner
+    yield from _linear(width, 1000)
+
+
+def bert_base() -> Iterator[Shape]:
+    """Yield the shapes of BERT-base, uncased, of Devlin et al. (NAACL 2019): 199 tensors, 109.5 M parameters."""
+    yield from ((30522, 768), (512, 768), (2, 768), *_norm(768))
+    for _ in range(12):
+        for _ in range(4):
+            yield from _linear(768, 768)
+        yield from (*_norm(768), *_linear(768, 3072), *_linear(3072, 768), *_norm(768))
+    yield from _linear(768, 768)
+
+
+def gpt2_small() -> Iterator[Shape]:
+    """Yield the shapes of the smallest GPT-2 of Radford et al. (2019): 148 tensors, 124.4 M parameters."""
+    yield from ((50257, 768), (1024, 768))
+    for _ in range(12):
+        yield from (*_norm(768), *_linear(768, 2304), *_linear(768, 768))
+        yield from (*_norm(768), *_linear(768, 3072), *_linear(3072, 768))
+    yield from _norm(768)
+
+
+def _convolution(inputs: int, outputs: int, size: int) -> tuple[Shape, ...]:
+    """Return the shapes of a convolution and the norm behind it."""
+    return (outputs, inputs, size, size), *_norm(outputs)
+
+
+def _linear(inputs: int, outputs: int) -> tuple[Shape, ...]:
+    return (outputs, inputs), (outputs,)
+
+
+def _norm(width: int) -> tuple[Shape, ...]:
+    return (width,), (width,)
+
+
+LISTS: dict[str, Callable[[], Iterator[Shape]]] = {
+    "toy": toy,
+    "resnet50": resnet50,
+    "bert-base": bert_base,
+    "gpt2-small": gpt2_small,
+}

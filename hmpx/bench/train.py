@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hmpx.bench import measure, peers
+from hmpx.bench import casts, measure
 from hmpx.bench.models import MODELS
 from hmpx.regions import cached_weights, disable_casts
 
@@ -22,7 +22,7 @@ Work = Callable[[], object]
 
 
 def run(repeat: int, device: torch.device, models: Sequence[str], compiled: bool) -> measure.Bench:
-    """Milliseconds of a training step (FP32 weights, AdamW), of one that accumulates four batches, of an inference.
+    """Measure milliseconds of a training step (FP32 weights, AdamW), of one with four batches, of an inference.
 
     ``hmpx cached``: inference inside `cached_weights()`.
     """
@@ -39,21 +39,21 @@ def _eager(model: str, repeat: int, device: torch.device) -> list[measure.Line]:
     # A forward enters autocast, as it does in users' code; a conversion stands around everything.
     ways: dict[str, measure.Way] = {
         "torch": (contextlib.nullcontext, subject.works()),
-        "autocast": (contextlib.nullcontext, subject.works(functools.partial(peers.autocast, device))),
-        "hmpx": (functools.partial(peers.hmpx, device), subject.works()),
+        "autocast": (contextlib.nullcontext, subject.works(functools.partial(casts.autocast, device))),
+        "hmpx": (functools.partial(casts.converted, device), subject.works()),
         _CACHED: (functools.partial(_cached, device), subject.inferences()),
     }
     return _rows(f"{model}, eager", measure.median_times_in(ways, repeat, device))
 
 
 def _compiled(model: str, repeat: int, device: torch.device) -> list[measure.Line]:
-    """Under one conversion: to convert is to compile anew. Plain torch and autocast run with casts disabled."""
+    """Measure under one conversion: to convert is to compile anew. Plain torch and autocast run with casts disabled."""
     print(f"compiling {model}", file=sys.stderr)
     subject = Training(model, device, compiled=True)
-    with peers.hmpx(device):
+    with casts.converted(device):
         ways: dict[str, measure.Way] = {
             "torch": (disable_casts, subject.works()),
-            "autocast": (disable_casts, subject.works(functools.partial(peers.autocast, device))),
+            "autocast": (disable_casts, subject.works(functools.partial(casts.autocast, device))),
             "hmpx": (contextlib.nullcontext, subject.works()),
         }
         return _rows(f"{model}, compiled", measure.median_times_in(ways, repeat, device))
@@ -61,7 +61,7 @@ def _compiled(model: str, repeat: int, device: torch.device) -> list[measure.Lin
 
 @contextlib.contextmanager
 def _cached(device: torch.device) -> Iterator[None]:
-    with peers.hmpx(device), cached_weights():
+    with casts.converted(device), cached_weights():
         yield
 
 
@@ -78,7 +78,7 @@ class Training:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def works(self, forward: Callable = contextlib.nullcontext) -> dict[str, Work]:
-        """Name -> what is measured. `forward()` is entered around every forward."""
+        """Return what is measured, by name. `forward()` is entered around every forward."""
         loss_of = self._compile(self._loss)  # once a way, so that none has the guards of another
 
         def step(batches: int) -> None:

@@ -13,11 +13,11 @@ from hmpx.errors import HmpxError, OpListError, did_you_mean
 from hmpx.ops.policies.build_policy import may_be_user_function, unknown_op
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, retired
 from hmpx.ops.policies.op_lists import LOW_PRECISION, SIDES, Listed, read_file
-from hmpx.recipes import gaudi, nxd
 from hmpx.recipes.files import recipe_names, recipe_path
 from hmpx.recipes.keys import EXTENDS, LISTS
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import faults
+from hmpx.recipes.vendors import NXD, NXD_MASTERS, is_gaudi
 from hmpx.yaml_files import composed
 
 
@@ -59,7 +59,7 @@ def is_recipe(path: str) -> bool:
 
     A Gaudi configuration is a recipe, too.
     """
-    if gaudi.is_configuration(path):
+    if is_gaudi(path):
         return True
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
         return False
@@ -68,7 +68,7 @@ def is_recipe(path: str) -> bool:
     except HmpxError:
         return False
     of_lists = (*SIDES, LOW_PRECISION)
-    of_recipes = {nxd.KEY, nxd.MASTERS, EXTENDS, *vars(Recipe())} - set(of_lists)
+    of_recipes = {NXD, NXD_MASTERS, EXTENDS, *vars(Recipe())} - set(of_lists)
     return any(key in of_recipes for key in keys) or any(
         did_you_mean(key, of_recipes) and not did_you_mean(key, of_lists) for key in keys
     )

@@ -95,7 +95,7 @@ class HmpxPrecision(Precision):
 
     @property
     def recipe(self) -> Recipe:
-        """What is in force."""
+        """Return the recipe that is in force."""
         return self._setting_up.recipe
 
     def __repr__(self) -> str:
@@ -111,7 +111,7 @@ class HmpxPrecision(Precision):
 
     @contextlib.contextmanager
     def module_init_context(self) -> Iterator[None]:
-        """Around `configure_model`: what it shards is cast before."""
+        """Cast each module before `configure_model` shards it."""
         with self._setting_up.casting_what_is_distributed():
             yield
 
@@ -126,13 +126,13 @@ class HmpxPrecision(Precision):
         return model, optimizers, lr_schedulers
 
     def convert_input(self, data: Any) -> Any:
-        """A batch in the dtypes of the recipe's `dtype_map`, for it was made outside of the model."""
+        """Return a batch in the dtypes of the recipe's `dtype_map`: it was made outside of the model."""
         mapped = self.recipe.mapped()
         return tree_map_only(torch.Tensor, lambda x: x.to(mapped.get(x.dtype, x.dtype)), data) if mapped else data
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Casts are on inside."""
+        """Turn casts on inside."""
         with self._setting_up.casts():
             yield
 

@@ -21,13 +21,12 @@ from hmpx.recipes import frameworks
 from hmpx.recipes.activate import Activation, cast_models_of
 from hmpx.recipes.constructor_hooks import watch_distribution
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.prepare import cast_model, convert, facts
+from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe, changed
-from hmpx.recipes.stated import Stated, with_and_without_zero
-from hmpx.updates.attach import attach, attached, check_torch
+from hmpx.recipes.stated import Stated, as_recipe
+from hmpx.updates.attach import attached, check_torch, detach
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, in_job
-from hmpx.updates.stepping.names import has_bf16, parameters
 
 _of_trainers: WeakSet[Conversion] = WeakSet()  # those that a trainer's plugin has made
 
@@ -42,15 +41,15 @@ class SettingUp:
     """
 
     def __init__(self, plugin: str, framework: str, asked: Stated, verbose: bool = False) -> None:
-        under_zero, recipe = with_and_without_zero(asked)
+        recipe = as_recipe(asked)
         if verbose:
-            under_zero, recipe = changed(under_zero, verbose=True), changed(recipe, verbose=True)
+            recipe = changed(recipe, verbose=True)
         self.recipe = recipe
         self.words = (
             f"{plugin}({os.fspath(asked)!r})" if isinstance(asked, str | os.PathLike) else f"{plugin}({recipe!r})"
         )
-        self._plugin, self._recipes = plugin, {True: under_zero, False: recipe}
-        for each in self._recipes.values():
+        self._plugin = plugin
+        for each in (recipe, recipe.under_zero()):
             with each.naming_lines():
                 check_torch(each.settings())
         self._policy = recipe.policy()  # lists are read now: a script may change its folder
@@ -89,7 +88,7 @@ class SettingUp:
 
     @contextlib.contextmanager
     def casting_what_is_distributed(self) -> Iterator[None]:
-        """A context that casts each model before `fully_shard` or DistributedDataParallel take it."""
+        """Return a context that casts each model before `fully_shard` or DistributedDataParallel takes it."""
         with Changes() as changes:
             if in_job():
                 watch_distribution(lambda module: _cast_whole(module, self.recipe), changes)
@@ -98,14 +97,9 @@ class SettingUp:
     def attach(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
         """Attach an optimizer, whatever it is wrapped in, unless it has no BF16 parameters."""
         optimizer = frameworks.unwrapped(optimizer)
-        params = parameters(optimizer)
-        if not has_bf16(optimizer):
-            return
-        recipe = self._recipes[zero.inner(optimizer) is not None]
-        named = any("param_names" in group for group in optimizer.param_groups)
-        whole = set(params) <= set(model.parameters())
+        recipe = self.recipe.under_zero(zero.inner(optimizer) is not None)
         with recipe.naming_lines():
-            attach(optimizer, model=model if whole and not named else None, **vars(recipe.settings()))
+            attach_made(optimizer, recipe.settings(), [model])
 
     def install(self) -> None:
         """Convert torch; casts stay off but in `casts()`."""
@@ -122,11 +116,11 @@ class SettingUp:
 
     @property
     def casts_ops(self) -> bool:
-        """Whether ops are cast while the dtypes that code asks for are left alone."""
+        """Return whether ops are cast, and the dtypes that code asks for are not mapped."""
         return self._policy is not None and not self.recipe.dtype_map
 
     def enter(self) -> region_state.Region:
-        """Casts are on from here on, until `region_state.leave` is given the result.
+        """Turn casts on until `region_state.leave` is given the result.
 
         After `hmpx.restore()` there is nothing that casts.
         """
@@ -137,7 +131,7 @@ class SettingUp:
 
     @contextlib.contextmanager
     def casts(self) -> Iterator[None]:
-        """A context in which ops are cast."""
+        """Return a context in which ops are cast."""
         region = self.enter()
         try:
             yield
@@ -155,10 +149,4 @@ def detach_new(optimizers: Iterable[torch.optim.Optimizer], undo: contextlib.Exi
     """Let `undo` detach those of some optimizers that are not attached yet."""
     for optimizer in map(frameworks.unwrapped, optimizers):
         if attached(optimizer) is None:
-            undo.callback(_detach, optimizer)
-
-
-def _detach(optimizer: torch.optim.Optimizer) -> None:
-    attachment = attached(optimizer)
-    if attachment is not None:
-        attachment.detach()
+            undo.callback(detach, optimizer)

@@ -61,7 +61,7 @@ class HmpxCallback(TrainerCallback):
 
     @property
     def recipe(self) -> Recipe:
-        """What is in force."""
+        """Return the recipe that is in force."""
         return self._setting_up.recipe
 
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class HmpxCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Module, **more: Any
     ) -> None:
-        """The Trainer is made: check what it was asked for, and cast its model."""
+        """Check what the Trainer was asked for when it has been made, and cast its model."""
         self._set_up(args, control, model)
 
     def on_train_begin(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -19,10 +19,10 @@ from hmpx.installation import Installation
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
 from hmpx.recipes.frameworks import watch_frameworks
 from hmpx.recipes.module_patterns import check_names, rules_for
-from hmpx.recipes.prepare import cast_model, convert, facts, of_own, prepared_by
+from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import Stated, with_and_without_zero
-from hmpx.updates.attach import attach, attached, detach
+from hmpx.recipes.stated import Stated, as_recipe
+from hmpx.updates.attach import attached, detach
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.stepping.names import parameters
@@ -30,7 +30,6 @@ from hmpx.yaml_files import shown
 
 logger = logging.getLogger("hmpx")
 VARIABLE = "HMPX_RECIPE"
-_TAKE_AN_ARGUMENT = "cmWX"  # the one-letter options of the interpreter that take a value
 
 
 class Activation(Installation):
@@ -53,12 +52,12 @@ class Activation(Installation):
         (False, 'stochastic')
     """
 
-    def __init__(self, recipe: Recipe, under_zero: Recipe, group: Any = None) -> None:
+    def __init__(self, recipe: Recipe, group: Any = None) -> None:
         super().__init__()
         self._group = group
         self._policy = recipe.policy()
-        self.recipe, self._under_zero = recipe.inlined(), under_zero
-        self._settings = {True: under_zero.settings(), False: recipe.settings()}
+        self.recipe = recipe.inlined()
+        self._settings = {under_zero: recipe.under_zero(under_zero).settings() for under_zero in (True, False)}
         self._overlays = recipe.overlays()
         self._ruled: WeakSet[torch.nn.Module] = WeakSet()  # models that have the recipe's rules
         self._changes = Changes()
@@ -85,7 +84,7 @@ class Activation(Installation):
                     self._conversion.__enter__()
             watch_optimizers(self._made, self._changes)
             watch_distribution(self._distributes, self._changes)
-            watch_frameworks([self.recipe, self._under_zero], self._changes)
+            watch_frameworks(self.recipe, self._changes)
         except BaseException:
             self._changes.close()
             raise
@@ -112,19 +111,11 @@ class Activation(Installation):
             return  # it only hands on, as Accelerate's does
         for each in held:  # Lookahead and its kind write weights themselves, beside the steps of what they hold
             detach(each)
-        params = parameters(optimizer)
         compare("hmpx.activate", facts(self.recipe), self._group)
         with contextlib.ExitStack() as undo:  # a refusal leaves the models as they were
-            models = cast_models_of(params, self.recipe, undo)
-            if any(p.dtype is torch.bfloat16 for p in params):
-                whole = next((model for model in models if set(params) <= set(model.parameters())), None)
-                has_names = any("param_names" in group for group in optimizer.param_groups)
-                settings = self._settings[zero.inner(optimizer) is not None]
-                model = None if has_names else whole
-                with self.recipe.naming_lines():
-                    own = of_own(settings, optimizer, model, models)
-                    attach(optimizer, model=model, process_group=self._group, **vars(own))
-                    prepared_by[optimizer] = self.recipe
+            models = cast_models_of(parameters(optimizer), self.recipe, undo)
+            with self.recipe.naming_lines():
+                attach_made(optimizer, self._settings[zero.inner(optimizer) is not None], models, self._group)
             undo.pop_all()
         self._take(models)
 
@@ -172,13 +163,7 @@ def activate(recipe: Stated, *, process_group: Any = None) -> Activation:
         >>> model.weight.dtype
         torch.bfloat16
     """
-    under_zero, recipe = with_and_without_zero(recipe)
-    return activate_both(recipe, under_zero, process_group)
-
-
-def activate_both(recipe: Recipe, under_zero: Recipe, group: Any = None) -> Activation:
-    """`activate` one recipe, and another one for optimizers under ZeRO-1."""
-    activation = Activation(recipe, under_zero, group)
+    activation = Activation(as_recipe(recipe), process_group)
     activation._install()
     return activation
 
@@ -191,35 +176,15 @@ def activate_from_environment() -> None:
             not at fault, there is one line and no traceback.
     """
     name = os.environ.get(VARIABLE)
-    if name and not runs_a_shell_command(sys.orig_argv[1:]):
+    if name and not runs_a_shell_command():
         try:
             activate(name)
         except HmpxError as error:
             raise SystemExit(f"hmpx: {VARIABLE}={shown(name)}: {error}") from None
 
 
-def runs_a_shell_command(arguments: Sequence[str]) -> bool:
-    """Whether the interpreter runs ``-m hmpx``, or the console script ``hmpx``."""
-    module = module_that_runs(arguments)
-    if module is not None:
-        return module in ("hmpx", "hmpx.__main__")
-    script = Path(sys.argv[0]) if sys.argv else Path()
-    return script.name in ("hmpx", "hmpx.exe", "hmpx-script.py")
-
-
-def module_that_runs(arguments: Sequence[str]) -> str | None:
-    """The module that the interpreter was told to run by ``-m``; None if it was told to run something else."""
-    words = iter(arguments)
-    for word in words:
-        if word == "--check-hash-based-pycs":
-            next(words, None)
-        elif not word.startswith("-") or word == "-":
-            return None
-        elif not word.startswith("--"):
-            for i, letter in enumerate(word[1:], start=2):  # `-uBm hmpx`, `-mhmpx`
-                if letter in _TAKE_AN_ARGUMENT:
-                    value = word[i:] or next(words, None)
-                    if letter in "cm":
-                        return value if letter == "m" else None
-                    break
-    return None
+def runs_a_shell_command() -> bool:
+    """Return whether the interpreter runs ``-m hmpx``, or the console script ``hmpx``."""
+    if sys.argv[:1] == ["-m"]:  # `runpy` is still looking for the module; its word stands before the arguments
+        return bool(re.fullmatch(r"(-\w*m)?hmpx(\.__main__)?", sys.orig_argv[-len(sys.argv)]))
+    return bool(sys.argv) and Path(sys.argv[0]).name in ("hmpx", "hmpx.exe", "hmpx-script.py")

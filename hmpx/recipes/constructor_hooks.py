@@ -1,4 +1,4 @@
-"""Hooks in constructors: they see every optimizer once it is made, and every model before it is distributed."""
+"""Hooks in constructors: what sees every optimizer when it has been made, and every model before it is distributed."""
 
 from __future__ import annotations
 
@@ -19,53 +19,63 @@ from hmpx.ops.captured_names.rebinding import Rebinding
 
 Module = torch.nn.Module
 Optimizer = torch.optim.Optimizer
-_making = threading.local()  # whether a constructor of an optimizer is running
+
+
+class ConstructorWatch:
+    """Calls `made` with each object whose watched constructor has returned, until `changes` are undone.
+
+    An object that is made inside another watched constructor is left out; the outer object is seen.
+    """
+
+    def __init__(self, made: Callable[[Any], None], changes: Changes) -> None:
+        self._made, self._changes, self.ended = made, changes, False
+        self._running = threading.local()  # any: whether a watched constructor is running in this thread
+        changes.callback(self._end)
+
+    def _end(self) -> None:
+        self.ended = True
+
+    def watch(self, cls: type) -> None:
+        """ConstructorWatch the constructor that a class has of its own, if it has one."""
+        init = vars(cls).get("__init__")
+        if init is None or self.ended:
+            return
+
+        @functools.wraps(init)
+        def __init__(made: Any, *args: Any, **kwargs: Any) -> None:
+            if self.ended or getattr(self._running, "any", False):
+                init(made, *args, **kwargs)
+                return
+            self._running.any = True
+            try:
+                init(made, *args, **kwargs)
+            finally:
+                self._running.any = False
+            self._made(made)
+
+        self._changes.put(Attribute(cls, "__init__", f"{cls.__name__}.__init__"), __init__)
 
 
 def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> None:
     """Call `made` with each new optimizer when its constructor has returned, until `changes` are undone.
 
-    An optimizer that is made inside the constructor of another one (`ZeroRedundancyOptimizer`) is left out; the outer
-    one is seen.
+    An optimizer that is made inside the constructor of another one (`ZeroRedundancyOptimizer`) is left out.
     """
-
-    def watched(init: Callable) -> Callable:
-        @functools.wraps(init)
-        def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            if ended or getattr(_making, "any", False):
-                init(optimizer, *args, **kwargs)
-                return
-            _making.any = True
-            try:
-                init(optimizer, *args, **kwargs)
-            finally:
-                _making.any = False
-            made(optimizer)
-
-        return __init__
-
-    ended: list[bool] = []
-
-    def watch(cls: type) -> None:
-        init = vars(cls).get("__init__")
-        if init is not None:
-            changes.put(Attribute(cls, "__init__", f"{cls.__name__}.__init__"), watched(init))
 
     def defined(cls: type[Optimizer], **kwargs: Any) -> None:
         if before is MISSING:
             super(Optimizer, cls).__init_subclass__(**kwargs)
         else:
             before.__get__(None, cls)(**kwargs)
-        if not ended:
-            watch(cls)
+        watch.watch(cls)
 
     subclassing = Attribute(Optimizer, "__init_subclass__", "torch.optim.Optimizer.__init_subclass__")
     before = changes.put(subclassing, classmethod(defined))
-    changes.callback(ended.append, True)
+    watch = ConstructorWatch(made, changes)
     classes = [Optimizer]
     for cls in classes:
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]
-        watch(cls)
+        watch.watch(cls)
 
 
 def watch_distribution(distributes: Callable[[Module], None], changes: Changes) -> None:
@@ -108,7 +118,7 @@ def _watched_shard(fully_shard: Callable, distributes: Callable[[Module], None],
 
 
 def models_of(params: Collection[torch.nn.Parameter]) -> list[Module]:
-    """The modules that hold some of `params` and are part of no other module, the smallest first."""
+    """Return the modules that hold some of `params` and are part of no other module, the smallest first."""
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module) and "_modules" in vars(thing)]
     parts = {id(child) for module in modules for child in module.children()}
     wanted = set(params)

@@ -1,7 +1,7 @@
-"""What a training framework was asked for, and which of that does not go with a recipe: one table for all of hmpx.
+"""Settings of training frameworks that conflict with a recipe: one table for all of hmpx.
 
-The integrations and `prepare` refuse what is in it before anything is changed. `activate`, and with it ``python -m
-hmpx run``, warns of it once. Frameworks are read through the objects that a user makes; nothing here imports one.
+The integrations and `prepare` raise for a conflict before anything is changed. `activate`, and so ``python -m hmpx
+run``, warns of it once. Frameworks are read through the objects that a user makes; nothing here imports one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -19,8 +18,9 @@ from typing import Any
 import torch
 import wrapt
 
-from hmpx.changes import Attribute, Changes
+from hmpx.changes import Changes
 from hmpx.errors import HmpxError
+from hmpx.recipes.constructor_hooks import ConstructorWatch
 from hmpx.recipes.recipe import Recipe
 
 logger = logging.getLogger("hmpx")
@@ -34,7 +34,7 @@ ACCUMULATION, GRADIENT_NORM = "accumulation", "gradient norm"
 
 @dataclass(frozen=True)
 class FrameworkSetting:
-    """One thing that a framework was asked for: in the words of the user's script, and what it does."""
+    """One setting of a framework: in the words of the user's script, what it does, and what to write instead."""
 
     words: str
     what: str
@@ -42,7 +42,7 @@ class FrameworkSetting:
 
 
 def of_accelerate() -> Iterator[FrameworkSetting]:
-    """What the `Accelerator` of this process was asked for; nothing if there is none."""
+    """Yield what the `Accelerator` of this process was asked for; nothing if there is none."""
     states = sys.modules.get("accelerate.state")
     if states is None:
         return
@@ -57,7 +57,7 @@ def of_accelerate() -> Iterator[FrameworkSetting]:
 
 
 def of_transformers(arguments: Any) -> Iterator[FrameworkSetting]:
-    """What `TrainingArguments` ask for, and Accelerate below them."""
+    """Yield what `TrainingArguments` ask for, and Accelerate below them."""
     for name, what in (
         *(("bf16", AUTOCAST), ("fp16", AUTOCAST)),
         *(("bf16_full_eval", MODEL_DTYPE), ("fp16_full_eval", MODEL_DTYPE)),
@@ -78,7 +78,7 @@ def of_transformers(arguments: Any) -> Iterator[FrameworkSetting]:
 
 
 def of_lightning(trainer: Any) -> Iterator[FrameworkSetting]:
-    """What a `Trainer` of Lightning was asked for."""
+    """Yield what a `Trainer` of Lightning was asked for."""
     precision = getattr(trainer.precision_plugin, "precision", "32-true")
     if not hasattr(trainer.precision_plugin, "recipe") and precision != "32-true":
         yield FrameworkSetting(
@@ -95,13 +95,13 @@ def of_lightning(trainer: Any) -> Iterator[FrameworkSetting]:
 
 
 def has_accelerator() -> bool:
-    """Whether this process has an `Accelerator`."""
+    """Return whether this process has an `Accelerator`."""
     states = sys.modules.get("accelerate.state")
     return states is not None and bool(states.AcceleratorState._shared_state)
 
 
 def conflict(asked: FrameworkSetting, recipe: Recipe) -> str:
-    """Why it does not go with a recipe, and the way out; an empty string if it does."""
+    """Return why a setting conflicts with a recipe, and the way out; an empty string if it does not."""
     if asked.what == AUTOCAST and recipe.opt_level is not None:
         why = "its torch.autocast would cast the ops once more, by lists of its own"
         return (
@@ -122,7 +122,7 @@ def conflict(asked: FrameworkSetting, recipe: Recipe) -> str:
 
 
 def refuse(everything: Iterable[FrameworkSetting], recipe: Recipe) -> None:
-    """Raise for what does not go with a recipe; say in one line, at INFO, where autocast and a recipe both make sense.
+    """Raise for settings that conflict with a recipe. Say at INFO where autocast and a recipe both make sense.
 
     Raises:
         HmpxError: every conflict, one a line.
@@ -151,7 +151,7 @@ _told_of_version: set[str] = set()
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside those of Accelerate and Lightning, which are made to look like the one that they hold."""
+    """Return the optimizer inside a wrapper of Accelerate or Lightning, which looks like what it holds."""
     while (attribute := _WRAPPERS.get(type(optimizer).__module__)) in vars(optimizer):
         optimizer = vars(optimizer)[attribute]
     return optimizer
@@ -170,41 +170,23 @@ _CONSTRUCTORS: dict[str, tuple[str, Callable[[Any], Iterable[FrameworkSetting]]]
     "lightning.pytorch.trainer.trainer": ("Trainer", of_lightning),
     "pytorch_lightning.trainer.trainer": ("Trainer", of_lightning),
 }
-_making = threading.local()  # outermost: whether one of them is running, for a Trainer makes an Accelerator
 
 
-def watch_frameworks(recipes: Iterable[Recipe], changes: Changes) -> None:
+def watch_frameworks(recipe: Recipe, changes: Changes) -> None:
     """Warn of each conflict once, when a framework's trainer has been made, until `changes` are undone."""
-    recipes, said, ended = list(recipes), set(), []  # type: ignore[var-annotated]
+    said: set[FrameworkSetting] = set()
 
-    def made(framework: str, everything: Iterable[FrameworkSetting]) -> None:
-        say_version(framework)
-        for asked in everything:
-            conflicts = [conflict(asked, recipe) for recipe in recipes]
-            if all(conflicts) and asked not in said:
+    def made(trainer: Any) -> None:  # a Trainer makes an Accelerator: the outer one is seen
+        cls = next(each for each in type(trainer).__mro__ if each.__module__ in _CONSTRUCTORS)
+        say_version(cls.__module__.split(".")[0])
+        for asked in _CONSTRUCTORS[cls.__module__][1](trainer):
+            if asked not in said and (why := conflict(asked, recipe)):
                 said.add(asked)
-                logger.warning("hmpx: %s", conflicts[0])
+                logger.warning("hmpx: %s", why)
 
-    def watch(name: str, read: Callable[[Any], Iterable[FrameworkSetting]], module: ModuleType) -> None:
-        if not ended:
-            cls, tell = getattr(module, name), functools.partial(made, module.__name__.split(".")[0])
-            changes.put(Attribute(cls, "__init__", f"{name}.__init__"), _watched(cls.__init__, read, tell, ended))
+    def imported(name: str, module: ModuleType) -> None:
+        watch.watch(getattr(module, name))
 
-    changes.callback(ended.append, True)
-    for path, (name, read) in _CONSTRUCTORS.items():
-        wrapt.register_post_import_hook(functools.partial(watch, name, read), path)
-
-
-def _watched(init: Callable, read: Callable, made: Callable, ended: list) -> Callable:
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        outermost, _making.any = not getattr(_making, "any", False), True
-        try:
-            init(self, *args, **kwargs)
-        finally:
-            if outermost:
-                _making.any = False
-        if outermost and not ended:
-            made(read(self))
-
-    return __init__
+    watch = ConstructorWatch(made, changes)
+    for path, (name, _) in _CONSTRUCTORS.items():
+        wrapt.register_post_import_hook(functools.partial(imported, name), path)

@@ -1,9 +1,10 @@
-"""The keys of a recipe: which values each may have, and what is wrong with a value."""
+"""The keys of a recipe: which values each may have, what is wrong with a value, and what rules say of a parameter."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from hmpx.ops.policies.build_policy import OPT_LEVELS
 from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
 from hmpx.ops.policies.policy import Policy
-from hmpx.recipes import nxd
+from hmpx.recipes.vendors import NXD, NXD_MASTERS
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.holding.settings import SWITCHES
 from hmpx.updates.holding.state_forms import STATE_FORMS, state_name
@@ -36,17 +37,21 @@ _LEGAL = {
     "weights": tuple(WAYS),
     **dict.fromkeys((*SWITCHES, "verbose"), (True, False)),
 }
-
-
 _OF_PARAMETERS = {  # what a rule for parameters may say
     "dtype": _LEGAL["parameter_dtype"],
     "weights": _LEGAL["weights"],
     "state_dtype": _LEGAL["state_dtype"],
 }
+_MAPPINGS = {  # keys whose values are mappings, and what these map
+    MODULES: "modules' names to dtypes or lists of ops",
+    PARAMETERS: "parameters' names to dtypes or settings",
+    "module_dtypes": "modules' names to dtypes",
+    "dtype_map": "dtypes to dtypes",
+}
 
 
 def spelled_out(key: Any, value: Any) -> Any:
-    """The value of a key with dtypes by their names in torch, for ``bf16``, ``fp32`` and torch's own dtypes."""
+    """Return the value of a key with dtypes by their names in torch, for ``bf16``, ``fp32`` and torch's own objects."""
     if key == PARAMETERS and isinstance(value, Mapping):
         rules = {pattern: rule if isinstance(rule, Mapping) else {"dtype": rule} for pattern, rule in value.items()}
         return {pattern: {k: _spelled_out(v) for k, v in rule.items()} for pattern, rule in rules.items()}
@@ -60,7 +65,7 @@ def spelled_out(key: Any, value: Any) -> Any:
 
 
 def _rule_spelled_out(rule: Any) -> Any:
-    """A rule for modules in words and lists alone, so that it can be written to a file."""
+    """Return a rule for modules in words and lists alone, so that it can be written to a file."""
     if isinstance(rule, Policy):
         rule = {
             "opt_level": "O1",
@@ -84,16 +89,16 @@ def _spelled_out(value: Any) -> Any:
 
 
 def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """Each problem of one key and its value, with what it is about: the key, or a key of the mapping in `value`.
+    """Yield each problem of one key and its value, with the key of the mapping in `value` that it is about, or None.
 
     Args:
         keys: the names of every key that a recipe has.
     """
-    if key in (nxd.KEY, nxd.MASTERS):
+    if key in (NXD, NXD_MASTERS):
         yield (
             None,
-            f"{key!r} is NxD's, and no key beside a recipe's own: NxD's keys stand in {nxd.KEY} alone "
-            f"({{{nxd.KEY!r}: {{{nxd.MASTERS!r}: True}}}}); in a recipe's own terms it is weights: master",
+            f"{key!r} is NxD's, and no key beside a recipe's own: NxD's keys stand in {NXD} alone "
+            f"({{{NXD!r}: {{{NXD_MASTERS!r}: True}}}}); in a recipe's own terms it is weights: master",
         )
     elif key == EXTENDS:
         if not isinstance(value, str | os.PathLike) or not os.fspath(value):
@@ -117,28 +122,27 @@ def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, s
     elif key in SIDES and value is not None:
         if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
             yield None, f"{key} is {value!r}, not a list of names; a file goes to {key}_file_path"
-    elif key == MODULES:
+    elif key in _MAPPINGS:
         if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
-            yield None, f"{key} is {value!r}, not a mapping of modules' names to dtypes or lists of ops{_quotes(value)}"
-            return
-        for pattern in value:
-            if pattern.startswith("<") and pattern not in (HEAD, NORMS):
-                hint = did_you_mean(pattern, (HEAD, NORMS))
-                yield pattern, f"{key}: {pattern!r} is neither {HEAD} nor {NORMS}, nor the name of a module{hint}"
-    elif key == PARAMETERS:
-        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
-            yield None, f"{key} is {value!r}, not a mapping of parameters' names to dtypes or settings{_quotes(value)}"
-            return
-        for pattern, rule in value.items():
-            yield from ((pattern, f"{key}: {pattern!r}: {problem}") for problem in _wrong_of_parameters(rule))
-    elif key in ("module_dtypes", "dtype_map"):
-        what = "modules' names" if key == "module_dtypes" else "dtypes"
-        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
-            yield None, f"{key} is {value!r}, not a mapping of {what} to dtypes{_quotes(value)}"
-            return
-        for old, new in value.items():
-            wrong = [*_wrong(key, old, tuple(MAPPED))] if key == "dtype_map" else []
-            yield from ((old, problem) for problem in (*wrong, *_wrong(f"{key}, {old!r}", new, tuple(DTYPES))))
+            yield None, f"{key} is {value!r}, not a mapping of {_MAPPINGS[key]}{_quotes(value)}"
+        else:
+            for inside, of_it in value.items():
+                yield from ((inside, problem) for problem in _wrong_inside(key, inside, of_it))
+
+
+def _wrong_inside(key: str, inside: str, value: Any) -> Iterator[str]:
+    """Yield what is wrong with one entry of a mapping."""
+    if key == MODULES:
+        if inside.startswith("<") and inside not in (HEAD, NORMS):
+            hint = did_you_mean(inside, (HEAD, NORMS))
+            yield f"{key}: {inside!r} is neither {HEAD} nor {NORMS}, nor the name of a module{hint}"
+        return
+    if key == PARAMETERS:
+        yield from (f"{key}: {inside!r}: {problem}" for problem in _wrong_of_parameters(value))
+        return
+    if key == "dtype_map":
+        yield from _wrong(key, inside, tuple(MAPPED))
+    yield from _wrong(f"{key}, {inside!r}", value, tuple(DTYPES))
 
 
 def _wrong_of_parameters(rule: Mapping[str, Any]) -> Iterator[str]:
@@ -156,7 +160,7 @@ def _wrong_of_parameters(rule: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _quotes(value: Any) -> str:
-    """What to write for a name that YAML takes for a number."""
+    """Say what to write for a name that YAML takes for a number."""
     numbers = [key for key in value if type(key) in (int, float)] if isinstance(value, Mapping) else []
     return f'; names are strings: write "{numbers[0]}" for {numbers[0]}' if numbers else ""
 
@@ -165,3 +169,25 @@ def _wrong(what: str, value: Any, legal: tuple) -> Iterator[str]:
     if not any(type(value) is type(each) and value == each for each in legal):
         words = ["null" if each is None else str(each).lower() if isinstance(each, bool) else each for each in legal]
         yield f"{what} is {value!r}, none of {', '.join(words)}{did_you_mean(str(value), words)}"
+
+
+def dtype_of(name: str, parameters: Mapping[str, Any], module_dtypes: Mapping[str, str]) -> torch.dtype | None:
+    """Return the dtype that a recipe's two keys give to the parameter with a name; None where neither says one."""
+    found: str | None = None
+    parts = name.rpartition(".")[0].split(".")
+    within = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    for pattern, dtype in module_dtypes.items():
+        if any(fnmatchcase(module, pattern) for module in within):
+            found = dtype
+    rules = spelled_out(PARAMETERS, parameters).items() if parameters else ()
+    own = [rule for pattern, rule in rules if fnmatchcase(name, pattern)]
+    if own and "dtype" in own[-1]:
+        found = own[-1]["dtype"]
+    return DTYPES[found] if found is not None else None
+
+
+def ways_in(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what `hmpx.attach` is told of parameters: all but their dtypes. Empty where the rules say only dtypes."""
+    rules = spelled_out(PARAMETERS, parameters).items()
+    ways = {pattern: {key: rule[key] for key in rule if key != "dtype"} for pattern, rule in rules}
+    return ways if any(ways.values()) else {}

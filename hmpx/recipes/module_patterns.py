@@ -1,6 +1,6 @@
-"""The modules of a model that a recipe's patterns fit, and the rules that they get.
+"""Finds the modules that a recipe's patterns fit, and makes their rules.
 
-A pattern is a name (``"*.attn"``), or what a module is for: ``"<head>"`` or ``"<norms>"``, whatever its name.
+A pattern is a name (``"*.attn"``) or a role (``"<head>"``, ``"<norms>"``): what a module is for, whatever its name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIGITS = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def module_names(model: Module, *, all_names: bool = False) -> list[str]:
-    """Those of ``model.modules()``, without what torch puts around modules; of ``named_modules()`` with all names."""
+    """Return the names of ``model.modules()`` without torch's wrappers; with `all_names`, a tied module has several."""
     _, *inside = (f"{name}." for name, _ in model.named_modules(remove_duplicate=not all_names))
     return ["", *(name.removesuffix(".") for name in plain_names(inside))]
 
@@ -76,8 +76,9 @@ def check_names(models: list[Module], recipe: Recipe) -> None:
 
 
 def rules_for(models: Iterable[Module], recipe: Recipe) -> list[ModuleRule]:
-    """The rules that a recipe has for the modules of some models, not in force yet; the last pattern that fits one of
-    a module's names is its rule.
+    """Make the rules that a recipe has for the modules of some models; they are not in force yet.
+
+    Of several patterns that fit one of a module's names, the last decides.
 
     Raises:
         HmpxError: a module that can have no rule, or a pattern that would do nothing.
@@ -106,7 +107,7 @@ def rules_for(models: Iterable[Module], recipe: Recipe) -> list[ModuleRule]:
 
 
 def _patterns(model: Module, patterns: list[str]) -> dict[Module, str]:
-    """The last pattern that fits one of the names of each module that one fits."""
+    """Return the last pattern that fits each module, by one of its names or by its role."""
     names: dict[Module, list[str]] = {}
     for name, module in _named(model):
         names.setdefault(module, []).append(name)
@@ -122,7 +123,7 @@ def _patterns(model: Module, patterns: list[str]) -> dict[Module, str]:
 
 
 def _head(model: Module) -> set[Module]:
-    """The modules that make the logits: by `get_output_embeddings`, else by a tied weight, else by name."""
+    """Return the modules that make the logits: by `get_output_embeddings`, else by a tied weight, else by name."""
     modules = set(model.modules())
     if said := {head for each in modules if isinstance(head := _said_head(each), Module) and head in modules}:
         return said
@@ -142,7 +143,7 @@ def _head(model: Module) -> set[Module]:
 
 
 def _said_head(module: Module) -> Any:
-    """What a model of transformers, or one with the same method, calls its head; None if it has none."""
+    """Return the head that a model of transformers, or one with the same method, names; None if it has none."""
     ask = getattr(module, "get_output_embeddings", None)
     try:
         return ask() if callable(ask) else None
@@ -151,7 +152,7 @@ def _said_head(module: Module) -> Any:
 
 
 def _norms(model: Module) -> set[Module]:
-    """Norm layers; not what a norm is only a part of, such as a block of a norm and a convolution."""
+    """Return the norm layers, without modules that only contain a norm, such as a block of norm and convolution."""
     return {
         module
         for module in model.modules()
@@ -175,7 +176,7 @@ _ROLES: dict[str, tuple[Callable[[Module], set[Module]], str]] = {
 
 
 def _hiding(module: Module, chosen: Mapping[Module, str], overlays: Mapping[str, Overlay]) -> set[str]:
-    """The patterns before that of a module that leave it nothing to decide in the modules inside."""
+    """Return the earlier patterns that decide every module inside of a module; empty if its own rule decides some."""
     order, own = list(overlays), chosen[module]
     found = {chosen.get(each, own) for each in modules_called_in(module)}
     hidden = all(order.index(each) < order.index(own) and overlays[each].hides(overlays[own]) for each in found)
@@ -200,7 +201,7 @@ def _of_pattern(pattern: str) -> Iterator[None]:
 
 
 def _tied(model: Module) -> Iterator[tuple[str, str]]:
-    """The other names of parameters that have several, each with the first one."""
+    """Yield the further names of each parameter that has several, with its first name."""
     own = names_in(model)
     named = list(model.named_parameters(remove_duplicate=False))
     for name, (_, p) in zip(plain_names([name for name, _ in named]), named, strict=True):
@@ -209,6 +210,6 @@ def _tied(model: Module) -> Iterator[tuple[str, str]]:
 
 
 def _named(model: Module) -> Iterator[tuple[str, Module]]:
-    """Every module under every name that it has."""
+    """Yield every module under every name that it has."""
     modules = (module for _, module in model.named_modules(remove_duplicate=False))
     return zip(module_names(model, all_names=True), modules, strict=True)

@@ -21,18 +21,17 @@ from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.op_lists import LOW_DTYPES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes import frameworks
-from hmpx.recipes.keys import DTYPES, LISTS
+from hmpx.recipes.keys import DTYPES, LISTS, dtype_of
 from hmpx.recipes.module_patterns import check_names, module_names, rules_for
-from hmpx.recipes.parameter_rules import dtype_of
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import Stated, as_recipe, name_of
+from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.ranks.sharding import is_sharded
-from hmpx.updates.stepping.names import named, names_in
+from hmpx.updates.stepping.names import named, names_in, parameters
 
 logger = logging.getLogger("hmpx")
 
@@ -85,68 +84,69 @@ def prepare(
     if not optimizers:
         raise HmpxError("prepare needs an optimizer, and the list has none; hmpx.convert() casts ops alone")
     stepping = [frameworks.unwrapped(each) for each in optimizers]
-    recipes = [as_recipe(recipe, with_zero=zero.inner(each) is not None) for each in stepping]
+    stated = as_recipe(recipe)
+    recipes = [stated.under_zero(zero.inner(each) is not None) for each in stepping]
     whole = recipes[0]
-    settings, policy = [each.settings() for each in recipes], whole.policy()
+    policy = whole.policy()
     frameworks.refuse(frameworks.of_accelerate(), whole)
     if frameworks.has_accelerator():
         frameworks.say_version("accelerate")
     compare("hmpx.prepare", facts(whole), process_group)
-    for each, own in zip(stepping, recipes, strict=True):
-        _refuse_another(each, own)
+    with whole.naming_lines():
+        settings = [of_own(own.settings(), each, model, [model]) for own, each in zip(recipes, stepping, strict=True)]
+    for each, asked in zip(stepping, settings, strict=True):
+        _refuse_another(each, asked, model, whole)
     with whole.naming_lines(), contextlib.ExitStack() as undo:
         check_names([model], whole)
         rules: list[ModuleRule] = rules_for([model], whole)
         cast_model(model, whole, undo)
         if any(p.dtype is torch.bfloat16 for p in model.parameters()):
             for each, asked in zip(stepping, settings, strict=True):
-                own_settings = asked if len(stepping) == 1 else of_own(asked, each, model, [model])
                 before = attached(each)
-                attachment = attach(each, model=model, process_group=process_group, **vars(own_settings))
+                attachment = attach(each, model=model, process_group=process_group, **vars(asked))
                 if attachment is not before:
                     undo.callback(attachment.abandon)
         convert(whole, policy, rules=[*_of_other_models(model), *rules])
         undo.pop_all()
     for each, own in zip(stepping, recipes, strict=True):
-        prepared_by[each] = own
         _refuse_later(each, own)
     logger.info("hmpx: prepared by this recipe:\n%s", whole)
     return model, optimizer
 
 
-# The recipe that each optimizer was attached by.
-prepared_by: WeakKeyDictionary[torch.optim.Optimizer, Recipe] = WeakKeyDictionary()
-
-
-def _refuse_another(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Raise if an optimizer is attached already, in a way that is not the recipe's.
-
-    Raises:
-        HmpxError: it is; which recipe did it, and the way out.
-    """
-    attachment, before = attached(optimizer), prepared_by.get(optimizer)
-    if attachment is None:
-        return
+def _refuse_another(
+    optimizer: torch.optim.Optimizer, settings: Settings, model: torch.nn.Module, recipe: Recipe
+) -> None:
+    """Raise if an optimizer is attached already, in a way that is not the recipe's."""
+    before = attached(optimizer)
     if before is None:
-        same, how = attachment.settings == recipe.settings(), f"attached already ({attachment!r})"
-    else:
-        same = (before.settings(), _of_weights(before)) == (recipe.settings(), _of_weights(recipe))
-        how = f"prepared by the recipe {name_of(before)} already"
-    if not same:
+        return
+    dtypes = _dtypes(model, recipe)
+    widens = any(p.dtype is torch.bfloat16 is not dtypes.get(p, torch.bfloat16) for p in parameters(optimizer))
+    if widens or before.settings != settings:
         raise HmpxError(
-            f"this {type(optimizer).__name__} is {how}, and the recipe {name_of(recipe)} holds weights in another way: "
-            "call hmpx.detach(optimizer) first, then prepare; weights keep their dtype and values"
+            f"this {type(optimizer).__name__} is attached already ({before!r}), and the recipe holds weights in "
+            "another way: call hmpx.detach(optimizer) first, then prepare; weights keep their dtype and values"
         )
 
 
-def _of_weights(recipe: Recipe) -> tuple:
-    return recipe.parameter_dtype, dict(recipe.module_dtypes), dict(recipe.parameters), dict(recipe.dtype_map)
+def attach_made(
+    optimizer: torch.optim.Optimizer, settings: Settings, models: list[torch.nn.Module], process_group: Any = None
+) -> None:
+    """Attach an optimizer that has BF16 parameters; their names are its own, or those of the model that holds all."""
+    params = parameters(optimizer)
+    if not any(p.dtype is torch.bfloat16 for p in params):
+        return
+    whole = next((model for model in models if set(params) <= set(model.parameters())), None)
+    model = None if any("param_names" in group for group in optimizer.param_groups) else whole
+    own = of_own(settings, optimizer, model, models)
+    attach(optimizer, model=model, process_group=process_group, **vars(own))
 
 
 def of_own(
     settings: Settings, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, models: list[torch.nn.Module]
 ) -> Settings:
-    """The settings with the rules that fit parameters of this optimizer: the others are for other optimizers.
+    """Return the settings with only the rules that fit parameters of this optimizer.
 
     Raises:
         HmpxError: rules go by names that the optimizer does not know.
@@ -168,7 +168,7 @@ def of_own(
 
 
 def _of_other_models(model: torch.nn.Module) -> list[ModuleRule]:
-    """The rules of models that were prepared before this one."""
+    """Return the rules of models that were prepared before this one."""
     before, own = conversion.installed(), set(model.modules())
     return [rule for rule in before.rules if own.isdisjoint(rule.modules())] if before else []
 
@@ -207,12 +207,12 @@ _looking: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDic
 
 
 def facts(recipe: Recipe) -> dict[str, Any]:
-    """What must be the same on every rank."""
+    """Return what must be the same on every rank."""
     return {**asdict(recipe), **{key: _content(getattr(recipe, key)) for key in LISTS}}
 
 
 def _content(path: str) -> str:
-    """The text of a list file, for ranks on several machines may hold the same list under different paths."""
+    """Return the text of a list file: ranks on several machines may hold the same list under different paths."""
     with contextlib.suppress(OSError, UnicodeDecodeError):  # reading the policy raises the better error
         return Path(path).read_text(encoding="utf-8") if path else ""
     return path
@@ -222,7 +222,7 @@ def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStac
     """Cast the floating parameters of a model in place, and its buffers where a recipe maps dtypes.
 
     Raises:
-        HmpxError: one of another dtype than it is to be is replicated or sharded already.
+        HmpxError: a parameter must be cast and is replicated or sharded already.
     """
     _refuse_lazy(model)
     dtypes = _dtypes(model, recipe)
@@ -264,9 +264,9 @@ def _refuse_lazy(model: torch.nn.Module) -> None:
 
 
 def _dtypes(model: torch.nn.Module, recipe: Recipe) -> dict[torch.nn.Parameter, torch.dtype]:
-    """The dtype that each parameter is to have; of a tied one, what the first module that holds it says.
+    """Return the dtype that each parameter is to have; for a tied one, the first module that holds it decides.
 
-    A frozen one stays in low precision, if no rule names it: it gets no updates that would be lost.
+    A frozen parameter stays in low precision if no rule names it, because it gets no updates that would be lost.
     """
     found: dict[torch.nn.Parameter, torch.dtype] = {}
     mapped = recipe.mapped()

@@ -21,11 +21,20 @@ from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, SIDES, Listed, read_lists
 from hmpx.ops.policies.policy import OptLevel, Policy
-from hmpx.recipes import nxd
-from hmpx.recipes.files import read_keys, recipe_path
-from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, problems, spelled_out
-from hmpx.recipes.origins import Origin, Origins
-from hmpx.recipes.parameter_rules import dtype_of, ways_in
+from hmpx.recipes.files import Origin, Origins, read_keys, recipe_path
+from hmpx.recipes.keys import (
+    DTYPES,
+    LISTS,
+    MAPPED,
+    MODULES,
+    PARAMETERS,
+    SWITCHES,
+    dtype_of,
+    problems,
+    spelled_out,
+    ways_in,
+)
+from hmpx.recipes.vendors import NXD_BASE, nxd_keys
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.holding.settings import Settings, Weights
 from hmpx.updates.holding.state_forms import state_name, state_named
@@ -126,7 +135,7 @@ class Recipe:
 
     @classmethod
     def from_nxd(cls, config: Mapping[str, bool] | None = None, *, with_zero: bool = False) -> Recipe:
-        """The recipe that NeuronX Distributed's `mixed_precision_config` means: ``nxd-standard`` with what it changes.
+        """Make the recipe that NeuronX Distributed's `mixed_precision_config` means: ``nxd-standard`` with its changes.
 
         Args:
             config: any of NxD's keys, with its defaults for the others: ``use_master_weights`` (FP32 masters, else
@@ -141,11 +150,11 @@ class Recipe:
             >>> hmpx.Recipe.from_nxd({"use_master_weights": True}).weights
             'master'
         """
-        base = read_keys(recipe_path(nxd.BASE), [each.name for each in fields(cls)]).keys
-        return cls(**{**base, **nxd.recipe_keys(config, with_zero)})
+        base = read_keys(recipe_path(NXD_BASE), [each.name for each in fields(cls)]).keys
+        return cls(**{**base, **nxd_keys(config, with_zero)})
 
     def __str__(self) -> str:
-        """As a file that is complete in itself: every list name by name, and the versions that it was written with."""
+        """Return the recipe as a file that needs no other file, with the versions that it was written with."""
         keys = {key: value for key, value in asdict(self.inlined()).items() if value not in ("", {}, None)}
         keys = {key: value for key, value in keys.items() if key != "verbose" or value}
         for key in (MODULES, PARAMETERS):
@@ -160,7 +169,7 @@ class Recipe:
         return f"hmpx.Recipe({', '.join(said)})"
 
     def inlined(self) -> Recipe:
-        """The same recipe with the names of its list files in the place of their paths; files are read now.
+        """Read the list files, and return the recipe with their names in place of their paths.
 
         Raises:
             HmpxError: as `policy`.
@@ -176,12 +185,16 @@ class Recipe:
         low = dtype_name(policy.low_precision)
         return changed(self, **dict.fromkeys(LISTS, ""), **names, low_precision=low)
 
+    def under_zero(self, in_use: bool = True) -> Recipe:
+        """Return the recipe for optimizers under ZeRO-1, where NxD's configuration has other defaults."""
+        return changed(self, **self._origins.under_zero) if in_use else self
+
     def naming_lines(self) -> contextlib.AbstractContextManager[None]:
-        """A context whose errors begin with the file and line of the key that they are about."""
+        """Return a context in which errors begin with the file and line of the key that they are about."""
         return self._origins.named()
 
     def policy(self) -> Policy | None:
-        """Which op runs under which rule; None where torch's ops are left alone.
+        """Return which op runs under which rule; None where torch's ops are left alone.
 
         Raises:
             HmpxError: a list that is wrong; a `low_precision`, or FP32 `kernels`, where ops are left alone. With
@@ -206,7 +219,7 @@ class Recipe:
             return None
 
     def overlays(self) -> dict[str, Overlay]:
-        """What `modules` says, by pattern.
+        """Return the rules in `modules`, by pattern.
 
         Raises:
             HmpxError: a rule that says nothing, or names no op. With the recipe's file and line, if it has one.
@@ -227,7 +240,7 @@ class Recipe:
         return found
 
     def listed(self, side: str) -> tuple[Listed, ...]:
-        """The recipe's own names on a side, each with its line in the recipe's file."""
+        """Return the names that the recipe itself lists on a side, each with its line in the recipe's file."""
         places, names = self._origins.by_key, getattr(self, side)
         of_side = places.get((side,), Origin(f"recipe, {side}"))
         stand = [
@@ -237,13 +250,14 @@ class Recipe:
         return tuple(Listed(name, *place) for name, place in zip(names, stand, strict=True))
 
     def mapped(self) -> dict[torch.dtype, torch.dtype]:
-        """`dtype_map` in torch's terms."""
+        """Return `dtype_map` with torch's dtypes."""
         return {MAPPED[old]: DTYPES[new] for old, new in self.dtype_map.items()}
 
     def footprint(self, states: int = 2, name: str | None = None) -> Footprint:
-        """What a parameter takes, with so many tensors of its size that the optimizer keeps: 2 for Adam.
+        """Return what a parameter takes.
 
-        name: of the parameter; None: of one that no exception is about.
+        states: tensors of a parameter's size that the optimizer keeps: 2 for Adam.
+        name: of the parameter; None: of a parameter that no exception names.
         """
         settings, dtype = self.settings(), None
         if name is not None:
@@ -252,17 +266,17 @@ class Recipe:
         return footprint(settings, dtype or DTYPES[self.parameter_dtype], states)
 
     def bytes_per_parameter(self, states: int = 2, name: str | None = None) -> dict[str, float]:
-        """Bytes of weights, gradients, masters and state for each parameter, between backward and step.
+        """Return bytes of weights, gradients, masters and state for each parameter, between backward and step.
 
         Args:
             states: tensors of a parameter's size that the optimizer keeps: 2 for Adam, 1 for momentum.
-            name: of the parameter; None: of one that no exception is about.
+            name: of the parameter; None: of a parameter that no exception names.
         """
         each = self.footprint(states, name)
         return {part: getattr(each, part) for part in ("weights", "gradients", "masters", "state")}
 
     def settings(self) -> Settings:
-        """What `attach` is told.
+        """Return the settings for `hmpx.attach`.
 
         Raises:
             HmpxError: settings that exclude each other, with the recipe's file and line, if it has one.
@@ -284,7 +298,7 @@ DEFAULT = Recipe(parameter_dtype="float32")  # where no recipe is named: the def
 
 
 def changed(recipe: Recipe, **keys: Any) -> Recipe:
-    """The recipe with other values for some keys; the others go on to know where they stand."""
+    """Return the recipe with other values for some keys; the other keys keep their origins."""
     return with_origins(replace(recipe, **keys), recipe._origins.without(keys))
 
 

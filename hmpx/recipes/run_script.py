@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.recipes.activate import activate_both
-from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.activate import activate
+from hmpx.recipes.files import Origins
+from hmpx.recipes.recipe import Recipe, with_origins
 from hmpx.recipes.stated import as_recipe
 
 _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
@@ -33,13 +34,11 @@ def run(
     arguments: list[str],
     *,
     as_module: bool = False,
-    under_zero: Recipe | None = None,
 ) -> None:
     """Run a Python file, or a module by its name, in this process under `recipe`, which stays in force afterwards.
 
     Args:
         recipe: None for a script that converts itself.
-        under_zero: the recipe for optimizers under ZeRO-1, if that is another one.
 
     Raises:
         HmpxError: there is no such script or module, or the recipe is wrong. Whatever the script raises.
@@ -47,12 +46,11 @@ def run(
     if not as_module and Path(script).is_dir():
         script = str(Path(script) / "__main__.py")
     spec = found(script, as_module)
-    both = []
+    keys = None
     if recipe is not None:
-        recipes = recipe, under_zero or recipe
-        activate_both(*recipes)
-        both = [asdict(each) for each in recipes]
-    os.environ[_RUN] = json.dumps({"recipes": both, "script": script, "as_module": as_module})
+        activate(recipe)
+        keys = asdict(recipe), recipe._origins.under_zero
+    os.environ[_RUN] = json.dumps({"recipe": keys, "script": script, "as_module": as_module})
     sys.argv = [(as_module and spec.origin) or script, *arguments]
     sys.path[0] = os.getcwd() if as_module else str(Path(script).resolve().parent)
     module = types.ModuleType("__main__")
@@ -65,7 +63,7 @@ def run(
 
 
 def found(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
-    """How to load a script or a module.
+    """Return how to load a script or a module.
 
     Raises:
         HmpxError: there is none.
@@ -76,19 +74,29 @@ def found(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
 
 
 def spawned(name: str) -> dict[str, Any]:
-    """The main module's globals, under the name `name`, in a process that a script under `run` has spawned."""
+    """Return the main module's globals, under the name `name`, in a process that a script under `run` has spawned."""
     running = json.loads(os.environ[_RUN])
-    if running["recipes"]:
-        activate_both(*map(as_recipe, running["recipes"]))
+    if running["recipe"]:
+        keys, under_zero = running["recipe"]
+        activate(with_origins(as_recipe(keys), Origins(under_zero=under_zero)))
     start = runpy.run_module if running["as_module"] else runpy.run_path
     return start(running["script"], run_name=name)
 
 
-def _spec_of_file(script: str) -> importlib.machinery.ModuleSpec:
-    path = Path(script)
+def check_is_there(path: Path, what: str) -> None:
+    """Check that a Python file exists.
+
+    Raises:
+        HmpxError: it does not; with the name that was probably meant.
+    """
     if not path.is_file():
         beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise HmpxError(f"{script}: no such script{did_you_mean(path.name, beside)}")
+        raise HmpxError(f"{path}: no such {what}{did_you_mean(path.name, beside)}")
+
+
+def _spec_of_file(script: str) -> importlib.machinery.ModuleSpec:
+    path = Path(script)
+    check_is_there(path, "script")
     loader = importlib.machinery.SourceFileLoader("__main__", str(path))
     spec = importlib.util.spec_from_file_location("__main__", path, loader=loader)
     assert spec is not None, "a loader is given"

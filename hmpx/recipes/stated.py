@@ -11,32 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError
-from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, read_file, shipped
-from hmpx.recipes import nxd
-from hmpx.recipes.files import named_twice, read_keys, recipe_path
+from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, read_file
+from hmpx.recipes.files import Origins, is_about, named_twice, read_keys, recipe_path
 from hmpx.recipes.keys import EXTENDS, LISTS, MODULES, PARAMETERS, problems, spelled_out
-from hmpx.recipes.origins import Origins, is_about
 from hmpx.recipes.recipe import DEFAULT, USUAL, Recipe, changed, with_origins
+from hmpx.recipes.vendors import NXD, nxd_under_zero
 
 Stated = str | os.PathLike[str] | Mapping[str, Any] | Recipe | None  # how a recipe may be given, everywhere
 _KEYS = [each.name for each in fields(Recipe)]
 _MAPPINGS = (MODULES, "module_dtypes", PARAMETERS, "dtype_map")
 
 
-def name_of(recipe: Recipe) -> str:
-    """What a user calls a recipe: its name, its file, or, if it is a dict, its keys."""
-    files = [place.path for place in recipe._origins.by_key.values() if place.line]
-    if not files:
-        return repr(recipe)
-    path = Path(files[-1])
-    return repr(path.stem if path.parent == shipped() / "recipes" else str(path))
-
-
 def laid_over(base: Recipe, keys: Mapping[str, Any], origins: Origins = USUAL._origins) -> Recipe:
-    """A recipe with the keys of a nearer word: of a file or dict that extends it, of an option. The nearest word wins.
+    """Lay the keys of a file, a dict or an option over a recipe, and return the result. The nearest word wins.
 
-    A list goes in the place of that list, whichever of the two ways said it. Another `opt_level` comes without the
-    lists of the one before. Of mappings, patterns go behind those of the recipe.
+    A list replaces the recipe's list of that side, whether each is a file or names. Another `opt_level` drops the
+    lists of the recipe. The patterns of mappings follow those of the recipe.
     """
     own: dict[str, Any] = dict(keys)
     own |= {side: tuple(own[side]) for side in SIDES if own.get(side) is not None}
@@ -57,7 +47,7 @@ def laid_over(base: Recipe, keys: Mapping[str, Any], origins: Origins = USUAL._o
 
 
 def _in_several(keys: Mapping[str, Any]) -> set[str]:
-    """The sides that files with several lists hold."""
+    """Return the sides that the list files hold: a YAML or JSON file may hold several."""
     found: set[str] = set()
     for side, key in zip(SIDES, LISTS, strict=True):
         if keys.get(key):
@@ -67,17 +57,15 @@ def _in_several(keys: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Recipe:
-    """A recipe that hmpx ships, by name, or one in a file, by path; list files are looked for beside it.
+def read_recipe(name: str | os.PathLike[str]) -> Recipe:
+    """Read a recipe that hmpx ships, by name, or a recipe in a file, by path; paths in it are relative to it.
 
     A file is YAML, or a Gaudi configuration, whose name ends in .json.
-
-    `with_zero` is for a file that holds NxD's `mixed_precision_config`, see `Recipe.from_nxd`.
 
     Raises:
         HmpxError: each problem with file and line, the key or value, and the nearest legal one.
     """
-    recipe, wrong, _ = _read_with_rules(recipe_path(name), with_zero)
+    recipe, wrong, _ = _read_with_rules(recipe_path(name))
     if wrong:
         kinds = set(wrong.values())
         raise (kinds.pop() if len(kinds) == 1 else HmpxError)("\n".join(wrong))
@@ -85,7 +73,7 @@ def read_recipe(name: str | os.PathLike[str], *, with_zero: bool = False) -> Rec
 
 
 def faults(path: Path) -> list[str]:
-    """Everything that is wrong in the recipe in a file, also what `read_recipe` leaves to those who use it.
+    """Return everything that is wrong in a recipe's file, also what `read_recipe` leaves to `policy` and `settings`.
 
     Raises:
         HmpxError: it cannot be read, or extends itself.
@@ -97,20 +85,20 @@ def faults(path: Path) -> list[str]:
 _Wrong = dict[str, type[HmpxError]]  # each problem, and what is raised for it
 
 
-def _read_with_rules(path: Path, with_zero: bool = False) -> tuple[Recipe, _Wrong, Collection[str]]:
-    """As `_read`; its own names of ops are looked up, too."""
-    recipe, wrong, faulty = _read(path, with_zero, ())
+def _read_with_rules(path: Path) -> tuple[Recipe, _Wrong, Collection[str]]:
+    """Do what `_read` does, and look up the names of ops that the recipe itself lists."""
+    recipe, wrong, faulty = _read(path, ())
     if any(getattr(recipe, side) for side in SIDES):
         wrong = wrong | _raised(changed(recipe, **dict.fromkeys(LISTS, "")).policy, faulty)
     return recipe, wrong | _raised(recipe.overlays, faulty), faulty
 
 
-def _read(path: Path, with_zero: bool, above: tuple[Path, ...]) -> tuple[Recipe, _Wrong, Collection[str]]:
-    """The recipe in a file, what is wrong in it and in those that it extends, and the keys that this is about.
+def _read(path: Path, above: tuple[Path, ...]) -> tuple[Recipe, _Wrong, Collection[str]]:
+    """Return the recipe in a file, the problems in it and in the files that it extends, and the keys of the problems.
 
     above: the files that extend this one.
     """
-    keys, origins, base, wrong, faulty = read_keys(path, _KEYS, with_zero=with_zero)
+    keys, origins, base, wrong, faulty = read_keys(path, _KEYS)
     around, found = USUAL, _Wrong()
     others: Collection[str] = ()
     if base is not None:
@@ -120,7 +108,7 @@ def _read(path: Path, with_zero: bool, above: tuple[Path, ...]) -> tuple[Recipe,
         if len(chain) > _LONGEST:
             raise HmpxError(f"{extends}more than {_LONGEST} recipes that extend one another")
         try:
-            around, found, others = _read(base, with_zero, tuple(chain))
+            around, found, others = _read(base, tuple(chain))
         except HmpxError as error:
             raise error if re.match(r".*:\d+: ", str(error)) else HmpxError(f"{extends}{error}") from None
     recipe = laid_over(around, keys, origins)
@@ -131,7 +119,7 @@ _LONGEST = 32  # chain of files that extend one another
 
 
 def _raised(look: Callable[[], Any], faulty: Collection[str]) -> _Wrong:
-    """The problems that something raises, but for those about keys that are faulty anyhow and were left out."""
+    """Return the problems that `look` raises, without those about keys that are faulty anyhow and were left out."""
     try:
         look()
     except HmpxError as error:
@@ -141,29 +129,29 @@ def _raised(look: Callable[[], Any], faulty: Collection[str]) -> _Wrong:
     return {}
 
 
-def as_recipe(recipe: Stated, *, with_zero: bool = False) -> Recipe:
-    """A recipe from its name, its path, its keys, or a dict or file whose one key is NxD's `mixed_precision_config`:
-    its defaults depend on whether ZeRO-1 is in use. None is the default lists with FP32 weights."""
+def as_recipe(recipe: Stated) -> Recipe:
+    """Return a recipe from its name, its path, its keys, or a dict or file whose one key is NxD's
+    `mixed_precision_config`. None is the default lists with FP32 weights."""
     if recipe is None:
         return DEFAULT
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str | os.PathLike):
-        return read_recipe(recipe, with_zero=with_zero)
+        return read_recipe(recipe)
     if not isinstance(recipe, Mapping):
         raise HmpxError(f"a recipe is a name, a path or a dict, not a {type(recipe).__name__}")
-    if list(recipe) == [nxd.KEY]:
-        return Recipe.from_nxd(recipe[nxd.KEY], with_zero=with_zero)
+    if list(recipe) == [NXD]:
+        return with_origins(Recipe.from_nxd(recipe[NXD]), Origins(under_zero=nxd_under_zero(recipe[NXD])))
     given = dict(recipe)
     base = given.pop(EXTENDS) if isinstance(given.get(EXTENDS), Recipe) else None
     values = checked(given)
     if EXTENDS in values:
-        base = read_recipe(values.pop(EXTENDS), with_zero=with_zero)
+        base = read_recipe(values.pop(EXTENDS))
     return laid_over(base or USUAL, values)
 
 
 def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a recipe with dtypes by their names.
+    """Check the keys of a recipe, and return them with dtypes by their names.
 
     Raises:
         HmpxError: what is wrong with each.
@@ -174,8 +162,3 @@ def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
     if wrong:
         raise HmpxError("\n".join(wrong))
     return values
-
-
-def with_and_without_zero(recipe: Stated) -> tuple[Recipe, Recipe]:
-    """A recipe for optimizers that nobody has seen yet: what it says under ZeRO-1, and what otherwise."""
-    return as_recipe(recipe, with_zero=True), as_recipe(recipe)

@@ -7,10 +7,10 @@ from torch._subclasses import FakeTensor
 
 
 def lacks_data(tensor: Tensor) -> bool:
-    """Whether a tensor is on the meta device or of a `FakeTensorMode`, and must not be kept for real steps."""
+    """Return whether a tensor is on the meta device or of a `FakeTensorMode`, and must not be kept for real steps."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether a look at one of its values is cheap: on a CPU, with data. On an accelerator the host would wait."""
+    """Return whether it is cheap to look at a value: on a CPU, with data. On an accelerator the host would wait."""
     return tensor.is_cpu and not isinstance(tensor, FakeTensor)

@@ -2,7 +2,7 @@
 
 On a CPU it goes through the cache's size at a time, and looks at values to see whether it may leave a part out. On an
 accelerator each call costs as much as some hundred thousand elements, and each look waits for the device. There it
-rounds a tensor of any size in 26 calls, and asks for nothing.
+rounds a tensor of any size in 26 calls, and asks for no value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHUNK = 262144  # elements: few enough for the cache, enough to pay for the doz
 
 
 def signed(x: int) -> int:
-    """The int32 with the low 32 bits of `x`."""
+    """Return the int32 with the low 32 bits of `x`."""
     x &= 0xFFFFFFFF
     return x - 2**32 if x >= 2**31 else x
 
@@ -95,14 +95,14 @@ def _round_row(out: Tensor, x: Tensor, key: int, offset: int) -> None:
 
 
 def _keys(key: int, offset: int, count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Those of each chunk."""
+    """Return k1 and k2 of each chunk."""
     k2 = torch.tensor(signed(key >> 32), dtype=torch.int32, device=device)
     k1 = [signed(key + ((offset + start) // 2) * GOLDEN) for start in range(0, count, _CHUNK)]
     return [(each, k2) for each in torch.tensor(k1, dtype=torch.int32, device=device).unbind()]
 
 
 def _mix(products: Tensor, h: Tensor, t: Tensor, k1: Tensor, k2: Tensor, c: _Scratch) -> None:
-    """The hashes of pairs, in `h`; `t` is room."""
+    """Write the hashes of pairs to `h`; `t` is room."""
     torch.add(products, k1, out=h)
     torch.bitwise_right_shift(h, c.by_16, out=t)
     h.bitwise_xor_(t.bitwise_and_(c.low_16)).mul_(c.multiply_1)
@@ -113,14 +113,14 @@ def _mix(products: Tensor, h: Tensor, t: Tensor, k1: Tensor, k2: Tensor, c: _Scr
 
 
 def _round_at_once(out: Tensor, x: Tensor, key: int, offset: int, width: int, stride: int) -> None:
-    """Values past BF16's maximum are rounded to nearest: half a unit is added to their bits, and inf stays inf."""
+    """Round all in a few calls. Values past BF16's maximum get half a unit added to their bits, and inf stays inf."""
     bits = x.view(torch.int32)
     sums = torch.where(x.abs() <= BF16_MAX, _numbers_at_once(x, key, offset, width, stride), 0x8000).add_(bits)
     quiet = bits | 0x400000
     out.view(torch.int16).copy_(torch.where(x.isnan(), quiet, sums, out=sums).bitwise_right_shift_(16))
 
 
-def numbers_(out: Tensor, _: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
+def numbers_(out: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
     """Write the random numbers of `round_`, 16 bits each, to flat int32 `out`."""
     if not is_on_host(out):
         out.copy_(_numbers_at_once(out, key, offset, width or out.numel(), stride))
@@ -139,7 +139,7 @@ def _numbers_of_row(out: Tensor, key: int, offset: int) -> None:
 
 
 def _numbers_at_once(like: Tensor, key: int, offset: int, width: int, stride: int) -> Tensor:
-    """Of as many elements as `like` has. Each key is a number in a call, as a tensor of it would be a copy."""
+    """Return the numbers of as many elements as `like` has. Keys are Python numbers: a tensor would be a copy."""
     count = like.numel()
     if width < count:  # an element of its own for each number: pairs may begin anywhere in a row
         at = torch.arange(count, out=like.new_empty(count, dtype=torch.int64))
@@ -153,7 +153,7 @@ def _numbers_at_once(like: Tensor, key: int, offset: int, width: int, stride: in
 
 
 def _mixed_at_once(h: Tensor, k1: int, k2: int) -> Tensor:
-    """The hashes of pairs with these indices, in their place."""
+    """Replace the indices of pairs by their hashes."""
     h.mul_(signed(GOLDEN)).add_(signed(k1))
     t = h.bitwise_right_shift(16)
     h.bitwise_xor_(t.bitwise_and_(0xFFFF)).mul_(MULTIPLY_1)
@@ -164,5 +164,5 @@ def _mixed_at_once(h: Tensor, k1: int, k2: int) -> Tensor:
 
 
 def _quiet(x: Tensor) -> Tensor:
-    """The BF16 quiet NaN with the sign and the upper payload of an FP32 one; torch's own cast drops them."""
+    """Return the BF16 quiet NaN with the sign and upper payload of an FP32 NaN; torch's own cast drops them."""
     return (x.view(torch.int32) >> 16).to(torch.int16).bitwise_or_(0x40).view(torch.bfloat16)

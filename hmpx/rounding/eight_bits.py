@@ -27,39 +27,7 @@ moment has a root of 2^-9 of the block's, and the least first moment is 2^-10 of
 the size of the learning rate. The limit: where gradients are less than about 2^-9 (1/500) of the largest of their
 block, the second moment is larger than it should be, and their updates are smaller than with FP32 state.
 
-**Why this code.** The character transformer of `examples/charlm.py`, BF16 weights with stochastic rounding, 400 steps,
-state coded after each one: validation loss less that with FP32 state, in thousandths, the mean of three seeds.
-`a.b | c.d` are bits of exponent and mantissa, of the signed code and of the unsigned one; companded is FlashOptim's::
-
-                               AdamW   Lion  RMSprop  Adagrad  Adafactor  AdEMAMix  Sophia-like
-    linear int8                 -4.0   -0.1     -2.1     -0.8       -0.8       NaN         +0.2
-    companded, to nearest       -6.3   +3.7     -0.6     -0.2       +0.2     +15.3         -0.2
-    4.3 | 5.3, to nearest      -48.5
-    4.3 | 5.3                   -1.8   -4.6     -1.3     -1.2       -0.1      -1.9         -0.2
-    4.3 | 4.4                   -0.5   -4.6     -0.5     -0.2       +0.3
-    3.4 | 4.4, this one         -0.5   -1.5     -0.5     -0.2       +0.3      -0.5         +0.0
-    2.5 | 4.4                   -0.6   -0.4                                   -0.8
-
-Blocks of 64 elements; 32 for companded, 128 for the last row and for this code under AdEMAMix and Sophia-like (under
-AdamW and Lion: -0.6, -2.2). Rounding is stochastic where nothing else is said. Adafactor has its unfactored second
-moment. Adamax was measured later, with one seed: -0.1. To nearest, small numbers become 0 for good; linear codes have
-too few of them. Where the sizes in a block differ much, 2.5 keeps no more than the mean of what is below a hundredth of
-the largest: so it is not taken.
-
-The table was taken with positive numbers that could become 0 in unsigned blocks, too. Now, and so in the same runs
-(blocks of 128; learning rates 3e-4, 3e-3, 3e-4 and 3e-3)::
-
-                               AdamW  AdamW  RMSprop  Adagrad
-    a positive number may be 0  -0.6   -1.1     -0.6     -0.7
-    it is the least one         -0.7   -1.7     -0.5     -0.7
-
-That model does not show the difference. Gradients do that differ in size: the largest update of AdamW in 120 steps, in
-learning rates, where one column has 1000 times the others' gradients, and where the sizes are lognormal::
-
-                               column  sigma 1  sigma 1.5
-    FP32 state                    1.0      1.0        1.0
-    a positive number may be 0  21925      293      37938
-    it is the least one           1.2      1.1        1.4
+Why the code is this one, measured beside others: ``hmpx/bench/README.md``.
 
 What only grows, such as the maximum of amsgrad, keeps what was rounded up: by 3000 steps on noise it is 11 % larger.
 RMSprop with `centered` takes the root of a difference of two moments, which rounding can make negative: with gradients
@@ -81,8 +49,8 @@ from torch.nn.functional import pad
 from hmpx.rounding import native
 from hmpx.rounding.dataless import is_on_host
 from hmpx.rounding.kernels import RoundingKernels, kernels_for
-from hmpx.rounding.keys import derive_key
-from hmpx.rounding.spans import Keys, Span, numbers_of
+from hmpx.rounding.keys import Keys, Span, derive_key
+from hmpx.rounding.stochastic import numbers_of
 from hmpx.rounding.xla import reinterpreted, shifted
 
 Tensor = torch.Tensor
@@ -109,15 +77,15 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, length: int) -> Rows:
-        """Whole rows of so many elements."""
+        """Return the layout of whole rows of `length` elements."""
         return cls(length, 0, -(-length // BLOCK))
 
     def are_even(self, count: int) -> bool:
-        """Whether `count` elements of whole rows are in blocks that begin every `BLOCK` elements."""
+        """Return whether `count` elements of whole rows are in blocks that begin every `BLOCK` elements."""
         return self.width % BLOCK == 0 or self.width == count
 
     def floor(self, element: int) -> int:
-        """The last element up to `element`, counted in what is held, with which a block begins, or its held part."""
+        """Return the last element up to `element`, counted in what is held, where a block or its held part begins."""
         if not self.width:
             return 0
         row, column = divmod(element, self.width)
@@ -125,7 +93,7 @@ class Rows(NamedTuple):
         return row * self.width + max(begin, 0)
 
     def range(self, start: int, stop: int) -> slice:
-        """The blocks of elements `start` ... `stop - 1`, counted row by row."""
+        """Return the blocks of elements `start` ... `stop - 1`, counted row by row."""
         blocks = (
             element // self.width * self.blocks + (self.first + element % self.width) // BLOCK
             for element in (start, stop - 1)
@@ -145,18 +113,18 @@ class _Sheet(NamedTuple):
     padding: tuple[int, int]  # to whole blocks, at both ends of a row
 
     def in_blocks(self, x: Tensor, origin: int) -> Tensor:
-        """This rectangle of `x`, whose first element is `origin`, as [blocks, BLOCK], padded with zeros."""
+        """Return this rectangle of `x`, whose first element is `origin`, as [blocks, BLOCK], padded with zeros."""
         held = x[self.start - origin : self.stop - origin].view(-1, self.width)
         return (pad(held, self.padding) if any(self.padding) else held).reshape(-1, BLOCK)
 
     def out_of_blocks(self, blocks: Tensor) -> Tensor:
-        """The inverse of `in_blocks`, flat."""
+        """Undo `in_blocks`; the result is flat."""
         rows = blocks.view(-1, self.width + sum(self.padding))
         return rows[:, self.padding[0] : self.padding[0] + self.width].reshape(-1)
 
 
 def _sheets(start: int, x: Tensor, rows: Rows) -> Iterator[_Sheet]:
-    """The elements of `x`, from element `start` of what is held on, where blocks begin and end, in rectangles."""
+    """Yield rectangles of the elements of `x`, which begin at element `start` of what is held, in whole blocks."""
     stop = start + x.numel()
     chunk = _CHUNK if is_on_host(x) else max(x.numel() // _SHEETS, _CHUNK)
     while start < stop:
@@ -174,10 +142,10 @@ def _sheets(start: int, x: Tensor, rows: Rows) -> Iterator[_Sheet]:
 
 
 def largest(x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
-    """Of each block of `x`: the bits of its largest finite magnitude, whether it has a negative number; flat int32.
+    """Return for each block the bits of its largest finite magnitude, and whether it has a negative number; flat int32.
 
-    x: FP32 and flat, the elements from `start` on. Of blocks that others hold a part of, this is told of the own part,
-    and 0 of those between two rows that are held.
+    x: FP32 and flat, the elements from `start` on. Where other ranks hold a part of a block, only the own part counts;
+    blocks between two rows that are held get 0.
     """
     if not x.numel():
         return (torch.zeros(0, dtype=torch.int32, device=x.device),) * 2
@@ -197,7 +165,7 @@ def largest(x: Tensor, rows: Rows, start: int) -> tuple[Tensor, Tensor]:
 
 
 def scales_for(magnitudes: Tensor, negatives: Tensor) -> Tensor:
-    """The BF16 scales of blocks, from the result of `largest`."""
+    """Return the BF16 scales of blocks, from the result of `largest`."""
     exponents = shifted(magnitudes + 0x17FFFF, 23).clamp(_LEAST, _MOST)  # the next one where 1.8125 is passed
     return reinterpreted((exponents * 0x80 - negatives * 0x8000).to(torch.int16), torch.bfloat16)
 
@@ -224,7 +192,7 @@ def encode(
         return
     kernels = _kernels(scales, x, codes)
     if kernels is not None and all(span.has_one_key for span in spans):
-        kernels.encode_8bit(native.Coding(x, codes, scales, rows, start, spans, derive_key(*keys), given))
+        kernels.encode_8bit(codes, x, scales, rows, start, spans, derive_key(*keys), given)
         return
     if not given:
         scales.view(-1)[rows.range(start, start + x.numel())] = scales_for(*largest(x, rows, start))
@@ -267,12 +235,12 @@ def decode(out: Tensor, codes: Tensor, scales: Tensor, rows: Rows, start: int) -
 
 
 def _kernels(scales: Tensor, *tensors: Tensor) -> RoundingKernels | None:
-    """The kernels that can read all these tensors; scales have a shape of their own."""
+    """Return the kernels that can read all these tensors; scales have a shape of their own."""
     return kernels_for(*tensors) if native.is_plain(scales) and scales.device == tensors[0].device else None
 
 
 def _top(signed: Tensor) -> Tensor:
-    """The largest exponent of a block's code, int32."""
+    """Return the largest exponent of a block's code, int32."""
     return 15 - 8 * signed.to(torch.int32)
 
 

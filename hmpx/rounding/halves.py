@@ -8,7 +8,8 @@ A number of 24 bits is an FP32 one whose last 8 bits are zero: ``bits = (upper <
 are rounded to it stochastically, ``(bits + (r >> 8)) & ~0xFF`` with the 16-bit number r of an element that
 `stochastic.py` specifies; those past the largest one are cut off.
 
-All functions want `torch.no_grad()`.
+This is the arithmetic in torch's operators, on any device. The kernels in C and Triton have it for whole steps. All
+functions want `torch.no_grad()`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hmpx.rounding import native
 from hmpx.rounding.dataless import is_on_host
-from hmpx.rounding.keys import derive_key
-from hmpx.rounding.spans import Keys, Span, numbers_of
+from hmpx.rounding.keys import Keys, Span
+from hmpx.rounding.stochastic import numbers_of
 from hmpx.rounding.xla import reinterpreted, shifted
 
 Tensor = torch.Tensor
@@ -28,10 +28,6 @@ Tensor = torch.Tensor
 
 def split(x: Tensor, upper: Tensor, lower: Tensor) -> None:
     """Write the halves of FP32 `x` to BF16 `upper` and int16 `lower`; `join` is the inverse."""
-    if native.can_read(x, upper, lower):
-        native.call("split_halves", x, upper, lower)
-        torch.autograd.graph.increment_version(upper)
-        return
     bits = _kept_bits(x)
     lower.copy_(bits)  # to the low 16 bits, as C casts
     upper.copy_(_upper(bits))
@@ -39,9 +35,6 @@ def split(x: Tensor, upper: Tensor, lower: Tensor) -> None:
 
 def join(upper: Tensor, lower: Tensor, out: Tensor) -> None:
     """Write the FP32 numbers with these halves to `out`."""
-    if native.can_read(upper, lower, out):
-        native.call("join_halves", upper, lower, out)
-        return
     bits = reinterpreted(upper, torch.int16).to(torch.int32) * 0x10000 + lower
     out.copy_(reinterpreted(bits, torch.float32))
 
@@ -51,10 +44,6 @@ def split_24(x: Tensor, upper: Tensor, lower: Tensor, spans: Sequence[Span], key
 
     spans, keys: what the random numbers of the elements of `x`, row by row, depend on.
     """
-    if native.can_read(x, upper, lower) and all(span.has_one_key for span in spans):
-        native.split_24(x.view(-1), upper.view(-1), lower.view(-1), spans, derive_key(*keys))
-        torch.autograd.graph.increment_version(upper)
-        return
     bits = _kept_bits(x)
     bits = bits + torch.where(
         (bits & 0x7FFFFFFF) <= 0x7F7FFF00, shifted(numbers_of(x, spans, keys), 8).view(x.shape), 0
@@ -65,18 +54,12 @@ def split_24(x: Tensor, upper: Tensor, lower: Tensor, spans: Sequence[Span], key
 
 def join_24(upper: Tensor, lower: Tensor, out: Tensor) -> None:
     """Write the FP32 numbers with these halves to `out`."""
-    if native.can_read(upper, lower, out):
-        native.call("join_24", upper, lower, out)
-        return
     bits = reinterpreted(upper, torch.int16).to(torch.int32) * 0x10000 + lower.to(torch.int32) * 0x100
     out.copy_(reinterpreted(bits, torch.float32))
 
 
 def read_masters(masters: Tensor, weights: Tensor, out: Tensor) -> None:
     """Copy FP32 `masters` into `out`. Where a master does not round to its BF16 weight, copy the weight."""
-    if native.can_read(masters, weights, out):
-        native.call("read_masters", masters, weights, out)
-        return
     out.copy_(masters)
     # A tie may have been rounded either way.
     written = (masters.to(torch.bfloat16) != weights) & (_upper(_kept_bits(masters)) != weights)
@@ -85,12 +68,12 @@ def read_masters(masters: Tensor, weights: Tensor, out: Tensor) -> None:
 
 
 def _upper(bits: Tensor) -> Tensor:
-    """The BF16 number that an FP32 one with these bits rounds to, ties away from zero."""
+    """Return the BF16 number that the FP32 number with these bits rounds to, ties away from zero."""
     return reinterpreted(shifted(bits + 0x8000, 16).to(torch.int16), torch.bfloat16)
 
 
 def _kept_bits(x: Tensor) -> Tensor:
-    """The bits of `x`. NaNs that rounding would turn into another number are made quiet first."""
+    """Return the bits of `x`. NaNs that rounding would turn into another number are made quiet first."""
     bits = reinterpreted(x, torch.int32)
     magnitude = bits & 0x7FFFFFFF
     lost = ((magnitude > 0x7F800000) & (magnitude < 0x7F808000)) | (magnitude >= 0x7FFF8000)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -19,11 +19,10 @@ class RoundingKernels(Protocol):
 
     def can_read(self, *tensors: Tensor) -> bool: ...
 
-    def round_(self, out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None: ...
+    def round_list(self, roundings: Sequence[native.Rounding], step_key: int) -> None: ...
 
-    def round_list(self, roundings: Sequence[native.KernelRounding], step_key: int) -> None: ...
-
-    def encode_8bit(self, coding: native.Coding) -> None: ...
+    @property
+    def encode_8bit(self) -> Callable[..., None]: ...
 
     def decode_8bit(self, codes: Tensor, scales: Tensor, out: Tensor, rows: Sequence[int], start: int) -> None: ...
 
@@ -36,7 +35,7 @@ _ALL: tuple[RoundingKernels, ...] = (native, triton)
 
 
 def kernels_for(*tensors: Tensor) -> RoundingKernels | None:
-    """The kernels that can read these tensors of equal shape; None if none can."""
+    """Return the kernels that can read these tensors of equal shape; None if none can."""
     if any(map(lacks_data, tensors)):
         return None
     for kernels in _ALL:

@@ -16,11 +16,6 @@ static inline void round_rows(const float *x, uint16_t *out, int64_t at, int64_t
   }
 }
 
-void round_stochastic(const float *x, uint16_t *out, int64_t n, uint64_t key, uint64_t offset, int64_t width,
-                      int64_t stride, int threads) {
-  FOR_EACH_BLOCK(round_rows(x, out, at, at + count, key, offset, width, stride);)
-}
-
 /* One of a list; native.py has the same. `name` is the parameter's hash; all indices have the same upper 32 bits. */
 typedef struct { uint64_t x, out; int64_t n; uint64_t name, offset; int64_t width, stride; } Rounding;
 

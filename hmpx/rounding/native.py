@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from hmpx.rounding.keys import Span, name_id
 from hmpx.rounding.native_library import library
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
@@ -23,19 +24,23 @@ _SHOWN = 5 + _HELD
 _ABSENT = (0,) * _HELD
 
 
-class KernelRounding(NamedTuple):
-    """One tensor of `round_list`: `out` bfloat16 and `x` float32, of one shape, contiguous, on one device.
+class Rounding(NamedTuple):
+    """FP32 `x` to round into BF16 `out`: of one shape, contiguous, on one device.
 
-    Rows of `width` elements begin `stride` elements apart in the parameter, the first at `offset`. The upper 32 bits of
-    all indices are the same. name: the hash of the parameter's name.
+    Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter `name`, the first one at
+    `offset`. Kernels take only roundings whose indices all have the same upper 32 bits, which `Span.within_keys` cuts.
     """
 
     out: torch.Tensor
     x: torch.Tensor
-    name: int
-    offset: int
-    width: int
-    stride: int
+    name: str
+    offset: int = 0
+    width: int = 0
+    stride: int = 0
+
+    def span(self) -> Span:
+        """Return where the elements lie in the parameter."""
+        return Span(0, self.x.numel(), self.offset, self.width or max(self.x.numel(), 1), self.stride)
 
 
 class Coded(NamedTuple):
@@ -44,19 +49,6 @@ class Coded(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor
     row: int
-
-
-class Coding(NamedTuple):
-    """What `eight_bits.encode` is given, of tensors with elements, within one key; of each span as `split_24`."""
-
-    x: torch.Tensor
-    codes: torch.Tensor
-    scales: torch.Tensor
-    rows: Sequence[int]
-    start: int
-    spans: Sequence[Sequence[int]]
-    key: int
-    given: bool
 
 
 class StoredTensor(NamedTuple):
@@ -95,25 +87,17 @@ class StepArguments(NamedTuple):
     kept: StoredTensor | None = None
 
 
-def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """Round float32 `x` into bfloat16 `out`: equal shapes, contiguous, on the CPU, within one key. Needs `library()`.
-
-    Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
-    """
-    n, threads = x.numel(), torch.get_num_threads()
-    _kernels().round_stochastic(x.data_ptr(), out.data_ptr(), n, key, offset, width or n, stride, threads)
-
-
-def round_list(roundings: Sequence[KernelRounding], step_key: int) -> None:
+def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
     """Round all of them in one call. step_key: of the seed and the step. Needs `library()`."""
     words = array("Q")
     for out, x, name, offset, width, stride in roundings:
-        words.extend((x.data_ptr(), out.data_ptr(), x.numel(), name, offset, width, stride))
+        count = x.numel()
+        words.extend((x.data_ptr(), out.data_ptr(), count, name_id(name), offset, width or count, stride))
     _kernels().round_list(words.buffer_info()[0], len(roundings), step_key, torch.get_num_threads())
 
 
 def shown_words(held: StoredTensor, start: int, count: int) -> tuple[int, ...]:
-    """The words that describe `count` elements from `start` on to kernels, but for the address of their FP32 copy."""
+    """Return the words that describe `count` elements from `start` on, without the address of their FP32 copy."""
     row = held.row or held.tensor.numel()
     return count, 0, start, held.tensor.numel(), row, *_held_words(*held[:-1])
 
@@ -129,7 +113,7 @@ def hold_at(words: array[int], addresses: Sequence[int]) -> None:
 
 
 def read(held: StoredTensor) -> torch.Tensor:
-    """The whole tensor in FP32. Needs `library()`."""
+    """Return the whole tensor in FP32. Needs `library()`."""
     out = torch.empty_like(held.tensor, dtype=torch.float32)
     words = array("Q", shown_words(held, 0, out.numel()))
     show_at(words, [out.data_ptr()])
@@ -158,7 +142,7 @@ def step_list(kernel: str, stepped: Sequence[StepArguments], step_key: int) -> N
 
 
 def words_of(stepped: Sequence[StepArguments]) -> array[int]:
-    """The words that describe each parameter to the kernels."""
+    """Return the words that describe each parameter to the kernels."""
     words = array("Q")
     for each in stepped:
         weight = each.weight
@@ -188,7 +172,7 @@ def _held_words(
 
 
 def scalars_of(scalars: tuple[float, ...]) -> tuple[float, ...]:
-    """The scalars, padded to the number that the kernels read."""
+    """Return the scalars, padded to the number that the kernels read."""
     return (*scalars, *(0.0,) * (_SCALARS - len(scalars)))
 
 
@@ -198,24 +182,23 @@ def gradients_at(words: array[int], addresses: Sequence[int]) -> None:
 
 
 def step_words(kernel: str, words: array[int], scalars: array[float], step_key: int) -> None:
-    """`step_list`, for the words and scalars of parameters."""
+    """Do what `step_list` does, for the words and scalars of parameters."""
     addresses = words.buffer_info()[0], scalars.buffer_info()[0]
     count = len(words) // _WORDS
     _kernels().step_list(KERNELS.index(kernel), *addresses, count, step_key, torch.get_num_threads())
 
 
-def split_24(
-    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, spans: Sequence[Sequence[int]], key: int
+def encode_8bit(
+    codes: torch.Tensor,
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    rows: Sequence[int],
+    start: int,
+    spans: Sequence[Span],
+    key: int,
+    given: bool,
 ) -> None:
-    """`halves.split_24` on flat tensors, within one key; of each span first, last, offset, width and stride."""
-    for first, last, offset, width, stride in spans:
-        pointers = (tensor[first:last].data_ptr() for tensor in (x, upper, lower))
-        _kernels().split_24(*pointers, last - first, key, offset, width, stride, torch.get_num_threads())
-
-
-def encode_8bit(coding: Coding) -> None:
-    """Write codes, and the scales unless they are given. Needs `library()`."""
-    x, codes, scales, rows, start, spans, key, given = coding
+    """Do what `eight_bits.encode` does, to tensors with elements, whose spans have one key. Needs `library()`."""
     for first, last, offset, width, stride in spans:
         pointers = x[first:last].data_ptr(), codes[first:last].data_ptr(), scales.data_ptr()
         where = last - first, key, offset, width, stride, start + first, *rows
@@ -223,32 +206,26 @@ def encode_8bit(coding: Coding) -> None:
 
 
 def decode_8bit(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, rows: Sequence[int], start: int) -> None:
-    """`eight_bits.decode`, of tensors with elements."""
+    """Do what `eight_bits.decode` does, to tensors with elements. Needs `library()`."""
     pointers = codes.data_ptr(), scales.data_ptr(), out.data_ptr()
     _kernels().decode_8bit(*pointers, out.numel(), start, *rows, torch.get_num_threads())
 
 
 def block_checksums(weights: torch.Tensor, out: torch.Tensor, block: int) -> None:
-    """The checksum of each block of 32 weights, or of one, as `updates/checksums.py` defines it, of what `can_read`."""
+    """Write the checksum of each block of 32 weights, or of one, which `updates/holding/checksums.py` defines."""
     pointers = weights.data_ptr(), out.data_ptr()
     _kernels().block_checksums(*pointers, weights.numel(), block, torch.get_num_threads())
 
 
-def call(name: str, *tensors: torch.Tensor) -> None:
-    """A kernel that goes through tensors of one size, all of which it `can_read`."""
-    pointers = (tensor.data_ptr() for tensor in tensors)
-    getattr(_kernels(), name)(*pointers, tensors[0].numel(), torch.get_num_threads())
-
-
 def _kernels() -> ctypes.CDLL:
-    """`library()`, for callers that have checked that it exists."""
+    """Return `library()` for callers that have checked that it exists."""
     found = library()
     assert found is not None, "there are no C kernels"
     return found
 
 
 def can_read(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels exist and can read these tensors of equal shape."""
+    """Return whether the kernels exist and can read these tensors of equal shape."""
     if library() is None:
         return False
     shape = tensors[0].shape
@@ -259,7 +236,7 @@ def can_read(*tensors: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values lie one after the other at its pointer, with their own signs."""
+    """Return whether a tensor's values lie one after the other at its pointer, with their own signs."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return False
     return not tensor.is_neg() and (tensor.data_ptr() != 0 or not tensor.numel())

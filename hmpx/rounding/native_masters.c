@@ -108,33 +108,6 @@ static inline void sum_block(const uint16_t *restrict weights, uint16_t *restric
   }
 }
 
-void split_halves(const float *x, uint16_t *upper, uint16_t *lower, int64_t n, int threads) {
-  FOR_EACH_BLOCK(split_block(x + at, upper + at, lower + at, count);)
-}
-
-void join_halves(const uint16_t *upper, const int16_t *lower, float *out, int64_t n, int threads) {
-  FOR_EACH_BLOCK(join_block(upper + at, lower + at, out + at, count);)
-}
-
-void split_24(const float *x, uint16_t *upper, uint8_t *lower, int64_t n, uint64_t key, uint64_t offset, int64_t width,
-              int64_t stride, int threads) {
-  FOR_EACH_BLOCK(for (int64_t stop = at + count; at < stop;) {
-    int64_t row = at / width;
-    int64_t column = at - row * width;
-    int64_t length = width - column < stop - at ? width - column : stop - at;
-    split_block_24(x + at, upper + at, lower + at, length, key, offset + (uint64_t)(row * stride + column));
-    at += length;
-  })
-}
-
-void join_24(const uint16_t *upper, const int8_t *lower, float *out, int64_t n, int threads) {
-  FOR_EACH_BLOCK(join_block_24(upper + at, lower + at, out + at, count);)
-}
-
-void read_masters(const float *masters, const uint16_t *weights, float *out, int64_t n, int threads) {
-  FOR_EACH_BLOCK(read_block(masters + at, weights + at, out + at, count);)
-}
-
 void block_checksums(const uint16_t *weights, uint16_t *sums, int64_t n, int64_t every, int threads) {
   FOR_EACH_BLOCK(sum_block(weights + at, sums + at / every, count, every);)
 }

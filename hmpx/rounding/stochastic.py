@@ -26,22 +26,25 @@ is Gupta et al., "Deep learning with limited numerical precision" (ICML 2015).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.rounding import eager, native, xla
+from hmpx.rounding import eager, xla
 from hmpx.rounding.kernels import RoundingKernels, kernels_for
-from hmpx.rounding.keys import MAX_UINT64, derive_key, name_id, step_key
+from hmpx.rounding.keys import MAX_UINT64, Keys, Span, derive_key, step_key
+from hmpx.rounding.native import Rounding
 
 Tensor = torch.Tensor
-Kernel = Callable[[Tensor, Tensor, int, int, int, int], None]
 
 
 def check_seed(seed: int) -> int:
-    """`seed` itself, if it is an integer in [0, 2^64)."""
+    """Return `seed` if it is an integer in [0, 2^64).
+
+    Raises:
+        HmpxError: it is something else.
+    """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_UINT64:
         raise HmpxError(f"seed {seed!r} is out of range: an integer from 0 to 2**64 - 1")
     return seed
@@ -77,7 +80,7 @@ def stochastic_round(x: Tensor, *, seed: int, step: int, name: str, offset: int 
 
 
 def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str, offset: int = 0) -> Tensor:
-    """`stochastic_round` into an existing bfloat16 tensor of the same shape, contiguous or not. Returns `out`.
+    """Round stochastically into an existing bfloat16 tensor of the same shape, contiguous or not; return `out`.
 
     Example:
         >>> average, weight = torch.zeros(3, dtype=torch.bfloat16), torch.ones(3)
@@ -103,91 +106,42 @@ def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str
             f"offset {offset} and {x.numel()} elements reach past element 2**64 - 1, the last one that has a number"
         )
     with torch.no_grad():
-        round_into(out.detach(), x.detach(), seed, step, name, offset)
+        round_all([Rounding(out.detach(), x.detach(), name, offset)], seed, step)
     return out
 
 
-def round_into(
-    out: Tensor, x: Tensor, seed: int, step: int, name: str, offset: int, width: int = 0, stride: int = 0
-) -> None:
-    """`stochastic_round_` without its checks, under `torch.no_grad()`.
-
-    `x` may be rows of `width` elements (0: a single row) that begin `stride` apart in the whole parameter, as they do
-    in a parameter that is sharded along another dimension than its first.
-    """
-    if not x.numel():
-        return
-    source = x.contiguous()
-    target = out if out.is_contiguous() else torch.empty_like(source, dtype=out.dtype)
-    place = offset, width or x.numel(), stride
-    _by_key(_kernel(source), target.view(-1), source.view(-1), (seed, step, name), *place)
-    if target is out:
-        torch.autograd.graph.increment_version(out)  # autograd does not see what a kernel of ours writes
-    else:
+def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
+    """Round many tensors under `torch.no_grad()`: in one kernel call for each device where kernels can read them."""
+    together: dict[torch.device, tuple[RoundingKernels, list[Rounding]]] = {}
+    copied: list[tuple[Tensor, Tensor]] = []
+    for out, x, name, *place in roundings:
+        source = x.contiguous()
+        target = out if out.is_contiguous() else torch.empty_like(source, dtype=out.dtype)
+        kernels = kernels_for(source, target)
+        flat, bits = source.view(-1), target.view(-1)
+        for start, stop, *where in Rounding(bits, flat, name, *place).span().within_keys():
+            part = Rounding(bits[start:stop], flat[start:stop], name, *where)
+            if kernels is not None:
+                together.setdefault(x.device, (kernels, []))[1].append(part)
+            else:
+                key = derive_key(seed, step, name, part.offset >> 32)
+                round_ = xla.round_ if xla.is_lazy(x) else eager.round_
+                round_(part.out, part.x, key, part.offset % 2**32, part.width, part.stride)
+        if target is not out:
+            copied.append((out, target))
+        elif kernels is not None and flat.numel():
+            torch.autograd.graph.increment_version(out)  # autograd does not see what a kernel of ours writes
+    for kernels, parts in together.values():
+        kernels.round_list(parts, step_key(seed, step))
+    for out, target in copied:
         out.copy_(target)
 
 
-def numbers_into(out: Tensor, seed: int, step: int, name: str, offset: int, width: int = 0, stride: int = 0) -> None:
-    """The numbers by which `round_into` rounds, r above, in flat int32 `out`."""
-    if out.numel():
-        kernel = xla.numbers_ if xla.is_lazy(out) else eager.numbers_
-        _by_key(kernel, out, out, (seed, step, name), offset, width or out.numel(), stride)
-
-
-class Rounding(NamedTuple):
-    """The arguments of `round_into` for one tensor."""
-
-    out: Tensor
-    x: Tensor
-    name: str
-    offset: int = 0
-    width: int = 0
-    stride: int = 0
-
-
-def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
-    """`round_into` for many tensors, in one kernel call for each device where kernels can read them."""
-    together: dict[torch.device, tuple[RoundingKernels, list[native.KernelRounding]]] = {}
-    for rounding in roundings:
-        out, x, name, offset, width, stride = rounding
-        count = x.numel()
-        width = width or count
-        kernels = kernels_for(x, out)
-        if (
-            kernels is None
-            or not count
-            or (offset & 0xFFFFFFFF) + (count // width - 1) * stride + width > 2**32  # they have several keys
-        ):
-            round_into(out, x, seed, step, name, offset, width, stride)
-        else:
-            here = together.setdefault(x.device, (kernels, []))[1]
-            here.append(native.KernelRounding(out, x, name_id(name), offset, width, stride))
-    for kernels, here in together.values():
-        kernels.round_list(here, step_key(seed, step))
-        torch.autograd.graph.increment_version([each.out for each in here])
-
-
-def _by_key(
-    kernel: Kernel, out: Tensor, x: Tensor, key_parts: tuple[int, int, str], offset: int, width: int, stride: int
-) -> None:
-    """Call the kernel once for each 2^32 elements of the parameter, which have a key of their own."""
-    high, low = divmod(offset, 2**32)
-    rows, room = x.numel() // width, 2**32 - low
-    if (rows - 1) * stride + width <= room:
-        kernel(out, x, derive_key(*key_parts, high), low, width, stride)
-        return
-    if rows == 1:
-        first, on = room, room
-    else:  # the rows that end before that, or, if there are none, the row that must be cut
-        fitting = max((room - width) // stride + 1, 1)
-        first, on = fitting * width, fitting * stride
-    _by_key(kernel, out[:first], x[:first], key_parts, offset, min(width, first), stride)
-    _by_key(kernel, out[first:], x[first:], key_parts, offset + on, min(width, x.numel() - first), stride)
-
-
-def _kernel(x: Tensor) -> Kernel:
-    """The fastest kernel that can read `x`; all of them give the same bits."""
-    kernels = kernels_for(x)
-    if kernels is not None:
-        return kernels.round_
-    return xla.round_ if xla.is_lazy(x) else eager.round_
+def numbers_of(like: Tensor, spans: Sequence[Span], keys: Keys) -> Tensor:
+    """Return the random numbers by which the elements of a flat tensor are rounded: r above, in int32."""
+    out = torch.empty(like.numel(), dtype=torch.int32, device=like.device)
+    numbers_ = xla.numbers_ if xla.is_lazy(out) else eager.numbers_
+    for span in spans:
+        for start, stop, offset, width, stride in span.within_keys():
+            numbers_(out[start:stop], derive_key(*keys, offset >> 32), offset % 2**32, width, stride)
+    return out

@@ -6,46 +6,53 @@ They take what the C kernels take, and round to the same bits. Triton comes with
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.keys import key_of
+from hmpx.rounding.keys import Span, key_of, name_id
 from hmpx.rounding.native import (
     BF16,
     CODED,
     FP32,
     KINDS,
     Coded,
-    Coding,
-    KernelRounding,
+    Rounding,
     StepArguments,
     StoredTensor,
     is_plain,
 )
 
-try:
-    from hmpx.rounding import triton_kernels
-except ImportError:  # no Triton
-    triton_kernels = None  # type: ignore[assignment]
-
 KERNELS = native.KERNELS
-_CODES, _TILE = 128, 8  # elements of a block of codes, and blocks of a program; as are the next two, of triton_held.py
+# As in triton_kernels.py: elements of a block of codes, blocks of a program, how elements lie, kinds.
+_CODES, _TILE = 128, 8
 _UNEVEN, _EVEN, _ALIGNED = range(3)
 _ABSENT, _SCALED = 0, -CODED
 _STATES = 3
 
 
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """Import the kernels when they are first asked for; None if there is no Triton."""
+    try:
+        from hmpx.rounding import triton_kernels
+    except ImportError:
+        return None
+    return triton_kernels
+
+
 def available() -> bool:
-    """Whether Triton can be imported."""
-    return triton_kernels is not None
+    """Return whether Triton can be imported."""
+    return _kernels() is not None
 
 
 def can_read(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels exist and can read these tensors of equal shape."""
+    """Return whether the kernels exist and can read these tensors of equal shape."""
     device, shape = tensors[0].device, tensors[0].shape
     on_one = device.type == "cuda" and all(t.device == device and t.shape == shape for t in tensors)
     return on_one and available() and all(map(is_plain, tensors))
@@ -69,23 +76,23 @@ class _Lain(NamedTuple):
 
     @classmethod
     def in_rows(cls, count: int, offset: int, width: int, stride: int) -> _Lain:
-        """Of a tensor without scales: a block ends where a row does."""
+        """Lay out a tensor without scales: a block ends where a row ends."""
         return cls(count, offset, width, stride, min(width, count), _blocks(min(width, count)))
 
     @classmethod
     def alone(cls, count: int, row: int) -> _Lain:
-        """Of all of a parameter."""
+        """Lay out a whole parameter."""
         return cls(count, 0, count, 0, row, _blocks(row))
 
     @property
     def is_even(self) -> bool:
-        """Whether the elements of the parameter follow one another, and blocks of `_CODES` of them."""
+        """Return whether the elements follow one another in the parameter, and lie in blocks of `_CODES`."""
         is_full = self.column == 0 and self.row == self.whole * _CODES
         is_one = self.start % self.row + self.size <= self.row and (self.column + self.start) % _CODES == 0
         return self.width >= self.size and (is_full or is_one)
 
     def words(self, lie: int) -> tuple[int, ...]:
-        """What the kernels are told, but for the first program; the second word counts blocks."""
+        """Return the words of a row without the first program; the second word counts blocks."""
         if lie != _UNEVEN:
             blocks = _blocks(self.size + self.offset % 2)
             return self.size, blocks, self._block(self.start, self.whole), self.offset, *(0,) * 6
@@ -113,7 +120,7 @@ class _Part(NamedTuple):
     scalars: tuple[float, ...] = ()
 
     def alike(self) -> tuple[int, ...]:
-        """What the kernels are compiled for: kinds of tensors, elements of a checksum, how the elements lie."""
+        """Return what the kernels are compiled for: kinds of tensors, elements of a checksum, how elements lie."""
         kinds = tuple([_ABSENT if held is None else held.kind for held in self.tensors])
         there = [held for held in self.tensors if held is not None]
         lain, is_coded = self.lain, any(held.kind in (CODED, _SCALED) for held in there)
@@ -140,7 +147,7 @@ def _launch(kernel: str, parts: Iterable[_Part], *constants: int) -> None:
 
 
 def _start(kernel: str, parts: list[_Part], *constants: int) -> None:
-    """One launch."""
+    """Launch a kernel once."""
     words, scalars, programs = array("Q"), array("f"), 0
     for lain, tensors, keys, own in parts:
         where = lain.words(constants[-1])
@@ -154,11 +161,11 @@ def _start(kernel: str, parts: list[_Part], *constants: int) -> None:
     with torch.cuda.device_of(first):  # Triton launches on the current device, which may be another one
         table = _on(first.device, words, torch.int64), len(parts)
         numbers = [_on(first.device, scalars, torch.float32)] if scalars else []
-        getattr(triton_kernels, kernel)[(programs,)](*table, *numbers, *constants, enable_fp_fusion=False)
+        getattr(_kernels(), kernel)[(programs,)](*table, *numbers, *constants, enable_fp_fusion=False)
 
 
 def _on(device: torch.device, numbers: array, dtype: torch.dtype) -> torch.Tensor:
-    """A copy on the device. The CPU does not wait for it, but that a CUDA graph, which would not copy again, fails."""
+    """Copy to the device. The CPU waits only while a CUDA graph is captured, which fails: it would not copy again."""
     host = torch.frombuffer(numbers, dtype=dtype)
     if device.type != "cuda":
         return host
@@ -169,27 +176,27 @@ def _move(lain: _Lain, source: StoredTensor, target: StoredTensor, key: int = 0)
     return _Part(lain, (source, target), (0, key))
 
 
-def round_(out: torch.Tensor, x: torch.Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """Round float32 `x` into bfloat16 `out`: equal shapes, contiguous, on one CUDA device, within one key.
-
-    Rows of `width` elements (0: a single row) begin `stride` elements apart in the parameter.
-    """
-    lain = _Lain.in_rows(x.numel(), offset, width or x.numel(), stride)
-    _launch("move_list", [_move(lain, StoredTensor(x, FP32), StoredTensor(out, BF16), key)])
-
-
-def round_list(roundings: Sequence[KernelRounding], step_key: int) -> None:
+def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
     """Round all of them, which are on one device, in one launch; as `native.round_list`."""
     parts = []
     for out, x, name, offset, width, stride in roundings:
-        lain = _Lain.in_rows(x.numel(), offset & 0xFFFFFFFF, width, stride)
-        parts.append(_move(lain, StoredTensor(x, FP32), StoredTensor(out, BF16), key_of(step_key, name, offset >> 32)))
+        lain = _Lain.in_rows(x.numel(), offset & 0xFFFFFFFF, width or x.numel(), stride)
+        key = key_of(step_key, name_id(name), offset >> 32)
+        parts.append(_move(lain, StoredTensor(x, FP32), StoredTensor(out, BF16), key))
     _launch("move_list", parts)
 
 
-def encode_8bit(coding: Coding) -> None:
-    """Write codes, and the scales unless they are given; as `native.encode_8bit`."""
-    x, codes, scales, rows, start, spans, key, given = coding
+def encode_8bit(
+    codes: torch.Tensor,
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    rows: Sequence[int],
+    start: int,
+    spans: Sequence[Span],
+    key: int,
+    given: bool,
+) -> None:
+    """Do what `native.encode_8bit` does."""
     parts, (row, column, whole) = [], rows
     for first, last, offset, width, stride in spans:
         lain = _Lain(last - first, offset, width, stride, row, whole, start + first, column)
@@ -199,7 +206,7 @@ def encode_8bit(coding: Coding) -> None:
 
 
 def decode_8bit(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, rows: Sequence[int], start: int) -> None:
-    """`eight_bits.decode`, of tensors with elements."""
+    """Do what `native.decode_8bit` does."""
     count, (row, column, whole) = out.numel(), rows
     lain = _Lain(count, 0, count, 0, row, whole, start, column)
     _launch("move_list", [_move(lain, StoredTensor(codes, CODED, beside=scales), StoredTensor(out, FP32))])
@@ -214,7 +221,7 @@ class Move(NamedTuple):
     x: torch.Tensor
 
     def of(self, tensor: torch.Tensor) -> Move:
-        """The same elements of another tensor that is held so."""
+        """Return the same elements of another tensor that is held in the same way."""
         return self._replace(held=self.held._replace(tensor=tensor))
 
     def lain(self) -> _Lain:
@@ -222,7 +229,7 @@ class Move(NamedTuple):
         return _Lain(self.size, self.start, self.size, 0, row, _blocks(row), self.start)
 
     def part(self) -> StoredTensor:
-        """These elements alone; of codes, scales stay those of the whole tensor."""
+        """Return these elements alone; scales of codes stay those of the whole tensor."""
         held, own = self.held, slice(self.start, self.start + self.size)
         beside = held.beside if held.beside is None or held.kind == CODED else held.beside.view(-1)[own]
         sums = None if held.sums is None else held.sums[self.start // held.every :]
@@ -243,7 +250,7 @@ def write_list(moves: Sequence[Move], step_key: int) -> None:
 
 
 def read(held: StoredTensor) -> torch.Tensor:
-    """The whole tensor in FP32."""
+    """Return the whole tensor in FP32."""
     out = torch.empty_like(held.tensor, dtype=torch.float32)
     read_list([Move(held, 0, out.numel(), out)])
     return out

@@ -1,6 +1,9 @@
 """The Triton kernels: optimizer steps of a list of parameters, and moving a list of tensors from one form to another.
 
-The first program of each parameter stands in the table; a program looks there for its own.
+As in `native_held.c`, a tensor is read to FP32 from the form in which it is held between two steps, and written back.
+A program takes a tile of elements: `TILE` blocks of `CODES`. A table has a row of words for each parameter: `HEAD` for
+the parameter, `HELD` for each of its tensors. The first program of each parameter stands in the table; a program looks
+there for its own. To add a way of holding a tensor, write it into `opened` and `closed`.
 """
 
 from __future__ import annotations
@@ -9,10 +12,217 @@ import triton
 import triton.language as tl
 
 from hmpx.rounding import native
-from hmpx.rounding.triton_held import ABSENT, FIRST, HEAD, HELD, closed, opened, tile_of
+from hmpx.rounding.triton_bits import (
+    are_one,
+    bits_of,
+    decoded,
+    encoded,
+    float_of,
+    kept_bits,
+    mixed,
+    nearest,
+    rounded,
+    scale_of,
+    ties_away,
+)
 
+TILE, CODES = tl.constexpr(8), tl.constexpr(128)
 SCALARS = tl.constexpr(12)  # at most, of a parameter; as in `native_steps.c`
 ADAM, SGD, LION, ADAGRAD, RMSPROP, NADAM = (tl.constexpr(number) for number in range(len(native.KERNELS)))
+SUMMED = tl.constexpr(32)  # weights that share a checksum, unless each has its own
+
+# Kinds, of `native_held.c`; none at all; and codes whose scales are there.
+FP32, BF16, CODED = (tl.constexpr(kind) for kind in (native.FP32, native.BF16, native.CODED))
+NEAREST, MASTER = (tl.constexpr(kind) for kind in (native.NEAREST, native.MASTER))
+SPLIT, SPLIT8 = (tl.constexpr(kind) for kind in (native.SPLIT, native.SPLIT8))
+ABSENT, SCALED = tl.constexpr(0), tl.constexpr(-native.CODED)
+
+# How the elements of a tile lie: in blocks that end where a row ends; one after the other; the same, with pointers and
+# counts that are multiples of 16.
+UNEVEN, EVEN, ALIGNED = (tl.constexpr(number) for number in range(3))
+
+# Words of a row, in front of those of tensors: the first program that takes a part, elements, blocks, the number of
+# the first block, the index of the first element in the parameter. Of uneven ones: rows that are held, of so many
+# elements, from this column of whole ones on, which have so many blocks; the index of the first element in them; and
+# rows in the parameter, of so many elements, so far apart.
+FIRST, COUNT, BLOCKS, BEFORE, OFFSET, ROW, COLUMN, WHOLE, START, WIDTH, STRIDE, HEAD = (
+    tl.constexpr(number) for number in range(12)
+)
+# Words of a tensor: its address, its key, those of `native.StoredTensor.beside` and `sums`.
+AT, KEY, BESIDE, SUMS, HELD = (tl.constexpr(number) for number in range(5))
+
+
+@triton.jit
+def tile_of(one, part, LIE: tl.constexpr):
+    """A program's row and part; indices of its elements in their tensors and in the parameter, and which there are;
+    indices of its blocks among all, and which there are."""
+    column = tl.arange(0, CODES)[None, :]
+    block = part * TILE + tl.arange(0, TILE)
+    has_block = block < tl.load(one + BLOCKS)
+    block += tl.load(one + BEFORE)
+    if LIE == UNEVEN:
+        row, first = tl.load(one + ROW), tl.load(one + COLUMN)
+        left = first // CODES
+        parts = (first + row - 1) // CODES - left + 1  # of a row that is held
+        begin = (block % parts + left) * CODES - first
+        count = tl.minimum(begin + CODES, row) - tl.maximum(begin, 0)
+        at = block // parts * row + tl.maximum(begin, 0) - tl.load(one + START)
+        width = tl.load(one + WIDTH)
+        element = tl.load(one + OFFSET) + at // width * tl.load(one + STRIDE) + at % width
+        inside = (column < count[:, None]) & has_block[:, None]
+        at, element = at[:, None] + column, element[:, None] + column
+        block = block // parts * tl.load(one + WHOLE) + block % parts + left
+    else:
+        at = (part * TILE + tl.arange(0, TILE))[:, None] * CODES + column
+        count, offset = tl.load(one + COUNT), tl.load(one + OFFSET)
+        if LIE == ALIGNED:
+            inside = at < tl.multiple_of(count, 16)
+        else:
+            at -= offset & 1  # a tile begins with an even element of the parameter
+            inside = (at >= 0) & (at < count)
+        element = offset + at
+    return one, part, at, element, inside, block, has_block
+
+
+@triton.jit
+def drawn(tile, held, LIE: tl.constexpr):
+    """The random numbers of a tile. One hash serves an even element and the odd one after it."""
+    one, part, _, element, _, _, _ = tile
+    key = tl.load(held + KEY).to(tl.uint64, bitcast=True)
+    k1, k2 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    if LIE == UNEVEN:
+        h = mixed((element >> 1).to(tl.uint32), k1, k2)
+        r = (h >> (16 * (element & 1)).to(tl.uint32)) & 0xFFFF
+    else:
+        HALF: tl.constexpr = CODES // 2
+        block = part * TILE + tl.arange(0, TILE)
+        pair = (tl.load(one + OFFSET) >> 1) + block[:, None] * HALF + tl.arange(0, HALF)[None, :]
+        h = mixed(pair.to(tl.uint32), k1, k2)
+        r = tl.interleave(h & 0xFFFF, h >> 16)
+    return r
+
+
+@triton.jit
+def pointer(held, word: tl.constexpr, TYPE: tl.constexpr, LIE: tl.constexpr):
+    address = tl.load(held + word).to(tl.pointer_type(TYPE))
+    if LIE == ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def sums_of(upper, inside):
+    """The checksums of each `SUMMED` weights of a tile, whose bits are `upper`."""
+    multiplier = mixed((tl.arange(0, CODES) % SUMMED + 1).to(tl.uint32), 0, 0) | 1
+    terms = tl.where(inside, upper * multiplier[None, :], 0)
+    return tl.sum(tl.reshape(terms, [TILE * CODES // SUMMED, SUMMED]), 1) >> 16
+
+
+@triton.jit
+def places_of_sums(tile):
+    """Their indices, and which there are."""
+    one, part, _, _, _, _, _ = tile
+    PER_TILE: tl.constexpr = TILE * CODES // SUMMED
+    place = part * PER_TILE + tl.arange(0, PER_TILE)
+    return place, place * SUMMED < tl.load(one + COUNT)
+
+
+@triton.jit
+def is_own(tile, held, upper, EVERY: tl.constexpr, LIE: tl.constexpr):
+    """Where the weights still have the checksum that the last step left; others were written to since."""
+    _, _, at, _, inside, _, _ = tile
+    before = pointer(held, SUMS, tl.uint16, LIE)
+    if EVERY == 1:
+        return tl.load(before + at, mask=inside, other=0) == upper
+    else:
+        place, there = places_of_sums(tile)
+        same = tl.load(before + place, mask=there, other=0) == sums_of(upper, inside)
+        spread = tl.broadcast_to(same.to(tl.int32)[:, None], [TILE * CODES // SUMMED, SUMMED])
+        return tl.reshape(spread, [TILE, CODES]) != 0
+
+
+@triton.jit
+def scales_at(held, block, has_block, LIE: tl.constexpr):
+    """The exponents of blocks and whether they are signed, [blocks, 1] in int32."""
+    scale = tl.load(pointer(held, BESIDE, tl.uint16, LIE) + block, mask=has_block, other=0).to(tl.int32)
+    return ((scale >> 7) & 0xFF)[:, None], (scale >> 15)[:, None]
+
+
+@triton.jit
+def opened(tile, held, KIND: tl.constexpr, EVERY: tl.constexpr, LIE: tl.constexpr):
+    """A tile of a tensor in FP32; zeros outside of the tensor."""
+    _, _, at, _, inside, block, has_block = tile
+    if KIND == ABSENT:
+        x = tl.full([TILE, CODES], 0.0, tl.float32)
+    elif KIND == FP32:
+        x = tl.load(pointer(held, AT, tl.float32, LIE) + at, mask=inside, other=0.0)
+    elif KIND == CODED:
+        code = tl.load(pointer(held, AT, tl.uint8, LIE) + at, mask=inside, other=0).to(tl.int32)
+        exponent, signed = scales_at(held, block, has_block, LIE)
+        x = decoded(code, exponent, signed)
+    else:
+        upper = tl.load(pointer(held, AT, tl.uint16, LIE) + at, mask=inside, other=0).to(tl.uint32)
+        x = float_of(upper << 16)
+        if KIND == MASTER:
+            master = tl.load(pointer(held, BESIDE, tl.float32, LIE) + at, mask=inside, other=0.0)
+            bits = bits_of(master)
+            is_its = are_one(upper, nearest(bits)) | are_one(upper, ties_away(kept_bits(bits)))
+            x = tl.where(is_its, master, x)
+        if KIND == SPLIT:
+            lower = tl.load(pointer(held, BESIDE, tl.int16, LIE) + at, mask=inside, other=0).to(tl.int32)
+        if KIND == SPLIT8:
+            lower = tl.load(pointer(held, BESIDE, tl.int8, LIE) + at, mask=inside, other=0).to(tl.int32) * 256
+        if (KIND == SPLIT) | (KIND == SPLIT8):
+            own = is_own(tile, held, upper, EVERY, LIE)
+            x = float_of((upper << 16) + tl.where(own, lower, 0).to(tl.uint32, bitcast=True))
+    return x
+
+
+@triton.jit
+def closed(tile, held, x, KIND: tl.constexpr, EVERY: tl.constexpr, LIE: tl.constexpr):
+    """Write a tile of FP32 numbers to a tensor."""
+    _, _, at, _, inside, block, has_block = tile
+    bits = bits_of(x)
+    if KIND == ABSENT:
+        pass
+    elif KIND == FP32:
+        tl.store(pointer(held, AT, tl.float32, LIE) + at, x, mask=inside)
+    elif (KIND == CODED) | (KIND == SCALED):
+        if KIND == CODED:
+            exponent, signed = scale_of(x, inside)
+            scale = (exponent << 7 | signed << 15).to(tl.uint16)
+            tl.store(pointer(held, BESIDE, tl.uint16, LIE) + block, scale, mask=has_block)
+            exponent, signed = exponent[:, None], signed[:, None]
+        else:
+            exponent, signed = scales_at(held, block, has_block, LIE)
+        code = encoded(x, drawn(tile, held, LIE), exponent, signed)
+        tl.store(pointer(held, AT, tl.uint8, LIE) + at, code.to(tl.uint8), mask=inside)
+    else:
+        if KIND == BF16:
+            upper = rounded(bits, drawn(tile, held, LIE))
+        elif (KIND == NEAREST) | (KIND == MASTER):
+            upper = nearest(bits)
+        else:
+            bits = kept_bits(bits)
+            if KIND == SPLIT8:
+                r = drawn(tile, held, LIE) >> 8
+                bits += tl.where((bits & 0x7FFFFFFF) <= 0x7F7FFF00, r, 0)
+                lower = (bits >> 8).to(tl.uint8)
+                tl.store(pointer(held, BESIDE, tl.uint8, LIE) + at, lower, mask=inside)
+                bits &= 0xFFFFFF00
+            else:
+                tl.store(pointer(held, BESIDE, tl.uint16, LIE) + at, bits.to(tl.uint16), mask=inside)
+            upper = ties_away(bits)
+        if KIND == MASTER:
+            tl.store(pointer(held, BESIDE, tl.float32, LIE) + at, x, mask=inside)
+        tl.store(pointer(held, AT, tl.uint16, LIE) + at, upper.to(tl.uint16), mask=inside)
+        if (KIND == SPLIT) | (KIND == SPLIT8):
+            if EVERY == 1:
+                tl.store(pointer(held, SUMS, tl.uint16, LIE) + at, upper.to(tl.uint16), mask=inside)
+            else:
+                place, there = places_of_sums(tile)
+                sums = sums_of(upper, inside).to(tl.uint16)
+                tl.store(pointer(held, SUMS, tl.uint16, LIE) + place, sums, mask=there)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ _XLA_TYPES = {torch.int16: "s16", torch.int32: "s32", torch.float32: "f32", torc
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` are computed later, in one graph with what comes after it."""
+    """Return whether the values of `tensor` are computed later, in one graph with what comes after it."""
     return tensor.device.type in ("xla", "lazy")
 
 
@@ -33,12 +33,12 @@ def _constant(value: int, device: torch.device) -> Tensor:
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
-    """int32 `x` shifted to the right, the sign coming in from the left, on any device."""
+    """Shift int32 `x` to the right, the sign coming in from the left, on any device."""
     return torch.bitwise_right_shift(x, _constant(by, x.device) if is_lazy(x) or is_on_host(x) else by)
 
 
 def reinterpreted(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bits of `x`, of the same size in another dtype; a view, or on XLA a tensor of its own."""
+    """Return the bits of `x` in another dtype of the same size: a view, or on XLA a tensor of its own."""
     return _bitcast()(x, to=_XLA_TYPES[dtype]) if x.device.type == "xla" else x.view(dtype)
 
 
@@ -56,15 +56,15 @@ def _bitcast() -> Callable:
 
 
 def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """As `eager.round_`."""
+    """Do what `eager.round_` does."""
     width = width or x.numel()
     rows = zip(out.view(-1).split(width), x.view(-1).split(width), strict=True)
     for row, (out_row, x_row) in enumerate(rows):
         out_row.copy_(_rounded(x_row, key, offset + row * stride))
 
 
-def numbers_(out: Tensor, _: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """As `eager.numbers_`."""
+def numbers_(out: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
+    """Do what `eager.numbers_` does."""
     for row, out_row in enumerate(out.split(width or out.numel())):
         out_row.copy_(_numbers(out_row.numel(), key, offset + row * stride, out.device))
 

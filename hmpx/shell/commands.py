@@ -14,17 +14,17 @@ from hmpx.insight.sites import explain_site
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes import run_script
 from hmpx.recipes.files import recipe_names
-from hmpx.recipes.gaudi import is_configuration
 from hmpx.recipes.stated import as_recipe, read_recipe
+from hmpx.recipes.vendors import is_gaudi
 from hmpx.shell import audit, compare, doctor, record, tune
 from hmpx.shell.options import add_recipe_options, recipe_asked, says_a_policy, with_options
-from hmpx.shell.scripts import add_script, behind, recipes_asked, traceback_of_the_script
+from hmpx.shell.scripts import add_script, behind, recipe_to_run, traceback_of_the_script
 
 _SITE = re.compile(r"(.+\.\w+):(\d+)")
 
 
 def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
-    """Every command but `bench`."""
+    """Add every command except `bench`."""
 
     def add(name: str, words: str, description: str, examples: str) -> argparse.ArgumentParser:
         lines = "\n".join(f"  {prog} {name} {line}".rstrip() for line in examples.splitlines())
@@ -94,14 +94,12 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    recipes = recipes_asked(options)
-    if recipes is None:
+    recipe = recipe_to_run(options)
+    if recipe is None:
         misplaced = f", before {options.script}: what is behind it is its own" if behind(options) else ""
         raise HmpxError(f"run needs --recipe NAME or FILE{misplaced}; there are {', '.join(recipe_names())}")
     with traceback_of_the_script():
-        run_script.run(
-            recipes[0], options.script, options.arguments, as_module=options.as_module, under_zero=recipes[1]
-        )
+        run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
     return 0
 
 
@@ -115,11 +113,7 @@ def _explain(options: argparse.Namespace) -> int:
     if site:
         given = recipe_asked(options) if says_a_policy(options) else None
         print(explain_site(site[1], int(site[2]), given))
-    elif (
-        options.what in recipe_names()
-        or Path(options.what).suffix in (".yaml", ".yml")
-        or is_configuration(options.what)
-    ):
+    elif options.what in recipe_names() or Path(options.what).suffix in (".yaml", ".yml") or is_gaudi(options.what):
         if options.recipe:
             raise HmpxError(f"{options.what} is a recipe itself; --recipe goes with an op or a line")
         print(recipe_in_words(with_options(as_recipe(options.what), options)))

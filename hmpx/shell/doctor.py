@@ -12,8 +12,7 @@ from hmpx.insight.doctor.diagnosis import Diagnosis
 from hmpx.insight.doctor.doctor import doctor
 from hmpx.recipes import run_script
 from hmpx.shell.record import check_folder, of_rank
-from hmpx.shell.scripts import add_script, is_first_rank, recipes_asked
-from hmpx.shell.started import started_processes
+from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes
 
 _STEPS = 50
 
@@ -52,14 +51,12 @@ def _doctor(options: argparse.Namespace) -> int:
     for kind, path in outputs.items():
         check_folder(kind, path)
     run_script.found(options.script, options.as_module)  # or else nothing is to be shown
-    recipe, under_zero = recipes_asked(options) or (None, None)
+    recipe = recipe_to_run(options)
     found, started, status = Diagnosis(), Counter[str](), 0
     try:
         with started_processes() as started, doctor(options.steps or None, options.at) as found:
             try:
-                run_script.run(
-                    recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero
-                )
+                run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
             finally:
                 conversion.restore()  # the recipe's patches stand upon the doctor's
     except SystemExit as end:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from hmpx.errors import HmpxError, did_you_mean
+from hmpx.recipes.run_script import check_is_there
 
 
 def function_named(what: str) -> Callable[[], Any]:
-    """The function that ``module:name`` or ``file.py:name`` stands for.
+    """Return the function that ``module:name`` or ``file.py:name`` stands for.
 
     Raises:
         HmpxError: no such module, file or function.
@@ -39,32 +40,9 @@ def function_named(what: str) -> Callable[[], Any]:
     return function
 
 
-def _result_of(what: str) -> Any:
-    """What the function that ``module:name`` stands for returns, called without arguments.
-
-    Raises:
-        HmpxError: no such function, or one that takes arguments.
-    """
-    function = function_named(what)
-    if isinstance(function, torch.nn.Module):
-        raise HmpxError(
-            f"{what} is a model, a {type(function).__name__}; name a function without arguments that returns it and "
-            "what goes with it"
-        )
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise HmpxError(f"{what} is called without arguments, and wants some: {error}") from None
-    except ValueError:  # it has no signature to look at
-        pass
-    return function()
-
-
 def _from_file(file: str) -> Any:
     path = Path(file)
-    if not path.is_file():
-        beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise HmpxError(f"{file}: no such file{did_you_mean(path.name, beside)}")
+    check_is_there(path, "file")
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
@@ -87,7 +65,7 @@ def _by_name(name: str) -> Any:
 
 
 def add_function(command: argparse.ArgumentParser) -> None:
-    """The argument that `set_up` reads."""
+    """Add the argument that `set_up` reads."""
     command.add_argument(
         "what",
         metavar="MODULE:FUNCTION",
@@ -96,17 +74,26 @@ def add_function(command: argparse.ArgumentParser) -> None:
 
 
 def set_up(what: str, lengths: tuple[int, ...], wanted: str) -> tuple:
-    """What the function returns, which is a model and what goes with it; `wanted` says it in words.
+    """Call the function, and return its result: a model and what goes with it; `wanted` says it in words.
 
     Raises:
-        HmpxError: it returns something else.
+        HmpxError: no such function, one that takes arguments, or one that returns something else.
     """
-    given = _result_of(what)
-    if not isinstance(given, tuple) or len(given) not in lengths or not isinstance(given[0], torch.nn.Module):
-        raise HmpxError(f"{what} must return {wanted}, not {_kind(given)}")
-    return given
-
-
-def _kind(given: object) -> str:
+    function = function_named(what)
+    if isinstance(function, torch.nn.Module):
+        raise HmpxError(
+            f"{what} is a model, a {type(function).__name__}; name a function without arguments that returns it and "
+            "what goes with it"
+        )
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise HmpxError(f"{what} is called without arguments, and wants some: {error}") from None
+    except ValueError:  # it has no signature to look at
+        pass
+    given = function()
+    if isinstance(given, tuple) and len(given) in lengths and isinstance(given[0], torch.nn.Module):
+        return given
     kinds = [type(each).__name__ for each in given] if isinstance(given, tuple) else []
-    return f"({', '.join(kinds)})" if kinds else f"a {type(given).__name__}"
+    found = f"({', '.join(kinds)})" if kinds else f"a {type(given).__name__}"
+    raise HmpxError(f"{what} must return {wanted}, not {found}")

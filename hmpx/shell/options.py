@@ -1,4 +1,4 @@
-"""Options that several commands share: the recipe, and what stands in the place of its lists."""
+"""Options that several commands share: the recipe, its lists, and `--set` for any key."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hmpx.errors import HmpxError
 from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.build_policy import OPT_LEVELS
 from hmpx.ops.policies.op_lists import LOW_DTYPES, SIDES
+from hmpx.recipes.files import Origin, Origins
 from hmpx.recipes.keys import EXTENDS, LISTS
-from hmpx.recipes.origins import Origin, Origins
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import as_recipe, checked, laid_over
 from hmpx.yaml_files import root_of, value_of
@@ -19,7 +19,7 @@ _LOW_PRECISIONS = [*LOW_DTYPES]
 
 
 def add_recipe_options(command: argparse.ArgumentParser, default: str = "the default lists") -> None:
-    """`--recipe`, the lists, how the bf16 list runs, and `--set` for every other key."""
+    """Add `--recipe`, the lists, how the bf16 list runs, and `--set` for every other key."""
     group = command.add_argument_group("which precision")
     group.add_argument(
         "--recipe", metavar="NAME", help=f"a recipe's name, see `recipes`, or its YAML file; without it {default}"
@@ -43,12 +43,12 @@ def add_recipe_options(command: argparse.ArgumentParser, default: str = "the def
 
 
 def recipe_asked(options: argparse.Namespace) -> Recipe:
-    """The recipe that the options of a command name, or the default lists with FP32 weights."""
+    """Return the recipe that the options of a command name, or the default lists with FP32 weights."""
     return with_options(as_recipe(options.recipe or None), options)
 
 
 def with_options(recipe: Recipe, options: argparse.Namespace) -> Recipe:
-    """A recipe with what the options say in the place of its own.
+    """Lay the options over a recipe, and return the result.
 
     Raises:
         HmpxError: what `--set` says is no key of a recipe, or no value that the key may have.
@@ -65,7 +65,7 @@ def with_options(recipe: Recipe, options: argparse.Namespace) -> Recipe:
 
 
 def _read_setting(setting: str) -> tuple[str, object]:
-    """The key and the value of ``KEY=VALUE``; the value is as in a file."""
+    """Return the key and the value of ``KEY=VALUE``; the value is written as in a file."""
     key, equals, text = setting.partition("=")
     what = f"--set {setting}"
     if not equals:
@@ -81,11 +81,11 @@ def _read_setting(setting: str) -> tuple[str, object]:
 
 
 def lists_asked(options: argparse.Namespace) -> dict[str, str]:
-    """The list files that the options name, by side; absolute, since a script may change its folder."""
+    """Return the list files that the options name, by side; absolute, since a script may change its folder."""
     return {side: os.path.abspath(path) for side in SIDES if (path := getattr(options, side)) is not None}
 
 
 def says_a_policy(options: argparse.Namespace) -> bool:
-    """Whether the options say anything of how ops are cast."""
+    """Return whether the options say how ops are cast."""
     own = (options.opt_level, options.low_precision, options.kernels, options.set)
     return bool(options.recipe or lists_asked(options) or any(own))

@@ -13,8 +13,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.record import record
 from hmpx.recipes import run_script
-from hmpx.shell.scripts import add_script, is_first_rank, recipes_asked, traceback_of_the_script
-from hmpx.shell.started import started_processes
+from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes, traceback_of_the_script
 
 
 def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -54,13 +53,11 @@ def _record(options: argparse.Namespace) -> int:
     for kind, path in outputs.items():
         check_folder(kind, path)
     run_script.found(options.script, options.as_module)  # or else nothing is to be shown
-    recipe, under_zero = recipes_asked(options) or (None, None)
+    recipe = recipe_to_run(options)
     log, started = Log(), Counter[str]()
     try:
         with traceback_of_the_script(), started_processes() as started, record() as log:
-            run_script.run(
-                recipe, options.script, options.arguments, as_module=options.as_module, under_zero=under_zero
-            )
+            run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
     finally:
         if log.about:  # the record was opened
             _show(log, outputs, started)

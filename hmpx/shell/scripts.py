@@ -1,4 +1,8 @@
-"""Commands that run a script: which one, and under which recipe."""
+"""Commands that run a script: which one, and under which recipe.
+
+The environment variables of Neuron and PyTorch/XLA can name the recipe, too. Sources: PyTorch/XLA (removed after 2.8);
+AWS Neuron documentation, "Migration From XLA_USE_BF16/XLA_DOWNCAST_BF16" and "Neuron Rounding Modes".
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,27 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from multiprocessing.process import BaseProcess
 from types import TracebackType
+from typing import Any
 
 from hmpx.errors import HmpxError
 from hmpx.ops.computing.kernels import choose
 from hmpx.ops.policies.op_lists import SIDES
-from hmpx.recipes import environment
 from hmpx.recipes.activate import VARIABLE
 from hmpx.recipes.recipe import DEFAULT, Recipe, changed
-from hmpx.recipes.stated import with_and_without_zero
-from hmpx.shell.options import (
-    add_recipe_options,
-    lists_asked,
-    says_a_policy,
-    with_options,
-)
+from hmpx.recipes.stated import as_recipe, read_recipe
+from hmpx.shell.options import add_recipe_options, lists_asked, says_a_policy, with_options
+
+_ROUNDING, _SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
+# The first of these that is set to anything but 0 decides, as in PyTorch/XLA.
+_RECIPES = {"XLA_USE_BF16": "xla-use-bf16", "XLA_DOWNCAST_BF16": "xla-downcast-bf16", _ROUNDING: "neuron-bf16-sr"}
 
 
 def add_script(command: argparse.ArgumentParser, default: str) -> None:
-    """The options of a recipe, and the script with its own arguments. default: what is done without --recipe."""
+    """Add the options of a recipe, and the script with its own arguments. default: what is done without --recipe."""
     add_recipe_options(command, default)
     command.add_argument("--verbose", action="store_true", help="log each decision about an op once, with its line")
     command.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
@@ -37,31 +42,29 @@ def add_script(command: argparse.ArgumentParser, default: str) -> None:
     own.required = False
 
 
-def recipes_asked(options: argparse.Namespace) -> tuple[Recipe, Recipe] | None:
-    """The recipe to run a script under, and the one for optimizers under ZeRO-1, which is announced.
+def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
+    """Return the recipe to run a script under, and announce it.
 
     Lists without a recipe lie over the default lists, with FP32 weights. None where neither the options nor the
     environment say anything.
     """
-    of_environment = environment.recipe_of(os.environ)
+    of_environment = recipe_of(os.environ)
     named = options.recipe or os.environ.get(VARIABLE)
     _say_what_stands_behind(options)
     if named:
         aside = " (which goes before the variables of Neuron and XLA)" if of_environment else ""
-        under_zero, recipe = with_and_without_zero(named)
-        said = f"recipe {named}{aside}"
+        recipe, said = as_recipe(named), f"recipe {named}{aside}"
     elif of_environment is not None:
         recipe, said = of_environment
-        under_zero = recipe
     elif says_a_policy(options):
-        recipe = under_zero = DEFAULT
-        said = "the default lists, FP32 weights"
+        recipe, said = DEFAULT, "the default lists, FP32 weights"
     else:
         return None
-    environment.take_over(os.environ)
-    recipe, under_zero = (with_options(each, options) for each in (recipe, under_zero))
+    for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
+        os.environ.pop(name, None)  # torch_xla would act on it too: it stores FP32 tensors as BF16
+    recipe = with_options(recipe, options)
     if options.verbose:
-        recipe, under_zero = (changed(each, verbose=True) for each in (recipe, under_zero))
+        recipe = changed(recipe, verbose=True)
     if is_first_rank():
         asked = [f"{side} list {path}" for side, path in lists_asked(options).items()]
         asked += [f"opt level {options.opt_level}"] if options.opt_level else []
@@ -70,14 +73,40 @@ def recipes_asked(options: argparse.Namespace) -> tuple[Recipe, Recipe] | None:
         policy, kernels = recipe.policy(), choose(recipe.kernels)
         asked += [str(kernels)] if policy is not None and policy.low_precision in kernels.widened else []
         print(f"hmpx: {', '.join([said, *asked])}; runs {options.script}", file=sys.stderr)
-    return recipe, under_zero
+    return recipe
+
+
+def recipe_of(environment: Mapping[str, str]) -> tuple[Recipe, str] | None:
+    """Return the recipe that these variables stand for, and a sentence that says so; None if none of them is on.
+
+    With XLA_USE_BF16 or XLA_DOWNCAST_BF16, weights are rounded stochastically, as Neuron does it, unless
+    NEURON_RT_STOCHASTIC_ROUNDING_EN is 0.
+
+    Raises:
+        HmpxError: NEURON_RT_STOCHASTIC_ROUNDING_SEED is not an integer in [0, 2^64).
+    """
+    asked = {name: environment[name] for name in (*_RECIPES, _SEED) if environment.get(name)}
+    deciding = next((name for name in _RECIPES if asked.get(name, "0") != "0"), None)
+    if deciding is None:
+        return None
+    recipe = read_recipe(_RECIPES[deciding])
+    if asked.get(_ROUNDING) == "0":
+        recipe = changed(recipe, weights="nearest")
+    if _SEED in asked:
+        if not asked[_SEED].isdecimal() or int(asked[_SEED]) >= 2**64:
+            raise HmpxError(f"{_SEED}={asked[_SEED]} is no seed: an integer from 0 to 2**64 - 1")
+        recipe = changed(recipe, seed=int(asked[_SEED]))
+    said = " ".join(f"{name}={value}" for name, value in asked.items())
+    differs = {key: getattr(recipe, key) for key in ("weights", "seed")}
+    settings = "".join(f", {key} {value}" for key, value in differs.items() if value is not None)
+    return recipe, f"{said} is recipe {_RECIPES[deciding]}{settings}"
 
 
 _OWN = ("--recipe", "--list", "--set", *(f"--{side}" for side in SIDES))  # options that a script rarely has
 
 
 def behind(options: argparse.Namespace) -> list[str]:
-    """The options of hmpx that stand behind the script, and so go to the script."""
+    """Return the options of hmpx that stand behind the script, and so go to the script."""
     return [word for word in options.arguments if word.partition("=")[0] in _OWN]
 
 
@@ -92,7 +121,7 @@ def _say_what_stands_behind(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def traceback_of_the_script() -> Iterator[None]:
-    """The traceback of what is raised inside, and never caught, begins at the script, as under ``python SCRIPT``."""
+    """Let the traceback of an error that nobody catches begin at the script, as under ``python SCRIPT``."""
     try:
         yield
     except HmpxError:
@@ -111,7 +140,7 @@ def traceback_of_the_script() -> Iterator[None]:
 
 
 def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """From the first frame in which the main module runs."""
+    """Return the traceback from the first frame on in which the main module runs."""
     frames, main = trace, vars(sys.modules["__main__"])
     while frames is not None and frames.tb_frame.f_globals is not main:
         frames = frames.tb_next
@@ -119,5 +148,33 @@ def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
 
 
 def is_first_rank() -> bool:
-    """Whether this is the process that speaks for all, of those that torchrun has started."""
+    """Return whether this process speaks for all processes that torchrun has started."""
     return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def started_processes() -> Iterator[Counter[str]]:
+    """Count the Python processes that a script starts inside, which nobody looks at: by their function or command."""
+    found: Counter[str] = Counter()
+    start, inside = BaseProcess.start, True
+
+    def counted(process: BaseProcess) -> None:
+        found[str(getattr(getattr(process, "_target", None), "__name__", type(process).__name__))] += 1
+        start(process)
+
+    def heard(event: str, values: tuple[Any, ...]) -> None:
+        # The hook stays, as audit hooks do, until this process ends.
+        if inside and event == "subprocess.Popen" and _is_python(values[0]):
+            found[os.path.basename(os.fsdecode(values[0]))] += 1
+
+    sys.addaudithook(heard)
+    BaseProcess.start = counted  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        BaseProcess.start, inside = start, False  # type: ignore[method-assign]
+
+
+def _is_python(command: Any) -> bool:
+    name = os.path.basename(os.fsdecode(command)) if isinstance(command, str | bytes | os.PathLike) else ""
+    return name.startswith(("python", "torchrun", "accelerate")) or command == sys.executable

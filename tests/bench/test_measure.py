@@ -1,10 +1,15 @@
-"""What measures memory, for the tables of `bench` and for tests: against allocations of known size."""
+"""What tables are made of: memory, measured of allocations of known size, and the published shapes of models."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from hmpx.bench.measure import memory
+from hmpx.bench.models import LISTS
+from hmpx.shell.main import main
 
 CPU = torch.device("cpu")
 
@@ -26,3 +31,25 @@ def test_the_peak_and_what_stays_of_allocations_of_known_size():
 
 def test_nothing_taken_is_nothing():
     assert memory(lambda: None, CPU) == (0, 0)
+
+
+# Tensors and elements, as torchvision's `resnet50` and transformers' `BertModel` and `GPT2Model` have them.
+PUBLISHED = {
+    "toy": (20, 10_560),
+    "resnet50": (161, 25_557_032),
+    "bert-base": (199, 109_482_240),
+    "gpt2-small": (148, 124_439_808),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_list_has_the_published_number_of_tensors_and_parameters(model):
+    shapes = list(LISTS[model]())
+    assert (len(shapes), sum(map(math.prod, shapes))) == PUBLISHED[model]
+
+
+def test_the_command_offers_every_list(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "step", "--help"])
+    said = capsys.readouterr().out
+    assert all(model in said for model in LISTS)

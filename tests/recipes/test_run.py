@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.recipes.activate import module_that_runs
-from hmpx.recipes.environment import recipe_of
+from hmpx.recipes.activate import runs_a_shell_command
 from hmpx.recipes.files import recipe_names
 from hmpx.shell.main import main
+from hmpx.shell.scripts import recipe_of
 from tests.support import python, ranks
 
 KERNELS = "(, FP32 kernels for BF16 and FP16 on CPU)?"  # said on a CPU without BF16 instructions
@@ -315,30 +315,31 @@ def test_a_wrong_hmpx_recipe_is_a_matter_of_the_shell_command_however_python_was
 
 
 @pytest.mark.parametrize(
-    "line, module",
+    "line, is_one",
     [
-        ("-m hmpx run x.py", "hmpx"),
-        ("-u -m hmpx", "hmpx"),
-        ("-um hmpx", "hmpx"),
-        ("-mhmpx", "hmpx"),
-        ("-uBmhmpx --recipe x", "hmpx"),
-        ("-W error -X dev -m hmpx", "hmpx"),
-        ("-Werror -Xdev -m hmpx", "hmpx"),
-        ("-Wm -m hmpx", "hmpx"),
-        ("--check-hash-based-pycs never -OO -m hmpx.__main__", "hmpx.__main__"),
-        ("-m other -m hmpx", "other"),
-        ("train.py -m hmpx", None),
-        ("-u train.py -m hmpx", None),
-        ("-c code -m hmpx", None),
-        ("-ccode -m hmpx", None),
-        ("- -m hmpx", None),
-        ("-X m", None),
-        ("-m", None),
-        ("", None),
+        ("-m hmpx run x.py", True),
+        ("-um hmpx", True),
+        ("-uBmhmpx --recipe x", True),
+        ("-W error -X dev -m hmpx.__main__", True),
+        ("-m other -m hmpx", False),
+        ("-mother hmpx", False),
     ],
-)  # fmt: skip
-def test_which_module_an_interpreter_runs(line, module):
-    assert module_that_runs(line.split()) == module
+)
+def test_a_module_that_an_interpreter_runs_is_known_while_it_is_looked_for(line, is_one, monkeypatch):
+    words = line.split()
+    behind = next(i for i, word in enumerate(words) if re.search("^-\\w*m", word))
+    behind += words[behind].endswith("m")
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words])
+    monkeypatch.setattr(sys, "argv", ["-m", *words[behind + 1 :]])
+    assert runs_a_shell_command() == is_one
+
+
+@pytest.mark.parametrize(
+    "argv, is_one", [("train.py -m hmpx", False), ("/bin/hmpx run", True), ("-c", False), ("", False)]
+)
+def test_the_console_script_is_known_by_its_name(argv, is_one, monkeypatch):
+    monkeypatch.setattr(sys, "argv", argv.split())
+    assert runs_a_shell_command() == is_one
 
 
 EN, SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from hmpx.rounding import kernel_cache, native_library
+from hmpx.rounding import native_library
 
 pytestmark = pytest.mark.skipif(native_library.library() is None, reason="no C compiler here")
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
     source = tmp_path / "native.c"
     source.write_text("".join(f"void {name}(void) {{}}\n" for name in native_library._SIGNATURES))
     monkeypatch.setattr(native_library, "_SOURCES", [source])
-    monkeypatch.setattr(kernel_cache, "_said", set())
+    native_library._warn_once.cache_clear()
     monkeypatch.setenv("HMPX_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -114,28 +114,6 @@ def test_the_folder_and_what_is_in_it_are_their_owners_alone_whatever_the_umask(
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, library)] == [0o700, 0o700]
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="only Linux says what is open")
-def test_the_folder_is_not_left_open(folder):
-    native_library._build()
-    assert str(folder) not in [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-
-
-def test_a_folder_that_is_exchanged_after_the_look_is_not_the_one_that_is_used(planted, tmp_path):
-    """One above it is open to all, and somebody takes it away between the look and the load."""
-    library, mark = planted
-    shutil.copytree(library.parent, tmp_path / "hostile")
-    built = tmp_path / "built.so"
-    _compile(built, "")
-    library.unlink()
-    with kernel_cache.Cache(library.parent) as opened:
-        library.parent.rename(tmp_path / "moved")
-        (tmp_path / "hostile").rename(library.parent)
-        assert opened.load(library.name) is None
-        opened.keep(str(built), library.name)
-        assert opened.load(library.name) is not None
-    assert os.listdir(tmp_path / "moved") == [library.name] and not mark.exists()
-
-
 def test_what_is_no_file_does_not_make_anybody_wait(planted, caplog):
     library, _ = planted
     library.unlink()
@@ -144,13 +122,12 @@ def test_what_is_no_file_does_not_make_anybody_wait(planted, caplog):
     assert native_library._build()._name != str(library) and "others can write to the library" in caplog.text
 
 
-def test_an_interrupt_while_a_library_is_kept_is_one_and_leaves_no_part_of_it(folder, tmp_path, monkeypatch):
+def test_an_interrupt_while_a_library_is_kept_is_one_and_leaves_no_part_of_it(folder, monkeypatch):
     def interrupted(library, out):
         out.write(library.read(3))
         raise KeyboardInterrupt
 
-    (tmp_path / "built").write_text("a library")
-    monkeypatch.setattr(kernel_cache.shutil, "copyfileobj", interrupted)
-    with kernel_cache.open_cache() as cache, pytest.raises(KeyboardInterrupt):
-        cache.keep(str(tmp_path / "built"), "library.so")
+    monkeypatch.setattr(native_library.shutil, "copyfileobj", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        native_library._build()
     assert list(folder.iterdir()) == []

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from hmpx.rounding import eager, halves, native, xla
-from hmpx.rounding.keys import derive_key, key_of, name_id, step_key
+from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from tests.support import python
 from tests.support.kernel_steps import STEPS, stepped
 from tests.support.numbers import special_values
 
-KEY = derive_key(2**64 - 1, 3, "w")
+STEP, NAME = (2**64 - 1, 3), "w"
+KEY = derive_key(*STEP, NAME)
 OFFSETS = (0, 1, 2, 255, 2**31 - 3, 2**32 - 300_100)
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
@@ -31,9 +32,12 @@ def numbers(count):
     return torch.cat([torch.randn(count), special_values(), torch.randn(3)])
 
 
-def rounded(kernel, x, offset):
+def rounded(kernel, x, *place):
     out = torch.empty(x.shape, dtype=torch.bfloat16)
-    kernel.round_(out, x, KEY, offset)
+    if kernel is native:
+        native.round_list([native.Rounding(out, x, NAME, *place)], step_key(*STEP))
+    else:
+        kernel.round_(out, x, KEY, *place)
     return out.view(torch.int16)
 
 
@@ -61,9 +65,8 @@ def test_an_accelerator_is_told_the_same_rounding_in_a_few_calls(offset, width, 
     found = []
     for is_on_host in (True, False):
         monkeypatch.setattr(eager, "is_on_host", lambda tensor, answer=is_on_host: answer)
-        found.append(torch.empty(x.shape, dtype=torch.bfloat16))
-        eager.round_(found[-1], x, KEY, offset, width, stride)
-    assert torch.equal(*(out.view(torch.int16) for out in found))
+        found.append(rounded(eager, x, offset, width, stride))
+    assert torch.equal(*found)
 
 
 @needs_compiler
@@ -77,8 +80,7 @@ def test_a_list_of_tensors_gets_the_bits_that_each_gets_alone(threads):
         pieces = [(numbers(size)[:size], f"p{i}", 7 * i, size, 0) for i, size in enumerate(sizes)]
         pieces.append((numbers(6000)[:6000], "rows", 2**31 + 5, 60, 101))
         roundings = [
-            native.KernelRounding(torch.empty_like(x, dtype=torch.bfloat16), x, name_id(name), *place)
-            for x, name, *place in pieces
+            native.Rounding(torch.empty_like(x, dtype=torch.bfloat16), x, name, *place) for x, name, *place in pieces
         ]
         native.round_list(roundings, step_key(5, 9))
         for (x, name, *place), rounding in zip(pieces, roundings, strict=True):
@@ -137,12 +139,15 @@ def test_rows_get_the_bits_that_they_get_in_the_whole(kernel, offset):
     rows = whole.view(5, 101)[:, :60].reshape(-1)
     out = torch.empty(300, dtype=torch.bfloat16)
     with torch.device("meta"):  # where whatever is made without a device would lie
-        kernel.round_(out, rows, KEY, offset, 60, 101)
+        if kernel is native:
+            native.round_list([native.Rounding(out, rows, NAME, offset, 60, 101)], step_key(*STEP))
+        else:
+            kernel.round_(out, rows, KEY, offset, 60, 101)
     assert torch.equal(out.view(torch.int16), rounded(eager, whole, offset).view(5, 101)[:, :60].reshape(-1))
     if kernel is not native:
         numbers_of_whole, found = torch.empty(505, dtype=torch.int32), torch.empty(300, dtype=torch.int32)
-        eager.numbers_(numbers_of_whole, numbers_of_whole, KEY, offset)
-        kernel.numbers_(found, found, KEY, offset, 60, 101)
+        eager.numbers_(numbers_of_whole, KEY, offset)
+        kernel.numbers_(found, KEY, offset, 60, 101)
         assert torch.equal(found, numbers_of_whole.view(5, 101)[:, :60].reshape(-1))
 
 
@@ -190,7 +195,7 @@ def test_without_a_compiler_eager_torch_rounds_and_the_log_says_why(environment,
 def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path):
     (tmp_path / "file").write_text("")
     code = "from hmpx.rounding import native; print(native.library() is not None)"
-    assert said_by(code, HMPX_CACHE_DIR=str(tmp_path / "file" / "below")).strip() == "True"
+    assert said_by(code, HMPX_CACHE_DIR=str(tmp_path / "file" / "below")).startswith("True\n")
 
 
 def every_32_bits(start, stop, size=1 << 22):
@@ -210,10 +215,7 @@ def assert_exact(x):
     assert torch.equal(upper[~nan & ~tie], nearest[~nan & ~tie])
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_halves_are_exact_on_a_sample_of_all_bit_patterns(compiled, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr(native, "can_read", lambda *tensors: False)
+def test_halves_are_exact_on_a_sample_of_all_bit_patterns():
     edges = [0, 2**31 - 2**17, 2**31 - 2**17 - 2**23, 2**31, 2**32 - 2**17, 0x3F800000, 0x7F7F0000, 0xFF7F0000]
     for edge in edges:
         for x in every_32_bits(edge, edge + 2**17):
@@ -239,22 +241,49 @@ def test_halves_are_exact_on_all_bit_patterns():
     assert bits[0] == -(2**31)  # all of them, and round again
 
 
+def written_in_c(x, held):
+    """Write `x` to a tensor that is held in this way, and return what C reads from there."""
+    words = array("Q", native.shown_words(held, 0, len(x)))
+    native.show_at(words, [x.data_ptr()])
+    native.write_words(words, 0, step_key(*STEP))
+    return native.read(held)
+
+
 @needs_compiler
 @pytest.mark.parametrize("kind", [native.NEAREST, native.MASTER])
 def test_what_c_rounds_to_nearest_is_what_torch_does(kind):
     """In blocks of one number each, and in one of all."""
     x = torch.cat([special_values().repeat_interleave(256), special_values()])
     out, masters = torch.zeros(len(x), dtype=torch.bfloat16), torch.zeros(len(x))
-    words = array("Q", native.shown_words(native.StoredTensor(out, kind, beside=masters), 0, len(x)))
-    native.show_at(words, [x.data_ptr()])
-    native.write_words(words, 0, 0)
+    written_in_c(x, native.StoredTensor(out, kind, beside=masters))
     number = ~x.isnan()
     assert torch.equal(out.isnan(), x.isnan()) and torch.equal(out[number], x.bfloat16()[number])
     assert kind != native.MASTER or torch.equal(masters.view(torch.int32), x.view(torch.int32))
 
 
 @needs_compiler
-def test_reading_masters_is_the_same_in_c_and_torch(monkeypatch):
+@pytest.mark.parametrize("kind", [native.SPLIT, native.SPLIT8])
+def test_halves_in_c_have_the_bits_of_those_in_torch(kind):
+    """In blocks of one number each, in one of all, and among others."""
+    x = torch.cat([special_values().repeat_interleave(256), special_values(), torch.randn(5000)])
+    lower_dtype = torch.int16 if kind == native.SPLIT else torch.int8
+    (upper, lower), (in_c, lower_in_c) = (
+        (torch.empty(len(x), dtype=torch.bfloat16), torch.empty(len(x), dtype=lower_dtype)) for _ in range(2)
+    )
+    sums, back = torch.empty(-(-len(x) // 32), dtype=torch.int16), torch.empty(len(x))
+    read = written_in_c(x, native.StoredTensor(in_c, kind, name_id(NAME), lower_in_c, sums, 32))
+    if kind == native.SPLIT:
+        halves.split(x, upper, lower)
+        halves.join(upper, lower, back)
+    else:
+        halves.split_24(x, upper, lower, [Span(0, len(x), 0, len(x), 0)], (*STEP, NAME))
+        halves.join_24(upper, lower, back)
+    assert torch.equal(lower, lower_in_c) and torch.equal(upper.view(torch.int16), in_c.view(torch.int16))
+    assert torch.equal(read.view(torch.int32), back.view(torch.int32))
+
+
+@needs_compiler
+def test_reading_masters_is_the_same_in_c_and_torch():
     masters = numbers(5000)
     weights = masters.to(torch.bfloat16)
     weights[::7] = 0.25
@@ -262,13 +291,9 @@ def test_reading_masters_is_the_same_in_c_and_torch(monkeypatch):
     halves.split(masters[:100], weights[:100], lower[:100])
     masters[204:208] = torch.tensor([0.0, -0.0, 1e-42, -1e-42])
     weights[204:208] = torch.tensor([-0.0, 0.0, -0.0, 0.0])
-    results = []
-    for compiled in (True, False):
-        if not compiled:
-            monkeypatch.setattr(native, "can_read", lambda *tensors: False)
-        results.append(torch.empty_like(masters))
-        halves.read_masters(masters, weights, results[-1])
-    assert torch.equal(results[0].nan_to_num(7.0), results[1].nan_to_num(7.0))
+    found, in_c = torch.empty_like(masters), native.read(native.StoredTensor(weights, native.MASTER, beside=masters))
+    halves.read_masters(masters, weights, found)
+    assert torch.equal(found.nan_to_num(7.0), in_c.nan_to_num(7.0))
     kept = (weights == masters.to(torch.bfloat16)) & ~masters.isnan()
-    assert kept[204:208].all() and torch.equal(results[0][kept].view(torch.int32), masters[kept].view(torch.int32))
-    assert (results[0][105::7][:100] == 0.25).all()
+    assert kept[204:208].all() and torch.equal(found[kept].view(torch.int32), masters[kept].view(torch.int32))
+    assert (found[105::7][:100] == 0.25).all()

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import hmpx
-from hmpx.rounding.stochastic import round_into
+from hmpx.rounding.native import Rounding
+from hmpx.rounding.stochastic import round_all
 from hmpx.updates.ranks.sharding import Box
 from hmpx.updates.stepping import batching
 from tests.support import ranks
@@ -155,7 +156,7 @@ def test_rows_of_a_huge_parameter_are_rounded_as_its_elements(offset, width, str
     """A parameter of more than 2^32 elements, by offsets: element by element against rows."""
     x = torch.randn(4 * width)
     rows = torch.empty(4 * width, dtype=BF16)
-    round_into(rows, x, 1, 2, "w", offset, width, stride)
+    round_all([Rounding(rows, x, "w", offset, width, stride)], 1, 2)
     singly = [
         hmpx.stochastic_round(x[i : i + 1], seed=1, step=2, name="w", offset=offset + i // width * stride + i % width)
         for i in range(len(x))

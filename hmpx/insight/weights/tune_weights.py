@@ -18,8 +18,8 @@ from hmpx.insight.weights.ladder import FP32, Rung
 from hmpx.insight.weights.rules import recipe_of
 from hmpx.insight.weights.scoring import Scoring
 from hmpx.insight.weights.tuned_weights import TunedWeights
+from hmpx.recipes.keys import dtype_of
 from hmpx.recipes.module_patterns import check_names
-from hmpx.recipes.parameter_rules import dtype_of
 from hmpx.recipes.recipe import Recipe, changed
 from hmpx.recipes.stated import Stated, as_recipe
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 
 from hmpx.rounding import eight_bits, halves, native
-from hmpx.rounding.keys import step_key
-from hmpx.rounding.spans import Span
-from hmpx.rounding.stochastic import Rounding, round_all
+from hmpx.rounding.keys import Span, step_key
+from hmpx.rounding.native import Rounding
+from hmpx.rounding.stochastic import round_all
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import Box
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.rounding.spans import Span
+from hmpx.rounding.keys import Span
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

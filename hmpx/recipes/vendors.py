@@ -1,13 +1,14 @@
-"""A Gaudi configuration (``gaudi_config.json``) as a recipe.
+"""Configurations of other systems in a recipe's keys: NxD's `mixed_precision_config` and Gaudi's ``gaudi_config.json``.
 
-Source: optimum-habana up to 1.7, `GaudiConfig`: its `hmp_` keys are the arguments of Habana's `hmp.convert`, and lists
-that are left out are those of BERT.
+Sources: AWS Neuron documentation, NxD Training, "Standard Mixed Precision"; optimum-habana up to 1.7, `GaudiConfig`,
+whose `hmp_` keys are the arguments of Habana's `hmp.convert`, and whose lists, where left out, are those of BERT.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.yaml_files import composed, lines_inside, value_of
 
 logger = logging.getLogger("hmpx")
+
+NXD, NXD_MASTERS = "mixed_precision_config", "use_master_weights"
+NXD_BASE = "nxd-standard"  # the recipe that NxD's configuration changes
+_NXD_KEYS = (NXD_MASTERS, "use_fp32_grad_acc", "use_master_weights_in_ckpt")
 
 _SWITCH = "use_habana_mixed_precision"
 _LISTS = {"hmp_bf16_ops": "bf16", "hmp_fp32_ops": "fp32"}
@@ -26,8 +31,42 @@ _KEYS = (_SWITCH, "hmp_opt_level", *_LISTS, "hmp_is_verbose")
 _LEVELS = ("O1", "O2")
 
 
-def is_configuration(path: str | os.PathLike[str]) -> bool:
-    """Whether a JSON file is one, and not an op list with HMP's two keys alone."""
+def nxd_keys(
+    config: Mapping[str, Any] | None, with_zero: bool, where: Callable[[Any], str] = lambda key: ""
+) -> dict[str, Any]:
+    """Return the keys that NxD's configuration changes in the recipe `NXD_BASE`.
+
+    Args:
+        config: NxD's three keys, any of them, with true or false. Of those that are absent the first two are true
+            exactly under ZeRO-1, the third is false.
+        where: what an error about a key begins with; of None, about the whole configuration.
+
+    Raises:
+        HmpxError: another key, or a value that is neither true nor false; all of them.
+    """
+    if config is not None and not isinstance(config, Mapping):
+        raise HmpxError(f"{where(None)}{NXD} is {config!r}, not a mapping of {', '.join(_NXD_KEYS)}")
+    given = dict(config or {})
+    wrong = []
+    for key, value in given.items():
+        if key not in _NXD_KEYS:
+            wrong.append(f"{where(key)}{key!r} is no key of NxD's {NXD}{did_you_mean(str(key), _NXD_KEYS)}")
+        elif not isinstance(value, bool):
+            wrong.append(f"{where(key)}{NXD}, {key} is {value!r}, neither true nor false")
+    if wrong:
+        raise HmpxError("\n".join(wrong))
+    keys = {NXD_MASTERS: with_zero, "use_fp32_grad_acc": with_zero, "use_master_weights_in_ckpt": False, **given}
+    return {"weights": "master" if keys.pop(NXD_MASTERS) else "nearest", **keys}
+
+
+def nxd_under_zero(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the keys that have other values for optimizers under ZeRO-1."""
+    without = nxd_keys(config, False)
+    return {key: value for key, value in nxd_keys(config, True).items() if value != without[key]}
+
+
+def is_gaudi(path: str | os.PathLike[str]) -> bool:
+    """Return whether a JSON file is a Gaudi configuration, and not an op list with HMP's two keys alone."""
     if Path(path).suffix.lower() != ".json":
         return False
     try:
@@ -36,8 +75,8 @@ def is_configuration(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def recipe_keys(path: Path) -> tuple[dict[str, Any], dict[tuple, int]]:
-    """The keys of a recipe that a configuration stands for, and the lines where they and their names stand.
+def gaudi_keys(path: Path) -> tuple[dict[str, Any], dict[tuple, int]]:
+    """Return the keys of a recipe that a Gaudi configuration stands for, and the lines of these keys and their names.
 
     Weights are FP32, as with HMP. Without mixed precision the ops are left alone too. Keys that say nothing of
     precision (fused optimizers) are named at INFO and left aside.

@@ -1,4 +1,4 @@
-"""``bench step``: one AdamW step of a BF16 model in every way of holding its weights, beside torch's FP32 step."""
+"""``bench rounding`` and ``bench step``: stochastic rounding, and an AdamW step in every way of holding weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hmpx.bench import measure
-from hmpx.bench.parameter_lists import LISTS
+from hmpx.bench.models import LISTS
+from hmpx.rounding import eager, native, triton
 from hmpx.updates.attach import attach
 from hmpx.updates.holding.settings import Weights
 from hmpx.updates.holding.state_forms import StateDtype
@@ -19,8 +20,43 @@ _LR = 1e-4
 Params = list[nn.Parameter]
 
 
-def run(elements: int, repeat: int, device: torch.device) -> measure.Bench:
-    """The reference is torch's fused FP32 AdamW.
+def rounding(elements: int, repeat: int, device: torch.device) -> measure.Bench:
+    """Measure FP32 to BF16. The reference is ``copy_``, which rounds to nearest."""
+    x = torch.randn(elements, device=device)
+    out = torch.empty(elements, dtype=torch.bfloat16, device=device)
+    candidates: dict[str, Callable] = {"torch copy_": lambda: out.copy_(x)}
+    if device.type == "cpu" and native.library() is not None:
+        candidates["hmpx C kernel"] = lambda: native.round_list([native.Rounding(out, x, "")], 0)
+    if device.type == "cuda" and triton.available():
+        candidates["hmpx Triton kernel"] = lambda: triton.round_list([native.Rounding(out, x, "")], 0)
+    candidates["hmpx eager kernel"] = lambda: eager.round_(out, x, 0x9E3779B97F4A7C15, 0)
+    candidates["torch randint"] = lambda: _randint(out, x)
+    candidates |= _torchao(out, x)
+    times = measure.best_times(candidates, repeat, device)
+    more = {name: {"GB/s": 6 * elements / seconds / 1e9} for name, seconds in times.items()}
+    return measure.Bench(f"FP32 to BF16, {elements} elements, {measure.where(device)}", measure.rows(times, more))
+
+
+def _randint(out: torch.Tensor, x: torch.Tensor) -> None:
+    """Round in the usual way: add random low bits from the global generator, then cut them off."""
+    bits = x.view(torch.int32) + torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device)
+    out.copy_((bits & -65536).view(torch.float32))
+
+
+def _torchao(out: torch.Tensor, x: torch.Tensor) -> dict[str, Callable]:
+    try:
+        from torchao.optim.quant_utils import _fp32_to_bf16_sr
+    except ImportError:
+        return {}
+    compiled = torch.compile(_fp32_to_bf16_sr)
+    return {
+        "torchao": lambda: out.copy_(_fp32_to_bf16_sr(x)),
+        "torchao, compiled": lambda: out.copy_(compiled(x)),
+    }
+
+
+def step(elements: int, repeat: int, device: torch.device) -> measure.Bench:
+    """Measure a step in every way of holding weights. The reference is torch's fused FP32 AdamW.
 
     ``beside``: measured bytes per parameter that stay beside weights and gradients; ``peak``: that a step takes more.
     """
@@ -55,8 +91,8 @@ def run(elements: int, repeat: int, device: torch.device) -> measure.Bench:
     )
 
 
-def run_lists(models: Sequence[str], repeat: int, device: torch.device) -> measure.Bench:
-    """One row for the parameters of each model: torch's fused FP32 AdamW, and ratios to it."""
+def steps_of_models(models: Sequence[str], repeat: int, device: torch.device) -> measure.Bench:
+    """Make one row for the parameters of each model: torch's fused FP32 AdamW, and ratios to it."""
     ways = _ways()
     return measure.Bench(
         f"AdamW step of a model's parameters, ratios to torch's fused FP32 one, {measure.where(device)}",
@@ -91,7 +127,7 @@ def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: t
 
 
 def _ways() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
-    """Name -> dtype of the weights, and what makes a step function."""
+    """Return by name the dtype of the weights, and what makes a step function."""
     bf16 = torch.bfloat16
     return {
         "torch fused, FP32 weights": (torch.float32, lambda params: _torch(params).step),
@@ -122,7 +158,7 @@ _PEERS: dict[str, tuple[str, str, dict]] = {  # module, class, options
 
 
 def _peers() -> dict[str, tuple[torch.dtype, Callable[[Params], Callable]]]:
-    """The optimizers of other libraries, which may not be installed, or not run here."""
+    """Return the optimizers of other libraries, which may not be installed, or may not run here."""
 
     def maker(module: str, cls: str, options: dict) -> Callable[[Params], Callable]:
         return lambda params: getattr(importlib.import_module(module), cls)(params, lr=_LR, **options).step
@@ -156,7 +192,7 @@ def _hmpx(
 
 
 def _masters_by_hand(params: Params) -> Callable:
-    """What a training script without a library does."""
+    """Make the step of a training script that holds FP32 masters without a library."""
     weights: list[torch.Tensor] = [*params]
     masters = [nn.Parameter(p.detach().float()) for p in params]
     optimizer = _torch(masters)
