@@ -9,8 +9,7 @@ from typing import Any
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError
 from hmpx.insight.dispatched import Finding, Watch
-from hmpx.insight.kept import kept
-from hmpx.insight.stance import eager
+from hmpx.insight.run_state import eager, kept
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hmpx.insight.observed import observing
 from hmpx.insight.recording.forward_watch import ForwardWatch
 from hmpx.insight.recording.log import Log
 from hmpx.insight.recording.recorder import Recorder
-from hmpx.insight.stance import eager
+from hmpx.insight.run_state import eager
 from hmpx.ops.computing.kernels import capability
 from hmpx.ops.forwards import replaced_forwards
 from hmpx.process_state import observers

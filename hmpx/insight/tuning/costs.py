@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx.insight import generators
+from hmpx.insight import run_state as generators
 from hmpx.insight.comparing.calls import Asked, Compared
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.fp8 import Fp8Casts, watched
