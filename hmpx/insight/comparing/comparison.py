@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.insight.comparing.row import BROKEN, FELT, MAGNIFIED, Row, alike, number, order
+from hmpx.insight.module_names import numberless
 from hmpx.insight.pages import filled
-from hmpx.insight.recording.alike import numberless
-from hmpx.insight.recording.words import number as count
-from hmpx.insight.recording.words import short_dtypes, short_places
-from hmpx.insight.text_table import Column, table, terminal_width
+from hmpx.insight.text_table import Column, short_dtypes, short_places, table, terminal_width
+from hmpx.insight.text_table import number as count
 
 SCHEMA = 2
 _ROWS = 20  # of the table

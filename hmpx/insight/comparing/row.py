@@ -10,9 +10,9 @@ import torch
 
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.noise import Distance, Noise, mean_square
-from hmpx.insight.recording.alike import numberless
-from hmpx.insight.recording.words import short_places
+from hmpx.insight.module_names import numberless
 from hmpx.insight.tensors import LOW, name
+from hmpx.insight.text_table import short_places
 
 # Gradient errors in units of the noise between batches; healthy ops lie at 0.001 to 0.01. What training tolerates was
 # measured (README.md of insight): from the first on the loss shows it, from the second as much as other first weights.
