@@ -68,10 +68,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """What `audit` found; prints one line each. Truthy when there is something.
+    """The findings of `audit`; prints one line each. Truthy when there is one.
 
     Attributes:
-        findings: listed ops that ran in another dtype. escaped: what the conversion does not reach in any model.
+        findings: listed ops that ran in another dtype. escaped: ops that the conversion reaches in no model.
 
     Example:
         >>> with hmpx.convert():
@@ -96,10 +96,9 @@ class Audit:
 def audit(model: Callable, inputs: Any = ()) -> Audit:
     """Run a model once under the conversion that is installed, and say which listed ops ran in another dtype.
 
-    Ops of the backward pass, in-place ops, and what runs inside `disable_casts()` are not looked at; nor are the
-    branches of `torch.cond`, nor ops inside an op that a list names, since the outermost decides. Compiled functions
-    run eagerly. Random number generators and, of a module, buffers are put back afterwards. Only the calling thread is
-    watched.
+    It leaves out the backward pass, in-place ops, ops inside `disable_casts()`, the branches of `torch.cond`, and ops
+    inside an op that a list names, since the outermost decides. Compiled functions run eagerly. Random number
+    generators, and the buffers of a module, are put back afterwards. Only the calling thread is watched.
 
     Args:
         model: a module, or any callable.
@@ -125,7 +124,7 @@ def audit(model: Callable, inputs: Any = ()) -> Audit:
 
 
 class Watch(TorchDispatchMode):
-    """Collects ops of the forward pass that ran in another dtype than the policy says."""
+    """Collects the ops of the forward pass that ran in another dtype than the policy says."""
 
     supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
 
@@ -179,9 +178,9 @@ class Watch(TorchDispatchMode):
 
 
 def _listed(func: Any, policy: Policy) -> tuple[list[Op], dict[str, Rule]]:
-    """The ops that may have been called when an operator runs, and the rules of those that lists name.
+    """Return the ops that may have been called when an operator runs, and the rules of those that lists name.
 
-    None for one that writes to its arguments, which the rules leave alone.
+    An operator that writes to its arguments has none: the rules leave it alone.
     """
     if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
         return [], {}
@@ -190,7 +189,7 @@ def _listed(func: Any, policy: Policy) -> tuple[list[Op], dict[str, Rule]]:
 
 
 def _listed_at(name: str, conversion: Conversion | None) -> str:
-    """The origin of an op's rule in a module rule or region; empty if the conversion's own lists decide."""
+    """Return the origin of an op's rule in a module rule or region; "" if the conversion's own lists decide."""
     if conversion is None:
         return ""
     here = conversion.policy_here.origins.get(name, "")
@@ -198,7 +197,7 @@ def _listed_at(name: str, conversion: Conversion | None) -> str:
 
 
 def _meant(aten: str, policy: Policy) -> list[Op]:
-    """The ops that may have been called when aten::`aten` runs; if a list names the op itself, only that op."""
+    """Return the ops that may have been called when aten::`aten` runs; only the op itself if a list names it."""
     ops = catalog()
     own = ops.get(canonical(aten))
     if own is not None and policy.listed_as(own):
@@ -207,7 +206,11 @@ def _meant(aten: str, policy: Policy) -> list[Op]:
 
 
 class ForwardWatch:
-    """Watches the forward passes of the thread that enters it."""
+    """A `Watch` of the forward passes of the thread that enters it; closed in backward passes and optimizer steps.
+
+    While a watch is open, torch calls into Python at each op. A step of a small model has ten times as many ops in its
+    backward pass and its update as in its forward pass, and a watch has nothing to say of those.
+    """
 
     def __init__(self) -> None:
         self._watch = Watch()
@@ -229,7 +232,7 @@ class ForwardWatch:
 
         self._changes.put(Attribute(torch.autograd, "backward", "torch.autograd.backward"), unwatched)
         self._changes.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._changes.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._changes.callback(register_optimizer_step_post_hook(lambda *_: self._resume()).remove)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -244,9 +247,6 @@ class ForwardWatch:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if len(args) < 2 and not kwargs:  # no closure, in which a forward pass would run
             self._pause()
-
-    def _after_step(self, *_: object) -> None:
-        self._resume()
 
     def _pause(self) -> None:
         """Close it, if it is the innermost mode; a step that raises leaves it so until the next backward pass."""

@@ -17,7 +17,6 @@ from hmpx.insight.text_table import short_places
 # Gradient errors in units of the noise between batches; healthy ops lie at 0.001 to 0.01. What training tolerates was
 # measured (README.md of insight): from the first on the loss shows it, from the second as much as other first weights.
 FELT, BROKEN = 0.1, 0.2
-MAGNIFIED = 10  # an error of an op alone so many times another's is its own doing
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in LOW}
 
 
@@ -80,17 +79,21 @@ class Row:
         unmeasured = bool(self.phase) and not self.measured
         return bool(self.raised) or self.gradient_error >= FELT or unmeasured
 
-    def __str__(self) -> str:
-        place = f"{self.where}: " if self.where else ""
+    @property
+    def place(self) -> str:
+        """Its line, op and module, as one text."""
         inside = f" in {self.module}" if self.module else ""
+        return f"{self.where}: {self.op}{inside}" if self.where else f"{self.op}{inside}"
+
+    def __str__(self) -> str:
         effect = f"gradient error {number(self.gradient_error)}, loss change {number(self.loss_change)}"
         if self.raised:
-            return short_places(f"{place}{self.op}{inside}: {self.raised}; {self.dtypes}; {self.reason}")
+            return short_places(f"{self.place}: {self.raised}; {self.dtypes}; {self.reason}")
         if self.phase and not self.gradient_error >= FELT:
             effect = f"not finite in the {self.phase} pass, and finite in FP32"
         elif self.gradient_error == math.inf:
             effect = "inf or NaN"
-        return short_places(f"{place}{self.op}{inside}: {effect}, error of the op alone {number(self.error)}")
+        return short_places(f"{self.place}: {effect}, error of the op alone {number(self.error)}")
 
 
 def number(value: float) -> str:
