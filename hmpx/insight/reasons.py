@@ -47,7 +47,7 @@ def reason_of_call(point: Point, seen: Seen, policy: Policy, frame: FrameType | 
 
 
 def in_a_line(error: Exception) -> str:
-    """Return the message of an error in one line. Raise an out-of-memory error again, as it is no matter of precision."""
+    """Return an error's message in one line; raise an out-of-memory error again, as it is no matter of precision."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         raise error
     lines = str(error).strip().splitlines()

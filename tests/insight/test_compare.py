@@ -1,7 +1,6 @@
 """`hmpx.compare`: it names what was planted, and nothing in healthy models."""
 
 import dataclasses
-import inspect
 import json
 import math
 import re
@@ -18,24 +17,16 @@ from tests.support.planted import (
     Model,
     Steps,
     batches,
+    line_of,
     long_sum,
     loss_of,
     masked_loss,
     padded,
+    policy,
     position_left_in_bf16,
     root_of_a_small_difference,
     sharp_softmax,
 )
-
-
-def policy(bf16, fp32=""):
-    """Lists with these names; one that is in the first is not in the second."""
-    return hmpx.Policy(bf16=tuple(bf16.split()), fp32=tuple(name for name in fp32.split() if name not in bf16.split()))
-
-
-def line_of(function, text):
-    source, first = inspect.getsourcelines(function)
-    return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(source) if text in line)}"
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -142,13 +142,10 @@ def test_off_there_is_nothing_of_it_and_after_it_torch_is_as_it_was():
         pass
     assert attributes_of_torch() == before and not process_state.in_use()
     with hmpx.convert():
-        plain = {label: getattr(value[0], "__code__", value[0]) for label, value in attributes_of_torch().items()}
+        plain = codes_of_torch()
         with hmpx.record():
-            recording = {
-                label: getattr(value[0], "__code__", value[0]) for label, value in attributes_of_torch().items()
-            }
-        again = {label: getattr(value[0], "__code__", value[0]) for label, value in attributes_of_torch().items()}
-        assert again == plain != recording
+            recording = codes_of_torch()
+        assert codes_of_torch() == plain != recording
     assert attributes_of_torch() == before and torch.autograd.backward is backward and not process_state.in_use()
 
 
