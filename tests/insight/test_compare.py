@@ -190,6 +190,27 @@ def test_gradient_errors_are_those_that_a_hand_computes():
     assert found.gradient_bias == pytest.approx(float(bias), rel=1e-4)
 
 
+def test_log_probs_that_the_loss_returns_change_as_a_hand_computes():
+    model, data = Model(lambda h: h), batches(3)
+
+    def loss(model, x, y):
+        log_probs = model(x).log_softmax(-1).gather(1, y[:, None])
+        return -log_probs.mean(), log_probs
+
+    found = hmpx.compare(model, data, loss, lists=policy("linear", "mul log_softmax"))
+    exact = [loss(model, *batch)[1].detach() for batch in data]
+    with hmpx.convert(**lists_of("linear", "mul log_softmax")):
+        low = [loss(model, *batch)[1].detach() for batch in data]
+    assert found.log_prob_change == pytest.approx((torch.cat(low) - torch.cat(exact)).abs().mean().item(), rel=1e-5)
+    inputs = model.first(data[0][0]).bfloat16(), model.last.weight.bfloat16(), model.last.bias.bfloat16()
+    last = nn.functional.linear(*inputs).float().log_softmax(-1).gather(1, data[0][1][:, None])
+    change = (last - exact[0]).abs().mean().item()
+    moved = {row.module: row.log_prob_change for row in found.rows if not math.isnan(row.log_prob_change)}
+    assert [*moved] == ["first", "last"] and moved["last"] == pytest.approx(change, rel=1e-5)
+    assert f"log-probs by {found.log_prob_change:.2g} in the mean" in str(found)
+    assert "log-prob" not in str(hmpx.compare(model, data, loss_of))
+
+
 def test_estimates_are_near_what_is_measured():
     """Of each op, beside runs with this op alone in low precision."""
     model, data = Model(lambda h: torch.softmax(h, -1), 3.0), batches(8)

@@ -19,7 +19,7 @@ from hmpx.insight.comparing.fp32_passes import AlonePass, ComparingPass, Fp32Pas
 from hmpx.insight.comparing.listed_pass import FirstNonfinite, ListedPass
 from hmpx.insight.comparing.row import Row, mask_note, row_of, sums
 from hmpx.insight.comparing.subject import Loss, Stopped, Subject, lists_meant, place_of, rules_meant
-from hmpx.insight.comparing.trials import Effect, Trials
+from hmpx.insight.comparing.trials import Effect, Trials, can_run_alone
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import Tensor
@@ -53,8 +53,9 @@ def compare(
         model: in FP32; or in BF16 or FP16, and then its FP32 copy is what it is compared with.
         batches: a list of tuples or lists of positional arguments. Noise between batches needs two, four are better. A
             batch of one argument that is a list of tensors is written ``([...],)``.
-        loss: called as ``loss(model, *batch)``, returns a scalar tensor. None: only results of ``model(*batch)`` are
-            compared.
+        loss: called as ``loss(model, *batch)``, returns a scalar tensor; or that and a tensor of log-probs, whose
+            change is then shown too, at the price of one more forward pass for each op. None: only results of
+            ``model(*batch)`` are compared.
         lists: a recipe, as for `prepare` (a name, a file, a dict of its keys; its rules for modules hold, too), or a
             policy. None: what is in force, else the default lists with FP32 weights.
 
@@ -88,6 +89,8 @@ class _Comparing:
         self._losses: list[tuple[float, float]] = []  # in FP32, and under the lists
         self._exact: list[list[Tensor]] = []  # FP32 gradients, by batch
         self._errors: list[float] = []  # squared, of the gradients under the lists, by batch
+        self._log_probs: list[Tensor] = []  # the absolute changes by the lists, by batch
+        self._first_log_probs: Tensor | None = None  # in FP32, of the first batch
         self._passes = 0
 
     def run(self) -> Comparison:
@@ -103,6 +106,7 @@ class _Comparing:
             rows[first] = replace(rows[first], phase=phase, nonfinite=wrong, note=note)
         trials = Trials(rows, self._noise, self._errors, self._h, self._alone)
         trials.make(first, seen_in, len(self._subject.batches))
+        self._move_log_probs(rows)
         together = tuple(rows[site] for site in trials.together)
         return self._found(rows, None if first is None else rows[first], rest=trials.rest, together=together)
 
@@ -116,6 +120,7 @@ class _Comparing:
             loss=exact if scored else math.nan,
             loss_change=low - exact if scored else math.nan,
             first_nonfinite=first,
+            log_prob_change=float(torch.cat(self._log_probs).mean()) if self._log_probs else math.nan,
             passes=self._passes,
             policy=str(self._policy),
             _ops=sums(rows, lambda site: Row(site.op), self._noise, self._h),
@@ -136,11 +141,15 @@ class _Comparing:
         """Make the runs of one batch."""
         sites, subject = self._sites, self._subject
         sites.begin_batch(number)
-        low, low_gradients = self._low(batch)
-        exact, gradients = self._observed(ComparingPass(sites), subject.wide, batch)
+        (low, low_gradients), low_log_probs = self._low(batch), subject.log_probs
+        (exact, gradients), log_probs = self._observed(ComparingPass(sites), subject.wide, batch), subject.log_probs
         if not math.isfinite(exact) or (gradients and not math.isfinite(noise.square(gradients))):
             raise Stopped(self._not_finite(number, batch, exact))
+        if log_probs is not None and low_log_probs is not None:
+            with unobserved():
+                self._log_probs.append((low_log_probs - log_probs).abs().flatten())
         if number == 0:
+            self._first_log_probs = log_probs
             subject.check_repeats(exact, self._observed(Fp32Pass(sites), subject.wide, batch, False)[0])
         if self._shifts:
             with unobserved():
@@ -192,6 +201,17 @@ class _Comparing:
                 if search.backward is not None:
                     return search.backward, "backward", number
         return None, "", None
+
+    def _move_log_probs(self, rows: dict[Compared, Row]) -> None:
+        """Run each site alone in the first batch, forward only, if the loss returns log-probs; note how they change."""
+        exact, self._sites.batch = self._first_log_probs, 0
+        for site, row in rows.items():
+            if exact is not None and can_run_alone(site, row):
+                alone = AlonePass(self._sites, {site})
+                self._observed(alone, self._subject.wide, self._subject.batches[0], False)
+                if (changed := self._subject.log_probs) is not None and not site.not_compared:
+                    with unobserved():
+                        rows[site] = replace(row, log_prob_change=float((changed - exact).abs().mean()))
 
     def _alone(self, chosen: Collection[Compared], number: int) -> Effect:
         """Run some sites alone in a batch; return what that changes in the loss and the gradients."""

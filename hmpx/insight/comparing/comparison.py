@@ -32,6 +32,8 @@ class Comparison:
         rows: a `Row` for each call site. gradient_error, gradient_bias: of the lists as a whole, measured, in units of
             the noise between batches; above 0.2 the training is another one. NaN without a loss or with one batch.
         loss, loss_change: the FP32 loss, and what the lists add to it, means over batches.
+        log_prob_change: by how much the lists change the log-probs that the loss returns, in the mean over all of them,
+            without signs; NaN where it returns none.
         first_nonfinite: the row of the op where something first is not finite that is finite in FP32; None if nothing
             is. It is where that is seen; what is to blame stands in `broken`.
         rest: the gradient error of all ops together that do not break it alone, in one batch; NaN where that was not
@@ -60,6 +62,7 @@ class Comparison:
     gradient_bias: float = math.nan
     loss: float = math.nan
     loss_change: float = math.nan
+    log_prob_change: float = math.nan
     first_nonfinite: Row | None = None
     rest: float = math.nan
     together: tuple[Row, ...] = ()
@@ -154,11 +157,13 @@ def _table(rows: Sequence[Row], width: int) -> list[str]:
     def each(text: Callable[[Row], str]) -> list[str]:
         return [text(row) for row in rows]
 
+    log_probs = each(lambda row: number(row.log_prob_change))
     return table(
         [
             Column("op", each(lambda row: row.op), least=14),
             Column("gradient error", each(lambda row: number(row.gradient_error) + " ~" * _is_estimate(row))),
             Column("loss change", each(lambda row: number(row.loss_change)), rank=1),
+            *([Column("log-probs", log_probs)] if {*log_probs} - {"-"} else []),
             Column("error", each(lambda row: number(row.error))),
             Column("accumulated", each(lambda row: number(row.accumulated)), rank=3),
             Column("rule", each(lambda row: row.rule or "-"), rank=4),
@@ -195,6 +200,8 @@ def _verdict(found: Comparison) -> Iterator[str]:
         finite = math.isfinite(found.loss_change)
         change = f"the lists change it by {found.loss_change:+.2g}" if finite else "under the lists it is not finite"
         yield f"the loss is {found.loss:.6g} in FP32; {change}"
+    if not math.isnan(found.log_prob_change):
+        yield f"the lists change log-probs by {number(found.log_prob_change)} in the mean"
     if (first := found.first_nonfinite) is not None:
         victim = "; alone it stays finite, so its inputs are wrong" if first.measured and not first.is_broken else ""
         yield f"first inf or NaN: {first}{victim}{f'; {first.note}' if first.note else ''}"

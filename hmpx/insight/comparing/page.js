@@ -24,6 +24,8 @@ const FIGURES = [
   ["gradient error", "gradient_error"], ["loss change", "loss_change"], ["error", "error"], ["accumulated", "accumulated"],
 ];
 
+if (found.log_prob_change !== null) FIGURES.splice(1, 0, ["log-probs", "log_prob_change"]);
+
 function table(title, rows, texts, id, words) {
   add(page, "h2", title);
   if (words) add(page, "p", words, "faint");

@@ -34,6 +34,8 @@ class Row:
         accumulated: relative L2 error of its result in the run under the lists, against that of the run in FP32.
         loss_change: what the error of the op alone does to the loss, to first order: root mean square over batches.
         gradient_error: what it does to the gradients of the parameters, in units of the noise between batches.
+        log_prob_change: the mean absolute change of log-probs that the loss returns, in a run of the first batch with
+            this op alone in low precision.
         measured: whether loss_change and gradient_error come from runs with this op alone in low precision, of a batch
             or more, those in which it looks worst first; infinite where they end in inf or NaN. Else they are
             estimates, the second right within a factor of two or so unless an index, an order or a mask changes.
@@ -66,6 +68,7 @@ class Row:
     accumulated: float = 0.0
     loss_change: float = math.nan
     gradient_error: float = math.nan
+    log_prob_change: float = math.nan
     measured: bool = False
     nonfinite: int = 0
     phase: str = ""

@@ -27,7 +27,7 @@ from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import as_recipe
 
-Loss = Callable[..., Tensor]
+Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]  # a scalar, or that and log-probs
 _SAME = 1e-5  # relative difference of two FP32 losses that rounding explains
 
 
@@ -42,8 +42,11 @@ class Subject:
     they were. In FP32, parameters, buffers and inputs in low precision are widened. Without a loss, the number of
     infinite elements of the result stands in its place, NaN where one is NaN.
 
-    asked: the function that a user has called, for errors.
+    asked: the function that a user has called, for errors. log_probs: those that the loss of the last run returned
+    beside its scalar, in FP32; or None.
     """
+
+    log_probs: Tensor | None = None
 
     def __init__(
         self,
@@ -130,7 +133,11 @@ class Subject:
                     leaves = _floats(result)
                     infinite = sum(int(torch.isinf(leaf).sum()) for leaf in leaves)
                     return (math.nan if any(bool(leaf.isnan().any()) for leaf in leaves) else float(infinite)), []
-            loss = self.loss(self.model, *batch)
+            loss, self.log_probs = self.loss(self.model, *batch), None
+            if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Tensor):
+                loss, log_probs = loss
+                with unobserved():
+                    self.log_probs = log_probs.detach().float()
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise HmpxError(f"{self._asked}: loss(model, *batch) must return a scalar tensor, not a {what}")

@@ -85,8 +85,7 @@ class Trials:
         broken = first is not None or noise.error >= FELT
         if not broken and math.isnan(noise.noise):
             return
-        known = {site: row for site, row in self._rows.items() if row.error and not site.not_compared}
-        known = {site: row for site, row in known.items() if not row.raised}
+        known = {site: row for site, row in self._rows.items() if can_run_alone(site, row)}
         worst = max(range(len(self._errors)), key=self._errors.__getitem__) if batch is None else batch
         for site in _suspects(self._rows, known, runs, first, broken):
             order = self._batches_for(site, batches)
@@ -149,6 +148,11 @@ class Trials:
                 trial.add(*self._ran(trial.site, trial.batches[0]))
                 near.append(trial)
                 runs -= 1
+
+
+def can_run_alone(site: Compared, row: Row) -> bool:
+    """Whether a run of this site alone in low precision would tell anything."""
+    return bool(row.error) and not site.not_compared and not row.raised
 
 
 def _suspects(
