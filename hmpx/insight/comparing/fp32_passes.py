@@ -30,7 +30,7 @@ from hmpx.insight.comparing.calls import (
     taken_again,
     widened,
 )
-from hmpx.insight.comparing.listed_pass import NumberedPass, is_finite
+from hmpx.insight.comparing.listed_pass import NumberedPass, all_finite
 from hmpx.insight.comparing.noise import Distance, in_full, product, square_of
 from hmpx.insight.tensors import Tensor, floating
 from hmpx.ops.wrapping.observing import Seen, unobserved
@@ -165,8 +165,8 @@ class AlonePass(Fp32Pass):
         low = as_listed(asked, kept)
         if low is None:
             return in_fp32(asked)
-        overflows = not asked.site.accumulated.nonfinite and not is_finite(floating((low,)))
-        if overflows and is_finite(floating((_apart(asked),))):
+        overflows = not asked.site.accumulated.nonfinite and not all_finite(floating((low,)))
+        if overflows and all_finite(floating((_apart(asked),))):
             # A constant that a program takes from the dtype, as for masks, is that of FP32 here.
             asked.site.not_compared = "from what FP32 hands it, it overflows, and under the lists it does not"
             return in_fp32(asked)

@@ -162,11 +162,11 @@ class FirstNonfinite:
             return self._inner.around(asked)
         with unobserved():
             inputs = floating((asked.args, asked.kwargs))
-            nodes, looks = [tensor.grad_fn for tensor in inputs], self.forward is None and is_finite(inputs)
+            nodes, looks = [tensor.grad_fn for tensor in inputs], self.forward is None and all_finite(inputs)
         seen = self._inner.around(asked)
         with unobserved():
             results = floating((seen.result,))
-            odd = next((each for each in results if not is_finite([each])), None) if looks else None
+            odd = next((each for each in results if not all_finite([each])), None) if looks else None
             if odd is not None and not is_masked(asked.point.op, inputs, odd):
                 self.forward = asked.site
             self._known |= dict.fromkeys(nodes)
@@ -184,10 +184,10 @@ class FirstNonfinite:
 
     def _look(self, site: Compared, into: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> None:
         with unobserved():
-            if self.backward is None and is_finite(out) and not is_finite(into):
+            if self.backward is None and all_finite(out) and not all_finite(into):
                 self.backward = site
 
 
-def is_finite(tensors: Sequence[Tensor | None]) -> bool:
+def all_finite(tensors: Sequence[Tensor | None]) -> bool:
     """Whether all elements of all tensors are finite."""
     return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in tensors if tensor is not None)
