@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _GAP = 2
@@ -94,6 +94,12 @@ def _from_left(text: str, width: int) -> str:
 def short_dtypes(text: str) -> str:
     """Shorten the dtypes in a text: "bf16" for "bfloat16", "fp32" for "float32"."""
     return _DTYPE.sub(lambda found: f"{'bf' if found[1] else 'fp'}{found[2]}", text).replace(" and ", "+")
+
+
+def dtype_steps(*steps: Iterable[str]) -> str:
+    """Join the dtypes of an op's arguments, of the op and of its result, each once: "float32 -> bfloat16"."""
+    words = [" and ".join(dict.fromkeys(step)) for step in steps]
+    return " -> ".join(word for i, word in enumerate(words) if word and (i == 0 or word != words[i - 1]))
 
 
 def short_place(where: str) -> str:

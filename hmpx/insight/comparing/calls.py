@@ -23,7 +23,7 @@ from hmpx.insight.comparing.noise import Distance
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.tensors import LOW, Tensor, differentiable, floating
-from hmpx.ops.wrapping.callers import modules, users_frame
+from hmpx.ops.wrapping.callers import modules, users_frame, users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.overriding import call
 from hmpx.ops.wrapping.rules import METHODS
@@ -158,8 +158,7 @@ class Sites:
         key = (*line, point.op, point.label, id(module))
         site = self._found.get(key)
         if site is None:
-            where = "?" if user is None else f"{user.f_code.co_filename}:{user.f_lineno}"
-            site = self._found[key] = Compared(point.op, where, self._names.of_module(module, frame))
+            site = self._found[key] = Compared(point.op, users_line(frame), self._names.of_module(module, frame))
             site.begin_batch(self.batch + 1)
         return self.now.around(Asked(site, point, run, args, kwargs))
 

@@ -24,6 +24,7 @@ from hmpx.insight.comparing.calls import (
 )
 from hmpx.insight.reasons import in_a_line, reason_of_call
 from hmpx.insight.tensors import LOW, Tensor, floating, is_masked, name
+from hmpx.insight.text_table import dtype_steps
 from hmpx.ops.wrapping.observing import Seen, unobserved
 from hmpx.ops.wrapping.rules import TARGETS
 
@@ -132,9 +133,8 @@ class ListedPass(NumberedPass):
 def _describe(asked: Asked, seen: Seen, kept: Call) -> None:
     """Note by which rule a site runs, and in which dtypes."""
     conversion, site = installed(), asked.site
-    steps = [kept.given, kept.dtypes, [result.dtype for result in kept.results]]
-    words = [" and ".join(dict.fromkeys(map(name, step))) for step in steps]
-    site.dtypes = " -> ".join(word for i, word in enumerate(words) if word and (i == 0 or word != words[i - 1]))
+    steps = kept.given, kept.dtypes, [result.dtype for result in kept.results]
+    site.dtypes = dtype_steps(*(map(name, step) for step in steps))
     site.rule = str(asked.point.rule) if asked.point.rule is not None and seen.casting else ""
     site.reason = reason_of_call(asked.point, seen, conversion.policy_here) if conversion else ""
 

@@ -36,7 +36,7 @@ from hmpx.insight.unchosen import unchosen
 from hmpx.ops.computing.kernels import capability
 from hmpx.ops.forwards import replaced_forwards, side_that_casts
 from hmpx.ops.policies.policy import Policy, Rule
-from hmpx.ops.wrapping.callers import frames, modules, users_frame
+from hmpx.ops.wrapping.callers import frames, modules, users_frame, users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.rules import TARGETS
 from hmpx.process_state import observers
@@ -167,20 +167,14 @@ class Recorder:
         if key not in self._sites:
             with self._lock:
                 if key not in self._sites:  # another thread may have been first
-                    made = self._new_site(point, seen, frame, user, module, tensors)
+                    made = self._new_site(point, seen, frame, module, tensors)
                     if made is not None:
                         self._log.sites.append(made)
                     self._sites[key] = made
         return self._sites[key]
 
     def _new_site(
-        self,
-        point: Point,
-        seen: Seen,
-        frame: types.FrameType,
-        user: types.FrameType | None,
-        module: torch.nn.Module | None,
-        tensors: _Tensors,
+        self, point: Point, seen: Seen, frame: types.FrameType, module: torch.nn.Module | None, tensors: _Tensors
     ) -> Site | None:
         if any(each.f_code.co_filename.startswith(_STEPS) for each in frames(frame)):
             return None
@@ -193,7 +187,7 @@ class Recorder:
         return Site(
             op=point.op,
             entry=point.label,
-            where="?" if user is None else f"{user.f_code.co_filename}:{user.f_lineno}",
+            where=users_line(frame),
             module=self._names.of_module(module, frame),
             rule=str(rule or "") or side_that_casts(frame),
             reason=reason_of_call(point, seen, policy, frame),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from hmpx.insight.module_names import numberless
-from hmpx.insight.text_table import size, times
+from hmpx.insight.text_table import dtype_steps, size, times
 
 SCHEMA = 1
 SHAPES = 8  # how many different ones are kept of one site
@@ -67,8 +67,7 @@ class Site:
     @property
     def dtypes(self) -> str:
         """The dtypes of arguments, of the op and of its result, each once: "float32 -> bfloat16"."""
-        steps = [" and ".join(dict.fromkeys(dtypes)) for dtypes in (self.given, self.seen, self.result)]
-        return " -> ".join(step for i, step in enumerate(steps) if step and (i == 0 or step != steps[i - 1]))
+        return dtype_steps(self.given, self.seen, self.result)
 
     @property
     def place(self) -> str:
