@@ -6,6 +6,7 @@ In a Python file that is a call site, as `isVerbose` and `audit` write it; in an
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,10 +69,14 @@ def explain_site(path: str, line: int, recipe: Recipe | None = None) -> str:
         policy = recipe.policy()
         if policy is None:
             raise HmpxError("under this recipe torch's ops run as they are (opt_level null)")
-        calls = calls_on_line("\n".join(lines), path, line)
-        if not calls:
-            raise HmpxError(f"{path}:{line}: no op is called on this line{_nearest_call(lines, path, line)}")
-        return "\n\n".join([said, *(_call_in_words(op, note, policy, choose(recipe.kernels)) for op, note in calls)])
+        calls = calls_by_line("\n".join(lines), path)
+        if line not in calls:
+            others = [each for each, found in calls.items() if any(op for op, _ in found)]
+            nearest = min(others, key=lambda each: (abs(each - line), each), default=None)
+            said = f"; the nearest that calls one is line {nearest}" if nearest else ""
+            raise HmpxError(f"{path}:{line}: no op is called on this line{said}")
+        kernels = choose(recipe.kernels)
+        return "\n\n".join([said, *(_call_in_words(op, note, policy, kernels) for op, note in calls[line])])
     if suffix not in _LISTS:
         raise HmpxError(f"{path}: a call site is a line of a .py file, the line of a list one of {', '.join(_LISTS)}")
     return "\n\n".join([said, *_listed_in_words(path, line, recipe)])
@@ -86,17 +91,9 @@ def _lines(path: str) -> list[str]:
 
 
 def _call_in_words(op: str | None, note: str, policy: Policy, kernels: Kernels) -> str:
-    return (
-        note if op is None else "\n".join(filter(None, [explain_op(op, policy, kernels), note and f"  note  {note}"]))
-    )
-
-
-def _nearest_call(lines: list[str], path: str, line: int) -> str:
-    for distance in range(1, len(lines)):
-        for other in (line - distance, line + distance):
-            if 1 <= other <= len(lines) and (calls := calls_on_line("\n".join(lines), path, other)):
-                return f"; the nearest that calls one is line {other}" if any(op for op, _ in calls) else ""
-    return ""
+    if op is None:
+        return note
+    return "\n".join(filter(None, [explain_op(op, policy, kernels), note and f"  note  {note}"]))
 
 
 def _listed_in_words(path: str, line: int, recipe: Recipe | None) -> Iterator[str]:
@@ -131,8 +128,8 @@ def _nearest_name(names: list[Listed], line: int) -> str:
     return f"; the nearest is line {nearest.line}, {nearest.name!r}" if nearest else ""
 
 
-def calls_on_line(source: str, path: str, line: int) -> list[Call]:
-    """Return the ops that a line calls, in the order of the source.
+def calls_by_line(source: str, path: str) -> dict[int, list[Call]]:
+    """Return the ops that each line calls, in the order of the source; a line without calls is left out.
 
     Raises:
         HmpxError: the file is not Python.
@@ -141,19 +138,23 @@ def calls_on_line(source: str, path: str, line: int) -> list[Call]:
         tree = ast.parse(source, path)
     except SyntaxError as error:
         raise HmpxError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
-    names = _Names(tree)
-    on_line = [node for node in ast.walk(tree) if isinstance(node, Operation) and _stands_on(node, line)]
-    on_line.sort(key=lambda node: (node.lineno, node.col_offset))
-    return list(dict.fromkeys(call for node in on_line for call in names.calls(node)))
+    names, found = _Names(tree), defaultdict[int, list[Call]](list)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, Operation)]
+    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
+        for each in names.calls(node):
+            for line in _lines_of(node):
+                if each not in found[line]:
+                    found[line].append(each)
+    return found
 
 
-def _stands_on(node: Operation, line: int) -> bool:
-    """Whether a call or an operator is on a line; in a chain over several lines, each link counts on its own line."""
+def _lines_of(node: Operation) -> set[int]:
+    """Return the lines that a call or an operator is on; in a chain over several lines, each link has its own."""
     if isinstance(node, ast.Call):
-        return (node.func.end_lineno or node.lineno) == line
+        return {node.func.end_lineno or node.lineno}
     if isinstance(node, ast.BinOp):
-        return line in (node.lineno, node.left.end_lineno, node.right.lineno)
-    return node.lineno == line
+        return {node.lineno, node.left.end_lineno or node.lineno, node.right.lineno}
+    return {node.lineno}
 
 
 class _Names:

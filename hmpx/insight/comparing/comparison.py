@@ -73,15 +73,15 @@ class Comparison:
     _modules: tuple[Row, ...] = field(default=(), repr=False)
 
     def by_op(self) -> list[Row]:
-        """A row for each op, the worst first: errors of its sites together, effects added up with their signs."""
+        """Return a row for each op, the worst first; effects of its sites are added up with their signs."""
         return sorted(self._ops, key=order)
 
     def by_module(self) -> list[Row]:
-        """A row for each module, the worst first. An op that a submodule calls counts for the submodule alone."""
+        """Return a row for each module, the worst first. The ops that a submodule calls count for it alone."""
         return sorted(self._modules, key=order)
 
     def worst(self, n: int = 5) -> list[Row]:
-        """The n rows that do most to the training; not those of the largest error, which says little about it.
+        """Return the n rows that do most to the training; not those of the largest error, which says little about it.
 
         Where several break it about equally, within a factor of two, one that makes a large error of small ones is
         first.
@@ -107,7 +107,7 @@ class Comparison:
         return [row for row in known if row.is_broken]
 
     def as_json(self) -> dict[str, Any]:
-        """The attributes, with `by_op` and `by_module`, as objects; NaN is null."""
+        """Return the attributes, with `by_op` and `by_module`, as objects; NaN is null."""
         found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name[0] != "_"}
         found |= {"by_op": self.by_op(), "by_module": self.by_module()}
         return plain({"schema": SCHEMA, **found})

@@ -67,7 +67,7 @@ class Log(Recorded):
         self._callbacks.append((n, callback))
 
     def _stepped(self) -> None:
-        """An optimizer has stepped while this recorded."""
+        """Count a step of an optimizer, and hand the rows on where it is time."""
         self.steps += 1
         for n, callback in self._callbacks:
             if self.steps % n == 0:
@@ -88,7 +88,7 @@ class Log(Recorded):
         Path(path).write_text(as_page(self), encoding="utf-8")
 
     def diff(self, other: Recorded) -> LogDiff:
-        """What is different in another record of the same program, made under other lists or another torch.
+        """Compare with another record of the same program, made under other lists or another torch.
 
         Its attributes are the sites that are `new` there, those that are `gone`, and `changed`: those that both have,
         with another rule or other dtypes; each of the latter has `before` and `after`. It prints as tables, those sites
