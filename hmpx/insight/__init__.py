@@ -4,10 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hmpx.insight.audit import Audit
+    from hmpx.insight.audit import Audit, Finding
     from hmpx.insight.comparing.comparison import Comparison
     from hmpx.insight.comparing.row import Row
-    from hmpx.insight.dispatched import Finding
     from hmpx.insight.doctor.diagnosis import Diagnosis
     from hmpx.insight.doctor.problem import Problem
     from hmpx.insight.recording.log import Log
@@ -38,7 +37,7 @@ _FILES = {
     "Comparison": "comparing.comparison",
     "Confirmed": "tuning.confirmed",
     "Diagnosis": "doctor.diagnosis",
-    "Finding": "dispatched",
+    "Finding": "audit",
     "Log": "recording.log",
     "Mark": "tuning.choice",
     "Problem": "doctor.problem",

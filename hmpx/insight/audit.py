@@ -1,24 +1,77 @@
-"""`audit`: which listed ops no wrapper reaches, in one run of a model."""
+"""`audit`, and the watch at torch's dispatcher that finds listed ops which no wrapper sees.
+
+Listed ops that other ops call in C++, `torch.ops.aten`, scripted modules and names that escaped do not pass a wrapper.
+They do pass torch's dispatcher, where a `TorchDispatchMode` sees every aten op with its tensors.
+"""
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hmpx.conversion import installed
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+from hmpx import process_state, region_state
+from hmpx.changes import Attribute, Changes
+from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
-from hmpx.insight.dispatched import Finding, Watch
-from hmpx.insight.kept import kept
-from hmpx.insight.stance import eager
+from hmpx.insight.run_state import eager, kept
+from hmpx.ops.computing.kernels import is_computing
+from hmpx.ops.policies.catalog import Op, canonical, catalog
+from hmpx.ops.policies.composition import callers
+from hmpx.ops.policies.policy import Policy, Rule
+from hmpx.ops.wrapping.callers import frames, rule_of, users_line
+from hmpx.ops.wrapping.rules import TARGETS, eligible_dtypes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A listed op that ran in another dtype than its list says.
+
+    Attributes:
+        op: its list name. aten: the operator that ran, with its overload. rule: what the list says.
+        dtypes: of its floating inputs, each once. where: the line of the caller's code, as file:line. calls: how many.
+        listed: where a rule of a module or a region lists it; "" where the conversion's own lists do.
+
+    Example:
+        >>> with hmpx.convert():
+        ...     found = hmpx.audit(lambda x: torch.ops.aten.mm(x, x), torch.ones(4, 4))
+        >>> finding = found.findings[0]
+        >>> finding.op, finding.aten, finding.rule, finding.dtypes, finding.calls
+        ('mm', 'aten.mm.default', <Rule.BF16: 'bf16'>, (torch.float32,), 1)
+        >>> print(finding)  # finding.where begins it
+        <doctest ...>:2: mm is in the bf16 list and ran in float32 (aten.mm.default)
+    """
+
+    op: str
+    aten: str
+    rule: Rule
+    dtypes: tuple[torch.dtype, ...]
+    where: str
+    calls: int
+    listed: str = ""
+
+    def __str__(self) -> str:
+        dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        times = f", {self.calls} times" if self.calls > 1 else ""
+        listed = f" at {self.listed}" if self.listed else ""
+        return f"{self.where}: {self.op} is in the {self.rule} list{listed} and ran in {dtypes} ({self.aten}{times})"
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What `audit` found; prints one line each. Truthy when there is something.
+    """The findings of `audit`; prints one line each. Truthy when there is one.
 
     Attributes:
-        findings: listed ops that ran in another dtype. escaped: what the conversion does not reach in any model.
+        findings: listed ops that ran in another dtype. escaped: ops that the conversion reaches in no model.
 
     Example:
         >>> with hmpx.convert():
@@ -43,10 +96,9 @@ class Audit:
 def audit(model: Callable, inputs: Any = ()) -> Audit:
     """Run a model once under the conversion that is installed, and say which listed ops ran in another dtype.
 
-    Ops of the backward pass, in-place ops, and what runs inside `disable_casts()` are not looked at; nor are the
-    branches of `torch.cond`, nor ops inside an op that a list names, since the outermost decides. Compiled functions
-    run eagerly. Random number generators and, of a module, buffers are put back afterwards. Only the calling thread is
-    watched.
+    It leaves out the backward pass, in-place ops, ops inside `disable_casts()`, the branches of `torch.cond`, and ops
+    inside an op that a list names, since the outermost decides. Compiled functions run eagerly. Random number
+    generators, and the buffers of a module, are put back afterwards. Only the calling thread is watched.
 
     Args:
         model: a module, or any callable.
@@ -69,3 +121,144 @@ def audit(model: Callable, inputs: Any = ()) -> Audit:
     with kept(model), eager(), watch:
         model(*args, **kwargs)
     return Audit(watch.findings(), conversion.escaped)
+
+
+class Watch(TorchDispatchMode):
+    """Collects the ops of the forward pass that ran in another dtype than the policy says."""
+
+    supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: Counter[tuple] = Counter()
+        self._conversion: Conversion | None = None
+        # By place, and by identity, as operators have a hash in Python: the operator, what may have called it.
+        self._known: dict[tuple[int, int], tuple[Any, list[Op], dict[str, Rule]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if kwargs is None:
+            kwargs = {}
+        conversion = process_state.installed.get(Conversion)
+        if conversion is not None:
+            if conversion is not self._conversion:
+                self._conversion, self._known = conversion, {}
+            key = region_state.scope(), id(func)
+            known = self._known.get(key)
+            if known is None:
+                known = self._known[key] = (func, *_listed(func, conversion.policy_here))
+            # Left out, as no part of the model's forward: backward passes, and regions without casts.
+            if known[2] and torch._C._current_autograd_node() is None and region_state.casts_on():
+                self._look(*known, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _look(self, func: Any, ops: list[Op], rules: dict[str, Rule], args: tuple, kwargs: dict) -> None:
+        if kwargs.get("dtype") is not None:
+            return
+        values = tree_leaves((args, kwargs))
+        written_beside = any(entry.signature.statistics for op in ops for entry in op.entries)
+        dtypes = tuple(dict.fromkeys(eligible_dtypes(values[:1] if written_beside else values)))
+        wrong = {name: rule for name, rule in rules.items() if any(dtype is not TARGETS[rule] for dtype in dtypes)}
+        if len(wrong) < len(rules):
+            return  # right for at least one of the ops that may have called it
+        caller = sys._getframe(2)
+        if any(map(is_computing, frames(caller))):
+            return  # FP32 kernels compute an op whose inputs and results are in low precision
+        deciding = (rule_of(frame) for frame in frames(caller))
+        if any(rule in (*TARGETS, Rule.PROMOTE) for rule in deciding):
+            return
+        name, rule = next(iter(wrong.items()))
+        listed = _listed_at(name, self._conversion)
+        self._seen[name, str(func), rule, dtypes, users_line(caller), listed] += 1
+
+    def findings(self) -> tuple[Finding, ...]:
+        return tuple(
+            Finding(op, aten, rule, dtypes, where, calls, listed)
+            for (op, aten, rule, dtypes, where, listed), calls in self._seen.items()
+        )
+
+
+def _listed(func: Any, policy: Policy) -> tuple[list[Op], dict[str, Rule]]:
+    """Return the ops that may have been called when an operator runs, and the rules of those that lists name.
+
+    An operator that writes to its arguments has none: the rules leave it alone.
+    """
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+        return [], {}
+    ops = _meant(func._schema.name.removeprefix("aten::"), policy)
+    return ops, {op.name: rule for op in ops if not op.view and (rule := policy.listed_as(op)) in TARGETS}
+
+
+def _listed_at(name: str, conversion: Conversion | None) -> str:
+    """Return the origin of an op's rule in a module rule or region; "" if the conversion's own lists decide."""
+    if conversion is None:
+        return ""
+    here = conversion.policy_here.origins.get(name, "")
+    return "" if here == conversion.policy.origins.get(name, "") else here
+
+
+def _meant(aten: str, policy: Policy) -> list[Op]:
+    """Return the ops that may have been called when aten::`aten` runs; only the op itself if a list names it."""
+    ops = catalog()
+    own = ops.get(canonical(aten))
+    if own is not None and policy.listed_as(own):
+        return [own]
+    return [ops[name] for name in (canonical(aten), *callers(aten)) if name in ops]
+
+
+class ForwardWatch:
+    """A `Watch` of the forward passes of the thread that enters it; closed in backward passes and optimizer steps.
+
+    While a watch is open, torch calls into Python at each op. A step of a small model has ten times as many ops in its
+    backward pass and its update as in its forward pass, and a watch has nothing to say of those.
+    """
+
+    def __init__(self) -> None:
+        self._watch = Watch()
+        self._changes = Changes()
+        self._open = False
+
+    def __enter__(self) -> ForwardWatch:
+        self._thread = threading.get_ident()
+        self._resume()
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def unwatched(*args: Any, **kwargs: Any) -> None:
+            self._pause()
+            try:
+                backward(*args, **kwargs)
+            finally:
+                self._resume()
+
+        self._changes.put(Attribute(torch.autograd, "backward", "torch.autograd.backward"), unwatched)
+        self._changes.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._changes.callback(register_optimizer_step_post_hook(lambda *_: self._resume()).remove)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._changes.close()
+        if self._open:
+            self._open = False
+            self._watch.__exit__(*exception)
+
+    def findings(self) -> tuple[Finding, ...]:
+        return self._watch.findings()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if len(args) < 2 and not kwargs:  # no closure, in which a forward pass would run
+            self._pause()
+
+    def _pause(self) -> None:
+        """Close it, if it is the innermost mode; a step that raises leaves it so until the next backward pass."""
+        if self._open and self._is_here() and _get_current_dispatch_mode() is self._watch:
+            self._open = False
+            self._watch.__exit__(None, None, None)
+
+    def _resume(self) -> None:
+        if not self._open and self._is_here():
+            self._watch.__enter__()
+            self._open = True
+
+    def _is_here(self) -> bool:
+        """Whether this is the thread to watch, and no pass inside a backward one, at whose end torch resets modes."""
+        return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1

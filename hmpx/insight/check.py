@@ -1,4 +1,4 @@
-"""The shell command `check`: finds every problem in op lists and recipes."""
+"""The command `check`: finds every problem in op lists and recipes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hmpx.yaml_files import composed
 
 
 def check_files(paths: Sequence[str]) -> Iterator[str]:
-    """Every problem in some op list files and recipes, as `file:line: problem`.
+    """Yield every problem in some op list files and recipes, as `file:line: problem`.
 
     A YAML or JSON file says which side a name is on; of a text file, its name does ("bf16", "fp32", "promote", "fp8").
     Text files are held against one another: all of them if no two are on the same side, else those of one folder. A
@@ -75,7 +75,7 @@ def is_recipe(path: str) -> bool:
 
 
 def _check_recipe(name: str) -> Iterator[str]:
-    """Everything that is wrong in a recipe and in its lists, in the order of its lines."""
+    """Yield the problems of a recipe and of its lists, in the order of its lines."""
     path = recipe_path(name)
     found: list[str] = []
     try:
@@ -94,7 +94,7 @@ def _line(problem: str, path: Path) -> int:
 
 
 def _check_lists(path: Path) -> Iterator[str]:
-    """The lists of a recipe, read from its YAML, whatever else is wrong in it."""
+    """Yield the problems of the lists of a recipe, read from its YAML, whatever else is wrong in it."""
     root = composed(path, SIDES)
     seen: dict[str, tuple[str, Listed]] = {}
     in_this_file: set[str] = set()
@@ -136,7 +136,7 @@ def _check_name(
 
 
 def _of_user_function(name: str) -> str:
-    """The problem with a dotted name that its module lacks; empty if the module cannot be imported."""
+    """Return the problem of a dotted name that its module lacks; "" if the module cannot be imported."""
     module, parts = None, name.split(".")
     for i in range(1, len(parts)):
         try:

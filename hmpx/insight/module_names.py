@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import weakref
 
@@ -9,7 +10,13 @@ import torch
 
 from hmpx.ops.wrapping.callers import modules
 
+_INDEX = re.compile(r"(?<![^. ])\d+(?=\.|\Z| )")  # of a layer, in the name of a module
 _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front
+
+
+def numberless(text: str) -> str:
+    """Return the name of a module with a star for each number, so that equal blocks have one name."""
+    return _INDEX.sub("*", text)
 
 
 class ModuleNames:
@@ -19,7 +26,7 @@ class ModuleNames:
         self._known: dict[int, tuple[weakref.ref, str]] = {}
 
     def of_module(self, module: torch.nn.Module | None, frame: types.FrameType) -> str:
-        """The dotted name of a module that runs in `frame`; the name of its class where it is the outermost."""
+        """Return the dotted name of a module that runs in `frame`; the name of its class where it is the outermost."""
         if module is None:
             return ""
         known = self._known.get(id(module))
@@ -33,7 +40,7 @@ class ModuleNames:
         return known[1] if known else type(module).__name__
 
     def of_tensor(self, tensor: torch.Tensor, frame: types.FrameType) -> str:
-        """The name of a parameter or buffer; "" for any other tensor."""
+        """Return the name of a parameter or buffer; "" for any other tensor."""
         seen: set[int] = set()
         for owner in modules(frame):
             if id(owner) in seen:

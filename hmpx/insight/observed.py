@@ -31,7 +31,7 @@ def observing(observer: Observer) -> Iterator[None]:
 def observed(
     policy: Policy, kernels: KernelsAsked, observer: Observer, rules: Sequence[ModuleRule] = ()
 ) -> Iterator[Conversion]:
-    """A temporary conversion with one observer; the previous conversion is in force again at the end."""
+    """Put a conversion with one observer in force, and the previous one again at the end."""
     with lock:
         others = observers[:]
         observers[:] = [observer]

@@ -1,7 +1,7 @@
 """HTML pages that need nothing else: no network, no other file.
 
-What they show stands in them as JSON, which a script in the page draws from. Names and paths are only ever text there:
-they are escaped in the JSON, so that none can end the element that it stands in; the script never reads them as HTML.
+A page holds its values as JSON, and a script draws them. Names and paths are escaped in the JSON, so that none can end
+the element that it stands in, and the script adds them as text, never as HTML.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _ESCAPED = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
 
 
 def filled(package: str, title: str, text: str, shown: dict[str, Any], body: str = _MAIN) -> str:
-    """A page: ``page.html`` of this package with the ``page.css`` and ``page.js`` of another one in it.
+    """Return a page: ``page.html`` of this package with the ``page.css`` and ``page.js`` of another one in it.
 
     Args:
-        package: of which view it is.
+        package: the package of the view.
         title: the name of the view.
-        text: what stands in the page for readers without scripts.
-        shown: what its script draws, as `found`.
-        body: HTML that the script draws into.
+        text: the text for readers without scripts.
+        shown: the values that the script draws; it knows them as `found`.
+        body: the HTML that the script draws into.
     """
     template = _read(str(__package__), "page.html")
     values = {

@@ -1,4 +1,4 @@
-"""Why an op has the rule that it has, in the words that every view uses."""
+"""Says why an op has its rule, in the words that every view uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hmpx.ops.wrapping.rules import is_explicit
 
 
 def reason(op: Op, policy: Policy) -> str:
-    """The rule that an op gets under a policy, and where that comes from."""
+    """Return the rule that an op gets under a policy, and where that comes from."""
     if op.view:
         return f"none: only makes a view: never cast{_where(op.name, policy, ', though ')}"
     if policy.listed_as(op) is None and (composed := _reason_of_parts(op, policy)):
@@ -31,7 +31,7 @@ def reason(op: Op, policy: Policy) -> str:
 
 
 def reason_of_call(point: Point, seen: Seen, policy: Policy, frame: FrameType | None = None) -> str:
-    """Why one call, made in `frame`, was cast as it was, or was not."""
+    """Say why one call, made in `frame`, was cast as it was, or was not."""
     op = catalog().get(point.op)
     if point.op == "to":
         where = rule_that_casts(frame) if frame is not None else ""
@@ -47,7 +47,7 @@ def reason_of_call(point: Point, seen: Seen, policy: Policy, frame: FrameType | 
 
 
 def in_a_line(error: Exception) -> str:
-    """An error's message in one line. An out-of-memory error is raised again, as it is no matter of precision."""
+    """Return an error's message in one line; raise an out-of-memory error again, as it is no matter of precision."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         raise error
     lines = str(error).strip().splitlines()
@@ -55,7 +55,7 @@ def in_a_line(error: Exception) -> str:
 
 
 def _where(name: str, policy: Policy, before: str = "") -> str:
-    """Where a name is listed; empty if it is not."""
+    """Return where a name is listed; "" if it is not."""
     if not policy.listed(name):
         return ""
     origin = policy.origins.get(name)
@@ -63,7 +63,7 @@ def _where(name: str, policy: Policy, before: str = "") -> str:
 
 
 def _reason_of_parts(op: Op, policy: Policy) -> str:
-    """The reason for an unlisted op: which parts it follows, or why it follows none."""
+    """Return the reason for an unlisted op: which parts it follows, or why it follows none."""
     if differing := policy.undecided(op):
         parts = ", ".join(f"{name} {rule}" for name, rule in differing.items())
         left = "the others follow the first" if op.refuses_mixed else "torch's own function, untouched"

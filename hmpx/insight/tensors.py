@@ -1,4 +1,4 @@
-"""Finds tensors in arguments and results of ops, and asks what may be read of them."""
+"""Finds tensors in arguments and results of ops, and reads what may be read of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _unseen = torch._C._DisableTorchDispatch
 
 
 def floating(values: Iterable[Any]) -> list[Tensor]:
-    """The floating tensors in `values`, in order, in lists, tuples and dicts too."""
+    """Return the floating tensors in `values`, in order, in lists, tuples and dicts too."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -38,7 +38,7 @@ def differentiable(dtype: torch.dtype) -> bool:
 
 
 def name(dtype: torch.dtype) -> str:
-    """A dtype's name without "torch."."""
+    """Return a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,13 +1,18 @@
-"""Text tables that fit a terminal: wide cells are cut, and the least important columns are left out."""
+"""Text for a terminal: tables that fit it, and figures, dtypes and places in few characters.
+
+In a table that is too wide, cells are cut, and the least important columns are left out.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _GAP = 2
+_DTYPE = re.compile(r"\b(b?)float(\d+)")
 _LAYER = re.compile(r"(?<![^.])(\d+|\*)(?=\.)")  # in the name of a module
 
 
@@ -15,8 +20,8 @@ _LAYER = re.compile(r"(?<![^.])(\d+|\*)(?=\.)")  # in the name of a module
 class Column:
     """One column of a table.
 
-    least: what its cells may be cut to, in characters; 0 where they may not. from_left: where they are cut, as the end
-    of a path tells more than its beginning. rank: the highest is left out first where a terminal is narrow, 0 never.
+    least: the length to which its cells may be cut; 0 where they may not. from_left: whether they are cut at the
+    beginning, as the end of a path tells more. rank: the highest is left out first where a terminal is narrow, 0 never.
     """
 
     title: str
@@ -36,12 +41,12 @@ class Column:
 
 
 def terminal_width() -> int:
-    """The width of the terminal behind standard output, at least 80; 100 if there is none."""
+    """Return the width of the terminal behind standard output, at least 80; 100 if there is none."""
     return max(80, shutil.get_terminal_size((100, 24)).columns)
 
 
 def table(columns: Sequence[Column], width: int) -> list[str]:
-    """The lines of a table, its titles first, none longer than `width` if the columns of rank 0 can be as narrow.
+    """Return the lines of a table, its titles first; none is longer than `width` if columns of rank 0 can be cut to it.
 
     Example:
         >>> print(*table([Column("op", ["linear", "cat"]), Column("calls", ["3", "12"], right=True)], 80), sep="\\n")
@@ -76,7 +81,7 @@ def _cell(text: str, width: int, column: Column) -> str:
 
 
 def _from_left(text: str, width: int) -> str:
-    """The end of a dotted name or a path, and before it the number of the layer, if there is one and room for it."""
+    """Return the end of a dotted name or a path, after the number of the layer, if there is one and room for it."""
     end = text[len(text) - width + 1 :]
     numbers = list(_LAYER.finditer(text, 0, len(text) - width + 2))
     if numbers:
@@ -84,3 +89,48 @@ def _from_left(text: str, width: int) -> str:
         if len(head) + 3 <= width:
             return head + text[len(text) - width + len(head) :]
     return f"…{end}"
+
+
+def short_dtypes(text: str) -> str:
+    """Shorten the dtypes in a text: "bf16" for "bfloat16", "fp32" for "float32"."""
+    return _DTYPE.sub(lambda found: f"{'bf' if found[1] else 'fp'}{found[2]}", text).replace(" and ", "+")
+
+
+def dtype_steps(*steps: Iterable[str]) -> str:
+    """Join the dtypes of an op's arguments, of the op and of its result, each once: "float32 -> bfloat16"."""
+    words = [" and ".join(dict.fromkeys(step)) for step in steps]
+    return " -> ".join(word for i, word in enumerate(words) if word and (i == 0 or word != words[i - 1]))
+
+
+def short_place(where: str) -> str:
+    """Shorten file:line to the path from the folder that the program runs in, or else to the file's name."""
+    path, _, line = where.rpartition(":")
+    inside = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.basename(path)
+    return f"{inside}:{line}" if path else where
+
+
+def short_places(text: str) -> str:
+    """Shorten each path in a sentence as `short_place` does."""
+    return re.sub(r"(?<![\w.])/[^\s:]+:\d+", lambda found: short_place(found[0]), text)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}" if seconds < 99.9 else f"{1e3 * seconds:.0f}"
+
+
+def size(count: float) -> str:
+    """Format a number of bytes, in units of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.{0 if unit == 'B' else 1}f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def number(count: int, one: str, many: str = "") -> str:
+    """Format a count with its noun: "1 call", "2 calls"."""
+    return f"{count} {one if count == 1 else many or one + 's'}"

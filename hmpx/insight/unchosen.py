@@ -13,9 +13,9 @@ MIXING = frozenset("add sub mul div where addcmul addcdiv lerp maximum minimum".
 
 
 def unchosen(names: ModuleNames, frame: FrameType, given: list[Tensor], result: list[Tensor]) -> str:
-    """Why a low-precision stream became FP32 although no list asks for it: the FP32 tensor that it met; else "".
+    """Say which FP32 tensor made FP32 of a low-precision stream although no list asks for it; "" if none did.
 
-    That is a parameter, a buffer, or what is smaller than the stream. Two streams of one size make no finding: a sum in
+    It is a parameter, a buffer, or a tensor smaller than the stream. Two streams of one size make no finding: a sum in
     FP32 of an FP32 residual and a BF16 branch is as mixed precision should be.
     """
     wide = [tensor for tensor in given if tensor.dtype is torch.float32 and tensor.dim()]

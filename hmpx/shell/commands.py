@@ -8,9 +8,8 @@ from pathlib import Path
 
 from hmpx.errors import HmpxError
 from hmpx.insight.check import check_files
-from hmpx.insight.explain import explain_op, ops_table
-from hmpx.insight.recipe_words import recipe_in_words, recipes_table
-from hmpx.insight.sites import explain_site
+from hmpx.insight.explain import explain_op, ops_table, recipe_lines, recipes_table
+from hmpx.insight.explain_line import explain_site
 from hmpx.ops.computing.kernels import choose
 from hmpx.recipes import run_script
 from hmpx.recipes.files import recipe_names
@@ -116,7 +115,7 @@ def _explain(options: argparse.Namespace) -> int:
     elif options.what in recipe_names() or Path(options.what).suffix in (".yaml", ".yml") or is_gaudi(options.what):
         if options.recipe:
             raise HmpxError(f"{options.what} is a recipe itself; --recipe goes with an op or a line")
-        print(recipe_in_words(with_options(as_recipe(options.what), options)))
+        print(*recipe_lines(with_options(as_recipe(options.what), options)), sep="\n")
     elif Path(options.what).suffix in (".txt", ".json"):
         of_list = f"its ops: ops --list {options.what}; a line of it: explain {options.what}:1"
         raise HmpxError(f"{options.what} is an op list. What is wrong with it: check {options.what}; {of_list}")

@@ -17,7 +17,7 @@ from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started
 
 
 def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Both commands."""
+    """Add the commands `record` and `report`."""
     command = add_command(
         "record",
         "run an unmodified script and say which op ran in which precision, where, and at what price",
@@ -65,7 +65,7 @@ def _record(options: argparse.Namespace) -> int:
 
 
 def _show(log: Log, outputs: dict[str, Path], started: Counter[str]) -> None:
-    """Write the files, and print the table beneath all that the script has printed; what it does not hold, too."""
+    """Write the files, and print the table beneath the script's own output, with the processes that it lacks."""
     for kind, path in outputs.items():
         getattr(log, kind)(path)
     if is_first_rank():
@@ -92,7 +92,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def of_rank(path: str) -> Path:
-    """Where this rank writes, absolute, since a script may change its folder; of many, ``log.3.json`` for rank 3."""
+    """Return the absolute path that this rank writes to; of many, ``log.3.json`` for rank 3."""
     whole = Path(os.path.abspath(path))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return whole.with_name(f"{whole.stem}.{os.environ.get('RANK', '0')}{whole.suffix}")

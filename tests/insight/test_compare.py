@@ -1,7 +1,6 @@
 """`hmpx.compare`: it names what was planted, and nothing in healthy models."""
 
 import dataclasses
-import inspect
 import json
 import math
 import re
@@ -18,24 +17,16 @@ from tests.support.planted import (
     Model,
     Steps,
     batches,
+    line_of,
     long_sum,
     loss_of,
     masked_loss,
     padded,
+    policy,
     position_left_in_bf16,
     root_of_a_small_difference,
     sharp_softmax,
 )
-
-
-def policy(bf16, fp32=""):
-    """Lists with these names; one that is in the first is not in the second."""
-    return hmpx.Policy(bf16=tuple(bf16.split()), fp32=tuple(name for name in fp32.split() if name not in bf16.split()))
-
-
-def line_of(function, text):
-    source, first = inspect.getsourcelines(function)
-    return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(source) if text in line)}"
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -197,6 +188,27 @@ def test_gradient_errors_are_those_that_a_hand_computes():
     assert found.gradient_error == pytest.approx(float(error.square().sum(1).mean().sqrt() / noise), rel=1e-4)
     bias = error.mean(0).norm() / (noise / math.sqrt(len(data)))
     assert found.gradient_bias == pytest.approx(float(bias), rel=1e-4)
+
+
+def test_log_probs_that_the_loss_returns_change_as_a_hand_computes():
+    model, data = Model(lambda h: h), batches(3)
+
+    def loss(model, x, y):
+        log_probs = model(x).log_softmax(-1).gather(1, y[:, None])
+        return -log_probs.mean(), log_probs
+
+    found = hmpx.compare(model, data, loss, lists=policy("linear", "mul log_softmax"))
+    exact = [loss(model, *batch)[1].detach() for batch in data]
+    with hmpx.convert(**lists_of("linear", "mul log_softmax")):
+        low = [loss(model, *batch)[1].detach() for batch in data]
+    assert found.log_prob_change == pytest.approx((torch.cat(low) - torch.cat(exact)).abs().mean().item(), rel=1e-5)
+    inputs = model.first(data[0][0]).bfloat16(), model.last.weight.bfloat16(), model.last.bias.bfloat16()
+    last = nn.functional.linear(*inputs).float().log_softmax(-1).gather(1, data[0][1][:, None])
+    change = (last - exact[0]).abs().mean().item()
+    moved = {row.module: row.log_prob_change for row in found.rows if not math.isnan(row.log_prob_change)}
+    assert [*moved] == ["first", "last"] and moved["last"] == pytest.approx(change, rel=1e-5)
+    assert f"log-probs by {found.log_prob_change:.2g} in the mean" in str(found)
+    assert "log-prob" not in str(hmpx.compare(model, data, loss_of))
 
 
 def test_estimates_are_near_what_is_measured():

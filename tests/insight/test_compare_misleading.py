@@ -1,7 +1,6 @@
 """`hmpx.compare` where the fault shows at another place than where it is: it names what a run alone bears out."""
 
 import dataclasses
-import inspect
 import math
 
 import pytest
@@ -20,42 +19,23 @@ from tests.support.misleading import (
     one_minus_probability,
     variance_then_exp,
 )
-from tests.support.planted import Model, batches, loss_of, root_of_a_small_difference
+from tests.support.planted import Model, batches, line_of, loss_of, policy, root_of_a_small_difference
 
 ELEMENTWISE = "add sub mul mean square exp rsqrt sqrt sigmoid log linear"
-
-
-def policy(bf16, fp32="cross_entropy"):
-    return hmpx.Policy(bf16=tuple(bf16.split()), fp32=tuple(fp32.split()))
 
 
 def fp16(*names):
     return dataclasses.replace(hmpx.Policy(bf16=names), low_precision=torch.float16)
 
 
-def line_of(function, text):
-    source, first = inspect.getsourcelines(function)
-    return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(source) if text in line)}"
-
-
 def error_alone(model, data, module, name):
     """The gradient error of one module's op in BF16, by a rule for that module and with nothing of `compare`."""
 
     def gradients():
-        found = [
-            torch.autograd.grad(loss_of(model, *batch), list(model.parameters()), allow_unused=True) for batch in data
-        ]
-        return torch.stack(
-            [
-                torch.cat(
-                    [
-                        torch.zeros_like(p).flatten() if g is None else g.flatten()
-                        for p, g in zip(model.parameters(), each, strict=True)
-                    ]
-                )
-                for each in found
-            ]
-        )
+        weights = list(model.parameters())
+        losses = [loss_of(model, *batch) for batch in data]
+        found = [torch.autograd.grad(loss, weights, materialize_grads=True, allow_unused=True) for loss in losses]
+        return torch.stack([torch.cat([gradient.flatten() for gradient in each]) for each in found])
 
     exact = gradients()
     rule = hmpx.policy_for(module, bf16=[name])

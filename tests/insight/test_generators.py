@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hmpx.insight import generators
-from hmpx.insight.kept import kept
+from hmpx.insight import run_state as generators
+from hmpx.insight.run_state import kept
 
 
 def test_what_is_drawn_after_it_is_drawn_again():

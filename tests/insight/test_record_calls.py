@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import process_state
-from hmpx.insight.recording import trips
+from hmpx.insight.recording import findings
 from tests.support.untouched import attributes_of_torch
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -89,7 +89,7 @@ def test_shapes_are_bounded():
 
 @pytest.mark.slow
 def test_memory_grows_with_lines_and_not_with_calls(monkeypatch):
-    monkeypatch.setattr(trips, "_LATEST", 8)
+    monkeypatch.setattr(findings, "_LATEST", 8)
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
 
     def many(calls):
@@ -142,13 +142,10 @@ def test_off_there_is_nothing_of_it_and_after_it_torch_is_as_it_was():
         pass
     assert attributes_of_torch() == before and not process_state.in_use()
     with hmpx.convert():
-        plain = {label: getattr(value[0], "__code__", value[0]) for label, value in attributes_of_torch().items()}
+        plain = codes_of_torch()
         with hmpx.record():
-            recording = {
-                label: getattr(value[0], "__code__", value[0]) for label, value in attributes_of_torch().items()
-            }
-        again = {label: getattr(value[0], "__code__", value[0]) for label, value in attributes_of_torch().items()}
-        assert again == plain != recording
+            recording = codes_of_torch()
+        assert codes_of_torch() == plain != recording
     assert attributes_of_torch() == before and torch.autograd.backward is backward and not process_state.in_use()
 
 

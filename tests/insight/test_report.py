@@ -18,7 +18,7 @@ from torch import nn
 import hmpx
 from hmpx.insight.recording.device import DeviceSide
 from hmpx.insight.recording.log import Log
-from hmpx.insight.recording.site import RoundTrip, Site
+from hmpx.insight.recording.recorded import RoundTrip, Site
 from hmpx.insight.text_table import Column, table
 from tests.support import browser, python
 

@@ -89,29 +89,45 @@ def test_an_interrupt_from_the_keyboard(script, tmp_path):
     assert "9 calls of 3 ops" in said and running.returncode != 0
 
 
-def test_a_script_that_converts_itself(script, tmp_path):
-    done = record(tmp_path, script(before="import hmpx\nhmpx.convert()\n"))
-    assert done.returncode == 0 and "9 calls of 3 ops" in done.stderr and "runs train.py" not in done.stderr
+@pytest.fixture
+def recorded(tmp_path, monkeypatch, capsys, script):
+    """Run `record` on the script in this process, and return what it prints to standard error."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("path", "argv"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setenv("HMPX_RUN", "")
+    monkeypatch.delenv("HMPX_RUN")
+
+    def run(*arguments, **more):
+        assert main(["record", *arguments, script(**more)]) == 0
+        hmpx.restore()
+        return capsys.readouterr().err
+
+    return run
 
 
-def test_lists_without_a_recipe(script, tmp_path):
+def test_a_script_that_converts_itself(recorded):
+    said = recorded(before="import hmpx\nhmpx.convert()\n")
+    assert "9 calls of 3 ops" in said and "runs train.py" not in said
+
+
+def test_lists_without_a_recipe(recorded, tmp_path):
     (tmp_path / "mine.txt").write_text("linear\nbmm\n")
-    done = record(tmp_path, "--list", "mine.txt", script())
-    assert done.returncode == 0 and "Names in your lists that no call matched\n  mine.txt:2: bmm" in done.stderr
+    assert "Names in your lists that no call matched\n  mine.txt:2: bmm" in recorded("--list", "mine.txt")
 
 
-def test_it_says_when_nothing_was_converted(script, tmp_path):
-    done = record(tmp_path, script())
-    assert done.returncode == 0 and "Nothing was converted while this recorded" in done.stderr
-    assert "record --recipe NAME script.py" in done.stderr
+def test_it_says_when_nothing_was_converted(recorded):
+    said = recorded()
+    assert "Nothing was converted while this recorded" in said and "record --recipe NAME script.py" in said
 
 
-def test_each_rank_writes_a_file_of_its_own_and_the_first_one_prints(script, tmp_path):
-    environment = python.environment() | {"WORLD_SIZE": "2"}
-    said = [
-        record(tmp_path, *RECIPE, "--json", "log.json", script(), env=environment | {"RANK": str(rank)}).stderr
-        for rank in range(2)
-    ]
+def test_each_rank_writes_a_file_of_its_own_and_the_first_one_prints(recorded, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        said.append(recorded(*RECIPE, "--json", "log.json"))
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["log.0.json", "log.1.json"]
     assert "9 calls" in said[0] and not said[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import hmpx
+
 WIDTH = 16
+
+
+def policy(bf16, fp32="cross_entropy"):
+    """Lists with these names; one that is in the first is not in the second."""
+    return hmpx.Policy(bf16=tuple(bf16.split()), fp32=tuple(name for name in fp32.split() if name not in bf16.split()))
+
+
+def line_of(function, text):
+    """The line of a function that holds a text, as file:line."""
+    source, first = inspect.getsourcelines(function)
+    return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(source) if text in line)}"
 
 
 class Model(nn.Module):

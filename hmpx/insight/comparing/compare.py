@@ -1,4 +1,4 @@
-"""`compare`: makes the runs in their order, and the rows from them."""
+"""`compare`: the runs in their order, and the rows that come of them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.insight import observed
-from hmpx.insight.comparing import noise, trials
-from hmpx.insight.comparing.backward import Backward
-from hmpx.insight.comparing.calls import Compared
+from hmpx.insight.comparing import noise
+from hmpx.insight.comparing.calls import Compared, Pass, Sites
 from hmpx.insight.comparing.comparison import Comparison
-from hmpx.insight.comparing.fp32_passes import Alone, Finite, Shifted, Wide
-from hmpx.insight.comparing.lists import lists_meant, rules_meant
-from hmpx.insight.comparing.low_pass import Low
-from hmpx.insight.comparing.row import FELT, Row, mask_note, projected, row_of, sums
-from hmpx.insight.comparing.sites import Pass, Sites
-from hmpx.insight.comparing.subject import Loss, Stopped, Subject, place_of
+from hmpx.insight.comparing.fp32_passes import AlonePass, ComparingPass, Fp32Pass, ShiftedPass
+from hmpx.insight.comparing.listed_pass import FirstNonfinite, ListedPass
+from hmpx.insight.comparing.row import Row, mask_note, row_of, sums
+from hmpx.insight.comparing.subject import Loss, Stopped, Subject, lists_meant, place_of, rules_meant
+from hmpx.insight.comparing.trials import Effect, Trials, can_run_alone
 from hmpx.insight.reasons import in_a_line
-from hmpx.insight.stance import eager
+from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import Tensor
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.wrapping.observing import unobserved
@@ -55,8 +53,9 @@ def compare(
         model: in FP32; or in BF16 or FP16, and then its FP32 copy is what it is compared with.
         batches: a list of tuples or lists of positional arguments. Noise between batches needs two, four are better. A
             batch of one argument that is a list of tensors is written ``([...],)``.
-        loss: called as ``loss(model, *batch)``, returns a scalar tensor. None: only results of ``model(*batch)`` are
-            compared.
+        loss: called as ``loss(model, *batch)``, returns a scalar tensor; or that and a tensor of log-probs, whose
+            change is then shown too, at the price of one more forward pass for each op. None: only results of
+            ``model(*batch)`` are compared.
         lists: a recipe, as for `prepare` (a name, a file, a dict of its keys; its rules for modules hold, too), or a
             policy. None: what is in force, else the default lists with FP32 weights.
 
@@ -90,6 +89,8 @@ class _Comparing:
         self._losses: list[tuple[float, float]] = []  # in FP32, and under the lists
         self._exact: list[list[Tensor]] = []  # FP32 gradients, by batch
         self._errors: list[float] = []  # squared, of the gradients under the lists, by batch
+        self._log_probs: list[Tensor] = []  # the absolute changes by the lists, by batch
+        self._first_log_probs: Tensor | None = None  # in FP32, of the first batch
         self._passes = 0
 
     def run(self) -> Comparison:
@@ -99,15 +100,15 @@ class _Comparing:
         except Stopped as why:
             return self._found({}, None, stopped=str(why))
         rows = {site: row_of(site, self._noise, self._h) for site in self._sites.compared()}
-        producer = self._producer()
-        if producer is not None:
-            site, phase, _ = producer
-            wrong = max(site.accumulated.nonfinite, 1)
-            note = mask_note(site) or rows[site].note
-            rows[site] = replace(rows[site], phase=phase, nonfinite=wrong, note=note)
-        rest, together = self._try_out(rows, producer)
-        first = None if producer is None else rows[producer[0]]
-        return self._found(rows, first, rest=rest, together=tuple(rows[site] for site in together))
+        first, phase, seen_in = self._first_wrong()
+        if first is not None:
+            wrong, note = max(first.accumulated.nonfinite, 1), mask_note(first) or rows[first].note
+            rows[first] = replace(rows[first], phase=phase, nonfinite=wrong, note=note)
+        trials = Trials(rows, self._noise, self._errors, self._h, self._alone)
+        trials.make(first, seen_in, len(self._subject.batches))
+        self._move_log_probs(rows)
+        together = tuple(rows[site] for site in trials.together)
+        return self._found(rows, None if first is None else rows[first], rest=trials.rest, together=together)
 
     def _found(self, rows: dict[Compared, Row], first: Row | None, **more: Any) -> Comparison:
         scored = bool(self._subject.parameters) and bool(rows)
@@ -119,6 +120,7 @@ class _Comparing:
             loss=exact if scored else math.nan,
             loss_change=low - exact if scored else math.nan,
             first_nonfinite=first,
+            log_prob_change=float(torch.cat(self._log_probs).mean()) if self._log_probs else math.nan,
             passes=self._passes,
             policy=str(self._policy),
             _ops=sums(rows, lambda site: Row(site.op), self._noise, self._h),
@@ -126,8 +128,8 @@ class _Comparing:
             **more,
         )
 
-    def _observed(self, now: Pass | None, run: Callable[..., Any], *args: Any) -> Any:
-        """A run of the model that one pass observes."""
+    def _observed(self, now: Pass, run: Callable[..., Any], *args: Any) -> Any:
+        """Run the model under a pass."""
         self._sites.now = now
         self._passes += 1
         try:
@@ -136,164 +138,88 @@ class _Comparing:
             self._sites.now = None
 
     def _compare(self, number: int, batch: tuple) -> None:
-        """The runs of one batch."""
+        """Make the runs of one batch."""
         sites, subject = self._sites, self._subject
         sites.begin_batch(number)
-        low, low_gradients = self._low(batch)
-        exact, gradients = self._observed(Wide(sites), subject.wide, batch)
+        (low, low_gradients), low_log_probs = self._low(batch), subject.log_probs
+        (exact, gradients), log_probs = self._observed(ComparingPass(sites), subject.wide, batch), subject.log_probs
         if not math.isfinite(exact) or (gradients and not math.isfinite(noise.square(gradients))):
             raise Stopped(self._not_finite(number, batch, exact))
+        if log_probs is not None and low_log_probs is not None:
+            with unobserved():
+                self._log_probs.append((low_log_probs - log_probs).abs().flatten())
         if number == 0:
-            self._check_same(exact, batch)
+            self._first_log_probs = log_probs
+            subject.check_repeats(exact, self._observed(Fp32Pass(sites), subject.wide, batch, False)[0])
         if self._shifts:
             with unobserved():
                 self._errors.append(self._noise.add(gradients, low_gradients))
             self._exact.append(gradients)
             sites.forget_results()
-            self._observed(Shifted(sites), subject.shifted, batch, self._shifts[number % noise.DIRECTIONS])
+            self._observed(ShiftedPass(sites), subject.shifted, batch, self._shifts[number % noise.DIRECTIONS])
         self._losses.append((exact, low))
         sites.end_batch()
 
     def _low(self, batch: tuple) -> tuple[float, list[Tensor]]:
-        """The run under the lists."""
+        """Make the run under the lists."""
         try:
-            return self._observed(Low(self._sites), self._subject.low, batch)
+            return self._observed(ListedPass(self._sites), self._subject.low, batch)
         except HmpxError:
             raise
         except Exception as error:
             said = f"under the lists the program raises {in_a_line(error)} at {place_of(error)}, and in FP32 it runs"
-        self._observed(Wide(self._sites, compare=False), self._subject.wide, batch)  # raises if lists do not matter
+        self._observed(Fp32Pass(self._sites), self._subject.wide, batch)  # raises if lists do not matter
         raise Stopped(said)
 
     def _not_finite(self, number: int, batch: tuple, exact: float) -> str:
-        """The verdict on a batch whose loss or gradients are not finite in FP32."""
-        made, run = Finite(self._sites), self._subject.wide
+        """Return the verdict on a batch whose loss or gradients are not finite in FP32."""
         what = f"the loss of batch {number}" if not math.isfinite(exact) else f"a gradient of batch {number}"
         if self._subject.loss is None:
             what = f"the result for batch {number}"
         said = f"FP32 itself is not finite: {what} has inf or NaN"
         if bad := self._subject.not_finite(batch):
             return f"{said}, and so {bad}. No list mends that"
-        self._observed(made, run, batch)
-        first, phase = made.first, "forward"
-        if first is None and self._shifts:
-            back = Backward(Wide(self._sites, compare=False))
-            self._observed(back, run, batch)
-            first, phase = back.first, "backward"
+        search = FirstNonfinite(Fp32Pass(self._sites))
+        self._observed(search, self._subject.wide, batch)
+        first, phase = search.forward or search.backward, "forward" if search.forward else "backward"
         if first is None:
             return f"{said}, made by no op that hmpx sees. No list mends that"
         inside = f" in {first.module}" if first.module else ""
         return f"{said}, first in the {phase} pass of {first.op}{inside}, {first.where}. No list mends that"
 
-    def _check_same(self, exact: float, batch: tuple) -> None:
-        again, _ = self._observed(Wide(self._sites, compare=False), self._subject.wide, batch, False)
-        self._subject.check_repeats(exact, again)
-
-    def _try_out(
-        self, rows: dict[Compared, Row], producer: tuple[Compared, str, int] | None
-    ) -> tuple[float, list[Compared]]:
-        """Run single ops alone, and put the results into the rows that need them.
-
-        Returns what all others do together, and a group that breaks it together where no single op was found.
-        """
-        measure, found = self._noise, math.nan
-        broken = producer is not None or measure.error >= FELT
-        if not broken and math.isnan(measure.noise):
-            return found, []
-        first, batch = (producer[0], producer[2]) if producer else (None, None)
-        if batch is None:
-            batch = max(range(len(self._errors)), key=self._errors.__getitem__)
-        tried = [
-            trials.Trial(site, self._batches_for(site, batch if producer else None))
-            for site in trials.suspects(rows, measure, first, broken)
-        ]
-        runs, before = trials.runs_of(measure), self._passes
-        for trial in tried[: None if broken else runs]:
-            trial.add(trial.batches.pop(0), self._alone)
-        together: list[Compared] = []
-        if broken:
-            alone = {trial.site for trial in tried if trial.error(measure) >= FELT}
-            others = [s for s, row in rows.items() if s not in alone and trials.can_run_alone(s, row)]
-            found, singles, together = self._search(others, batch, bool(alone))
-            for site, effect in singles.items():
-                tried = [trial for trial in tried if trial.site is not site]
-                tried.append(trials.Trial(site, [b for b in self._batches_for(site, None) if b != batch]))
-                tried[-1].add(batch, lambda *_, effect=effect: effect)
-        if not math.isnan(measure.noise):
-            trials.repeat(tried, rows, measure, self._alone, runs - (self._passes - before))
-        for trial in tried:
-            rows[trial.site] = trial.row(rows[trial.site], measure)
-        return found, together
-
-    def _batches_for(self, site: Compared, first: int | None) -> list[int]:
-        """Batches for the runs of a site: those in which it looks worst first, but for one that is to be first."""
-        if not self._shifts:
-            order = list(range(len(self._subject.batches)))
-        else:
-            order = trials.worst_batches(projected(site, self._h), self._errors)
-        return order if first is None else sorted(order, key=lambda batch: batch != first)
-
-    def _search(
-        self, others: list[Compared], batch: int, explained: bool
-    ) -> tuple[float, dict[Compared, trials.Effect], list[Compared]]:
-        """What the others do together in a batch; the single ops among them that break it; a group that does, or none.
-
-        explained: whether there are others that break it alone.
-        """
-        effects: dict[Compared, trials.Effect] = {}
-        known: dict[frozenset[Compared], float] = {}
-
-        def harm(group: Sequence[Compared]) -> float:
-            key = frozenset(group)
-            if key not in known:
-                effect = self._alone(group, batch)
-                known[key] = trials.in_noise(effect, self._noise)
-                if len(group) == 1:
-                    effects[group[0]] = effect
-            return known[key]
-
-        singles: dict[Compared, trials.Effect] = {}
-        while True:
-            together = harm(others) if others else 0.0
-            if not together >= FELT:
-                return together, singles, []
-            parts = trials.halved(others, lambda group: harm(group) >= FELT)
-            found = [part[0] for part in parts if len(part) == 1 and part[0] in effects]
-            if not found:
-                return together, singles, [] if explained or singles else min(parts, key=len, default=[])
-            singles |= {site: effects[site] for site in found}
-            others = [site for site in others if site not in singles]
-
-    def _alone(self, chosen: Collection[Compared], number: int) -> trials.Effect:
-        """What some sites alone change in a batch: the loss and the gradients."""
-        self._sites.batch = number
-        low = Alone(self._sites, set(chosen))
-        loss, gradients = self._observed(low, self._subject.wide, self._subject.batches[number])
-        with unobserved():
-            exact = self._exact[number] if self._exact else []
-            errors = [low - full for low, full in zip(gradients, exact, strict=True)]
-        if self._subject.loss is None and loss != self._losses[number][0]:
-            return math.nan, errors
-        return loss - self._losses[number][0], errors
-
-    def _producer(self) -> tuple[Compared, str, int] | None:
-        """The site where something first is not finite that is finite in FP32; the pass, and the batch."""
+    def _first_wrong(self) -> tuple[Compared | None, str, int | None]:
+        """Return the site where something first is not finite that is finite in FP32; the pass, and the batch."""
         wrong = [(site.first_wrong, site) for site in self._sites.compared() if site.first_wrong is not None]
         if wrong:
             (batch, _), site = min(wrong, key=lambda each: each[0])
             return site, "forward", batch
-        for number, (exact, low) in enumerate(self._losses):
-            if self._shifts and math.isfinite(exact) and math.isfinite(low):
-                found = self._backward(number)
-                if found is not None:
-                    return found, "backward", number
-        return None
+        for number, error in enumerate(self._errors):
+            if math.isfinite(self._losses[number][1]) and not math.isfinite(error):
+                self._sites.batch = number
+                search = FirstNonfinite(ListedPass(self._sites))
+                self._observed(search, self._subject.low, self._subject.batches[number])
+                if search.backward is not None:
+                    return search.backward, "backward", number
+        return None, "", None
 
-    def _backward(self, number: int) -> Compared | None:
-        """The site whose backward first makes something of a finite gradient that is not finite."""
-        if not self._noise.is_wrong(number):
-            return None
+    def _move_log_probs(self, rows: dict[Compared, Row]) -> None:
+        """Run each site alone in the first batch, forward only, if the loss returns log-probs; note how they change."""
+        exact, self._sites.batch = self._first_log_probs, 0
+        for site, row in rows.items():
+            if exact is not None and can_run_alone(site, row):
+                alone = AlonePass(self._sites, {site})
+                self._observed(alone, self._subject.wide, self._subject.batches[0], False)
+                if (changed := self._subject.log_probs) is not None and not site.not_compared:
+                    with unobserved():
+                        rows[site] = replace(row, log_prob_change=float((changed - exact).abs().mean()))
+
+    def _alone(self, chosen: Collection[Compared], number: int) -> Effect:
+        """Run some sites alone in a batch; return what that changes in the loss and the gradients."""
         self._sites.batch = number
-        locating = Backward(Low(self._sites))
-        self._observed(locating, self._subject.low, self._subject.batches[number])
-        return locating.first
+        low = AlonePass(self._sites, set(chosen))
+        loss, gradients = self._observed(low, self._subject.wide, self._subject.batches[number])
+        change = loss - self._losses[number][0]
+        if self._subject.loss is None:
+            return math.nan if change else 0.0, []
+        with unobserved():
+            return change, [low - exact for low, exact in zip(gradients, self._exact[number], strict=True)]

@@ -1,9 +1,8 @@
-"""The runs in FP32 beside the run under the lists, `Low`: each computes every call of an op, but for what it says.
+"""The passes in FP32, which are compared with the pass under the lists.
 
-`Wide` also computes, beside each call, what the op alone makes of its FP32 inputs under the lists, and asks the
-backward pass what that error does to the loss. `Shifted` asks that again, with weights that are shifted a little and
-the decisions of `Wide`. In `Alone` some sites run under the lists. `Finite` finds where FP32 itself first makes inf or
-NaN.
+`Fp32Pass` computes every call in FP32. `ComparingPass` also computes, beside each call, the op alone as under the
+lists, and asks the backward pass what its error does to the loss. `ShiftedPass` asks that again, with weights that are
+shifted a little and the decisions of `ComparingPass`. In `AlonePass` some sites run as the lists say.
 """
 
 from __future__ import annotations
@@ -15,79 +14,92 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from hmpx.insight import generators
-from hmpx.insight.comparing.calls import Asked, Call, Compared, Number
-from hmpx.insight.comparing.computing import as_listed, in_fp32, of_rounded_inputs, widened
-from hmpx.insight.comparing.decisions import otherwise, taken, taken_again
-from hmpx.insight.comparing.difference import Distance, in_full, product, square
-from hmpx.insight.comparing.low_pass import Low, is_recomputing
-from hmpx.insight.comparing.sites import Sites
-from hmpx.insight.tensors import Tensor, floating, is_masked
+from hmpx.insight import run_state
+from hmpx.insight.comparing.calls import (
+    Asked,
+    Call,
+    Compared,
+    Number,
+    Sites,
+    as_listed,
+    differing,
+    in_fp32,
+    is_recomputing,
+    of_rounded_inputs,
+    taken,
+    taken_again,
+    widened,
+)
+from hmpx.insight.comparing.listed_pass import NumberedPass, all_finite
+from hmpx.insight.comparing.noise import Distance, in_full, product, square_of
+from hmpx.insight.tensors import Tensor, floating
 from hmpx.ops.wrapping.observing import Seen, unobserved
 
 
-class Wide(Low):
-    """Everything in FP32. What drew random numbers under the lists draws the same again.
-
-    compare: whether calls are compared with those of `Low`.
-    """
-
-    def __init__(self, sites: Sites, compare: bool = True) -> None:
-        super().__init__(sites)
-        self._compare = compare
+class Fp32Pass(NumberedPass):
+    """Computes every call in FP32. A call that drew random numbers under the lists draws the same again."""
 
     def around(self, asked: Asked) -> Seen:
         with unobserved():
             again = is_recomputing()
             number = self._number(asked, again)
             kept = asked.site.calls.get(number)
-            if kept is None:
-                return asked.answer(self._exact(asked, number))
-            _draw_again(kept)
+            if kept is not None:
+                _draw_again(kept)
             return asked.answer(self._result(asked, kept, number, again))
 
-    def _exact(self, asked: Asked, number: Number, kept: Call | None = None) -> Any:
-        """The op in FP32; its decisions are kept for `Shifted`, and held against those under the lists."""
-        result = in_fp32(asked)
-        if self._compare and torch._C._functorch.peek_interpreter_stack() is None:
-            made = taken(asked.point.op, asked.args, asked.kwargs, result)
-            if made is not None:
-                again = number in asked.site.decisions
-                asked.site.decisions[number] = made
-                if kept is not None and kept.decisions and not again:
-                    changed = otherwise(made.values, kept.decisions)
-                    asked.site.decided += sum(value.numel() for value in made.values)
-                    asked.site.otherwise += changed
-                    if changed:
-                        asked.site.changed_at.append((number[0], kept.order))
-        return result
+    def _result(self, asked: Asked, kept: Call | None, number: Number, again: bool) -> Any:
+        """Compute a call. kept: the same call under the lists. again: whether a checkpoint repeats it."""
+        return in_fp32(asked)
 
-    def _result(self, asked: Asked, kept: Call, number: Number, again: bool) -> Any:
-        if not self._compare:
-            return in_fp32(asked)
-        beside = self._beside(asked, kept) if kept.is_low else None
-        result = self._exact(asked, number, kept)
+
+class ComparingPass(Fp32Pass):
+    """Compares each call with the same under the lists."""
+
+    def _result(self, asked: Asked, kept: Call | None, number: Number, again: bool) -> Any:
+        site = asked.site
+        beside = self._beside(asked, kept) if kept is not None and kept.is_low else None
+        result = self._exact(asked, kept, number)
+        if kept is None:
+            return result
         results = floating((result,))
         with torch.no_grad():
-            wholes = [square(in_full(each)) for each in results] if kept.results else []
+            wholes = [square_of(in_full(each)) for each in results] if kept.results else []
             if not again:
-                self._accumulate(asked.site, kept, results, wholes)
-            deltas = None if beside is None else self._measure(asked, beside, results, wholes, again)
+                self._accumulate(site, kept, results, wholes)
+            deltas = None if beside is None else self._measure(site, beside, results, wholes, again)
         if deltas is not None:
-            asked.site.deltas[number] = deltas
-            _score_in_backward(asked.site.loss_change, asked, results, deltas)
+            site.deltas[number] = deltas
+            _score_in_backward(site.loss_change, asked, results, deltas)
             if again and torch.is_grad_enabled():
-                asked.site.differentiable = True  # a checkpoint runs twice, first without gradients
+                site.differentiable = True  # a checkpoint runs twice, first without gradients
             elif not any(each.requires_grad for each in results):
-                asked.site.differentiable = False
+                site.differentiable = False
+        return result
+
+    @staticmethod
+    def _exact(asked: Asked, kept: Call | None, number: Number) -> Any:
+        """Compute a call in FP32; keep its decisions for `ShiftedPass`, and count those that the lists change."""
+        result, site = in_fp32(asked), asked.site
+        inside_func = torch._C._functorch.peek_interpreter_stack() is not None
+        made = None if inside_func else taken(asked, result)
+        if made is not None:
+            again = number in site.decisions
+            site.decisions[number] = made
+            if kept is not None and kept.decisions and not again:
+                changed = differing(made.values, kept.decisions)
+                site.decided += sum(value.numel() for value in made.values)
+                site.otherwise += changed
+                if changed:
+                    site.changed_at.append((number[0], kept.order))
         return result
 
     @staticmethod
     def _beside(asked: Asked, kept: Call) -> tuple[list[Tensor], list[Tensor] | None] | None:
-        """What the op alone comes to under the lists, and what that is an error of; None for its FP32 result.
+        """Return the results of the op alone under the lists, and the exact ones; None for the FP32 results.
 
-        An op that a list names is charged with what it makes of FP32 inputs. One that only follows its inputs is not
-        charged with their rounding, which is that of the op that handed them on.
+        An op that a list names is charged with all that it makes of FP32 inputs. An op that follows its inputs is not
+        charged with their rounding: that belongs to the op that made them.
         """
         with torch.no_grad():
             low = as_listed(asked, kept)
@@ -98,21 +110,21 @@ class Wide(Low):
             _draw_again(kept)
             return floating((low,)), exact
 
+    @staticmethod
     def _measure(
-        self,
-        asked: Asked,
+        site: Compared,
         beside: tuple[list[Tensor], list[Tensor] | None],
         results: list[Tensor],
         wholes: list[float],
         again: bool,
     ) -> list[Tensor | None]:
-        """The errors of the results; None where there is none, for `relu` say."""
+        """Return the errors of the results; None for a result without an error, as of `relu`."""
         low, exact = beside
-        difference = Distance() if again else asked.site.alone
+        difference = Distance() if again else site.alone
         deltas: list[Tensor | None] = []
         for a, b, whole in zip(low, exact or results, [None] * len(low) if exact else wholes, strict=False):
             if a.shape != b.shape:
-                asked.site.not_compared = "its result has another shape in FP32"
+                site.not_compared = "its result has another shape in FP32"
                 return []
             before = difference.error
             delta = difference.add(a, b, whole)
@@ -130,87 +142,59 @@ class Wide(Low):
                 site.largest = max(site.largest, float(exact.detach()[wrong].abs().max()))
 
 
-class Shifted(Wide):
-    """Everything in FP32, at shifted weights; errors and decisions are those that `Wide` has found."""
+class ShiftedPass(Fp32Pass):
+    """Runs at shifted weights, with the errors and the decisions that `ComparingPass` has found."""
 
-    def _exact(self, asked: Asked, number: Number, kept: Call | None = None) -> Any:
-        return taken_again(asked.args, in_fp32(asked), asked.site.decisions.get(number))
-
-    def _result(self, asked: Asked, kept: Call, number: Number, again: bool) -> Any:
-        result = self._exact(asked, number)
-        _score_in_backward(asked.site.shifted, asked, floating((result,)), asked.site.deltas.get(number, []))
+    def _result(self, asked: Asked, kept: Call | None, number: Number, again: bool) -> Any:
+        site = asked.site
+        result = taken_again(asked.args, in_fp32(asked), site.decisions.get(number))
+        _score_in_backward(site.shifted, asked, floating((result,)), site.deltas.get(number, []))
         return result
 
 
-class Alone(Wide):
-    """Everything in FP32, but some sites as the lists say."""
+class AlonePass(Fp32Pass):
+    """Runs some sites as the lists say, and all others in FP32."""
 
     def __init__(self, sites: Sites, chosen: Collection[Compared]) -> None:
-        super().__init__(sites, compare=False)
+        super().__init__(sites)
         self._chosen = chosen
 
-    def _result(self, asked: Asked, kept: Call, number: Number, again: bool) -> Any:
-        low = as_listed(asked, kept) if asked.site in self._chosen and kept.is_low else None
+    def _result(self, asked: Asked, kept: Call | None, number: Number, again: bool) -> Any:
+        if kept is None or not kept.is_low or asked.site not in self._chosen:
+            return in_fp32(asked)
+        low = as_listed(asked, kept)
         if low is None:
             return in_fp32(asked)
-        if not asked.site.accumulated.nonfinite and not _finite(low) and _finite(_apart(asked)):
+        overflows = not asked.site.accumulated.nonfinite and not all_finite(floating((low,)))
+        if overflows and all_finite(floating((_apart(asked),))):
             # A constant that a program takes from the dtype, as for masks, is that of FP32 here.
             asked.site.not_compared = "from what FP32 hands it, it overflows, and under the lists it does not"
             return in_fp32(asked)
         low = widened(low)
-        if kept.follows:
-            low = self._with_own_error(asked, kept, low)
+        if kept.follows:  # it has its own error alone, not that of rounding its inputs
+            _draw_again(kept)
+            rounded = of_rounded_inputs(asked, kept)
+            _draw_again(kept)
+            low = tree_map(_added, low, rounded, _apart(asked))
         return asked.args[0].copy_(low) if asked.point.in_place else low
-
-    @staticmethod
-    def _with_own_error(asked: Asked, kept: Call, low: Any) -> Any:
-        """The FP32 result with the error of an op that only follows its inputs: not with that of rounding these."""
-        _draw_again(kept)
-        rounded = of_rounded_inputs(asked, kept)
-        _draw_again(kept)
-        return tree_map(_added, low, rounded, _apart(asked))
 
 
 def _apart(asked: Asked) -> Any:
-    """What the op comes to in FP32; of one that writes to its first input, into a copy of that."""
+    """Compute a call in FP32; one that writes to its first input writes to a copy."""
     args = (asked.args[0].clone(), *asked.args[1:]) if asked.point.in_place else asked.args
     return in_fp32(asked.with_arguments(args, asked.kwargs))
 
 
 def _added(low: Any, rounded: Any, exact: Any) -> Any:
-    """exact + (low - rounded) where these are numbers."""
+    """Return exact + (low - rounded) where these are numbers."""
     if not isinstance(low, Tensor) or not low.dtype.is_floating_point or low.shape != exact.shape:
         return exact if isinstance(low, Tensor) else low
     error = low - rounded
     return torch.where(torch.isfinite(error.detach()), exact + error, low)
 
 
-class Finite(Wide):
-    """Everything in FP32. first: the first site that makes inf or NaN of finite inputs, but for the -inf of a mask."""
-
-    def __init__(self, sites: Sites) -> None:
-        super().__init__(sites, compare=False)
-        self.first: Compared | None = None
-
-    def around(self, asked: Asked) -> Seen:
-        with unobserved():
-            inputs = floating((asked.args, asked.kwargs))
-            looks = self.first is None and not is_recomputing() and _finite(inputs)
-        seen = super().around(asked)
-        if looks:
-            with unobserved():
-                odd = next((each for each in floating((seen.result,)) if not _finite(each)), None)
-                if odd is not None and not is_masked(asked.point.op, inputs, odd):
-                    self.first = asked.site
-        return seen
-
-
-def _finite(values: Any) -> bool:
-    return all(bool(torch.isfinite(each.detach()).all()) for each in floating((values,)))
-
-
 def _score_in_backward(scores: list[float], asked: Asked, results: list[Tensor], deltas: list[Tensor | None]) -> None:
-    """Let the backward pass add up what errors in the results of a call do to the loss, to first order."""
+    """Let the backward pass add up the first-order change of the loss by errors in the results of a call."""
     for result, delta in zip(results, deltas, strict=False):
         handed_on = not asked.point.in_place and any(result is arg for arg in asked.args)
         if delta is not None and result.requires_grad and not handed_on and delta.shape == result.shape:
@@ -223,4 +207,4 @@ def _score(scores: list[float], delta: Tensor, gradient: Tensor) -> None:
 
 def _draw_again(kept: Call) -> None:
     if kept.drawn is not None:
-        generators.set_state(kept.drawn)
+        run_state.set_state(kept.drawn)

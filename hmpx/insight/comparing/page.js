@@ -1,7 +1,5 @@
 const number = value => value === null ? "-" : value === "inf" ? "inf" : value === 0 ? "0" : value.toExponential(1);
 const size = value => value === null ? -Infinity : value === "inf" ? Infinity : value;
-const shortPath = where => where.slice(Math.max(where.lastIndexOf("/"), where.lastIndexOf("\\")) + 1);
-const shortDtypes = text => text.replaceAll("bfloat", "bf").replaceAll("float", "fp").replaceAll(" and ", "+");
 
 function head() {
   add(page, "h1", "Each op beside itself in FP32");
@@ -24,61 +22,28 @@ const FIGURES = [
   ["gradient error", "gradient_error"], ["loss change", "loss_change"], ["error", "error"], ["accumulated", "accumulated"],
 ];
 
+if (found.log_prob_change !== null) FIGURES.splice(1, 0, ["log-probs", "log_prob_change"]);
+
 function table(title, rows, texts, id, words) {
   add(page, "h2", title);
   if (words) add(page, "p", words, "faint");
-  const element = add(add(page, "div", null, "scroll"), "table");
-  element.id = id;
-  const header = add(add(element, "thead"), "tr");
-  const body = add(element, "tbody");
-  const columns = [...texts.slice(0, 1), ["", "scale"], ...FIGURES, ["calls", "calls"], ...texts.slice(1)];
   const textual = new Set(texts.map(([, key]) => key));
-  let order = null, down = true;
-  const render = () => {
-    body.replaceChildren();
-    const shown = [...rows];
-    if (order !== null) shown.sort((a, b) => {
-      const [first, second] = textual.has(order) ? [a[order], b[order]] : [size(a[order]), size(b[order])];
-      const less = first < second ? -1 : first > second ? 1 : 0;
-      return down ? -less : less;
-    });
-    for (const row of shown) {
-      const line = add(body, "tr", null, "site");
-      for (const [, key] of columns) {
-        const cell = add(line, "td", null, textual.has(key) ? "text" : "number");
-        if (key === "scale") { scale(cell, row.gradient_error); continue; }
-        const value = row[key];
-        cell.dataset.key = key;
-        cell.dataset.value = value ?? "";
-        if (key === "gradient_error") cell.textContent = number(value) + (row.measured || !(size(value) > 0) ? "" : " ~");
-        else if (key === "where") cell.textContent = shortPath(value);
-        else if (key === "dtypes") cell.textContent = shortDtypes(value);
-        else cell.textContent = textual.has(key) || key === "calls" ? value : number(value);
-        if (textual.has(key)) cell.title = value;
-      }
-      const notes = [row.where, row.reason, row.phase && "not finite in the " + row.phase + " pass", row.note].filter(Boolean);
-      if (!notes.length) continue;
-      const more = add(body, "tr", null, "more");
-      more.hidden = true;
-      const cell = add(more, "td");
-      cell.colSpan = columns.length;
-      for (const text of notes) add(cell, "div", text, "mono");
-      line.addEventListener("click", () => { more.hidden = !more.hidden; });
-    }
-    for (const each of header.children)
-      if (each.dataset.key === order) each.setAttribute("aria-sort", down ? "descending" : "ascending");
-      else each.removeAttribute("aria-sort");
-  };
-  for (const [title, key] of columns) {
-    const cell = add(header, "th", null, textual.has(key) ? "" : "number");
-    if (key === "scale") continue;
+  const columns = [...texts.slice(0, 1), ["", "scale"], ...FIGURES, ["calls", "calls"], ...texts.slice(1)];
+  const value = (row, key) => (textual.has(key) ? row[key] : size(row[key]));
+  const draw = (cell, row, key) => {
+    if (key === "scale") { scale(cell, row.gradient_error); return; }
+    const held = row[key];
     cell.dataset.key = key;
-    add(cell, "button", title).addEventListener("click", () => {
-      [order, down] = order === key ? [key, !down] : [key, !textual.has(key)];
-      render();
-    });
-  }
-  render();
+    cell.dataset.value = held ?? "";
+    if (key === "gradient_error") cell.textContent = number(held) + (row.measured || !(size(held) > 0) ? "" : " ~");
+    else if (key === "where") cell.textContent = shortPath(held);
+    else if (key === "dtypes") cell.textContent = shortDtypes(held);
+    else cell.textContent = textual.has(key) || key === "calls" ? held : number(held);
+    if (textual.has(key)) cell.title = held;
+  };
+  const notes = row => [row.where, row.reason, row.phase && "not finite in the " + row.phase + " pass", row.note];
+  const kinds = columns.map(([title, key]) => [title, key, textual.has(key) ? "text" : "number"]);
+  sortable({id, rows, columns: kinds, order: null, value, draw, notes});
 }
 
 head();

@@ -1,4 +1,4 @@
-"""Rows of a comparison: what one call site does under the lists, beside itself in FP32, and which rows are to blame."""
+"""`Row`: one call site under the lists beside itself in FP32."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from hmpx.insight.comparing.calls import Compared
-from hmpx.insight.comparing.difference import Distance
-from hmpx.insight.comparing.noise import Noise, mean_square
-from hmpx.insight.recording.alike import numberless
-from hmpx.insight.recording.words import short_places
+from hmpx.insight.comparing.noise import Distance, Noise, mean_square
+from hmpx.insight.module_names import numberless
 from hmpx.insight.tensors import LOW, name
+from hmpx.insight.text_table import short_places
 
 # Gradient errors in units of the noise between batches; healthy ops lie at 0.001 to 0.01. What training tolerates was
 # measured (README.md of insight): from the first on the loss shows it, from the second as much as other first weights.
 FELT, BROKEN = 0.1, 0.2
-MAGNIFIED = 10  # an error of an op alone so many times another's is its own doing
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in LOW}
 
 
@@ -36,6 +34,8 @@ class Row:
         accumulated: relative L2 error of its result in the run under the lists, against that of the run in FP32.
         loss_change: what the error of the op alone does to the loss, to first order: root mean square over batches.
         gradient_error: what it does to the gradients of the parameters, in units of the noise between batches.
+        log_prob_change: the mean absolute change of log-probs that the loss returns, in a run of the first batch with
+            this op alone in low precision.
         measured: whether loss_change and gradient_error come from runs with this op alone in low precision, of a batch
             or more, those in which it looks worst first; infinite where they end in inf or NaN. Else they are
             estimates, the second right within a factor of two or so unless an index, an order or a mask changes.
@@ -68,6 +68,7 @@ class Row:
     accumulated: float = 0.0
     loss_change: float = math.nan
     gradient_error: float = math.nan
+    log_prob_change: float = math.nan
     measured: bool = False
     nonfinite: int = 0
     phase: str = ""
@@ -81,31 +82,35 @@ class Row:
         unmeasured = bool(self.phase) and not self.measured
         return bool(self.raised) or self.gradient_error >= FELT or unmeasured
 
-    def __str__(self) -> str:
-        place = f"{self.where}: " if self.where else ""
+    @property
+    def place(self) -> str:
+        """Its line, op and module, as one text."""
         inside = f" in {self.module}" if self.module else ""
+        return f"{self.where}: {self.op}{inside}" if self.where else f"{self.op}{inside}"
+
+    def __str__(self) -> str:
         effect = f"gradient error {number(self.gradient_error)}, loss change {number(self.loss_change)}"
         if self.raised:
-            return short_places(f"{place}{self.op}{inside}: {self.raised}; {self.dtypes}; {self.reason}")
+            return short_places(f"{self.place}: {self.raised}; {self.dtypes}; {self.reason}")
         if self.phase and not self.gradient_error >= FELT:
             effect = f"not finite in the {self.phase} pass, and finite in FP32"
         elif self.gradient_error == math.inf:
             effect = "inf or NaN"
-        return short_places(f"{place}{self.op}{inside}: {effect}, error of the op alone {number(self.error)}")
+        return short_places(f"{self.place}: {effect}, error of the op alone {number(self.error)}")
 
 
 def number(value: float) -> str:
-    """With two figures; "-" for what does not exist."""
+    """Format a number with two figures; "-" for NaN."""
     if math.isnan(value):
         return "-"
     return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.2g}"
 
 
 def alike(rows: Iterable[Row]) -> list[Row]:
-    """Rows of equal blocks as one: the same op and line in modules whose names differ in their numbers only.
+    """Merge rows of equal blocks: the same op and line in modules whose names differ in their numbers only.
 
-    It has the calls of all, and the other figures of the worst of them, which `rows` has first. What breaks the
-    training is not put together with what does not.
+    A merged row has the calls of all, and the other figures of the worst, which `rows` has first. A row that breaks the
+    training is not merged with one that does not.
     """
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
@@ -120,33 +125,30 @@ def alike(rows: Iterable[Row]) -> list[Row]:
 
 
 def order(row: Row) -> tuple[float, ...]:
-    """What sorts the worst first: the effect on gradients, what is not finite, the loss, and the error itself."""
+    """Return a key that sorts the worst first: by gradients, inf or NaN, the loss, and the error itself."""
     effects = (row.gradient_error, row.phase != "", row.loss_change, row.accumulated if row.error else 0.0, row.error)
     return (-bool(row.raised), *(-effect if not math.isnan(effect) else 0.0 for effect in effects))
 
 
 def row_of(site: Compared, noise: Noise, h: float) -> Row:
-    """What one site came to."""
-    row = Row(site.op, site.where, site.module, site.rule, site.reason, site.dtypes, calls=len(site.calls))
-    changed = f"{site.otherwise} of {site.decided} changed" if site.otherwise else ""
-    row = replace(row, **_measures(site.alone, site.accumulated), raised=site.raised, decisions=changed)
-    row = replace(row, note=_note(site, noise.batches > 0))
+    """Return the row of one site, with estimates. h: the length of the shift."""
+    note = f"not compared: {site.not_compared}" if site.not_compared else ""
+    if not note and noise.batches and not site.differentiable:
+        note = "runs without gradients: what it does to the loss is seen in a run of its own only"
+    row = Row(
+        *(site.op, site.where, site.module, site.rule, site.reason, site.dtypes, len(site.calls)),
+        raised=site.raised,
+        decisions=f"{site.otherwise} of {site.decided} changed" if site.otherwise else "",
+        note=note,
+        **_errors(site.alone, site.accumulated),
+    )
     if not noise.batches or not site.differentiable:
         return row
     return replace(row, **_effects(site.loss_change, projected(site, h), noise))
 
 
-def _note(site: Compared, scored: bool) -> str:
-    """What else there is to say of a site; scored: whether there are estimates of what it does to a loss."""
-    if site.not_compared:
-        return f"not compared: {site.not_compared}"
-    if scored and not site.differentiable:
-        return "runs without gradients: what it does to the loss is seen in a run of its own only"
-    return ""
-
-
 def sums(rows: Mapping[Compared, Row], group: Callable[[Compared], Row], noise: Noise, h: float) -> tuple[Row, ...]:
-    """Rows over several sites, each under the row that `group` gives; effects are added up with their signs."""
+    """Return rows over several sites, each under the row that `group` gives; effects are added up with their signs."""
     found: dict[tuple[str, str], dict[Compared, Row]] = {}
     for site, row in rows.items():
         head = group(site)
@@ -159,7 +161,7 @@ def _sum(head: Row, rows: Mapping[Compared, Row], noise: Noise, h: float) -> Row
     for site in rows:
         alone.merge(site.alone)
         accumulated.merge(site.accumulated)
-    head = replace(head, **_measures(alone, accumulated), calls=sum(row.calls for row in rows.values()))
+    head = replace(head, **_errors(alone, accumulated), calls=sum(row.calls for row in rows.values()))
     if not noise.batches:
         return head
     changes = [sum(scores) for scores in zip(*(site.loss_change for site in rows), strict=True)]
@@ -169,21 +171,13 @@ def _sum(head: Row, rows: Mapping[Compared, Row], noise: Noise, h: float) -> Row
     if not measured:
         return head
     worst = min(measured, key=order)
-    keys = (
-        "loss_change",
-        "gradient_error",
-        "measured",
-        "phase",
-        "nonfinite",
-        "raised",
-        "note",
-    )
+    keys = ("loss_change", "gradient_error", "measured", "phase", "nonfinite", "raised", "note")
     return replace(head, **{key: getattr(worst, key) for key in keys})
 
 
-def _measures(alone: Distance, accumulated: Distance) -> dict:
-    # A constant that a program takes from the dtype, as for masks, is that of FP32 where the op is computed alone: what
-    # overflows there alone says nothing.
+def _errors(alone: Distance, accumulated: Distance) -> dict:
+    # A constant that a program takes from the dtype, as for masks, is that of FP32 where the op is computed alone: an
+    # overflow that is seen there alone says nothing.
     overflows = bool(accumulated.nonfinite)
     return {
         "error": math.inf if overflows and alone.nonfinite else alone.relative,
@@ -192,20 +186,17 @@ def _measures(alone: Distance, accumulated: Distance) -> dict:
     }
 
 
+def _effects(changes: list[float], along: list[float], noise: Noise) -> dict:
+    return {"loss_change": math.sqrt(mean_square(changes)), "gradient_error": noise.in_noise(mean_square(along))}
+
+
 def projected(site: Compared, h: float) -> list[float]:
-    """v . e_b of one site, by batch."""
+    """Return v . e_b of one site, by batch."""
     return [(shifted - here) / h for here, shifted in zip(site.loss_change, site.shifted, strict=True)]
 
 
-def _effects(changes: list[float], along: list[float], noise: Noise) -> dict:
-    return {
-        "loss_change": math.sqrt(mean_square(changes)),
-        "gradient_error": noise.in_noise(mean_square(along)),
-    }
-
-
 def mask_note(site: Compared) -> str:
-    """What a value has to do with it that FP32 holds and the low dtype does not: that of a mask, most of the time."""
+    """Name the value, that of a mask most of the time, that FP32 holds at a site and the low dtype does not; or ""."""
     for dtype, largest in _LARGEST.items():
         if name(dtype) in site.dtypes.split() and site.largest >= largest * (1 - 2**-9):
             return (

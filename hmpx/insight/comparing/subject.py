@@ -1,4 +1,4 @@
-"""What is compared: a model, its batches and its loss, run again and again from the same state."""
+"""What is compared: a model, its batches and its loss, run again and again from one state; and the lists meant."""
 
 from __future__ import annotations
 
@@ -12,31 +12,41 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hmpx.conversion import installed
 from hmpx.errors import HmpxError
-from hmpx.insight.kept import kept
+from hmpx.insight.run_state import kept
 from hmpx.insight.tensors import LOW, Tensor, differentiable
+from hmpx.ops.computing.kernels import KernelsAsked
+from hmpx.ops.module_rules import ModuleRule
+from hmpx.ops.policies.build_policy import build_policy
+from hmpx.ops.policies.policy import Policy
 from hmpx.ops.wrapping.callers import users_frame
 from hmpx.ops.wrapping.observing import unobserved
+from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.stated import as_recipe
 
-Loss = Callable[..., Tensor]
+Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]  # a scalar, or that and log-probs
+_SAME = 1e-5  # relative difference of two FP32 losses that rounding explains
 
 
 class Stopped(Exception):
     """A comparison cannot go on; its words are the verdict."""
 
 
-_SAME = 1e-5  # relative difference of two FP32 losses that rounding explains
-
-
 class Subject:
-    """A model, batches, and a loss or none.
+    """A model, its batches, and a loss or none.
 
     Each run starts from the same random numbers and buffers, and leaves both, with parameters and their gradients, as
     they were. In FP32, parameters, buffers and inputs in low precision are widened. Without a loss, the number of
     infinite elements of the result stands in its place, NaN where one is NaN.
+
+    asked: the function that a user has called, for errors. log_probs: those that the loss of the last run returned
+    beside its scalar, in FP32; or None.
     """
+
+    log_probs: Tensor | None = None
 
     def __init__(
         self,
@@ -46,9 +56,13 @@ class Subject:
         recipe: Recipe | None,
         asked: str = "compare",
     ) -> None:
-        self._asked = asked  # the function that a user has called, for errors
-        self.model, self.batches, self.loss, self._recipe = model, _checked(model, batches, loss, asked), loss, recipe
-        self._reentrant: bool | None = None  # whether it has checkpoints that know `backward()` alone
+        if not isinstance(model, torch.nn.Module):
+            raise HmpxError(f"{asked}: model is a {type(model).__name__}, not a torch.nn.Module")
+        if loss is not None and not callable(loss):
+            raise HmpxError(f"{asked}: loss is a {type(loss).__name__}; it is called as loss(model, *batch)")
+        self._asked, self._recipe = asked, recipe
+        self.model, self.batches, self.loss = model, arguments_of(batches, "batches", asked), loss
+        self._reentrant: bool | None = None  # whether there is a checkpoint with use_reentrant=True
         self.parameters = [p for p in model.parameters() if p.requires_grad] if loss is not None else []
         if loss is not None and not self.parameters:
             raise HmpxError(
@@ -58,7 +72,7 @@ class Subject:
 
     @contextlib.contextmanager
     def gradients_kept(self) -> Iterator[None]:
-        """Take the gradients that the parameters hold aside."""
+        """Take the gradients that the parameters hold aside, and put them back at the end."""
         held = [(p, p.grad) for p in self.model.parameters()]
         for p, _ in held:
             p.grad = None
@@ -69,24 +83,15 @@ class Subject:
                 p.grad = gradient
 
     def low(self, batch: tuple, gradients: bool = True) -> tuple[float, list[Tensor]]:
-        """The loss and the gradients in FP32, of a run with the parameters that the lists go with."""
+        """Run with the parameter dtypes that go with the lists; return the loss, and the gradients in FP32."""
         with contextlib.ExitStack() as undo:
             if self._recipe is not None:
                 with unobserved():  # it is no cast that the program makes
                     cast_model(self.model, self._recipe, undo)
             return self._run(batch, gradients)
 
-    def shifted(self, batch: tuple, shift: Sequence[Tensor]) -> None:
-        """A run in FP32 at weights to which `shift` is added, with its backward pass."""
-        with contextlib.ExitStack() as undo:
-            with unobserved():
-                for p, step in zip(self.parameters, shift, strict=True):
-                    undo.callback(setattr, p, "data", p.data)
-                    p.data = p.data.float() + step
-            self.wide(batch)
-
     def wide(self, batch: tuple, gradients: bool = True) -> tuple[float, list[Tensor]]:
-        """The same with everything in FP32."""
+        """Run with everything in FP32; return the same."""
         with contextlib.ExitStack() as undo:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 if tensor.dtype in LOW:
@@ -94,8 +99,17 @@ class Subject:
                     tensor.data = tensor.data.float()
             return self._run(tree_map(_wide, batch), gradients)
 
+    def shifted(self, batch: tuple, shift: Sequence[Tensor]) -> None:
+        """Run in FP32 at weights to which `shift` is added, forward and backward."""
+        with contextlib.ExitStack() as undo:
+            with unobserved():
+                for p, step in zip(self.parameters, shift, strict=True):
+                    undo.callback(setattr, p, "data", p.data)
+                    p.data = p.data.float() + step
+            self.wide(batch)
+
     def not_finite(self, batch: tuple) -> str:
-        """Which part of the input is not finite; "" where all is."""
+        """Say which part of the input is not finite; "" where all is."""
         for what, tensors in (("have its inputs", _floats(batch)), ("have parameters", list(self.model.parameters()))):
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
                 return what
@@ -119,12 +133,14 @@ class Subject:
                     leaves = _floats(result)
                     infinite = sum(int(torch.isinf(leaf).sum()) for leaf in leaves)
                     return (math.nan if any(bool(leaf.isnan().any()) for leaf in leaves) else float(infinite)), []
-            loss = self.loss(self.model, *batch)
+            loss, self.log_probs = self.loss(self.model, *batch), None
+            if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Tensor):
+                loss, log_probs = loss
+                with unobserved():
+                    self.log_probs = log_probs.detach().float()
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                what = (
-                    f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-                )
-                raise HmpxError(f"{self._asked}: loss(model, *batch) must return a scalar tensor, not {what}")
+                what = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise HmpxError(f"{self._asked}: loss(model, *batch) must return a scalar tensor, not a {what}")
             if not loss.requires_grad:
                 raise HmpxError(
                     f"{self._asked}: the loss has no gradient: it was computed under torch.no_grad, or detached"
@@ -133,33 +149,34 @@ class Subject:
             return float(loss.detach()), found
 
     def _gradients(self, loss: Tensor) -> list[Tensor]:
-        """Of the parameters."""
+        """Return the gradients of the parameters in FP32."""
         if self._reentrant is None:
             self._reentrant = _has_reentrant_checkpoint(loss)
-        if self._reentrant:
-            found = self._gradients_of_reentrant(loss)
+        found: Sequence[Tensor | None]
+        if self._reentrant and not any(p._post_accumulate_grad_hooks for p in self.parameters):
+            loss.backward()  # which such a checkpoint needs, and which would run these hooks
+            found = [p.grad for p in self.parameters]
+            for p in self.parameters:
+                p.grad = None
         else:
             found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         pairs = zip(self.parameters, found, strict=True)
         with unobserved():
             return [torch.zeros_like(p, dtype=torch.float32) if g is None else g.detach().float() for p, g in pairs]
 
-    def _gradients_of_reentrant(self, loss: Tensor) -> tuple[Tensor | None, ...]:
-        """Through checkpoints that know `backward()` alone, which runs what hangs on a parameter's gradient."""
-        if any(p._post_accumulate_grad_hooks for p in self.parameters):
-            raise HmpxError(
-                f"{self._asked}: the model has checkpoints with use_reentrant=True, and something steps on its "
-                "gradients (release_gradients?): detach that, or use use_reentrant=False"
-            )
-        loss.backward()
-        found = tuple(p.grad for p in self.parameters)
-        for p in self.parameters:
-            p.grad = None
-        return found
+
+def _has_reentrant_checkpoint(loss: Tensor) -> bool:
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in seen)
 
 
 def place_of(error: Exception) -> str:
-    """The line of the user's code in which an error was raised, as file:line."""
+    """Return the line of the user's code in which an error was raised, as file:line."""
     places = [
         f"{frame.f_code.co_filename}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -168,16 +185,8 @@ def place_of(error: Exception) -> str:
     return places[-1] if places else "?"
 
 
-def _checked(model: Any, batches: Any, loss: Any, asked: str) -> list[tuple]:
-    if not isinstance(model, torch.nn.Module):
-        raise HmpxError(f"{asked}: model is a {type(model).__name__}, not a torch.nn.Module")
-    if loss is not None and not callable(loss):
-        raise HmpxError(f"{asked}: loss is a {type(loss).__name__}; it is called as loss(model, *batch)")
-    return arguments_of(batches, "batches", asked)
-
-
 def arguments_of(batches: Any, what: str, asked: str) -> list[tuple]:
-    """Batches as tuples of arguments; a list is one too, for that is what a DataLoader gives."""
+    """Return batches as tuples of arguments; a list is taken as a tuple, for a DataLoader gives lists."""
     if isinstance(batches, Tensor | dict | str) or not isinstance(batches, Sequence):
         raise HmpxError(f"{asked}: {what} is a list of tuples of arguments, not a {type(batches).__name__}")
     found = [tuple(batch) if isinstance(batch, tuple | list) else (batch,) for batch in batches]
@@ -187,7 +196,7 @@ def arguments_of(batches: Any, what: str, asked: str) -> list[tuple]:
 
 
 def _check_arguments(model: torch.nn.Module, batch: tuple, loss: Loss | None, asked: str) -> None:
-    """Check that the loss can be called with the model and a batch, or, where there is none, the model with a batch."""
+    """Check that the loss can be called with the model and a batch; without a loss, the model with a batch."""
     try:
         if loss is not None:
             inspect.signature(loss).bind(model, *batch)
@@ -207,19 +216,43 @@ def _check_arguments(model: torch.nn.Module, batch: tuple, loss: Loss | None, as
         pass
 
 
-def _has_reentrant_checkpoint(loss: Tensor) -> bool:
-    seen, nodes = set(), [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in seen)
-
-
 def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
 
 
 def _floats(result: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and differentiable(leaf.dtype)]
+
+
+def lists_meant(lists: Any, asked: str = "compare") -> tuple[Policy, Recipe | None, KernelsAsked]:
+    """Return the policy that is meant, the recipe whose parameter dtypes go with it, and its kernels.
+
+    asked: the function that a user has called, for errors.
+    """
+    if lists is None:
+        now = installed()
+        if now is None:
+            return build_policy(), None, "auto"
+        if now.dtype_map is not None:
+            raise HmpxError(f"{asked}: the conversion in force maps dtypes, so that there is no FP32 beside it")
+        return now.policy, None, now.kernels.asked
+    if isinstance(lists, Policy):
+        return lists, None, "auto"
+    recipe = as_recipe(lists)
+    policy = recipe.policy()
+    if policy is None or recipe.dtype_map:
+        why = "leaves ops as they are (opt_level null)" if policy is None else "maps dtypes"
+        raise HmpxError(f"{asked}: this recipe {why}, so that there are no op lists to compare with FP32")
+    return policy, recipe, recipe.kernels
+
+
+def rules_meant(lists: Any, recipe: Recipe | None, model: torch.nn.Module) -> list[ModuleRule]:
+    """Return the rules for modules that go with the lists: of the recipe, or of the conversion that is in force."""
+    now = installed() if lists is None else None
+    if now is not None:
+        return list(now.rules)
+    if recipe is None or not recipe.modules:
+        return []
+    with recipe.naming_lines():
+        check_names([model], recipe)
+        return rules_for([model], recipe)

@@ -1,13 +1,13 @@
-"""Trials: runs in which some ops alone are in low precision. Of which ops, in which batches, and what they come to.
+"""Trials: runs in which a few ops alone have low precision. Of which ops, in which batches, and what they show.
 
 **The problem.** An estimate is right within a factor of two or three where errors are small, autograd sees the op, and
 no decision changes. A run of its own tells in any case; one for each op and batch takes longer than all else together.
 
-**The choice.** Where the lists as a whole do little harm, no op does much: only a sight of the worst is wanted, and of
-those that autograd does not see. Else whatever may break it is run: by the estimates, and what stands right before a
+**The choice.** Where the lists as a whole do little harm, no op does much: then only the ops that look worst are run,
+and those that autograd does not see. Else every op is run that may break the training: by its estimate, right before a
 decision that changed, or where inf or NaN is first seen. Each is run once, in the batch in which it looks worst. Then
-all others are run together. Where they still break it, they are halved until single ops are found, or groups of which
-no half does. Runs that are left go, in other batches, to what is nearly broken or changes the loss unexpectedly.
+all others are run together. Where they still break it, they are halved until single ops are found, or a group of which
+neither half does. The runs that are left go to ops that break it or nearly do, in other batches.
 """
 
 from __future__ import annotations
@@ -19,55 +19,165 @@ from dataclasses import dataclass, field, replace
 
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.noise import Noise, mean_square, square
-from hmpx.insight.comparing.row import FELT, Row
+from hmpx.insight.comparing.row import FELT, Row, projected
 from hmpx.insight.tensors import Tensor
 
-_SUSPECT = 0.03  # an estimate of a gradient error that may be one of `FELT`
-_EXPLAINED = 0.5  # of the gradient error of the lists, by the estimates
-_LINEAR = 0.5  # of the change of the loss, by which a run may be off the estimate
 _RUNS, _ROWS = 4, 8  # how many runs there are of few batches; how many sites are run alone before the rest is together
 _BEFORE = 2  # sites before each decision that changed
 _MORE = 8  # runs to halve the rest, beyond those that one op takes to be found
 
-Effect = tuple[float, list[Tensor]]  # what it changes: the loss, and the gradients
-Run = Callable[[Collection[Compared], int], Effect]  # what some sites alone change in a batch
+Effect = tuple[float, list[Tensor]]  # what a run changes: the loss, and the gradients
+Run = Callable[[Collection[Compared], int], Effect]  # runs some sites alone in a batch
 
 
-def suspects(rows: Mapping[Compared, Row], noise: Noise, first: Compared | None, broken: bool) -> list[Compared]:
-    """The sites to be run alone, in the order in which they look worst.
+@dataclass
+class Trial:
+    """The runs of one site. batches: those in which it was not run yet, the worst first; changes: of the loss;
+    squares: the squared norms of the changes of the gradients."""
 
-    first: where inf or NaN is first seen. broken: whether the lists as a whole break the training.
+    site: Compared
+    batches: list[int]
+    changes: list[float] = field(default_factory=list)
+    squares: list[float] = field(default_factory=list)
+
+    def add(self, batch: int, effect: Effect) -> None:
+        self.batches.remove(batch)
+        if not self.site.not_compared:
+            self.changes.append(effect[0])
+            self.squares.append(_squares(effect))
+
+    def error(self, noise: Noise) -> float:
+        """Return the gradient error in the worst batch that was run."""
+        return _in_noise(max(self.squares, default=math.nan), noise)
+
+    def row(self, estimated: Row, noise: Noise) -> Row:
+        """Return a row of estimates with the measurements in their place."""
+        if not self.squares:
+            return replace(estimated, note=f"not compared: {self.site.not_compared}", gradient_error=math.nan)
+        if math.inf in self.squares:
+            return replace(estimated, loss_change=math.nan, gradient_error=math.inf, measured=True)
+        if not noise.batches or math.isnan(noise.noise):
+            return replace(estimated, measured=True)
+        error = noise.in_noise(sum(self.squares) / len(self.squares))
+        change = math.sqrt(mean_square(self.changes))
+        return replace(estimated, loss_change=change, gradient_error=error, measured=True)
+
+
+class Trials:
+    """Runs what is to be run, and puts the measurements into `rows`.
+
+    rest: the gradient error of all ops together that do not break the training alone. together: a group that breaks it
+    together, where no single op was found that does.
     """
-    known = {site: row for site, row in rows.items() if can_run_alone(site, row)}
-    seen = {site: row.gradient_error for site, row in known.items() if site.differentiable}
-    unseen = [site for site in known if not site.differentiable]
-    least = FELT if not broken else _SUSPECT if _explained(rows, noise) else 0.0
-    worst = [site for site, look in seen.items() if look >= least or (broken and math.isnan(look))]
-    worst.sort(key=lambda site: (-seen[site] if seen[site] >= 0 else 0.0, -known[site].error))
-    likely = [site for site in worst if seen[site] >= FELT]
-    unseen.sort(key=lambda site: -known[site].error)
-    before = _before_decisions(rows, known) if broken else []
-    in_turn = itertools.zip_longest(unseen, worst[len(likely) :])
-    rest = (site for pair in in_turn for site in pair if site)
-    must = dict.fromkeys([*([first] if first in known else []), *before, *likely])
-    found = list(must | dict.fromkeys(rest))
-    if not broken:
-        return found[: min(_ROWS, runs_of(noise))]
-    return found[: max(min(len(must), _ROWS), runs_of(noise) - 1)]  # one run is of all others together
+
+    def __init__(self, rows: dict[Compared, Row], noise: Noise, errors: Sequence[float], h: float, run: Run) -> None:
+        self._rows, self._noise, self._errors, self._h, self._run = rows, noise, errors, h, run
+        self._trials: dict[Compared, Trial] = {}
+        self.rest = math.nan
+        self.together: list[Compared] = []
+
+    def make(self, first: Compared | None, batch: int | None, batches: int) -> None:
+        """Make the runs.
+
+        first, batch: where inf or NaN is first seen, if it is. batches: how many there are.
+        """
+        noise, runs = self._noise, max(batches, _RUNS)
+        broken = first is not None or noise.error >= FELT
+        if not broken and math.isnan(noise.noise):
+            return
+        known = {site: row for site, row in self._rows.items() if can_run_alone(site, row)}
+        worst = max(range(len(self._errors)), key=self._errors.__getitem__) if batch is None else batch
+        for site in _suspects(self._rows, known, runs, first, broken):
+            order = self._batches_for(site, batches)
+            trial = self._trials[site] = Trial(site, order)
+            trial.add(*self._ran(site, order[0] if batch is None else batch))
+            runs -= 1
+        if broken:
+            alone = {site for site, trial in self._trials.items() if trial.error(noise) >= FELT}
+            others = [site for site in known if site not in alone and not site.not_compared]
+            runs -= self._search(others, worst, batches)
+        self._repeat(runs)
+        for site, trial in self._trials.items():
+            self._rows[site] = trial.row(self._rows[site], noise)
+
+    def _ran(self, site: Compared, batch: int) -> tuple[int, Effect]:
+        return batch, self._run([site], batch)
+
+    def _batches_for(self, site: Compared, batches: int) -> list[int]:
+        """Return all batches: first those in which the site, by its estimates, and the lists as a whole do most.
+
+        An estimate for one batch is v . e, in which chance has a part; the lists as a whole are several sites.
+        """
+        if not self._errors:
+            return list(range(batches))
+        along = [each * each for each in projected(site, self._h)]
+        looks = [a + b for a, b in zip(_shares(along), _shares(self._errors), strict=True)]
+        return sorted(range(batches), key=lambda batch: -looks[batch])
+
+    def _search(self, others: list[Compared], batch: int, batches: int) -> int:
+        """Run the others together, and find the single ops among them that break it, or a group; return the runs."""
+        effects: dict[tuple[Compared, ...], Effect] = {}
+
+        def error(group: Sequence[Compared]) -> float:
+            key = tuple(group)
+            if key not in effects:
+                effects[key] = self._run(group, batch)
+            return _in_noise(_squares(effects[key]), self._noise)
+
+        self.rest = error(others) if others else 0.0
+        if self.rest >= FELT:
+            explained = any(trial.error(self._noise) >= FELT for trial in self._trials.values())
+            parts = halved(others, lambda group: error(group) >= FELT)
+            singles = [part[0] for part in parts if len(part) == 1 and tuple(part) in effects]
+            for site in singles:
+                self._trials[site] = trial = Trial(site, self._batches_for(site, batches))
+                trial.add(batch, effects[site,])
+            if singles:
+                others = [site for site in others if site not in singles]
+                self.rest = error(others) if others else 0.0
+            elif not explained:
+                self.together = min(parts, key=len, default=[])
+        return len(effects)
+
+    def _repeat(self, runs: int) -> None:
+        """Make more runs, in turn, of what breaks the training or nearly does."""
+        near = [trial for trial in self._trials.values() if trial.error(self._noise) >= FELT / 2]
+        while runs > 0 and near:
+            trial = near.pop(0)
+            if trial.batches:
+                trial.add(*self._ran(trial.site, trial.batches[0]))
+                near.append(trial)
+                runs -= 1
 
 
 def can_run_alone(site: Compared, row: Row) -> bool:
     """Whether a run of this site alone in low precision would tell anything."""
-    return bool(row.error) and not site.not_compared and not site.raised
+    return bool(row.error) and not site.not_compared and not row.raised
 
 
-def runs_of(noise: Noise) -> int:
-    """How many trials there are to be."""
-    return max(noise.batches, _RUNS)
+def _suspects(
+    rows: Iterable[Compared], known: Mapping[Compared, Row], runs: int, first: Compared | None, broken: bool
+) -> list[Compared]:
+    """Return the sites to run alone: those that must be, then those that look worst, and that autograd does not see.
+
+    rows: all sites. known: those that can run alone. first: where inf or NaN is first seen. broken: whether the lists
+    as a whole break the training.
+    """
+    seen = {site: row.gradient_error for site, row in known.items() if site.differentiable}
+    unseen = sorted((site for site in known if not site.differentiable), key=lambda site: -known[site].error)
+    worst = [site for site, look in seen.items() if look >= (0 if broken else FELT) or (broken and math.isnan(look))]
+    worst.sort(key=lambda site: (-seen[site] if seen[site] >= 0 else 0.0, -known[site].error))
+    likely = [site for site in worst if seen[site] >= FELT]
+    before = _before_decisions(rows, known) if broken else []
+    in_turn = itertools.zip_longest(unseen, worst[len(likely) :])
+    must = dict.fromkeys([*([first] if first in known else []), *before, *likely])
+    found = list(must | dict.fromkeys(site for pair in in_turn for site in pair if site))
+    # Of lists that break it, one run is kept for all others together.
+    return found[: max(min(len(must), _ROWS), runs - 1) if broken else min(_ROWS, runs)]
 
 
-def _before_decisions(deciding: Iterable[Compared], known: Mapping[Compared, Row]) -> list[Compared]:
-    """The sites that ran in low precision right before decisions that the lists have changed."""
+def _before_decisions(deciding: Iterable[Compared], known: Collection[Compared]) -> list[Compared]:
+    """Return the sites that ran in low precision right before decisions that the lists have changed."""
     calls = {(number[0], call.order): site for site in known for number, call in site.calls.items() if call.is_low}
     order = sorted(calls)
     found: dict[Compared, None] = {}
@@ -78,29 +188,8 @@ def _before_decisions(deciding: Iterable[Compared], known: Mapping[Compared, Row
     return list(found)[: _ROWS // 2]
 
 
-def worst_batches(along: Sequence[float], errors: Sequence[float]) -> list[int]:
-    """All batches: first those in which a site, by its estimates, and the lists as a whole do most.
-
-    An estimate for one batch is v . e, in which chance has a part; the lists as a whole are several sites.
-    """
-    shares = zip(_shares([e * e for e in along]), _shares(errors), strict=True)
-    looks = [sum(share) for share in shares]
-    return sorted(range(len(looks)), key=lambda batch: -looks[batch])
-
-
-def repeat(trials: Sequence[Trial], rows: Mapping[Compared, Row], noise: Noise, run: Run, runs: int) -> None:
-    """Make so many more runs, in turn, of the trials that other batches may change."""
-    waiting, explained = list(trials), _explained(rows, noise)
-    while runs > 0 and waiting:
-        trial = waiting.pop(0)
-        if trial.batches and (trial.is_near(noise) or not trial.is_linear or not explained):
-            trial.add(trial.batches.pop(0), run)
-            waiting.append(trial)
-            runs -= 1
-
-
 def halved(group: Sequence[Compared], breaks: Callable[[Sequence[Compared]], bool]) -> list[list[Compared]]:
-    """Of a group that breaks it together, smaller parts that do: single sites, or groups of which neither half does."""
+    """Divide a group that breaks it together into parts that do: single sites, or groups of which neither half does."""
     waiting, found = [list(group)], []
     runs = 2 * math.ceil(math.log2(max(len(group), 2))) + _MORE
     while waiting and runs > 0:
@@ -114,79 +203,19 @@ def halved(group: Sequence[Compared], breaks: Callable[[Sequence[Compared]], boo
     return [*found, *(part for part in waiting if len(part) == 1)]
 
 
-def _explained(rows: Mapping[Compared, Row], noise: Noise) -> bool:
-    """Whether what the lists do as a whole is about what the estimates add up to."""
-    known = [row.gradient_error for site, row in rows.items() if row.error and site.differentiable]
-    return noise.error < FELT or math.hypot(*known) >= _EXPLAINED * noise.error
-
-
 def _shares(values: Sequence[float]) -> list[float]:
-    """Of their sum; where one is not finite, that is all of it."""
+    """Return each value as a share of the sum; where one is not finite, it has all of it."""
     whole = sum(values)
     if math.isfinite(whole):
         return [value / (whole or 1.0) for value in values]
     return [float(not math.isfinite(value)) for value in values]
 
 
-def in_noise(effect: Effect, noise: Noise) -> float:
-    """The gradient error of a run; infinite where it ended in inf or NaN, NaN where there is no noise to measure by."""
-    squares = _squares(effect)
-    return noise.in_noise(squares) if math.isfinite(squares) else math.inf
-
-
 def _squares(effect: Effect) -> float:
+    """Return the squared norm of the change of the gradients; infinite where the run ended in inf or NaN."""
     change, gradients = effect
     return (square(gradients) if gradients else 0.0) if math.isfinite(change) else math.inf
 
 
-@dataclass
-class Trial:
-    """The runs of one site.
-
-    batches: those in which it is not run yet, those in which it looks worst first. changes: of the loss, by batch.
-    squares: of the changes of the gradients, the squared norms.
-    """
-
-    site: Compared
-    batches: list[int]
-    changes: dict[int, float] = field(default_factory=dict)
-    squares: list[float] = field(default_factory=list)
-
-    def add(self, batch: int, run: Run) -> None:
-        """Make the run of one batch."""
-        effect = run([self.site], batch)
-        if self.site.not_compared:
-            return
-        self.changes[batch] = effect[0]
-        self.squares.append(_squares(effect))
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether the loss changes as estimated."""
-        known = self.site.loss_change
-        away = _LINEAR * math.sqrt(mean_square(known))
-        return all(abs(change - known[batch]) <= away for batch, change in self.changes.items())
-
-    def is_near(self, noise: Noise) -> bool:
-        """Whether it breaks the training in a batch, or nearly so."""
-        return self.error(noise) >= FELT / 2
-
-    def error(self, noise: Noise) -> float:
-        """The gradient error in the worst batch that was run."""
-        worst = max(self.squares, default=math.nan)
-        return worst if worst == math.inf else noise.in_noise(worst)
-
-    def row(self, estimated: Row, noise: Noise) -> Row:
-        """A row of estimates, with what the runs say in their place."""
-        if not self.squares:
-            return replace(estimated, note=f"not compared: {self.site.not_compared}", gradient_error=math.nan)
-        if math.inf in self.squares:
-            return replace(estimated, loss_change=math.nan, gradient_error=math.inf, measured=True)
-        if not noise.batches or math.isnan(noise.noise):
-            return replace(estimated, measured=True)
-        error = noise.in_noise(sum(self.squares) / len(self.squares))
-        known = self.changes
-        if self.is_linear or (self.site.differentiable and error < FELT):  # the estimates of other batches are good
-            known = {**dict(enumerate(self.site.loss_change)), **known}
-        change = math.sqrt(mean_square([*known.values()]))
-        return replace(estimated, loss_change=change, gradient_error=error, measured=True)
+def _in_noise(squares: float, noise: Noise) -> float:
+    return math.inf if squares == math.inf else noise.in_noise(squares)

@@ -11,7 +11,7 @@ import torch
 from hmpx.insight.doctor.problem import Problem
 from hmpx.insight.doctor.update_view import Stepped
 from hmpx.insight.doctor.writes import AVERAGED
-from hmpx.insight.recording.words import short_places, size
+from hmpx.insight.text_table import short_places, size
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_facts import O2_BF16
 from hmpx.recipes.recipe import Recipe

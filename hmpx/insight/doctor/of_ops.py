@@ -9,8 +9,8 @@ from hmpx.insight.doctor.problem import Problem, percent, some
 from hmpx.insight.doctor.scaling import Scaling
 from hmpx.insight.doctor.spots import Spot
 from hmpx.insight.doctor.writes import AVERAGED
-from hmpx.insight.recording.words import number, short_place
 from hmpx.insight.tensors import name as dtype_name
+from hmpx.insight.text_table import number, short_place
 from hmpx.ops.policies.catalog import canonical
 
 _SETTLED = 5  # calls of a scaler after which it should have found its scale

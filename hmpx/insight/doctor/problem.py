@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hmpx.insight.recording.words import short_places
+from hmpx.insight.text_table import short_places
 
 
 @dataclass(frozen=True)

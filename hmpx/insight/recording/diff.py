@@ -6,13 +6,10 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from hmpx.insight.recording.alike import alike, numberless
-from hmpx.insight.recording.recorded import Recorded
-from hmpx.insight.recording.site import Site
-from hmpx.insight.recording.words import milliseconds, number, short_dtypes, size
-from hmpx.insight.text_table import Column, table, terminal_width
+from hmpx.insight.module_names import numberless
+from hmpx.insight.recording.recorded import Recorded, Site, alike
+from hmpx.insight.text_table import Column, milliseconds, number, short_dtypes, size, table, terminal_width
 
 _ROWS = 12  # of each table
 
@@ -30,13 +27,8 @@ class Pair:
 
     @property
     def differs(self) -> bool:
-        first, second = self.before, self.after
-        return (first.rule, first.given, first.seen, first.result) != (
-            second.rule,
-            second.given,
-            second.seen,
-            second.result,
-        )
+        first, second = ((site.rule, site.given, site.seen, site.result) for site in (self.before, self.after))
+        return first != second
 
     @property
     def seconds(self) -> float:
@@ -49,13 +41,13 @@ class Pair:
 
 @dataclass
 class LogDiff:
-    """What is different in `after`; prints as tables.
+    """The differences of `after` from `before`; prints as tables.
 
     Attributes:
         new, gone: sites that only `after`, or only `before`, has. pairs: the sites that both have. changed: those of
             them with another rule, or other dtypes.
 
-    Sites are the same if op, module and line are; of the others, those of one op, module and file in the same order, so
+    Sites are the same if op, module and line are. The others are matched by op, module and file, in the same order, so
     that a line may have moved.
     """
 
@@ -98,7 +90,7 @@ def _file(site: Site) -> str:
 def _match(
     old: list[Site], new: list[Site], key: Callable[[Site], tuple], pairs: list[Pair]
 ) -> tuple[list[Site], list[Site]]:
-    """Pair the sites of equal keys, in their order; what is left of both."""
+    """Pair the sites of equal keys, in their order; return the rest of both."""
     waiting: dict[tuple, list[Site]] = defaultdict(list)
     for site in old:
         waiting[key(site)].append(site)
@@ -118,14 +110,13 @@ def _lines(diff: LogDiff, width: int) -> Iterator[str]:
             yield f"{name}: {diff.before.about.get(name, 'unknown')} -> {value}"
     yield from _totals(diff)
     changed = _alike(diff.changed)
-    yield from _titled("other rules or dtypes", len(diff.changed), changed, width, _what_changed)
-    yield from _titled("new", len(diff.new), alike(diff.new), width, _sites)
-    yield from _titled("gone", len(diff.gone), alike(diff.gone), width, _sites)
+    yield from _titled("other rules or dtypes", len(diff.changed), [pair.after for pair in changed], width, changed)
+    yield from _titled("new", len(diff.new), alike(diff.new), width)
+    yield from _titled("gone", len(diff.gone), alike(diff.gone), width)
     dearer = [pair for pair in _alike(diff.pairs) if pair.seconds or pair.casts]
     dearer.sort(key=lambda pair: abs(pair.seconds * pair.after.calls), reverse=True)
     if dearer:
-        yield ""
-        yield "what a call takes, the largest changes of all calls together first"
+        yield from ("", "what a call takes, the largest changes of all calls together first")
         yield from _prices(dearer[:_ROWS], width)
 
 
@@ -141,27 +132,43 @@ def _totals(diff: LogDiff) -> Iterator[str]:
         yield f"the same {number(len(diff.pairs), 'site')}, with the same rules and dtypes"
 
 
-def _titled(
-    title: str, count: int, rows: Sequence[Any], width: int, draw: Callable[[Sequence[Any], int], list[str]]
-) -> Iterator[str]:
-    if rows:
-        yield ""
-        yield f"{title}: {number(count, 'site')}"
-        yield from (f"  {line}" for line in draw(rows[:_ROWS], width - 2))
-        if rows[_ROWS:]:
-            yield f"  … and {len(rows) - _ROWS} more rows"
-
-
 def _alike(pairs: Iterable[Pair]) -> list[Pair]:
-    """Pairs of equal blocks, with what is the same in both, as one."""
+    """Merge pairs of equal blocks, with the same rules and dtypes in both records."""
     groups: dict[tuple, list[Pair]] = defaultdict(list)
     for pair in pairs:
         both = [
             (site.op, site.where, numberless(site.module), site.rule, site.dtypes) for site in (pair.before, pair.after)
         ]
         groups[tuple(both)].append(pair)
-    together = ((alike([p.before for p in group]), alike([p.after for p in group])) for group in groups.values())
-    return [Pair(before[0], after[0]) for before, after in together]
+    return [Pair(alike(p.before for p in group)[0], alike(p.after for p in group)[0]) for group in groups.values()]
+
+
+def _titled(title: str, count: int, sites: list[Site], width: int, changed: Sequence[Pair] = ()) -> Iterator[str]:
+    """Yield a heading and a table of sites; of `changed` ones their rules and dtypes in both records."""
+    if not sites:
+        return
+    yield from ("", f"{title}: {number(count, 'site')}")
+    shown = sites[:_ROWS]
+    if changed:
+        columns = [
+            Column(head, [_rule(site) for site in both[:_ROWS]], least=16)
+            for head, both in (("before", [pair.before for pair in changed]), ("after", sites))
+        ]
+    else:
+        columns = [
+            Column("rule and dtypes", [_rule(site) for site in shown], least=16),
+            Column("calls", [str(site.calls) for site in shown], right=True),
+            Column("casts", [str(site.casts) for site in shown], right=True),
+            Column("casts ms", [milliseconds(site.cast_seconds) for site in shown], right=True),
+            Column("op ms", [milliseconds(site.op_seconds) for site in shown], right=True),
+        ]
+    yield from (f"  {line}" for line in table([*_place(shown), *columns], width - 2))
+    if sites[_ROWS:]:
+        yield f"  … and {len(sites) - _ROWS} more rows"
+
+
+def _rule(site: Site) -> str:
+    return f"{site.rule or '-'}: {short_dtypes(site.dtypes)}"
 
 
 def _place(sites: Sequence[Site]) -> list[Column]:
@@ -172,44 +179,15 @@ def _place(sites: Sequence[Site]) -> list[Column]:
     ]
 
 
-def _said(site: Site) -> str:
-    return f"{site.rule or '-'}: {short_dtypes(site.dtypes)}"
-
-
-def _what_changed(pairs: Sequence[Pair], width: int) -> list[str]:
-    before, after = (
-        [_said(site) for site in sites] for sites in zip(*((p.before, p.after) for p in pairs), strict=True)
-    )
-    columns = [Column("before", before, least=16), Column("after", after, least=16)]
-    return table([*_place([pair.after for pair in pairs]), *columns], width)
-
-
-def _sites(sites: Sequence[Site], width: int) -> list[str]:
-    columns = [
-        Column("rule and dtypes", [_said(site) for site in sites], least=16),
-        Column("calls", [str(site.calls) for site in sites], right=True),
-        Column("casts", [str(site.casts) for site in sites], right=True),
-        Column("casts ms", [milliseconds(site.cast_seconds) for site in sites], right=True),
-        Column("op ms", [milliseconds(site.op_seconds) for site in sites], right=True),
-    ]
-    return table([*_place(sites), *columns], width)
-
-
 def _prices(pairs: Sequence[Pair], width: int) -> list[str]:
-    def each(text: Callable[[Site], str], after: bool) -> list[str]:
-        return [text(pair.after if after else pair.before) for pair in pairs]
-
-    def micro(site: Site) -> str:
-        return f"{1e6 * site.seconds / site.calls:.0f}"
-
-    def casts(site: Site) -> str:
-        return f"{site.casts / site.calls:.3g}"
-
+    before, after = [pair.before for pair in pairs], [pair.after for pair in pairs]
     columns = [
-        Column("casts", each(casts, False), right=True, rank=2),
-        Column("then", each(casts, True), right=True, rank=2),
-        Column("us", each(micro, False), right=True),
-        Column("then", each(micro, True), right=True),
-        Column("change", [f"{1e6 * pair.seconds:+.0f}" for pair in pairs], right=True),
+        Column(title, [f"{site.casts / site.calls:.3g}" for site in sites], right=True, rank=2)
+        for title, sites in (("casts", before), ("then", after))
     ]
-    return table([*_place([pair.after for pair in pairs]), *columns], width)
+    columns += [
+        Column(title, [f"{1e6 * site.seconds / site.calls:.0f}" for site in sites], right=True)
+        for title, sites in (("us", before), ("then", after))
+    ]
+    columns.append(Column("change", [f"{1e6 * pair.seconds:+.0f}" for pair in pairs], right=True))
+    return table([*_place(after), *columns], width)

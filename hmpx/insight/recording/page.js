@@ -18,9 +18,7 @@ function bytes(number) {
   }
   return number.toFixed(1) + " TB";
 }
-const shortPath = where => where.slice(Math.max(where.lastIndexOf("/"), where.lastIndexOf("\\")) + 1);
 const tail = (text, most) => (text.length > most ? "\u2026" + text.slice(1 - most) : text);
-const shortDtype = dtype => dtype.replace("bfloat", "bf").replace("float", "fp");
 const unique = list => [...new Set(list)];
 const seconds = site => site.cast_seconds + site.op_seconds;
 
@@ -32,7 +30,7 @@ function chips(parent, site) {
     if (before !== null) add(parent, "span", "\u2192", "arrow");
     now.forEach((dtype, i) => {
       if (i) parent.append(" ");
-      add(parent, "span", shortDtype(dtype), "chip").classList.add(dtype);
+      add(parent, "span", shortDtypes(dtype), "chip").classList.add(dtype);
     });
     before = now.join();
   }
@@ -160,7 +158,7 @@ function flow() {
     const svg = draw(box, "svg", {width, height: tall, viewBox: `0 0 ${width} ${tall}`, role: "img"});
     for (const dtype of lanes) {
       draw(svg, "line", {class: "lane", x1: x(dtype), x2: x(dtype), y1: top, y2: tall});
-      draw(svg, "text", {x: x(dtype), y: 22, "text-anchor": "middle"}, shortDtype(dtype));
+      draw(svg, "text", {x: x(dtype), y: 22, "text-anchor": "middle"}, shortDtypes(dtype));
     }
     sites.forEach((site, i) => {
       const y = top + i * height, middle = y + height / 2;
@@ -194,72 +192,39 @@ function table() {
     ["casts", "casts", count], ["avoided", "casts_avoided", count], ["moved", "bytes_cast", bytes],
     ["inf, NaN", "nonfinite", value => value === null ? "" : "call " + count(value)],
   ];
-  const value = (site, key) =>
+  const figures = new Map(columns.filter(([, , words]) => words).map(([, key, words]) => [key, words]));
+  const held = (site, key) =>
     key === "seconds" ? seconds(site)
     : key === "dtypes" ? [site.given, site.seen, site.result].map(each => unique(each).join("+")).join(" ")
     : site[key];
+  const draw = (cell, site, key) => {
+    if (key === "dtypes") chips(cell, site);
+    else if (figures.has(key)) cell.textContent = figures.get(key)(held(site, key));
+    else cell.textContent = key === "where" ? tail(shortPath(site.where), 30) : tail(site[key], 34);
+    cell.dataset.key = key;
+    cell.dataset.value = held(site, key) ?? "";
+    if (key === "where" || key === "module") cell.title = site[key];
+  };
   const controls = add(page, "div", null, "controls");
   const filter = add(controls, "input");
   filter.type = "search";
   filter.id = "filter";
   filter.placeholder = "op, line, module, reason";
-  const shown = add(controls, "span", null, "faint");
-  const element = add(add(page, "div", null, "scroll"), "table");
-  element.id = "sites";
-  const header = add(add(element, "thead"), "tr");
-  const body = add(element, "tbody");
-  let order = "seconds", down = true;
-  const open = new Set();
-  const render = () => {
-    body.replaceChildren();
+  const shown = add(controls, "span", log.sites.length + " sites", "faint");
+  const show = sortable({
+    id: "sites", rows: log.sites, order: "seconds", draw,
+    columns: columns.map(([title, key, words]) => [title, key, words ? "number" : "text"]),
+    value: (site, key) => held(site, key) ?? Infinity,
+    notes: site => [
+      site.where, "called as " + site.entry, site.reason, "shapes " + site.shapes.join("; "), site.unchosen,
+    ],
+  });
+  filter.addEventListener("input", () => {
     const words = filter.value.toLowerCase();
-    const rows = log.sites.filter(site =>
-      !words || [site.op, site.entry, site.where, site.module, site.reason, site.unchosen, site.rule]
-        .some(text => text.toLowerCase().includes(words)));
-    rows.sort((a, b) => {
-      let [first, second] = [value(a, order), value(b, order)];
-      if (first === null) first = Infinity;
-      if (second === null) second = Infinity;
-      const less = first < second ? -1 : first > second ? 1 : 0;
-      return down ? -less : less;
-    });
-    shown.textContent = rows.length === log.sites.length ? rows.length + " sites" : rows.length + " of " + log.sites.length;
-    for (const site of rows) {
-      const row = add(body, "tr", null, "site");
-      for (const [, key, words] of columns) {
-        const cell = add(row, "td", null, words ? "number" : "text");
-        if (key === "dtypes") chips(cell, site);
-        else if (words) cell.textContent = words(value(site, key));
-        else cell.textContent = key === "where" ? tail(shortPath(site.where), 30) : tail(site[key], 34);
-        cell.dataset.key = key;
-        cell.dataset.value = value(site, key) ?? "";
-        if (key === "where" || key === "module") cell.title = site[key];
-      }
-      const more = add(body, "tr", null, "more");
-      more.hidden = !open.has(site);
-      const cell = add(more, "td");
-      cell.colSpan = columns.length;
-      for (const text of [site.where, "called as " + site.entry, site.reason, "shapes " + site.shapes.join("; "), site.unchosen])
-        if (text) add(cell, "div", text, "mono");
-      row.addEventListener("click", () => {
-        more.hidden = !more.hidden;
-        if (more.hidden) open.delete(site); else open.add(site);
-      });
-    }
-    for (const each of header.children)
-      if (each.dataset.key === order) each.setAttribute("aria-sort", down ? "descending" : "ascending");
-      else each.removeAttribute("aria-sort");
-  };
-  for (const [title, key, words] of columns) {
-    const cell = add(header, "th", null, words ? "number" : "");
-    cell.dataset.key = key;
-    add(cell, "button", title).addEventListener("click", () => {
-      [order, down] = order === key ? [key, !down] : [key, Boolean(words)];
-      render();
-    });
-  }
-  filter.addEventListener("input", render);
-  render();
+    const found = show(site => [site.op, site.entry, site.where, site.module, site.reason, site.unchosen, site.rule]
+      .some(text => text.toLowerCase().includes(words)));
+    shown.textContent = (found === log.sites.length ? "" : found + " of ") + log.sites.length + " sites";
+  });
   add(page, "p", "Click a row for its reason and its shapes, a heading to sort.", "faint");
 }
 

@@ -1,26 +1,50 @@
-"""`record`: a region in which every call of an op is written down."""
+"""`record`: a region in which every call of an op is added to the record of its site.
+
+A call costs a walk from the wrapper to the user's frame, and a look at the dtypes of its tensors. Names, reasons and
+shapes in words are worked out once, when a site is new.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
+import threading
+import types
 from collections.abc import Iterator
+from time import perf_counter
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hmpx import region_state, rounding, updates
+from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
+from hmpx.insight.audit import ForwardWatch
+from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.observed import observing
-from hmpx.insight.recording.forward_watch import ForwardWatch
+from hmpx.insight.reasons import reason_of_call
+from hmpx.insight.recording.device import DeviceSide, Fp8Casts, watched
+from hmpx.insight.recording.findings import RoundTrips, unmatched
 from hmpx.insight.recording.log import Log
-from hmpx.insight.recording.recorder import Recorder
-from hmpx.insight.stance import eager
+from hmpx.insight.recording.recorded import SHAPES, Site
+from hmpx.insight.run_state import eager
+from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_readable, name
+from hmpx.insight.unchosen import unchosen
 from hmpx.ops.computing.kernels import capability
-from hmpx.ops.forwards import replaced_forwards
+from hmpx.ops.forwards import replaced_forwards, side_that_casts
+from hmpx.ops.policies.policy import Policy, Rule
+from hmpx.ops.wrapping.callers import frames, modules, users_frame, users_line
+from hmpx.ops.wrapping.observing import Point, Run, Seen
+from hmpx.ops.wrapping.rules import TARGETS
 from hmpx.process_state import observers
 from hmpx.updates.attach import attached
 from hmpx.version import __version__
+
+_unasked = torch._C.DisableTorchFunctionSubclass  # classes of tensors, which may know no function that reads a dtype
+_STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
 
 
 @contextlib.contextmanager
@@ -47,7 +71,8 @@ def record() -> Iterator[Log]:
     """
     if any(isinstance(each, Recorder) for each in observers):
         raise HmpxError("hmpx.record is open already: read the log that it gave, or close it first")
-    log = Log(about=_about())
+    versions = {"hmpx": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    log = Log(about={**versions, "cpu": capability()})
     recorder, watch = Recorder(log), ForwardWatch()
     optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
 
@@ -68,11 +93,152 @@ def record() -> Iterator[Log]:
         log.updates = [each.watched.as_json() for each in attachments if each.watched is not None]
 
 
-def _about() -> dict[str, str]:
-    """What a record says of the process that it was made in."""
-    return {
-        "hmpx": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": capability(),
-    }
+class _Tensors(NamedTuple):
+    """The floating tensors of a call: as they came, as the op ran on them, and its results."""
+
+    given: list[Tensor]
+    inside: list[Tensor]
+    result: list[Tensor]
+
+
+class Recorder:
+    """Collects sites and round trips in a log. Calls inside an optimizer's step are left out."""
+
+    everything = True
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._sites: dict[tuple, Site | None] = {}
+        self._used: dict[int, set[str]] = {}  # by scope: ops that were called, and names in lists that they follow
+        self._conversion: Conversion | None = None  # the last that was in force
+        self._names = ModuleNames()
+        self._device = DeviceSide()
+        self._lock = threading.Lock()
+        self._calls = 0  # of all sites
+        self._codes: dict[int, tuple[types.CodeType, bool]] = {}  # by identity: a function's, and whether of a step
+        self._trips = RoundTrips(log.round_trips)
+        self._fp8: dict[int, tuple[Site, Fp8Casts]] = {}  # by identity of the site
+
+    def leaves(self, caller: types.CodeType) -> bool:
+        """Whether a function computes an optimizer's step."""
+        known = self._codes.get(id(caller))
+        if known is None:
+            known = self._codes[id(caller)] = caller, caller.co_filename.startswith(_STEPS)
+        return known[1]
+
+    def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
+        if self.leaves(frame.f_code):
+            return run(*args, **kwargs)
+        with _unasked():
+            began = self._device.begin(args)
+        casts = Fp8Casts() if point.rule is Rule.FP8 else None
+        entered = perf_counter()
+        with watched(casts) if casts else contextlib.nullcontext():
+            seen = run(*args, **kwargs)
+        with _unasked():
+            tensors = _Tensors(
+                floating((*args, *kwargs.values()) if kwargs else args),
+                floating((*seen.args, *seen.kwargs.values()) if seen.kwargs else seen.args),
+                floating((seen.result,)),
+            )
+            site = self._site(point, seen, frame, tensors)
+            if site is not None:
+                self._add(site, seen, None if began else entered, tensors)
+                if began:
+                    self._device.end(site, began)
+        if casts and site is not None:
+            with self._lock:
+                self._fp8.setdefault(id(site), (site, Fp8Casts()))[1].take(casts)
+        return seen
+
+    def _site(self, point: Point, seen: Seen, frame: types.FrameType, tensors: _Tensors) -> Site | None:
+        """Return the site of a call; None for a call that is not recorded."""
+        given, inside, result = tensors
+        if not given and not result:
+            return None
+        if point.op == "to" and not (given and result and given[0].dtype is not result[0].dtype):
+            return None
+        user, module = users_frame(frame), next(modules(frame), None)
+        key = (
+            *((id(user.f_code), user.f_lineno) if user is not None else (0, 0)),
+            *(id(point), id(module), seen.casting),
+            *(tuple([tensor.dtype for tensor in each]) for each in (given, inside, result)),
+        )
+        if key not in self._sites:
+            with self._lock:
+                if key not in self._sites:  # another thread may have been first
+                    made = self._new_site(point, seen, frame, module, tensors)
+                    if made is not None:
+                        self._log.sites.append(made)
+                    self._sites[key] = made
+        return self._sites[key]
+
+    def _new_site(
+        self, point: Point, seen: Seen, frame: types.FrameType, module: torch.nn.Module | None, tensors: _Tensors
+    ) -> Site | None:
+        if any(each.f_code.co_filename.startswith(_STEPS) for each in frames(frame)):
+            return None
+        self._conversion = conversion = installed() or self._conversion
+        policy = conversion.policy_here if conversion else Policy()
+        listed = policy.listed(point.op)
+        rule = point.rule if seen.casting else listed if listed is Rule.PROMOTE and point.rule is None else None
+        self._used.setdefault(region_state.scope(), set()).update((point.op, *point.follows))
+        dtypes = [tuple([name(tensor.dtype) for tensor in each]) for each in tensors]
+        return Site(
+            op=point.op,
+            entry=point.label,
+            where=users_line(frame),
+            module=self._names.of_module(module, frame),
+            rule=str(rule or "") or side_that_casts(frame),
+            reason=reason_of_call(point, seen, policy, frame),
+            given=dtypes[0],
+            seen=dtypes[1],
+            result=dtypes[2],
+            unchosen="" if rule in TARGETS else unchosen(self._names, frame, tensors.given, tensors.result),
+        )
+
+    def _add(self, site: Site, seen: Seen, entered: float | None, tensors: _Tensors) -> None:
+        """Add a call to its site. entered: when it began, None where events on the device time it."""
+        given, inside, result = tensors
+        by_hand = site.op == "to"
+        cast = [(a, b) for a, b in zip(given, result if by_hand else inside, strict=False) if a.dtype is not b.dtype]
+        moved = sum([a.numel() * (a.element_size() + b.element_size()) for a, b in cast])
+        with self._lock:
+            site.calls += 1
+            self._calls += 1
+            if len(site.shapes) < SHAPES:
+                shapes = ", ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in given)
+                if shapes not in site.shapes:
+                    site.shapes.append(shapes)
+            if cast:
+                site.casts += len(cast)
+                site.bytes_cast += moved
+            if seen.casting:
+                site.casts_avoided += len(given) - len(cast)
+            if entered is not None:
+                ran = seen.ended - seen.began
+                if by_hand:
+                    site.cast_seconds += ran
+                else:
+                    site.cast_seconds += seen.began - entered if cast else 0.0
+                    site.op_seconds += ran
+        if site.nonfinite is None:
+            for tensor in result:
+                if not is_readable(tensor):
+                    self._device.look(site, tensor, self._calls)
+                elif not is_finite(tensor) and not is_masked(site.op, given, tensor):
+                    site.nonfinite, site.nonfinite_at = site.calls, self._calls
+                    break
+        with self._lock:
+            self._trips.follow(site, given, inside, result)
+
+    def finish(self) -> None:
+        """Complete the log: read the figures from the devices once, and note which names in the lists were used."""
+        self._device.finish()
+        for site, casts in self._fp8.values():
+            casts.into(site)
+        last = installed() or self._conversion
+        if last is not None:
+            self._log.policy = str(last.policy)
+            self._log.unmatched, self._log.unmatched_of_hmpx = unmatched(last.policy, self._used)
+            self._log.escaped = last.escaped

@@ -1,18 +1,111 @@
-"""What a record holds: plain values, which every view of it is made from."""
+"""What a record holds: call sites, round trips and their sums, as plain values. Every view is made from it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from hmpx.insight.recording.site import RoundTrip, Site
+from hmpx.insight.module_names import numberless
+from hmpx.insight.text_table import dtype_steps, size, times
 
 SCHEMA = 1
+SHAPES = 8  # how many different ones are kept of one site
+_SUMS = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds")
+
+
+@dataclass
+class Site:
+    """The calls of one op from one line, in one module, that came in the same dtypes.
+
+    Attributes:
+        op: its name in op lists; "to" is a cast by hand. entry: the name it was called by.
+        where: the line of the caller's code, as file:line. module: the dotted name of the module that called it, as in
+            `named_modules()`; "" where it was called in none.
+        rule: "bf16", "fp16", "fp32", "promote", "first input", or "" where none acted. reason: why, in words.
+        given, seen, result: the floating dtypes that came in, those that the op ran on, and those that came out.
+        calls: how many. shapes: of the tensors that came in, at most 8 different ones, as "32x64, 64".
+        casts: tensors that were cast, by a rule or by hand. casts_avoided: tensors that a rule looked at and found
+            right. bytes_cast: the bytes that the casts read and wrote. cast_seconds, op_seconds: the time of the casts,
+            and of the op itself.
+        nonfinite: the first call, from 1, whose result had an inf or a NaN that is not the -inf of a mask; None if none
+            had. nonfinite_at: that call's number among those of all sites.
+        fp8: of a site in FP8, for "inputs", "weights" and "gradients" the "largest" magnitude, and of how many
+            "elements" how many "underflowed" to zero or "saturated"; complete when the region ends.
+        in_low: why calls that are listed for FP8 were computed in BF16, and how many.
+        unchosen: in words, why it ran in a dtype that nobody chose; "" where it did not.
+    """
+
+    op: str
+    entry: str
+    where: str
+    module: str = ""
+    rule: str = ""
+    reason: str = ""
+    given: tuple[str, ...] = ()
+    seen: tuple[str, ...] = ()
+    result: tuple[str, ...] = ()
+    calls: int = 0
+    shapes: list[str] = field(default_factory=list)
+    casts: int = 0
+    casts_avoided: int = 0
+    bytes_cast: int = 0
+    cast_seconds: float = 0.0
+    op_seconds: float = 0.0
+    nonfinite: int | None = None
+    nonfinite_at: int | None = None
+    unchosen: str = ""
+    fp8: dict[str, dict[str, float]] = field(default_factory=dict)
+    in_low: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """The time of the casts and of the op."""
+        return self.cast_seconds + self.op_seconds
+
+    @property
+    def dtypes(self) -> str:
+        """The dtypes of arguments, of the op and of its result, each once: "float32 -> bfloat16"."""
+        return dtype_steps(self.given, self.seen, self.result)
+
+    @property
+    def place(self) -> str:
+        """Its line, op and module, as one text."""
+        return f"{self.where}: {self.op}{f' in {self.module}' if self.module else ''}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class RoundTrip:
+    """A tensor that one line widened and another narrowed again, or the other way round.
+
+    Attributes:
+        first, then: the lines, as file:line. ops: what was called there. dtypes: the three that it went through.
+        calls: how often. bytes: what the second cast read and wrote. listed: whether op lists ask for both.
+    """
+
+    first: str
+    then: str
+    ops: tuple[str, str]
+    dtypes: tuple[str, str, str]
+    calls: int = 0
+    bytes: int = 0
+    listed: bool = False
+
+    def __str__(self) -> str:
+        down, up = self.ops
+        return (
+            f"{self.first}: {down} makes {self.dtypes[1]} of {self.dtypes[0]}, and {self.then}: {up} makes it "
+            f"{self.dtypes[2]} again ({times(self.calls)}, {size(self.bytes)})"
+        )
 
 
 @dataclass
 class Recorded:
-    """The values of a `Log`, which says what they are."""
+    """The values of a `Log`, which documents them."""
 
     sites: list[Site] = field(default_factory=list)
     round_trips: list[RoundTrip] = field(default_factory=list)
@@ -32,21 +125,57 @@ class Recorded:
     @property
     def first_nonfinite(self) -> Site | None:
         """The site of the first call of all whose result was not finite."""
-        return min(
-            (site for site in self.sites if site.nonfinite_at), key=lambda site: site.nonfinite_at or 0, default=None
-        )
+        wrong = (site for site in self.sites if site.nonfinite_at)
+        return min(wrong, key=lambda site: site.nonfinite_at or 0, default=None)
 
     @property
     def totals(self) -> dict[str, Any]:
         """Sums over the sites: calls, casts, casts_avoided, bytes_cast, cast_seconds, op_seconds, and cast_share."""
-        names = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds")
-        sums = {name: sum(getattr(site, name) for site in self.sites) for name in names}
+        sums = {name: sum(getattr(site, name) for site in self.sites) for name in _SUMS}
         seconds = sums["cast_seconds"] + sums["op_seconds"]
         return {**sums, "cast_share": sums["cast_seconds"] / seconds if seconds else 0.0}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as numbers, strings, lists and dicts, by the names of the attributes; see `json`."""
+        """Return everything as numbers, strings, lists and dicts, by the names of the attributes; see `json`."""
         values = {each.name: getattr(self, each.name) for each in fields(Recorded)}
         for name in ("sites", "round_trips"):
             values[name] = [asdict(each) for each in values[name]]
         return {"schema": SCHEMA, **values, "totals": self.totals}
+
+
+def alike(sites: Iterable[Site]) -> list[Site]:
+    """Merge sites of equal blocks: the same line and op, in modules whose names differ in their numbers only.
+
+    A merged site has their sums, and a module such as `blocks.*.norm`.
+    """
+    groups: dict[tuple, list[Site]] = {}
+    for site in sites:
+        names = numberless(site.module), numberless(site.unchosen)
+        groups.setdefault((site.op, site.entry, site.where, site.rule, site.dtypes, *names), []).append(site)
+    return [_together(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _together(group: list[Site]) -> Site:
+    first = group[0]
+    same_module = len({site.module for site in group}) == 1
+    return replace(
+        first,
+        module=first.module if same_module else numberless(first.module),
+        unchosen=first.unchosen if same_module else numberless(first.unchosen),
+        shapes=list(dict.fromkeys(shape for site in group for shape in site.shapes))[:SHAPES],
+        nonfinite=min((site.nonfinite for site in group if site.nonfinite), default=None),
+        nonfinite_at=min((site.nonfinite_at for site in group if site.nonfinite_at), default=None),
+        fp8=_figures(group),
+        in_low=dict(sum((Counter(site.in_low) for site in group), Counter())),
+        **{name: sum(getattr(site, name) for site in group) for name in _SUMS},
+    )
+
+
+def _figures(group: list[Site]) -> dict[str, dict[str, float]]:
+    """Return the figures of casts to FP8 of several sites: the largest magnitude, and sums."""
+    found: dict[str, dict[str, float]] = {}
+    for role, figures in (each for site in group for each in site.fp8.items()):
+        known = found.setdefault(role, dict.fromkeys(figures, 0.0))
+        for name, figure in figures.items():
+            known[name] = max(known[name], figure) if name == "largest" else known[name] + figure
+    return found

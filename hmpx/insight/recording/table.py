@@ -1,20 +1,29 @@
-"""A record as text: the dearest sites in a table, and what calls for attention beneath it."""
+"""A record as text and as a page: the dearest sites first, and beneath them the lines that call for attention."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from hmpx.insight.recording import fp8
-from hmpx.insight.recording.alike import alike
-from hmpx.insight.recording.recorded import Recorded
-from hmpx.insight.recording.site import RoundTrip, Site
-from hmpx.insight.recording.words import at, milliseconds, number, short_dtypes, short_places, size, times
-from hmpx.insight.text_table import Column, table
+from hmpx.insight.pages import filled
+from hmpx.insight.recording.recorded import Recorded, RoundTrip, Site, alike
+from hmpx.insight.text_table import (
+    Column,
+    milliseconds,
+    number,
+    short_dtypes,
+    short_places,
+    size,
+    table,
+    times,
+)
 
 _ROWS = 20  # of the table
-_LINES = 8  # of what stands beneath it, of each kind
+_LINES = 8  # of each kind beneath it
+_WIDTH = 110  # of the text in the page for readers without scripts
+_AS_ASKED = "Cast there and back, as the lists ask"
 NOTHING_CONVERTED = (
     "Nothing was converted while this recorded, so that torch's ops ran as they are, and were not seen.\n"
     "Put a conversion in force, before or inside: `with hmpx.convert(), hmpx.record() as log:`, or a recipe by\n"
@@ -23,21 +32,31 @@ NOTHING_CONVERTED = (
 
 
 def as_text(log: Recorded, width: int) -> str:
-    """What `print(log)` shows, in lines of `width` characters where words and paths allow."""
+    """Return the text of `print(log)`, in lines of `width` characters where words and paths allow."""
     if not log.policy:
         return NOTHING_CONVERTED
     if not log.sites:
         return "\n".join(["No op was called while this recorded.", *_beneath(log)])
     rows = sorted(alike(log.sites), key=lambda site: site.seconds, reverse=True)
-    lines = [*in_words(log), "", *_table(rows[:_ROWS], width)]
+    lines = [*_totals(log), "", *_table(rows[:_ROWS], width)]
     if rows[_ROWS:]:
         rest = sum(site.seconds for site in rows[_ROWS:])
         lines.append(f"… and {len(rows) - _ROWS} more, {milliseconds(rest)} ms together")
     return "\n".join([*lines, *_beneath(log)])
 
 
-def in_words(log: Recorded) -> Iterator[str]:
-    """The totals."""
+def as_page(log: Recorded) -> str:
+    """Return one HTML page that holds everything."""
+    shown = {
+        **log.as_json(),
+        "together": [asdict(site) for site in alike(log.sites)],
+        "attention": [(head, [*map(short_places, lines)], head == _AS_ASKED) for head, lines in attention(log)],
+        "nothing": NOTHING_CONVERTED,
+    }
+    return filled(str(__package__), "record", as_text(log, _WIDTH), shown)
+
+
+def _totals(log: Recorded) -> Iterator[str]:
     sums = log.totals
     ops = len({site.op for site in log.sites})
     steps = f" in {number(log.steps, 'step')}" if log.steps else ""
@@ -71,47 +90,47 @@ def _table(rows: list[Site], width: int) -> list[str]:
 
 
 def _beneath(log: Recorded) -> Iterator[str]:
-    """The lines that call for attention, each kind under its heading; empty if there are none."""
+    """Yield the lines that call for attention, each kind under its heading."""
     for heading, lines in attention(log):
-        yield ""
-        yield heading
-        yield from (f"  {short_places(line)}" for line in lines[:_LINES])
+        yield from ("", heading, *(f"  {short_places(line)}" for line in lines[:_LINES]))
         if lines[_LINES:]:
             yield f"  … and {len(lines) - _LINES} more"
     if log.unmatched_of_hmpx:
-        yield ""
-        count = number(len(log.unmatched_of_hmpx), "name")
-        yield f"{count} of the lists that come with hmpx matched no call, as is usual"
+        names = number(len(log.unmatched_of_hmpx), "name")
+        yield from ("", f"{names} of the lists that come with hmpx matched no call, as is usual")
 
 
 def attention(log: Recorded) -> Iterator[tuple[str, list[str]]]:
-    """Headings with their lines, the worst first."""
+    """Yield headings with their lines, the worst first."""
+    for heading, lines in {
+        "First result with an inf or a NaN": _nonfinite(log),
+        "In a dtype that nobody chose": (
+            f"{site.place}: {site.unchosen} ({times(site.calls)})" for site in alike(log.unchosen)
+        ),
+        "Cast there and back, though no list asks for both": _trips(log, listed=False),
+        "Updates of weights that round-to-nearest would lose": map(_lost_updates, log.updates),
+        "Ops that no wrapper reaches": log.escaped,
+        "In your fp8 list, and computed in BF16": (
+            f"{site.place}: {why} ({times(calls)})" for site in alike(log.sites) for why, calls in site.in_low.items()
+        ),
+        "Casts to FP8": _fp8_casts(log),
+        "Names in your lists that no call matched": log.unmatched,
+        _AS_ASKED: _trips(log, listed=True),
+    }.items():
+        if found := list(lines):
+            yield heading, found
+
+
+def _nonfinite(log: Recorded) -> Iterator[str]:
     first = log.first_nonfinite
     if first is not None:
         others = sum(site.nonfinite is not None for site in log.sites) - 1
         after = f"; later in {number(others, 'more site')}" if others else ""
-        yield "First result with an inf or a NaN", [f"{at(first)}, in call {first.nonfinite}{after}"]
-    yield from _kind(
-        "In a dtype that nobody chose",
-        (f"{at(site)}: {site.unchosen} ({times(site.calls)})" for site in alike(log.unchosen)),
-    )
-    yield from _kind("Cast there and back, though no list asks for both", _trips(log, listed=False))
-    yield from _kind("Updates of weights that round-to-nearest would lose", map(_lost, log.updates))
-    yield from _kind("Ops that no wrapper reaches", log.escaped)
-    yield from _kind("In your fp8 list, and computed in BF16", fp8.in_low(log.sites))
-    yield from _kind("Casts to FP8", fp8.reached(log.sites))
-    yield from _kind("Names in your lists that no call matched", log.unmatched)
-    yield from _kind("Cast there and back, as the lists ask", _trips(log, listed=True))
+        yield f"{first.place}, in call {first.nonfinite}{after}"
 
 
-def _kind(heading: str, lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    found = list(lines)
-    if found:
-        yield heading, found
-
-
-def _lost(updates: dict[str, Any]) -> str:
-    """What `Attachment.updates()` has counted, as it stands in the record."""
+def _lost_updates(updates: dict[str, Any]) -> str:
+    """Return the counts of `Attachment.updates()` in words."""
     rows, answer = updates["rows"], "needs no stochastic rounding"
     worst = max(rows, key=lambda row: row["lost"], default=None)
     if worst is not None and updates["needed"]:
@@ -121,16 +140,27 @@ def _lost(updates: dict[str, Any]) -> str:
 
 
 def _trips(log: Recorded, listed: bool) -> list[str]:
-    trips = [trip for trip in log.round_trips if trip.listed is listed]
-    return [str(trip) for trip in sorted(_merged(trips), key=lambda trip: trip.bytes, reverse=True)]
-
-
-def _merged(trips: list[RoundTrip]) -> list[RoundTrip]:
-    """Sites of equal blocks (the same lines in several modules) as one."""
+    """Return round trips in words, those of equal blocks (the same lines in several modules) as one."""
     found: dict[tuple, RoundTrip] = {}
-    for trip in trips:
-        key = trip.first, trip.then, trip.ops, trip.dtypes
-        known = found.setdefault(key, RoundTrip(trip.first, trip.then, trip.ops, trip.dtypes, listed=trip.listed))
-        known.calls += trip.calls
-        known.bytes += trip.bytes
-    return list(found.values())
+    for trip in log.round_trips:
+        if trip.listed is listed:
+            key = trip.first, trip.then, trip.ops, trip.dtypes
+            known = found.setdefault(key, RoundTrip(*key, listed=listed))
+            known.calls += trip.calls
+            known.bytes += trip.bytes
+    return [str(trip) for trip in sorted(found.values(), key=lambda trip: trip.bytes, reverse=True)]
+
+
+def _fp8_casts(log: Recorded) -> Iterable[str]:
+    """Return how large the numbers of each site in FP8 are, and how many the format does not hold; the worst first."""
+
+    def lost(site: Site) -> float:
+        return max((each["underflowed"] + each["saturated"]) / each["elements"] for each in site.fp8.values())
+
+    def of_role(role: str, figures: Mapping[str, float]) -> str:
+        shares = {how: figures[how] / figures["elements"] for how in ("underflowed", "saturated")}
+        said = [f"{100 * share:.2g} % {how}" for how, share in shares.items() if share]
+        return ", ".join([f"{role} up to {figures['largest']:.2g}", *said])
+
+    for site in sorted((site for site in alike(log.sites) if site.fp8), key=lost, reverse=True):
+        yield f"{site.place}: {'; '.join(of_role(*each) for each in site.fp8.items())}"

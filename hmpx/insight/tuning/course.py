@@ -25,8 +25,7 @@ import torch
 from hmpx import conversion
 from hmpx.errors import HmpxError
 from hmpx.insight.comparing.subject import arguments_of
-from hmpx.insight.kept import kept
-from hmpx.insight.stance import eager
+from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.policies.policy import Policy

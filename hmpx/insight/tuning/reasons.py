@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 
-from hmpx.insight.recording.words import short_places
+from hmpx.insight.text_table import short_places
 from hmpx.insight.tuning.choice import Choice, percent
 from hmpx.insight.tuning.costs import SLACK, Chosen, Costs, NameInModule, Unit
 from hmpx.insight.tuning.runs import Effect

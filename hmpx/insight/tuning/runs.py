@@ -15,12 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.insight import generators
-from hmpx.insight.comparing.calls import Asked, Compared
-from hmpx.insight.comparing.computing import in_fp32
-from hmpx.insight.comparing.low_pass import is_recomputing
+from hmpx.insight import run_state as generators
+from hmpx.insight.comparing.calls import Asked, Compared, Sites, in_fp32, is_recomputing
 from hmpx.insight.comparing.noise import Noise, square
-from hmpx.insight.comparing.sites import Sites
 from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.tensors import LOW, Tensor, floating

@@ -12,9 +12,8 @@ import torch
 
 from hmpx import region_state
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.insight.comparing.lists import lists_meant
-from hmpx.insight.comparing.subject import Loss, Subject, arguments_of
-from hmpx.insight.stance import eager
+from hmpx.insight.comparing.subject import Loss, Subject, arguments_of, lists_meant
+from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import LOW
 from hmpx.insight.tuning.confirmed import MAKE, confirmed
 from hmpx.insight.tuning.course import Course, Making

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx import region_state
-from hmpx.insight.comparing.calls import Asked
-from hmpx.insight.comparing.computing import in_fp32
+from hmpx.insight.comparing.calls import Asked, in_fp32
 from hmpx.insight.tensors import LOW, Tensor, floating
 from hmpx.ops.policies import op_facts
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hmpx.insight.recording.alike import numberless
+from hmpx.insight.module_names import numberless
 from hmpx.insight.tensors import Tensor
 from hmpx.insight.tuning.course import RunDistance
 from hmpx.insight.weights.ladder import FP32, STATES, WEIGHTS, Rung, bytes_of, rungs

@@ -1,15 +1,21 @@
-"""Round trips: tensors that one op casts, and another casts back."""
+"""What `record` finds beside its sites: tensors that are cast there and back, and names that no call matched."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
-from hmpx.insight.recording.site import RoundTrip, Site
+from hmpx import process_state
+from hmpx.insight.recording.recorded import RoundTrip, Site
 from hmpx.insight.tensors import Tensor, name
+from hmpx.ops.overlays import Overlay
 from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.policies.op_lists import SIDES, shipped
+from hmpx.ops.policies.policy import Policy
 
 _LATEST = 1024  # how many tensors are remembered by what was done to them
 _LISTED = ("bf16", "fp16", "fp32", "promote")
@@ -27,7 +33,7 @@ class _Changed(NamedTuple):
 class RoundTrips:
     """Follows tensors from op to op, and notes in `found` those that are cast there and back.
 
-    What the caller asks for at both ends, by a cast by hand or by ``dtype=``, is a decision and no finding.
+    Where the caller asks for both casts, by a cast by hand or by ``dtype=``, that is a decision and no finding.
     """
 
     def __init__(self, found: list[RoundTrip]) -> None:
@@ -36,7 +42,7 @@ class RoundTrips:
         self._changed: dict[int, _Changed] = {}  # by the identity of the tensor
 
     def follow(self, site: Site, given: list[Tensor], inside: list[Tensor], result: list[Tensor]) -> None:
-        """One call: what came in, the same as the op ran on it, and what came out."""
+        """Follow one call: the tensors that came in, the same as the op ran on them, and its results."""
         for i, tensor in enumerate(given):
             after = inside[i].dtype if i < len(inside) else tensor.dtype
             if site.op == "to":
@@ -56,7 +62,7 @@ class RoundTrips:
                 self._remember(made._replace(tensor=weakref.ref(result[0])))
 
     def _of(self, tensor: Tensor) -> _Changed | None:
-        """How a tensor, or the base of a view, came to its dtype."""
+        """Return how a tensor, or the base of a view, came to its dtype."""
         made = self._changed.get(id(tensor)) or self._changed.get(id(tensor._base))
         return made if made is not None and made.tensor() is not None else None
 
@@ -86,7 +92,7 @@ def _by_hand(site: Site) -> bool:
 
 
 def _continued(given: list[Tensor], result: Tensor) -> torch.dtype | None:
-    """The dtype of the inputs that a result continues in another one; None where it keeps the dtype of one.
+    """Return the dtype of the inputs that a result continues in another one; None where it keeps the dtype of one.
 
     A sum in FP32 of an FP32 activation and a BF16 one continues the first. One of a BF16 activation and an FP32
     parameter, or a constant, continues the second in another dtype.
@@ -101,3 +107,46 @@ def _continued(given: list[Tensor], result: Tensor) -> torch.dtype | None:
         else:
             dtype = tensor.dtype
     return dtype
+
+
+def unmatched(policy: Policy, used: Mapping[int, set[str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names in a user's lists that no call matched, each with its line; and those in the lists of hmpx.
+
+    used: by scope, the ops that were called there and the names that they follow.
+    """
+    everywhere = _with_followed(set().union(*used.values()))
+    unused = [each for side in SIDES for each in getattr(policy, side) if each not in everywhere]
+    origins = {each: policy.origins.get(each, "") for each in unused}
+    own = [each for each, origin in origins.items() if origin and not origin.startswith(str(shipped()))]
+    rules = {rule.overlay.number: rule.overlay for rule in list(process_state.module_rules)}
+    of_rules = [line for _, overlay in sorted(rules.items()) for line in _of_overlay(overlay, used)]
+    return (
+        tuple([*(f"{origins[each]}: {each}" for each in own), *of_rules]),
+        tuple(each for each in unused if each not in own),
+    )
+
+
+def _with_followed(names: set[str]) -> set[str]:
+    ops = catalog()
+    return names | {follows for each in names if each in ops and (follows := ops[each].follows)}
+
+
+def _of_overlay(overlay: Overlay, used: Mapping[int, set[str]]) -> Iterator[str]:
+    """Yield the names that the overlay of a module rule lists and that decided no call; or that it decided none."""
+    called: set[str] | None = None
+    entered = False
+    for scope, names in used.items():
+        left, hidden = _with_followed(names), False  # by the overlays further in
+        while scope:
+            scope, number = process_state.scopes[scope]
+            if number == overlay.number:
+                entered = True
+                called = called if hidden else left | (called or set())
+            inner = process_state.overlays[number]
+            hidden = hidden or inner.whole
+            left = left - {each for each, _, _ in inner.names}
+    if called is None:
+        inside = "every op that was called in it was in a module or region with a rule of its own"
+        yield f"{overlay.where}: {inside if entered else 'no op was called in it'}"
+    else:
+        yield from (f"{where}: {each}" for each, _, where in overlay.names if each not in called)

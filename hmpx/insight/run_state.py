@@ -1,0 +1,62 @@
+"""What a run of a model changes beside its results, and how it is put back: random generators and buffers.
+
+Compiled functions run eagerly meanwhile, since a compiled graph hides its ops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_cat, _cpu = torch.cat, torch.default_generator  # torch's own: an observer asks for the state while ops are patched
+
+
+def get_state() -> torch.Tensor:
+    """Return the state of torch's generators (CPU and GPUs in use) as bytes; it changes when a number is drawn."""
+    state = _cpu.get_state()
+    if not torch.cuda.is_initialized():
+        return state
+    return _cat([state, *torch.cuda.get_rng_state_all()])
+
+
+def set_state(state: torch.Tensor) -> None:
+    """Restore a state from `get_state`, so that the same numbers are drawn again."""
+    of_cpu = _cpu.get_state().numel()
+    _cpu.set_state(state[:of_cpu])
+    if state.numel() > of_cpu:
+        devices = torch.cuda.device_count()
+        torch.cuda.set_rng_state_all([*state[of_cpu:].view(devices, -1)])
+
+
+@contextlib.contextmanager
+def kept(model: Any) -> Iterator[None]:
+    """Put back the random generators of torch, Python and NumPy, and the buffers of a module, at the end."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    buffers = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
+    values = {id(b): b.detach().clone() for _, owned in buffers for b in owned.values() if b is not None}
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(drawn)
+            with torch.no_grad():
+                for now, owned in buffers:
+                    now.update(owned)
+                    for buffer in owned.values():
+                        if buffer is not None:
+                            buffer.copy_(values[id(buffer)])
+
+
+def eager() -> contextlib.AbstractContextManager:
+    """Run compiled functions as they are written; before Dynamo is imported there are none."""
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
