@@ -15,9 +15,9 @@ from hmpx.bench.train import Training
 from hmpx.insight import observed
 from hmpx.insight.comparing import subject as comparing
 from hmpx.insight.comparing.calls import Compared
-from hmpx.insight.tuning.costs import decidable
-from hmpx.insight.tuning.runs import Effect, Exact, Mixed, Runs
+from hmpx.insight.tuning.runs import Effect, Exact, Mixed, Progress, Runs
 from hmpx.insight.tuning.tune import tune
+from hmpx.insight.tuning.worth import decidable
 from hmpx.ops.policies.policy import Policy
 
 _BATCHES, _HELD_OUT = 4, 2
@@ -61,13 +61,14 @@ class _OneByOne:
 
     def __init__(self, model: torch.nn.Module, batches: list[tuple]) -> None:
         self._subject = comparing.Subject(model, batches, _loss, None)
-        self._runs = Runs(self._subject, _BATCHES)
+        self._progress = Progress("one by one", False)
+        self._runs = Runs(self._subject, _BATCHES, self._progress)
         self._sites: dict[Compared, None] = {}
         self.asked = 0.0
 
     @property
     def passes(self) -> int:
-        return self._runs.passes - _BATCHES
+        return self._progress.done - _BATCHES
 
     @property
     def sites(self) -> int:

@@ -15,9 +15,7 @@ from torch import nn
 
 import hmpx
 from hmpx.insight.tuning.course import _between
-from hmpx.insight.weights.choosing import Group, choose, predicted
-from hmpx.insight.weights.ladder import Rung, bytes_of, rungs
-from hmpx.insight.weights.rules import recipe_of
+from hmpx.insight.weights.choosing import Group, Way, bytes_of, choose, predicted, recipe_of, ways
 from hmpx.insight.weights.scoring import Walk
 from hmpx.recipes.stated import as_recipe, read_recipe
 from tests.support.planted_weights import MAKE, RECIPE, Gated, Scaled, gated_batches, loss, scaled_batches, tuned
@@ -199,16 +197,16 @@ def test_it_prints_the_reasons_and_saves_a_recipe_that_says_them(gated, tmp_path
 
 def test_bytes_are_those_of_an_attached_optimizer():
     for shape in ((70, 130), (40, 50), (8,), (9, 3, 3, 2)):
-        for rung in rungs(2)[:-1]:
+        for way in ways(2)[:-1]:
             p = nn.Parameter(torch.ones(shape, dtype=BF16))
             optimizer = torch.optim.AdamW([p])
-            handle = hmpx.attach(optimizer, rung.weights, state_dtype=rung.state)
+            handle = hmpx.attach(optimizer, way.weights, state_dtype=way.state)
             p.grad = torch.ones_like(p)
             optimizer.step()
             held = [p, p.grad, *handle.beside(p)]
             held += [value for value in optimizer.state[p].values() if value.dim()]
             expected = sum(tensor.nbytes for tensor in held)  # the last block of a check may be shorter
-            assert bytes_of([p.shape], rung, 2) == pytest.approx(expected, rel=1e-4), (shape, rung)
+            assert bytes_of([p.shape], way, 2) == pytest.approx(expected, rel=1e-4), (shape, way)
             handle.detach()
 
 
@@ -236,7 +234,7 @@ def test_runs_begin_between_two_bf16_numbers():
 def group(name, stochastic, masters, elements=8192, also=()):
     """One with the effects of four looks at losses, each half as large again."""
     looks = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
-    ways = {Rung("stochastic", FP32): stochastic, Rung("split", FP32): masters, Rung("float32", FP32): 0.0}
+    ways = {Way("stochastic", FP32): stochastic, Way("split", FP32): masters, Way("float32", FP32): 0.0}
     size = {way: bytes_of([torch.Size([elements])], way, 2) for way in ways}
     return Group(name, (name, *also), elements, {way: looks * error for way, error in ways.items()}, size)
 
@@ -244,17 +242,17 @@ def group(name, stochastic, masters, elements=8192, also=()):
 def test_the_choice_takes_the_fewest_bytes_within_the_tolerance():
     """By hand: 0.3 and 0.4 are 0.5 together; the larger one has to go, and its bytes are as many."""
     one, other = group("a", 0.3, 0.01), group("b", 0.4, 0.01)
-    assert predicted({one: Rung("stochastic", FP32), other: Rung("stochastic", FP32)}).error == pytest.approx(0.7)
+    assert predicted({one: Way("stochastic", FP32), other: Way("stochastic", FP32)}).error == pytest.approx(0.7)
     chosen = choose([one, other], 0.35)
     assert (chosen[one].weights, chosen[other].weights) == ("stochastic", "split")
-    assert {rung.weights for rung in choose([one, other], 1.0).values()} == {"stochastic"}
+    assert {way.weights for way in choose([one, other], 1.0).values()} == {"stochastic"}
     small = group("c", 0.3, 0.01, elements=16)  # takes as many bytes in FP32 as with masters
     for those in ([one, other], [small]):
-        assert {rung.weights for rung in choose(those, 0.0).values()} == {"float32"}
+        assert {way.weights for way in choose(those, 0.0).values()} == {"float32"}
 
 
 def test_patterns_stand_for_equal_blocks_unless_they_fit_others():
-    usual, rule = Rung("stochastic", FP32), Rung("split", BF16)
+    usual, rule = Way("stochastic", FP32), Way("split", BF16)
     blocks = group("h.*.weight", 0, 0, also=("h.1.weight",))
     blocks = Group("h.*.weight", ("h.0.weight", "h.1.weight"), 8, blocks.effects, blocks.bytes)
     base = as_recipe(RECIPE)

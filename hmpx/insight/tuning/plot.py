@@ -1,12 +1,13 @@
-"""Error against cost, as SVG: the lists that were found, and known ones."""
+"""Draws error against cost as SVG: the lists that were found, and known ones. `Mark`: lists as a point of it."""
 
 from __future__ import annotations
 
 import html
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from hmpx.insight.tuning.choice import Mark, amount, percent
+from hmpx.insight.tuning.choices import amount, percent
 
 _WIDTH, _HEIGHT = 800, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 546, 34, 364  # the edges of the frame
@@ -22,6 +23,34 @@ svg { --paper: #ffffff; --ink: #1f2328; --faint: #656d76; --edge: #d1d9e0; --acc
 text { fill: var(--ink); } .faint { fill: var(--faint); } .grid, .leader { stroke: var(--edge); }
 .known { fill: var(--warn); } .tuned { fill: var(--accent); } .bound { stroke: var(--warn); stroke-dasharray: 5 4; }
 """
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Lists as a point of a plot.
+
+    Attributes:
+        name: of the lists. cost: in the unit of the objective. gradient_error: on held-out batches, in units of the
+            noise between batches. share: of the FLOPs of matrix products, what is in BF16. raised: what the program
+            raises under these lists; its error is infinite then, and its cost that of the ops that they name.
+
+    Example:
+        >>> hmpx.Mark("all in FP32", cost=1.9e-3, gradient_error=0.0, share=0.0).name
+        'all in FP32'
+    """
+
+    name: str
+    cost: float
+    gradient_error: float
+    share: float
+    raised: str = ""
+
+    def line(self, unit: str, low: str) -> str:
+        """Return it as a line of a table. low: the low precision, in words."""
+        if self.raised:
+            return f"{self.name:24} does not run: {self.raised}"
+        share = f"{percent(self.share)} in {low}"
+        return f"{self.name:24} error {self.gradient_error:<8.2g} {amount(self.cost, unit):>10}  {share}"
 
 
 def as_svg(marks: Sequence[Mark], tolerance: float, unit: str) -> str:

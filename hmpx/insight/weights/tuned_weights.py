@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.insight.comparing.comparison import plain
-from hmpx.insight.tuning.choice import percent
+from hmpx.insight.tuning.choices import percent
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 2
