@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -61,7 +62,7 @@ class Finding:
     def run(self) -> Tuned:
         """Find the lists, and measure them beside known ones."""
         asked, costs, runs = self._asked, self._costs, self._runs
-        with observed.observed(self._everything(), asked.kernels, runs.sites):
+        with self._everything():
             self._run_in_fp32()
             nothing, unmet = self._remains_in_fp32()
             # Where more remains than is allowed, the choice may add as much as is allowed.
@@ -69,13 +70,16 @@ class Finding:
             search = Search(self._measured, runs.tuning, costs, tolerance, nothing)
             names = sorted({place.name for place in costs.free})
             chosen = search.run([frozenset(place for place in costs.free if place.name == name) for name in names])
-            chosen = search.dropped(chosen, lambda some: self._of_choice(some).effect.size)
             search.effect(chosen)
+        if self._of_choice(chosen).effect.size > tolerance:
+            with self._everything():
+                chosen = search.dropped(chosen, lambda some: self._of_choice(some).effect.size)
+                search.effect(chosen)
         failed = {some: each.effect for some, each in self._verified.items() if each.effect.size > tolerance}
         found, others = self._best(self._of_choice(chosen))
         found, slower, timed = self._timed(found)
         if found.chosen not in search.measured:
-            with observed.observed(self._everything(), asked.kernels, runs.sites):
+            with self._everything():
                 search.effect(found.chosen)
         effect, met = found.effect, found.effect.size <= asked.tolerance
         error = self._of_choice(Chosen()).effect.gradient_error if asked.low == "fp8" else 0.0
@@ -105,13 +109,14 @@ class Finding:
             low=asked.low,
         )
 
-    def _everything(self) -> Policy:
-        """Return a policy with every op that can be decided about in the low list; a user's functions as listed."""
+    def _everything(self) -> contextlib.AbstractContextManager:
+        """Put every op that can be decided about in the low list; a user's own functions as they are listed."""
         own, names = self._asked.base.user_functions(), tuple(sorted(self._costs.names))
         low, wide = (tuple(name for name, rule in own.items() if rule is each) for each in (Rule.BF16, Rule.FP32))
+        policy = Policy(bf16=(*names, *low), fp32=wide)
         if self._asked.low == "fp8":
-            return Policy(low, wide, fp8=names, fp8_format=self._asked.base.fp8_format)
-        return Policy(bf16=(*names, *low), fp32=wide)
+            policy = Policy(low, wide, fp8=names, fp8_format=self._asked.base.fp8_format)
+        return observed.observed(policy, self._asked.kernels, self._runs.sites)
 
     def _run_in_fp32(self) -> None:
         """Run all batches, and measure the calls of those to tune on."""
