@@ -29,9 +29,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     add_function(command)
     command.add_argument("--out", default="tuned", metavar="FOLDER", help="where the files go, default tuned")
-    command.add_argument(
-        "--objective", choices=UNITS, default="speed", help="what BF16 is to bring, default speed"
-    )
+    command.add_argument("--objective", choices=UNITS, default="speed", help="what BF16 is to bring, default speed")
     command.add_argument("--low", choices=WIDE, default="bf16", help="what is chosen, beside FP32 or beside BF16")
     command.add_argument("--weights", action="store_true", help="tune how weights and state are held, by training")
     command.add_argument("--steps", type=int, help="of a training run of --weights, default 100")

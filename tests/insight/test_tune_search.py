@@ -10,7 +10,7 @@ import pytest
 
 from hmpx.insight.tuning.runs import Effect
 from hmpx.insight.tuning.search import Search, parts_of
-from hmpx.insight.tuning.worth import Cost, Costs, Place
+from hmpx.insight.tuning.worth import Cost, Costs, NameInModule
 
 NAMES = "abcdefghij"
 
@@ -45,8 +45,8 @@ class Problem:
 
     def found(self, tolerance):
         costs = Costs("coverage")
-        costs.of_place = {Place(name): Cost(wide=gain) for name, gain in self.gains.items()}
-        names = [frozenset({Place(name)}) for name in NAMES]
+        costs.of_place = {NameInModule(name): Cost(wide=gain) for name, gain in self.gains.items()}
+        names = [frozenset({NameInModule(name)}) for name in NAMES]
         chosen = Search(self.measure, [0], costs, tolerance, Effect()).run(names)
         return {place.name for place in chosen}
 
@@ -67,7 +67,7 @@ def test_the_choice_holds_and_is_near_the_best_of_all(pairs, cancelling, least):
 
 def test_a_name_is_divided_by_the_outermost_blocks_that_differ():
     def unit(*modules):
-        return frozenset(Place("linear", module) for module in modules)
+        return frozenset(NameInModule("linear", module) for module in modules)
 
     blocks = [f"model.blocks.{i}.{part}" for i in range(12) for part in ("q", "k")]
     parts = parts_of(unit(*blocks))
@@ -80,7 +80,7 @@ def test_a_name_that_fits_on_the_batches_of_the_search_alone_is_divided_and_not_
     """All of it holds there (.9 of the tolerance); on others it is a quarter more, and without its head it holds."""
     errors = {"head": 0.7, **{f"blocks.{i}": 0.2 for i in range(8)}}
     costs = Costs("coverage")
-    costs.of_place = {Place("linear", module): Cost(wide=1.0) for module in errors}
+    costs.of_place = {NameInModule("linear", module): Cost(wide=1.0) for module in errors}
 
     def error(chosen):
         return math.sqrt(sum(errors[place.module] ** 2 for place in chosen))
@@ -92,5 +92,5 @@ def test_a_name_that_fits_on_the_batches_of_the_search_alone_is_divided_and_not_
     whole = search.run([frozenset(costs.of_place)])
     assert whole == {*costs.of_place} and error(whole) == pytest.approx(0.9)
     kept = search.dropped(whole, lambda chosen: 1.25 * error(chosen))
-    assert kept == whole - {Place("linear", "head")}
-    assert search.left == [frozenset({Place("linear", "head")})]
+    assert kept == whole - {NameInModule("linear", "head")}
+    assert search.left == [frozenset({NameInModule("linear", "head")})]

@@ -15,7 +15,7 @@ from torch import nn
 
 import hmpx
 from hmpx.insight.tuning.course import _between
-from hmpx.insight.weights.choosing import Group, Way, bytes_of, choose, predicted, recipe_of, ways
+from hmpx.insight.weights.choosing import Group, Rung, bytes_of, choose, predicted, recipe_of, ways
 from hmpx.insight.weights.scoring import Walk
 from hmpx.recipes.stated import as_recipe, read_recipe
 from tests.support.planted_weights import MAKE, RECIPE, Gated, Scaled, gated_batches, loss, scaled_batches, tuned
@@ -234,7 +234,7 @@ def test_runs_begin_between_two_bf16_numbers():
 def group(name, stochastic, masters, elements=8192, also=()):
     """One with the effects of four looks at losses, each half as large again."""
     looks = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
-    ways = {Way("stochastic", FP32): stochastic, Way("split", FP32): masters, Way("float32", FP32): 0.0}
+    ways = {Rung("stochastic", FP32): stochastic, Rung("split", FP32): masters, Rung("float32", FP32): 0.0}
     size = {way: bytes_of([torch.Size([elements])], way, 2) for way in ways}
     return Group(name, (name, *also), elements, {way: looks * error for way, error in ways.items()}, size)
 
@@ -242,7 +242,7 @@ def group(name, stochastic, masters, elements=8192, also=()):
 def test_the_choice_takes_the_fewest_bytes_within_the_tolerance():
     """By hand: 0.3 and 0.4 are 0.5 together; the larger one has to go, and its bytes are as many."""
     one, other = group("a", 0.3, 0.01), group("b", 0.4, 0.01)
-    assert predicted({one: Way("stochastic", FP32), other: Way("stochastic", FP32)}).error == pytest.approx(0.7)
+    assert predicted({one: Rung("stochastic", FP32), other: Rung("stochastic", FP32)}).error == pytest.approx(0.7)
     chosen = choose([one, other], 0.35)
     assert (chosen[one].weights, chosen[other].weights) == ("stochastic", "split")
     assert {way.weights for way in choose([one, other], 1.0).values()} == {"stochastic"}
@@ -252,7 +252,7 @@ def test_the_choice_takes_the_fewest_bytes_within_the_tolerance():
 
 
 def test_patterns_stand_for_equal_blocks_unless_they_fit_others():
-    usual, rule = Way("stochastic", FP32), Way("split", BF16)
+    usual, rule = Rung("stochastic", FP32), Rung("split", BF16)
     blocks = group("h.*.weight", 0, 0, also=("h.1.weight",))
     blocks = Group("h.*.weight", ("h.0.weight", "h.1.weight"), 8, blocks.effects, blocks.bytes)
     base = as_recipe(RECIPE)

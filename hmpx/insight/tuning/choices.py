@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hmpx.insight.recording.words import short_places
 from hmpx.insight.tuning.runs import Effect
 from hmpx.insight.tuning.search import Search
-from hmpx.insight.tuning.worth import SLACK, UNITS, Chosen, Costs, Place, Unit
+from hmpx.insight.tuning.worth import SLACK, UNITS, Chosen, Costs, NameInModule, Unit
 
 DTYPES = {"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}  # what `Choice.dtype` says for a list
 
@@ -82,7 +82,7 @@ def choices_of(
     the lists were not faster than FP32, the words for it.
     """
 
-    def choice(name: str, module: str, places: list[Place]) -> Choice:
+    def choice(name: str, module: str, places: list[NameInModule]) -> Choice:
         unit, found = frozenset(places), [costs.of_place[place] for place in places]
         alone, gain = _alone(unit, search.alone), costs.gain(unit, chosen)
         lines = [(place.module, line) for place, cost in zip(places, found, strict=True) for line in cost.lines]

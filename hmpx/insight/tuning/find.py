@@ -49,7 +49,7 @@ class Measured(NamedTuple):
     chosen: Chosen
 
 
-class Finding:
+class Tuning:
     """One tuning while it is made. tuning: how many of the batches are to tune on; the others are held out."""
 
     def __init__(self, subject: Subject, tuning: int, asked: Request, progress: Progress) -> None:

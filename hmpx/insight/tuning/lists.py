@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.insight.tuning.choices import Choice
-from hmpx.insight.tuning.worth import WIDE, Chosen, Low, Place
+from hmpx.insight.tuning.worth import WIDE, Chosen, Low, NameInModule
 from hmpx.ops.policies.op_lists import FP8_FORMAT, SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
@@ -17,7 +17,7 @@ from hmpx.recipes.recipe import Recipe
 Rules = dict[str, dict[str, list[str]]]  # by module: by list, the names
 
 
-def lists_and_rules(places: Collection[Place], chosen: Chosen, low: Low) -> tuple[list[str], list[str], Rules]:
+def lists_and_rules(places: Collection[NameInModule], chosen: Chosen, low: Low) -> tuple[list[str], list[str], Rules]:
     """Return the names for the low list, those for the wide one, and rules for the modules that differ.
 
     A list has a name as it is outside of modules, else as in most of them. A rule holds in the modules inside, too.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hmpx.insight.tuning.runs import Effect
-from hmpx.insight.tuning.worth import SLACK, Chosen, Costs, Place, Unit
+from hmpx.insight.tuning.worth import SLACK, Chosen, Costs, NameInModule, Unit
 
 _LARGE = 0.25  # of the tolerance, as a square: a unit that takes more is divided by module
 _PARTS = 8  # into which a unit is divided at once
@@ -181,7 +181,7 @@ class Search:
 def parts_of(unit: Unit) -> list[Unit]:
     """Divide a unit by the outermost blocks in which its modules differ; many blocks stay together by neighbours."""
     places = sorted(unit, key=lambda place: _key(place.module))
-    blocks: dict[tuple[str, ...], list[Place]] = {}
+    blocks: dict[tuple[str, ...], list[NameInModule]] = {}
     depth = 0
     while len(blocks) < 2:  # it ends: no two places of a name have one module
         depth += 1

@@ -17,7 +17,7 @@ from hmpx.insight.comparing.subject import Loss, Subject, arguments_of
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import LOW
 from hmpx.insight.tuning.course import MAKE, Course, Making, confirmed
-from hmpx.insight.tuning.find import Finding, Request
+from hmpx.insight.tuning.find import Request, Tuning
 from hmpx.insight.tuning.runs import Progress
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import UNITS, WIDE, Low, Objective
@@ -139,7 +139,7 @@ def tune(
         with contextlib.ExitStack() as undo:
             undo.enter_context(subject.gradients_kept())
             undo.enter_context(eager())
-            found = Finding(subject, tuning, asked, counted).run()
+            found = Tuning(subject, tuning, asked, counted).run()
             if course is not None:
                 found = replace(found, confirmed=confirmed(course, found.recipe), steps=counted.done)
             return found

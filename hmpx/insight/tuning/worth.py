@@ -37,7 +37,7 @@ _LEAST = 2e-4  # seconds that a round takes at least
 _SIZES = 1 << 12, 1 << 20  # elements of the two casts that are timed
 
 
-class Place(NamedTuple):
+class NameInModule(NamedTuple):
     """A list name in one module: the least that a rule can decide about.
 
     module: "" for calls outside of every module that a rule can name.
@@ -47,8 +47,8 @@ class Place(NamedTuple):
     module: str = ""
 
 
-Unit = frozenset[Place]  # what is decided about at once: a name everywhere, or in some modules
-Chosen = frozenset[Place]  # the places in low precision
+Unit = frozenset[NameInModule]  # what is decided about at once: a name everywhere, or in some modules
+Chosen = frozenset[NameInModule]  # the places in low precision
 
 
 @dataclass
@@ -86,14 +86,14 @@ class Costs:
     ) -> None:
         self.objective, self.low, self.wide, self.names = objective, low, WIDE[low], decidable(low)
         self._modules = frozenset(modules)
-        self.of_place: dict[Place, Cost] = {}
-        self.casts: dict[tuple[Place | None, Place], Counter[str]] = {}
+        self.of_place: dict[NameInModule, Cost] = {}
+        self.casts: dict[tuple[NameInModule | None, NameInModule], Counter[str]] = {}
         self.known: dict[tuple, Cost | None] = {}  # by what calls have in common
         self.batch_of: dict[Compared, int] = {}  # the batch in which a site is counted: the first that met it
         self._cast, self._element = cast_seconds(device) if objective == "speed" else (0.0, 0.0)
 
-    def place_of(self, site: Compared) -> Place:
-        return Place(site.op, site.module if site.module in self._modules else "")
+    def place_of(self, site: Compared) -> NameInModule:
+        return NameInModule(site.op, site.module if site.module in self._modules else "")
 
     @property
     def free(self) -> Chosen:
@@ -130,11 +130,12 @@ class Costs:
             if chosen == before:
                 break
         room = SLACK * (self.of(Chosen()) - self.of(chosen))
-        for gain, unit in sorted((self.gain(unit, chosen), sorted(unit)) for unit in units if unit <= chosen):
+        gains = [(self.gain(unit, chosen), sorted(unit)) for unit in units if unit <= chosen]
+        for gain, places in sorted(gains):
             if gain > room:
                 break
             room -= gain
-            chosen = chosen.difference(unit)
+            chosen = chosen.difference(places)
         return chosen
 
 
@@ -152,7 +153,7 @@ class Look(Exact):
     def __init__(self, drawn: Drawn, costs: Costs, batch: int) -> None:
         super().__init__(drawn)
         self._costs, self._batch = costs, batch
-        self._made: dict[int, Place | None] = {}  # by memory, the place that made what is in it
+        self._made: dict[int, NameInModule | None] = {}  # by memory, the place that made what is in it
         self._alive: list[Tensor] = []  # so that no memory becomes another tensor's
 
     def numbered(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
@@ -170,7 +171,7 @@ class Look(Exact):
                 self._alive.append(tensor.detach())
         return seen
 
-    def _look(self, asked: Asked) -> Place | None:
+    def _look(self, asked: Asked) -> NameInModule | None:
         """Count a call, and return its place; None where a list casts nothing."""
         costs, place = self._costs, self._costs.place_of(asked.site)
         if costs.batch_of.get(asked.site, self._batch) != self._batch:

@@ -26,25 +26,25 @@ from hmpx.updates.update_table import THRESHOLD
 _CHECKED_ALONE = 4096  # elements up to which halves of masters have a check of 2 bytes each (`checksums.py`)
 
 
-class Way(NamedTuple):
+class Rung(NamedTuple):
     """How a parameter is held: `weights` of `hmpx.attach`, or `FP32`, and a `state_dtype`."""
 
     weights: str
     state: StateDtype
 
 
-def ways(states: int) -> list[Way]:
+def ways(states: int) -> list[Rung]:
     """Return every way, for an optimizer that keeps so many tensors of a parameter's size."""
     narrow = STATES if states else (torch.float32,)
-    return [*(Way(weights, state) for weights in WEIGHTS[:-1] for state in narrow), Way(FP32, torch.float32)]
+    return [*(Rung(weights, state) for weights in WEIGHTS[:-1] for state in narrow), Rung(FP32, torch.float32)]
 
 
-def bytes_of(shapes: Sequence[torch.Size], way: Way, states: int) -> float:
+def bytes_of(shapes: Sequence[torch.Size], way: Rung, states: int) -> float:
     """Return what parameters of these shapes take, with gradients, masters and so many tensors of state."""
     return sum(_bytes(torch.empty(shape, device="meta"), way, states) for shape in shapes)
 
 
-def _bytes(like: torch.Tensor, way: Way, states: int) -> float:
+def _bytes(like: torch.Tensor, way: Rung, states: int) -> float:
     elements = like.numel()
     if way.weights == FP32:
         return elements * 4.0 * (2 + states)
@@ -69,15 +69,15 @@ class Group:
     pattern: str
     names: tuple[str, ...]
     elements: int
-    effects: Mapping[Way, Tensor]
-    bytes: Mapping[Way, float]
+    effects: Mapping[Rung, Tensor]
+    bytes: Mapping[Rung, float]
 
-    def error(self, way: Way) -> float:
+    def error(self, way: Rung) -> float:
         """Return the root mean square of the effect of a way in this group alone."""
         return float(self.effects[way].square().mean().sqrt())
 
 
-Chosen = dict[Group, Way]
+Chosen = dict[Group, Rung]
 
 
 def groups_of(scoring: Scoring, shapes: Mapping[str, torch.Size], unit: float) -> list[Group]:
@@ -132,7 +132,7 @@ def choose(groups: Sequence[Group], tolerance: float) -> Chosen:
     return chosen
 
 
-def _better(chosen: Chosen, wide: bool) -> list[tuple[float, Group, Way]]:
+def _better(chosen: Chosen, wide: bool) -> list[tuple[float, Group, Rung]]:
     """Return changes of one group, each with the square of the error that it saves for each byte."""
     now, found = predicted(chosen).size ** 2, []
     for group, way in chosen.items():
@@ -148,15 +148,15 @@ def _better(chosen: Chosen, wide: bool) -> list[tuple[float, Group, Way]]:
     return found
 
 
-def choice_of(group: Group, way: Way, scoring: Scoring) -> WeightChoice:
+def choice_of(group: Group, way: Rung, scoring: Scoring) -> WeightChoice:
     """Return a choice, with what was measured of it."""
     rows = [scoring.updates[name] for name in group.names]
     updates = max(sum(row.updates for row in rows), 1)
     lost, size = (sum(getattr(row, name) * row.updates for row in rows) / updates for name in ("lost", "size"))
-    masters = Way("split", torch.float32)
+    masters = Rung("split", torch.float32)
     errors = {each.weights: group.error(each) for each in group.effects if each.state is torch.float32}
     for state in STATES[:-1]:
-        if (held := Way("split", state)) in group.effects:
+        if (held := Rung("split", state)) in group.effects:
             error = group.effects[held] - group.effects[masters]
             errors[state_name(state)] = float(error.square().mean().sqrt())
     return WeightChoice(
@@ -174,7 +174,7 @@ def choice_of(group: Group, way: Way, scoring: Scoring) -> WeightChoice:
     )
 
 
-def _why(way: Way, errors: Mapping[str, float], lost: float) -> str:
+def _why(way: Rung, errors: Mapping[str, float], lost: float) -> str:
     """Say what the next cheaper way would do, for the weights and for the state."""
     cheaper, words = ("split", "with masters") if way.weights == FP32 else ("stochastic", "rounded stochastically")
     said = []
@@ -190,7 +190,7 @@ def recipe_of(base: Recipe, chosen: Chosen) -> Recipe:
 
     Patterns stand before names, for the last rule that fits a name decides.
     """
-    counts: Counter[Way] = Counter()
+    counts: Counter[Rung] = Counter()
     for group, way in chosen.items():
         counts[way] += group.elements
     usual = counts.most_common(1)[0][0]
@@ -218,7 +218,7 @@ def recipe_of(base: Recipe, chosen: Chosen) -> Recipe:
     )
 
 
-def _rule(way: Way, usual: Way) -> Any:
+def _rule(way: Rung, usual: Rung) -> Any:
     """Return the keys of a rule that differ from the usual way."""
     if way.weights == FP32:
         return FP32

@@ -15,7 +15,7 @@ from hmpx.insight.tuning.course import Course, Making, RunDistance, apart, by_na
 from hmpx.insight.tuning.runs import Progress
 from hmpx.insight.weights.choosing import (
     Chosen,
-    Way,
+    Rung,
     bytes_of_choice,
     choice_of,
     choose,
@@ -149,7 +149,7 @@ class _Tuning:
         first = self._trained(choose(self._groups, self._tolerance))
         if first.distance.size <= self._tolerance:
             return self._result(first, "")
-        exact = self._trained({group: Way("split", torch.float32) for group in self._groups})
+        exact = self._trained({group: Rung("split", torch.float32) for group in self._groups})
         least, reach, unmet = exact.distance.size, self._tolerance, ""
         if least > reach:
             reach = math.hypot(reach, least)
@@ -174,7 +174,7 @@ class _Tuning:
     def _limit(self) -> float:
         """Return the bytes a parameter of the recipe that was given; infinite where it keeps parameters in FP32."""
         settings = self._base.settings()
-        way = Way(settings.weights, settings.state_dtype if self._scoring.states else torch.float32)
+        way = Rung(settings.weights, settings.state_dtype if self._scoring.states else torch.float32)
         if self._base.parameter_dtype != "bfloat16" or any(way not in group.bytes for group in self._groups):
             return math.inf
         return bytes_of_choice(dict.fromkeys(self._groups, way))
@@ -211,7 +211,7 @@ class _Tuning:
     def _result(self, trained: _Trained, unmet: str) -> TunedWeights:
         chosen, losses, measured = trained
         scoring = self._scoring
-        choices = [choice_of(group, rung, scoring) for group, rung in chosen.items()]
+        choices = [choice_of(group, way, scoring) for group, way in chosen.items()]
         return TunedWeights(
             recipe=recipe_of(self._base, chosen),
             met=measured.size <= self._tolerance,
