@@ -25,7 +25,7 @@ _ASKED = 0.5  # of the gradient error that everything in BF16 makes
 
 
 def run(device: torch.device, models: Sequence[str]) -> measure.Bench:
-    """Forward and backward passes, and seconds, until half of the gradient error of everything in BF16 is left.
+    """Count forward and backward passes, and seconds, until half of the gradient error of everything in BF16 is left.
 
     ``one by one``: each call site alone is put into FP32 and measured; then they fall back together, what helped most
     first, until the error, and that of the loss, is as small. ``share``: of the FLOPs of matrix products, in BF16.
@@ -89,7 +89,7 @@ class _OneByOne:
             return effect
 
     def _without(self, fallen: set[Compared]) -> Effect:
-        """With everything in BF16 but some sites."""
+        """Measure everything in BF16 but some sites."""
 
         def is_low(site: Compared) -> bool | None:
             if site.op not in decidable():

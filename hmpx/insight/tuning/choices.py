@@ -53,7 +53,7 @@ class Choice:
 
     @property
     def reason(self) -> str:
-        """All of it as a comment of a list."""
+        """Return all of it as a comment of a list."""
         said = [self.why]
         if not math.isnan(self.gradient_error):
             loss = f" ({self.loss_error:.2g} of the noise)" if self.loss_error > self.gradient_error else ""
@@ -105,7 +105,7 @@ def choices_of(
         )
 
     def why_of(free: Unit, alone: Effect, gain: float) -> str:
-        """What decided, in words."""
+        """Say what decided."""
         if free & chosen:
             return "fits"
         words = costs.low.upper()
@@ -126,7 +126,7 @@ def choices_of(
         return f"saves under {percent(SLACK)} of what {words} saves in all, and would add to the error"
 
     def order(each: Choice) -> tuple:
-        """By the error; what was not run alone by what it saves."""
+        """Return a key: by the error, and for names that were not run alone by what they save."""
         error = max(each.gradient_error, each.loss_error)
         wide = each.dtype == DTYPES[costs.wide]
         return not wide, math.inf if math.isnan(error) else -error, -each.gain, each.name, each.module

@@ -53,8 +53,8 @@ class Mark:
         return f"{self.name:24} error {self.gradient_error:<8.2g} {amount(self.cost, unit):>10}  {share}"
 
 
-def as_svg(marks: Sequence[Mark], tolerance: float, unit: str) -> str:
-    """The plot, complete; it follows the reader's light or dark colours."""
+def as_svg(marks: Sequence[Mark], tolerance: float, unit: str, low: str) -> str:
+    """Draw the plot, complete; it follows the reader's light or dark colours. low: the low precision."""
     errors = [error for error in [*(mark.gradient_error for mark in marks), tolerance] if 0 < error < math.inf]
     largest = math.ceil(math.log10(max(errors, default=1.0)))
     least = max(min(math.floor(math.log10(min(errors, default=0.1))), largest - 1), largest - _DECADES)
@@ -64,7 +64,7 @@ def as_svg(marks: Sequence[Mark], tolerance: float, unit: str) -> str:
         return _LEFT + cost / most * 0.96 * (_RIGHT - _LEFT)
 
     def up(error: float) -> float:
-        """On a logarithmic scale; no error is at the foot, and what is not finite at the top."""
+        """Return the height on a logarithmic scale; no error is at the foot, an infinite one at the top."""
         if error <= 0:
             return _BOTTOM
         power = math.log10(error) if error < math.inf else math.inf
@@ -88,7 +88,7 @@ def as_svg(marks: Sequence[Mark], tolerance: float, unit: str) -> str:
         below = max(below + 2 * _LINE + 4, y - _LINE / 2)
         kind, radius = ("tuned", 6.0) if mark.name == "tuned" else ("known", 4.5)
         error = f"error {mark.gradient_error:.2g}" if mark.gradient_error < math.inf else "not finite"
-        said = f"{'does not run' if mark.raised else error}, {amount(mark.cost, unit)}, {percent(mark.share)} in BF16"
+        said = f"{'does not run' if mark.raised else error}, {amount(mark.cost, unit)}, {percent(mark.share)} in {low}"
         drawn += [
             _line("leader", x, y, _RIGHT + 10, below),
             f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>',

@@ -96,15 +96,15 @@ class Tuned:
         shown = {**self.as_json(), "verdict": self._verdict()}
         for row, choice in zip(shown["choices"], self.choices, strict=True):
             row["gain"] = amount(choice.gain, choice.unit) if choice.gain else ""
-        body = _BODY.format(as_svg(self.marks, self.tolerance, self.unit))
+        body = _BODY.format(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()))
         Path(path).write_text(filled(str(__package__), "tune", str(self), shown, body), encoding="utf-8")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Save error against cost as SVG: these lists, and those that are known."""
-        Path(path).write_text(as_svg(self.marks, self.tolerance, self.unit), encoding="utf-8")
+        Path(path).write_text(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()), encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
-        """The attributes; the policy and the recipe as the files they print as."""
+        """Return the attributes; the policy and the recipe as the files they print as."""
         found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         found |= {"policy": str(self.policy), "recipe": str(self.recipe)}
         found["confirmed"] = self.confirmed and {**dataclasses.asdict(self.confirmed), "holds": self.confirmed.holds}
@@ -129,7 +129,7 @@ class Tuned:
         return [*lines, *filter(None, (self.unmet, str(self.confirmed or "")))]
 
     def _gain(self, share: str) -> list[str]:
-        """What the lists save, beside FP32."""
+        """Say what the lists save, beside FP32."""
         wide_list = WIDE[self.low]
         cost, wide = self.cost, self.marks[-1].cost
         if not any(choice.dtype == DTYPES[self.low] for choice in self.choices):

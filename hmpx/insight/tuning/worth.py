@@ -97,7 +97,7 @@ class Costs:
 
     @property
     def free(self) -> Chosen:
-        """The places that can be in low precision."""
+        """Return the places that can be in low precision."""
         return frozenset(place for place, cost in self.of_place.items() if not cost.pinned)
 
     def of(self, chosen: Chosen) -> float:
