@@ -26,7 +26,7 @@ import torch
 
 from hmpx import conversion
 from hmpx.errors import HmpxError
-from hmpx.insight.comparing.subject import arguments_of
+from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.kept import kept
 from hmpx.insight.stance import eager
 from hmpx.insight.tensors import LOW, Tensor
@@ -71,10 +71,9 @@ class Course:
     def __init__(
         self, model: Any, optimizer: Any, batches: Any, loss: Any, steps: int, seed: int, asked: str, progress: Progress
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise HmpxError(f"{asked}: model is a {type(model).__name__}, not a torch.nn.Module")
-        if not callable(loss):
-            raise HmpxError(f"{asked}: loss is a {type(loss).__name__}; it is called as loss(model, *batch)")
+        if loss is None:
+            raise HmpxError(f"{asked}: it needs a loss, called as loss(model, *batch)")
+        self.batches = Subject(model, batches, loss, None, asked).batches
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
             raise HmpxError(f"{asked}: steps={steps!r} is no number of steps; a run takes two at least, better fifty")
         if not isinstance(optimizer, Optimizer) and not callable(optimizer):
@@ -90,7 +89,6 @@ class Course:
                 raise HmpxError(
                     f"{asked}: parameter {name!r} is {dtype}; it begins with a model in FP32: model.float()"
                 )
-        self.batches = arguments_of(batches, "batches", asked)
         if len(self.batches) < 2:
             raise HmpxError(
                 f"{asked}: one batch has no order: how far two orders of batches come apart is the scale of every "

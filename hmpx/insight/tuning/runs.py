@@ -197,9 +197,15 @@ class Runs:
         for number, batch in enumerate(self.subject.batches):
             drawn: Drawn = {}
             loss, gradients = self._run(exact(drawn, number), functools.partial(self.subject.wide, batch), "FP32")
-            first = self.held_out[0] if self.held_out and number >= self.held_out[0] else 0
+            count = len(self.tuning)
+            what = f"batch {number}" if number < count else f"held-out batch {number - count}"
+            if not math.isfinite(loss):
+                why = f"is {loss} in FP32 already, so there is nothing to compare BF16 with"
+                raise HmpxError(f"tune: the loss of {what} {why}")
             with unobserved():  # no list is about what is computed here
-                _check_finite(loss, gradients, f"{'held-out ' if first else ''}batch {number - first}")
+                if not math.isfinite(square(gradients)):
+                    why = f"are not finite in FP32 already; its loss is {loss:g}"
+                    raise HmpxError(f"tune: the gradients of {what} {why}")
                 noise.add(gradients, gradients)
             self._exact.append((loss, gradients, drawn))
         with unobserved():
@@ -243,11 +249,3 @@ class Runs:
         sizes = (math.sqrt(max(a, b / unit**2)) for a, b in zip(squares, losses, strict=True))
         by_batch = dict(zip(numbers, sizes, strict=False))
         return Effect(math.sqrt(sum(squares) / n), math.sqrt(shared), change, change / unit, by_batch=by_batch)
-
-
-def _check_finite(loss: float, gradients: Sequence[Tensor], what: str) -> None:
-    """Check that FP32 gives finite numbers for a batch, as everything else is compared with them."""
-    if not math.isfinite(loss):
-        raise HmpxError(f"tune: the loss of {what} is {loss} in FP32 already, so there is nothing to compare BF16 with")
-    if not math.isfinite(square(gradients)):
-        raise HmpxError(f"tune: the gradients of {what} are not finite in FP32 already; its loss is {loss:g}")
