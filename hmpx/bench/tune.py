@@ -15,9 +15,9 @@ from hmpx.bench.train import Training
 from hmpx.insight import observed
 from hmpx.insight.comparing import subject as comparing
 from hmpx.insight.comparing.calls import Compared
-from hmpx.insight.tuning.costs import decidable
-from hmpx.insight.tuning.runs import Effect, Exact, Mixed, Runs
+from hmpx.insight.tuning.runs import Effect, Exact, Mixed, Progress, Runs
 from hmpx.insight.tuning.tune import tune
+from hmpx.insight.tuning.worth import decidable
 from hmpx.ops.policies.policy import Policy
 
 _BATCHES, _HELD_OUT = 4, 2
@@ -25,7 +25,7 @@ _ASKED = 0.5  # of the gradient error that everything in BF16 makes
 
 
 def run(device: torch.device, models: Sequence[str]) -> measure.Bench:
-    """Forward and backward passes, and seconds, until half of the gradient error of everything in BF16 is left.
+    """Count forward and backward passes, and seconds, until half of the gradient error of everything in BF16 is left.
 
     ``one by one``: each call site alone is put into FP32 and measured; then they fall back together, what helped most
     first, until the error, and that of the loss, is as small. ``share``: of the FLOPs of matrix products, in BF16.
@@ -61,13 +61,14 @@ class _OneByOne:
 
     def __init__(self, model: torch.nn.Module, batches: list[tuple]) -> None:
         self._subject = comparing.Subject(model, batches, _loss, None)
-        self._runs = Runs(self._subject, _BATCHES)
+        self._progress = Progress("one by one", False)
+        self._runs = Runs(self._subject, _BATCHES, self._progress)
         self._sites: dict[Compared, None] = {}
         self.asked = 0.0
 
     @property
     def passes(self) -> int:
-        return self._runs.passes - _BATCHES
+        return self._progress.done - _BATCHES
 
     @property
     def sites(self) -> int:
@@ -88,7 +89,7 @@ class _OneByOne:
             return effect
 
     def _without(self, fallen: set[Compared]) -> Effect:
-        """With everything in BF16 but some sites."""
+        """Measure everything in BF16 but some sites."""
 
         def is_low(site: Compared) -> bool | None:
             if site.op not in decidable():

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from hmpx.insight.doctor.diagnosis import Diagnosis
     from hmpx.insight.doctor.problem import Problem
     from hmpx.insight.recording.log import Log
-    from hmpx.insight.tuning.choice import Choice, Mark
-    from hmpx.insight.tuning.confirmed import Confirmed
+    from hmpx.insight.tuning.choices import Choice
+    from hmpx.insight.tuning.course import Confirmed
+    from hmpx.insight.tuning.plot import Mark
     from hmpx.insight.tuning.tuned import Tuned
     from hmpx.insight.weights.tuned_weights import TunedWeights, WeightChoice
 
@@ -33,13 +34,13 @@ __all__ = [
 
 _FILES = {
     "Audit": "audit",
-    "Choice": "tuning.choice",
+    "Choice": "tuning.choices",
     "Comparison": "comparing.comparison",
-    "Confirmed": "tuning.confirmed",
+    "Confirmed": "tuning.course",
     "Diagnosis": "doctor.diagnosis",
     "Finding": "audit",
     "Log": "recording.log",
-    "Mark": "tuning.choice",
+    "Mark": "tuning.plot",
     "Problem": "doctor.problem",
     "Row": "comparing.row",
     "Tuned": "tuning.tuned",

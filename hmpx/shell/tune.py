@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hmpx.errors import HmpxError
-from hmpx.insight.tuning.level import LEVELS
 from hmpx.insight.tuning.tune import tune
-from hmpx.insight.tuning.worth import OBJECTIVES
+from hmpx.insight.tuning.worth import UNITS, WIDE
 from hmpx.insight.weights.tune_weights import tune_weights
 from hmpx.shell.functions import add_function, set_up
 from hmpx.shell.options import add_recipe_options, recipe_asked
@@ -30,10 +29,8 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     add_function(command)
     command.add_argument("--out", default="tuned", metavar="FOLDER", help="where the files go, default tuned")
-    command.add_argument(
-        "--objective", choices=OBJECTIVES, default="speed", help="what BF16 is to bring, default speed"
-    )
-    command.add_argument("--low", choices=LEVELS, default="bf16", help="what is chosen, beside FP32 or beside BF16")
+    command.add_argument("--objective", choices=UNITS, default="speed", help="what BF16 is to bring, default speed")
+    command.add_argument("--low", choices=WIDE, default="bf16", help="what is chosen, beside FP32 or beside BF16")
     command.add_argument("--weights", action="store_true", help="tune how weights and state are held, by training")
     command.add_argument("--steps", type=int, help="of a training run of --weights, default 100")
     command.add_argument(

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import hmpx
-from hmpx.insight.tuning import costs, tuning, worth
-from hmpx.insight.tuning.confirmed import Confirmed
+from hmpx.insight.tuning import find, worth
+from hmpx.insight.tuning.course import Confirmed
 from hmpx.shell.main import main
 
 
@@ -221,8 +221,8 @@ def test_fp32_is_a_candidate_for_speed_and_the_first_line_says_the_gain(step_ms,
     """Each op is sooner in BF16 by itself; what the whole step takes decides."""
     times, steps = itertools.cycle([0.001, 0.002]), iter(step_ms)  # of an op in BF16 and in FP32, of a step
     monkeypatch.setattr(worth, "seconds", lambda work: next(times))
-    monkeypatch.setattr(costs, "cast_seconds", lambda device: (0.0, 0.0))
-    monkeypatch.setattr(tuning, "seconds", lambda work: next(steps) / 1000)
+    monkeypatch.setattr(worth, "cast_seconds", lambda device: (0.0, 0.0))
+    monkeypatch.setattr(find, "seconds", lambda work: next(steps) / 1000)
     found = tuned(objective="speed")
     assert str(found).splitlines()[0] == first_line
     if step_ms[0] > step_ms[1]:

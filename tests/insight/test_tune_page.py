@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx.insight.tuning.choice import amount
+from hmpx.insight.tuning.choices import amount
 from tests.support import browser
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from hmpx.insight.tuning.costs import Cost, Costs, NameInModule
 from hmpx.insight.tuning.runs import Effect
 from hmpx.insight.tuning.search import Search, parts_of
+from hmpx.insight.tuning.worth import Cost, Costs, NameInModule
 
 NAMES = "abcdefghij"
 
@@ -31,9 +31,10 @@ class Problem:
         square += sum(value for pair, value in self.products.items() if {*pair} <= {*names})
         return math.sqrt(max(square, 0.0))
 
-    def measure(self, chosen, first=None, enough=math.inf):
+    def measure(self, chosen, batches, enough=math.inf):
         self.measured += 1
-        return Effect(self.error({place.name for place in chosen}), 0.0, 0.0, 0.0)
+        error = self.error({place.name for place in chosen})
+        return Effect(error, by_batch=dict.fromkeys(batches, error))
 
     def gain(self, names):
         return sum(self.gains[name] for name in names)
@@ -43,11 +44,10 @@ class Problem:
         return max(self.gain(each) for each in choices if self.error(each) <= tolerance)
 
     def found(self, tolerance):
-        costs = Costs("coverage", None, None)
+        costs = Costs("coverage")
         costs.of_place = {NameInModule(name): Cost(wide=gain) for name, gain in self.gains.items()}
-        chosen = Search(self.measure, costs, tolerance, Effect()).run(
-            [frozenset({NameInModule(name)}) for name in NAMES]
-        )
+        names = [frozenset({NameInModule(name)}) for name in NAMES]
+        chosen = Search(self.measure, [0], costs, tolerance, Effect()).run(names)
         return {place.name for place in chosen}
 
 
@@ -79,15 +79,18 @@ def test_a_name_is_divided_by_the_outermost_blocks_that_differ():
 def test_a_name_that_fits_on_the_batches_of_the_search_alone_is_divided_and_not_left_out():
     """All of it holds there (.9 of the tolerance); on others it is a quarter more, and without its head it holds."""
     errors = {"head": 0.7, **{f"blocks.{i}": 0.2 for i in range(8)}}
-    costs = Costs("coverage", None, None)
+    costs = Costs("coverage")
     costs.of_place = {NameInModule("linear", module): Cost(wide=1.0) for module in errors}
 
     def error(chosen):
         return math.sqrt(sum(errors[place.module] ** 2 for place in chosen))
 
-    search = Search(lambda chosen, *_, **__: Effect(error(chosen), 0.0, 0.0, 0.0), costs, 1.0, Effect())
+    def measure(chosen, batches, enough=math.inf):
+        return Effect(error(chosen), by_batch=dict.fromkeys(batches, error(chosen)))
+
+    search = Search(measure, [0], costs, 1.0, Effect())
     whole = search.run([frozenset(costs.of_place)])
-    assert whole == {*costs.of_place} and 0.9 < error(whole) < 1
+    assert whole == {*costs.of_place} and error(whole) == pytest.approx(0.9)
     kept = search.dropped(whole, lambda chosen: 1.25 * error(chosen))
     assert kept == whole - {NameInModule("linear", "head")}
     assert search.left == [frozenset({NameInModule("linear", "head")})]

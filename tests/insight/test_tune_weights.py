@@ -15,9 +15,7 @@ from torch import nn
 
 import hmpx
 from hmpx.insight.tuning.course import _between
-from hmpx.insight.weights.choosing import Group, choose, predicted
-from hmpx.insight.weights.ladder import Rung, bytes_of, rungs
-from hmpx.insight.weights.rules import recipe_of
+from hmpx.insight.weights.choosing import Group, Rung, bytes_of, choose, predicted, recipe_of, ways
 from hmpx.insight.weights.scoring import Walk
 from hmpx.recipes.stated import as_recipe, read_recipe
 from tests.support.planted_weights import MAKE, RECIPE, Gated, Scaled, gated_batches, loss, scaled_batches, tuned
@@ -199,16 +197,16 @@ def test_it_prints_the_reasons_and_saves_a_recipe_that_says_them(gated, tmp_path
 
 def test_bytes_are_those_of_an_attached_optimizer():
     for shape in ((70, 130), (40, 50), (8,), (9, 3, 3, 2)):
-        for rung in rungs(2)[:-1]:
+        for way in ways(2)[:-1]:
             p = nn.Parameter(torch.ones(shape, dtype=BF16))
             optimizer = torch.optim.AdamW([p])
-            handle = hmpx.attach(optimizer, rung.weights, state_dtype=rung.state)
+            handle = hmpx.attach(optimizer, way.weights, state_dtype=way.state)
             p.grad = torch.ones_like(p)
             optimizer.step()
             held = [p, p.grad, *handle.beside(p)]
             held += [value for value in optimizer.state[p].values() if value.dim()]
             expected = sum(tensor.nbytes for tensor in held)  # the last block of a check may be shorter
-            assert bytes_of([p.shape], rung, 2) == pytest.approx(expected, rel=1e-4), (shape, rung)
+            assert bytes_of([p.shape], way, 2) == pytest.approx(expected, rel=1e-4), (shape, way)
             handle.detach()
 
 
@@ -247,10 +245,10 @@ def test_the_choice_takes_the_fewest_bytes_within_the_tolerance():
     assert predicted({one: Rung("stochastic", FP32), other: Rung("stochastic", FP32)}).error == pytest.approx(0.7)
     chosen = choose([one, other], 0.35)
     assert (chosen[one].weights, chosen[other].weights) == ("stochastic", "split")
-    assert {rung.weights for rung in choose([one, other], 1.0).values()} == {"stochastic"}
+    assert {way.weights for way in choose([one, other], 1.0).values()} == {"stochastic"}
     small = group("c", 0.3, 0.01, elements=16)  # takes as many bytes in FP32 as with masters
     for those in ([one, other], [small]):
-        assert {rung.weights for rung in choose(those, 0.0).values()} == {"float32"}
+        assert {way.weights for way in choose(those, 0.0).values()} == {"float32"}
 
 
 def test_patterns_stand_for_equal_blocks_unless_they_fit_others():

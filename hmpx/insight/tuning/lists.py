@@ -1,4 +1,4 @@
-"""The lists and rules that a choice comes to: as a policy, as a recipe, as files with a reason for each line."""
+"""Makes lists and rules for modules of a choice: as a policy, as a recipe, as files with a reason for each line."""
 
 from __future__ import annotations
 
@@ -8,50 +8,46 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hmpx.insight.tuning.choice import Choice
-from hmpx.insight.tuning.costs import Chosen, NameInModule
-from hmpx.insight.tuning.level import Level
+from hmpx.insight.tuning.choices import Choice
+from hmpx.insight.tuning.worth import WIDE, Chosen, Low, NameInModule
 from hmpx.ops.policies.op_lists import FP8_FORMAT, SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
-Rules = dict[str, dict[str, list[str]]]  # by module: "bf16" and "fp32", and the names
+Rules = dict[str, dict[str, list[str]]]  # by module: by list, the names
 
 
-def lists_and_rules(
-    places: Collection[NameInModule], chosen: Chosen, level: Level
-) -> tuple[list[str], list[str], Rules]:
-    """The names for the low list, those for the wide one, and rules for modules that differ.
+def lists_and_rules(places: Collection[NameInModule], chosen: Chosen, low: Low) -> tuple[list[str], list[str], Rules]:
+    """Return the names for the low list, those for the wide one, and rules for the modules that differ.
 
     A list has a name as it is outside of modules, else as in most of them. A rule holds in the modules inside, too.
     """
-    low: list[str] = []
-    wide: list[str] = []
+    names: dict[bool, list[str]] = {True: [], False: []}
     rules: Rules = {}
     for name in sorted({place.name for place in places}):
         modules = {place.module: place in chosen for place in places if place.name == name}
         said = {"": modules.get("", 2 * sum(modules.values()) > len(modules))}
-        (low if said[""] else wide).append(name)
+        names[said[""]].append(name)
         for module in sorted(modules, key=lambda module: (module.count("."), module)):
             around = max((outer for outer in said if not outer or f"{module}.".startswith(f"{outer}.")), key=len)
             if modules[module] is not said[around]:
                 said[module] = modules[module]
-                rules.setdefault(module, {}).setdefault(level.low if modules[module] else level.wide, []).append(name)
-    return low, wide, rules
+                rules.setdefault(module, {}).setdefault(low if modules[module] else WIDE[low], []).append(name)
+    return names[True], names[False], rules
 
 
-def policy_of(base: Policy, low: Collection[str], wide: Collection[str], level: Level) -> Policy:
-    """Lists that say so of these names; of any other one what `base` says."""
-    decided = {*low, *wide}
-    names = {side: [name for name in getattr(base, side) if name not in decided] for side in SIDES}
-    names[level.low] += low
-    names[level.wide] += wide
-    bf16, fp32, promote, fp8 = (tuple(sorted(names[side])) for side in SIDES)
+def policy_of(base: Policy, low: Low, names: Collection[str], wide: Collection[str]) -> Policy:
+    """Return `base` with these names in the low list, and those in the wide one."""
+    decided = {*names, *wide}
+    lists = {side: [name for name in getattr(base, side) if name not in decided] for side in SIDES}
+    lists[low] += names
+    lists[WIDE[low]] += wide
+    bf16, fp32, promote, fp8 = (tuple(sorted(lists[side])) for side in SIDES)
     return Policy(bf16, fp32, promote, fp8=fp8, fp8_format=base.fp8_format)
 
 
 def recipe_of(base: Recipe | None, policy: Policy, rules: Rules) -> Recipe:
-    """`base` with other lists and rules of modules; without one, FP32 weights."""
+    """Return `base` with other lists and rules for modules; without a base, FP32 weights."""
     keys: dict[str, Any] = {side: getattr(policy, side) for side in SIDES} | {"fp8": policy.fp8 or None}
     in_fp8 = policy.fp8 or any("fp8" in rule for rule in rules.values())
     keys[FP8_FORMAT] = policy.fp8_format.keys() if in_fp8 else None
@@ -59,11 +55,11 @@ def recipe_of(base: Recipe | None, policy: Policy, rules: Rules) -> Recipe:
 
 
 def save(
-    folder: str | os.PathLike[str], policy: Policy, recipe: Recipe, choices: Sequence[Choice], head: str, level: Level
+    folder: str | os.PathLike[str], policy: Policy, recipe: Recipe, choices: Sequence[Choice], head: str, low: Low
 ) -> None:
     """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt`` and ``recipe.yaml``.
 
-    The lists know no modules: a name that the recipe has in FP32 (or BF16, beside FP8) in some of them is so there.
+    The text files know no modules. So they have a name in the wide list where the recipe has it there in some module.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -73,11 +69,11 @@ def save(
         if choice.module:
             divided.setdefault(choice.name, []).append(choice.module)
     for name, modules in divided.items():
-        words = (level.words, level.wide_words)
-        but, others = words if name in getattr(policy, level.low) else words[::-1]
-        reasons[name] += f"; with recipe.yaml in {but}, and in {others} in {', '.join(modules)}"
-    low, wide = {*getattr(policy, level.low)} - {*divided}, {*getattr(policy, level.wide), *divided}
-    lists = policy_of(policy, low, wide, level)
+        words = low.upper(), WIDE[low].upper()
+        usual, other = words if name in getattr(policy, low) else words[::-1]
+        reasons[name] += f"; with recipe.yaml in {usual}, and in {other} in {', '.join(modules)}"
+    wide = {*getattr(policy, WIDE[low]), *divided}
+    lists = policy_of(policy, low, {*getattr(policy, low)} - {*divided}, wide)
     comments = [f"# {line}" for line in head.splitlines()]
     for side in SIDES:
         names = getattr(lists, side)

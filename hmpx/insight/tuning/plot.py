@@ -1,12 +1,13 @@
-"""Error against cost, as SVG: the lists that were found, and known ones."""
+"""Draws error against cost as SVG: the lists that were found, and known ones. `Mark`: lists as a point of it."""
 
 from __future__ import annotations
 
 import html
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from hmpx.insight.tuning.choice import Mark, amount, percent
+from hmpx.insight.tuning.choices import amount, percent
 
 _WIDTH, _HEIGHT = 800, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 546, 34, 364  # the edges of the frame
@@ -24,8 +25,36 @@ text { fill: var(--ink); } .faint { fill: var(--faint); } .grid, .leader { strok
 """
 
 
-def as_svg(marks: Sequence[Mark], tolerance: float, unit: str) -> str:
-    """The plot, complete; it follows the reader's light or dark colours."""
+@dataclass(frozen=True)
+class Mark:
+    """Lists as a point of a plot.
+
+    Attributes:
+        name: of the lists. cost: in the unit of the objective. gradient_error: on held-out batches, in units of the
+            noise between batches. share: of the FLOPs of matrix products, what is in BF16. raised: what the program
+            raises under these lists; its error is infinite then, and its cost that of the ops that they name.
+
+    Example:
+        >>> hmpx.Mark("all in FP32", cost=1.9e-3, gradient_error=0.0, share=0.0).name
+        'all in FP32'
+    """
+
+    name: str
+    cost: float
+    gradient_error: float
+    share: float
+    raised: str = ""
+
+    def line(self, unit: str, low: str) -> str:
+        """Return it as a line of a table. low: the low precision, in words."""
+        if self.raised:
+            return f"{self.name:24} does not run: {self.raised}"
+        share = f"{percent(self.share)} in {low}"
+        return f"{self.name:24} error {self.gradient_error:<8.2g} {amount(self.cost, unit):>10}  {share}"
+
+
+def as_svg(marks: Sequence[Mark], tolerance: float, unit: str, low: str) -> str:
+    """Draw the plot, complete; it follows the reader's light or dark colours. low: the low precision."""
     errors = [error for error in [*(mark.gradient_error for mark in marks), tolerance] if 0 < error < math.inf]
     largest = math.ceil(math.log10(max(errors, default=1.0)))
     least = max(min(math.floor(math.log10(min(errors, default=0.1))), largest - 1), largest - _DECADES)
@@ -35,7 +64,7 @@ def as_svg(marks: Sequence[Mark], tolerance: float, unit: str) -> str:
         return _LEFT + cost / most * 0.96 * (_RIGHT - _LEFT)
 
     def up(error: float) -> float:
-        """On a logarithmic scale; no error is at the foot, and what is not finite at the top."""
+        """Return the height on a logarithmic scale; no error is at the foot, an infinite one at the top."""
         if error <= 0:
             return _BOTTOM
         power = math.log10(error) if error < math.inf else math.inf
@@ -59,7 +88,7 @@ def as_svg(marks: Sequence[Mark], tolerance: float, unit: str) -> str:
         below = max(below + 2 * _LINE + 4, y - _LINE / 2)
         kind, radius = ("tuned", 6.0) if mark.name == "tuned" else ("known", 4.5)
         error = f"error {mark.gradient_error:.2g}" if mark.gradient_error < math.inf else "not finite"
-        said = f"{'does not run' if mark.raised else error}, {amount(mark.cost, unit)}, {percent(mark.share)} in BF16"
+        said = f"{'does not run' if mark.raised else error}, {amount(mark.cost, unit)}, {percent(mark.share)} in {low}"
         drawn += [
             _line("leader", x, y, _RIGHT + 10, below),
             f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>',

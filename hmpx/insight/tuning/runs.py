@@ -1,6 +1,6 @@
-"""The runs that tune compares: every op in FP32, chosen ops in BF16, or all as lists say; and what a choice changes.
+"""Runs the batches in FP32 and with some ops in low precision, and measures what that changes.
 
-A pass decides for every call of an op in which precision it is computed. All passes draw the same random numbers.
+A pass decides for each call of an op in which precision it runs. All passes of a batch draw the same random numbers.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch
 
@@ -26,11 +28,11 @@ from hmpx.ops.wrapping.observing import Seen, unobserved
 from hmpx.ops.wrapping.overriding import call
 
 Drawn = dict[tuple[Compared, int], Tensor]  # the state of torch's generator before each call that draws numbers
-Run = tuple[float, list[Tensor]]  # a loss and the gradients of the parameters
+Run = tuple[float, list[Tensor]]  # a loss, and the gradients of the parameters
 
 
 class Exact:
-    """A pass in FP32. It notes the state of the generator before each call that draws.
+    """A pass in FP32. It writes the state of the generator before each call that draws numbers into `drawn`.
 
     by_hand: the lines where the program itself casts to low precision.
     """
@@ -50,7 +52,7 @@ class Exact:
         return seen
 
     def numbered(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
-        """A call that is the first with its number."""
+        """Compute a call that is the first with its number."""
         before = generators.get_state()
         seen = self.seen(asked)
         if not torch.equal(before, generators.get_state()):
@@ -58,13 +60,13 @@ class Exact:
         return seen
 
     def seen(self, asked: Asked) -> Seen:
-        """A call, computed as this pass computes it."""
+        """Compute a call in the precision that this pass gives it."""
         with unobserved():
             return asked.answer(in_fp32(asked))
 
 
 class Mixed(Exact):
-    """A pass with some sites in BF16 and the others in FP32, which draws what `Exact` drew.
+    """A pass with some sites in low precision and the others in FP32, which draws the numbers that `Exact` drew.
 
     is_low: says which; None for a site that tune does not decide about: it runs in the dtype of its inputs.
     """
@@ -89,21 +91,21 @@ class Mixed(Exact):
 
 
 class UnderLists(Mixed):
-    """A pass under the lists in force. low: takes of each site whether it ran in low precision, or in FP8."""
+    """A pass under the lists in force. low: the pass notes here for each site whether it ran in `low_name`."""
 
-    def __init__(self, drawn: Drawn, low: dict[Compared, bool], fp8: bool = False) -> None:
+    def __init__(self, drawn: Drawn, low: dict[Compared, bool], low_name: str) -> None:
         super().__init__(drawn, low.get)
-        self._low, self._fp8 = low, fp8
+        self._low, self._in_fp8 = low, low_name == "fp8"
 
     def seen(self, asked: Asked) -> Seen:
         seen = asked.plainly()
         ran = dtypes((seen.args, seen.kwargs))
-        self._low[asked.site] = asked.point.rule is Rule.FP8 if self._fp8 else bool(ran) and ran <= LOW
+        self._low[asked.site] = asked.point.rule is Rule.FP8 if self._in_fp8 else bool(ran) and ran <= LOW
         return seen
 
 
 def dtypes(value: object) -> set[torch.dtype]:
-    """Of the floating tensors in a value."""
+    """Return the dtypes of the floating tensors in `value`."""
     return {tensor.dtype for tensor in floating((value,))}
 
 
@@ -112,9 +114,9 @@ class Effect:
     """What a choice of precisions changes, beside FP32.
 
     gradient_error: root mean square over batches, in units of the noise between batches. gradient_bias: the part of it
-    that is the same in every batch, in the same units. loss_change: root mean square over batches; loss_error: that in
-    units of the noise between the losses of batches. raised: the exception, where the program raises under this choice;
-    every other figure is infinite then. by_batch: the larger of both errors in each batch that was run.
+    that is the same in every batch, in the same units. loss_change: root mean square over batches; loss_error: the
+    same in units of the noise between the losses of batches. raised: the exception, where the program raises under
+    this choice; every figure is infinite then. by_batch: the larger of both errors, by the number of the batch.
     """
 
     gradient_error: float = 0.0
@@ -122,7 +124,7 @@ class Effect:
     loss_change: float = 0.0
     loss_error: float = 0.0
     raised: str = ""
-    by_batch: tuple[float, ...] = ()
+    by_batch: dict[int, float] = field(default_factory=dict)
 
     @property
     def size(self) -> float:
@@ -131,45 +133,76 @@ class Effect:
         return found if math.isfinite(self.gradient_error + self.loss_change) else math.inf
 
 
-Make = Callable[[Drawn], Exact]  # a pass, of what the run in FP32 drew
+class Progress:
+    """Counts forward and backward passes. Shows them on standard error: each on a terminal, else one line at the end.
+
+    name: of the function that a user has called. done: how many passes.
+    """
+
+    def __init__(self, name: str, shown: bool) -> None:
+        self._name, self._shown, self.done = name, shown, 0
+        self._began = perf_counter()
+        self._drawn = shown and sys.stderr.isatty()
+
+    def step(self, words: str) -> None:
+        """Count one pass more. words: what it is for."""
+        self.done += 1
+        if self._drawn:
+            line = f"\r{self._name}: {words}, step {self.done}, {perf_counter() - self._began:.0f} s"
+            print(f"{line:100}", end="", file=sys.stderr, flush=True)
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        if self._shown:
+            print(f"\r{line:100}".rstrip() if self._drawn else line, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Print how many passes there were."""
+        if self.done:
+            self.say(f"{self._name}: {self.done} steps in {perf_counter() - self._began:.0f} s")
+
+
+Make = Callable[[Drawn], Exact]  # makes a pass, from what the run in FP32 drew
 
 
 class Runs:
     """The batches in FP32, and what choices change in them.
 
-    tuning, held_out: numbers of batches; of the first, the one that shows most stands in front. passes: forward and
-    backward, so far. by_hand: lines where the program casts by itself. noise: root mean square distance of the gradient
-    of a batch from the mean of all.
+    tuning, held_out: numbers of batches. by_hand: the lines where the program itself casts. noise: root mean square
+    distance of the gradient of a batch from the mean of all.
     """
 
-    def __init__(self, subject: Subject, tuning: int, done: Callable[[str], None] = lambda words: None) -> None:
-        self.subject, self.sites, self._done = subject, Sites(), done
+    def __init__(self, subject: Subject, tuning: int, progress: Progress) -> None:
+        self.subject, self.sites, self._progress = subject, Sites(), progress
         self.tuning, self.held_out = [*range(tuning)], [*range(tuning, len(subject.batches))]
-        self.passes = 0
         self.by_hand: dict[str, None] = {}
         self._exact: list[tuple[float, list[Tensor], Drawn]] = []
         self.noise = self._loss_noise = math.nan
 
-    def run(self, now: Exact, work: Callable[[], Run], words: str) -> Run:
-        """One pass."""
+    def _run(self, now: Exact, work: Callable[[], Run], words: str) -> Run:
         self.sites.now = now
-        self.passes += 1
         try:
             return work()
         finally:
             self.sites.now = None
             self.by_hand |= now.by_hand
-            self._done(words)
+            self._progress.step(words)
 
     def prepare(self, exact: Callable[[Drawn, int], Exact]) -> None:
-        """Run each batch in FP32, by the pass that is made for its number."""
+        """Run each batch in FP32. exact: makes the pass of the batch of a number."""
         noise = Noise()
         for number, batch in enumerate(self.subject.batches):
             drawn: Drawn = {}
-            loss, gradients = self.run(exact(drawn, number), functools.partial(self.subject.wide, batch), "FP32")
-            first = self.held_out[0] if self.held_out and number >= self.held_out[0] else 0
-            with unobserved():  # what is computed here is not the program's, and no list is about it
-                _check_finite(loss, gradients, f"{'held-out ' if first else ''}batch {number - first}")
+            loss, gradients = self._run(exact(drawn, number), functools.partial(self.subject.wide, batch), "FP32")
+            count = len(self.tuning)
+            what = f"batch {number}" if number < count else f"held-out batch {number - count}"
+            if not math.isfinite(loss):
+                why = f"is {loss} in FP32 already, so there is nothing to compare BF16 with"
+                raise HmpxError(f"tune: the loss of {what} {why}")
+            with unobserved():  # no list is about what is computed here
+                if not math.isfinite(square(gradients)):
+                    why = f"are not finite in FP32 already; its loss is {loss:g}"
+                    raise HmpxError(f"tune: the gradients of {what} {why}")
                 noise.add(gradients, gradients)
             self._exact.append((loss, gradients, drawn))
         with unobserved():
@@ -177,15 +210,15 @@ class Runs:
         self._loss_noise = statistics.stdev(loss for loss, _, _ in self._exact) or math.inf
 
     def check_repeats(self) -> None:
-        """Check that FP32 comes to one loss twice."""
+        """Check that FP32 comes to the same loss twice."""
         batch = self.subject.batches[0]
-        again = self.run(Exact({}), functools.partial(self.subject.wide, batch, False), "FP32")[0]
+        again = self._run(Exact({}), functools.partial(self.subject.wide, batch, False), "FP32")[0]
         self.subject.check_repeats(self._exact[0][0], again)
 
     def effect(self, make: Make, numbers: Sequence[int], words: str, enough: float = math.inf) -> Effect:
-        """What a pass changes in some batches.
+        """Return what a pass changes in the batches of these numbers.
 
-        enough: a size; where the batches so far put the error of all above it, no further one is run.
+        enough: where the batches so far put the error of all above this size, the others are not run.
         """
         total: list[Tensor] = []
         squares: list[float] = []
@@ -195,8 +228,8 @@ class Runs:
             exact, gradients, drawn = self._exact[number]
             work = functools.partial(self.subject.low, self.subject.batches[number])
             try:
-                loss, found = self.run(make(drawn), work, words)
-            except Exception as error:  # a choice with which the program does not run is one that does not hold
+                loss, found = self._run(make(drawn), work, words)
+            except Exception as error:  # a choice under which the program does not run does not hold
                 return Effect(*(math.inf,) * 4, in_a_line(error))
             with unobserved():
                 errors = [b - a for a, b in zip(gradients, found, strict=True)]
@@ -206,17 +239,10 @@ class Runs:
             if max(sum(squares), sum(losses) / unit**2) > n * enough**2:
                 break
         shared = 0.0 if math.isfinite(sum(squares)) else math.inf
-        if n > 1 and not shared:  # from the pairs of batches
+        if n > 1 and not shared:  # the mean over pairs of batches
             with unobserved():
                 shared = max(square(total) / self.noise**2 - sum(squares), 0.0) / (n * (n - 1))
         change = math.sqrt(sum(losses) / n)
-        each = (math.sqrt(max(a, b / unit**2)) for a, b in zip(squares, losses, strict=True))
-        return Effect(math.sqrt(sum(squares) / n), math.sqrt(shared), change, change / unit, by_batch=tuple(each))
-
-
-def _check_finite(loss: float, gradients: Sequence[Tensor], what: str) -> None:
-    """Check what FP32 gives for a batch: everything else is compared with it."""
-    if not math.isfinite(loss):
-        raise HmpxError(f"tune: the loss of {what} is {loss} in FP32 already, so there is nothing to compare BF16 with")
-    if not math.isfinite(square(gradients)):
-        raise HmpxError(f"tune: the gradients of {what} are not finite in FP32 already; its loss is {loss:g}")
+        sizes = (math.sqrt(max(a, b / unit**2)) for a, b in zip(squares, losses, strict=True))
+        by_batch = dict(zip(numbers, sizes, strict=False))
+        return Effect(math.sqrt(sum(squares) / n), math.sqrt(shared), change, change / unit, by_batch=by_batch)

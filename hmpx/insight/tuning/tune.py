@@ -15,12 +15,11 @@ from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.comparing.subject import Loss, Subject, arguments_of, lists_meant
 from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import LOW
-from hmpx.insight.tuning.confirmed import MAKE, confirmed
-from hmpx.insight.tuning.course import Course, Making
-from hmpx.insight.tuning.level import LEVELS, Low
+from hmpx.insight.tuning.course import MAKE, Course, Making, confirmed
+from hmpx.insight.tuning.find import Request, Tuning
+from hmpx.insight.tuning.runs import Progress
 from hmpx.insight.tuning.tuned import Tuned
-from hmpx.insight.tuning.tuning import Request, Tuning
-from hmpx.insight.tuning.worth import OBJECTIVES, Objective
+from hmpx.insight.tuning.worth import UNITS, WIDE, Low, Objective
 from hmpx.ops.module_rules import rules_of
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
@@ -85,12 +84,10 @@ def tune(
         >>> "linear" in tuned.policy.bf16, tuned.met
         (True, True)
     """
-    if objective not in OBJECTIVES:
-        legal = ", ".join(OBJECTIVES)
-        hint = did_you_mean(str(objective), OBJECTIVES)
-        raise HmpxError(f"tune: objective {objective!r} does not exist (legal: {legal}){hint}")
-    if low not in LEVELS:
-        raise HmpxError(f"tune: low {low!r} does not exist (legal: {', '.join(LEVELS)})")
+    for name, value, legal in (("objective", objective, UNITS), ("low", low, WIDE)):
+        if value not in legal:
+            hint = did_you_mean(str(value), legal)
+            raise HmpxError(f"tune: {name} {value!r} does not exist (legal: {', '.join(legal)}){hint}")
     if low == "fp8" and objective != "coverage":
         raise HmpxError(
             f"tune: low='fp8' with objective {objective!r}: it takes 'coverage', as FP8 may be emulated here"
@@ -118,37 +115,39 @@ def tune(
             f"tune: {len(given)} batch{'es' if len(given) > 1 else ''}{beside}: the noise between batches is the scale "
             "of every error, and takes two to tune on and two to verify on; give four or more that differ"
         )
-    narrow = [name for name, p in model.named_parameters() if p.dtype in LOW]
-    if narrow:
-        raise HmpxError(
-            f"tune: parameter {narrow[0]!r} is in low precision already, and tune begins with a model in FP32: "
-            "model.float(), or the model as it is made"
-        )
-    double = [name for name, p in model.named_parameters() if p.dtype is torch.float64]
-    if double:
-        raise HmpxError(
-            f"tune: parameter {double[0]!r} is in FP64, and tune compares BF16 with FP32: model.float(), and batches "
-            "in FP32 too"
-        )
-    course = None
+    for name, p in model.named_parameters():
+        if p.dtype in LOW:
+            raise HmpxError(
+                f"tune: parameter {name!r} is in low precision already, and tune begins with a model in FP32: "
+                "model.float(), or the model as it is made"
+            )
+        if p.dtype is torch.float64:
+            raise HmpxError(
+                f"tune: parameter {name!r} is in FP64, and tune compares BF16 with FP32: model.float(), and batches "
+                "in FP32 too"
+            )
+    counted, course = Progress("tune", progress), None
     if confirm is not None:
         make = MAKE if optimizer is None else optimizer
-        course = Course(model, make, given, loss, confirm, seed, "tune: confirm")
+        course = Course(model, make, given, loss, confirm, seed, "tune: confirm", counted)
         course.copies()  # for its errors, before anything has run
     elif optimizer is not None:
         raise HmpxError("tune: optimizer is what confirm trains with; say confirm=, a number of steps, too")
-    asked = Request(policy, recipe, kernels, objective, float(tolerance), progress, LEVELS[low])
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(subject.gradients_kept())
-        undo.enter_context(eager())
-        found = Tuning(subject, tuning, asked).run()
-        if course is not None:
-            found = replace(found, confirmed=confirmed(course, found.recipe), steps=found.steps + course.passes)
-        return found
+    asked = Request(policy, recipe, kernels, objective, low, float(tolerance))
+    try:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(subject.gradients_kept())
+            undo.enter_context(eager())
+            found = Tuning(subject, tuning, asked, counted).run()
+            if course is not None:
+                found = replace(found, confirmed=confirmed(course, found.recipe), steps=counted.done)
+            return found
+    finally:
+        counted.end()
 
 
 def _check_nothing_around(model: torch.nn.Module) -> None:
-    """Lists that hold in modules, or around the call, would lie over those that are tried."""
+    """Check that no lists of modules, or around the call, lie over the lists that are tried."""
     for name, module in model.named_modules():
         rule = next((rule for _, rule in rules_of(module) if rule.active), None)
         if rule is not None:

@@ -12,10 +12,10 @@ from typing import Any
 from hmpx.insight.comparing.comparison import plain
 from hmpx.insight.pages import filled
 from hmpx.insight.tuning import lists
-from hmpx.insight.tuning.choice import Choice, Mark, amount, percent
-from hmpx.insight.tuning.confirmed import Confirmed
-from hmpx.insight.tuning.level import LEVELS, Low
-from hmpx.insight.tuning.plot import as_svg
+from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent
+from hmpx.insight.tuning.course import Confirmed
+from hmpx.insight.tuning.plot import Mark, as_svg
+from hmpx.insight.tuning.worth import WIDE, Low
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
@@ -86,7 +86,7 @@ class Tuned:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``; ``tuned`` as .json, .html and .svg."""
-        lists.save(folder, self.policy, self.recipe, self.choices, "\n".join(self._verdict()), LEVELS[self.low])
+        lists.save(folder, self.policy, self.recipe, self.choices, "\n".join(self._verdict()), self.low)
         self.json(Path(folder) / "tuned.json")
         self.html(Path(folder) / "tuned.html")
         self.plot(Path(folder) / "tuned.svg")
@@ -96,15 +96,15 @@ class Tuned:
         shown = {**self.as_json(), "verdict": self._verdict()}
         for row, choice in zip(shown["choices"], self.choices, strict=True):
             row["gain"] = amount(choice.gain, choice.unit) if choice.gain else ""
-        body = _BODY.format(as_svg(self.marks, self.tolerance, self.unit))
+        body = _BODY.format(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()))
         Path(path).write_text(filled(str(__package__), "tune", str(self), shown, body), encoding="utf-8")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Save error against cost as SVG: these lists, and those that are known."""
-        Path(path).write_text(as_svg(self.marks, self.tolerance, self.unit), encoding="utf-8")
+        Path(path).write_text(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()), encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
-        """The attributes; the policy and the recipe as the files they print as."""
+        """Return the attributes; the policy and the recipe as the files they print as."""
         found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         found |= {"policy": str(self.policy), "recipe": str(self.recipe)}
         found["confirmed"] = self.confirmed and {**dataclasses.asdict(self.confirmed), "holds": self.confirmed.holds}
@@ -118,7 +118,7 @@ class Tuned:
 
     def _verdict(self) -> list[str]:
         loss = f" ({self.loss_error:.2g} of the noise between losses)" if self.loss_error > self.gradient_error else ""
-        share = f"{percent(self.share)} of the FLOPs of matrix products run in {LEVELS[self.low].words}"
+        share = f"{percent(self.share)} of the FLOPs of matrix products run in {self.low.upper()}"
         lines = [
             *self._gain(share),
             f"{'within' if self.met else 'NOT within'} the tolerance of {self.tolerance:g} on held-out batches: "
@@ -129,13 +129,13 @@ class Tuned:
         return [*lines, *filter(None, (self.unmet, str(self.confirmed or "")))]
 
     def _gain(self, share: str) -> list[str]:
-        """What the lists save, beside FP32."""
-        level = LEVELS[self.low]
-        cost, wide = self.cost, next(mark.cost for mark in self.marks if mark.name == level.all_wide)
-        if not any(choice.dtype == level.low_dtype for choice in self.choices):
-            return [f"nothing saved: every op stays in {level.wide_words}"]
+        """Say what the lists save, beside FP32."""
+        wide_list = WIDE[self.low]
+        cost, wide = self.cost, self.marks[-1].cost
+        if not any(choice.dtype == DTYPES[self.low] for choice in self.choices):
+            return [f"nothing saved: every op stays in {wide_list.upper()}"]
         if self.unit == "FLOP":
-            return [f"{share}; {amount(cost, self.unit)} of {amount(wide, self.unit)} stay in {level.wide_words}"]
+            return [f"{share}; {amount(cost, self.unit)} of {amount(wide, self.unit)} stay in {wide_list.upper()}"]
         if self.step_seconds is not None:
             cost, wide = self.step_seconds
         saved = percent(1 - cost / wide) if wide else "nothing"
@@ -144,10 +144,5 @@ class Tuned:
         return [f"{saved} of the {what} {figures}", share]
 
     def __str__(self) -> str:
-        return "\n".join([*self._verdict(), "", *map(self._line, self.marks), "", *map(str, self.choices)])
-
-    def _line(self, mark: Mark) -> str:
-        if mark.raised:
-            return f"{mark.name:24} does not run: {mark.raised}"
-        share = f"{percent(mark.share)} in {LEVELS[self.low].words}"
-        return f"{mark.name:24} error {mark.gradient_error:<8.2g} {amount(mark.cost, self.unit):>10}  {share}"
+        marks = [mark.line(self.unit, self.low.upper()) for mark in self.marks]
+        return "\n".join([*self._verdict(), "", *marks, "", *map(str, self.choices)])

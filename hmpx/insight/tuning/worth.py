@@ -1,10 +1,13 @@
-"""What BF16 saves at one call of an op: time, FLOPs, or memory of saved activations, measured on this device."""
+"""Measures what low precision saves at each call of an op: time, FLOPs, or memory saved for the backward pass."""
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
@@ -13,36 +16,203 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx import region_state
-from hmpx.insight.comparing.calls import Asked, in_fp32
+from hmpx.insight import run_state as generators
+from hmpx.insight.comparing.calls import Asked, Compared, in_fp32
+from hmpx.insight.reasons import in_a_line
+from hmpx.insight.recording.device import Fp8Casts, watched
 from hmpx.insight.tensors import LOW, Tensor, floating
+from hmpx.insight.tuning.runs import Drawn, Exact
 from hmpx.ops.policies import op_facts
+from hmpx.ops.policies.catalog import catalog
+from hmpx.ops.wrapping.observing import Seen, unobserved
 
 Objective = Literal["speed", "coverage", "memory"]
-OBJECTIVES: tuple[Objective, ...] = ("speed", "coverage", "memory")
 UNITS = {"speed": "s", "coverage": "FLOP", "memory": "B"}
+Low = Literal["bf16", "fp8"]
+WIDE: dict[Low, str] = {"bf16": "fp32", "fp8": "bf16"}  # the list that a name is in otherwise
+SLACK = 0.02  # of what low precision saves in all: less than that is no reason for an error
 _ROUNDS = 5  # of a time that is measured
 _LEAST = 2e-4  # seconds that a round takes at least
-_SIZES = 1 << 12, 1 << 20  # elements of the two casts whose times are measured
+_SIZES = 1 << 12, 1 << 20  # elements of the two casts that are timed
 
 
-class Worth(NamedTuple):
-    """One call of an op.
+class NameInModule(NamedTuple):
+    """A list name in one module: the least that a rule can decide about.
 
-    low, wide: what it costs in BF16 and in FP32, in the unit of the objective. flops: of its forward pass, if it is a
-    matrix product. pinned: why it is on the wide side in any case.
+    module: "" for calls outside of every module that a rule can name.
     """
 
-    low: float
-    wide: float
-    flops: float
+    name: str
+    module: str = ""
+
+
+Unit = frozenset[NameInModule]  # what is decided about at once: a name everywhere, or in some modules
+Chosen = frozenset[NameInModule]  # the places in low precision
+
+
+@dataclass
+class Cost:
+    """What the calls of a place take in one batch, in the unit of the objective.
+
+    low, wide: in low precision, and otherwise. flops: of the forward pass of matrix products. pinned: why it cannot be
+    in low precision. lines: that call it.
+    """
+
+    low: float = 0.0
+    wide: float = 0.0
+    flops: float = 0.0
     pinned: str = ""
+    calls: int = 0
+    lines: dict[str, None] = field(default_factory=dict)
+
+    def add(self, one: Cost, where: str) -> None:
+        """Add one call at a line."""
+        self.low, self.wide, self.flops = self.low + one.low, self.wide + one.wide, self.flops + one.flops
+        self.pinned = self.pinned or one.pinned
+        self.calls += 1
+        self.lines[where] = None
 
 
-def worth_of(asked: Asked, objective: Objective) -> Worth | None:
-    """Measure one call either way; None where a bf16 list casts nothing.
+class Costs:
+    """The cost of each choice. `Look` measures it.
+
+    of_place: the cost of each place. casts: how many tensors, and how many elements, go from the place that made them
+    (None: no list decides about it) to the place that takes them.
+    """
+
+    def __init__(
+        self, objective: Objective, low: Low = "bf16", modules: Collection[str] = (), device: Any = "cpu"
+    ) -> None:
+        self.objective, self.low, self.wide, self.names = objective, low, WIDE[low], decidable(low)
+        self._modules = frozenset(modules)
+        self.of_place: dict[NameInModule, Cost] = {}
+        self.casts: dict[tuple[NameInModule | None, NameInModule], Counter[str]] = {}
+        self.known: dict[tuple, Cost | None] = {}  # by what calls have in common
+        self.batch_of: dict[Compared, int] = {}  # the batch in which a site is counted: the first that met it
+        self._cast, self._element = cast_seconds(device) if objective == "speed" else (0.0, 0.0)
+
+    def place_of(self, site: Compared) -> NameInModule:
+        return NameInModule(site.op, site.module if site.module in self._modules else "")
+
+    @property
+    def free(self) -> Chosen:
+        """Return the places that can be in low precision."""
+        return frozenset(place for place, cost in self.of_place.items() if not cost.pinned)
+
+    def of(self, chosen: Chosen) -> float:
+        """Return what everything costs with these places in low precision."""
+        total = sum(cost.low if place in chosen else cost.wide for place, cost in self.of_place.items())
+        for (source, place), casts in self.casts.items():
+            if (source in chosen) is not (place in chosen):
+                total += self._cast * casts["tensors"] + self._element * casts["elements"]
+        return total
+
+    def gain(self, unit: Unit, beside: Chosen) -> float:
+        """Return what a unit saves in low precision, while the other places are as chosen."""
+        return self.of(beside - unit) - self.of(beside | unit)
+
+    def share(self, chosen: Chosen) -> float:
+        """Return the share of the FLOPs of matrix products that is in low precision."""
+        whole = sum(cost.flops for cost in self.of_place.values())
+        return sum(cost.flops for place, cost in self.of_place.items() if place in chosen) / (whole or 1.0)
+
+    def wished(self, units: Sequence[Unit]) -> Chosen:
+        """Return the cheapest choice, less the units that together save next to nothing.
+
+        It is found by changes of single units, from all in low precision on.
+        """
+        chosen: Chosen = frozenset().union(*units)
+        for _ in units:
+            before = chosen
+            for unit in units:
+                chosen = chosen | unit if self.gain(unit, chosen) > 0 else chosen - unit
+            if chosen == before:
+                break
+        room = SLACK * (self.of(Chosen()) - self.of(chosen))
+        gains = [(self.gain(unit, chosen), sorted(unit)) for unit in units if unit <= chosen]
+        for gain, places in sorted(gains):
+            if gain > room:
+                break
+            room -= gain
+            chosen = chosen.difference(places)
+        return chosen
+
+
+@functools.cache
+def decidable(low: Low = "bf16") -> frozenset[str]:
+    """Return the names that tune puts into a list: ops that make new values, or that have an FP8 product."""
+    if low == "fp8":
+        return frozenset(op_facts.MATRIX_PRODUCTS)
+    return frozenset(name for name, op in catalog().items() if op.computes and not op.view and name[0] != "_")
+
+
+class Look(Exact):
+    """A pass in FP32 that measures beside each call what it costs, and notes where its inputs come from."""
+
+    def __init__(self, drawn: Drawn, costs: Costs, batch: int) -> None:
+        super().__init__(drawn)
+        self._costs, self._batch = costs, batch
+        self._made: dict[int, NameInModule | None] = {}  # by memory, the place that made what is in it
+        self._alive: list[Tensor] = []  # so that no memory becomes another tensor's
+
+    def numbered(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        decided = asked.point.op in self._costs.names and not asked.point.in_place and not transformed
+        place = None
+        if decided:
+            with unobserved():
+                place = self._look(asked)
+        seen = super().numbered(asked, number)
+        for tensor in floating((seen.result,)):
+            memory = tensor.untyped_storage().data_ptr()
+            if decided or memory not in self._made:  # a view has the memory of what it looks at
+                self._made[memory] = place
+                self._alive.append(tensor.detach())
+        return seen
+
+    def _look(self, asked: Asked) -> NameInModule | None:
+        """Count a call, and return its place; None where a list casts nothing."""
+        costs, place = self._costs, self._costs.place_of(asked.site)
+        if costs.batch_of.get(asked.site, self._batch) != self._batch:
+            return place
+        one = self._cost(asked)
+        if one is None:
+            return None
+        costs.batch_of[asked.site] = self._batch
+        costs.of_place.setdefault(place, Cost()).add(one, asked.site.where)
+        for tensor in floating((asked.args, asked.kwargs)):
+            source = self._made.get(tensor.untyped_storage().data_ptr())
+            casts = costs.casts.setdefault((source, place), Counter())
+            casts.update(tensors=1, elements=tensor.numel())
+        return place
+
+    def _cost(self, asked: Asked) -> Cost | None:
+        """Return the cost of one call. Random numbers that this draws are drawn again afterwards."""
+        tensors = floating((asked.args, asked.kwargs))
+        rest = [each for each in (*asked.args, *asked.kwargs.values()) if not isinstance(each, Tensor)]
+        shapes = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
+        alike = repr(rest) if not any(isinstance(each, list) for each in rest) else ""
+        key = asked.point.label, shapes, alike, torch.is_grad_enabled()
+        known = self._costs.known
+        if key not in known:
+            before, casts = generators.get_state(), Fp8Casts()
+            try:
+                with watched(casts):
+                    known[key] = one = cost_of(asked, self._costs.objective)
+                if one is not None and casts.in_low:
+                    one.low, one.pinned = one.wide, f"it stays in BF16: {next(iter(casts.in_low))}"
+            except Exception as error:
+                known[key] = Cost(pinned=f"it does not run in {self._costs.low.upper()}: {in_a_line(error)}")
+            finally:
+                generators.set_state(before)
+        return known[key]
+
+
+def cost_of(asked: Asked, objective: Objective) -> Cost | None:
+    """Measure one call either way; None where the list of low precision casts nothing.
 
     Raises:
-        Exception: whatever the op raises in BF16, in its forward or its backward pass.
+        Exception: whatever the op raises in low precision, in its forward or its backward pass.
     """
     with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):  # unseen by a checkpoint around the call
         with region_state.region(True), torch.no_grad():
@@ -53,24 +223,10 @@ def worth_of(asked: Asked, objective: Objective) -> Worth | None:
         low()
         flops = _flops(asked)
         if objective == "speed":
-            return Worth(seconds(low), seconds(_work(asked, asked, False)), flops)
+            return Cost(seconds(low), seconds(_work(asked, asked, False)), flops)
         if objective == "memory":
-            return Worth(_saved(asked, True), _saved(asked, False), flops)
-        return Worth(0.0, flops, flops)
-
-
-def rounding_of(asked: Asked) -> float:
-    """How far the result in BF16 is from that in FP32, relative to its size; infinite where it is not finite."""
-    with torch.no_grad(), region_state.region(True):
-        low = floating((asked.run(*asked.args, **asked.kwargs).result,))
-    with torch.no_grad():
-        exact = floating((in_fp32(asked),))
-        found = [
-            float((a.float() - b).norm() / (b.norm() or 1.0))
-            for a, b in zip(low, exact, strict=False)
-            if a.shape == b.shape
-        ]
-    return max((each if math.isfinite(each) else math.inf for each in found), default=0.0)
+            return Cost(_saved(asked, True), _saved(asked, False), flops)
+        return Cost(0.0, flops, flops)
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -78,7 +234,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _work(asked: Asked, given: Asked, low: bool) -> Callable[[], object]:
-    """The op forward and backward, on the inputs of `given`, which have their dtypes already."""
+    """Return the op, forward and backward, on the inputs of `given`, which have their dtypes already."""
     grad = torch.is_grad_enabled()
     wanted = iter([tensor.requires_grad and grad for tensor in floating((asked.args, asked.kwargs))])
 
@@ -102,10 +258,9 @@ def _work(asked: Asked, given: Asked, low: bool) -> Callable[[], object]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """The median of a few rounds."""
+    """Return the time of `work`, the median of a few rounds."""
     work()
-    once = _timed(work, 1)
-    calls = max(1, min(20, math.ceil(_LEAST / max(once, 1e-9))))
+    calls = max(1, min(20, math.ceil(_LEAST / max(_timed(work, 1), 1e-9))))
     return statistics.median(_timed(work, calls) for _ in range(_ROUNDS))
 
 
@@ -124,7 +279,7 @@ def _wait() -> None:
 
 
 def cast_seconds(device: torch.device) -> tuple[float, float]:
-    """What a cast and that of its gradient take: each, and for each element."""
+    """Return what a cast to BF16 and the cast of its gradient take: each, and for each element."""
 
     def both(elements: int) -> float:
         x = torch.zeros(elements, device=device)
@@ -136,7 +291,7 @@ def cast_seconds(device: torch.device) -> tuple[float, float]:
 
 
 def _flops(asked: Asked) -> float:
-    """Of a matrix product, forward; 0 for every other op."""
+    """Return the FLOPs of a matrix product, forward; 0 for every other op."""
     name = asked.point.op
     if name not in op_facts.FP32_KERNELS:
         return 0.0
@@ -153,7 +308,7 @@ def _flops(asked: Asked) -> float:
 
 
 def _saved(asked: Asked, low: bool) -> float:
-    """Bytes that the op saves for its backward pass, casts included; parameters in FP32 are there anyway."""
+    """Return the bytes that the op saves for its backward pass, with casts; FP32 parameters are there anyway."""
     held: dict[int, int] = {}
     parameters = {t.untyped_storage().data_ptr() for t in floating((asked.args, asked.kwargs)) if t.is_leaf}
 

@@ -1,28 +1,69 @@
-"""Chooses the fewest bytes with which the predicted distance from FP32 is within a tolerance, with reasons."""
+"""Chooses the fewest bytes with which the predicted distance from FP32 is within a tolerance, and makes a recipe."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import torch
 
 from hmpx.insight.module_names import numberless
 from hmpx.insight.tensors import Tensor
 from hmpx.insight.tuning.course import RunDistance
-from hmpx.insight.weights.ladder import FP32, STATES, WEIGHTS, Rung, bytes_of, rungs
-from hmpx.insight.weights.scoring import Scoring
+from hmpx.insight.weights.scoring import FP32, STATES, WEIGHTS, Scoring
 from hmpx.insight.weights.tuned_weights import WeightChoice
-from hmpx.updates.holding.state_forms import state_name
+from hmpx.recipes.recipe import Recipe, changed
+from hmpx.updates.holding.settings import Settings
+from hmpx.updates.holding.state_forms import STATE_FORMS, StateDtype, state_name
+from hmpx.updates.holding.state_tensors import StateBlocks
+from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.lost_updates import THRESHOLD
+
+_CHECKED_ALONE = 4096  # elements up to which halves of masters have a check of 2 bytes each (`checksums.py`)
+
+
+class Rung(NamedTuple):
+    """How a parameter is held: `weights` of `hmpx.attach`, or `FP32`, and a `state_dtype`."""
+
+    weights: str
+    state: StateDtype
+
+
+def ways(states: int) -> list[Rung]:
+    """Return every way, for an optimizer that keeps so many tensors of a parameter's size."""
+    narrow = STATES if states else (torch.float32,)
+    return [*(Rung(weights, state) for weights in WEIGHTS[:-1] for state in narrow), Rung(FP32, torch.float32)]
+
+
+def bytes_of(shapes: Sequence[torch.Size], way: Rung, states: int) -> float:
+    """Return what parameters of these shapes take, with gradients, masters and so many tensors of state."""
+    return sum(_bytes(torch.empty(shape, device="meta"), way, states) for shape in shapes)
+
+
+def _bytes(like: torch.Tensor, way: Rung, states: int) -> float:
+    elements = like.numel()
+    if way.weights == FP32:
+        return elements * 4.0 * (2 + states)
+    beside = WAYS[way.weights].bytes_beside
+    if elements <= _CHECKED_ALONE and beside != math.floor(beside):
+        beside = math.floor(beside) + 2
+    each = STATE_FORMS[way.state].bytes_each * elements
+    if not like.dim():  # what has no dimension stays FP32
+        each = 4.0
+    elif way.state == "8bit":
+        each = elements + torch.bfloat16.itemsize * math.prod(StateBlocks.of(like).shape)
+    return elements * (2 + 2 + beside) + states * each
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
     """Parameters of equal blocks, which are held in one way.
 
-    effects: what each rung does to the losses, in units of the distance between two orders. bytes: what it takes.
+    effects: what each way does to the losses, in units of the distance between two orders. bytes: what it takes.
     """
 
     pattern: str
@@ -31,39 +72,41 @@ class Group:
     effects: Mapping[Rung, Tensor]
     bytes: Mapping[Rung, float]
 
-    def error(self, rung: Rung) -> float:
-        """Root mean square of the effect of a rung in this group alone."""
-        return float(self.effects[rung].square().mean().sqrt())
+    def error(self, way: Rung) -> float:
+        """Return the root mean square of the effect of a way in this group alone."""
+        return float(self.effects[way].square().mean().sqrt())
 
 
 Chosen = dict[Group, Rung]
 
 
-def bytes_of_choice(chosen: Mapping[Group, Rung]) -> float:
-    """Mean over all parameters."""
-    return sum(group.bytes[rung] for group, rung in chosen.items()) / sum(group.elements for group in chosen)
-
-
 def groups_of(scoring: Scoring, shapes: Mapping[str, torch.Size], unit: float) -> list[Group]:
-    """The groups: names that differ in the numbers of layers only, of one shape."""
+    """Return the groups: names that differ in the numbers of layers only, of one shape."""
     members: dict[tuple[str, torch.Size], list[str]] = {}
     for name, shape in shapes.items():
         members.setdefault((numberless(name), shape), []).append(name)
     found = []
     for names in members.values():
         of = [shapes[name] for name in names]
-        ways = rungs(scoring.states)
-        effects = {way: (scoring.vector(names, way.weights) + scoring.vector(names, way.state)) / unit for way in ways}
-        effects = {way: e for way, e in effects.items() if bool(e.isfinite().all())}
+        effects = {}
+        for way in ways(scoring.states):
+            effect = (scoring.effect(names, way.weights) + scoring.effect(names, way.state)) / unit
+            if bool(effect.isfinite().all()):
+                effects[way] = effect
         sizes = {way: bytes_of(of, way, scoring.states) for way in effects}
         pattern = numberless(names[0]) if len(names) > 1 else names[0]
         found.append(Group(pattern, tuple(names), sum(shape.numel() for shape in of), effects, sizes))
     return found
 
 
-def predicted(chosen: Mapping[Group, Rung]) -> RunDistance:
-    """The predicted distance of a choice: errors of groups are independent or add up, whichever gives more."""
-    effects = torch.stack([group.effects[rung] for group, rung in chosen.items()])
+def bytes_of_choice(chosen: Chosen) -> float:
+    """Return the bytes of a parameter, the mean over all."""
+    return sum(group.bytes[way] for group, way in chosen.items()) / sum(group.elements for group in chosen)
+
+
+def predicted(chosen: Chosen) -> RunDistance:
+    """Predict the distance of a choice: errors of groups are independent or add up, whichever gives more."""
+    effects = torch.stack([group.effects[way] for group, way in chosen.items()])
     alone, together = effects.square().mean(1).sum(), effects.sum(0)
     error = math.sqrt(max(float(alone), float(together.square().mean())))
     return RunDistance(error, float(together.mean()))
@@ -74,7 +117,7 @@ def choose(groups: Sequence[Group], tolerance: float) -> Chosen:
 
     FP32 parameters come last: a small one takes no more bytes than masters, but makes FP32 of what it meets.
     """
-    chosen = {group: min(group.bytes, key=lambda rung: (group.bytes[rung], group.error(rung))) for group in groups}
+    chosen = {group: min(group.bytes, key=lambda way: (group.bytes[way], group.error(way))) for group in groups}
     for wide in (False, True):
         while predicted(chosen).size > tolerance:
             better = max(_better(chosen, wide), default=None, key=lambda step: step[0])
@@ -82,24 +125,22 @@ def choose(groups: Sequence[Group], tolerance: float) -> Chosen:
                 break
             chosen[better[1]] = better[2]
     for group in sorted(groups, key=lambda group: -group.bytes[chosen[group]]):
-        for rung in sorted(group.bytes, key=lambda rung: group.bytes[rung]):
-            if group.bytes[rung] >= group.bytes[chosen[group]]:
-                break
-            if predicted({**chosen, group: rung}).size <= tolerance:
-                chosen[group] = rung
-                break
+        cheaper = [way for way in group.bytes if group.bytes[way] < group.bytes[chosen[group]]]
+        fits = [way for way in cheaper if predicted({**chosen, group: way}).size <= tolerance]
+        if fits:
+            chosen[group] = min(fits, key=lambda way: group.bytes[way])
     return chosen
 
 
 def _better(chosen: Chosen, wide: bool) -> list[tuple[float, Group, Rung]]:
-    """Changes of one group, each with the error square that it saves for each byte."""
+    """Return changes of one group, each with the square of the error that it saves for each byte."""
     now, found = predicted(chosen).size ** 2, []
-    for group, rung in chosen.items():
+    for group, way in chosen.items():
         for other, size in group.bytes.items():
-            if other.weights == FP32 and not wide:
-                continue
-            more = size - group.bytes[rung]
+            more = size - group.bytes[way]
             if other.weights == FP32:
+                if not wide:
+                    continue
                 more = max(more, group.elements / 128)  # a small parameter in FP32 takes as much as with masters
             less = now - predicted({**chosen, group: other}).size ** 2
             if more > 0 and less > 0:
@@ -107,50 +148,83 @@ def _better(chosen: Chosen, wide: bool) -> list[tuple[float, Group, Rung]]:
     return found
 
 
-def choice_of(group: Group, rung: Rung, scoring: Scoring) -> WeightChoice:
-    """A choice, with what was measured of it."""
-    assert scoring.updates is not None, "the run is over"
+def choice_of(group: Group, way: Rung, scoring: Scoring) -> WeightChoice:
+    """Return a choice, with what was measured of it."""
     rows = [scoring.updates[name] for name in group.names]
-    updates = sum(row.updates for row in rows)
-
-    def mean(name: str) -> float:
-        return sum(getattr(row, name) * row.updates for row in rows) / max(updates, 1)
-
-    errors = _errors(group)
-    lost = mean("lost")
+    updates = max(sum(row.updates for row in rows), 1)
+    lost, size = (sum(getattr(row, name) * row.updates for row in rows) / updates for name in ("lost", "size"))
+    masters = Rung("split", torch.float32)
+    errors = {each.weights: group.error(each) for each in group.effects if each.state is torch.float32}
+    for state in STATES[:-1]:
+        if (held := Rung("split", state)) in group.effects:
+            error = group.effects[held] - group.effects[masters]
+            errors[state_name(state)] = float(error.square().mean().sqrt())
     return WeightChoice(
         pattern=group.pattern,
         parameters=len(group.names),
         elements=group.elements,
-        weights=rung.weights,
-        state_dtype=state_name(rung.state),
-        bytes=group.bytes[rung] / group.elements,
+        weights=way.weights,
+        state_dtype=state_name(way.state),
+        bytes=group.bytes[way] / group.elements,
         lost=lost,
-        size=mean("size"),
-        error=group.error(rung),
+        size=size,
+        error=group.error(way),
         errors=errors,
-        why=_why(rung, errors, lost),
+        why=_why(way, errors, lost),
     )
 
 
-def _errors(group: Group) -> dict[str, float]:
-    """Of each way to hold the weights, with FP32 state, and of each state, with weights in FP32's place."""
-    exact = STATES[-1]
-    found = {way: group.error(Rung(way, exact)) for way in WEIGHTS if Rung(way, exact) in group.effects}
-    for state in STATES[:-1]:
-        if Rung("split", state) in group.effects:
-            masters = group.effects[Rung("split", exact)]
-            found[state_name(state)] = float((group.effects[Rung("split", state)] - masters).square().mean().sqrt())
-    return found
-
-
-def _why(rung: Rung, errors: dict[str, float], lost: float) -> str:
-    """What the next cheaper way would do, for the weights and for the state."""
-    state = state_name(rung.state)
-    cheaper, words = ("split", "with masters") if rung.weights == FP32 else ("stochastic", "rounded stochastically")
-    said = [f"{words} the losses would be {errors[cheaper]:.2g} from FP32's"] * bool(
-        rung.weights != cheaper and errors.get(cheaper)
-    )
-    if rung.weights != FP32 and state != "8bit" and errors.get("8bit"):
+def _why(way: Rung, errors: Mapping[str, float], lost: float) -> str:
+    """Say what the next cheaper way would do, for the weights and for the state."""
+    cheaper, words = ("split", "with masters") if way.weights == FP32 else ("stochastic", "rounded stochastically")
+    said = []
+    if way.weights != cheaper and errors.get(cheaper):
+        said.append(f"{words} the losses would be {errors[cheaper]:.2g} from FP32's")
+    if way.weights != FP32 and way.state != "8bit" and errors.get("8bit"):
         said.append(f"with state in 8 bits the losses would be {errors['8bit']:.2g} from FP32's")
     return "; ".join(said) or ("fits" if lost > THRESHOLD else "fits; round-to-nearest would, too")
+
+
+def recipe_of(base: Recipe, chosen: Chosen) -> Recipe:
+    """Return `base` with the way of most elements as the usual one, and rules for the other parameters.
+
+    Patterns stand before names, for the last rule that fits a name decides.
+    """
+    counts: Counter[Rung] = Counter()
+    for group, way in chosen.items():
+        counts[way] += group.elements
+    usual = counts.most_common(1)[0][0]
+    by_name = {name: way for group, way in chosen.items() for name in group.names}
+    patterns: dict[str, Any] = {}
+    alone: dict[str, Any] = {}
+    for group, way in chosen.items():
+        if way != usual:
+            rule = _rule(way, usual)
+            fits = [name for name in by_name if fnmatchcase(name, group.pattern)]
+            if len(group.names) > 1 and all(by_name[name] == way for name in fits):
+                patterns[group.pattern] = rule
+            else:
+                alone |= dict.fromkeys(group.names, rule)
+    masters = any(way.weights != FP32 and WAYS[way.weights].has_masters for way in counts)
+    is_wide = usual.weights == FP32
+    return changed(
+        base,
+        parameter_dtype=FP32 if is_wide else "bfloat16",
+        weights=Settings.weights if is_wide else usual.weights,
+        state_dtype=state_name(usual.state),
+        parameters={**patterns, **alone},
+        use_master_weights_in_ckpt=base.use_master_weights_in_ckpt and masters,
+        fused=base.fused and usual.weights == "stochastic",
+    )
+
+
+def _rule(way: Rung, usual: Rung) -> Any:
+    """Return the keys of a rule that differ from the usual way."""
+    if way.weights == FP32:
+        return FP32
+    rule = {"dtype": "bfloat16"} if usual.weights == FP32 else {}
+    if way.weights != (Settings.weights if usual.weights == FP32 else usual.weights):
+        rule["weights"] = way.weights
+    if way.state != usual.state:
+        rule["state_dtype"] = state_name(way.state)
+    return rule

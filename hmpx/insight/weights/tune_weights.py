@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,12 +11,19 @@ import torch
 from hmpx import conversion
 from hmpx.errors import HmpxError
 from hmpx.insight.comparing.subject import Loss
-from hmpx.insight.tuning.course import Course, Making, RunDistance, apart, by_name, check_scale, distance
-from hmpx.insight.tuning.progress import Progress
-from hmpx.insight.weights.choosing import Chosen, Group, bytes_of_choice, choice_of, choose, groups_of, predicted
-from hmpx.insight.weights.ladder import FP32, Rung
-from hmpx.insight.weights.rules import recipe_of
-from hmpx.insight.weights.scoring import Scoring
+from hmpx.insight.tuning.course import Course, Making, RunDistance, apart, by_name, distance
+from hmpx.insight.tuning.runs import Progress
+from hmpx.insight.weights.choosing import (
+    Chosen,
+    Rung,
+    bytes_of_choice,
+    choice_of,
+    choose,
+    groups_of,
+    predicted,
+    recipe_of,
+)
+from hmpx.insight.weights.scoring import FP32, Scoring
 from hmpx.insight.weights.tuned_weights import TunedWeights
 from hmpx.recipes.keys import dtype_of
 from hmpx.recipes.module_patterns import check_names
@@ -45,7 +52,7 @@ def tune_weights(
     at once. The cheapest choice within the tolerance is then trained, and repaired.
 
     It trains copies: the model, the optimizer and the random number generators stay as they are. Beside them, it takes
-    the memory of four BF16 copies with their state.
+    the memory of two BF16 copies with their masters and state.
 
     Args:
         model: in FP32.
@@ -90,29 +97,28 @@ def tune_weights(
         )
     if base.dtype_map:
         raise HmpxError("tune_weights: this recipe maps dtypes, so that there is no FP32 beside it")
-    progressing = Progress(5 * steps if isinstance(steps, int) else 0, progress, "tune_weights")
-    course = Course(model, optimizer, batches, loss, steps, seed, "tune_weights", progressing.step)
+    counted = Progress("tune_weights", progress)
+    course = Course(model, optimizer, batches, loss, steps, seed, "tune_weights", counted)
     with base.naming_lines():
         check_names([model], base)
     try:
-        return _Tuning(course, base, _shapes(model, course.trained(), base), float(tolerance), progressing.say).run()
+        return _Tuning(course, base, _shapes(model, course, base), float(tolerance), counted).run()
     finally:
-        progressing.end()
+        counted.end()
 
 
-def _shapes(model: torch.nn.Module, trained: Sequence[str], base: Recipe) -> dict[str, torch.Size]:
-    """The shapes of the parameters that can be held in more than one way."""
-    own = by_name(model)
-    found = {name: own[name].shape for name in trained if dtype_of(name, {}, base.module_dtypes) is not torch.float32}
+def _shapes(model: torch.nn.Module, course: Course, base: Recipe) -> dict[str, torch.Size]:
+    """Return the shapes of the parameters that can be held in more than one way."""
+    copied, optimizer = course.copies()
+    held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.is_floating_point()}
+    own = {name: p.shape for name, p in by_name(copied).items() if p in held}
+    found = {name: own[name] for name in own if dtype_of(name, {}, base.module_dtypes) is not torch.float32}
     if not found:
         raise HmpxError(
             "tune_weights: nothing to choose from: the optimizer holds no parameter that requires a gradient, but for "
             "those that module_dtypes makes FP32"
         )
     return found
-
-
-Say = Callable[[str], None]
 
 
 class _Trained(NamedTuple):
@@ -127,23 +133,23 @@ class _Tuning:
     """One tuning while it is made."""
 
     def __init__(
-        self, course: Course, base: Recipe, shapes: Mapping[str, torch.Size], tolerance: float, say: Say
+        self, course: Course, base: Recipe, shapes: Mapping[str, torch.Size], tolerance: float, counted: Progress
     ) -> None:
-        self._course, self._base, self._shapes, self._tolerance = course, base, shapes, tolerance
-        self._wide = changed(base, parameter_dtype=FP32, module_dtypes={})
-        self._say, self._attempts, self._bytes_given = say, list[str](), math.inf
+        self._course, self._base, self._tolerance, self._counted = course, base, tolerance, counted
+        self._attempts: list[str] = []
+        wide = changed(base, parameter_dtype=FP32, module_dtypes={})
+        self._scoring = Scoring(course, list(shapes), wide)
+        self._other = course.run(wide, order=1)
+        self._unit = apart(self._other, self._scoring.losses, "tune_weights")
+        self._groups = groups_of(self._scoring, shapes, self._unit)
+        self._bytes_given = self._limit()
 
     def run(self) -> TunedWeights:
-        self._scoring = scoring = Scoring(self._course, list(self._shapes))
-        scoring.run(self._wide)
-        self._other = self._course.run(self._wide, order=1)
-        check_scale(scoring.losses, self._other, "tune_weights")
-        groups = groups_of(scoring, self._shapes, apart(self._other, scoring.losses))
-        self._bytes_given = self._limit(groups)
-        first = self._trained(choose(groups, self._tolerance))
+        """Train the choice that is predicted to hold; where it does not, others, up to exact masters everywhere."""
+        first = self._trained(choose(self._groups, self._tolerance))
         if first.distance.size <= self._tolerance:
             return self._result(first, "")
-        exact = self._trained({group: Rung("split", torch.float32) for group in groups})
+        exact = self._trained({group: Rung("split", torch.float32) for group in self._groups})
         least, reach, unmet = exact.distance.size, self._tolerance, ""
         if least > reach:
             reach = math.hypot(reach, least)
@@ -154,28 +160,29 @@ class _Tuning:
             )
         if first.distance.size <= reach:
             return self._result(first, unmet)
-        tried = [first, exact]
+        tried = [first.chosen, exact.chosen]
         for aim in _AIMS:
-            chosen = choose(groups, aim * self._tolerance)
-            if any(chosen == each.chosen for each in tried) or bytes_of_choice(chosen) >= bytes_of_choice(exact.chosen):
+            chosen = choose(self._groups, aim * self._tolerance)
+            if chosen in tried or bytes_of_choice(chosen) >= bytes_of_choice(exact.chosen):
                 continue
-            tried.append(self._trained(chosen))
-            if tried[-1].distance.size <= reach:
-                return self._result(tried[-1], unmet)
+            tried.append(chosen)
+            found = self._trained(chosen)
+            if found.distance.size <= reach:
+                return self._result(found, unmet)
         return self._result(exact, unmet)
 
-    def _limit(self, groups: Sequence[Group]) -> float:
-        """The bytes a parameter of the recipe that was given; infinite where it keeps parameters in FP32."""
+    def _limit(self) -> float:
+        """Return the bytes a parameter of the recipe that was given; infinite where it keeps parameters in FP32."""
         settings = self._base.settings()
-        rung = Rung(settings.weights, settings.state_dtype if self._scoring.states else torch.float32)
-        if self._base.parameter_dtype != "bfloat16" or any(rung not in group.bytes for group in groups):
+        way = Rung(settings.weights, settings.state_dtype if self._scoring.states else torch.float32)
+        if self._base.parameter_dtype != "bfloat16" or any(way not in group.bytes for group in self._groups):
             return math.inf
-        return bytes_of_choice({group: rung for group in groups})
+        return bytes_of_choice(dict.fromkeys(self._groups, way))
 
     def _trained(self, chosen: Chosen) -> _Trained:
         size = bytes_of_choice(chosen)
         if size > self._bytes_given:
-            self._say(
+            self._counted.say(
                 f"tune_weights: the next attempt takes {size:.4g} bytes a parameter, more than the "
                 f"{self._bytes_given:.4g} of the recipe"
             )
@@ -188,24 +195,23 @@ class _Tuning:
             raise HmpxError(
                 f"tune_weights: with BF16 weights the model does not run under this recipe: {error}{hint}"
             ) from error
-        found = _Trained(chosen, losses, distance(losses, self._scoring.losses, self._other))
+        found = _Trained(chosen, losses, distance(losses, self._scoring.losses, self._unit))
+        holds = f"not within {self._tolerance:g}"
         if found.distance.size <= self._tolerance:
             holds = f"within {self._tolerance:g}"
-        elif found.distance.error > self._tolerance:
-            holds = f"not within {self._tolerance:g}"
-        else:
+        elif found.distance.error <= self._tolerance:
             holds = f"the mean is not within {self._tolerance / 2:g}"
         self._attempts.append(
             f"{size:.4g} bytes a parameter: distance {found.distance.error:.2g}, in the mean "
             f"{found.distance.bias:+.2g}, predicted {predicted(chosen).error:.2g}: {holds}"
         )
-        self._say(f"tune_weights: {self._attempts[-1]}")
+        self._counted.say(f"tune_weights: {self._attempts[-1]}")
         return found
 
     def _result(self, trained: _Trained, unmet: str) -> TunedWeights:
         chosen, losses, measured = trained
         scoring = self._scoring
-        choices = [choice_of(group, rung, scoring) for group, rung in chosen.items()]
+        choices = [choice_of(group, way, scoring) for group, way in chosen.items()]
         return TunedWeights(
             recipe=recipe_of(self._base, chosen),
             met=measured.size <= self._tolerance,
@@ -218,7 +224,7 @@ class _Tuning:
             loss=float(losses[-1].mean()),
             fp32_losses=(float(scoring.losses[-1].mean()), float(self._other[-1].mean())),
             choices=tuple(sorted(choices, key=lambda choice: -choice.elements)),
-            steps=self._course.passes,
+            steps=self._counted.done,
             runs=len(self._attempts),
             unmet=unmet,
             attempts=tuple(self._attempts),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.insight.comparing.comparison import plain
-from hmpx.insight.tuning.choice import percent
+from hmpx.insight.tuning.choices import percent
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 2
@@ -120,7 +120,7 @@ class TunedWeights:
         Path(path).write_text("\n".join([*comments, str(self.recipe)]), encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
-        """The attributes; the recipe as the file it prints as."""
+        """Return the attributes; the recipe as the file it prints as."""
         found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         found |= {"recipe": str(self.recipe), "choices": [dataclasses.asdict(each) for each in self.choices]}
         return plain({"schema": SCHEMA, **found})

@@ -1,0 +1,165 @@
+"""`Choice`: what was decided about a list name, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from hmpx.insight.text_table import short_places
+from hmpx.insight.tuning.runs import Effect
+from hmpx.insight.tuning.search import Search
+from hmpx.insight.tuning.worth import SLACK, UNITS, Chosen, Costs, NameInModule, Unit
+
+DTYPES = {"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}  # what `Choice.dtype` says for a list
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `tune` decided about a list name, everywhere or in one module, and why.
+
+    Attributes:
+        name: the list name. dtype: "bfloat16" or "float32"; of a choice of FP8 "float8" or "bfloat16". module: where
+            that holds; "" where no other choice of this name does.
+        gradient_error: what this alone in BF16 changes in the gradients, measured on one batch, in units of the noise
+            between batches. loss_change: in the loss; loss_error: that in units of the noise between losses. NaN where
+            it was not run alone, as everything that saves something holds together. Where only parts of it were run
+            alone, the figures are those of the worst part.
+        gain: what BF16 saves here; negative where BF16 costs more. unit: of that, by the objective: seconds of a step
+            ("s"), "FLOP", bytes ("B").
+        calls: in one batch. where: the first line that calls it, as "module, file:line", and how many more there are.
+        why: what decided, in words. low: what is chosen beside that, "BF16" or "FP8".
+
+        reason: all of that as a comment of a list.
+
+    Example:
+        >>> measured = {"gradient_error": 0.04, "loss_change": 3.1e-5, "gain": 2e-4, "unit": "s"}
+        >>> print(hmpx.Choice("softmax", "float32", why="fits", **measured))
+        softmax: float32  # fits; alone: gradient error 0.04, loss change 3.1e-05; BF16 saves 0.2 ms
+    """
+
+    name: str
+    dtype: str
+    module: str = ""
+    gradient_error: float = math.nan
+    loss_change: float = math.nan
+    loss_error: float = math.nan
+    gain: float = 0.0
+    unit: str = ""
+    calls: int = 0
+    where: str = ""
+    why: str = ""
+    low: str = "BF16"
+
+    @property
+    def reason(self) -> str:
+        """Return all of it as a comment of a list."""
+        said = [self.why]
+        if not math.isnan(self.gradient_error):
+            loss = f" ({self.loss_error:.2g} of the noise)" if self.loss_error > self.gradient_error else ""
+            said.append(f"alone: gradient error {self.gradient_error:.2g}, loss change {self.loss_change:.2g}{loss}")
+        if self.gain:
+            said.append(f"{self.low} {'adds' if self.gain < 0 else 'saves'} {amount(abs(self.gain), self.unit)}")
+        return "; ".join(filter(None, [*said, self.where and f"at {self.where}"]))
+
+    def __str__(self) -> str:
+        place = f" in {self.module}" if self.module else ""
+        return f"{self.name}{place}: {self.dtype}  # {self.reason}"
+
+
+def choices_of(
+    costs: Costs,
+    search: Search,
+    tolerance: float,
+    failed: Mapping[Chosen, Effect],
+    chosen: Chosen,
+    low: Collection[str],
+    slower: str,
+) -> list[Choice]:
+    """Return a choice for each name, and for each module in which it is otherwise: the worst of the wide list first.
+
+    failed: the choices that did not hold on the held-out batches. low: the names that the low list has. slower: where
+    the lists were not faster than FP32, the words for it.
+    """
+
+    def choice(name: str, module: str, places: list[NameInModule]) -> Choice:
+        unit, found = frozenset(places), [costs.of_place[place] for place in places]
+        alone, gain = _alone(unit, search.alone), costs.gain(unit, chosen)
+        lines = [(place.module, line) for place, cost in zip(places, found, strict=True) for line in cost.lines]
+        where = short_places(", ".join(filter(None, lines[0])))
+        pinned, free = next((cost.pinned for cost in found if cost.pinned), ""), unit & costs.free
+        why = why_of(free, alone, gain) if free else pinned
+        return Choice(
+            name=name,
+            module=module,
+            dtype=DTYPES[costs.low if unit & chosen else costs.wide],
+            gradient_error=alone.gradient_error,
+            loss_change=alone.loss_change,
+            loss_error=alone.loss_error,
+            gain=gain,
+            unit=UNITS[costs.objective],
+            calls=sum(cost.calls for cost in found),
+            where=where if len(lines) == 1 else f"{where} and {len(lines) - 1} more",
+            why=f"{why}; elsewhere {pinned}" if free and pinned else why,
+            low=costs.low.upper(),
+        )
+
+    def why_of(free: Unit, alone: Effect, gain: float) -> str:
+        """Say what decided."""
+        if free & chosen:
+            return "fits"
+        words = costs.low.upper()
+        fell = [effect for tried, effect in failed.items() if tried & free]
+        is_left = free <= Chosen().union(*search.left)
+        if raised := alone.raised or next((effect.raised for effect in fell if effect.raised), ""):
+            return f"with it in {words} the program raises {raised}"
+        if alone.size > tolerance and not math.isnan(alone.gradient_error):
+            return "breaks the tolerance by itself"
+        if slower:
+            return slower
+        if gain <= 0:
+            return f"{words} saves nothing here"
+        if is_left and fell:
+            return f"with it in {words} the error on held-out batches is {min(each.size for each in fell):.2g}"
+        if is_left:
+            return "fits by itself, but not with the others"
+        return f"saves under {percent(SLACK)} of what {words} saves in all, and would add to the error"
+
+    def order(each: Choice) -> tuple:
+        """Return a key: by the error, and for names that were not run alone by what they save."""
+        error = max(each.gradient_error, each.loss_error)
+        wide = each.dtype == DTYPES[costs.wide]
+        return not wide, math.inf if math.isnan(error) else -error, -each.gain, each.name, each.module
+
+    choices = []
+    for name in {place.name: None for place in costs.of_place}:
+        places = [place for place in costs.of_place if place.name == name]
+        usual = [place for place in places if (place in chosen) is (name in low)]
+        choices.append(choice(name, "", usual))
+        choices += [choice(name, place.module, [place]) for place in places if place not in usual]
+    return sorted(choices, key=order)
+
+
+def _alone(unit: Unit, alone: Mapping[Unit, Effect]) -> Effect:
+    """Return what a unit does alone; where it was not run as one, what the worst of its parts does."""
+    parts = [other for other in alone if other & unit]
+    least = [alone[part] for part in parts if not any(other < part for other in parts)]
+    return alone.get(unit) or max(least, key=lambda effect: effect.size, default=Effect(*(math.nan,) * 4))
+
+
+def percent(share: float) -> str:
+    """Return a share with two digits."""
+    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %" if share else "0 %"
+
+
+def amount(value: float, unit: str) -> str:
+    """Return seconds in ms, FLOPs and bytes with a prefix."""
+    if value < 0:
+        return f"-{amount(-value, unit)}"
+    if unit == "s":
+        return f"{1e3 * value:.2g} ms"
+    for prefix in ("", "k", "M", "G"):
+        if value < 1000:
+            return f"{value:.3g} {prefix}{unit}"
+        value /= 1000
+    return f"{value:.3g} T{unit}"
