@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from hmpx.insight.comparing.comparison import Comparison
     from hmpx.insight.comparing.row import Row
     from hmpx.insight.dispatched import Finding
-    from hmpx.insight.doctor.diagnosis import Diagnosis
-    from hmpx.insight.doctor.problem import Problem
+    from hmpx.insight.doctor.diagnosis import Diagnosis, Problem
     from hmpx.insight.recording.log import Log
     from hmpx.insight.tuning.choice import Choice, Mark
     from hmpx.insight.tuning.confirmed import Confirmed
@@ -41,7 +40,7 @@ _FILES = {
     "Finding": "dispatched",
     "Log": "recording.log",
     "Mark": "tuning.choice",
-    "Problem": "doctor.problem",
+    "Problem": "doctor.diagnosis",
     "Row": "comparing.row",
     "Tuned": "tuning.tuned",
     "TunedWeights": "weights.tuned_weights",

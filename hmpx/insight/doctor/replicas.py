@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hmpx.insight.doctor.problem import Problem, some
+from hmpx.insight.doctor.diagnosis import Problem, some
 from hmpx.updates.ranks.sharding import PLAIN
 
 Parameter = torch.nn.Parameter
