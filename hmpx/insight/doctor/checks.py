@@ -15,7 +15,7 @@ from hmpx.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Problem, some
 from hmpx.insight.doctor.op_watch import Known, Op, Spot, Spots
 from hmpx.insight.recording.words import number, short_places
-from hmpx.insight.tensors import LOW
+from hmpx.insight.tensors import LOW, is_masked
 from hmpx.insight.unchosen import MIXING, unchosen
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.wrapping.callers import frames, rule_of
@@ -74,12 +74,12 @@ def _statistic(op: Op, known: Known) -> str | None:
 
 
 def _difference(op: Op, known: Known) -> str | None:
-    moments = [known.of(each).moment for each in op.args[:2]]
+    moments = [known.of(each).get("moment") for each in op.args[:2]]
     return "" if op.out.dtype in LOW and moments == ["mean of square", "square of mean"] else None
 
 
 def _probabilities(op: Op, known: Known) -> str | None:
-    before = known.of(op.given[0]).cast
+    before = known.of(op.given[0]).get("cast")
     return "of what was cast up to float32 before" if before is not None and before[0] in LOW else _low(op, known)
 
 
@@ -125,7 +125,7 @@ def _unchosen(op: Op, known: Known) -> str | None:
     if op.out.dtype is not torch.float32 or len(op.given) < 2:
         return None
     said = unchosen(known.names, op.frame, op.given, op.results)
-    return said if "parameter " in said or "buffer " in said else None
+    return said if "parameter " in said or "buffer " in said else None  # others may be FP32 on purpose: angles, scores
 
 
 _LOSSES = "_log_softmax nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss "
@@ -162,7 +162,7 @@ CHECKS = [
     ),
     Check(
         "integers", True, "positions or indices in low precision",
-        "keep positions in an integer dtype or float32 until they are embedded or turned into angles",
+        "keep positions in an integer dtype or float32, outside of autocast, until they are embedded",
         0.65, _CASTS, _integers, "place",
     ),
     Check(
@@ -201,7 +201,7 @@ class OpChecks:
     def _follow_moments(self, op: Op) -> None:
         """Note squares, means, means of squares and squares of means."""
         first = op.given[0] if op.given else None
-        before, moment = self._known.of(first).moment, ""
+        before, moment = self._known.of(first).get("moment", ""), ""
         if op.name in ("mean", "sum") and before == "square":
             moment = "mean of square"
         elif op.name == "mean" or (op.name == "sum" and not before):
@@ -277,3 +277,39 @@ def _keys(check: Check, spots: Sequence[Spot], ops: tuple[str, ...]) -> tuple[di
             modules[spot.module]["fp32"] = sorted({*modules[spot.module]["fp32"], by})
     found: dict[str, Any] = {"fp32": sorted(listed), "modules": modules}
     return {key: value for key, value in found.items() if value}, left
+
+
+class Nonfinite:
+    """Looks for the first op that makes an inf or a NaN of finite numbers, in any stage."""
+
+    _UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_ _unsafe_view view".split())
+
+    def __init__(self, spots: Spots) -> None:
+        self._spots = spots
+        self._first: Spot | None = None
+        self._made_nan = False
+        self.is_scaled = False  # by a GradScaler, which finds its scale by such gradients
+
+    def look(self, op: Op) -> None:
+        if op.name in self._UNMADE or self._made_nan or op.stage == "set up" or op.nonfinite is None:
+            return
+        is_nan = bool(op.nonfinite.isnan().any())
+        if op.stage != "backward" and (is_mask(op) or is_masked(op.name.rstrip("_"), op.given, op.nonfinite)):
+            return
+        self._made_nan |= is_nan
+        stages = {"forward": "forward", "step": "in the step"}
+        stage = stages.get(op.stage) or f"in the backward pass ({op.node.name()})"
+        if self._first is None:
+            low, backward = op.out.dtype in LOW, op.stage == "backward"
+            self._first = self._spots.note("inf or NaN", op, stage, nan=is_nan, backward=backward, low=low)
+
+    def problems(self) -> Iterator[Problem]:
+        spot = self._first
+        if spot is None or not self._made_nan or (self.is_scaled and spot.numbers["backward"]):
+            return
+        what = "a NaN" if spot.numbers["nan"] else "an inf"
+        said = f"{spot.name} is the first op that makes {what} of finite numbers, {spot.said}"
+        said += f", in {spot.module}" if spot.module else ""
+        do = "compute it in float32" if spot.numbers["low"] else "keep its input away from where it is not defined"
+        names = (spot.module,) if spot.module else ()
+        yield Problem("inf or NaN", True, said, do, spot.where, names, (spot.name,), 0.97)

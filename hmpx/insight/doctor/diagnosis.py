@@ -60,7 +60,8 @@ class Problem:
     @property
     def to_do(self) -> str:
         """What to do, and whether a recipe does it as well."""
-        return self.do + (", or --fix recipe.yaml" if self.recipe else "")
+        left = f", which leaves {', '.join(map(short_places, self.edit))}" if self.edit else ""
+        return f"{self.do}, or --fix recipe.yaml{left}" if self.recipe else self.do
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -26,10 +26,11 @@ from hmpx import process_state
 from hmpx.changes import Attribute, Changes
 from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
+from hmpx.insight.doctor.checks import Nonfinite, OpChecks
 from hmpx.insight.doctor.diagnosis import Diagnosis, Problem, percent, some
 from hmpx.insight.doctor.fix import recipe_for
-from hmpx.insight.doctor.followed import Followers
-from hmpx.insight.doctor.op_watch import OpWatch, Spot, aside
+from hmpx.insight.doctor.followed import Casts, Gradients, Products, Writes
+from hmpx.insight.doctor.op_watch import Known, OpWatch, Spot, Spots, aside
 from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.steps import SteppedOptimizer
 from hmpx.ops.wrapping.callers import frames, users_line
@@ -54,8 +55,12 @@ class Examination:
         self._steps, self._at = steps, frozenset(at)
         self._optimizers: dict[int, SteppedOptimizer] = {}
         self._trouble: list[str] = []
-        self._followers, self._replicas = Followers(), Replicas()
-        self._watch = OpWatch(self._followers, self._trouble)
+        known = Known()
+        spots = Spots(known.names)
+        self._casts, self._gradients, self._products = Casts(spots, known), Gradients(), Products(spots)
+        self._nonfinite, rest = Nonfinite(spots), (self._gradients, self._casts, Writes(spots, known), self._products)
+        self._followers = (OpChecks(spots, known), self._nonfinite, *rest)
+        self._watch, self._replicas = OpWatch(known, self._followers, self._trouble), Replicas()
         self._names: dict[Parameter, str] = {}  # of every parameter of the models, trained or not
         self._iterations = 0
         self._watched: list[int] = []  # iterations whose ops were looked at
@@ -132,7 +137,7 @@ class Examination:
         self._optimizers[id(optimizer)] = SteppedOptimizer(optimizer, users_line(caller))
         self._names = {**_names_around(caller, {*params}), **self._names}
         self._replicas.note("first", params)
-        self._dropped += self._followers.casts.dropped(params)
+        self._dropped += self._casts.dropped(params)
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         seen = self._optimizers.get(id(optimizer))
@@ -141,7 +146,7 @@ class Examination:
         self._watch.stepping = False
         with aside(self._trouble):
             seen.end()
-            self._followers.gradients.compare(parameters(optimizer))
+            self._gradients.compare(parameters(optimizer))
         if seen is next(iter(self._optimizers.values())):
             self._iterated()
         if self._steps is not None and seen.steps >= self._steps:
@@ -175,7 +180,9 @@ class Examination:
             self._replicas.note("last", self._trained)
         numbered = enumerate(self._trained)
         names = {p: self._names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in numbered}
-        problems = [*self._followers.problems(bool(self._skipped)), *self._of_scaling()]
+        self._nonfinite.is_scaled = bool(self._skipped)
+        problems = [problem for each in self._followers for problem in each.problems()]
+        problems += self._of_scaling()
         for each in self._optimizers.values():
             problems += each.problems(names)
         problems += self._replicas.problems(names)
@@ -183,16 +190,16 @@ class Examination:
             problems.append(_of_dropped(self._dropped, names))
         found.findings[:] = sorted(problems, key=lambda each: (not each.wrong, -each.weight))
         optimizers = [each.optimizer for each in self._optimizers.values()]
-        products = self._followers.products
+        in_low = bool(self._products.low) and not self._products.autocast
         found.recipe, found.reasons, found.recipe_text = recipe_for(
-            problems, optimizers, {**names, **self._names}, bool(products.low) and not products.autocast
+            problems, optimizers, {**names, **self._names}, in_low
         )
         found.looked[:] = self._looked()
 
     def _of_scaling(self) -> Iterator[Problem]:
         half = any(p.dtype is torch.float16 for p in self._trained)
         recipe = {"parameter_dtype": "float32"} if half else {}
-        gradients, late = self._followers.gradients, self._skipped[len(self._skipped) // 2 :]
+        gradients, late = self._gradients, self._skipped[len(self._skipped) // 2 :]
         if gradients.values and not self._skipped:
             share = gradients.tiny / gradients.values
             said = (

@@ -40,21 +40,19 @@ def recipe_for(
     if not answered:
         return None, {}, ""
     half = any(p.dtype is torch.float16 for each in optimizers for p in parameters(each))
+    low = [p for p in names if p.dtype is torch.bfloat16]
     asked = {key for each in answered for key in each.recipe}
     keys: dict[str, Any] = {"opt_level": None}
     reasons = {key: "\n".join(each.said for each in answered if key in each.recipe) for key in asked}
     reasons["opt_level"] = "torch's ops stay as they are"
     if half or asked & {"fp32", "modules"}:
         del reasons["opt_level"]
-        products = sorted(O2_BF16 & catalog().keys()) if half or products_in_low else []
+        products = sorted(O2_BF16 & catalog().keys()) if half or low or products_in_low else []
         listed = sorted({op for each in answered for op in each.recipe.get("fp32", ())})
         keys = {"opt_level": "O1", "bf16": products, "fp32": listed, "promote": []}
-        reasons["bf16"] = (
-            "products are in BF16" if products else "products stay in the dtype that the script gives them"
-        )
+        reasons["bf16"] = "products are in BF16" if products else "products stay as they are"
     if modules := _modules(answered):
         keys["modules"] = modules
-    low = [p for p in names if p.dtype is torch.bfloat16]
     keys["parameter_dtype"] = "bfloat16" if 2 * len(low) > len(names) and not half else "float32"
     if not half:  # a recipe holds weights in BF16 or FP32, and FP32 weights need no more
         if asked & {"weights", "use_fp32_grad_acc"}:
@@ -64,10 +62,7 @@ def recipe_for(
         if exceptions := _exceptions(names, keys["parameter_dtype"]):
             keys["parameters"] = exceptions
             reasons["parameters"] = "as they are in the script"
-    recipe = as_recipe(keys)
-    if "weights" in asked and not half:
-        reasons["weights"] += _bytes(recipe, optimizers)
-    return recipe, reasons, _text(keys, reasons, problems)
+    return as_recipe(keys), reasons, _text(keys, reasons, problems)
 
 
 def _modules(answered: Iterable[Problem]) -> dict[str, Any]:
@@ -94,18 +89,6 @@ def _exceptions(names: Mapping[Parameter, str], dtype: str) -> dict[str, str]:
     return {name: each for name, each in found.items() if each != dtype}
 
 
-def _bytes(recipe: Recipe, optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """Return what a weight in BF16 takes under the recipe, and today."""
-    for optimizer in optimizers:
-        for p in parameters(optimizer):
-            if p.dtype is torch.bfloat16 and p.requires_grad:
-                state = (optimizer.state.get(p) or {}).values()
-                held = [v.element_size() for v in state if isinstance(v, torch.Tensor) and v.dim()]
-                then = sum(recipe.bytes_per_parameter(len(held)).values())
-                return f"\n{then:g} bytes for each weight with its gradient and state, {4 + sum(held)} today"
-    return ""
-
-
 def _text(keys: Mapping[str, Any], reasons: Mapping[str, str], problems: Iterable[Problem]) -> str:
     lines = ["# Written by `hmpx.doctor`: the smallest recipe that answers what it found."]
     for key, value in keys.items():
@@ -120,7 +103,11 @@ def _text(keys: Mapping[str, Any], reasons: Mapping[str, str], problems: Iterabl
         for where in (each.edit or ([] if each.recipe else [each.where]))
     ]
     if left:
-        lines += ["", "# What no recipe answers is to be edited in the script:", *_comment("\n".join(left))]
+        lines += [
+            "",
+            "# No recipe changes what the script itself does, which is to be edited in the script:",
+            *_comment("\n".join(left)),
+        ]
     return "\n".join([*lines, ""])
 
 

@@ -12,57 +12,14 @@ from typing import Any
 import torch
 
 from hmpx.dtype_names import dtype_name
-from hmpx.insight.doctor.checks import OpChecks, is_mask
 from hmpx.insight.doctor.diagnosis import Problem, percent, some
-from hmpx.insight.doctor.op_watch import VIEWS, Known, Op, Spot, Spots, in_autocast
+from hmpx.insight.doctor.op_watch import FEW, VIEWS, Known, Op, Spot, Spots, in_autocast
 from hmpx.insight.doctor.steps import sample
 from hmpx.insight.recording.words import number, short_place
-from hmpx.insight.tensors import LOW, Tensor, is_masked
+from hmpx.insight.tensors import LOW, Tensor
 
 Parameter = torch.nn.Parameter
-_FEW = 256  # elements of one tensor that are looked at
 _WIDE = torch.float32
-
-
-class Followers:
-    """Everything that looks at ops."""
-
-    def __init__(self) -> None:
-        self._known = Known()
-        spots = Spots(self._known.names)
-        self.casts, self.gradients, self.products = Casts(spots, self._known), Gradients(), Products(spots)
-        self._nonfinite = Nonfinite(spots)
-        checks, writes = OpChecks(spots, self._known), Writes(spots, self._known)
-        self._all = (checks, self._nonfinite, self.gradients, self.casts, writes, self.products)
-
-    def set_up(self, op: Op) -> None:
-        """Look at an op from before the first forward pass."""
-        self.casts.set_up(op)
-
-    def before(self, name: str, args: tuple) -> list[Tensor] | None:
-        """Keep samples of the low-precision tensors that an op is about to write to; None if there are none."""
-        targets = args[0] if name.startswith("_foreach_") else [args[0]]
-        if not targets or not all(isinstance(t, Tensor) and t.dtype in LOW and t.numel() for t in targets):
-            return None
-        return [sample(t, _FEW).clone() for t in targets]
-
-    def look(self, op: Op) -> None:
-        if op.name in VIEWS:
-            for result in op.results:
-                self._known.add(result, **vars(self._known.of(op.given[0])))
-        for each in self._all:
-            each.look(op)
-
-    def forget(self) -> None:
-        """No op is looked at for a while."""
-        self._known.clear()
-        self.casts.last = None
-
-    def problems(self, scaled: bool) -> Iterator[Problem]:
-        """What all of it says about the training. scaled: whether there is a GradScaler."""
-        self._nonfinite.is_scaled = scaled
-        for each in self._all:
-            yield from each.problems()
 
 
 @dataclass
@@ -81,16 +38,18 @@ class Casts:
 
     def __init__(self, spots: Spots, known: Known) -> None:
         self._spots, self._known = spots, known
-        self.last: tuple[weakref.ref[Tensor], Spot] | None = None
         self._asked: list[_Asked] = []
 
     def look(self, op: Op) -> None:
-        if self.last is not None:
-            result, spot = self.last
+        if op.stage == "set up":
+            self._set_up(op)
+            return
+        if self._known.last_cast is not None:
+            result, spot = self._known.last_cast
             spot.add(dropped=result() is None)
-            self.last = None
+            self._known.last_cast = None
         for tensor in op.given if op.name not in VIEWS else ():
-            if (cast := self._known.of(tensor).cast) is not None:
+            if (cast := self._known.of(tensor).get("cast")) is not None:
                 before, spot = cast
                 if _is_cast(op) and op.out.dtype is before:
                     back = self._spots.note("cast back", op)
@@ -103,7 +62,7 @@ class Casts:
         spot = self._spots.note("cast up" if op.out.dtype is _WIDE else "cast down", op, dtype_name(before))
         spot.add(autocast=in_autocast())
         self._known.add(op.out, cast=(before, spot))
-        self.last = weakref.ref(op.out), spot
+        self._known.last_cast = weakref.ref(op.out), spot
 
     def problems(self) -> Iterator[Problem]:
         told: set[str] = set()
@@ -129,8 +88,7 @@ class Casts:
                 said = f"one line casts a tensor {'up and down' if up else 'down and up'} again, which {does} ({times})"
                 yield Problem("casts there and back", False, said, "take both casts away", spot.where, weight=0.05)
 
-    def set_up(self, op: Op) -> None:
-        """Follow an op from before the first forward pass."""
+    def _set_up(self, op: Op) -> None:
         for asked in self._asked:
             asked.used |= any(asked.result() is tensor for tensor in op.given)
             asked.lowered |= bool(op.given and op.results) and asked.parameter() is op.given[0] and op.out.dtype in LOW
@@ -200,19 +158,19 @@ class Writes:
         more = {key: _sampled(value, shapes, several) for key, value in op.kwargs.items()}
         op.func(exact if several else exact[0], *others, **more)
         for target, old, x in zip(targets, before, exact, strict=True):
-            self._count(op, (x != old.float()) & torch.isfinite(x), sample(target, _FEW) == old, target)
+            self._count(op, (x != old.float()) & torch.isfinite(x), sample(target, FEW) == old, target)
 
     def _average(self, op: Op, product: Any, rest: Any) -> None:
         """Look at a sum of d x average and (1 - d) x something else."""
-        one, two = self._known.of(product).scaled, self._known.of(rest).scaled
+        one, two = self._known.of(product).get("scaled"), self._known.of(rest).get("scaled")
         average = one[0]() if one else None
         if one is None or two is None or average is None or not 0.5 < one[1] < 1 or abs(one[1] + two[1] - 1) > 1e-6:
             return
         if average.shape != op.out.shape or average.dtype != op.out.dtype or op.is_in_forward:
             return
-        old, added = sample(average, _FEW), sample(rest, _FEW).float()
+        old, added = sample(average, FEW), sample(rest, FEW).float()
         updated = (added - old.float() * two[1]).abs() > added.abs() / 64  # or else they are equal
-        self._count(op, updated, sample(op.out, _FEW) == old, op.out)
+        self._count(op, updated, sample(op.out, FEW) == old, op.out)
 
     def _count(self, op: Op, updated: Tensor, stayed: Tensor, target: Tensor) -> None:
         spot = self._spots.note("write", op, dtype_name(target.dtype))
@@ -250,7 +208,7 @@ def _sampled(value: Any, shapes: list[torch.Size], several: bool) -> Any:
     if isinstance(value, Tensor):
         if value.dim() == 0:
             return value.float() if value.dtype in LOW else value
-        return sample(value, _FEW).float() if value.shape == shapes[0] else NotImplemented
+        return sample(value, FEW).float() if value.shape == shapes[0] else NotImplemented
     if several and isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
         parts = [_sampled(each, [shape], False) for each, shape in zip(value, shapes, strict=True)]
         return NotImplemented if any(part is NotImplemented for part in parts) else parts
@@ -279,11 +237,11 @@ class Gradients:
             return
         if op.name == "add_" and op.before and len(op.given) > 1 and "AccumulateGrad" in op.node.name():
             key = op.given[0].data_ptr()
-            self._sums[key] = self._sums.get(key, op.before[0].float()) + sample(op.given[1], _FEW).float()
+            self._sums[key] = self._sums.get(key, op.before[0].float()) + sample(op.given[1], FEW).float()
             self._added[key] += 1
         for result in op.results:
             if result.dtype is torch.float16 and result.numel() > 1:
-                few = sample(result, _FEW).float().abs()
+                few = sample(result, FEW).float().abs()
                 self.values += int((few > 0).sum())
                 self.tiny += int(((few > 0) & (few < torch.finfo(torch.float16).smallest_normal)).sum())
 
@@ -295,7 +253,7 @@ class Gradients:
                 continue
             self.dtype = p.grad.dtype
             self.most = max(self.most, self._added[p.grad.data_ptr()] + 1)
-            self.error += float((sample(p.grad, _FEW).float() - total).square().sum())
+            self.error += float((sample(p.grad, FEW).float() - total).square().sum())
             self.size += float(total.square().sum())
         self._sums.clear()
         self._added.clear()
@@ -308,42 +266,6 @@ class Gradients:
             do, recipe = "accumulate in float32: use_fp32_grad_acc in hmpx.attach", {"use_fp32_grad_acc": True}
             wrong, weight = error > 0.01, min(0.2 + error, 0.8)
             yield Problem("gradient accumulation", wrong, said, do, weight=weight, recipe=recipe)
-
-
-class Nonfinite:
-    """Looks for the first op that makes an inf or a NaN of finite numbers, in any stage."""
-
-    _UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_ _unsafe_view view".split())
-
-    def __init__(self, spots: Spots) -> None:
-        self._spots = spots
-        self._first: Spot | None = None
-        self._made_nan = False
-        self.is_scaled = False  # by a GradScaler, which finds its scale by such gradients
-
-    def look(self, op: Op) -> None:
-        if op.name in self._UNMADE or self._made_nan or op.nonfinite is None:
-            return
-        is_nan = bool(op.nonfinite.isnan().any())
-        if op.stage != "backward" and (is_mask(op) or is_masked(op.name.rstrip("_"), op.given, op.nonfinite)):
-            return
-        self._made_nan |= is_nan
-        stages = {"forward": "forward", "step": "in the step"}
-        stage = stages.get(op.stage) or f"in the backward pass ({op.node.name()})"
-        if self._first is None:
-            low, backward = op.out.dtype in LOW, op.stage == "backward"
-            self._first = self._spots.note("inf or NaN", op, stage, nan=is_nan, backward=backward, low=low)
-
-    def problems(self) -> Iterator[Problem]:
-        spot = self._first
-        if spot is None or not self._made_nan or (self.is_scaled and spot.numbers["backward"]):
-            return
-        what = "a NaN" if spot.numbers["nan"] else "an inf"
-        said = f"{spot.name} is the first op that makes {what} of finite numbers, {spot.said}"
-        said += f", in {spot.module}" if spot.module else ""
-        do = "compute it in float32" if spot.numbers["low"] else "keep its input away from where it is not defined"
-        names = (spot.module,) if spot.module else ()
-        yield Problem("inf or NaN", True, said, do, spot.where, names, (spot.name,), 0.97)
 
 
 class Products:

@@ -13,24 +13,23 @@ import sys
 import types as python_types
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from hmpx import process_state, rounding, updates
+from hmpx.insight.doctor.steps import sample
 from hmpx.insight.module_names import ModuleNames
-from hmpx.insight.tensors import Tensor, floating, is_finite
+from hmpx.insight.tensors import LOW, Tensor, floating, is_finite
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
 from hmpx.ops.wrapping.observing import unobserved
 
-if TYPE_CHECKING:
-    from hmpx.insight.doctor.followed import Followers
-
+FEW = 256  # elements of one tensor that are looked at
 VIEWS = frozenset(
     "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand slice select split detach alias".split()
 )
@@ -69,42 +68,34 @@ class Spot:
             self.numbers[name] += number
 
 
-@dataclass
-class Facts:
-    """What the ops that made a tensor tell of it.
-
-    moment: "square", "mean", "mean of square" or "square of mean". cast: the dtype before its last cast, and where that
-    is. scaled: another tensor, and the number by which this one is larger.
-    """
-
-    moment: str = ""
-    cast: tuple[torch.dtype, Spot] | None = None
-    scaled: tuple[weakref.ref[Tensor], float] | None = None
-
-
 class Known:
-    """The facts of each tensor, as long as it lives; and the names of modules, parameters and buffers."""
+    """What the ops that made a tensor tell of it, as long as it lives; and the names of modules and parameters.
+
+    The facts are "moment": "square", "mean", "mean of square" or "square of mean"; "cast": the dtype before its last
+    cast, and the line of that; "scaled": another tensor, and the number by which this one is larger.
+    """
 
     _MOST = 4096
 
     def __init__(self) -> None:
         self.names = ModuleNames()
-        self._facts: dict[int, tuple[weakref.ref[Tensor], Facts]] = {}
+        self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None  # if the last op was one
+        self._facts: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
 
-    def of(self, tensor: Any) -> Facts:
+    def of(self, tensor: Any) -> dict[str, Any]:
         """Return the facts of a tensor, to be read."""
-        ref, facts = self._facts.get(id(tensor), (None, None))
-        return facts if facts is not None and ref is not None and ref() is tensor else Facts()
+        ref, facts = self._facts.get(id(tensor), (None, {}))
+        return facts if ref is not None and ref() is tensor else {}
 
     def add(self, tensor: Tensor, **facts: Any) -> None:
         """Note more facts of a tensor."""
-        known = replace(self.of(tensor), **facts)
         if len(self._facts) > self._MOST:
             self._facts.clear()
-        self._facts[id(tensor)] = weakref.ref(tensor), known
+        self._facts[id(tensor)] = weakref.ref(tensor), {**self.of(tensor), **facts}
 
     def clear(self) -> None:
         self._facts.clear()
+        self.last_cast = None
 
 
 @dataclass
@@ -116,7 +107,8 @@ class Op:
         given, results: the floating tensors among its arguments and its results.
         before: samples of the low-precision tensors that it writes to in place, from before; None if there are none.
         frame: the innermost Python frame below torch's dispatcher.
-        stage: "forward", "backward" or "step". node: of autograd, in a backward pass.
+        stage: "set up" before the first forward pass, "forward", "backward" or "step". node: of autograd, in a backward
+            pass.
     """
 
     func: Any
@@ -194,13 +186,13 @@ class Spots:
 
 
 class OpWatch(TorchDispatchMode):
-    """Shows ops to `followed.Followers` while it is open, in the thread that opens it."""
+    """Shows ops to followers, by their ``look(op)``, while it is open, in the thread that opens it."""
 
     supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
 
-    def __init__(self, followers: Followers, trouble: list[str]) -> None:
+    def __init__(self, known: Known, followers: Sequence[Any], trouble: list[str]) -> None:
         super().__init__()
-        self._followers, self._trouble = followers, trouble
+        self._known, self._followers, self._trouble = known, followers, trouble
         self.stepping = self.is_open = self.setting_up = False
         self._names: dict[Any, str] = {}
         self._left = 0.0
@@ -218,7 +210,7 @@ class OpWatch(TorchDispatchMode):
         if self.is_open and _get_current_dispatch_mode() is self:
             self.is_open = False
             self.__exit__(None, None, None)
-        self._followers.forget()
+        self._known.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -229,20 +221,23 @@ class OpWatch(TorchDispatchMode):
         if name is None:
             name = self._names[func] = str(getattr(func, "overloadpacket", func)).partition(".")[2]
         before = None
-        if not self.setting_up and name in WRITES:
+        if name in WRITES and not self.setting_up:
             with aside(self._trouble):
-                before = self._followers.before(name, args)
+                before = _samples(args[0] if name.startswith("_foreach_") else [args[0]])
         result = func(*args, **kwargs)
         with aside(self._trouble):
             given, results = floating((*args, *kwargs.values()) if kwargs else args), floating((result,))
-            node = _node()
-            stage = "backward" if node is not None else "step" if self.stepping else "forward"
-            op = Op(func, name, args, kwargs, given, results, before, sys._getframe(1), stage, node)
-            if self.setting_up:
-                self._followers.set_up(op)
-            elif (given or results) and all(map(_is_plain, (*given, *results))):
-                self._followers.look(op)
+            if (given or results) and all(map(_is_plain, (*given, *results))):
+                node = _node()
+                stage = "set up" if self.setting_up else "backward" if node else "step" if self.stepping else "forward"
+                self._look(Op(func, name, args, kwargs, given, results, before, sys._getframe(1), stage, node))
         return result
+
+    def _look(self, op: Op) -> None:
+        for result in op.results if op.name in VIEWS and op.given else ():
+            self._known.add(result, **self._known.of(op.given[0]))
+        for each in self._followers:
+            each.look(op)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -250,6 +245,13 @@ def _is_plain(tensor: Tensor) -> bool:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _samples(targets: Sequence[Any]) -> list[Tensor] | None:
+    """Keep samples of the tensors that an op is about to write to; None unless all are in low precision."""
+    if not targets or not all(isinstance(t, Tensor) and t.dtype in LOW and t.numel() for t in targets):
+        return None
+    return [sample(t, FEW).clone() for t in targets]
 
 
 @contextlib.contextmanager
