@@ -36,9 +36,9 @@ class Check:
         ops: names at torch's dispatcher.
         evidence: what shows it in one op, in words; "" if the op alone does. None if nothing is wrong.
         mended: by which keys of a recipe. "list": the ops in the fp32 list. "module": everything in these modules in
-            FP32. "place": the ops in these modules in FP32. Outside of modules, and in the outermost, the list serves
-            in place of both. "": by none.
-        also: more ops for the fp32 list.
+            FP32. "place": the ops in these modules in FP32. In no module, or in the outermost, it is the list in place
+            of both. "": by none.
+        also: more ops that then go to the fp32 list.
     """
 
     kind: str
@@ -135,7 +135,7 @@ _MOMENTS = ("mean", "mul", "pow", "square", "sub")
 CHECKS = [
     Check(
         "loss", True, "the loss is computed in low precision, with 3 significant digits or less",
-        _IN_FP32, 0.6, _LOSSES.split(), _loss, "list",
+        _IN_FP32, 0.6, _LOSSES.split(), _loss, "list", ("cross_entropy",),
     ),
     Check(
         "log", True, "logarithms in low precision, with 3 significant digits or less",
@@ -195,8 +195,8 @@ class OpChecks:
             said = check.evidence(op, self._known)
             if said is not None and not op.is_beside:
                 spot = self._spots.note(check.kind, op, said)
-                if check.mended == "place" and spot.calls == 1:
-                    spot.mended_by = _mended_by(op, spot)
+                if check.mended and spot.calls == 1:
+                    spot.mended_by = _mended_by(check, op, spot)
 
     def _follow_moments(self, op: Op) -> None:
         """Note squares, means, means of squares and squares of means."""
@@ -225,12 +225,14 @@ def _is_square(op: Op) -> bool:
     return op.name == "square" or op.args[0] is op.args[1]
 
 
-def _mended_by(op: Op, spot: Spot) -> str:
+def _mended_by(check: Check, op: Op, spot: Spot) -> str:
     """Return what puts the op at this line into FP32: the name of an op in the fp32 list, "module", or "" for nothing.
 
     hmpx's own cast is that of a listed op. The program's cast is out of reach, unless it follows the dtype of an
     argument of a module, which a rule for the module casts.
     """
+    if check.mended == "module" and spot.is_inside:
+        return "module"
     if op.name not in _CASTS:
         return "" if op.name.endswith("_") else spot.name  # what an op in place writes to keeps its dtype
     for frame in frames(op.frame):
@@ -238,13 +240,14 @@ def _mended_by(op: Op, spot: Spot) -> str:
             original: Any = frame.f_locals.get("_original", frame.f_locals.get("original"))
             return canonical(getattr(original, "__name__", ""))
     path, _, line = spot.where.rpartition(":")
-    written = linecache.getline(path, int(line)) if path else ""
-    return "module" if spot.module and not spot.is_root and _FOLLOWS_A_TENSOR.search(written) else ""
+    follows = path and _FOLLOWS_A_TENSOR.search(linecache.getline(path, int(line)))
+    return "module" if follows and spot.is_inside else ""
 
 
 def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
     """Return one problem for all lines of a kind."""
-    ops = tuple(dict.fromkeys(spot.name for spot in spots if spot.op != "ones_like"))
+    named = [spot for spot in spots if spot.op != "ones_like"]
+    ops = tuple(dict.fromkeys(spot.name for spot in named))
     lines = tuple(dict.fromkeys(short_places(spot.where) for spot in spots))
     details = [f"{', '.join(ops)}, {number(sum(spot.calls for spot in spots), 'call')}" if ops else ""]
     details += [next((spot.said for spot in spots if spot.said), "")]
@@ -252,31 +255,28 @@ def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
     told = "; ".join(filter(None, details))
     said = f"{check.said} ({told})" if told else check.said
     modules = tuple(dict.fromkeys(spot.module for spot in spots if spot.module))
-    if check.kind == "loss" and {"log_softmax", "nll_loss"} & {*ops}:
-        ops = (*ops, "cross_entropy")
-    recipe, left = _keys(check, spots, ops)
-    edit = tuple(dict.fromkeys(left)) if recipe else ()
+    recipe, edit = _keys(check, named)
     return Problem(check.kind, check.wrong, said, check.do, spots[0].where, modules, ops, check.weight, recipe, edit)
 
 
-def _keys(check: Check, spots: Sequence[Spot], ops: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the keys of a recipe that mend what was found, and the lines that they do not mend."""
-    listed = {op for op in (*ops, *check.also) if op in catalog()} if check.mended == "list" else set()
-    modules: dict[str, Any] = {}
-    left: list[str] = []
-    for spot in spots if check.mended in ("module", "place") else ():
-        inside = bool(spot.module) and not spot.is_root
-        by = spot.mended_by if check.mended == "place" else "module" if inside else spot.name
-        if by == "module":
-            modules[spot.module] = "float32"
-        elif by not in catalog():
-            left.append(spot.where)
-        elif not inside:
-            listed |= {by, *check.also}
-        elif modules.setdefault(spot.module, {"fp32": []}) != "float32":
-            modules[spot.module]["fp32"] = sorted({*modules[spot.module]["fp32"], by})
-    found: dict[str, Any] = {"fp32": sorted(listed), "modules": modules}
-    return {key: value for key, value in found.items() if value}, left
+    listed: set[str] = set()
+    rules: dict[str, Any] = {}
+    left: dict[str, None] = {}
+    for spot in spots if check.mended else ():
+        op = catalog().get(spot.mended_by)
+        if spot.mended_by == "module":
+            rules[spot.module] = "float32"
+        elif op is None or not op.computes:
+            left[spot.where] = None
+        elif check.mended != "place" or not spot.is_inside:
+            listed |= {op.name, *check.also}
+        elif (rule := rules.setdefault(spot.module, {"fp32": []})) != "float32":
+            rule["fp32"] = sorted({*rule["fp32"], op.name})
+    found: dict[str, Any] = {"fp32": sorted(listed), "modules": rules}
+    keys = {key: value for key, value in found.items() if value}
+    return keys, tuple(left) if keys else ()
 
 
 class Nonfinite:

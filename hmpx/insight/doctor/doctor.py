@@ -208,8 +208,10 @@ class Examination:
             do, weight = 'torch.amp.GradScaler("cuda"), or BF16, which needs none', 0.3 + 0.5 * share
             yield Problem("loss scaling", share > 0.01, f"{said}numbers", do, weight=weight, recipe=recipe)
         if len(late) >= _SETTLED and 2 * sum(late) >= len(late):
-            said = f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, and its scale is down to "
-            said += f"{self._scale:g}: gradients are inf or NaN at any scale"
+            said = (
+                f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, and its scale is {self._scale:g}: "
+            )
+            said += "gradients are inf or NaN at any scale"
             do = "look for the first op that makes them (doctor --at 3), or use BF16, which needs no scale"
             yield Problem("GradScaler", True, said, do, weight=0.9, recipe=recipe)
 

@@ -1,4 +1,4 @@
-"""What takes several ops to see: casts in vain, lost writes, sums of gradients, the first inf or NaN, products."""
+"""What takes several ops to see: casts in vain, lost writes, sums of gradients, and where products ran."""
 
 from __future__ import annotations
 
@@ -74,12 +74,10 @@ class Casts:
             told.add(spot.where)
             times = number(int(numbers["back"] or spot.calls), "time")
             if dropped and up:
-                said = f"{spot.said} is cast to float32 here, and nobody takes the result ({times}): "
-                said += "the tensor stays as it is"
+                said = f"{spot.said} is cast to float32 here, and nobody uses the result ({times})"
                 yield Problem("upcast", True, said, "x = x.float(); it does not work in place", spot.where, weight=0.3)
             elif up and numbers["autocast"]:
-                said = f"{spot.said} is cast to float32 here, and autocast casts all of it back: the upcast that was "
-                said += f"asked for does not happen ({times})"
+                said = f"{spot.said} is cast to float32 here, and autocast casts all of it back ({times})"
                 wrong = "site-packages" not in spot.where  # a library casts to the dtype of its weights
                 do = "leave autocast there: with torch.autocast(device, enabled=False)"
                 yield Problem("upcast", wrong, said, do, spot.where, weight=0.3)
@@ -189,8 +187,8 @@ class Writes:
             if lost <= 0.5 * updates:
                 continue
             if numbers["elements"] == numbers["tensors"]:
-                said = f"{op} leaves a single number in {worst.said} as it is ({lost:.0f} of {updates:.0f} times), and "
-                said += "would not in float32: a learning rate, a loss scale or a running sum that stands still"
+                said = f"{op} leaves a single number in {worst.said} as it is ({lost:.0f} of {updates:.0f} times): "
+                said += "a learning rate, a loss scale or a running sum that stands still"
                 do = "keep it in a Python float, or in float32"
                 yield Problem("running value", True, said, do, where, (), (op,), 0.4)
             elif updates >= 8:
@@ -261,8 +259,8 @@ class Gradients:
     def problems(self) -> Iterator[Problem]:
         if self.most > 1 and self.size and self.dtype is not None:
             error = (self.error / self.size) ** 0.5
-            said = f"gradients of {self.most} backward passes are accumulated in {dtype_name(self.dtype)}: they are "
-            said += f"off by {percent(error)}, and each of many passes adds less"
+            said = f"gradients of {self.most} backward passes are accumulated in {dtype_name(self.dtype)}, and are off "
+            said += f"by {percent(error)}"
             do, recipe = "accumulate in float32: use_fp32_grad_acc in hmpx.attach", {"use_fp32_grad_acc": True}
             wrong, weight = error > 0.01, min(0.2 + error, 0.8)
             yield Problem("gradient accumulation", wrong, said, do, weight=weight, recipe=recipe)

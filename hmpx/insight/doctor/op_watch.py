@@ -44,15 +44,15 @@ _node = torch._C._current_autograd_node
 class Spot:
     """One line of the program at which one kind of thing was found.
 
-    said: what was found there the first time. is_root: whether `module` is the outermost one. mended_by: what puts the
-    op into FP32, if one of `checks` has looked for that. numbers: sums over the calls.
+    said: what was found there the first time. is_inside: whether `module` is not the outermost one. mended_by: what
+    puts the op into FP32, if one of `checks` has looked for that. numbers: sums over the calls.
     """
 
     kind: str
     op: str
     where: str
     module: str
-    is_root: bool
+    is_inside: bool
     said: str
     mended_by: str = ""
     calls: int = 0
@@ -175,7 +175,7 @@ class Spots:
         if spot is None:
             where = f"{user.f_code.co_filename}:{user.f_lineno}" if user else ""
             name = self._names.of_module(module, op.frame)
-            spot = Spot(kind, op.name, where, name, name == type(module).__name__, said)
+            spot = Spot(kind, op.name, where, name, name not in ("", type(module).__name__), said)
             self._known[key] = spot
         spot.calls += 1
         spot.add(**numbers)
@@ -229,13 +229,22 @@ class OpWatch(TorchDispatchMode):
             given, results = floating((*args, *kwargs.values()) if kwargs else args), floating((result,))
             if (given or results) and all(map(_is_plain, (*given, *results))):
                 node = _node()
-                stage = "set up" if self.setting_up else "backward" if node else "step" if self.stepping else "forward"
+                stage = (
+                    "set up"
+                    if self.setting_up
+                    else "backward"
+                    if node is not None
+                    else "step"
+                    if self.stepping
+                    else "forward"
+                )
                 self._look(Op(func, name, args, kwargs, given, results, before, sys._getframe(1), stage, node))
         return result
 
     def _look(self, op: Op) -> None:
-        for result in op.results if op.name in VIEWS and op.given else ():
-            self._known.add(result, **self._known.of(op.given[0]))
+        if op.name in VIEWS and op.given and (facts := self._known.of(op.given[0])):
+            for result in op.results:
+                self._known.add(result, **facts)
         for each in self._followers:
             each.look(op)
 
@@ -262,7 +271,8 @@ def aside(trouble: list[str]) -> Iterator[None]:
         with torch.no_grad(), torch._C._DisableTorchDispatch(), uncast:
             yield
     except Exception as error:  # of a kind of tensor that nobody has thought of
-        trouble.append(f"{type(error).__name__}: {error}")
+        if not trouble:
+            trouble.append(f"{type(error).__name__}: {error}")
 
 
 def in_autocast() -> bool:

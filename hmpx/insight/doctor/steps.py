@@ -100,7 +100,6 @@ class SteppedOptimizer:
         self._sizes: list[float] = []  # medians of |update| in ulp
         self._decay = [0.0, 0.0]  # what weight decay does in FP32, and what arrives in the weights, in ulp
         self._falls: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # by key of state: should fall, and stays
-        self._state_dtypes: set[torch.dtype] = set()
         self._unknown = [0, 0]  # of a class whose steps cannot be taken again: weights with a gradient, and that stay
         self._no_grad: Counter[Parameter] = Counter()  # samples
         self._zero_grad: Counter[Parameter] = Counter()
@@ -179,7 +178,6 @@ class SteppedOptimizer:
             self._decay[1] += float((arrived * in_fp32.sign() / ulp).nansum())
         low = {key for key in first.shaped if state[key].dtype in LOW}
         if low:
-            self._state_dtypes |= {state[key].dtype for key in low}
             exact_state, again_state = (self._stepped(group, w, torch.zeros_like(grad), state)[1] for w in (wide, old))
             for key in low & exact_state.keys() & again_state.keys():
                 falls = (exact_state[key] != state[key].float()) & (exact_state[key].abs() > 1e-30)
@@ -215,13 +213,10 @@ class SteppedOptimizer:
         """What all that says about the training. names: of the parameters."""
         if not self.is_rounded:
             yield from self._of_updates(names)
-        groups, where = self.optimizer.param_groups, self._where
-        rates = [group.get("lr") for group in groups]
+        where, rates = self._where, [group.get("lr") for group in self.optimizer.param_groups]
         low = next((lr.dtype for lr in rates if isinstance(lr, Tensor) and lr.dtype in LOW), None)
         if low is not None:
-            said = (
-                f"the learning rate is a tensor in {dtype_name(low)}: a scheduler's factor of 0.999 leaves it as it is"
-            )
+            said = f"the learning rate is a tensor in {dtype_name(low)}: a factor of 0.999 leaves it as it is"
             do = "give the optimizer a float, or a tensor in float32"
             yield Problem("learning rate", True, said, do, where, weight=0.4)
         if self._nonfinite is not None:
@@ -265,14 +260,14 @@ class SteppedOptimizer:
             group = next(group for group in self.optimizer.param_groups if group.get("weight_decay"))
             a_step = float(group["lr"]) * float(group["weight_decay"])
             said = (
-                f"{percent(max(arrived / asked, 0.0))} of the weight decay arrives in the weights: lr x weight_decay "
+                f"{percent(max(arrived / asked, 0.0))} of the weight decay arrives: lr x weight_decay is {a_step:.1g} "
             )
-            said += f"is {a_step:.1g} of a weight, and half a unit in its last place is 0.002 or more"
+            said += "of a weight, and half a unit in its last place is 0.002 or more"
             yield Problem("weight decay", True, said, do, where, weight=0.5, recipe=recipe)
         for key, (falls, stays) in self._falls.items():
             if stays > 0.5 * falls:
-                said = f"{key} in {' and '.join(map(dtype_name, self._state_dtypes))} cannot fall in "
-                said += f"{percent(stays / falls)} of its elements: a step takes off less than half an ulp"
+                said = f"{key} in low precision cannot fall in {percent(stays / falls)} of its elements: a step takes "
+                said += "off less than half an ulp"
                 yield Problem("optimizer state", True, said, do, where, weight=0.45, recipe=recipe)
 
 
