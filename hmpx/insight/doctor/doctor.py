@@ -189,11 +189,9 @@ class Examination:
         if self._dropped:
             problems.append(_of_dropped(self._dropped, names))
         found.findings[:] = sorted(problems, key=lambda each: (not each.wrong, -each.weight))
-        optimizers = [each.optimizer for each in self._optimizers.values()]
-        in_low = bool(self._products.low) and not self._products.autocast
-        found.recipe, found.reasons, found.recipe_text = recipe_for(
-            problems, optimizers, {**names, **self._names}, in_low
-        )
+        by_hand = bool(self._products.low) and not self._products.autocast
+        written = recipe_for(problems, self._trained, {**names, **self._names}, by_hand)
+        found.recipe, found.reasons, found.recipe_text = written
         found.looked[:] = self._looked()
 
     def _of_scaling(self) -> Iterator[Problem]:
@@ -202,16 +200,14 @@ class Examination:
         gradients, late = self._gradients, self._skipped[len(self._skipped) // 2 :]
         if gradients.values and not self._skipped:
             share = gradients.tiny / gradients.values
-            said = (
-                f"FP16 without a GradScaler: {percent(share)} of the gradients that are not zero are below its normal "
-            )
+            said = f"FP16 without a GradScaler: {percent(share)} of the nonzero gradients are below its normal numbers"
             do, weight = 'torch.amp.GradScaler("cuda"), or BF16, which needs none', 0.3 + 0.5 * share
-            yield Problem("loss scaling", share > 0.01, f"{said}numbers", do, weight=weight, recipe=recipe)
+            yield Problem("loss scaling", share > 0.01, said, do, weight=weight, recipe=recipe)
         if len(late) >= _SETTLED and 2 * sum(late) >= len(late):
             said = (
-                f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, and its scale is {self._scale:g}: "
+                f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, down to a scale of {self._scale:g}"
             )
-            said += "gradients are inf or NaN at any scale"
+            said += ": gradients are inf or NaN at any scale"
             do = "look for the first op that makes them (doctor --at 3), or use BF16, which needs no scale"
             yield Problem("GradScaler", True, said, do, weight=0.9, recipe=recipe)
 

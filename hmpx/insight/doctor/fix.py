@@ -16,30 +16,24 @@ from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_facts import O2_BF16
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import as_recipe
-from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter
 
 
 def recipe_for(
-    problems: Sequence[Problem],
-    optimizers: Iterable[torch.optim.Optimizer],
-    names: Mapping[Parameter, str],
-    products_in_low: bool,
+    problems: Sequence[Problem], trained: Sequence[Parameter], names: Mapping[Parameter, str], products_in_low: bool
 ) -> tuple[Recipe | None, dict[str, str], str]:
     """Return the recipe, the reason for each of its keys, and its text with these as comments; None if none is of use.
 
     Args:
         problems: all findings; each says which keys answer it.
-        optimizers: that have stepped.
-        names: every parameter of the models, trained or not.
+        trained: the parameters of the optimizers. names: every parameter of the models, trained or not.
         products_in_low: whether the program itself, without torch.autocast, computes products in low precision.
     """
-    optimizers = list(optimizers)
     answered = [each for each in problems if each.recipe]
     if not answered:
         return None, {}, ""
-    half = any(p.dtype is torch.float16 for each in optimizers for p in parameters(each))
+    half = any(p.dtype is torch.float16 for p in trained)
     low = [p for p in names if p.dtype is torch.bfloat16]
     asked = {key for each in answered for key in each.recipe}
     keys: dict[str, Any] = {"opt_level": None}

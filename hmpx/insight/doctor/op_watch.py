@@ -229,15 +229,8 @@ class OpWatch(TorchDispatchMode):
             given, results = floating((*args, *kwargs.values()) if kwargs else args), floating((result,))
             if (given or results) and all(map(_is_plain, (*given, *results))):
                 node = _node()
-                stage = (
-                    "set up"
-                    if self.setting_up
-                    else "backward"
-                    if node is not None
-                    else "step"
-                    if self.stepping
-                    else "forward"
-                )
+                stage = "backward" if node is not None else "step" if self.stepping else "forward"
+                stage = "set up" if self.setting_up else stage
                 self._look(Op(func, name, args, kwargs, given, results, before, sys._getframe(1), stage, node))
         return result
 
