@@ -259,8 +259,8 @@ class SteppedOptimizer:
         if asked >= _LEAST_DECAY and arrived < 0.1 * asked:
             group = next(group for group in self.optimizer.param_groups if group.get("weight_decay"))
             a_step = float(group["lr"]) * float(group["weight_decay"])
-            said = f"{percent(max(arrived / asked, 0.0))} of the weight decay arrives: a step of it, lr x weight_decay, is "
-            said += f"{a_step:.1g} of a weight, and half an ulp is 0.002 or more"
+            said = f"{percent(max(arrived / asked, 0.0))} of the weight decay arrives: lr x weight_decay takes "
+            said += f"{a_step:.1g} of a weight in a step, and half an ulp is 0.002 or more"
             yield Problem("weight decay", True, said, do, where, weight=0.5, recipe=recipe)
         for key, (falls, stays) in self._falls.items():
             if stays > 0.5 * falls:
