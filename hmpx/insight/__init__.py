@@ -7,8 +7,7 @@ if TYPE_CHECKING:
     from hmpx.insight.audit import Audit, Finding
     from hmpx.insight.comparing.comparison import Comparison
     from hmpx.insight.comparing.row import Row
-    from hmpx.insight.doctor.diagnosis import Diagnosis
-    from hmpx.insight.doctor.problem import Problem
+    from hmpx.insight.doctor.diagnosis import Diagnosis, Problem
     from hmpx.insight.recording.log import Log
     from hmpx.insight.tuning.choices import Choice
     from hmpx.insight.tuning.course import Confirmed
@@ -41,7 +40,7 @@ _FILES = {
     "Finding": "audit",
     "Log": "recording.log",
     "Mark": "tuning.plot",
-    "Problem": "doctor.problem",
+    "Problem": "doctor.diagnosis",
     "Row": "comparing.row",
     "Tuned": "tuning.tuned",
     "TunedWeights": "weights.tuned_weights",

@@ -17,6 +17,17 @@ def test_a_planted_fault_is_found(name):
     assert not any(line.startswith("could not look") for line in found.looked), found.looked
 
 
+@pytest.mark.parametrize("kind", ["loss", "norm statistics", "variance by difference", "cumulative sum", "mask"])
+def test_what_a_recipe_answers_is_gone_under_it(kind):
+    train = next(train for name, train in PLANTED.items() if name.startswith(f"{kind}: "))
+    with hmpx.doctor() as found:
+        train(True)
+    assert kind in {each.kind for each in found.findings if each.recipe and not each.edit}
+    with hmpx.activate(found.recipe), hmpx.doctor() as again:
+        train(True)
+    assert kind not in {each.kind for each in again.findings}, str(again)
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_its_healthy_twin_is_silent(name):
     with hmpx.doctor() as found:

@@ -96,6 +96,76 @@ def test_an_average_by_torch_is_answered_and_what_no_recipe_answers_is_to_be_edi
     assert "so none was written: edit the lines that they name" in done.stderr, done.stderr
 
 
+PLACES = """
+import torch
+from torch import nn
+class Positions(nn.Module):
+    def forward(self, x):
+        return x + (torch.arange(512).to(x.dtype)[-32:] * 1e-3).to(x.dtype)
+class Hidden(nn.Module):
+    def forward(self, x):
+        hidden = (1 - (torch.arange(32) < 20).to(x.dtype)) * torch.finfo(torch.float32).min
+        return x + hidden.exp()
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.positions, self.hidden, self.last = nn.Linear(16, 32), Positions(), Hidden(), nn.Linear(32, 4)
+    def forward(self, x):
+        own = torch.arange(300, dtype=torch.bfloat16)
+        return self.last(self.hidden(self.positions(self.first(x)))) + own[:4]
+torch.manual_seed(0)
+model = Model().bfloat16()
+with torch.no_grad():
+    for p in model.parameters():
+        p.mul_(1e-3)  # or else its own updates would be lost
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 16).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_positions_and_masks_are_mended_by_rules_for_their_modules_and_the_script_s_own_numbers_are_named(
+    script, tmp_path
+):
+    done = doctor(tmp_path, "--fix", "recipe.yaml", script(source=PLACES))
+    assert done.returncode == 1 and "WRONG  mask: train.py:9:" in done.stderr, done.stderr
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    assert dict(recipe.modules) == {"hidden": {"fp32": ["mul"]}, "positions": "float32"}
+    edited = (tmp_path / "recipe.yaml").read_text().partition("to be edited in the script:")[2]
+    assert "# integers: train.py:16: keep positions" in edited and "train.py:6" not in edited and "mask" not in edited
+    done = doctor(tmp_path, "--recipe", "recipe.yaml", "train.py")
+    assert "WRONG  integers: train.py:16:" in done.stderr and "1 thing wrong" in done.stderr, done.stderr
+
+
+ANGLES = """
+import torch
+class Angles(torch.nn.Module):
+    def forward(self, x):
+        return x + (torch.arange(600).float()[:, None] @ torch.linspace(0.1, 1, 32)[None])[-1].sin()
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), Angles())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(4):
+    with torch.autocast("cpu", enabled=AUTOCAST):
+        loss = model(torch.randn(8, 16)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_positions_that_a_list_casts_are_mended_and_those_that_autocast_casts_are_not(script, tmp_path):
+    script(source=ANGLES.replace("AUTOCAST", "False"))
+    (tmp_path / "lists.yaml").write_text("bf16: [matmul]\nfp32: []\npromote: []\nparameter_dtype: float32\n")
+    done = doctor(tmp_path, "--recipe", "lists.yaml", "--fix", "recipe.yaml", "train.py")
+    assert "WRONG  integers: train.py:5: positions or indices in low precision (to, " in done.stderr, done.stderr
+    assert dict(read_recipe(tmp_path / "recipe.yaml").modules) == {"1": {"fp32": ["matmul"]}}
+    done = doctor(tmp_path, "--recipe", "recipe.yaml", "train.py")
+    assert done.returncode == 0, done.stderr
+    done = doctor(tmp_path, "--fix", "none.yaml", script(source=ANGLES.replace("AUTOCAST", "True")))
+    assert "WRONG  integers: train.py:5:" in done.stderr and "so none was written" in done.stderr, done.stderr
+
+
 def test_a_script_prints_and_computes_what_it_does_without(script, tmp_path):
     plain = python.run(script(), "a", "--b", cwd=tmp_path, check=True)
     done = doctor(tmp_path, "--steps", "0", "train.py", "a", "--b")

@@ -1,21 +1,69 @@
-"""`Diagnosis`: what the doctor has found, to be printed, saved, or drawn the consequence of."""
+"""`Problem` and `Diagnosis`: what the doctor has found, to be printed, saved, or answered by a recipe."""
 
 from __future__ import annotations
 
 import json
 import os
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError
-from hmpx.insight.doctor.problem import Problem
 from hmpx.insight.pages import filled
-from hmpx.insight.text_table import terminal_width
+from hmpx.insight.text_table import number, short_places, terminal_width
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 1  # of the JSON
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding.
+
+    Attributes:
+        kind: what it is, in a word or two: "lost updates", "loss", "mask".
+        wrong: whether it harms the training; otherwise it is a note, which is worth knowing.
+        said: what was found, with the number that shows it.
+        do: the one thing to do about it.
+        where: the line of your code, as file:line; "" if there is none.
+        names: the parameters, buffers or modules concerned, the worst first. ops: names in op lists.
+        weight: from 0 to 1, how much of the training it touches; findings are sorted by it.
+        recipe: the keys of a recipe that answer it; empty if no recipe does.
+        edit: the lines that no recipe mends.
+
+    It prints as a sentence; `as_json()` is a dict of its attributes.
+
+    Example:
+        >>> with hmpx.doctor() as found:
+        ...     torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=torch.tensor(0.1, dtype=torch.bfloat16)).step()
+        >>> found.findings[0].kind, found.findings[0].wrong
+        ('learning rate', True)
+    """
+
+    kind: str
+    wrong: bool
+    said: str
+    do: str
+    where: str = ""
+    names: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    weight: float = 0.0
+    recipe: dict[str, Any] = field(default_factory=dict)
+    edit: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        place = f"{short_places(self.where)}: " if self.where else ""
+        return f"{'WRONG' if self.wrong else 'note'}  {self.kind}: {place}{self.said}"
+
+    @property
+    def to_do(self) -> str:
+        """What to do, and whether a recipe does it as well."""
+        left = f", which leaves {', '.join(map(short_places, self.edit))}" if self.edit else ""
+        return f"{self.do}, or --fix recipe.yaml{left}" if self.recipe else self.do
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass
@@ -26,8 +74,8 @@ class Diagnosis:
         findings: a `Problem` for each thing that was found: `kind`, `wrong`, `said`, `do`, `where`, `names`, `ops`.
         wrong: whether one of them harms the training; the others are notes.
         looked: what was looked at, in words: how many steps, which of them for what, which optimizers.
-        recipe: the least `hmpx.Recipe` that answers the findings; None where none does. reasons: by key of the
-            recipe, why. recipe_text: the recipe as a file, with these as comments.
+        recipe: the smallest `hmpx.Recipe` that answers the findings; None if none does. reasons: by key of the
+            recipe, why. recipe_text: the recipe as a file, with the reasons as comments.
 
     `html(path)` writes a page, `json(path)` saves `as_json()`, `fix(path)` writes `recipe_text`.
 
@@ -56,12 +104,12 @@ class Diagnosis:
         lines = [*self.looked, ""]
         for i, each in enumerate(self.findings):
             lines += textwrap.wrap(str(each), width, subsequent_indent=" " * 7)
-            if each.do not in [later.do for later in self.findings[i + 1 : i + 2]]:  # said once, beneath the last
-                lines += textwrap.wrap(f"do: {each.do}", width, initial_indent=" " * 7, subsequent_indent=" " * 11)
-        number = sum(each.wrong for each in self.findings)
-        verdict = f"{number} thing{'s' * (number != 1)} wrong" if number else "nothing wrong was found"
-        notes = len(self.findings) - number
-        return "\n".join([*lines, verdict + (f", {notes} note{'s' * (notes != 1)}" if notes else "")])
+            if [each.to_do] != [later.to_do for later in self.findings[i + 1 : i + 2]]:  # say it once, below the last
+                lines += textwrap.wrap(f"do: {each.to_do}", width, initial_indent=" " * 7, subsequent_indent=" " * 11)
+        wrong = sum(each.wrong for each in self.findings)
+        notes = len(self.findings) - wrong
+        verdict = f"{number(wrong, 'thing')} wrong" if wrong else "nothing wrong was found"
+        return "\n".join([*lines, verdict + (f", {number(notes, 'note')}" if notes else "")])
 
     def as_json(self) -> dict[str, Any]:
         """All of it as dicts, lists and strings. "schema" is 1; it grows when a name changes its meaning or goes."""
@@ -82,7 +130,7 @@ class Diagnosis:
         Path(path).write_text(filled(str(__package__), "doctor", str(self), self.as_json()), encoding="utf-8")
 
     def fix(self, path: str | os.PathLike[str]) -> None:
-        """Write the least recipe that answers the findings, with the reasons in comments.
+        """Write the smallest recipe that answers the findings, with the reasons as comments.
 
         Raises:
             HmpxError: no recipe answers them.
@@ -91,3 +139,16 @@ class Diagnosis:
             told = "; what to do instead stands with each" if self.findings else ", and nothing was found"
             raise HmpxError(f"no recipe answers these findings{told}")
         Path(path).write_text(self.recipe_text, encoding="utf-8")
+
+
+def percent(share: float) -> str:
+    """Return a share as "93.1 %"; as "100 %" or "0 %" only if it is all or nothing."""
+    if share in (0, 1):
+        return f"{100 * share:.0f} %"
+    return f"{min(max(100 * share, 0.1), 99.9):.1f} %"
+
+
+def some(names: tuple[str, ...], most: int = 3) -> str:
+    """Return the first few of some names, and how many others there are."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,18 +1,21 @@
 """`doctor`: a region in which a training is looked at as it is.
 
-Hooks around the optimizer's steps look at updates and gradients in some steps, and open a `Watch` of the ops for one
-iteration now and then. Nothing is converted, nothing of torch is patched but `GradScaler.step`, and no random number is
-drawn, so that the training has the bits that it has without.
+Hooks around the optimizer's steps look at updates and gradients in some steps, and open an `OpWatch` for one iteration
+now and then. Nothing is converted, nothing of torch is patched but `GradScaler.step`, and no random number is drawn, so
+the training has the bits that it has without.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterator
 from time import perf_counter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,202 +24,239 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hmpx import process_state
 from hmpx.changes import Attribute, Changes
+from hmpx.dtype_names import dtype_name
 from hmpx.errors import HmpxError
-from hmpx.insight.doctor.diagnosis import Diagnosis
+from hmpx.insight.doctor.checks import Nonfinite, OpChecks
+from hmpx.insight.doctor.diagnosis import Diagnosis, Problem, percent, some
 from hmpx.insight.doctor.fix import recipe_for
-from hmpx.insight.doctor.of_ops import of_ops
-from hmpx.insight.doctor.of_updates import of_dropped, of_updates
-from hmpx.insight.doctor.op_watch import OpWatch
-from hmpx.insight.doctor.owners import Owners
+from hmpx.insight.doctor.followed import Casts, Gradients, Products, Writes
+from hmpx.insight.doctor.op_watch import Known, OpWatch, Spot, Spots, aside
 from hmpx.insight.doctor.replicas import Replicas
-from hmpx.insight.doctor.scaling import Scaling
-from hmpx.insight.doctor.spots import Spot
-from hmpx.insight.doctor.update_view import Stepped
-from hmpx.ops.wrapping.callers import users_line
-from hmpx.ops.wrapping.observing import unobserved
-from hmpx.updates.stepping.names import parameters
+from hmpx.insight.doctor.steps import SteppedOptimizer
+from hmpx.ops.wrapping.callers import frames, users_line
+from hmpx.updates.stepping.names import names_in, parameters
 
 Optimizer = torch.optim.Optimizer
+Parameter = torch.nn.Parameter
 
-_SHARE = 0.1  # of the time: what looking at ops may take, beside the first iteration that is looked at
+_SHARE = 0.1  # of the time: what looking at ops may take, after the first iteration that is looked at
 _ITERATION = 50_000  # ops of one iteration that are looked at
+_SETTLED = 5  # calls of a GradScaler after which it should have found its scale
 
 
 class Enough(BaseException):
-    """As many steps as were asked for are done: this ends the script."""
+    """Ends the script: as many steps as were asked for are done."""
 
 
 class Examination:
     """What `doctor` does while it is open."""
 
     def __init__(self, steps: int | None, at: Collection[int]) -> None:
-        self.steps, self._at = steps, frozenset(at)
-        self.optimizers: dict[int, Stepped] = {}
-        self.watch, self.owners, self.replicas, self.scaling = OpWatch(), Owners(), Replicas(), Scaling()
-        self.iterations = 0
-        self.watched: list[int] = []  # iterations whose ops were looked at
-        self.dropped: list[tuple[Spot, torch.nn.Parameter]] = []  # upcasts before the first step
-        self.trouble = ""
+        self._steps, self._at = steps, frozenset(at)
+        self._optimizers: dict[int, SteppedOptimizer] = {}
+        self._trouble: list[str] = []
+        known = Known()
+        spots = Spots(known.names)
+        self._casts, self._gradients, self._products = Casts(spots, known), Gradients(), Products(spots)
+        self._nonfinite, rest = Nonfinite(spots), (self._gradients, self._casts, Writes(spots, known), self._products)
+        self._followers = (OpChecks(spots, known), self._nonfinite, *rest)
+        self._watch, self._replicas = OpWatch(known, self._followers, self._trouble), Replicas()
+        self._names: dict[Parameter, str] = {}  # of every parameter of the models, trained or not
+        self._iterations = 0
+        self._watched: list[int] = []  # iterations whose ops were looked at
+        self._dropped: list[tuple[Spot, Parameter]] = []  # upcasts before the first step that did not last
+        self._skipped: list[bool] = []  # for each call of GradScaler.step, whether it has skipped the step
+        self._scale = 0.0  # after the last one
         self._thread = threading.get_ident()
         self._changes = Changes()
-        self._hooks: list[Any] = []
-        self._busy = False
         self._began = self._last = perf_counter()
         self._took = 0.0  # looking at ops
         self._plain = 0.0  # the shortest iteration in which nobody looked
-        self._compiled = frames_compiled()  # before
+        self._compiled = _frames_compiled()  # before
 
     def __enter__(self) -> Examination:
         try:
-            self._changes.callback(self._take_away)
-            self._hooks.append(register_optimizer_step_pre_hook(self._before))
-            self._hooks.append(register_optimizer_step_post_hook(self._after))
+            self._changes.callback(self._watch.close)
+            for register, hook in (
+                (register_optimizer_step_pre_hook, self._before),
+                (register_optimizer_step_post_hook, self._after),
+                (register_module_forward_pre_hook, self._model_is_made),
+            ):
+                self._changes.callback(register(hook).remove)
             place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
             self._changes.put(place, self._scaled(torch.amp.GradScaler.step))
-            self._hooks.append(register_module_forward_pre_hook(self._set_up))
-            self.watch.open(None, setting_up=1 not in self._at)
+            self._watch.open(math.inf, setting_up=1 not in self._at)
         except BaseException:
             self._changes.close()
             raise
         return self
 
-    def _take_away(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self.watch.close()
-
     def __exit__(self, *exception: object) -> None:
         self._changes.close()
 
-    def _set_up(self, *_: Any) -> None:
-        """A forward pass or a step begins: what came before has made the model."""
-        if self.watch.setting_up and threading.get_ident() == self._thread:
-            self.watch.close()
+    @property
+    def _trained(self) -> list[Parameter]:
+        return [p for each in self._optimizers.values() for p in parameters(each.optimizer)]
+
+    @property
+    def _steps_done(self) -> int:
+        return sum(each.steps for each in self._optimizers.values())
+
+    def _model_is_made(self, *_: Any) -> None:
+        """A forward pass or a step begins."""
+        if self._watch.setting_up and threading.get_ident() == self._thread:
+            self._watch.close()
 
     def _scaled(self, step: Any) -> Any:
         @functools.wraps(step)
         def scaled(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            before = sum(each.steps for each in self.optimizers.values())
+            before = self._steps_done
             result = step(scaler, optimizer, *args, **kwargs)
-            skipped = sum(each.steps for each in self.optimizers.values()) == before
-            self.scaling.stepped(scaler, skipped or bool(getattr(optimizer, "found_inf", None)))
-            if skipped and self.steps is not None and self.scaling.attempts >= self.steps:
+            skipped = self._steps_done == before
+            if scaler.is_enabled():
+                self._skipped.append(skipped or bool(getattr(optimizer, "found_inf", None)))
+                self._scale = scaler.get_scale()
+            if skipped and self._steps is not None and len(self._skipped) >= self._steps:
                 raise Enough
             return result
 
         return scaled
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if self._busy or threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread:
             return
-        self._set_up()
-        with self._own():
-            seen = self.optimizers.get(id(optimizer))
-            if seen is None:
-                seen = self.optimizers[id(optimizer)] = Stepped(optimizer)
-                caller = sys._getframe(1)
-                seen.where = users_line(caller)
-                self.owners.look(caller, parameters(optimizer))
-                self.replicas.note("first", parameters(optimizer))
-                self.dropped += self.watch.casts.dropped(parameters(optimizer))
-            seen.begin(is_sampled(seen.steps + 1))
-        self.watch.stepping = not args and not kwargs  # without a closure, in which a forward pass would run
+        self._model_is_made()
+        with aside(self._trouble):
+            if id(optimizer) not in self._optimizers:
+                self._first_step(optimizer, sys._getframe(1))
+            self._optimizers[id(optimizer)].begin()
+        self._watch.stepping = not args and not kwargs  # without a closure, in which a forward pass would run
+
+    def _first_step(self, optimizer: Optimizer, caller: FrameType) -> None:
+        params = parameters(optimizer)
+        self._optimizers[id(optimizer)] = SteppedOptimizer(optimizer, users_line(caller))
+        self._names = {**_names_around(caller, {*params}), **self._names}
+        self._replicas.note("first", params)
+        self._dropped += self._casts.dropped(params)
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if self._busy or threading.get_ident() != self._thread or id(optimizer) not in self.optimizers:
+        seen = self._optimizers.get(id(optimizer))
+        if threading.get_ident() != self._thread or seen is None:
             return
-        self.watch.stepping = False
-        seen = self.optimizers[id(optimizer)]
-        with self._own():
-            seen.end(is_sampled(seen.steps + 1))
-            self.watch.accumulation.compare(parameters(optimizer))
-        if seen is next(iter(self.optimizers.values())):
+        self._watch.stepping = False
+        with aside(self._trouble):
+            seen.end()
+            self._gradients.compare(parameters(optimizer))
+        if seen is next(iter(self._optimizers.values())):
             self._iterated()
-        if self.steps is not None and seen.steps >= self.steps:
+        if self._steps is not None and seen.steps >= self._steps:
             raise Enough
 
     def _iterated(self) -> None:
         """The first optimizer has stepped: an iteration is over, and the next one begins."""
-        self.iterations += 1
+        self._iterations += 1
         now = perf_counter()
         took, self._last = now - self._last, now
-        if self.watch.is_open:
-            self.watched.append(self.iterations)
-            self._took += took - self._plain if self.iterations > 1 else 0.0
-            self.watch.close()
-        elif self.iterations > 1:
+        if self._watch.is_open:
+            self._watched.append(self._iterations)
+            self._took += took - self._plain if self._iterations > 1 else 0.0
+            self._watch.close()
+        elif self._iterations > 1:
             self._plain = min(self._plain or took, took)
-        number = self.iterations + 1
-        affordable = self._took <= _SHARE * (now - self._began)
-        if number in self._at or number == 3 or (number % 10 == 0 and affordable):
-            self._open(_ITERATION)
-
-    def _open(self, most: int | None) -> None:
-        if not self.compiles:
-            self.watch.open(most)
-
-    @contextlib.contextmanager
-    def _own(self) -> Iterator[None]:
-        """What is computed in here is the doctor's: nobody looks at it, and what it cannot do does no harm."""
-        self._busy = True
-        try:
-            uncast = unobserved() if process_state.converted else contextlib.nullcontext()
-            with torch.no_grad(), torch._C._DisableTorchDispatch(), uncast:
-                yield
-        except Exception as error:  # of a kind of tensor that nobody has thought of
-            self.trouble = self.trouble or f"{type(error).__name__}: {error}"
-        finally:
-            self._busy = False
-
-    def finish(self, found: Diagnosis) -> None:
-        """Say what was found."""
-        with self._own():
-            self.replicas.note("last", [p for each in self.optimizers.values() for p in parameters(each.optimizer)])
-            names = self.owners.names([p for each in self.optimizers.values() for p in parameters(each.optimizer)])
-        problems = [*of_ops(self.watch, self.scaling)]
-        for each in self.optimizers.values():
-            problems += of_updates(each, names)
-        problems += self.replicas.problems(names)
-        if self.dropped:
-            problems.append(of_dropped(self.dropped, names))
-        found.findings[:] = sorted(problems, key=lambda each: (not each.wrong, -each.weight))
-        every = {**names, **self.owners.every()}
-        found.recipe, found.reasons, found.recipe_text = recipe_for(problems, self.optimizers.values(), every)
-        found.looked[:] = self._looked()
+        number = self._iterations + 1
+        is_affordable = self._took <= _SHARE * (now - self._began)
+        is_due = number in self._at or number == 3 or (number % 10 == 0 and is_affordable)
+        if is_due and not self._compiles:  # compiled code would run under a mode
+            self._watch.open(_ITERATION)
 
     @property
-    def compiles(self) -> bool:
-        """Whether torch.compile has compiled anything meanwhile; the compiled code would run otherwise under a mode."""
-        return frames_compiled() > self._compiled
+    def _compiles(self) -> bool:
+        """Whether torch.compile has compiled anything meanwhile."""
+        return _frames_compiled() > self._compiled
+
+    def finish(self, found: Diagnosis) -> None:
+        """Write what was found into `found`."""
+        with aside(self._trouble):
+            self._replicas.note("last", self._trained)
+        numbered = enumerate(self._trained)
+        names = {p: self._names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in numbered}
+        self._nonfinite.is_scaled = bool(self._skipped)
+        problems = [problem for each in self._followers for problem in each.problems()]
+        problems += self._of_scaling()
+        for each in self._optimizers.values():
+            problems += each.problems(names)
+        problems += self._replicas.problems(names)
+        if self._dropped:
+            problems.append(_of_dropped(self._dropped, names))
+        found.findings[:] = sorted(problems, key=lambda each: (not each.wrong, -each.weight))
+        by_hand = bool(self._products.low) and not self._products.autocast
+        written = recipe_for(problems, self._trained, {**names, **self._names}, by_hand)
+        found.recipe, found.reasons, found.recipe_text = written
+        found.looked[:] = self._looked()
+
+    def _of_scaling(self) -> Iterator[Problem]:
+        half = any(p.dtype is torch.float16 for p in self._trained)
+        recipe = {"parameter_dtype": "float32"} if half else {}
+        gradients, late = self._gradients, self._skipped[len(self._skipped) // 2 :]
+        if gradients.values and not self._skipped:
+            share = gradients.tiny / gradients.values
+            said = f"FP16 without a GradScaler: {percent(share)} of the nonzero gradients are below its normal numbers"
+            do, weight = 'torch.amp.GradScaler("cuda"), or BF16, which needs none', 0.3 + 0.5 * share
+            yield Problem("loss scaling", share > 0.01, said, do, weight=weight, recipe=recipe)
+        if len(late) >= _SETTLED and 2 * sum(late) >= len(late):
+            said = (
+                f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, down to a scale of {self._scale:g}"
+            )
+            said += ": gradients are inf or NaN at any scale"
+            do = "look for the first op that makes them (doctor --at 3), or use BF16, which needs no scale"
+            yield Problem("GradScaler", True, said, do, weight=0.9, recipe=recipe)
 
     def _looked(self) -> list[str]:
-        of = ", ".join(dict.fromkeys(type(each.optimizer).__name__ for each in self.optimizers.values()))
-        dtypes: dict[str, int] = {}
-        for p in {p for each in self.optimizers.values() for p in parameters(each.optimizer)}:
-            name = str(p.dtype).removeprefix("torch.")
-            dtypes[name] = dtypes.get(name, 0) + p.numel()
+        seen = self._optimizers.values()
+        classes = ", ".join(dict.fromkeys(type(each.optimizer).__name__ for each in seen))
+        dtypes: Counter[str] = Counter()
+        for p in dict.fromkeys(self._trained):
+            dtypes[dtype_name(p.dtype)] += p.numel()
         held = " and ".join(f"{count:,} in {name}" for name, count in dtypes.items())
-        steps = max((each.steps for each in self.optimizers.values()), default=0)
-        samples = max((each.samples for each in self.optimizers.values()), default=0)
-        lines = [f"{steps} steps of {of}; parameters: {held}" if steps else "no optimizer has stepped"]
-        ops = f"at ops in iterations {', '.join(map(str, self.watched))}" if self.watched else "at no ops"
-        if steps:
-            lines.append(f"looked at updates in {samples} of them (1, 2, 4, 7, 11 and so on), {ops}")
-        if self.compiles:
+        steps = max((each.steps for each in seen), default=0)
+        samples = max((each.samples for each in seen), default=0)
+        ops = f"at ops in iterations {', '.join(map(str, self._watched))}" if self._watched else "at no ops"
+        lines = [f"{steps} steps of {classes}; parameters: {held}" if steps else "no optimizer has stepped"]
+        lines += [f"looked at updates in {samples} of them (1, 2, 4, 7, 11 and so on), {ops}"] if steps else []
+        if self._compiles:
             lines.append("compiled code hides its ops: set TORCH_COMPILE_DISABLE=1 to have them looked at")
-        if self.trouble or self.watch.trouble:
-            lines.append(f"could not look at everything: {self.trouble or self.watch.trouble}")
-        return lines
+        return lines + [f"could not look at everything: {each}" for each in self._trouble[:1]]
 
 
-def is_sampled(step: int) -> bool:
-    """Whether updates are looked at in a step, from 1: in 1, 2, 4, 7, 11, 16, 22, ..."""
-    root = int((2 * (step - 1)) ** 0.5)
-    return any(each * (each + 1) // 2 == step - 1 for each in (root - 1, root, root + 1))
+def _names_around(caller: FrameType, wanted: set[Parameter]) -> dict[Parameter, str]:
+    """Name every parameter of the models around `caller` that hold the wanted ones.
+
+    These stand in the variables of whoever steps the optimizer, or in the object whose method does.
+    """
+    names: dict[Parameter, str] = {}
+    for frame in frames(caller):
+        values = [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
+        models = [value for value in values if isinstance(value, torch.nn.Module)]
+        for model in sorted(models, key=lambda model: -len(wanted.intersection(model.parameters()))):
+            if not wanted.isdisjoint(model.parameters()):
+                wanted = wanted.difference(model.parameters())
+                names = {**names_in(model), **names}
+        if not wanted:
+            break
+    return names
 
 
-def frames_compiled() -> int:
-    """How much torch.compile has had to compile in this process."""
+def _of_dropped(casts: list[tuple[Spot, Parameter]], names: dict[Parameter, str]) -> Problem:
+    """Return the problem of parameters that were to be FP32 before the training began."""
+    spot, which = casts[0][0], tuple(dict.fromkeys(names[p] for _, p in casts))
+    was, still = ("was", "is") if len(which) == 1 else ("were", "are")
+    said = f"{some(which)} {was} to be float32 here, and {still} still in {spot.said} at the first step"
+    do = "module.float() after all other casts and before the optimizer is made; tensor.float() does not work in place"
+    return Problem("upcast", True, said, do, spot.where, which, weight=0.55)
+
+
+def _frames_compiled() -> int:
+    """Return how much torch.compile has had to compile in this process."""
     if "torch._dynamo" not in sys.modules:
         return 0
     return sys.modules["torch._dynamo"].utils.counters["frames"]["total"]

@@ -1,118 +1,116 @@
-"""The least recipe that answers what was found, and why."""
+"""The smallest recipe that answers what was found, and why."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from hmpx.insight.doctor.problem import Problem
-from hmpx.insight.doctor.update_view import Stepped
-from hmpx.insight.doctor.writes import AVERAGED
-from hmpx.insight.text_table import short_places, size
+from hmpx.insight.doctor.diagnosis import Problem
+from hmpx.insight.tensors import name as dtype_name
+from hmpx.insight.text_table import short_places
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_facts import O2_BF16
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import as_recipe
-from hmpx.updates.stepping.names import parameters
 
 Parameter = torch.nn.Parameter
-_OF_WEIGHTS = {"lost updates", "weight decay", "optimizer state"}
-_OF_OPS = {"loss", "log", "softmax", "cumulative sum"}
-_OF_MODULES = {"norm statistics", "variance by difference"}
 
 
 def recipe_for(
-    problems: Iterable[Problem], optimizers: Iterable[Stepped], names: Mapping[Parameter, str]
+    problems: Sequence[Problem], trained: Sequence[Parameter], names: Mapping[Parameter, str], products_in_low: bool
 ) -> tuple[Recipe | None, dict[str, str], str]:
-    """The recipe, the reason for each of its keys, and its text with these as comments; None if none is of use."""
-    problems, seen = list(problems), list(optimizers)
-    ops = sorted({op for each in problems if each.kind in _OF_OPS for op in each.ops if op in catalog()})
-    modules = sorted({name for each in problems if each.kind in _OF_MODULES for name in each.names})
-    half = any(p.dtype is torch.float16 for each in seen for p in parameters(each.optimizer))
-    low = [p for p in names if p.dtype is torch.bfloat16]
-    accumulated = [each for each in problems if each.kind == "gradient accumulation"]
-    of_weights = [each for each in problems if each.kind in _OF_WEIGHTS and (each.wrong or each.kind != "lost updates")]
-    of_weights += [each for each in problems if each.kind == "average of weights" and AVERAGED in each.said]
-    of_ops = [each for each in problems if each.kind in _OF_OPS and ops]
-    of_modules = [each for each in problems if each.kind in _OF_MODULES and modules]
-    of_fp16 = [each for each in problems if half and each.kind in ("lost updates", "loss scaling", "GradScaler")]
-    answered = [*of_ops, *of_modules, *of_weights, *accumulated, *of_fp16]
+    """Return the recipe, the reason for each of its keys, and its text with these as comments; None if none is of use.
+
+    Args:
+        problems: all findings; each says which keys answer it.
+        trained: the parameters of the optimizers. names: every parameter of the models, trained or not.
+        products_in_low: whether the program itself, without torch.autocast, computes products in low precision.
+    """
+    answered = [each for each in problems if each.recipe]
     if not answered:
         return None, {}, ""
-    keys: dict[str, object] = {"opt_level": None}
-    reasons = {"opt_level": "torch's ops stay as they are"}
-    if of_ops or of_modules or half:
-        keys = {"opt_level": "O1", "bf16": sorted(O2_BF16 & catalog().keys()), "fp32": ops, "promote": []}
-        reasons = {"bf16": "products are in BF16", "fp32": _said(of_ops)}
-    if of_modules:
-        keys["modules"] = dict.fromkeys(modules, "float32")
-        reasons["modules"] = _said(of_modules)
-    keys["parameter_dtype"] = "bfloat16" if 2 * len(low) > len(names) else "float32"
-    reasons["parameter_dtype"] = _said(of_fp16)
-    if half:  # recipes hold weights in BF16 or FP32
-        return as_recipe(keys), reasons, _text(keys, reasons, problems, answered)
-    if of_weights or accumulated:
-        keys["weights"] = "stochastic" if of_weights else "nearest"
-        reasons["weights"] = _said(of_weights)
-    if accumulated:
-        keys["use_fp32_grad_acc"] = True
-        reasons["use_fp32_grad_acc"] = _said(accumulated)
-    if exceptions := _exceptions(names, str(keys["parameter_dtype"])):
-        keys["parameters"] = exceptions
-        reasons["parameters"] = "as they are in the script"
-    recipe = as_recipe(keys)
-    if of_weights:
-        reasons["weights"] += f"\n{_bytes(recipe, seen)}"
-    return recipe, reasons, _text(keys, reasons, problems, answered)
+    half = any(p.dtype is torch.float16 for p in trained)
+    low = [p for p in names if p.dtype is torch.bfloat16]
+    asked = {key for each in answered for key in each.recipe}
+    keys: dict[str, Any] = {"opt_level": None}
+    reasons = {key: "\n".join(each.said for each in answered if key in each.recipe) for key in asked}
+    reasons["opt_level"] = "torch's ops stay as they are"
+    if half or asked & {"fp32", "modules"}:
+        del reasons["opt_level"]
+        products = sorted(O2_BF16 & catalog().keys()) if half or low or products_in_low else []
+        listed = sorted({op for each in answered for op in each.recipe.get("fp32", ())})
+        keys = {"opt_level": "O1", "bf16": products, "fp32": listed, "promote": []}
+        reasons["bf16"] = "products are in BF16" if products else "products stay as they are"
+    if modules := _modules(answered):
+        keys["modules"] = modules
+    keys["parameter_dtype"] = "bfloat16" if 2 * len(low) > len(names) and not half else "float32"
+    if not half:  # a recipe holds weights in BF16 or FP32, and FP32 weights need no more
+        if asked & {"weights", "use_fp32_grad_acc"}:
+            keys["weights"] = "stochastic" if "weights" in asked else "nearest"
+        if "use_fp32_grad_acc" in asked:
+            keys["use_fp32_grad_acc"] = True
+        if exceptions := _exceptions(names, keys["parameter_dtype"]):
+            keys["parameters"] = exceptions
+            reasons["parameters"] = "as they are in the script"
+    return as_recipe(keys), reasons, _text(keys, reasons, problems)
 
 
-def _said(problems: Iterable[Problem]) -> str:
-    return "\n".join(each.said for each in problems)
+def _modules(answered: Iterable[Problem]) -> dict[str, Any]:
+    """Return the rules for modules, sorted. A dtype for all of a module outranks a list."""
+    found: dict[str, Any] = {}
+    for each in answered:
+        for name, rule in each.recipe.get("modules", {}).items():
+            before = found.get(name, rule)
+            if isinstance(rule, dict) and isinstance(before, dict):
+                found[name] = {"fp32": sorted({*rule["fp32"], *before["fp32"]})}
+            else:
+                found[name] = "float32"
+    return dict(sorted(found.items()))
 
 
 def _exceptions(names: Mapping[Parameter, str], dtype: str) -> dict[str, str]:
-    """The parameters in another dtype, by patterns that fit no other one where there are such."""
-    by_pattern: dict[str, set[str]] = {}
+    """Return the parameters in another dtype, by patterns that fit all layers if these are alike."""
+    patterns: dict[str, dict[str, str]] = {}
     for p, name in names.items():
-        by_pattern.setdefault(re.sub(r"\d+", "*", name), set()).add(str(p.dtype).removeprefix("torch."))
-    found = {pattern: dtypes.pop() for pattern, dtypes in by_pattern.items() if len(dtypes) == 1}
-    mixed = by_pattern.keys() - found.keys()
-    found |= {
-        name: str(p.dtype).removeprefix("torch.") for p, name in names.items() if re.sub(r"\d+", "*", name) in mixed
-    }
+        patterns.setdefault(re.sub(r"\d+", "*", name), {})[name] = dtype_name(p.dtype)
+    found: dict[str, str] = {}
+    for pattern, dtypes in patterns.items():
+        found |= dtypes if len({*dtypes.values()}) > 1 else {pattern: next(iter(dtypes.values()))}
     return {name: each for name, each in found.items() if each != dtype}
 
 
-def _bytes(recipe: Recipe, seen: Iterable[Stepped]) -> str:
-    """What the recipe takes beside what the script takes today, of the weights in BF16."""
-    today = elements = states = 0.0
-    for each in seen:
-        low = [p for p in parameters(each.optimizer) if p.dtype is torch.bfloat16 and p.requires_grad]
-        elements, today = elements + sum(p.numel() for p in low), today + each.bytes
-        held = [each.optimizer.state.get(p) or {} for p in low[:1]]
-        states = max([states, *(sum(getattr(v, "dim", int)() > 0 for v in state.values()) for state in held)])
-    then = sum(Recipe(weights=recipe.weights).bytes_per_parameter(int(states)).values()) * elements
-    return f"{size(then)} of weights, gradients and state, for {size(today)} today"
-
-
-def _text(
-    keys: Mapping[str, object], reasons: Mapping[str, str], problems: Iterable[Problem], answered: Collection[Problem]
-) -> str:
-    lines = ["# Written by `hmpx.doctor`: the least that answers what it found."]
+def _text(keys: Mapping[str, Any], reasons: Mapping[str, str], problems: Iterable[Problem]) -> str:
+    lines = ["# Written by `hmpx.doctor`: the smallest recipe that answers what it found."]
     for key, value in keys.items():
         lines += _comment(reasons.get(key, ""))
         if isinstance(value, dict):
-            lines += [f"{key}:", *(f'  "{name}": {each}' for name, each in value.items())]
-        elif isinstance(value, list):
-            lines.append(f"{key}: [{', '.join(value)}]")
+            lines += [f"{key}:", *(f'  "{name}": {_yaml(each)}' for name, each in value.items())]
         else:
-            lines.append(f"{key}: {'null' if value is None else str(value).lower() if value is True else value}")
-    if left := [f"{each.kind}: {short_places(each.where)}: {each.do}" for each in problems if each not in answered]:
-        lines += ["", "# What no recipe answers is to be edited in the script:", *_comment("\n".join(left))]
+            lines.append(f"{key}: {_yaml(value)}")
+    left = [
+        f"{each.kind}: {f'{short_places(where)}: ' if where else ''}{each.do}"
+        for each in problems
+        for where in (each.edit or ([] if each.recipe else [each.where]))
+    ]
+    if left:
+        lines += [
+            "",
+            "# No recipe changes what the script itself does, which is to be edited in the script:",
+            *_comment("\n".join(left)),
+        ]
     return "\n".join([*lines, ""])
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_yaml(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(value)}]"
+    return "null" if value is None else "true" if value is True else str(value)
 
 
 def _comment(text: str) -> list[str]:

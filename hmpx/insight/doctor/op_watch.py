@@ -1,7 +1,7 @@
 """The ops of whole iterations, forward, backward and step, seen at torch's dispatcher as `audit` sees them.
 
-There each op has the dtypes that it computes in, after the casts of autocast; a dispatch mode changes no result and
-patches nothing. What is looked for in an op stands in `op_checks`.
+There each op has the dtypes that it computes in, after the casts of autocast. A dispatch mode changes no result and
+patches nothing. `checks` says what is looked for in one op, `followed` what is looked for in several.
 """
 
 from __future__ import annotations
@@ -11,158 +11,235 @@ import itertools
 import os
 import sys
 import types as python_types
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from hmpx import process_state, rounding, updates
-from hmpx.insight.doctor.casts import CastsByHand, in_autocast
-from hmpx.insight.doctor.gradients import Accumulation, Underflow
-from hmpx.insight.doctor.lineage import Lineage
-from hmpx.insight.doctor.nonfinite import Nonfinite
-from hmpx.insight.doctor.op_checks import CHECKS, INTEGERS, PRODUCTS, flops, integers_changed
-from hmpx.insight.doctor.spots import Spots
-from hmpx.insight.doctor.writes import Writes
-from hmpx.insight.tensors import LOW, Tensor, floating
-from hmpx.insight.unchosen import MIXING, unchosen
-from hmpx.ops.wrapping.callers import frames, users_frame
+from hmpx.insight.doctor.steps import sample
+from hmpx.insight.module_names import ModuleNames
+from hmpx.insight.tensors import LOW, Tensor, floating, is_finite
+from hmpx.ops.policies.catalog import canonical
+from hmpx.ops.wrapping.callers import frames, modules, users_frame
 from hmpx.ops.wrapping.observing import unobserved
 
+FEW = 256  # elements of one tensor that are looked at
+VIEWS = frozenset(
+    "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand slice select split detach alias".split()
+)
+_ARITHMETIC = ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv")
+WRITES = frozenset(f"{before}{name}_" for before in ("", "_foreach_") for name in _ARITHMETIC)
 _STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
 _BESIDE = (*_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
 _node = torch._C._current_autograd_node
 
 
+@dataclass
+class Spot:
+    """One line of the program at which one kind of thing was found.
+
+    said: what was found there the first time. is_inside: whether `module` is not the outermost one. mended_by: what
+    puts the op into FP32, if one of `checks` has looked for that. numbers: sums over the calls.
+    """
+
+    kind: str
+    op: str
+    where: str
+    module: str
+    is_inside: bool
+    said: str
+    mended_by: str = ""
+    calls: int = 0
+    numbers: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def name(self) -> str:
+        """What a user calls the op: "softmax" for "_softmax"."""
+        return "to" if self.op == "_to_copy" else canonical(self.op.strip("_").removesuffix("_forward"))
+
+    def add(self, **numbers: float) -> None:
+        for name, number in numbers.items():
+            self.numbers[name] += number
+
+
+class Known:
+    """What the ops that made a tensor tell of it, as long as it lives; and the names of modules and parameters.
+
+    The facts are "moment": "square", "mean", "mean of square" or "square of mean"; "cast": the dtype before its last
+    cast, and the line of that; "scaled": another tensor, and the number by which this one is larger.
+    """
+
+    _MOST = 4096
+
+    def __init__(self) -> None:
+        self.names = ModuleNames()
+        self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None  # if the last op was one
+        self._facts: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
+
+    def of(self, tensor: Any) -> dict[str, Any]:
+        """Return the facts of a tensor, to be read."""
+        ref, facts = self._facts.get(id(tensor), (None, {}))
+        return facts if ref is not None and ref() is tensor else {}
+
+    def add(self, tensor: Tensor, **facts: Any) -> None:
+        """Note more facts of a tensor."""
+        if len(self._facts) > self._MOST:
+            self._facts.clear()
+        self._facts[id(tensor)] = weakref.ref(tensor), {**self.of(tensor), **facts}
+
+    def clear(self) -> None:
+        self._facts.clear()
+        self.last_cast = None
+
+
+@dataclass
+class Op:
+    """One call of an op.
+
+    Attributes:
+        func: the op with its overload. name: without overload, as in "add_" or "_softmax".
+        given, results: the floating tensors among its arguments and its results.
+        before: samples of the low-precision tensors that it writes to in place, from before; None if there are none.
+        frame: the innermost Python frame below torch's dispatcher.
+        stage: "set up" before the first forward pass, "forward", "backward" or "step". node: of autograd, in a backward
+            pass.
+    """
+
+    func: Any
+    name: str
+    args: tuple
+    kwargs: dict[str, Any]
+    given: list[Tensor]
+    results: list[Tensor]
+    before: list[Tensor] | None
+    frame: python_types.FrameType
+    stage: str
+    node: Any
+
+    @property
+    def out(self) -> Tensor:
+        return self.results[0]
+
+    @cached_property
+    def is_beside(self) -> bool:
+        """Whether torch's optimizers, clipping or scaling called it, which are no part of the model."""
+        inside = users_frame(self.frame)
+        for frame in itertools.takewhile(lambda each: each is not inside, frames(self.frame)):
+            name = frame.f_code.co_filename
+            if name.startswith(_BESIDE) and not name.endswith("swa_utils.py"):  # which averages weights
+                return True
+        return False
+
+    @cached_property
+    def scalars(self) -> list[float]:
+        return [float(v) for v in (*self.args, *self.kwargs.values()) if isinstance(v, int | float)]
+
+    @cached_property
+    def nonfinite(self) -> Tensor | None:
+        """The values in a result that are inf or NaN; None if there are none, or some in the inputs as well."""
+        bad = next((each for each in self.results if each.numel() and not is_finite(each)), None)
+        if bad is None or not all(is_finite(each) for each in self.given if each.numel()):
+            return None
+        return bad[~torch.isfinite(bad)] if all(abs(each) < float("inf") for each in self.scalars) else None
+
+    def is_called_from(self, *names: str) -> bool:
+        """Whether one of the nearest callers is a function, or in a file, of such a name."""
+        near = itertools.islice(frames(self.frame), 4)  # Dynamo, if it was imported, stands around a mode's function
+        return any(each.f_code.co_name in names or each.f_code.co_filename.endswith(names) for each in near)
+
+    @cached_property
+    def is_in_forward(self) -> bool:
+        """Whether a module's forward is running."""
+        calls = (each for each in frames(self.frame) if each.f_code.co_name in ("_call_impl", "forward"))
+        return any(next(modules(each), None) is not None for each in calls)
+
+
+class Spots:
+    """The lines, in the order in which they were found; each once for a kind, an op and a module."""
+
+    def __init__(self, names: ModuleNames) -> None:
+        self._names = names
+        self._known: dict[tuple, Spot] = {}
+
+    def note(self, kind: str, op: Op, said: str = "", **numbers: float) -> Spot:
+        """Count one call at its line."""
+        user, module = users_frame(op.frame), next(modules(op.frame), None)
+        key = kind, op.name, user and user.f_code, user and user.f_lineno, module
+        spot = self._known.get(key)
+        if spot is None:
+            where = f"{user.f_code.co_filename}:{user.f_lineno}" if user else ""
+            name = self._names.of_module(module, op.frame)
+            spot = Spot(kind, op.name, where, name, name not in ("", type(module).__name__), said)
+            self._known[key] = spot
+        spot.calls += 1
+        spot.add(**numbers)
+        return spot
+
+    def of(self, *kinds: str) -> list[Spot]:
+        return [spot for spot in self._known.values() if spot.kind in kinds]
+
+
 class OpWatch(TorchDispatchMode):
-    """Looks at ops while it is open, in the thread that opens it, and keeps what was found by line."""
+    """Shows ops to followers, by their ``look(op)``, while it is open, in the thread that opens it."""
 
     supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
 
-    def __init__(self) -> None:
+    def __init__(self, known: Known, followers: Sequence[Any], trouble: list[str]) -> None:
         super().__init__()
-        self.spots = Spots()
-        self.nonfinite = Nonfinite(self.spots)
-        self.casts, self.writes = CastsByHand(self.spots), Writes(self.spots)
-        self.lineage, self.accumulation, self.underflow = Lineage(), Accumulation(), Underflow()
+        self._known, self._followers, self._trouble = known, followers, trouble
         self.stepping = self.is_open = self.setting_up = False
-        self.trouble = ""
-        self.devices: set[str] = set()
-        self.low_products = self.wide_products = 0.0  # FLOPs of the forward pass
-        self.precision = ""  # of products in FP32
-        self.autocast = False  # whether a product ran in low precision by torch.autocast
         self._names: dict[Any, str] = {}
-        self._left: int | None = 0
+        self._left = 0.0
 
-    def open(self, most: int | None, setting_up: bool = False) -> None:
-        """Look at ops from now on; at so many at most. setting_up: those that make the model, as `CastsByHand` does."""
+    def open(self, most: float, setting_up: bool = False) -> None:
+        """Look at up to `most` ops from now on. setting_up: at those that make the model."""
         self._left, self.setting_up = most, setting_up
         if not self.is_open:
             self.is_open = True
             self.__enter__()
 
     def close(self) -> None:
-        """Look at none; where another mode was opened since, this one waits beneath it."""
+        """Look at no more; below a mode that was opened since, this one waits."""
         self._left, self.setting_up = 0, False
         if self.is_open and _get_current_dispatch_mode() is self:
             self.is_open = False
             self.__exit__(None, None, None)
-        for each in (self.lineage.marks, self.casts, self.writes):
-            each.forget()
+        self._known.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self._left == 0:
+        if self._left <= 0:
             return func(*args, **kwargs)
+        self._left -= 1
         name = self._names.get(func)
         if name is None:
             name = self._names[func] = str(getattr(func, "overloadpacket", func)).partition(".")[2]
         before = None
-        if self._left is not None:
-            self._left -= 1
-        if name in Writes.OPS and not self.setting_up:
-            with self._own():
-                before = self.writes.before(name, args)
+        if name in WRITES and not self.setting_up:
+            with aside(self._trouble):
+                before = _samples(args[0] if name.startswith("_foreach_") else [args[0]])
         result = func(*args, **kwargs)
-        with self._own():
-            self._look(func, name, args, kwargs, result, before, sys._getframe(1))
+        with aside(self._trouble):
+            given, results = floating((*args, *kwargs.values()) if kwargs else args), floating((result,))
+            if (given or results) and all(map(_is_plain, (*given, *results))):
+                node = _node()
+                stage = "backward" if node is not None else "step" if self.stepping else "forward"
+                stage = "set up" if self.setting_up else stage
+                self._look(Op(func, name, args, kwargs, given, results, before, sys._getframe(1), stage, node))
         return result
 
-    @property
-    def wide_share(self) -> float:
-        """Of the FLOPs of products, those in FP32."""
-        return self.wide_products / ((self.low_products + self.wide_products) or 1.0)
-
-    @contextlib.contextmanager
-    def _own(self) -> Any:
-        """What is computed in here is the doctor's; what it cannot do does the program no harm."""
-        try:
-            with (
-                torch.no_grad(),
-                torch._C._DisableTorchDispatch(),
-                unobserved() if process_state.converted else contextlib.nullcontext(),
-            ):
-                yield
-        except Exception as error:  # of a kind of tensor that nobody has thought of
-            self.trouble = self.trouble or f"{type(error).__name__}: {error}"
-
-    def _look(
-        self, func: Any, name: str, args: tuple, kwargs: dict, result: Any, before: Any, frame: python_types.FrameType
-    ) -> None:
-        given = floating((*args, *kwargs.values()) if kwargs else args)
-        results = floating((result,))
-        if self.setting_up:
-            self.casts.set_up(name, given, results, frame)
-            return
-        if not (given or results) or not all(map(_is_plain, (*given, *results))):
-            return
-        node = _node()
-        backward = node is not None
-        self.casts.follow(name, given, results, frame, backward or self.stepping)
-        self.nonfinite.look(name, args, kwargs, given, results, frame, node, self.stepping)
-        if backward:
-            self.accumulation.look(name, node, args, given, before)
-            self.underflow.look(results)
-            return
-        if before is not None and not self.stepping and not beside(frame):
-            self.writes.after(func, name, args, kwargs, before, frame)
-        if self.stepping or not results or before is not None:
-            return
-        out = results[0]
-        if name in PRODUCTS:
-            self._count(name, given, out, frame)
-        elif name in MIXING and out.dtype is torch.float32 and len(given) > 1:
-            said = unchosen(self.spots.module_names, frame, given, results)
-            if ("parameter " in said or "buffer " in said) and not beside(frame):
-                self.spots.note("dtype", name, frame, said)
-        self.lineage.follow(name, args, given, out)
-        if not beside(frame):
-            self.writes.follow(func, name, args, out, frame)
-        if name in INTEGERS:
-            changed = integers_changed(func, name, args, kwargs, out)
-            if changed is not None and not beside(frame):
-                self.spots.note("integers", name, frame, changed)
-        if out.dtype in LOW and name in CHECKS:
-            kind, said = CHECKS[name](given, out, args)
-            if kind and not beside(frame):
-                self.spots.note(kind, name, frame, said)
-        elif name == "binary_cross_entropy" and self.casts.was_low(given[0]):
-            self.spots.note("BCE", name, frame, "of what was cast up to float32 before")
-        elif name == "sub" and out.dtype in LOW and self.lineage.is_variance(args):
-            self.spots.note("variance by difference", name, frame, "")
-        elif name == "ones_like" and not out.dim() and out.dtype in LOW and _is_root(frame):
-            self.spots.note("loss", name, frame, "")
-
-    def _count(self, name: str, given: list[Tensor], out: Tensor, frame: python_types.FrameType) -> None:
-        number, device = flops(name, given, out), out.device.type
-        self.devices.add(device)
-        if out.dtype in LOW:
-            self.low_products += number
-            self.autocast |= in_autocast()
-        elif out.dtype is torch.float32:
-            self.wide_products += number
-            self.precision = self.precision or torch.get_float32_matmul_precision()
-            self.spots.note("wide product", name, frame, "", number)
+    def _look(self, op: Op) -> None:
+        if op.name in VIEWS and op.given and (facts := self._known.of(op.given[0])):
+            for result in op.results:
+                self._known.add(result, **facts)
+        for each in self._followers:
+            each.look(op)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -172,18 +249,27 @@ def _is_plain(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def beside(frame: python_types.FrameType | None) -> bool:
-    """Whether torch's optimizers, clipping or scaling called an op, which is no part of the model."""
-    inside = users_frame(frame)
-    while frame is not None and frame is not inside:
-        name = frame.f_code.co_filename
-        if name.startswith(_BESIDE) and not name.endswith("swa_utils.py"):  # which averages weights
-            return True
-        frame = frame.f_back
-    return False
+def _samples(targets: Sequence[Any]) -> list[Tensor] | None:
+    """Keep samples of the tensors that an op is about to write to; None unless all are in low precision."""
+    if not targets or not all(isinstance(t, Tensor) and t.dtype in LOW and t.numel() for t in targets):
+        return None
+    return [sample(t, FEW).clone() for t in targets]
 
 
-def _is_root(frame: python_types.FrameType | None) -> bool:
-    """Whether `backward()` makes the gradient that it begins with."""
-    near = itertools.islice(frames(frame), 4)  # Dynamo, where it was imported, stands around a mode's function
-    return any(each.f_code.co_name == "_make_grads" for each in near)
+@contextlib.contextmanager
+def aside(trouble: list[str]) -> Iterator[None]:
+    """Compute for the doctor alone: no op in here is looked at or cast, and what fails harms nobody and is told."""
+    uncast = unobserved() if process_state.converted else contextlib.nullcontext()
+    try:
+        with torch.no_grad(), torch._C._DisableTorchDispatch(), uncast:
+            yield
+    except Exception as error:  # of a kind of tensor that nobody has thought of
+        if not trouble:
+            trouble.append(f"{type(error).__name__}: {error}")
+
+
+def in_autocast() -> bool:
+    """Whether an op was called in a region of torch.autocast, which switches itself off before a mode sees the op."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1

@@ -1,0 +1,315 @@
+"""The table of what may be wrong with a single op: what shows it, what is said of it, and which recipe mends it."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hmpx.dtype_names import dtype_name
+from hmpx.insight.doctor.diagnosis import Problem, some
+from hmpx.insight.doctor.op_watch import Known, Op, Spot, Spots
+from hmpx.insight.tensors import LOW, is_masked
+from hmpx.insight.text_table import number, short_places
+from hmpx.insight.unchosen import MIXING, unchosen
+from hmpx.ops.policies.catalog import canonical, catalog
+from hmpx.ops.wrapping.callers import frames, rule_of
+
+_EXACT = {torch.bfloat16: 256, torch.float16: 2048}  # up to these, every integer is a number of the dtype
+_HUGE = 1e4  # a larger constant was meant to be out of reach
+_CASTS = ("_to_copy", "arange")  # ops by which the program itself chooses a dtype
+_FOLLOWS_A_TENSOR = re.compile(r"(?<![\w.])(?!torch\b)\w+\.dtype\b|\btype_as\(")  # dtype=x.dtype; not self.table.dtype
+_IN_FP32 = "compute it in float32 (x.float())"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table.
+
+    Attributes:
+        kind, wrong, said, do, weight: of the `Problem`.
+        ops: names at torch's dispatcher.
+        evidence: what shows it in one op, in words; "" if the op alone does. None if nothing is wrong.
+        mended: by which keys of a recipe. "list": the ops in the fp32 list. "module": everything in these modules in
+            FP32. "place": the ops in these modules in FP32. In no module, or in the outermost, it is the list in place
+            of both. "": by none.
+        also: more ops that then go to the fp32 list.
+    """
+
+    kind: str
+    wrong: bool
+    said: str
+    do: str
+    weight: float
+    ops: Collection[str]
+    evidence: Callable[[Op, Known], str | None]
+    mended: str = ""
+    also: tuple[str, ...] = ()
+
+
+def _low(op: Op, known: Known) -> str | None:
+    return "" if op.given and op.given[0].dtype in LOW and op.out.dtype in LOW else None
+
+
+def _loss(op: Op, known: Known) -> str | None:
+    """A loss function in low precision, or `backward()` of a scalar in it, which begins with a gradient of 1."""
+    if op.name == "ones_like":
+        return "" if not op.out.dim() and op.out.dtype in LOW and op.is_called_from("_make_grads") else None
+    return _low(op, known)
+
+
+def _cumulative(op: Op, known: Known) -> str | None:
+    length = op.out.shape[op.args[1]] if op.out.dim() and len(op.args) > 1 else op.out.numel()
+    return f"over {length} elements" if length > _EXACT.get(op.out.dtype, math.inf) else None
+
+
+def _statistic(op: Op, known: Known) -> str | None:
+    """A statistic of each row; the norm of a whole tensor is no part of a model's norm."""
+    return _low(op, known) if op.out.dim() else None
+
+
+def _difference(op: Op, known: Known) -> str | None:
+    moments = [known.of(each).get("moment") for each in op.args[:2]]
+    return "" if op.out.dtype in LOW and moments == ["mean of square", "square of mean"] else None
+
+
+def _probabilities(op: Op, known: Known) -> str | None:
+    before = known.of(op.given[0]).get("cast")
+    return "of what was cast up to float32 before" if before is not None and before[0] in LOW else _low(op, known)
+
+
+def _integers(op: Op, known: Known) -> str | None:
+    """Integers that became others in low precision. Floating numbers count if they are many, whole, and not all one."""
+    out = op.out
+    if out.dtype not in LOW or out.numel() < 2:
+        return None
+    exact = op.func(*op.args, **{**op.kwargs, "dtype": torch.float64}) if op.name == "arange" else op.args[0]
+    if exact.dtype in LOW or exact.dtype is torch.bool or exact.dtype.is_complex:
+        return None
+    if op.name != "arange" and exact.dtype.is_floating_point:
+        few = exact.reshape(-1)[:64]
+        if out.numel() <= 64 or bool((few != few.round()).any()) or bool((few == few[0]).all()):
+            return None
+        if bool((exact != exact.round()).any()) or not bool(torch.isfinite(exact).all()):
+            return None
+    exact = exact.to(out.device, torch.float64)
+    changed = exact != out.double()
+    if not bool(changed.any()):
+        return None
+    first, became = float(exact[changed].flatten()[0]), float(out[changed].flatten()[0])
+    return f"{int(changed.sum())} of {out.numel()} integers change, {first:.0f} becomes {became:.0f}"
+
+
+def is_mask(op: Op) -> bool:
+    """Whether an op only has infs in low precision that come from numbers which were meant to be out of reach."""
+    if op.name not in _CONSTANTS or op.out.dtype not in LOW or op.nonfinite is None or op.nonfinite.isnan().any():
+        return False
+    return _largest(op) >= _HUGE
+
+
+def _largest(op: Op) -> float:
+    return max([0.0, *map(abs, op.scalars), *(float(t.abs().max()) for t in op.given if t.numel())])
+
+
+def _mask(op: Op, known: Known) -> str | None:
+    return f"{_largest(op):.4g} in {dtype_name(op.out.dtype)}" if is_mask(op) else None
+
+
+def _unchosen(op: Op, known: Known) -> str | None:
+    """What `record` lists as a dtype that nobody chose, where a parameter or a buffer does it."""
+    if op.out.dtype is not torch.float32 or len(op.given) < 2:
+        return None
+    said = unchosen(known.names, op.frame, op.given, op.results)
+    return said if "parameter " in said or "buffer " in said else None  # others may be FP32 on purpose: angles, scores
+
+
+_LOSSES = "_log_softmax nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss "
+_LOSSES += "binary_cross_entropy_with_logits _ctc_loss kl_div multi_margin_loss ones_like"
+_CONSTANTS = frozenset("masked_fill masked_fill_ where fill fill_ full full_like mul add sub _to_copy rsub".split())
+_MOMENTS = ("mean", "mul", "pow", "square", "sub")
+CHECKS = [
+    Check(
+        "loss", True, "the loss is computed in low precision, with 3 significant digits or less",
+        _IN_FP32, 0.6, _LOSSES.split(), _loss, "list", ("cross_entropy",),
+    ),
+    Check(
+        "log", True, "logarithms in low precision, with 3 significant digits or less",
+        _IN_FP32, 0.35, ("log", "log2", "log10", "log1p", "logsumexp"), _low, "list",
+    ),
+    Check("softmax", False, "softmax of inputs in low precision", _IN_FP32, 0.1, ("_softmax",), _low, "list"),
+    Check(
+        "cumulative sum", True, "a cumulative sum in low precision, to which its last elements add nothing",
+        _IN_FP32, 0.5, ("cumsum", "cumprod", "logcumsumexp"), _cumulative, "list",
+    ),
+    Check(
+        "norm statistics", False, "a norm's statistics in low precision",
+        _IN_FP32, 0.15, ("rsqrt", "var", "std", "var_mean", "std_mean"), _statistic, "module",
+    ),
+    Check(
+        "variance by difference", True,
+        "a variance in low precision, as the difference of a mean of squares and a squared mean, cancels its digits",
+        "x.float().var()", 0.55, ("sub",), _difference, "module", _MOMENTS,
+    ),
+    Check(
+        "BCE", True,
+        "binary_cross_entropy of probabilities in low precision, or that were: .999 is 1, with loss 100 and gradient 0",
+        "binary_cross_entropy_with_logits", 0.6, ("binary_cross_entropy",), _probabilities,
+    ),
+    Check(
+        "integers", True, "positions or indices in low precision",
+        "keep positions in an integer dtype or float32, outside of autocast, until they are embedded",
+        0.65, _CASTS, _integers, "place",
+    ),
+    Check(
+        "mask", True, "a finite mask value becomes -inf in low precision, and a row in which all is masked NaN",
+        "torch.finfo(x.dtype).min of the dtype that is masked, or a mask of bools", 0.4, _CONSTANTS, _mask, "place",
+    ),
+    Check(
+        "dtype", False, "an op runs in a dtype that nobody chose",
+        "cast the parameter or buffer where it is used, or keep it in the dtype that it meets",
+        0.2, MIXING, _unchosen,
+    ),
+]  # fmt: skip
+
+
+class OpChecks:
+    """Looks at single ops of the forward pass by the table, and at mixtures of dtypes."""
+
+    def __init__(self, spots: Spots, known: Known) -> None:
+        self._spots, self._known = spots, known
+        self._of: dict[str, list[Check]] = {}
+        for check in CHECKS:
+            for name in check.ops:
+                self._of.setdefault(name, []).append(check)
+
+    def look(self, op: Op) -> None:
+        if op.stage != "forward" or not op.results or op.before is not None:
+            return
+        self._follow_moments(op)
+        for check in self._of.get(op.name, ()):
+            said = check.evidence(op, self._known)
+            if said is not None and not op.is_beside:
+                spot = self._spots.note(check.kind, op, said)
+                if check.mended and spot.calls == 1:
+                    spot.mended_by = _mended_by(check, op, spot)
+
+    def _follow_moments(self, op: Op) -> None:
+        """Note squares, means, means of squares and squares of means."""
+        first = op.given[0] if op.given else None
+        before, moment = self._known.of(first).get("moment", ""), ""
+        if op.name in ("mean", "sum") and before == "square":
+            moment = "mean of square"
+        elif op.name == "mean" or (op.name == "sum" and not before):
+            moment = "mean"
+        elif op.name == "div":
+            moment = before if before in ("mean", "mean of square", "square") else ""
+        elif op.name in ("pow", "square", "mul") and _is_square(op):
+            moment = "square of mean" if before == "mean" else "square"
+        if moment:
+            self._known.add(op.out, moment=moment)
+
+    def problems(self) -> Iterator[Problem]:
+        for check in CHECKS:
+            if spots := self._spots.of(check.kind):
+                yield _problem(check, spots)
+
+
+def _is_square(op: Op) -> bool:
+    if op.name == "pow":
+        return isinstance(op.args[1], int | float) and op.args[1] == 2
+    return op.name == "square" or op.args[0] is op.args[1]
+
+
+def _mended_by(check: Check, op: Op, spot: Spot) -> str:
+    """Return what puts the op at this line into FP32: the name of an op in the fp32 list, "module", or "" for nothing.
+
+    hmpx's own cast is that of a listed op. The program's cast is out of reach, unless it follows the dtype of an
+    argument of a module, which a rule for the module casts.
+    """
+    if check.mended == "module" and spot.is_inside:
+        return "module"
+    if op.name not in _CASTS:
+        return "" if op.name.endswith("_") else spot.name  # what an op in place writes to keeps its dtype
+    for frame in frames(op.frame):
+        if rule_of(frame) is not None:
+            original: Any = frame.f_locals.get("_original", frame.f_locals.get("original"))
+            return canonical(getattr(original, "__name__", ""))
+    path, _, line = spot.where.rpartition(":")
+    follows = path and _FOLLOWS_A_TENSOR.search(linecache.getline(path, int(line)))
+    return "module" if follows and spot.is_inside else ""
+
+
+def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
+    """Return one problem for all lines of a kind."""
+    named = [spot for spot in spots if spot.op != "ones_like"]
+    ops = tuple(dict.fromkeys(spot.name for spot in named))
+    lines = tuple(dict.fromkeys(short_places(spot.where) for spot in spots))
+    details = [f"{', '.join(ops)}, {number(sum(spot.calls for spot in spots), 'call')}" if ops else ""]
+    details += [next((spot.said for spot in spots if spot.said), "")]
+    details += [f"also at {some(lines[1:], 2)}" if len(lines) > 1 else ""]
+    told = "; ".join(filter(None, details))
+    said = f"{check.said} ({told})" if told else check.said
+    modules = tuple(dict.fromkeys(spot.module for spot in spots if spot.module))
+    recipe, edit = _keys(check, named)
+    return Problem(check.kind, check.wrong, said, check.do, spots[0].where, modules, ops, check.weight, recipe, edit)
+
+
+def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the keys of a recipe that mend what was found, and the lines that they do not mend."""
+    listed: set[str] = set()
+    rules: dict[str, Any] = {}
+    left: dict[str, None] = {}
+    for spot in spots if check.mended else ():
+        op = catalog().get(spot.mended_by)
+        if spot.mended_by == "module":
+            rules[spot.module] = "float32"
+        elif op is None or not op.computes:
+            left[spot.where] = None
+        elif check.mended != "place" or not spot.is_inside:
+            listed |= {op.name, *check.also}
+        elif (rule := rules.setdefault(spot.module, {"fp32": []})) != "float32":
+            rule["fp32"] = sorted({*rule["fp32"], op.name})
+    found: dict[str, Any] = {"fp32": sorted(listed), "modules": rules}
+    keys = {key: value for key, value in found.items() if value}
+    return keys, tuple(left) if keys else ()
+
+
+class Nonfinite:
+    """Looks for the first op that makes an inf or a NaN of finite numbers, in any stage."""
+
+    _UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_ _unsafe_view view".split())
+
+    def __init__(self, spots: Spots) -> None:
+        self._spots = spots
+        self._first: Spot | None = None
+        self._made_nan = False
+        self.is_scaled = False  # by a GradScaler, which finds its scale by such gradients
+
+    def look(self, op: Op) -> None:
+        if op.name in self._UNMADE or self._made_nan or op.stage == "set up" or op.nonfinite is None:
+            return
+        is_nan = bool(op.nonfinite.isnan().any())
+        if op.stage != "backward" and (is_mask(op) or is_masked(op.name.rstrip("_"), op.given, op.nonfinite)):
+            return
+        self._made_nan |= is_nan
+        stages = {"forward": "forward", "step": "in the step"}
+        stage = stages.get(op.stage) or f"in the backward pass ({op.node.name()})"
+        if self._first is None:
+            low, backward = op.out.dtype in LOW, op.stage == "backward"
+            self._first = self._spots.note("inf or NaN", op, stage, nan=is_nan, backward=backward, low=low)
+
+    def problems(self) -> Iterator[Problem]:
+        spot = self._first
+        if spot is None or not self._made_nan or (self.is_scaled and spot.numbers["backward"]):
+            return
+        what = "a NaN" if spot.numbers["nan"] else "an inf"
+        said = f"{spot.name} is the first op that makes {what} of finite numbers, {spot.said}"
+        said += f", in {spot.module}" if spot.module else ""
+        do = "compute it in float32" if spot.numbers["low"] else "keep its input away from where it is not defined"
+        names = (spot.module,) if spot.module else ()
+        yield Problem("inf or NaN", True, said, do, spot.where, names, (spot.name,), 0.97)
