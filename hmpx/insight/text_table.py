@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 _GAP = 2
 _DTYPE = re.compile(r"\b(b?)float(\d+)")
-_LAYER = re.compile(r"(?<![^.])(\d+|\*)(?=\.)")  # in the name of a module
 
 
 @dataclass(frozen=True)
@@ -76,19 +75,8 @@ def table(columns: Sequence[Column], width: int) -> list[str]:
 
 def _cell(text: str, width: int, column: Column) -> str:
     if len(text) > width:
-        text = _from_left(text, width) if column.from_left else text[: width - 1] + "…"
+        text = "…" + text[len(text) - width + 1 :] if column.from_left else text[: width - 1] + "…"
     return text.rjust(width) if column.right else text.ljust(width)
-
-
-def _from_left(text: str, width: int) -> str:
-    """Return the end of a dotted name or a path, after the number of the layer, if there is one and room for it."""
-    end = text[len(text) - width + 1 :]
-    numbers = list(_LAYER.finditer(text, 0, len(text) - width + 2))
-    if numbers:
-        head = f"…{numbers[-1][0]}…"
-        if len(head) + 3 <= width:
-            return head + text[len(text) - width + len(head) :]
-    return f"…{end}"
 
 
 def short_dtypes(text: str) -> str:

@@ -53,12 +53,11 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
 
     explain = add(
         "explain",
-        "why an op, a line of code or a line of a list has the precision that it has; what a recipe does",
+        "why an op or a line of code has the precision that it has; what a recipe does",
         "Of an op: which rule it gets, where that is listed, and by which names of torch it is called.\n"
         "Of a recipe: what it does to weights, ops, gradients, state and checkpoints.\n"
-        "Of a line, as FILE:LINE. In a Python file, the ops that the line calls, as far as its source tells. In an op\n"
-        "list or a recipe, what stands on that line, and what it does there.",
-        "softmax\ncross_entropy --recipe hmp-o2\nnxd-standard\ntrain.py:27 --recipe neuron-bf16-sr\nmine.txt:3",
+        "Of a line of Python, as FILE:LINE: the ops that it calls, as far as its source tells.",
+        "softmax\ncross_entropy --recipe hmp-o2\nnxd-standard\ntrain.py:27 --recipe neuron-bf16-sr",
     )
     explain.add_argument("what", metavar="OP|RECIPE|FILE:LINE", help="an op's name, a recipe's name or file, or a line")
     add_recipe_options(explain)
@@ -117,7 +116,7 @@ def _explain(options: argparse.Namespace) -> int:
             raise HmpxError(f"{options.what} is a recipe itself; --recipe goes with an op or a line")
         print(*recipe_lines(with_options(as_recipe(options.what), options)), sep="\n")
     elif Path(options.what).suffix in (".txt", ".json"):
-        of_list = f"its ops: ops --list {options.what}; a line of it: explain {options.what}:1"
+        of_list = f"its ops: ops --list {options.what}"
         raise HmpxError(f"{options.what} is an op list. What is wrong with it: check {options.what}; {of_list}")
     else:
         recipe = recipe_asked(options)

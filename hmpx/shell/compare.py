@@ -15,9 +15,9 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "compare",
         "run a model's ops beside themselves in FP32 and say which one is to blame",
         "Call a function without arguments that returns (model, batches, loss), or (model, batches), as hmpx.compare\n"
-        "takes them: batches is a list of tuples, loss(model, *batch) a scalar. Each op is run beside itself in FP32;\n"
-        "what its error does to the loss and to the gradients is printed, the worst first. The exit status is 1 if\n"
-        "the lists change the training, or make something inf or NaN.",
+        "takes them: batches is a list of tuples, loss(model, *batch) a scalar, or that and log-probs. Each op is run\n"
+        "beside itself in FP32. The effect of its error on the loss and on the gradients is printed, the worst first.\n"
+        "The exit status is 1 if the lists change the training, or make something inf or NaN.",
         "train.py:setup --recipe neuron-bf16-sr\ntrain.py:setup --list mine.txt --html found.html",
     )
     add_function(command)

@@ -87,20 +87,6 @@ def test_a_table_never_cuts_what_may_not_be_cut():
     assert lines == ["a".ljust(52) + "b", "x" * 50 + "  yyyyyyy…"]
 
 
-@pytest.mark.parametrize(
-    "width, shown",
-    [
-        (32, "model.layers.10.self_attn.q_proj"),
-        (20, "….10.self_attn.q_proj"[-19:]),
-        (15, "…10…attn.q_proj"),
-        (12, "…10…n.q_proj"),
-    ],
-)
-def test_a_name_that_is_cut_keeps_the_number_of_its_layer(width, shown):
-    lines = table([Column("m", ["model.layers.10.self_attn.q_proj"], least=8, from_left=True)], width)
-    assert len(lines[1]) <= width and lines[1].endswith(shown)
-
-
 def test_a_path_that_is_cut_keeps_its_end():
     assert table([Column("line", ["/a/long/way/to/model.py:1234"], least=8, from_left=True)], 14)[1] == "…model.py:1234"
 

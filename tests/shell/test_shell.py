@@ -325,29 +325,11 @@ def test_explain_a_call_site_follows_what_torch_does(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name, line, words",
-    [
-        ("fp32.txt", 1, "fp32: listed at {path}:1"),
-        ("mine.txt", 1, "bf16: listed at {path}:1"),
-        ("mine.yaml", 4, "bf16: listed at {path}:4"),
-        ("mine.yaml", 2, "made to FP32 masters, whose lower halves"),
-        ("mine.yaml", 5, "state        bfloat16, rounded stochastically"),
-    ],
-)
-def test_explain_a_line_of_a_list_or_of_a_recipe(name, line, words, tmp_path, capsys):
-    path = tmp_path / name
-    text = "# mine\nweights: split\nbf16:\n  - gelu\nstate_dtype: bf16\n" if name == "mine.yaml" else "gelu\n\n"
-    path.write_text(text)
-    status, out, _ = run(capsys, "explain", f"{path}:{line}")
-    assert status == 0 and words.format(path=path) in out
-
-
-@pytest.mark.parametrize(
     "site, message",
     [
         ("model.py:5", "no op is called on this line; the nearest that calls one is line 11"),
         ("model.py:99", "the file has 17 lines"),
-        ("list.txt:3", "nothing is listed on this line; the nearest is line 4, 'softmax'"),
+        ("list.txt:3", "a call site is a line of a .py file. Of an op in a list: explain OP --list list.txt"),
         ("nowhere.py:1", "cannot be read: No such file"),
         ("broken.py:1", "broken.py:1: not Python"),
         ("note.md:1", "a call site is a line of a .py file"),

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from hmpx.insight import run_state as generators
+from hmpx.insight import run_state
 from hmpx.insight.run_state import kept
 
 
 def test_what_is_drawn_after_it_is_drawn_again():
-    state = generators.get_state()
+    state = run_state.get_state()
     first = torch.rand(3)
-    assert not torch.equal(state, generators.get_state())
-    generators.set_state(state)
+    assert not torch.equal(state, run_state.get_state())
+    run_state.set_state(state)
     assert torch.equal(torch.rand(3), first)
-    generators.set_state(state)
+    run_state.set_state(state)
 
 
 def test_gpus_that_are_in_use_are_put_back_too(monkeypatch):
@@ -28,11 +28,11 @@ def test_gpus_that_are_in_use_are_put_back_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(held))
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [each.clone() for each in held])
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: held.__setitem__(slice(None), states))
-    state, before = generators.get_state(), [each.clone() for each in held]
+    state, before = run_state.get_state(), [each.clone() for each in held]
     held[1][:] = 7
-    assert not torch.equal(state, generators.get_state())
-    generators.set_state(state)
-    assert torch.equal(state, generators.get_state())
+    assert not torch.equal(state, run_state.get_state())
+    run_state.set_state(state)
+    assert torch.equal(state, run_state.get_state())
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
