@@ -209,53 +209,6 @@ def test_ctrl_c_leaves_nothing_behind(untouched):
     assert not untouched.changed() and all(p.grad is None for p in model.parameters())
 
 
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.calls = nn.Linear(WIDTH, 4), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.linear(x) * self.calls
-
-
-class Nothing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        return self.weight.view(4)[:1].squeeze()
-
-
-@pytest.mark.parametrize(
-    "arguments, options, said",
-    [
-        (lambda: (Counting(), batches(), loss_of), {}, "when it is computed again"),
-        (lambda: (Model(torch.relu).bfloat16(), batches(), loss_of), {}, "'first.weight' is in low precision already"),
-        (lambda: (Nothing(), batches(), lambda m, x, y: m(x)), {}, "nothing to choose from"),
-        (lambda: (Model(torch.relu), batches(1), loss_of), {}, "1 batch: the noise between batches is the scale"),
-        (lambda: (Model(torch.relu), batches(1) * 4, loss_of), {}, "the batches are all alike"),
-        (lambda: (Model(torch.relu), batches(), loss_of), {"held_out": batches(1)}, "4 batches and 1 held out"),
-        (lambda: (Model(torch.relu), batches(), loss_of), {"objective": "sped"}, "did you mean 'speed'"),
-        (lambda: (Model(torch.relu), batches(), loss_of), {"tolerance": -1}, "tolerance=-1 is no gradient error"),
-        (lambda: (Model(torch.relu), batches(), None), {}, "it needs a loss"),
-        (lambda: (torch.relu, batches(), loss_of), {}, "tune: model is a builtin_function_or_method"),
-        (lambda: (Model(torch.relu), batches(), loss_of), {"lists": "xla-use-bf16"}, "maps dtypes"),
-        (
-            lambda: (Model(torch.relu), batches(), loss_of),
-            {"lists": hmpx.Recipe(modules={"first": "float32"})},
-            "the recipe has rules for modules already",
-        ),
-    ],
-)
-def test_bad_input_is_told_and_nothing_is_changed(arguments, options, said):
-    function = torch.nn.functional.linear
-    with pytest.raises(hmpx.HmpxError, match=re.escape(said)):
-        tuned(*arguments(), **options)
-    assert torch.nn.functional.linear is function
-
-
 class Attention(nn.Module):
     def __init__(self, sharp):
         super().__init__()

@@ -47,21 +47,48 @@ def double(data):
     return [(a.double(), y) for a, y in data]
 
 
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Nothing(nn.Linear):
+    def forward(self, x):
+        return self.bias.view(4)[:1].squeeze()
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
+        ({"made": torch.relu}, "tune: model is a builtin_function_or_method"),
         ({"made": nn.Linear(16, 4).double(), "data": double(classes())}, "parameter 'weight' is in FP64"),
+        ({"made": nn.Linear(16, 4).bfloat16()}, "parameter 'weight' is in low precision already"),
+        ({"made": Counting(16, 4)}, "when it is computed again"),
+        ({"made": Nothing(16, 4), "loss": lambda m, a, y: m(a)}, "nothing to choose from"),
+        ({"data": classes(1)}, "1 batch: the noise between batches is the scale"),
+        ({"data": classes(1) * 4}, "the batches are all alike"),
+        ({"data": classes(4), "held_out": classes(1)}, "4 batches and 1 held out"),
+        ({"held_out": 3}, "held_out is a list of tuples of arguments, not a int"),
         ({"objective": "flops"}, "objective 'flops' does not exist (legal: speed, coverage, memory)"),
+        ({"objective": "sped"}, "did you mean 'speed'"),
+        ({"loss": None}, "it needs a loss"),
         ({"loss": lambda m, a, y: loss_of(m, a, y) * math.nan}, "the loss of batch 0 is nan in FP32 already"),
         ({"loss": lambda m, a, y: loss_of(m, a, y) + torch.sqrt(m.bias.sum() * 0)}, "gradients of batch 0 are not"),
         ({"seed": "a"}, "seed='a' is no whole number"),
         ({"tolerance": True}, "tolerance=True is no gradient error"),
-        ({"held_out": 3}, "held_out is a list of tuples of arguments, not a int"),
+        ({"tolerance": -1}, "tolerance=-1 is no gradient error"),
+        ({"lists": "xla-use-bf16"}, "maps dtypes"),
+        ({"lists": hmpx.Recipe(modules={"first": "float32"})}, "the recipe has rules for modules already"),
     ],
 )
-def test_bad_input_is_told(arguments, said):
+def test_bad_input_is_told_and_nothing_is_changed(arguments, said):
+    function = F.linear
     with pytest.raises(hmpx.HmpxError, match=re.escape(said)):
         tuned(**arguments)
+    assert F.linear is function
 
 
 def test_rules_and_regions_around_it_are_refused():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx.insight.tuning.course import _between
+from hmpx.insight.tuning.course import between
 from hmpx.insight.weights.choosing import Group, Rung, bytes_of, choose, predicted, recipe_of, ways
 from hmpx.insight.weights.scoring import Walk
 from hmpx.recipes.stated import as_recipe, read_recipe
@@ -226,7 +226,7 @@ def test_the_random_walk_is_as_wide_as_that_of_stochastic_rounding():
 
 def test_runs_begin_between_two_bf16_numbers():
     p = torch.tensor([1.0, -1.0, 0.0, 0.75, 0.1, 2.0**-130])
-    start = _between(p, 0)
+    start = between(p, 0)
     assert torch.equal(start[[2, 4]], p[[2, 4]])  # zero, and what BF16 does not hold
     assert torch.equal(start.bfloat16().float()[:4], p[:4]) and (start[[0, 1, 3]] != p[[0, 1, 3]]).all()
 

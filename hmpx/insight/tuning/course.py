@@ -96,7 +96,7 @@ class Course:
         self._model, self._optimizer, self._loss, self.steps, self._seed = model, optimizer, loss, steps, seed
         self._asked, self._progress = asked, progress
         self.moments = {math.ceil(steps * (i + 1) / _MOMENTS) for i in range(_MOMENTS)}
-        self._start = {name: _between(p, seed) for name, p in by_name(model).items() if p.is_floating_point()}
+        self._start = {name: between(p, seed) for name, p in by_name(model).items() if p.is_floating_point()}
         count = min(_LOOKED_AT, len(self.batches))
         self._looked_at = [self.batches[i * len(self.batches) // count] for i in range(count)]
 
@@ -228,7 +228,7 @@ def by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for p, name in names_in(model).items()}
 
 
-def _between(p: Tensor, seed: int) -> Tensor:
+def between(p: Tensor, seed: int) -> Tensor:
     """Return FP32 weights; each that BF16 holds exactly is moved to somewhere between two BF16 numbers."""
     start = p.detach().clone()
     generator = torch.Generator().manual_seed(seed)

@@ -84,7 +84,7 @@ def tune(
         >>> "linear" in tuned.policy.bf16, tuned.met
         (True, True)
     """
-    for name, value, legal in (("objective", objective, UNITS), ("low", low, WIDE)):
+    for name, value, legal in (("objective", objective, [*UNITS]), ("low", low, [*WIDE])):
         if value not in legal:
             hint = did_you_mean(str(value), legal)
             raise HmpxError(f"tune: {name} {value!r} does not exist (legal: {', '.join(legal)}){hint}")

@@ -24,6 +24,7 @@ from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.lost_updates import THRESHOLD
 
 _CHECKED_ALONE = 4096  # elements up to which halves of masters have a check of 2 bytes each (`checksums.py`)
+_DEAREST = 100.0  # the binary logarithm of the highest price of an error in bytes
 
 
 class Rung(NamedTuple):
@@ -113,39 +114,34 @@ def predicted(chosen: Chosen) -> RunDistance:
 
 
 def choose(groups: Sequence[Group], tolerance: float) -> Chosen:
-    """Begin with the fewest bytes, take what saves most error for a byte, and give back what is not needed.
+    """Return the fewest bytes that are predicted to hold.
 
-    FP32 parameters come last: a small one takes no more bytes than masters, but makes FP32 of what it meets.
+    An error has a price in bytes, and each group takes the way that is cheapest at that price. The least price at which
+    the whole holds is found by bisection. Then each group takes fewer bytes where the whole still holds. FP32
+    parameters come last: a small one takes no more bytes than masters, but makes FP32 of what it meets.
     """
-    chosen = {group: min(group.bytes, key=lambda way: (group.bytes[way], group.error(way))) for group in groups}
-    for wide in (False, True):
-        while predicted(chosen).size > tolerance:
-            better = max(_better(chosen, wide), default=None, key=lambda step: step[0])
-            if better is None:
-                break
-            chosen[better[1]] = better[2]
+    squares = {group: {way: group.error(way) ** 2 for way in group.bytes} for group in groups}
+
+    def at(price: float, wide: bool) -> Chosen:
+        """Return the choice at a price, of which this is the binary logarithm. wide: with FP32 parameters."""
+        chosen = {}
+        for group, errors in squares.items():
+            some = [way for way in errors if wide or way.weights != FP32] or [*errors]
+            chosen[group] = min(some, key=lambda way: (group.bytes[way] + 2.0**price * errors[way], group.bytes[way]))
+        return chosen
+
+    wide = predicted(at(_DEAREST, False)).size > tolerance
+    low, high = -_DEAREST, _DEAREST
+    while high - low > 1e-3 and predicted(at(high, wide)).size <= tolerance:
+        middle = (low + high) / 2
+        low, high = (low, middle) if predicted(at(middle, wide)).size <= tolerance else (middle, high)
+    chosen = at(high, wide)
     for group in sorted(groups, key=lambda group: -group.bytes[chosen[group]]):
-        cheaper = [way for way in group.bytes if group.bytes[way] < group.bytes[chosen[group]]]
-        fits = [way for way in cheaper if predicted({**chosen, group: way}).size <= tolerance]
-        if fits:
-            chosen[group] = min(fits, key=lambda way: group.bytes[way])
+        for way in sorted(group.bytes, key=lambda way: group.bytes[way]):
+            if way == chosen[group] or predicted({**chosen, group: way}).size <= tolerance:
+                chosen[group] = way
+                break
     return chosen
-
-
-def _better(chosen: Chosen, wide: bool) -> list[tuple[float, Group, Rung]]:
-    """Return changes of one group, each with the square of the error that it saves for each byte."""
-    now, found = predicted(chosen).size ** 2, []
-    for group, way in chosen.items():
-        for other, size in group.bytes.items():
-            more = size - group.bytes[way]
-            if other.weights == FP32:
-                if not wide:
-                    continue
-                more = max(more, group.elements / 128)  # a small parameter in FP32 takes as much as with masters
-            less = now - predicted({**chosen, group: other}).size ** 2
-            if more > 0 and less > 0:
-                found.append((less / more, group, other))
-    return found
 
 
 def choice_of(group: Group, way: Rung, scoring: Scoring) -> WeightChoice:
