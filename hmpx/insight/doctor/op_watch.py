@@ -221,7 +221,7 @@ class OpWatch(TorchDispatchMode):
         if name is None:
             name = self._names[func] = str(getattr(func, "overloadpacket", func)).partition(".")[2]
         before = None
-        if name in WRITES and not self.setting_up:
+        if name in WRITES and not self.setting_up and not self.stepping:
             with aside(self._trouble):
                 before = _samples(args[0] if name.startswith("_foreach_") else [args[0]])
         result = func(*args, **kwargs)
