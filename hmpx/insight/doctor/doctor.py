@@ -55,7 +55,7 @@ class Examination:
         self._steps, self._at = steps, frozenset(at)
         self._optimizers: dict[int, SteppedOptimizer] = {}
         self._trouble: list[str] = []
-        known = Known()
+        self._known = known = Known()
         spots = Spots(known.names)
         self._casts, self._gradients, self._products = Casts(spots, known), Gradients(), Products(spots)
         self._nonfinite, rest = Nonfinite(spots), (self._gradients, self._casts, Writes(spots, known), self._products)
@@ -135,7 +135,9 @@ class Examination:
     def _first_step(self, optimizer: Optimizer, caller: FrameType) -> None:
         params = parameters(optimizer)
         self._optimizers[id(optimizer)] = SteppedOptimizer(optimizer, users_line(caller))
-        self._names = {**_names_around(caller, {*params}), **self._names}
+        for model in _models_around(caller, {*params}):
+            self._names = {**names_in(model), **self._names}
+            self._known.names.add(model)
         self._replicas.note("first", params)
         self._dropped += self._casts.dropped(params)
 
@@ -228,22 +230,20 @@ class Examination:
         return lines + [f"could not look at everything: {each}" for each in self._trouble[:1]]
 
 
-def _names_around(caller: FrameType, wanted: set[Parameter]) -> dict[Parameter, str]:
-    """Name every parameter of the models around `caller` that hold the wanted ones.
+def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.nn.Module]:
+    """Find the models that hold these parameters.
 
-    These stand in the variables of whoever steps the optimizer, or in the object whose method does.
+    They stand in the variables of whoever steps the optimizer, or in the object whose method does.
     """
-    names: dict[Parameter, str] = {}
     for frame in frames(caller):
         values = [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
         models = [value for value in values if isinstance(value, torch.nn.Module)]
         for model in sorted(models, key=lambda model: -len(wanted.intersection(model.parameters()))):
             if not wanted.isdisjoint(model.parameters()):
                 wanted = wanted.difference(model.parameters())
-                names = {**names_in(model), **names}
+                yield model
         if not wanted:
-            break
-    return names
+            return
 
 
 def _of_dropped(casts: list[tuple[Spot, Parameter]], names: dict[Parameter, str]) -> Problem:

@@ -5,7 +5,7 @@ for (const each of found.findings) {
   add(box, "h2", each.kind);
   add(box, "p", each.where, "where");
   add(box, "p", each.said);
-  add(box, "p", "Do: " + each.to_do);
+  add(box, "p", "Do: " + each.do);
   if (each.names.length > 3) {
     const more = add(box, "details");
     add(more, "summary", each.names.length + " names");
