@@ -29,7 +29,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.doctor.checks import Nonfinite, OpChecks
 from hmpx.insight.doctor.diagnosis import Diagnosis, Problem, percent, some
 from hmpx.insight.doctor.fix import recipe_for
-from hmpx.insight.doctor.followed import Casts, Gradients, Products, Writes
+from hmpx.insight.doctor.followed import CastsByHand, Gradients, Products, Writes
 from hmpx.insight.doctor.op_watch import Known, OpWatch, Spot, Spots, aside
 from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.steps import SteppedOptimizer
@@ -57,7 +57,7 @@ class Examination:
         self._trouble: list[str] = []
         self._known = known = Known()
         spots = Spots(known.names)
-        self._casts, self._gradients, self._products = Casts(spots, known), Gradients(), Products(spots)
+        self._casts, self._gradients, self._products = CastsByHand(spots, known), Gradients(), Products(spots)
         self._nonfinite, rest = Nonfinite(spots), (self._gradients, self._casts, Writes(spots, known), self._products)
         self._followers = (OpChecks(spots, known), self._nonfinite, *rest)
         self._watch, self._replicas = OpWatch(known, self._followers, self._trouble), Replicas()

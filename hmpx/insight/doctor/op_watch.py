@@ -99,7 +99,7 @@ class Known:
 
 
 @dataclass
-class Op:
+class OpCall:
     """One call of an op.
 
     Attributes:
@@ -167,7 +167,7 @@ class Spots:
         self._names = names
         self._known: dict[tuple, Spot] = {}
 
-    def note(self, kind: str, op: Op, said: str = "", **numbers: float) -> Spot:
+    def note(self, kind: str, op: OpCall, said: str = "", **numbers: float) -> Spot:
         """Count one call at its line."""
         user, module = users_frame(op.frame), next(modules(op.frame), None)
         key = kind, op.name, user and user.f_code, user and user.f_lineno, module
@@ -231,10 +231,10 @@ class OpWatch(TorchDispatchMode):
                 node = _node()
                 stage = "backward" if node is not None else "step" if self.stepping else "forward"
                 stage = "set up" if self.setting_up else stage
-                self._look(Op(func, name, args, kwargs, given, results, before, sys._getframe(1), stage, node))
+                self._look(OpCall(func, name, args, kwargs, given, results, before, sys._getframe(1), stage, node))
         return result
 
-    def _look(self, op: Op) -> None:
+    def _look(self, op: OpCall) -> None:
         if op.name in VIEWS and op.given and (facts := self._known.of(op.given[0])):
             for result in op.results:
                 self._known.add(result, **facts)
