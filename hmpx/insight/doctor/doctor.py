@@ -192,8 +192,9 @@ class Examination:
             problems.append(_of_dropped(self._dropped, names))
         found.findings[:] = sorted(problems, key=lambda each: (not each.wrong, -each.weight))
         by_hand = bool(self._products.low) and not self._products.autocast
-        written = recipe_for(problems, self._trained, {**names, **self._names}, by_hand)
-        found.recipe, found.reasons, found.recipe_text = written
+        with aside(self._trouble):
+            written = recipe_for(problems, self._trained, self._names, by_hand)
+            found.recipe, found.reasons, found.recipe_text = written
         found.looked[:] = self._looked()
 
     def _of_scaling(self) -> Iterator[Problem]:

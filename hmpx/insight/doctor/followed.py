@@ -246,8 +246,10 @@ class Gradients:
     def compare(self, params: list[Parameter]) -> None:
         """Compare the gradients that a step has taken with the sums."""
         for p in params:
-            total = None if p.grad is None else self._sums.get(p.grad.data_ptr())
-            if p.grad is None or total is None or p.grad.dtype not in LOW:
+            if p.grad is None or p.grad.dtype not in LOW or p.grad.layout is not torch.strided:
+                continue
+            total = self._sums.get(p.grad.data_ptr())
+            if total is None:
                 continue
             self.dtype = p.grad.dtype
             self.most = max(self.most, self._added[p.grad.data_ptr()] + 1)
