@@ -101,7 +101,10 @@ import torch
 from torch import nn
 class Positions(nn.Module):
     def forward(self, x):
-        return x + (torch.arange(512).to(x.dtype)[-32:] * 1e-3).to(x.dtype)
+        where = torch.arange(
+            512, dtype=x.dtype
+        )
+        return x + (where[-32:] * 1e-3).to(x.dtype)
 class Hidden(nn.Module):
     def forward(self, x):
         hidden = (1 - (torch.arange(32) < 20).to(x.dtype)) * torch.finfo(torch.float32).min
@@ -130,13 +133,13 @@ def test_positions_and_masks_are_mended_by_rules_for_their_modules_and_the_scrip
     script, tmp_path
 ):
     done = doctor(tmp_path, "--fix", "recipe.yaml", script(source=PLACES))
-    assert done.returncode == 1 and "WRONG  mask: train.py:9:" in done.stderr, done.stderr
+    assert done.returncode == 1 and "WRONG  mask: train.py:12:" in done.stderr, done.stderr
     recipe = read_recipe(tmp_path / "recipe.yaml")
     assert dict(recipe.modules) == {"block.hidden": {"fp32": ["mul"]}, "block.positions": "float32"}
     edited = (tmp_path / "recipe.yaml").read_text().partition("to be edited in the script:")[2]
-    assert "# integers: train.py:16: keep positions" in edited and "train.py:6" not in edited and "mask" not in edited
+    assert "# integers: train.py:19: keep positions" in edited and "train.py:6" not in edited and "mask" not in edited
     done = doctor(tmp_path, "--recipe", "recipe.yaml", "train.py")
-    assert "WRONG  integers: train.py:16:" in done.stderr and "1 thing wrong" in done.stderr, done.stderr
+    assert "WRONG  integers: train.py:19:" in done.stderr and "1 thing wrong" in done.stderr, done.stderr
 
 
 ANGLES = """

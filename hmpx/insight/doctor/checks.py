@@ -18,12 +18,13 @@ from hmpx.insight.recording.words import number, short_places
 from hmpx.insight.tensors import LOW, is_masked
 from hmpx.insight.unchosen import MIXING, unchosen
 from hmpx.ops.policies.catalog import canonical, catalog
-from hmpx.ops.wrapping.callers import frames, rule_of
+from hmpx.ops.wrapping.callers import rule_of
 
 _EXACT = {torch.bfloat16: 256, torch.float16: 2048}  # up to these, every integer is a number of the dtype
 _HUGE = 1e4  # a larger constant was meant to be out of reach
 _CASTS = ("_to_copy", "arange")  # ops by which the program itself chooses a dtype
-_FOLLOWS_A_TENSOR = re.compile(r"(?<![\w.])(?!torch\b)\w+\.dtype\b|\btype_as\(")  # dtype=x.dtype; not self.table.dtype
+# A dtype that is a tensor's or a variable's: dtype=x.dtype, .to(dtype); not torch.bfloat16, not self.table.dtype.
+_FOLLOWS_A_TENSOR = re.compile(r"(?<![\w.])(?!torch\b)\w+\.dtype\b|\btype_as\(|[(=,]\s*dtype\s*[,)]")
 _IN_FP32 = "compute it in float32 (x.float())"
 
 
@@ -235,13 +236,16 @@ def _mended_by(check: Check, op: OpCall, spot: Spot) -> str:
         return "module"
     if op.name not in _CASTS:
         return "" if op.name.endswith("_") else spot.name  # what an op in place writes to keeps its dtype
-    for frame in frames(op.frame):
+    for frame in op.inner_frames():
         if rule_of(frame) is not None:
             original: Any = frame.f_locals.get("_original", frame.f_locals.get("original"))
             return canonical(getattr(original, "__name__", ""))
     path, _, line = spot.where.rpartition(":")
-    follows = path and _FOLLOWS_A_TENSOR.search(linecache.getline(path, int(line)))
-    return "module" if follows and spot.is_inside else ""
+    written = linecache.getlines(path)[int(line) - 1 :] if path else []
+    text = ""
+    while written and (not text or text.count("(") > text.count(")")):  # a call may take several lines
+        text += written.pop(0)
+    return "module" if spot.is_inside and _FOLLOWS_A_TENSOR.search(text) else ""
 
 
 def _problem(check: Check, spots: Sequence[Spot]) -> Problem:

@@ -126,11 +126,15 @@ class OpCall:
     def out(self) -> Tensor:
         return self.results[0]
 
+    def inner_frames(self) -> Iterator[python_types.FrameType]:
+        """Return the frames of torch and hmpx between the op and the user's line."""
+        user = users_frame(self.frame)
+        return itertools.takewhile(lambda each: each is not user, frames(self.frame))
+
     @cached_property
     def is_beside(self) -> bool:
         """Whether torch's optimizers, clipping or scaling called it, which are no part of the model."""
-        inside = users_frame(self.frame)
-        for frame in itertools.takewhile(lambda each: each is not inside, frames(self.frame)):
+        for frame in self.inner_frames():
             name = frame.f_code.co_filename
             if name.startswith(_BESIDE) and not name.endswith("swa_utils.py"):  # which averages weights
                 return True
