@@ -125,14 +125,14 @@ class SteppedOptimizer:
         self.steps += 1
         params = [p for p in parameters(self.optimizer) if p.requires_grad]
         grads = {p: grad for p in params if (grad := p.grad if p.grad is not None else self._grads.get(p)) is not None}
-        few = sorted(grads, key=lambda p: p.numel())[:8]  # NaN spreads to all
+        dense = {p: grad for p, grad in grads.items() if grad.layout is torch.strided and local(grad).numel()}
+        few = sorted(dense, key=lambda p: p.numel())[:8]  # NaN spreads to all
         for what, tensors in (("weights", few), ("gradients", [grads[p] for p in few])):
             if self._nonfinite is None and not _are_finite(tensors):
                 self._nonfinite = what, self.steps
         if not is_sampled(self.steps):
             return
         self.samples += 1
-        dense = {p: grad for p, grad in grads.items() if grad.layout is torch.strided and local(grad).numel()}
         self._no_grad.update(p for p in params if p not in grads)
         self._zero_grad.update(p for p, grad in dense.items() if not (sample(grad).any() or local(grad).any()))
         if not bool(getattr(self.optimizer, "found_inf", None)):
