@@ -119,9 +119,9 @@ class HmpxCallback(TrainerCallback):
 
 
 class Forward:
-    """The casts around the forward of a model, as hooks: on it, and on each model inside, which `generate` calls.
+    """Casts around the forward of a model, by hooks on it and on each model inside, which `generate` calls.
 
-    Copies of the model share this; a pickle of it has nothing.
+    Copies of the model share this object; a pickle of it is empty.
     """
 
     def __init__(self, setting_up: SettingUp | None = None, control: Any = None, model: Module | None = None) -> None:

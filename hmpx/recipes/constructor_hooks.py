@@ -1,4 +1,4 @@
-"""Hooks in constructors: what sees every optimizer when it has been made, and every model before it is distributed."""
+"""Hooks in constructors: they see every optimizer when it has been made, and every model before it is distributed."""
 
 from __future__ import annotations
 
