@@ -40,7 +40,7 @@ class SettingUp:
         HmpxError: the recipe is wrong, or asks for what this torch does not have.
     """
 
-    def __init__(self, plugin: str, framework: str, asked: Stated, verbose: bool = False) -> None:
+    def __init__(self, plugin: str, asked: Stated, verbose: bool = False) -> None:
         recipe = as_recipe(asked)
         if verbose:
             recipe = changed(recipe, verbose=True)
@@ -55,7 +55,6 @@ class SettingUp:
         self._policy = recipe.policy()  # lists are read now: a script may change its folder
         self._conversion: Conversion | None = None
         self._rules: list[ModuleRule] = []
-        frameworks.say_version(framework)
 
     def refuse(self, asked: Iterable[frameworks.FrameworkSetting]) -> None:
         """Raise if a setting of the framework conflicts with the recipe, or another recipe is in force."""

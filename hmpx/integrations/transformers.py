@@ -57,7 +57,7 @@ class HmpxCallback(TrainerCallback):
     """
 
     def __init__(self, recipe: Stated, *, verbose: bool = False) -> None:
-        self._setting_up = SettingUp(type(self).__name__, "transformers", recipe, verbose)
+        self._setting_up = SettingUp(type(self).__name__, recipe, verbose)
 
     @property
     def recipe(self) -> Recipe:
