@@ -112,18 +112,14 @@ def conflict(asked: FrameworkSetting, recipe: Recipe) -> str:
 
 
 def refuse(everything: Iterable[FrameworkSetting], recipe: Recipe) -> None:
-    """Raise for settings that conflict with a recipe. Say at INFO where autocast and a recipe both make sense.
+    """Raise for settings that conflict with a recipe.
 
     Raises:
         HmpxError: every conflict, one a line.
     """
-    everything = list(everything)
     conflicts = list(filter(None, (conflict(asked, recipe) for asked in everything)))
     if conflicts:
         raise HmpxError("\n".join(conflicts))
-    for asked in everything:
-        if asked.what == AUTOCAST:
-            logger.info("hmpx: %s casts the ops, the recipe (opt_level null) holds the weights", asked.words)
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
