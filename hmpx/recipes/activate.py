@@ -93,9 +93,7 @@ class Activation(Installation):
         self._changes.close()
 
     def _distributes(self, module: torch.nn.Module) -> None:
-        with contextlib.ExitStack() as undo:
-            self._take(cast_models_of(list(module.parameters()), self.recipe, undo))
-            undo.pop_all()
+        self._take(cast_before_distribution(module, self.recipe))
 
     def _take(self, models: list[torch.nn.Module]) -> None:
         """Give models the recipe's rules for their modules."""
@@ -135,6 +133,14 @@ def cast_models_of(
     if not recipe.dtype_map:  # under a map, a model is made in the right dtype
         for model in models:
             cast_model(model, recipe, undo)
+    return models
+
+
+def cast_before_distribution(module: torch.nn.Module, recipe: Recipe) -> list[torch.nn.Module]:
+    """Cast the models that a module is a part of, and return them."""
+    with contextlib.ExitStack() as undo:
+        models = cast_models_of(list(module.parameters()), recipe, undo)
+        undo.pop_all()
     return models
 
 

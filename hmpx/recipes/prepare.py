@@ -89,8 +89,6 @@ def prepare(
     whole = recipes[0]
     policy = whole.policy()
     frameworks.refuse(frameworks.of_accelerate(), whole)
-    if frameworks.has_accelerator():
-        frameworks.say_version("accelerate")
     compare("hmpx.prepare", facts(whole), process_group)
     with whole.naming_lines():
         settings = [of_own(own.settings(), each, model, [model]) for own, each in zip(recipes, stepping, strict=True)]
