@@ -30,7 +30,7 @@ from hmpx.compiling import never_compile
 from hmpx.process_state import open_caches
 from hmpx.updates import optimizer_hooks, released
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.optimizer_hooks import TrialSteps, attachment_of, watch_averages
+from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.agreement import compare_in_region, watch_joins
 from hmpx.updates.refusals import (
@@ -90,8 +90,6 @@ def _watch() -> None:
     optimizer_hooks.install(_changes, lambda: _users, refuse_steps_on_codes)
     released.watch(_changes)
     watch_joins(_changes)
-    watch_averages(_changes)
-    TrialSteps().apply(_changes)
 
 
 def install_for_graphs(_: Any = None) -> None:
