@@ -25,9 +25,8 @@ from hmpx.recipes.prepare import cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe, changed
 from hmpx.recipes.stated import Stated, with_and_without_zero
 from hmpx.updates.attach import attach, attached, check_torch
-from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, in_job
-from hmpx.updates.stepping.names import has_bf16, parameters
+from hmpx.updates.stepping.names import has_bf16, inside_zero, parameters
 
 _of_trainers: WeakSet[Conversion] = WeakSet()  # those that a trainer's plugin has made
 
@@ -101,7 +100,7 @@ class SettingUp:
         params = parameters(optimizer)
         if not has_bf16(optimizer):
             return
-        recipe = self._recipes[zero.inner(optimizer) is not None]
+        recipe = self._recipes[inside_zero(optimizer) is not None]
         named = any("param_names" in group for group in optimizer.param_groups)
         whole = set(params) <= set(model.parameters())
         with recipe.naming_lines():

@@ -23,9 +23,8 @@ from hmpx.recipes.prepare import cast_model, convert, facts, of_own, prepared_by
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import Stated, with_and_without_zero
 from hmpx.updates.attach import attach, attached, detach
-from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
-from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.names import inside_zero, parameters
 from hmpx.yaml_files import shown
 
 logger = logging.getLogger("hmpx")
@@ -119,7 +118,7 @@ class Activation(Installation):
             if any(p.dtype is torch.bfloat16 for p in params):
                 whole = next((model for model in models if set(params) <= set(model.parameters())), None)
                 has_names = any("param_names" in group for group in optimizer.param_groups)
-                settings = self._settings[zero.inner(optimizer) is not None]
+                settings = self._settings[inside_zero(optimizer) is not None]
                 model = None if has_names else whole
                 with self.recipe.naming_lines():
                     own = of_own(settings, optimizer, model, models)

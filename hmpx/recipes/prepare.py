@@ -28,11 +28,10 @@ from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import Stated, as_recipe, name_of
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.ranks.sharding import is_sharded
-from hmpx.updates.stepping.names import named, names_in
+from hmpx.updates.stepping.names import inside_zero, named, names_in
 
 logger = logging.getLogger("hmpx")
 
@@ -85,7 +84,7 @@ def prepare(
     if not optimizers:
         raise HmpxError("prepare needs an optimizer, and the list has none; hmpx.convert() casts ops alone")
     stepping = [frameworks.unwrapped(each) for each in optimizers]
-    recipes = [as_recipe(recipe, with_zero=zero.inner(each) is not None) for each in stepping]
+    recipes = [as_recipe(recipe, with_zero=inside_zero(each) is not None) for each in stepping]
     whole = recipes[0]
     settings, policy = [each.settings() for each in recipes], whole.policy()
     frameworks.refuse(frameworks.of_accelerate(), whole)

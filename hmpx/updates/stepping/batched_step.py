@@ -23,8 +23,7 @@ from hmpx.updates.stepping.batch import Batch, GatheredBatch
 from hmpx.updates.stepping.batching import batches_of
 from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
 from hmpx.updates.stepping.fused_formulas import is_scaled
-from hmpx.updates.stepping.members import Members
-from hmpx.updates.stepping.names import membership, parameters
+from hmpx.updates.stepping.names import Members, membership, parameters
 from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack, mark_incomplete
 

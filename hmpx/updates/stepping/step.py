@@ -22,8 +22,7 @@ from hmpx.updates.ranks.sharding import Place
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.batched_step import BatchedStep
 from hmpx.updates.stepping.batching import can_be_cut
-from hmpx.updates.stepping.members import BF16Parameters, Members, refuse_overlaps
-from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.names import BF16Parameters, Members, parameters, refuse_overlaps
 from hmpx.updates.stepping.optimizer_scope import scope_of
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
