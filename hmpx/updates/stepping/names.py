@@ -79,6 +79,15 @@ def membership(optimizer: Optimizer) -> tuple | None:
     return list(map(id, parameters(optimizer))), groups
 
 
+def layout(optimizer: Optimizer) -> tuple | None:
+    """Return everything that `named` and the overlaps in memory depend on; None if that cannot be known."""
+    params, known = parameters(optimizer), membership(optimizer)
+    if known is None or not all([type(p) is Parameter and (p.is_cpu or p.is_cuda) for p in params]):
+        return None
+    places = [p.data_ptr() for p in params], [p.shape for p in params], [p.stride() for p in params]
+    return known, *places, [p.dtype for p in params]
+
+
 def inside_zero(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer that steps this rank's parameters; None if `optimizer` is no ZeroRedundancyOptimizer."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
@@ -181,7 +190,7 @@ class Members:
 
 
 class BF16Parameters:
-    """Finds the BF16 parameters of one optimizer.
+    """Finds the BF16 parameters of one optimizer, again only after something that they depend on has changed.
 
     Attributes:
         names: those that `attach` was given, by parameter.
@@ -191,13 +200,21 @@ class BF16Parameters:
     def __init__(self, settings: Settings, names: dict[Parameter, str], places: dict[str, Place]) -> None:
         self._settings, self.names, self.places = settings, names, places
         self._overlaps = Overlaps()
+        self._known: tuple[tuple | None, list[Segment]] = None, []
+
+    def forget(self) -> None:
+        """Look at every parameter again."""
+        self._known = None, []
 
     def segments(self, optimizer: Optimizer) -> list[Segment]:
         """Return a segment for each of them, whole."""
-        ours = self.named(optimizer)
-        with torch.no_grad():
-            shared = self._overlaps.among([p for _, p in ours])
-            return [self._segment(p, name, shared.get(p)) for name, p in ours]
+        now = layout(optimizer)
+        if now is None or self._known[0] != now:
+            ours = self.named(optimizer)
+            with torch.no_grad():
+                shared = self._overlaps.among([p for _, p in ours])
+                self._known = now, [self._segment(p, name, shared.get(p)) for name, p in ours]
+        return self._known[1]
 
     def named(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
         """Return them with their names."""

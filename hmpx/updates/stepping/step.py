@@ -194,6 +194,7 @@ class WeightUpdates:
     def look_again(self) -> None:
         """Forget everything kept from the last step, tensors included: a load is about to replace them."""
         self._kept = None
+        self._parameters.forget()
 
 
 class _OpenStep(NamedTuple):
