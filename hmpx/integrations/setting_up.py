@@ -25,8 +25,8 @@ from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
 from hmpx.recipes.recipe import changed
 from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attached, check_torch, detach
-from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, in_job
+from hmpx.updates.stepping.names import inside_zero
 
 _of_trainers: WeakSet[Conversion] = WeakSet()  # those that a trainer's plugin has made
 
@@ -96,7 +96,7 @@ class SettingUp:
     def attach(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
         """Attach an optimizer, whatever it is wrapped in, unless it has no BF16 parameters."""
         optimizer = frameworks.unwrapped(optimizer)
-        recipe = self.recipe.under_zero(zero.inner(optimizer) is not None)
+        recipe = self.recipe.under_zero(inside_zero(optimizer) is not None)
         with recipe.naming_lines():
             attach_made(optimizer, recipe.settings(), [model])
 

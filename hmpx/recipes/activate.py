@@ -23,9 +23,8 @@ from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attached, detach
-from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
-from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.names import inside_zero, parameters
 from hmpx.yaml_files import shown
 
 logger = logging.getLogger("hmpx")
@@ -113,7 +112,7 @@ class Activation(Installation):
         with contextlib.ExitStack() as undo:  # a refusal leaves the models as they were
             models = cast_models_of(parameters(optimizer), self.recipe, undo)
             with self.recipe.naming_lines():
-                attach_made(optimizer, self._settings[zero.inner(optimizer) is not None], models, self._group)
+                attach_made(optimizer, self._settings[inside_zero(optimizer) is not None], models, self._group)
             undo.pop_all()
         self._take(models)
 
