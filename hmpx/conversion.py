@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from hmpx import installation, process_state, region_state
-from hmpx.changes import Attribute, Changes, Paired, Part, Put
+from hmpx.base import installation, process_state, region_state
+from hmpx.base.changes import Attribute, Changes, Paired, Part, Put
+from hmpx.base.garbage import none_collected
+from hmpx.base.installation import Installation
+from hmpx.base.process_state import casts_regions
 from hmpx.errors import OpListError
-from hmpx.garbage import none_collected
-from hmpx.installation import Installation
 from hmpx.ops import compilers
 from hmpx.ops.casts import Casts
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
@@ -34,7 +35,6 @@ from hmpx.ops.policies.policy import OptLevel, Policies, Policy, made_of, number
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.observing import Several
 from hmpx.ops.wrapping.wrappers import Patch
-from hmpx.process_state import casts_regions
 from hmpx.updates import step_hooks
 from hmpx.updates.attach import detach
 

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from hmpx import region_state
-from hmpx.compiling import never_compile_alone
+from hmpx.base import region_state
+from hmpx.base.compiling import never_compile_alone
+from hmpx.base.process_state import casts_regions
 from hmpx.errors import HmpxError
 from hmpx.ops.overlays import overlay_by_hand
 from hmpx.ops.policies.fp8_format import Format
@@ -22,7 +23,6 @@ from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
 from hmpx.ops.policies.policy import Policy, scope_inside
 from hmpx.ops.wrapping import weight_cache
 from hmpx.ops.wrapping.callers import runs_later
-from hmpx.process_state import casts_regions
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates import step_hooks
 

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
-from hmpx.changes import MISSING, Attribute, Cell, Changes, Flag, Item
+from hmpx.base.changes import MISSING, Attribute, Cell, Changes, Flag, Item
 
 BF16 = torch.bfloat16
 

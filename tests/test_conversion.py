@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import process_state, region_state
+from hmpx.base import process_state, region_state
 from hmpx.ops.captured_names import rebinding
 from hmpx.ops.casts import PatchTable
 from hmpx.ops.policies.build_policy import build_policy

@@ -7,7 +7,8 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx import conversion, process_state
+from hmpx import conversion
+from hmpx.base import process_state
 from hmpx.ops.casts import PatchTable
 
 X = torch.randn(4, 4)

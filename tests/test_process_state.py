@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import hmpx
-from hmpx import process_state
+from hmpx.base import process_state
 
 PACKAGE = Path(hmpx.__file__).parent
 OP_ROAD = [

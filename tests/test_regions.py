@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx import hmp, process_state
+from hmpx import hmp
+from hmpx.base import process_state
 
 X = torch.randn(4, 4)
 CAST, UNCAST = torch.bfloat16, torch.float32

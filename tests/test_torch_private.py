@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hmpx
-from hmpx import torch_private
-from hmpx.torch_private import NAMES, Private, lost
+from hmpx.base import torch_private
+from hmpx.base.torch_private import NAMES, Private, lost
 
 PACKAGE = Path(hmpx.__file__).parent
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "torch_private.py"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import hmpx
-from hmpx import region_state
+from hmpx.base import region_state
 from hmpx.updates import step_hooks
 from tests.support.training import parameters
 from tests.support.untouched import Picture

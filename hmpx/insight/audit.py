@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from hmpx import process_state, region_state
-from hmpx.changes import Attribute, Changes
+from hmpx.base import process_state, region_state
+from hmpx.base.changes import Attribute, Changes
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
 from hmpx.insight.run_state import eager, kept

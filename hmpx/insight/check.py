@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from hmpx.base.yaml_files import composed
 from hmpx.errors import HmpxError, OpListError, did_you_mean
 from hmpx.ops.policies.build_policy import may_be_user_function, unknown_op
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, retired
@@ -18,7 +19,6 @@ from hmpx.recipes.keys import EXTENDS, LISTS
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import faults
 from hmpx.recipes.vendors import NXD, NXD_MASTERS, is_gaudi
-from hmpx.yaml_files import composed
 
 
 def check_files(paths: Sequence[str]) -> Iterator[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+from hmpx.base.process_state import lock, observers
 from hmpx.conversion import Conversion, install, installed
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.wrapping.observing import Observer
-from hmpx.process_state import lock, observers
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hmpx import region_state
+from hmpx.base import region_state
 from hmpx.ops.wrapping.overriding import PLAIN
 
 Tensor = torch.Tensor

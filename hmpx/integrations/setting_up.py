@@ -12,8 +12,8 @@ from weakref import WeakSet
 
 import torch
 
-from hmpx import installation, region_state
-from hmpx.changes import Changes
+from hmpx.base import installation, region_state
+from hmpx.base.changes import Changes
 from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import ModuleRule

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import convert_to_fp32
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hmpx import region_state
+from hmpx.base import region_state
 from hmpx.errors import HmpxError
 from hmpx.integrations.setting_up import SettingUp, Stated
 from hmpx.recipes import frameworks

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from hmpx import awaited, region_state
-from hmpx.changes import Changes
+from hmpx.base import awaited, region_state
+from hmpx.base.changes import Changes
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts
 from hmpx.ops.wrapping.codegen import Switch

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import wrapt
 
-from hmpx import process_state
-from hmpx.changes import Attribute, Changes, Flag
+from hmpx.base import process_state
+from hmpx.base.changes import Attribute, Changes, Flag
 from hmpx.ops.beside_model import BesideModel
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.captured_names.rewriting import Capture

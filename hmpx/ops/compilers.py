@@ -25,8 +25,8 @@ import wrapt
 from torch.compiler import config
 from torch.jit import _recursive
 
-from hmpx import autocast_state, process_state, region_state
-from hmpx.changes import Attribute, Changes, Item
+from hmpx.base import autocast_state, process_state, region_state
+from hmpx.base.changes import Attribute, Changes, Item
 
 _BUILTINS = torch.jit._builtins._get_builtin_table()  # of torch's own functions, while they are in their places
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of torch.Tensor, written in C

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hmpx.changes import Changes, Flag
-from hmpx.dtype_names import dtype_name
+from hmpx.base.changes import Changes, Flag
+from hmpx.base.dtype_names import dtype_name
 from hmpx.ops.wrapping.callers import users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 

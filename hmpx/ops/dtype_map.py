@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from hmpx import region_state
-from hmpx.changes import Attribute, Changes, Flag
+from hmpx.base import region_state
+from hmpx.base.changes import Attribute, Changes, Flag
 from hmpx.errors import HmpxError
 from hmpx.ops.beside_model import functions_in
 from hmpx.ops.policies import op_facts

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from hmpx import process_state as state
-from hmpx import region_state
-from hmpx.changes import Attribute, Changes
+from hmpx.base import process_state as state
+from hmpx.base import region_state
+from hmpx.base.changes import Attribute, Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import RULES, deciding, forward_class, rules_of
 from hmpx.ops.overlays import Overlay
@@ -38,7 +38,7 @@ class ForwardWrappers:
 
     def apply(self, changes: Changes) -> None:
         self._changes = changes
-        changes.put(Attribute(state, "wrap_forward", "hmpx.process_state.wrap_forward"), self._wrap)
+        changes.put(Attribute(state, "wrap_forward", "hmpx.base.process_state.wrap_forward"), self._wrap)
         for rule in list(state.module_rules):
             for cls in rule.classes:
                 self._wrap(cls)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from hmpx import process_state as state
-from hmpx.changes import Changes
+from hmpx.base import process_state as state
+from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.overlays import Overlay, overlay_by_hand
 from hmpx.ops.policies.fp8_format import Format

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from hmpx import process_state as state
-from hmpx.dtype_names import SHORT, dtype_name, dtype_named
+from hmpx.base import process_state as state
+from hmpx.base.dtype_names import SHORT, dtype_name, dtype_named
 from hmpx.errors import HmpxError, OpListError, OptLevelError, did_you_mean
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.build_policy import OPT_LEVELS, build_policy, resolve_sides

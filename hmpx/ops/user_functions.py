@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import wrapt
 
-from hmpx import process_state, region_state
-from hmpx.awaited import await_module, stop_waiting
-from hmpx.changes import Changes
+from hmpx.base import process_state, region_state
+from hmpx.base.awaited import await_module, stop_waiting
+from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
 from hmpx.ops.captured_names.raw import HEAP_TYPE
 from hmpx.ops.captured_names.rebinding import Rebinding

@@ -13,9 +13,10 @@ from weakref import WeakSet
 
 import torch
 
-from hmpx.changes import Changes
+from hmpx.base.changes import Changes
+from hmpx.base.installation import Installation
+from hmpx.base.yaml_files import shown
 from hmpx.errors import HmpxError
-from hmpx.installation import Installation
 from hmpx.recipes.constructor_hooks import models_of, watch_distribution, watch_optimizers
 from hmpx.recipes.frameworks import watch_frameworks
 from hmpx.recipes.module_patterns import check_names, rules_for
@@ -25,7 +26,6 @@ from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attached, detach
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.stepping.names import inside_zero, parameters
-from hmpx.yaml_files import shown
 
 logger = logging.getLogger("hmpx")
 VARIABLE = "HMPX_RECIPE"

@@ -14,7 +14,7 @@ import torch
 import wrapt
 from torch.nn.parallel import DistributedDataParallel
 
-from hmpx.changes import MISSING, Attribute, Changes
+from hmpx.base.changes import MISSING, Attribute, Changes
 from hmpx.ops.captured_names.rebinding import Rebinding
 
 Module = torch.nn.Module

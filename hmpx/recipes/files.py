@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from hmpx.base.yaml_files import composed, lines_inside, shown, value_of
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.policies.op_lists import SIDES, shipped
 from hmpx.recipes.keys import EXTENDS, LISTS, problems, spelled_out
 from hmpx.recipes.vendors import NXD, NXD_BASE, NXD_MASTERS, gaudi_keys, nxd_keys, nxd_under_zero
-from hmpx.yaml_files import composed, lines_inside, shown, value_of
 
 
 class Origin(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import wrapt
 
-from hmpx.changes import Changes
+from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError
 from hmpx.recipes.constructor_hooks import ConstructorWatch
 from hmpx.recipes.recipe import Recipe

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hmpx.dtype_names import dtype_name, dtype_named
+from hmpx.base.dtype_names import dtype_name, dtype_named
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.build_policy import OPT_LEVELS

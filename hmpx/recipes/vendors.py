@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hmpx.base.yaml_files import composed, lines_inside, value_of
 from hmpx.errors import HmpxError, did_you_mean
-from hmpx.yaml_files import composed, lines_inside, value_of
 
 logger = logging.getLogger("hmpx")
 

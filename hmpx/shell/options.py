@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from hmpx.base.yaml_files import root_of, value_of
 from hmpx.errors import HmpxError
 from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.build_policy import OPT_LEVELS
@@ -13,7 +14,6 @@ from hmpx.recipes.files import Origin, Origins
 from hmpx.recipes.keys import EXTENDS, LISTS
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import as_recipe, checked, laid_over
-from hmpx.yaml_files import root_of, value_of
 
 _LOW_PRECISIONS = [*LOW_DTYPES]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hmpx.dtype_names import dtype_named
+from hmpx.base.dtype_names import dtype_named
 from hmpx.errors import HmpxError
 from hmpx.updates.attachment import Attachment
 from hmpx.updates.holding import state_dtypes

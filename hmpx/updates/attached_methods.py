@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from hmpx import region_state
+from hmpx.base import region_state
 from hmpx.updates.holding.stores import Stores
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
 from hmpx.updates.stepping import step_count

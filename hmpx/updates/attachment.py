@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hmpx.changes import MISSING, Attribute, take_back
+from hmpx.base.changes import MISSING, Attribute, take_back
 from hmpx.errors import HmpxError
 from hmpx.updates import released, step_hooks
 from hmpx.updates.attached_methods import attach_copy, replaced_methods

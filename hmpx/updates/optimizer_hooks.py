@@ -24,8 +24,8 @@ import torch
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
-from hmpx import awaited, region_state
-from hmpx.changes import Attribute, Changes
+from hmpx.base import awaited, region_state
+from hmpx.base.changes import Attribute, Changes
 from hmpx.rounding.stochastic import stochastic_round
 from hmpx.updates import gradients
 from hmpx.updates.holding.state_tensors import CODES

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from hmpx import region_state
+from hmpx.base import region_state
 from hmpx.errors import HmpxError
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.optimizer_hooks import attachment_of

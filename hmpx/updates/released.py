@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves
 
-from hmpx.changes import Attribute, Cell, Changes
+from hmpx.base.changes import Attribute, Cell, Changes
 from hmpx.errors import HmpxError
 
 Parameter = torch.nn.Parameter

@@ -24,10 +24,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hmpx import region_state
-from hmpx.changes import Cell, Changes
-from hmpx.compiling import never_compile
-from hmpx.process_state import open_caches
+from hmpx.base import region_state
+from hmpx.base.changes import Cell, Changes
+from hmpx.base.compiling import never_compile
+from hmpx.base.process_state import open_caches
 from hmpx.updates import optimizer_hooks, released
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.optimizer_hooks import attachment_of

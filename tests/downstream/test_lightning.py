@@ -201,7 +201,7 @@ def test_casts_are_on_in_the_forward_contexts_alone_and_torch_is_put_back():
     model = Net()
     run = trainer(RECIPES["stochastic"], callbacks=[Watching()])
     run.fit(model, loader(), loader(1))
-    assert torch.matmul is product and not hmpx.process_state.in_use().keys() - {"awaited"}
+    assert torch.matmul is product and not hmpx.base.process_state.in_use().keys() - {"awaited"}
     run.validate(model, loader(1), verbose=False)
     run.test(model, loader(1), verbose=False)
     run.predict(model, loader(1))

@@ -11,7 +11,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx import process_state
+from hmpx.base import process_state
 from tests.support.untouched import attributes_of_torch
 
 LIBRARIES = tuple(os.path.dirname(module.__file__) + os.sep for module in (torch, hmpx))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import process_state
+from hmpx.base import process_state
 from hmpx.insight.recording import findings
 from tests.support.untouched import attributes_of_torch
 

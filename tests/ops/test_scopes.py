@@ -220,7 +220,7 @@ def test_of_nested_modules_the_innermost_decides_and_its_lists_lie_over_those_ar
         first.remove()
         assert outer() == [BF16, BF16]
         second.remove()
-    assert not hmpx.process_state.module_rules and outer() == [FP32, FP32]
+    assert not hmpx.base.process_state.module_rules and outer() == [FP32, FP32]
 
 
 def test_a_rule_may_come_before_the_conversion_and_outlives_it():
@@ -302,7 +302,7 @@ def test_whatever_raises_the_place_is_left():
         for error in (KeyError, KeyboardInterrupt, SystemExit):
             with pytest.raises(error):
                 module(error)
-            assert product(X) is BF16 and not hmpx.region_state._thread.open
+            assert product(X) is BF16 and not hmpx.base.region_state._thread.open
     rule.remove()
 
 
@@ -383,10 +383,10 @@ def test_no_call_of_a_module_in_another_changes_torch(monkeypatch, before):
         rules.append(hmpx.policy_for(outer, fp32=["matmul", "linear"]))
         if not before:
             rules.append(hmpx.policy_for(inner, bf16=["matmul"]))
-        known, patched = hmpx.process_state.known_scopes, handle.patched
-        monkeypatch.setattr(hmpx.process_state, "learn", lambda places: pytest.fail(f"{places} were not known"))
+        known, patched = hmpx.base.process_state.known_scopes, handle.patched
+        monkeypatch.setattr(hmpx.base.process_state, "learn", lambda places: pytest.fail(f"{places} were not known"))
         assert outer() == [FP32, BF16]
-        assert hmpx.process_state.known_scopes is known and handle.patched == patched
+        assert hmpx.base.process_state.known_scopes is known and handle.patched == patched
         monkeypatch.undo()
     for rule in rules:
         rule.remove()
@@ -592,7 +592,7 @@ def test_what_is_wrong_is_said(make, message):
     with pytest.raises(hmpx.HmpxError) as raised:
         make()
     assert str(raised.value).startswith(message)
-    assert not hmpx.process_state.module_rules
+    assert not hmpx.base.process_state.module_rules
 
 
 def test_a_forward_that_runs_after_the_call_can_have_no_rule():

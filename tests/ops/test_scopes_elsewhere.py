@@ -226,7 +226,7 @@ def test_a_place_belongs_to_its_task_and_to_those_that_it_starts():
     with hmpx.convert():
         assert asyncio.run(main()) == (BF16, [FP32, FP32])
         assert (X @ X).dtype is BF16
-    assert not hmpx.region_state._thread.open
+    assert not hmpx.base.region_state._thread.open
 
 
 def test_lists_that_another_thread_brings_leave_no_moment_without_casts():

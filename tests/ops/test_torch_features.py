@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import DataLoader, Dataset
 
 import hmpx
+from hmpx.base import process_state, region_state
 from tests.support.tensor_classes import Recording
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -364,7 +365,7 @@ def test_a_region_belongs_to_its_asyncio_task_and_the_tasks_it_starts(model, x):
     with hmpx.disable_casts():  # a region around the loop is everybody's
         asyncio.run(main())
     assert seen == dict.fromkeys(seen, FP32) | {"on": BF16}
-    assert model(x).dtype is BF16 and not hmpx.process_state.off_somewhere and not hmpx.region_state._thread.open
+    assert model(x).dtype is BF16 and not process_state.off_somewhere and not region_state._thread.open
 
 
 def test_generators_that_end_out_of_order_leave_other_regions_open(model, x):
@@ -380,7 +381,7 @@ def test_generators_that_end_out_of_order_leave_other_regions_open(model, x):
         assert model(x).dtype is BF16
         with hmpx.disable_casts():
             assert model(x).dtype is FP32
-    assert model(x).dtype is BF16 and not hmpx.process_state.off_somewhere and not hmpx.region_state._thread.open
+    assert model(x).dtype is BF16 and not process_state.off_somewhere and not region_state._thread.open
 
 
 X = torch.randn(2, 2)

@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
-from hmpx.changes import Changes
+from hmpx.base.changes import Changes
 from hmpx.recipes.constructor_hooks import watch_optimizers
 from hmpx.updates.attach import attached
 from tests.support import python, ranks

@@ -104,7 +104,7 @@ def test_what_is_wrong_is_said_with_its_line_and_nothing_is_changed(prepared, tm
     with pytest.raises(hmpx.HmpxError) as raised:
         prepared(text)
     assert str(raised.value).startswith(f"{tmp_path}/{message}")
-    assert torch.matmul is torch._C._VariableFunctions.matmul and not hmpx.process_state.module_rules
+    assert torch.matmul is torch._C._VariableFunctions.matmul and not hmpx.base.process_state.module_rules
 
 
 def test_a_pattern_may_fit_modules_that_are_never_called_beside_one_that_is(prepared):

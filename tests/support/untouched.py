@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import hmpx
-from hmpx import process_state, region_state
+from hmpx.base import process_state, region_state
 from hmpx.ops.policies.catalog import catalog
 from hmpx.updates import gradients, released, step_hooks
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hmpx import region_state
+from hmpx.base import region_state
 from hmpx.insight.comparing.noise import Distance
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.reasons import in_a_line

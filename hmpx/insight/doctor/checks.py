@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hmpx.dtype_names import dtype_name
+from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Problem, some
 from hmpx.insight.doctor.op_watch import Known, OpCall, Spot, Spots
 from hmpx.insight.tensors import LOW, is_masked

@@ -22,9 +22,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hmpx import process_state
-from hmpx.changes import Attribute, Changes
-from hmpx.dtype_names import dtype_name
+from hmpx.base import process_state
+from hmpx.base.changes import Attribute, Changes
+from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.insight.doctor.checks import Nonfinite, OpChecks
 from hmpx.insight.doctor.diagnosis import Diagnosis, Problem, percent, some

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hmpx.dtype_names import dtype_name
+from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Problem, percent, some
 from hmpx.insight.doctor.op_watch import FEW, VIEWS, Known, OpCall, Spot, Spots, in_autocast
 from hmpx.insight.doctor.steps import sample

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from hmpx import process_state, rounding, updates
+from hmpx import rounding, updates
+from hmpx.base import process_state
 from hmpx.insight.doctor.steps import sample
 from hmpx.insight.module_names import ModuleNames
 from hmpx.insight.tensors import LOW, Tensor, floating, is_finite

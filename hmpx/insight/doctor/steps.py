@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from hmpx import region_state
-from hmpx.dtype_names import dtype_name
+from hmpx.base import region_state
+from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Problem, percent, some
 from hmpx.insight.tensors import LOW
 from hmpx.recipes.recipe import Recipe

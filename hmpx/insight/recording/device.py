@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from hmpx import region_state
+from hmpx.base import region_state
+from hmpx.base.process_state import fp8_watchers
 from hmpx.insight.recording.recorded import Site
 from hmpx.ops.computing.fp8_product import SPILLS
 from hmpx.ops.wrapping.overriding import PLAIN
-from hmpx.process_state import fp8_watchers
 from hmpx.rounding.dataless import lacks_data
 
 Tensor = torch.Tensor

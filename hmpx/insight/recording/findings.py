@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hmpx import process_state
+from hmpx.base import process_state
 from hmpx.insight.recording.recorded import RoundTrip, Site
 from hmpx.insight.tensors import Tensor, name
 from hmpx.ops.overlays import Overlay

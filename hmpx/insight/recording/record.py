@@ -19,7 +19,9 @@ from weakref import WeakSet
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hmpx import region_state, rounding, updates
+from hmpx import rounding, updates
+from hmpx.base import region_state
+from hmpx.base.process_state import observers
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
 from hmpx.insight.audit import ForwardWatch
@@ -39,7 +41,6 @@ from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames, modules, users_frame, users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.rules import TARGETS
-from hmpx.process_state import observers
 from hmpx.updates.attach import attached
 from hmpx.version import __version__
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hmpx import region_state
+from hmpx.base import region_state
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.comparing.subject import Loss, Subject, arguments_of, lists_meant
 from hmpx.insight.run_state import eager

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from hmpx import region_state
+from hmpx.base import region_state
 from hmpx.insight import run_state as generators
 from hmpx.insight.comparing.calls import Asked, Compared, in_fp32
 from hmpx.insight.reasons import in_a_line

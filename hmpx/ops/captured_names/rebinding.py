@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hmpx.changes import Changes, Part
+from hmpx.base.changes import Changes, Part
 from hmpx.ops.captured_names.raw import Access
 from hmpx.ops.captured_names.rewriting import Capture
 from hmpx.ops.captured_names.sweep import Sweep
@@ -161,7 +161,7 @@ class _Place:
 class Places:
     """Every place that was changed, in order.
 
-    Unlike `hmpx.changes`, which is for torch: the holders are a user's own, so none is kept alive that can be referred
+    Unlike `base.changes`, which is for torch: the holders are a user's own, so none is kept alive that can be referred
     to weakly (a plain list or dict stays until `undo`), a holder of something else by now is no reason for a warning,
     and one that cannot be written to any more does not stop the rest.
     """

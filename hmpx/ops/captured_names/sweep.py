@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hmpx.garbage import none_collected
+from hmpx.base.garbage import none_collected
 from hmpx.ops.captured_names import raw
 from hmpx.ops.captured_names.rewriting import DEEPEST, HOLDERS, Capture, PlaceWriter, Rewriting
 

@@ -25,7 +25,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling, is_exporting
 
-from hmpx.compiling import never_compile_alone
+from hmpx.base.compiling import never_compile_alone
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES
 from hmpx.ops.wrapping.overriding import PLAIN, call

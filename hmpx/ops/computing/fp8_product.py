@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from hmpx.base.process_state import fp8_watchers
 from hmpx.ops.policies.fp8_format import BLOCK, FP8, Format
-from hmpx.process_state import fp8_watchers
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
-from hmpx.compiling import ask_once, never_compile_alone
+from hmpx.base.compiling import ask_once, never_compile_alone
 from hmpx.ops.computing.fp8_product import How, product, watching
 from hmpx.ops.policies.fp8_format import BLOCK, SMALL, Format
 from hmpx.ops.wrapping.overriding import PLAIN, call

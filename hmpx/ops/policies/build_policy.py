@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from hmpx.dtype_names import dtype_named
+from hmpx.base.dtype_names import dtype_named
 from hmpx.errors import HmpxError, OpListError, OptLevelError, UnknownOpError, did_you_mean
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names, retired

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import torch.overrides
 from torch.utils._device import _device_constructors
 
-from hmpx.garbage import none_collected
+from hmpx.base.garbage import none_collected
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.composition import COMPOSED, Composition
 from hmpx.ops.policies.signatures import Argument, Signature, is_tensor, read_signature, schemas

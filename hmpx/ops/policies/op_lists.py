@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import yaml
 
+from hmpx.base.yaml_files import root_of, shown, text_of, value_of
 from hmpx.errors import HmpxError, OpListError, did_you_mean
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.yaml_files import root_of, shown, text_of, value_of
 
 SIDES = ("bf16", "fp32", "promote", "fp8")
 FP8_FORMAT = "fp8_format"  # a key of YAML files: the format of the fp8 list

@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
-from hmpx import process_state as state
-from hmpx.autocast_state import SCOPES
+from hmpx.base import process_state as state
+from hmpx.base.autocast_state import SCOPES
 from hmpx.errors import HmpxError
 from hmpx.ops.policies.catalog import Op, canonical, catalog
 from hmpx.ops.policies.composition import ONLY_FP32, Composition

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import torch
 import wrapt
 
-from hmpx import process_state
+from hmpx.base import process_state
+from hmpx.base.process_state import rules
 from hmpx.ops.policies.policy import Rule
-from hmpx.process_state import rules
 
 WRITTEN = "<hmpx"  # how the file names of generated code begin
 _TORCH, _WRAPT, _HMPX = (

@@ -56,7 +56,7 @@ from typing import Any
 
 import torch
 
-from hmpx import process_state, region_state
+from hmpx.base import process_state, region_state
 from hmpx.ops.captured_names.raw import GENERATED
 from hmpx.ops.policies.policy import Rule
 from hmpx.ops.policies.signatures import Argument, Signature

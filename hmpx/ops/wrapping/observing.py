@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.compiler import is_dynamo_compiling
 
-from hmpx import region_state
+from hmpx.base import region_state
 from hmpx.ops.policies.policy import Rule
 from hmpx.ops.wrapping.overriding import call
 

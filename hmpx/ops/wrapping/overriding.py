@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.overrides
 
-from hmpx import region_state
-from hmpx.compiling import ask_once, never_compile
+from hmpx.base import region_state
+from hmpx.base.compiling import ask_once, never_compile
 from hmpx.ops.policies import op_facts
 from hmpx.ops.wrapping.callers import calling
 from hmpx.ops.wrapping.look_ups import functions_of

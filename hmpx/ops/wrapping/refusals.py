@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from hmpx import region_state
-from hmpx.dtype_names import dtype_name
+from hmpx.base import region_state
+from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.ops.wrapping.callers import pass_over
 from hmpx.ops.wrapping.codegen import Switch

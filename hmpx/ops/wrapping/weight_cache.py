@@ -32,8 +32,8 @@ from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from hmpx.changes import Attribute, Changes
-from hmpx.process_state import open_caches, watching_writes
+from hmpx.base.changes import Attribute, Changes
+from hmpx.base.process_state import open_caches, watching_writes
 from hmpx.rounding.xla import is_lazy
 
 logger = logging.getLogger("hmpx")

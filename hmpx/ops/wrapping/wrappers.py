@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import wrapt
 
-from hmpx import region_state
-from hmpx.changes import Attribute
+from hmpx.base import region_state
+from hmpx.base.changes import Attribute
+from hmpx.base.region_state import scope
 from hmpx.ops.policies.catalog import Entry
 from hmpx.ops.policies.policy import Case, Rule
 from hmpx.ops.wrapping.callers import calling, pass_over, register
@@ -29,7 +30,6 @@ from hmpx.ops.wrapping.codegen import Switch, make_wrapper
 from hmpx.ops.wrapping.observing import Observer, Point, observed, stand_in
 from hmpx.ops.wrapping.overriding import PLAIN, call, called_by_torch, public
 from hmpx.ops.wrapping.rules import call_cast, is_explicit
-from hmpx.region_state import scope
 
 
 class Patching(enum.Enum):

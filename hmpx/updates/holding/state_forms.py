@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.optim import Optimizer
 
-from hmpx.dtype_names import dtype_name
+from hmpx.base.dtype_names import dtype_name
 from hmpx.rounding.eight_bits import BLOCK
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.segment import Segment

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from hmpx.changes import Attribute, Changes
+from hmpx.base.changes import Attribute, Changes
 from hmpx.errors import HmpxError
 from hmpx.updates.ranks import checks
 from hmpx.updates.ranks.ddp import replicas

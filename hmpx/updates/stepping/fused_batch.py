@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from hmpx.dtype_names import dtype_name
+from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.rounding.kernels import RoundingKernels, kernels_for

@@ -24,9 +24,9 @@ from typing import NamedTuple
 from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
-from hmpx import autocast_state
-from hmpx import process_state as state
-from hmpx.changes import Changes
+from hmpx.base import autocast_state
+from hmpx.base import process_state as state
+from hmpx.base.changes import Changes
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from hmpx.changes import Changes
+from hmpx.base.changes import Changes
 
-# What is in force (hmpx.installation): the handles of `convert` and `activate`, by class. `lock` is held while one is
+# What is in force (base.installation): the handles of `convert` and `activate`, by class. `lock` is held while one is
 # put in force or taken away.
 installed: dict[type, Any] = {}
 lock = threading.RLock()
 
-# Where casts are on (hmpx.region_state). `converted`: torch is. `off_somewhere`: empty while every thread casts, with
+# Where casts are on (base.region_state). `converted`: torch is. `off_somewhere`: empty while every thread casts, with
 # an entry for each that does not; exchanged for a new one when a conversion ends, whose wrappers keep the old one.
 converted = False
 off_somewhere: dict[int, bool] = {}
@@ -53,7 +53,7 @@ fp8_watchers: dict[int, Any] = {}
 # The examination of `hmpx.doctor` that is open (insight.doctor); at most one.
 examined: list[Any] = []
 
-# Who waits for a module to be imported, by its name (hmpx.awaited).
+# Who waits for a module to be imported, by its name (hmpx.base.awaited).
 awaited: dict[str, WeakSet[Any]] = {}
 
 # The caches of casts of weights, by thread; empty while nobody caches (ops.weight_cache). While one is open, ways to

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import wrapt
 
-from hmpx import process_state
+from hmpx.base import process_state
 
 
 class Waiting(Protocol):

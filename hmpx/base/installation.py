@@ -10,8 +10,8 @@ from __future__ import annotations
 import abc
 from typing import TypeVar
 
+from hmpx.base.process_state import installed, lock
 from hmpx.errors import HmpxError
-from hmpx.process_state import installed, lock
 
 _kinds: list[type[Installation]] = []
 Self = TypeVar("Self", bound="Installation")
