@@ -42,7 +42,7 @@ casts_regions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 wrap_forward: Callable[[Any], None] | None = None
 
 # Of the conversion that is in force: how torch.compile sees its wrappers (ops.compilers.Tracing), and who observes the
-# calls of ops (ops.observing.Observer). `observers` are those that conversions to come take over.
+# calls of ops (ops.wrapping.observing). `observers` are those that conversions to come take over.
 tracing: Any = None
 observer: Any = None
 observers: list[Any] = []
@@ -56,12 +56,12 @@ examined: list[Any] = []
 # Who waits for a module to be imported, by its name (hmpx.base.awaited).
 awaited: dict[str, WeakSet[Any]] = {}
 
-# The caches of casts of weights, by thread; empty while nobody caches (ops.weight_cache). While one is open, ways to
+# The caches of casts of weights, by thread; empty while nobody caches (ops.wrapping.weight_cache). While one is open, ways to
 # write to a tensor that leave no trace are watched.
 open_caches: dict[int, Any] = {}
 watching_writes = Changes()
 
-# The rule of each code that a wrapper runs, by identity: two codes written from one source are equal (ops.callers).
+# The rule of each code that a wrapper runs, by identity: two codes written from one source are equal (ops.wrapping.callers).
 # It grows with the wrappers that are written, and these are kept, too.
 rules: dict[int, tuple[types.CodeType, Any]] = {}
 

@@ -4,7 +4,7 @@ Three things decide, the innermost first: a region opened in this thread (`disab
 a listed Python function, an optimizer step), the default that `convert(enabled=...)` set, and whether torch is
 converted at all. The first is kept here, by thread and task; the others are the process's, in `process_state`.
 Which lists hold is a *scope*, a number: 0 for the conversion's own, another for each nesting of lists that modules and
-regions lay over them (`casts.overlays`).
+regions lay over them (`ops.overlays`).
 
 `process_state.off_somewhere` is empty while every thread casts, so the wrapper of an op pays one truth test for all of
 this. The wrappers of a conversion hold the dict of their time: `retire` leaves it to them, with an entry that stays.
