@@ -1,6 +1,6 @@
-"""`convert` and `restore`: casts in torch, put in and taken away as a whole.
+"""`convert` puts casts into torch, and `restore` takes all of them away.
 
-Everything that can go wrong (a list that does not read, a name that does not exist) goes wrong before torch is touched.
+Whatever can fail (a list that cannot be read, a name that does not exist) fails before torch is changed.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _LEARN = Attribute(process_state, "learn", "what learns scopes")
 
 
 class Conversion(Installation):
-    """What one `convert` did: the handle that it returns.
+    """The handle that `convert` returns; it says what was changed.
 
-    As a context manager it is taken away on exit, unless another `convert` has replaced it by then, and the conversion
-    that it replaced is in force again.
+    As a context manager, it ends the conversion on exit and puts the one that it replaced in force again. If another
+    `convert` has replaced it by then, the exit changes nothing.
 
     Attributes:
         policy: which op runs under which rule; prints as an op list file.
         kernels: what computes the ops that run in BF16 or FP16 on a CPU; prints in words.
         active: whether this is the conversion that is in force.
         patched: every attribute of torch, or of a module of yours, that was changed.
-        rebound: the places that had captured a function of torch before, and hold its wrapper now.
-        escaped: what the policy names and the conversion does not reach, one sentence each.
+        rebound: names that held a function of torch before, and hold its wrapper now.
+        escaped: ops that the policy names and the conversion cannot reach, one sentence each.
 
-    `restore()` takes it away; nothing happens if it is not the one in force.
+    `restore()` ends it; nothing happens if it is not the one in force.
 
     Example:
         >>> with hmpx.convert() as handle:
@@ -84,7 +84,7 @@ class Conversion(Installation):
         self._first_step = FirstStep(policy.low_precision)
 
     def _parts(self) -> Iterator[Part]:
-        """The parts of this conversion in the order in which they are applied, built from torch as it is now."""
+        """Yield the parts of this conversion in the order in which they are applied, built from torch as it is now."""
         yield from self.rules
         yield ForwardWrappers()
         self._policies.know(self._scopes())
@@ -104,7 +104,7 @@ class Conversion(Installation):
         yield region_state.Casting(self._enabled)
 
     def _scopes(self) -> set[int]:
-        """Every scope that can occur: those of module rules, and of regions inside such modules."""
+        """Return every scope that can occur: those of module rules, and of regions inside such modules."""
         scopes = scopes_of_rules() | {0}
         scopes |= {number_inside(scope, number) for scope in scopes for number in casts_regions.values()}
         alive = {*casts_regions.values(), *(rule.overlay.number for rule in process_state.module_rules)}
@@ -137,11 +137,11 @@ class Conversion(Installation):
 
     @property
     def policy_here(self) -> Policy:
-        """The policy for ops that are called from here now; the innermost module rule or region decides."""
+        """The policy for ops that are called here and now; the innermost module rule or region decides."""
         return self._policies.at(region_state.scope())
 
     def _announced(self) -> Iterator[str]:
-        """The two lines that HMP logs, and the reason if FP32 kernels stand in for BF16 ones."""
+        """Yield the two lines that HMP logs, and the reason if FP32 kernels replace BF16 ones."""
         yield f"hmp:verbose_mode  {self._verbose}"
         yield f"hmp:opt_level  {self.policy.opt_level}"
         if self.policy.low_precision in self.kernels.widened:
@@ -154,7 +154,7 @@ class Conversion(Installation):
 
     @property
     def rebound(self) -> tuple[str, ...]:
-        """Names that had been captured before `convert` and now hold the wrapper."""
+        """Names that held a function of torch before `convert`, and hold its wrapper now."""
         return tuple(str(capture) for capture in self._casts.captures if capture.rebound)
 
     @property
@@ -212,7 +212,9 @@ def convert(
     dtype_map: Mapping[torch.dtype, torch.dtype] | None = None,
     kernels: KernelsAsked = "auto",
 ) -> Conversion:
-    """Run torch's ops in the precision that op lists say. A second call replaces the first, a ``with`` until its end.
+    """Run torch's ops in the precision that op lists say.
+
+    A second call replaces the first one; as a ``with`` statement, it does so until the end of the block.
 
     Args:
         opt_level: "O1": the lists decide. "O2": convolutions, linear and matrix products in BF16, every other op that
@@ -225,28 +227,28 @@ def convert(
             keys, as in ``{"scaling": "rowwise", "backward": "e4m3"}``. None: what a list file says, else "tensorwise".
             Inputs, results and gradients are in BF16.
         isVerbose: log each distinct decision once (logger "hmpx"), with the line of the caller's code.
-        unknown: "error", or "warn" to skip names that stand for nothing.
-        enabled: cast everywhere but in `disable_casts()` regions; False: only in `enable_casts()` regions.
-        low_precision: torch.bfloat16 or torch.float16, what the ops in the bf16 list, and O2's, run in; with FP16 scale
-            the loss (`torch.amp.GradScaler`). None: what a list file says, else torch.bfloat16.
-        dtype_map: dtypes that become others wherever one is asked for, from torch.float32 and torch.float64 to
-            torch.bfloat16 and torch.float32: default dtype, factory functions, ``x.float()``, ``x.double()``,
-            ``x.to(dtype)``, ``dtype=``, module construction, `torch.load`, NumPy arrays. Not inside `disable_casts()`
-            and optimizer steps.
-        kernels: what computes the ops that run in BF16, FP16 or FP8 on a CPU. "native": torch's kernels for that dtype,
-            with the bits of torch.autocast. "float32": for matrix products, convolutions, attention and recurrences,
-            FP32 kernels on the same BF16 inputs; the result is rounded to BF16, and so are gradients. "auto": "float32"
-            for a dtype that the CPU has no instructions for, where native kernels take up to 50 times as long, else
-            "native". "scaled_mm": "native", with torch's own FP8 product for the fp8 list, as a reference; else codes
-            of FP8 are multiplied in BF16, or under "float32" in FP32. Native in any case: other devices, ``out=``,
-            in-place ops, tensor subclasses, `disable_casts()`.
+        unknown: what an unknown name in a list is: "error", or "warn" to skip it.
+        enabled: True casts everywhere except in `disable_casts()` regions; False only in `enable_casts()` regions.
+        low_precision: torch.bfloat16 or torch.float16: the dtype for ops in the bf16 list and for those of O2. With
+            FP16, scale the loss (`torch.amp.GradScaler`). None: what a list file says, else torch.bfloat16.
+        dtype_map: replaces a dtype wherever the program asks for it: torch.float32 and torch.float64 by torch.bfloat16
+            and torch.float32. It acts on the default dtype, factory functions, ``x.float()``, ``x.double()``,
+            ``x.to(dtype)``, ``dtype=``, module construction, `torch.load` and NumPy arrays, and not inside
+            `disable_casts()` and optimizer steps.
+        kernels: which kernels compute BF16, FP16 and FP8 ops on a CPU. "native": torch's kernels for that dtype, with
+            the bits of torch.autocast. "float32": FP32 kernels on the same BF16 inputs, for matrix products,
+            convolutions, attention and recurrences; results and gradients are rounded to BF16. "auto": "float32" for
+            a dtype that the CPU has no instructions for (native kernels take up to 50 times as long there), else
+            "native". "scaled_mm": "native", with torch's own FP8 product for the fp8 list, as a reference; otherwise
+            FP8 codes are multiplied in BF16, or under "float32" in FP32. Other devices, ``out=``, in-place ops, tensor
+            subclasses and `disable_casts()` always use native kernels.
 
     Returns:
         A handle: `policy`, `patched`, `rebound`, `escaped`, `restore()`, and ``with convert(...):``.
 
     Raises:
-        OpListError, UnknownOpError, OptLevelError, and HmpxError for another `low_precision` or `kernels`: before
-            anything is changed; what was installed stays installed.
+        OpListError, UnknownOpError, OptLevelError: a list or level is wrong. HmpxError: so is another argument. Nothing
+            is changed then, and an earlier conversion stays in force.
 
     Example:
         >>> handle = hmpx.convert()
@@ -275,7 +277,7 @@ def install(
     kernels: KernelsAsked = "auto",
     rules: Sequence[ModuleRule] = (),
 ) -> Conversion:
-    """`convert` by a policy that is built already, with rules of modules that end with it."""
+    """Convert by a policy that is built already. `rules` of modules end with the conversion."""
     UserFunctions({0: policy, **{-i: rule.overlay.over(policy) for i, rule in enumerate(rules, 1)}}).check()
     mapping = DtypeMap(dtype_map) if dtype_map else None
     conversion = Conversion(policy, verbose, enabled, mapping, choose(kernels), rules)
@@ -284,7 +286,7 @@ def install(
 
 
 def installed() -> Conversion | None:
-    """The conversion that is installed now."""
+    """Return the conversion that is in force."""
     return installation.current(Conversion)
 
 
@@ -292,9 +294,9 @@ def restore(*optimizers: torch.optim.Optimizer) -> None:
     """Put torch back exactly as it was. Without a conversion, nothing happens.
 
     Args:
-        optimizers: are detached too (`hmpx.detach`), which drops masters and rounds their state to the dtype of the
-            parameters. Optimizers that are not given here stay attached. After ``hmpx.prepare(model, optimizer, ...)``,
-            ``hmpx.restore(optimizer)`` undoes all but the dtype of the parameters.
+        optimizers: optimizers to detach too (`hmpx.detach`), which drops masters and rounds state to the dtype of the
+            parameters. All others stay attached. After ``hmpx.prepare(model, optimizer, ...)``,
+            ``hmpx.restore(optimizer)`` undoes everything except the dtype of the parameters.
 
     Example:
         >>> before = id(torch.matmul)

@@ -57,7 +57,7 @@ class _Decorator(contextlib.ContextDecorator):
 
 
 class _Region(_Decorator, metaclass=_Bare):
-    """A context manager and a decorator, both with and without parentheses."""
+    """A context manager and a decorator, with and without parentheses."""
 
     def __new__(cls, function: Callable | None = None, /, **how: Any) -> Any:
         if function is None:
@@ -75,12 +75,12 @@ class _Region(_Decorator, metaclass=_Bare):
 
 
 class disable_casts(_Region):
-    """No casts inside; and an optimizer step inside writes BF16 parameters by stochastic rounding.
+    """Turn casts off inside, and round the BF16 parameters of optimizer steps inside stochastically.
 
-    ``with hmpx.disable_casts(): optimizer.step()`` computes the step of any `torch.optim.Optimizer` in FP32, on FP32
-    copies of the BF16 parameters and gradients and with FP32 state, and rounds the result into the parameters
-    stochastically (`hmpx.stochastic_round`). FP32 parameters get a plain step. Works without `convert()` as well. An
-    attached optimizer (`hmpx.attach`) goes on as it was attached.
+    ``with hmpx.disable_casts(): optimizer.step()`` computes the step of any `torch.optim.Optimizer` in FP32: on FP32
+    copies of the BF16 parameters and gradients, with FP32 state. It then rounds the result into the parameters
+    stochastically (`hmpx.stochastic_round`). FP32 parameters get a plain step. This works without `convert()` too. An
+    attached optimizer (`hmpx.attach`) steps as it was attached.
 
     Args:
         seed: of the rounding numbers, in [0, 2^64). None: the one that the optimizer's `state_dict` carries, else 0.
@@ -118,7 +118,7 @@ class disable_casts(_Region):
 
 
 class enable_casts(_Region):
-    """Casts on inside a `disable_casts` region, or under ``convert(enabled=False)``; optimizer steps are plain ones.
+    """Turn casts on, inside a `disable_casts` region or under ``convert(enabled=False)``; optimizer steps are plain.
 
     Example:
         >>> handle = hmpx.convert(enabled=False)
@@ -138,11 +138,12 @@ class enable_casts(_Region):
 
 
 class casts(_Decorator):
-    """Casts by other lists inside: a region, nestable, per thread, exception-safe, also a decorator.
+    """Cast by other lists inside. The region nests, holds for one thread, ends on exceptions, and also decorates.
 
-    Lists lie over those that hold around it: they move the ops that they name and leave the others. Casts are on, in
-    `disable_casts()` and under ``convert(enabled=False)`` too. Without `convert()`, nothing happens. Lists that are new
-    to a conversion make it anew, which takes a part of a second; make the region before a loop, not in it.
+    The lists lie over those that hold around the region: they change the ops that they name and leave the others.
+    Casts are on inside, in `disable_casts()` and under ``convert(enabled=False)`` too. Without `convert()`, nothing
+    happens. For new lists the conversion builds more wrappers, which takes a part of a second: make the region before
+    a loop, not in it.
 
     Args:
         rule, bf16, fp32, promote, fp8, low_precision, fp8_format: as of `hmpx.policy_for`.
@@ -192,7 +193,7 @@ class _CastsAgain(casts):
 
 
 def _overlay(rule: Any, *said: Any) -> int:
-    """The number of the overlay that a `casts` region's arguments mean."""
+    """Return the number of the overlay for the arguments of a `casts` region."""
     lists = dict(zip((*SIDES, LOW_PRECISION, FP8_FORMAT), said, strict=True))
     number = overlay_by_hand("casts", rule, lists, sys._getframe(2)).number
     scope_inside(0, number)
@@ -205,16 +206,17 @@ vars(_overlay)["_dynamo_marked_constant"] = True
 class cached_weights(_Region):
     """Cast each weight once, for inference: ops get the cast that was kept, until the region ends.
 
-    The results are the same bits. Kept are casts of `torch.nn.Parameter`s, one for each dtype that the lists ask for;
-    the memory of a BF16 cast is two bytes a parameter, four where FP32 kernels compute with it (``kernels=``). A cast
-    is made anew where the weight has been written to since
-    (in-place ops, `load_state_dict`, `.data`, `numpy()`, `data_ptr()`, DLPack, an optimizer step), and in every call
-    where that could not be told: a weight that needs a gradient while gradients are on, that was made in inference
-    mode, or whose storage something else holds too. The logger "hmpx" warns of those, once for each reason. What cannot
-    be seen is a write through an address that was taken before the cast was kept; call `clear()` after one.
+    The results have the same bits. The region keeps casts of `torch.nn.Parameter`s, one for each dtype that the lists
+    ask for. A BF16 cast takes two bytes a parameter, or four if FP32 kernels compute with it (``kernels=``).
 
-    Nestable, per thread, exception-safe, also a decorator. Compiled code makes its own casts. Without `convert()`,
-    nothing happens.
+    A cast is made again after a write to the weight: by an in-place op, `load_state_dict`, `.data`, `numpy()`,
+    `data_ptr()`, DLPack, an optimizer step. It is made in every call where a write could not be noticed: for a weight
+    that needs a gradient while gradients are on, that was made in inference mode, or whose storage something else holds
+    too. The logger "hmpx" warns once for each such reason. A write through an address that was taken before the cast
+    cannot be noticed; call `clear()` after one.
+
+    The region nests, holds for one thread, ends on exceptions, and also decorates. Compiled code makes its own casts.
+    Without `convert()`, nothing happens.
 
     Example:
         >>> with torch.no_grad(), hmpx.convert(), hmpx.cached_weights() as cache:

@@ -1,9 +1,9 @@
-"""Every change that hmpx makes outside itself is made here and can be undone: old value, new value, how to restore.
+"""Makes every change outside hmpx, and can undo it: old value, new value, how to restore.
 
-Changes are applied in order and undone in reverse. One is undone only where the value that hmpx put still stands. If
-somebody else has put another value on top, theirs stays, and the logger "hmpx" warns of it: what it wraps, which is
-hmpx's, does nothing any more. If a place holds the value already, nothing is recorded, so that a later change by
-somebody else is not undone.
+Changes are applied in order and undone in reverse. A change is undone only if hmpx's value is still there. If somebody
+else has put another value on top, that value stays, and the logger "hmpx" warns: what it wraps is hmpx's and does
+nothing any more. If a place holds the value already, nothing is recorded, so that a later change by somebody else is
+not undone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the op road keeps for the whole process: every variable that changes, here and nowhere else.
+"""Holds every variable of the op road that belongs to the whole process and changes.
 
-Code elsewhere reads and sets these as attributes of this module; those that are never exchanged for another object may
-be imported by name. What belongs to one thread or task, the regions that are open in it, stands in `region_state`; what
-belongs to one conversion, in its handle. What can be made again, such as the catalogue of ops, stays where it is made.
+Other code reads and sets these as attributes of this module; a variable that is never replaced by another object may be
+imported by name. The regions that are open in one thread or task are in `region_state`. What belongs to one conversion
+is in its handle. What can be computed again, such as the catalogue of ops, stays in the file that computes it.
 
-`in_use` says what differs from a process in which nothing is converted.
+`in_use` says how this process differs from one in which nothing is converted.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ examined: list[Any] = []
 # Who waits for a module to be imported, by its name (hmpx.base.awaited).
 awaited: dict[str, WeakSet[Any]] = {}
 
-# The caches of casts of weights, by thread; empty while nobody caches (ops.wrapping.weight_cache). While one is open, ways to
-# write to a tensor that leave no trace are watched.
+# The caches of casts of weights, by thread (ops.wrapping.weight_cache); empty while nobody caches. While one is open,
+# `watching_writes` watches those ways to write to a tensor that leave no trace.
 open_caches: dict[int, Any] = {}
 watching_writes = Changes()
 
-# The rule of each code that a wrapper runs, by identity: two codes written from one source are equal (ops.wrapping.callers).
-# It grows with the wrappers that are written, and these are kept, too.
+# The rule of each code that a wrapper runs (ops.wrapping.callers), by identity, because two codes written from one source
+# are equal. It grows with the wrappers that are written; these are kept, too.
 rules: dict[int, tuple[types.CodeType, Any]] = {}
 
 

@@ -1,10 +1,10 @@
-"""Whether casts are on in this thread, and which lists hold.
+"""Says whether casts are on in this thread, and which lists hold.
 
-Three things decide, the innermost first: a region opened in this thread (`disable_casts`, `enable_casts`, the inside of
-a listed Python function, an optimizer step), the default that `convert(enabled=...)` set, and whether torch is
-converted at all. The first is kept here, by thread and task; the others are the process's, in `process_state`.
-Which lists hold is a *scope*, a number: 0 for the conversion's own, another for each nesting of lists that modules and
-regions lay over them (`ops.overlays`).
+Three things decide, the innermost first: a region that is open in this thread (`disable_casts`, `enable_casts`, the
+inside of a listed Python function, an optimizer step), the default that `convert(enabled=...)` set, and whether torch
+is converted at all. This file keeps the first, by thread and task; `process_state` keeps the others. The lists that
+hold are named by a *scope*, a number: 0 for the conversion's own, another one for each nesting of lists that modules
+and regions lay over them (`ops.overlays`).
 
 `process_state.off_somewhere` is empty while every thread casts, so the wrapper of an op pays one truth test for all of
 this. The wrappers of a conversion hold the dict of their time: `retire` leaves it to them, with an entry that stays.
