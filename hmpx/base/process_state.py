@@ -61,8 +61,8 @@ awaited: dict[str, WeakSet[Any]] = {}
 open_caches: dict[int, Any] = {}
 watching_writes = Changes()
 
-# The rule of each code that a wrapper runs (ops.wrapping.callers), by identity, because two codes written from one source
-# are equal. It grows with the wrappers that are written; these are kept, too.
+# The rule of each code that a wrapper runs (ops.wrapping.callers). By identity, because two codes that are written from
+# one source are equal. It grows with the wrappers that are written; these are kept, too.
 rules: dict[int, tuple[types.CodeType, Any]] = {}
 
 
