@@ -61,8 +61,11 @@ def test_a_with_gives_a_plain_conversion_back_too(matmul, exp):
 
 
 def test_without_a_with_a_second_call_replaces_the_first_for_good(matmul, exp):
-    hmpx.convert(**matmul)
+    first = hmpx.convert(**matmul)
     second = hmpx.convert(**exp)
+    assert found() == EXP and second.active and not first.active
+    first.restore()  # not the one in force: nothing happens
+    assert found() == EXP and second.active
     second.restore()
     assert found() == NONE
     with hmpx.convert(**matmul):

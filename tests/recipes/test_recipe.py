@@ -138,44 +138,36 @@ def test_nxds_standard_is_training_of_fp32_copies_with_fp32_gradients():
     hmpx.restore()
 
 
-def _under(rank, how):
+def _under(rank):
     """Three steps of two micro-batches under NxD's recipe, by each way to distribute; no ZeRO asks for its keys."""
-    model = Small()
-    model = shard(model, "plain") if how == "fsdp2" else DistributedDataParallel(model)
-    if how == "zero1":
-        optimizer = ZeroRedundancyOptimizer(list(model.parameters()), optim.AdamW, lr=1e-2)
-        hmpx.prepare(model, optimizer, {"mixed_precision_config": {}})
-    else:
-        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        config = {"use_master_weights": True, "use_fp32_grad_acc": True}
-        hmpx.prepare(model, optimizer, {"mixed_precision_config": config})
-    for step in range(3):
-        for micro in range(2):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)).bfloat16()
-            if how == "fsdp2":
-                model.set_requires_gradient_sync(True)
-                model(x).square().sum().backward()
-            elif micro == 0:
-                with model.no_sync():
-                    model(x).square().sum().backward()
-            else:
-                model(x).square().sum().backward()
-        assert all(p.grad.dtype is torch.float32 for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-    names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
-    held = digest(dict(zip(names, model.parameters(), strict=True)))
-    hmpx.restore()
-    hmpx.detach(optimizer)
-    return held
+    asked = {"use_master_weights": True, "use_fp32_grad_acc": True}
+    found = {}
+    for how in ("ddp", "zero1", "fsdp2"):
+        model = shard(Small(), "plain") if how == "fsdp2" else DistributedDataParallel(Small())
+        if how == "zero1":
+            optimizer = ZeroRedundancyOptimizer(list(model.parameters()), optim.AdamW, lr=1e-2)
+        else:
+            optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        hmpx.prepare(model, optimizer, {"mixed_precision_config": {} if how == "zero1" else asked})
+        for step in range(3):
+            for micro in range(2):
+                drawn = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+                waits = how != "fsdp2" and micro == 0
+                with model.no_sync() if waits else contextlib.nullcontext():
+                    model(torch.randn(4, 6, generator=drawn).bfloat16()).square().sum().backward()
+            assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        found[how] = digest({name.removeprefix("module."): p for name, p in model.named_parameters()})
+        hmpx.restore()
+        hmpx.detach(optimizer)
+    return found
 
 
 @needs_grad_dtype
 def test_nxds_recipe_under_ddp_zero_and_fsdp():
-    ddp = ranks.run(2, _under, "ddp")
-    assert ddp[0] == ddp[1] and ranks.run(2, _under, "zero1") == ddp
-    one, other = ranks.run(2, _under, "fsdp2")  # which reduces each micro-batch in BF16, so other bits
-    assert one == other
+    one, other = ranks.run(2, _under)
+    assert one == other and one["ddp"] == one["zero1"]  # FSDP2 reduces each micro-batch in BF16, so other bits
 
 
 def _refused(rank):
