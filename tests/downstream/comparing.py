@@ -7,19 +7,16 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import hmpx
+from tests.downstream.by_hand import AUTOCASTS
 from tests.downstream.zoo import ZOO, floating
 
-LISTS = Path(hmpx.__file__).parent / "oplists" / "autocast-cpu"
 under_autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
-under_its_lists = functools.partial(
-    hmpx.convert, **{f"{side}_file_path": LISTS / f"{side}.txt" for side in ("bf16", "fp32", "promote")}
-)
+under_its_lists = functools.partial(hmpx.convert, **AUTOCASTS)
 
 
 def made(name: str) -> tuple[nn.Module, dict]:

@@ -116,6 +116,18 @@ def test_release_gradients_with_accumulation_is_refused():
     assert model[0].weight.dtype is torch.float32
 
 
+def test_accelerate_clips_through_torch():
+    """Gradients that are released can be clipped no more."""
+    model = net().bfloat16()
+    optimizer = adamw(model.parameters())
+    hmpx.attach(optimizer, release_gradients=True)
+    model(torch.ones(2, 16, dtype=BF16)).float().square().sum().backward()
+    for clip in (accelerate.Accelerator(cpu=True).clip_grad_norm_, accelerate.Accelerator(cpu=True).clip_grad_value_):
+        with pytest.raises(hmpx.HmpxError, match="release_gradients=False"):
+            clip(model.parameters(), 1.0)
+    optimizer.step()
+
+
 def test_a_model_that_accelerate_compiles():
     eager = Run(RECIPES["FP32 weights"], "after").train(batches())
     hmpx.restore()

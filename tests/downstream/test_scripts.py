@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import python
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def run(script: str, *under: str) -> tuple[dict, str]:
     """What the script reports at its end, and what it wrote to standard error."""
-    done = subprocess.run(
-        [sys.executable, *under, SCRIPTS / script],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = python.run(*under, SCRIPTS / script, check=True)
     report = next(line for line in done.stdout.splitlines() if line.startswith("REPORT "))
     return json.loads(report.removeprefix("REPORT ")), done.stderr
 
