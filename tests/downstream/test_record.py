@@ -22,7 +22,7 @@ FAMILIES = {  # ops in record, and what the dispatcher runs for them
     "softmax": "_softmax",
     "conv1d conv2d": "convolution",
     "gelu": "gelu",
-    "relu": "relu",
+    "relu": "relu relu_",
     "tanh": "tanh",
     "rsqrt": "rsqrt",
     "embedding": "embedding",

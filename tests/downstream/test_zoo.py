@@ -9,14 +9,7 @@ import pytest
 import torch
 
 import hmpx
-from tests.downstream.comparing import (
-    differences,
-    held_functions,
-    made,
-    run,
-    under_autocast,
-    under_its_lists,
-)
+from tests.downstream.comparing import differences, held_functions, made, run, under_autocast, under_its_lists
 from tests.downstream.zoo import NO_KERNEL, ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -258,9 +258,9 @@ def _script(how, recipe):
 @needs_grad_dtype
 @pytest.mark.parametrize("recipe", ["neuron-bf16-sr", pytest.param("nxd-standard", marks=pytest.mark.slow)])
 def test_ranks(recipe):
-    (alone,) = ranks.run(1, _distributed, ["alone"], recipe)
+    alone = _script("alone", recipe)
     for found in ranks.run(2, _distributed, ["ddp", "zero", "fsdp2"], recipe):
-        assert found == dict.fromkeys(("ddp", "zero", "fsdp2"), alone["alone"])
+        assert found == dict.fromkeys(("ddp", "zero", "fsdp2"), alone)
 
 
 def _nxd(rank):
