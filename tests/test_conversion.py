@@ -250,7 +250,7 @@ def test_verbose_casts_give_the_same_bits(lists):
         assert all(torch.equal(a, b) for a, b in zip(run(), quiet, strict=True))
 
 
-def test_verbose_is_seen_without_any_logging_setup(tmp_path):
+def test_verbose_is_seen_without_any_logging_setup():
     code = "import hmpx, torch; hmpx.convert(isVerbose=True); torch.ones(2, 2) @ torch.ones(2, 2); hmpx.restore()"
     done = python.run("-c", code, check=True)
     assert "hmp:opt_level  O1" in done.stderr and "matmul as" in done.stderr and "1 times" in done.stderr
@@ -272,7 +272,7 @@ print("last")
 """
 
 
-def test_verbose_stands_between_what_the_program_prints(tmp_path):
+def test_verbose_stands_between_what_the_program_prints():
     """Both streams in one pipe, as `python train.py 2>&1 | tee log`; the counts come where nothing restores, too."""
     command = [f"{python.folder()}/python", "-c", IN_ORDER]
     together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

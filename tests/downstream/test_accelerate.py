@@ -72,8 +72,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(when, recipe, tmp_path, c
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_mixed_precision_is_refused_and_changes_nothing(precision, when):
+def test_mixed_precision_is_refused_and_changes_nothing(precision):
     if precision == "fp16":
         accelerate.state.AcceleratorState._reset_state(True)
         accelerate.Accelerator(cpu=True)

@@ -186,7 +186,7 @@ def test_the_shell_tells_of_a_function_that_wants_arguments_and_of_ctrl_c(tmp_pa
     assert "interrupted; nothing was written" in capsys.readouterr().err and not [*(tmp_path / "tuned").iterdir()]
 
 
-def test_confirm_trains_under_the_lists_beside_fp32_in_two_orders(tmp_path):
+def test_confirm_trains_under_the_lists_beside_fp32_in_two_orders():
     """By hand: FP32 with nothing converted, batches as drawn from the seed, losses of four batches."""
     made, data = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)), classes()
     make = partial(torch.optim.SGD, lr=0.1)
