@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx import process_state
 from tests.downstream.comparing import made
+from tests.support.dispatched import Seen
 from tests.support.untouched import attributes_of_torch
 
-LIBRARIES = tuple(os.path.dirname(module.__file__) + os.sep for module in (torch, hmpx))
 FAMILIES = {  # ops in record, and what the dispatcher runs for them
     "linear matmul bmm baddbmm addmm": "addmm mm bmm baddbmm",
     "layer_norm": "native_layer_norm",
@@ -27,24 +23,6 @@ FAMILIES = {  # ops in record, and what the dispatcher runs for them
     "rsqrt": "rsqrt",
     "embedding": "embedding",
 }
-
-
-class Seen(TorchDispatchMode):
-    """(operator, the line of code outside of torch, the floating dtypes that it was given)"""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        frame = sys._getframe(1)
-        while frame.f_code.co_filename.startswith((*LIBRARIES, "<hmpx")):
-            frame = frame.f_back
-        tensors = torch.utils._pytree.tree_leaves((args, kwargs))
-        dtypes = {x.dtype for x in tensors if isinstance(x, torch.Tensor) and x.is_floating_point()}
-        name = func._schema.name.removeprefix("aten::")
-        self.ops.add((name, f"{frame.f_code.co_filename}:{frame.f_lineno}", frozenset(dtypes)))
-        return func(*args, **(kwargs or {}))
 
 
 def ran_in(site):
@@ -67,7 +45,7 @@ def test_the_dtypes_in_the_record_are_those_that_the_dispatcher_sees(name, recip
     compared = 0
     for ops, operators in FAMILIES.items():
         recorded = {(site.where, ran_in(site)) for site in log.sites if site.op in ops.split()}
-        dispatched = {(where, dtypes) for operator, where, dtypes in seen.ops if operator in operators.split()}
+        dispatched = {(where, dtypes) for where, operator, dtypes in seen.ops if operator in operators.split()}
         assert recorded == dispatched, ops
         compared += len(recorded)
     first = log.first_nonfinite
