@@ -48,7 +48,7 @@ def run(repeat: int, device: torch.device) -> measure.Bench:
         "autocast": (lambda: autocast(device, cache=False), calls),
         "hmpx": (lambda: converted(device), calls),
     }
-    times = measure.best_times_in(ways, repeat, device)
+    times = measure.times_in(ways, repeat, device, min, is_short=True)
     rows = []
     for name in calls:
         micro = {way: 1e6 * taken[name] / _CALLS for way, taken in times.items()}
@@ -79,7 +79,7 @@ def run_kept(repeat: int, device: torch.device) -> measure.Bench:
     }
     many = {way: (context, {"": _many(works[""], calls)}) for way, (context, works) in ways.items()}
     with torch.no_grad():
-        times = measure.best_times_in(many, repeat, device)
+        times = measure.times_in(many, repeat, device, min, is_short=True)
     rows = [measure.Line(way, {"us": 1e6 * taken[""] / calls}) for way, taken in times.items()]
     return measure.Bench(f"A linear layer, {_BATCH} x {_SIDE} to {_SIDE}, {measure.where(device)}", rows)
 

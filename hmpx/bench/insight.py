@@ -39,7 +39,7 @@ def run(repeat: int, device: torch.device, models: Sequence[str]) -> measure.Ben
             "off": (lambda: _recorded_before(device), works),
             "record": (lambda: _recording(device), works),
         }
-        times = {way: taken[_STEP] for way, taken in measure.median_times_in(ways, repeat, device).items()}
+        times = {way: taken[_STEP] for way, taken in measure.times_in(ways, repeat, device).items()}
         begin, times["compare"], runs = _compared(subject, max(1, repeat // 5), device)
         figures = {"hmpx ms": 1e3 * times["hmpx"], "torch ms": 1e3 * times["torch"], "begin ms": 1e3 * begin}
         figures |= {f"{way}/hmpx": times[way] / times["hmpx"] for way in ("off", "record", "compare")}

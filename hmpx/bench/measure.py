@@ -63,59 +63,47 @@ def _digits(column: str) -> int:
     return 3 if column.endswith("ms") else 2
 
 
+Way = tuple[Callable[[], AbstractContextManager], Mapping[str, Callable[[], object]]]  # a context, works by name
+_LOOKS = 10
+
+
 def best_times(candidates: Mapping[str, Callable[[], object]], repeat: int, device: torch.device) -> dict[str, float]:
-    """Return the least seconds of each candidate; every round calls each, after two rounds that do not count.
+    """Return the least seconds of each candidate.
 
     For work of some milliseconds that is bound by memory: what other programs do at the same time is only ever added.
     """
     ways: dict[str, Way] = {name: (contextlib.nullcontext, {"": candidate}) for name, candidate in candidates.items()}
-    return {name: min(taken[""]) for name, taken in _times_in(ways, repeat, device).items()}
+    return {name: taken[""] for name, taken in times_in(ways, repeat, device, min).items()}
 
 
-Way = tuple[Callable[[], AbstractContextManager], Mapping[str, Callable[[], object]]]  # a context, works by name
-
-
-def median_times_in(ways: Mapping[str, Way], repeat: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Return median seconds of each piece of work in each way, by way and work.
+def times_in(
+    ways: Mapping[str, Way],
+    repeat: int,
+    device: torch.device,
+    reduced: Callable[[list[float]], float] = statistics.median,
+    *,
+    is_short: bool = False,
+) -> dict[str, dict[str, float]]:
+    """Return the seconds of each piece of work in each way, by way and work: their median over rounds.
 
     A way is a context and the works to be done in it. Every round goes through all ways, after two rounds that do not
     count; in each, a work is done once before it is measured, so that entering the context leaves no trace.
+
+    Args:
+        reduced: what to take over rounds in place of the median.
+        is_short: the work takes a millisecond or less. It is measured ten times whenever its way is in turn, and the
+            least counts: some of these times nothing else has disturbed.
     """
-    times = _times_in(ways, repeat, device)
-    return {way: {name: statistics.median(taken) for name, taken in works.items()} for way, works in times.items()}
-
-
-_LOOKS = 10
-
-
-def best_times_in(ways: Mapping[str, Way], repeat: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Return the least seconds of each piece of work in each way, by way and work.
-
-    As `median_times_in`, but for work of a millisecond or less, which is measured ten times whenever its way is in
-    turn: some of these nothing else has disturbed.
-    """
-    best: dict[str, dict[str, float]] = {way: {} for way in ways}
-    for _ in range(repeat):
-        for way, (context, works) in ways.items():
-            with context():
-                for name, work in works.items():
-                    work()
-                    now = min(_seconds(work, 1, device) for _ in range(_LOOKS))
-                    best[way][name] = min(now, best[way].get(name, now))
-    return best
-
-
-def _times_in(ways: Mapping[str, Way], repeat: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
-    """Return seconds of each piece of work in each round that counts."""
     times: dict[str, dict[str, list[float]]] = {way: {name: [] for name in works} for way, (_, works) in ways.items()}
-    for turn in range(repeat + 2):
+    for _ in range(repeat + 2):
         for way, (context, works) in ways.items():
             with context():
                 for name, work in works.items():
                     work()
                     taken = times[way][name]
-                    taken.append(_seconds(work, _calls(taken[-1]) if turn else 1, device))
-    return {way: {name: taken[2:] for name, taken in works.items()} for way, works in times.items()}
+                    calls = 1 if is_short or not taken else _calls(taken[-1])
+                    taken.append(min(_seconds(work, calls, device) for _ in range(_LOOKS if is_short else 1)))
+    return {way: {name: reduced(taken[2:]) for name, taken in works.items()} for way, works in times.items()}
 
 
 def _calls(seconds: float) -> int:

@@ -43,7 +43,7 @@ def _eager(model: str, repeat: int, device: torch.device) -> list[measure.Line]:
         "hmpx": (functools.partial(casts.converted, device), subject.works()),
         _CACHED: (functools.partial(_cached, device), subject.inferences()),
     }
-    return _rows(f"{model}, eager", measure.median_times_in(ways, repeat, device))
+    return _rows(f"{model}, eager", measure.times_in(ways, repeat, device))
 
 
 def _compiled(model: str, repeat: int, device: torch.device) -> list[measure.Line]:
@@ -56,7 +56,7 @@ def _compiled(model: str, repeat: int, device: torch.device) -> list[measure.Lin
             "autocast": (disable_casts, subject.works(functools.partial(casts.autocast, device))),
             "hmpx": (contextlib.nullcontext, subject.works()),
         }
-        return _rows(f"{model}, compiled", measure.median_times_in(ways, repeat, device))
+        return _rows(f"{model}, compiled", measure.times_in(ways, repeat, device))
 
 
 @contextlib.contextmanager

@@ -32,12 +32,16 @@ class ModuleNames:
         known = self._known.get(id(module))
         if known is None or known[0]() is not module:
             *_, root = modules(frame)  # the outermost
-            for name, each in root.named_modules():
-                for wrapper in _WRAPPERS:
-                    name = f"{name}.".replace(wrapper, "", 1).rstrip(".") if name else name
-                self._known[id(each)] = weakref.ref(each), name or type(each).__name__
+            self.add(root)
             known = self._known.get(id(module))
         return known[1] if known else type(module).__name__
+
+    def add(self, root: torch.nn.Module) -> None:
+        """Name the modules of a model by their names in it."""
+        for name, each in root.named_modules():
+            for wrapper in _WRAPPERS:
+                name = f"{name}.".replace(wrapper, "", 1).rstrip(".") if name else name
+            self._known[id(each)] = weakref.ref(each), name or type(each).__name__
 
     def of_tensor(self, tensor: torch.Tensor, frame: types.FrameType) -> str:
         """Return the name of a parameter or buffer; "" for any other tensor."""

@@ -25,12 +25,8 @@ from hmpx.recipes.recipe import Recipe
 _imported = "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules
 if TYPE_CHECKING or (_imported and importlib.util.find_spec("lightning")):
     from lightning.pytorch.plugins.precision import Precision
-
-    _FRAMEWORK = "lightning"
 else:
     from pytorch_lightning.plugins.precision import Precision
-
-    _FRAMEWORK = "pytorch_lightning"
 
 __all__ = ["HPUPrecisionPlugin", "HmpxPrecision"]
 
@@ -88,7 +84,7 @@ class HmpxPrecision(Precision):
         self._set_up(recipe, verbose)
 
     def _set_up(self, recipe: Stated, verbose: bool = False) -> None:
-        self._setting_up = SettingUp(type(self).__name__, _FRAMEWORK, recipe, verbose)
+        self._setting_up = SettingUp(type(self).__name__, recipe, verbose)
         self._undo = contextlib.ExitStack()  # until the optimizers are attached
         narrow = self.recipe.parameter_dtype == "bfloat16"
         self.precision: Any = "bf16-true" if narrow else "32-true"  # what Lightning computes the size of the model by

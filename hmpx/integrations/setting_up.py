@@ -1,6 +1,6 @@
-"""A recipe that a trainer sets up in parts, as it makes things: the model, its optimizers, casts around each forward.
+"""Sets a recipe up in parts, as a trainer makes its model and optimizers and calls each forward.
 
-`hmpx.prepare` does the same at once, for whoever has model and optimizer in hand.
+`hmpx.prepare` does the same at once, where model and optimizer are made already.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from hmpx.conversion import Conversion
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.recipes import frameworks
-from hmpx.recipes.activate import Activation, cast_models_of
+from hmpx.recipes.activate import Activation, cast_before_distribution
 from hmpx.recipes.constructor_hooks import watch_distribution
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
-from hmpx.recipes.recipe import Recipe, changed
+from hmpx.recipes.recipe import changed
 from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attached, check_torch, detach
-from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, in_job
+from hmpx.updates.stepping.names import inside_zero
 
 _of_trainers: WeakSet[Conversion] = WeakSet()  # those that a trainer's plugin has made
 
 
 class SettingUp:
-    """One recipe in the hands of one trainer.
+    """Sets one recipe up for one trainer.
 
-    recipe: what is in force. words: the plugin as a user would write it.
+    recipe: the recipe that is in force. words: the plugin as a user would write it.
 
     Raises:
         HmpxError: the recipe is wrong, or asks for what this torch does not have.
     """
 
-    def __init__(self, plugin: str, framework: str, asked: Stated, verbose: bool = False) -> None:
+    def __init__(self, plugin: str, asked: Stated, verbose: bool = False) -> None:
         recipe = as_recipe(asked)
         if verbose:
             recipe = changed(recipe, verbose=True)
@@ -55,10 +55,9 @@ class SettingUp:
         self._policy = recipe.policy()  # lists are read now: a script may change its folder
         self._conversion: Conversion | None = None
         self._rules: list[ModuleRule] = []
-        frameworks.say_version(framework)
 
     def refuse(self, asked: Iterable[frameworks.FrameworkSetting]) -> None:
-        """Raise if the framework was asked for what does not go with the recipe, or another recipe is in force."""
+        """Raise if a setting of the framework conflicts with the recipe, or another recipe is in force."""
         if installation.current(Activation) is not None:
             raise HmpxError(
                 f"{self._plugin} sets a recipe up, and hmpx.activate (or `python -m hmpx run`) has one in force: take "
@@ -91,25 +90,25 @@ class SettingUp:
         """Return a context that casts each model before `fully_shard` or DistributedDataParallel takes it."""
         with Changes() as changes:
             if in_job():
-                watch_distribution(lambda module: _cast_whole(module, self.recipe), changes)
+                watch_distribution(lambda module: cast_before_distribution(module, self.recipe), changes)
             yield
 
     def attach(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
         """Attach an optimizer, whatever it is wrapped in, unless it has no BF16 parameters."""
         optimizer = frameworks.unwrapped(optimizer)
-        recipe = self.recipe.under_zero(zero.inner(optimizer) is not None)
+        recipe = self.recipe.under_zero(inside_zero(optimizer) is not None)
         with recipe.naming_lines():
             attach_made(optimizer, recipe.settings(), [model])
 
     def install(self) -> None:
-        """Convert torch; casts stay off but in `casts()`."""
+        """Convert torch; casts stay off except in `casts()`."""
         if self._conversion is None or not self._conversion.active:
             self._conversion = convert(self.recipe, self._policy, enabled=False, rules=self._rules)
             if self._conversion is not None:
                 _of_trainers.add(self._conversion)
 
     def restore(self) -> None:
-        """Put torch back, if this is what it is converted by. Optimizers stay attached: their state is to be saved."""
+        """Put torch back, if this converted it. Optimizers stay attached: their state is to be saved."""
         if self._conversion is not None:
             self._conversion.restore()
             self._conversion = None
@@ -137,12 +136,6 @@ class SettingUp:
             yield
         finally:
             region_state.leave(region)
-
-
-def _cast_whole(module: torch.nn.Module, recipe: Recipe) -> None:
-    with contextlib.ExitStack() as undo:
-        cast_models_of(list(module.parameters()), recipe, undo)
-        undo.pop_all()
 
 
 def detach_new(optimizers: Iterable[torch.optim.Optimizer], undo: contextlib.ExitStack) -> None:

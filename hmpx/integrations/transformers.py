@@ -57,7 +57,7 @@ class HmpxCallback(TrainerCallback):
     """
 
     def __init__(self, recipe: Stated, *, verbose: bool = False) -> None:
-        self._setting_up = SettingUp(type(self).__name__, "transformers", recipe, verbose)
+        self._setting_up = SettingUp(type(self).__name__, recipe, verbose)
 
     @property
     def recipe(self) -> Recipe:
@@ -119,9 +119,9 @@ class HmpxCallback(TrainerCallback):
 
 
 class Forward:
-    """The casts around the forward of a model, as hooks: on it, and on each model inside, which `generate` calls.
+    """Casts around the forward of a model, by hooks on it and on each model inside, which `generate` calls.
 
-    Copies of the model share this; a pickle of it has nothing.
+    Copies of the model share this object; a pickle of it is empty.
     """
 
     def __init__(self, setting_up: SettingUp | None = None, control: Any = None, model: Module | None = None) -> None:

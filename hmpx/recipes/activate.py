@@ -23,9 +23,8 @@ from hmpx.recipes.prepare import attach_made, cast_model, convert, facts
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attached, detach
-from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
-from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.names import inside_zero, parameters
 from hmpx.yaml_files import shown
 
 logger = logging.getLogger("hmpx")
@@ -93,9 +92,7 @@ class Activation(Installation):
         self._changes.close()
 
     def _distributes(self, module: torch.nn.Module) -> None:
-        with contextlib.ExitStack() as undo:
-            self._take(cast_models_of(list(module.parameters()), self.recipe, undo))
-            undo.pop_all()
+        self._take(cast_before_distribution(module, self.recipe))
 
     def _take(self, models: list[torch.nn.Module]) -> None:
         """Give models the recipe's rules for their modules."""
@@ -115,7 +112,7 @@ class Activation(Installation):
         with contextlib.ExitStack() as undo:  # a refusal leaves the models as they were
             models = cast_models_of(parameters(optimizer), self.recipe, undo)
             with self.recipe.naming_lines():
-                attach_made(optimizer, self._settings[zero.inner(optimizer) is not None], models, self._group)
+                attach_made(optimizer, self._settings[inside_zero(optimizer) is not None], models, self._group)
             undo.pop_all()
         self._take(models)
 
@@ -135,6 +132,14 @@ def cast_models_of(
     if not recipe.dtype_map:  # under a map, a model is made in the right dtype
         for model in models:
             cast_model(model, recipe, undo)
+    return models
+
+
+def cast_before_distribution(module: torch.nn.Module, recipe: Recipe) -> list[torch.nn.Module]:
+    """Cast the models that a module is a part of, and return them."""
+    with contextlib.ExitStack() as undo:
+        models = cast_models_of(list(module.parameters()), recipe, undo)
+        undo.pop_all()
     return models
 
 

@@ -1,4 +1,4 @@
-"""Hooks in constructors: what sees every optimizer when it has been made, and every model before it is distributed."""
+"""Hooks in constructors: they see every optimizer when it has been made, and every model before it is distributed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> Non
         watch.watch(cls)
 
 
-def watch_distribution(distributes: Callable[[Module], None], changes: Changes) -> None:
+def watch_distribution(distributes: Callable[[Module], object], changes: Changes) -> None:
     """Call `distributes` with each module that DistributedDataParallel or `fully_shard` is about to wrap."""
     init = DistributedDataParallel.__init__
     ended: list[bool] = []
@@ -106,7 +106,7 @@ def watch_distribution(distributes: Callable[[Module], None], changes: Changes) 
     wrapt.register_post_import_hook(imported, "torch.distributed.fsdp")
 
 
-def _watched_shard(fully_shard: Callable, distributes: Callable[[Module], None], ended: list) -> Callable:
+def _watched_shard(fully_shard: Callable, distributes: Callable[[Module], object], ended: list) -> Callable:
     @functools.wraps(fully_shard)
     def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
         for each in module if isinstance(module, list | tuple) else (module,):

@@ -7,7 +7,6 @@ run``, warns of it once. Frameworks are read through the objects that a user mak
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,9 +23,6 @@ from hmpx.recipes.constructor_hooks import ConstructorWatch
 from hmpx.recipes.recipe import Recipe
 
 logger = logging.getLogger("hmpx")
-
-# What the tests were last run with; constraints.txt pins the same.
-TESTED = {"accelerate": "1.15.0", "lightning": "2.6.6", "pytorch_lightning": "2.6.6", "transformers": "5.23.0"}
 
 AUTOCAST, MODEL_DTYPE, ENGINE = "autocast", "model dtype", "engine"
 ACCUMULATION, GRADIENT_NORM = "accumulation", "gradient norm"
@@ -94,12 +90,6 @@ def of_lightning(trainer: Any) -> Iterator[FrameworkSetting]:
         yield FrameworkSetting(f"Trainer(gradient_clip_val={trainer.gradient_clip_val})", GRADIENT_NORM)
 
 
-def has_accelerator() -> bool:
-    """Return whether this process has an `Accelerator`."""
-    states = sys.modules.get("accelerate.state")
-    return states is not None and bool(states.AcceleratorState._shared_state)
-
-
 def conflict(asked: FrameworkSetting, recipe: Recipe) -> str:
     """Return why a setting conflicts with a recipe, and the way out; an empty string if it does not."""
     if asked.what == AUTOCAST and recipe.opt_level is not None:
@@ -122,32 +112,14 @@ def conflict(asked: FrameworkSetting, recipe: Recipe) -> str:
 
 
 def refuse(everything: Iterable[FrameworkSetting], recipe: Recipe) -> None:
-    """Raise for settings that conflict with a recipe. Say at INFO where autocast and a recipe both make sense.
+    """Raise for settings that conflict with a recipe.
 
     Raises:
         HmpxError: every conflict, one a line.
     """
-    everything = list(everything)
     conflicts = list(filter(None, (conflict(asked, recipe) for asked in everything)))
     if conflicts:
         raise HmpxError("\n".join(conflicts))
-    for asked in everything:
-        if asked.what == AUTOCAST:
-            logger.info("hmpx: %s casts the ops, the recipe (opt_level null) holds the weights", asked.words)
-
-
-def say_version(framework: str) -> None:
-    """Say once, at INFO, if a framework has another version than the tests were run with."""
-    try:
-        version = importlib.metadata.version(framework.replace("_", "-"))
-    except importlib.metadata.PackageNotFoundError:  # it was not installed, but put on the path
-        version = "of unknown version"
-    if version != TESTED[framework] and framework not in _told_of_version:
-        _told_of_version.add(framework)
-        logger.info("hmpx: %s %s is installed; the tests were run with %s", framework, version, TESTED[framework])
-
-
-_told_of_version: set[str] = set()
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -178,7 +150,6 @@ def watch_frameworks(recipe: Recipe, changes: Changes) -> None:
 
     def made(trainer: Any) -> None:  # a Trainer makes an Accelerator: the outer one is seen
         cls = next(each for each in type(trainer).__mro__ if each.__module__ in _CONSTRUCTORS)
-        say_version(cls.__module__.split(".")[0])
         for asked in _CONSTRUCTORS[cls.__module__][1](trainer):
             if asked not in said and (why := conflict(asked, recipe)):
                 said.add(asked)

@@ -1,4 +1,4 @@
-"""The keys of a recipe: which values each may have, what is wrong with a value, and what rules say of a parameter."""
+"""The keys of a recipe: their legal values, what is wrong with a value, and which rules a parameter gets."""
 
 from __future__ import annotations
 

@@ -27,11 +27,10 @@ from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import Stated, as_recipe
 from hmpx.updates.attach import attach, attached
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare
 from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.ranks.sharding import is_sharded
-from hmpx.updates.stepping.names import named, names_in, parameters
+from hmpx.updates.stepping.names import inside_zero, named, names_in, parameters
 
 logger = logging.getLogger("hmpx")
 
@@ -85,12 +84,10 @@ def prepare(
         raise HmpxError("prepare needs an optimizer, and the list has none; hmpx.convert() casts ops alone")
     stepping = [frameworks.unwrapped(each) for each in optimizers]
     stated = as_recipe(recipe)
-    recipes = [stated.under_zero(zero.inner(each) is not None) for each in stepping]
+    recipes = [stated.under_zero(inside_zero(each) is not None) for each in stepping]
     whole = recipes[0]
     policy = whole.policy()
     frameworks.refuse(frameworks.of_accelerate(), whole)
-    if frameworks.has_accelerator():
-        frameworks.say_version("accelerate")
     compare("hmpx.prepare", facts(whole), process_group)
     with whole.naming_lines():
         settings = [of_own(own.settings(), each, model, [model]) for own, each in zip(recipes, stepping, strict=True)]

@@ -8,6 +8,7 @@ rounds a tensor of any size in 26 calls, and asks for no value.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -73,43 +74,39 @@ def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride
 
 
 def _round_row(out: Tensor, x: Tensor, key: int, offset: int) -> None:
-    c, odd = _scratch(x.device), offset & 1
+    c = _scratch(x.device)
     # A sum of squares below 1e38 proves that there is no inf, no NaN and no number past BF16's maximum.
     special = not torch.dot(x, x).item() < 1e38
-    last = None
-    keys = _keys(key, offset, x.numel(), x.device)
-    for k, x_chunk, out_chunk in zip(keys, x.split(_CHUNK), out.split(_CHUNK), strict=True):
-        if (count := x_chunk.numel()) != last:
-            last = count
-            pairs, bits = (count + odd + 1) // 2, c.bits[:count]
-            products, h, t = c.products[:pairs], c.hash[:pairs], c.shifted[:pairs]
-            # Little-endian: the low half of a number belongs to the even element.
-            halves, rounded = h.view(torch.uint16)[odd : odd + count], bits.view(torch.float32)
-        _mix(products, h, t, *k, c)
-        bits.copy_(halves)
+    for here, numbers in _numbers_by_chunk(x.numel(), key, offset, x.device):
+        x_chunk, out_chunk, bits = x[here], out[here], c.bits[: numbers.numel()]
+        bits.copy_(numbers)
         bits.add_(x_chunk.view(torch.int32)).bitwise_and_(c.high_16)
-        out_chunk.copy_(rounded)
+        out_chunk.copy_(bits.view(torch.float32))
         if special:
             nearest = torch.where(x_chunk.isnan(), _quiet(x_chunk), x_chunk.to(torch.bfloat16))
             out_chunk.copy_(torch.where(x_chunk.abs() <= BF16_MAX, out_chunk, nearest))
 
 
-def _keys(key: int, offset: int, count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return k1 and k2 of each chunk."""
+def _numbers_by_chunk(count: int, key: int, offset: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the random numbers of each chunk, uint16, in a buffer that the next chunk overwrites."""
+    c, odd = _scratch(device), offset & 1
     k2 = torch.tensor(signed(key >> 32), dtype=torch.int32, device=device)
-    k1 = [signed(key + ((offset + start) // 2) * GOLDEN) for start in range(0, count, _CHUNK)]
-    return [(each, k2) for each in torch.tensor(k1, dtype=torch.int32, device=device).unbind()]
-
-
-def _mix(products: Tensor, h: Tensor, t: Tensor, k1: Tensor, k2: Tensor, c: _Scratch) -> None:
-    """Write the hashes of pairs to `h`; `t` is room."""
-    torch.add(products, k1, out=h)
-    torch.bitwise_right_shift(h, c.by_16, out=t)
-    h.bitwise_xor_(t.bitwise_and_(c.low_16)).mul_(c.multiply_1)
-    torch.bitwise_right_shift(h, c.by_15, out=t)
-    h.bitwise_xor_(t.bitwise_and_(c.low_17)).bitwise_xor_(k2).mul_(c.multiply_2)
-    torch.bitwise_right_shift(h, c.by_15, out=t)
-    h.bitwise_xor_(t.bitwise_and_(c.low_17))
+    starts = range(0, count, _CHUNK)
+    counters = [signed(key + ((offset + start) // 2) * GOLDEN) for start in starts]
+    k1s = torch.tensor(counters, dtype=torch.int32, device=device).unbind()
+    for start, k1 in zip(starts, k1s, strict=True):
+        size = min(count - start, _CHUNK)
+        pairs = (size + odd + 1) // 2
+        h, t = c.hash[:pairs], c.shifted[:pairs]
+        torch.add(c.products[:pairs], k1, out=h)
+        torch.bitwise_right_shift(h, c.by_16, out=t)
+        h.bitwise_xor_(t.bitwise_and_(c.low_16)).mul_(c.multiply_1)
+        torch.bitwise_right_shift(h, c.by_15, out=t)
+        h.bitwise_xor_(t.bitwise_and_(c.low_17)).bitwise_xor_(k2).mul_(c.multiply_2)
+        torch.bitwise_right_shift(h, c.by_15, out=t)
+        h.bitwise_xor_(t.bitwise_and_(c.low_17))
+        # Little-endian: the low half of a number belongs to the even element.
+        yield slice(start, start + size), h.view(torch.uint16)[odd : odd + size]
 
 
 def _round_at_once(out: Tensor, x: Tensor, key: int, offset: int, width: int, stride: int) -> None:
@@ -126,16 +123,8 @@ def numbers_(out: Tensor, key: int, offset: int, width: int = 0, stride: int = 0
         out.copy_(_numbers_at_once(out, key, offset, width or out.numel(), stride))
         return
     for row, out_row in enumerate(out.split(width or out.numel())):
-        _numbers_of_row(out_row, key, offset + row * stride)
-
-
-def _numbers_of_row(out: Tensor, key: int, offset: int) -> None:
-    c, odd = _scratch(out.device), offset & 1
-    for k, part in zip(_keys(key, offset, out.numel(), out.device), out.split(_CHUNK), strict=True):
-        pairs = (part.numel() + odd + 1) // 2
-        h = c.hash[:pairs]
-        _mix(c.products[:pairs], h, c.shifted[:pairs], *k, c)
-        part.copy_(h.view(torch.uint16)[odd : odd + part.numel()])
+        for here, numbers in _numbers_by_chunk(out_row.numel(), key, offset + row * stride, out.device):
+            out_row[here].copy_(numbers)
 
 
 def _numbers_at_once(like: Tensor, key: int, offset: int, width: int, stride: int) -> Tensor:

@@ -1,5 +1,5 @@
-/* The C kernels for CPUs, compiled on first use by native.py: stochastic rounding FP32 -> BF16, and all that the files
-   at the end have. No contraction into fused multiply-adds (-ffp-contract=off), so that every CPU gives the same
+/* The C kernels for CPUs, compiled on first use by native_library.py: stochastic rounding FP32 -> BF16, and what the
+   files at the end have. No contraction into fused multiply-adds (-ffp-contract=off), so that every CPU gives the same
    bits. */
 
 #include "native.h"

@@ -105,13 +105,6 @@ static inline void nearest_block(const float *restrict x, uint16_t *restrict out
     for (int64_t i = 0; i < n; i++) out[i] = nearest(bits_of(x[i]));
 }
 
-#define FOR_EACH_BLOCK(BODY)                                                                             \
-  _Pragma("omp parallel for schedule(static) num_threads(threads) if (n > PARALLEL_FROM)")               \
-  for (int64_t block = 0; block < (n + BLOCK - 1) / BLOCK; block++) {                                    \
-    int64_t at = block * BLOCK, count = n - at < BLOCK ? n - at : BLOCK;                                 \
-    BODY                                                                                                 \
-  }
-
 /* A list of tensors is divided evenly among threads, each of which walks the list and finds its own elements, a whole
    number of blocks of each tensor. A large tensor is divided by itself, as torch's kernels do it: what a thread has
    written to, it reads again, and cores that share no cache send each other nothing. The small ones, with `total`

@@ -52,10 +52,10 @@ class Coded(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A contiguous tensor of a parameter, as held between two steps.
+    """A contiguous tensor of a parameter, in the form in which it is held between two steps.
 
-    kind: of `native_held.c`, BF16 and above. name: its hash.
-    beside: of the same shape, masters or lower halves; or the scales of codes, which lie in rows of `row` elements.
+    kind: a kind of `native_held.c`. name: the hash of its name.
+    beside: masters or lower halves, of the same shape; or the scales of codes, which lie in rows of `row` elements.
     sums: the checksum of each `every` elements, beside lower halves.
     """
 
@@ -71,11 +71,10 @@ class StoredTensor(NamedTuple):
 class StepArguments(NamedTuple):
     """One parameter of `step_list`.
 
-    weight, grad, states: FP32 or BF16, plain and of one shape, states in 8 bits too; they stand in the order that
-        `native_steps.c` has them, None where the optimizer keeps none. name, state_names: the hashes of the names that
-        they are rounded by.
+    weight, grad, states: FP32 or BF16, plain and of one shape; states may be in 8 bits. States stand in the order of
+        `native_steps.c`, with None where the optimizer keeps none. name, state_names: the hashes of their names.
     scalars: at most 12, which `native_steps.c` names.
-    kept: how the weights are held, where that is neither in FP32 nor in BF16 alone.
+    kept: the form of the weights, if they are not held in FP32 or BF16 alone.
     """
 
     weight: torch.Tensor

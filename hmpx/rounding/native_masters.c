@@ -109,5 +109,7 @@ static inline void sum_block(const uint16_t *restrict weights, uint16_t *restric
 }
 
 void block_checksums(const uint16_t *weights, uint16_t *sums, int64_t n, int64_t every, int threads) {
-  FOR_EACH_BLOCK(sum_block(weights + at, sums + at / every, count, every);)
+#pragma omp parallel for schedule(static) num_threads(threads) if (n > PARALLEL_FROM)
+  for (int64_t at = 0; at < n; at += BLOCK)
+    sum_block(weights + at, sums + at / every, n - at < BLOCK ? n - at : BLOCK, every);
 }

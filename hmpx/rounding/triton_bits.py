@@ -1,7 +1,7 @@
 """The arithmetic of rounding, codes of 8 bits and halves in Triton; `native.h`, `native_codes.c` and `native_masters.c`
 have it in C.
 
-Integers alone are computed with, and floating-point numbers where no result is rounded, so the bits are those in C.
+It uses integers, and floating-point numbers only where no result is rounded, so the bits are those in C.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def mixed(pair, k1, k2):
 
 @triton.jit
 def nearest(bits):
-    """FP32 bits to those of the nearest BF16 number, ties to even; a NaN stays one, made quiet."""
+    """Return the bits of the nearest BF16 number, ties to even; a NaN stays a NaN, made quiet."""
     even = bits + 0x7FFF + ((bits >> 16) & 1)
     return tl.where((bits & 0x7FFFFFFF) <= 0x7F800000, even, bits | 0x400000) >> 16
 
@@ -45,7 +45,7 @@ def rounded(bits, r):
 
 @triton.jit
 def scale_of(x, inside):
-    """The exponents of the scales of blocks, as FP32 has them, and whether a number is negative; int32."""
+    """Return the exponents of the scales of blocks, as FP32 has them, and whether a number is negative; int32."""
     bits = bits_of(x)
     magnitude = (bits & 0x7FFFFFFF).to(tl.int32)
     largest = tl.max(tl.where(inside & (magnitude < 0x7F800000), magnitude, 0), 1)
@@ -81,7 +81,7 @@ def decoded(code, exponent, signed):
 
 @triton.jit
 def kept_bits(bits):
-    """The bits of a number, those of a NaN made quiet where rounding would make another number of it."""
+    """Return bits; a NaN that rounding would turn into another number is made quiet first."""
     magnitude = bits & 0x7FFFFFFF
     lost = ((magnitude > 0x7F800000) & (magnitude < 0x7F808000)) | (magnitude >= 0x7FFF8000)
     return tl.where(lost, (bits & 0x80000000) | 0x7FC00000, bits)
@@ -89,11 +89,11 @@ def kept_bits(bits):
 
 @triton.jit
 def ties_away(bits):
-    """FP32 bits to those of the nearest BF16 number, ties away from zero."""
+    """Return the bits of the nearest BF16 number, ties away from zero."""
     return (bits + 0x8000) >> 16
 
 
 @triton.jit
 def are_one(a, b):
-    """Whether two BF16 numbers are equal; 0 and -0 are."""
+    """Return whether two BF16 numbers are equal; 0 and -0 are."""
     return (a == b) | (((a | b) & 0x7FFF) == 0)

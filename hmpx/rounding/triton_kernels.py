@@ -54,8 +54,8 @@ AT, KEY, BESIDE, SUMS, HELD = (tl.constexpr(number) for number in range(5))
 
 @triton.jit
 def tile_of(one, part, LIE: tl.constexpr):
-    """A program's row and part; indices of its elements in their tensors and in the parameter, and which there are;
-    indices of its blocks among all, and which there are."""
+    """Return a program's row and part; the indices of its elements in their tensors and in the parameter, and which of
+    them exist; the indices of its blocks among all blocks, and which of them exist."""
     column = tl.arange(0, CODES)[None, :]
     block = part * TILE + tl.arange(0, TILE)
     has_block = block < tl.load(one + BLOCKS)
@@ -86,7 +86,7 @@ def tile_of(one, part, LIE: tl.constexpr):
 
 @triton.jit
 def drawn(tile, held, LIE: tl.constexpr):
-    """The random numbers of a tile. One hash serves an even element and the odd one after it."""
+    """Return the random numbers of a tile. One hash serves an even element and the odd one after it."""
     one, part, _, element, _, _, _ = tile
     key = tl.load(held + KEY).to(tl.uint64, bitcast=True)
     k1, k2 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
@@ -112,7 +112,7 @@ def pointer(held, word: tl.constexpr, TYPE: tl.constexpr, LIE: tl.constexpr):
 
 @triton.jit
 def sums_of(upper, inside):
-    """The checksums of each `SUMMED` weights of a tile, whose bits are `upper`."""
+    """Return the checksums of each `SUMMED` weights of a tile, whose bits are `upper`."""
     multiplier = mixed((tl.arange(0, CODES) % SUMMED + 1).to(tl.uint32), 0, 0) | 1
     terms = tl.where(inside, upper * multiplier[None, :], 0)
     return tl.sum(tl.reshape(terms, [TILE * CODES // SUMMED, SUMMED]), 1) >> 16
@@ -120,7 +120,7 @@ def sums_of(upper, inside):
 
 @triton.jit
 def places_of_sums(tile):
-    """Their indices, and which there are."""
+    """Return the indices of the checksums of a tile, and which of them exist."""
     one, part, _, _, _, _, _ = tile
     PER_TILE: tl.constexpr = TILE * CODES // SUMMED
     place = part * PER_TILE + tl.arange(0, PER_TILE)
@@ -129,7 +129,7 @@ def places_of_sums(tile):
 
 @triton.jit
 def is_own(tile, held, upper, EVERY: tl.constexpr, LIE: tl.constexpr):
-    """Where the weights still have the checksum that the last step left; others were written to since."""
+    """Return where weights still have the checksum that the last step left; others were written to since."""
     _, _, at, _, inside, _, _ = tile
     before = pointer(held, SUMS, tl.uint16, LIE)
     if EVERY == 1:
@@ -143,14 +143,14 @@ def is_own(tile, held, upper, EVERY: tl.constexpr, LIE: tl.constexpr):
 
 @triton.jit
 def scales_at(held, block, has_block, LIE: tl.constexpr):
-    """The exponents of blocks and whether they are signed, [blocks, 1] in int32."""
+    """Return the exponents of blocks and whether they are signed, [blocks, 1] in int32."""
     scale = tl.load(pointer(held, BESIDE, tl.uint16, LIE) + block, mask=has_block, other=0).to(tl.int32)
     return ((scale >> 7) & 0xFF)[:, None], (scale >> 15)[:, None]
 
 
 @triton.jit
 def opened(tile, held, KIND: tl.constexpr, EVERY: tl.constexpr, LIE: tl.constexpr):
-    """A tile of a tensor in FP32; zeros outside of the tensor."""
+    """Read a tile of a tensor to FP32; zeros outside of the tensor."""
     _, _, at, _, inside, block, has_block = tile
     if KIND == ABSENT:
         x = tl.full([TILE, CODES], 0.0, tl.float32)
@@ -227,7 +227,7 @@ def closed(tile, held, x, KIND: tl.constexpr, EVERY: tl.constexpr, LIE: tl.const
 
 @triton.jit
 def own_part(table, count, WORDS: tl.constexpr):
-    """The number of the parameter that this program takes a part of, and the number of the part."""
+    """Return the number of the parameter that this program takes a part of, and the number of the part."""
     program = tl.program_id(0)
     low, high = program - program, count
     while low + 1 < high:
@@ -250,7 +250,7 @@ def move_list(table, count, SOURCE: tl.constexpr, TARGET: tl.constexpr, EVERY: t
 
 @triton.jit
 def stepped(KERNEL: tl.constexpr, p, x, a, b, c, s, MOMENTUM: tl.constexpr, CENTERED: tl.constexpr):
-    """The loops of `native_steps.c`: weight, signed gradient with its L2 penalty, three states, the scalars."""
+    """Step as the loops of `native_steps.c`: weight, signed gradient with L2 penalty, three states, the scalars."""
     if KERNEL == ADAM:
         a = tl.load(s + 3) * a + tl.load(s + 4) * x
         b = tl.load(s + 5) * b + tl.load(s + 6) * x * x
@@ -292,7 +292,7 @@ def step_list(
     table, count, scalars, KERNEL: tl.constexpr, P: tl.constexpr, G: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     C: tl.constexpr, EVERY: tl.constexpr, LIE: tl.constexpr,
 ):  # fmt: skip
-    """A step of parameters whose weight, gradient and states are held in these ways."""
+    """Step parameters whose weight, gradient and states are held in these ways."""
     number, part = own_part(table, count, HEAD + 5 * HELD)
     one = table + number * (HEAD + 5 * HELD)
     weight, state, s = one + HEAD, one + HEAD + 2 * HELD, scalars + number * SCALARS

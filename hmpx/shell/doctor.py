@@ -39,7 +39,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         help="look at every op of this step, too",
     )
     files = command.add_argument_group("what is saved")
-    files.add_argument("--fix", metavar="FILE", help="the least recipe that answers what is found, with its reasons")
+    files.add_argument("--fix", metavar="FILE", help="the smallest recipe that answers what is found, with its reasons")
     files.add_argument("--html", metavar="FILE", help="one page that holds everything, and needs no network")
     files.add_argument("--json", metavar="FILE", help="what was found, for programs")
     add_script(command, "none: the script runs as it is")

@@ -15,13 +15,12 @@ from hmpx.updates.attachment import Attachment
 from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Rules, Settings, Weights
 from hmpx.updates.optimizer_hooks import attachment_of
-from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.checks import compare, refuse
 from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.ranks.sharding import Place, Places, read_places
 from hmpx.updates.refusals import allow_plain_steps
 from hmpx.updates.stepping.fused_formulas import FUSED, formula_of
-from hmpx.updates.stepping.names import given_names, has_bf16, named
+from hmpx.updates.stepping.names import given_names, has_bf16, inside_zero, named, share_names
 from hmpx.updates.stepping.names import parameters as parameters_of
 from hmpx.updates.stepping.optimizer_scope import SCOPES, scope_of
 from hmpx.updates.stepping.step import WeightUpdates
@@ -103,7 +102,7 @@ def attach(
     if not isinstance(optimizer, Optimizer):
         raise HmpxError(f"attach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
     what = f"hmpx.attach({type(optimizer).__name__})"
-    target = zero.inner(optimizer) or optimizer
+    target = inside_zero(optimizer) or optimizer
     try:
         settings = Settings(
             weights=weights,
@@ -123,7 +122,7 @@ def attach(
                 return before
             raise HmpxError(f"{before!r} is in force; hmpx.detach(optimizer) first")
         if target is not optimizer:
-            zero.share_names(optimizer)
+            share_names(optimizer, target)
         known = [name for name, _ in named(optimizer, given)]
         settings.check_patterns({*given.values(), *known})
         slices = read_places(places or {}, known)
@@ -149,7 +148,7 @@ def attach(
 
 def attached(optimizer: Optimizer) -> Attachment | None:
     """Return the attachment of this optimizer, or of the one inside it; None if it is not attached."""
-    return attachment_of(zero.inner(optimizer) or optimizer)
+    return attachment_of(inside_zero(optimizer) or optimizer)
 
 
 def detach(optimizer: Optimizer) -> None:
@@ -167,7 +166,7 @@ def detach(optimizer: Optimizer) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         raise HmpxError(f"detach needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    optimizer, attachment = zero.inner(optimizer) or optimizer, attached(optimizer)
+    optimizer, attachment = inside_zero(optimizer) or optimizer, attached(optimizer)
     if attachment is not None:
         attachment.detach_from(optimizer)
     elif allow_plain_steps(optimizer) or state_dtypes.has_codes(optimizer):

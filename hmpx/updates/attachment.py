@@ -6,28 +6,26 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from hmpx import region_state
 from hmpx.changes import MISSING, Attribute, take_back
 from hmpx.errors import HmpxError
-from hmpx.updates import attached_copies, released, step_hooks
+from hmpx.updates import released, step_hooks
+from hmpx.updates.attached_methods import attach_copy, replaced_methods
 from hmpx.updates.checkpoints import Checkpoints
 from hmpx.updates.gradients import Claim
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_dtypes import release_state
 from hmpx.updates.lost_updates import Updates
 from hmpx.updates.optimizer_hooks import ATTRIBUTE, attachment_of
-from hmpx.updates.optimizer_methods import writing_methods
-from hmpx.updates.ranks import zero
 from hmpx.updates.ranks.agreement import StepCounts
 from hmpx.updates.ranks.ddp import end_unused_exchanges
 from hmpx.updates.ranks.sharding import Place
 from hmpx.updates.stepping import step_count
-from hmpx.updates.stepping.names import has_bf16, named, parameters
+from hmpx.updates.stepping.names import named, parameters
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
 from hmpx.updates.stepping.step_count import SEED_KEY
@@ -199,10 +197,7 @@ class Attachment:
         """Attach. `outer`: the optimizer that the user has, if this one is inside it."""
         self._outer = weakref.ref(outer or self._alive)
         optimizer = self._alive
-        methods = {"__reduce_ex__": functools.partial(attached_copies.reduce, self._optimizer)}
-        for name in writing_methods(type(optimizer)):
-            methods[name] = functools.partial(_other_step, self._optimizer, name)
-        own = vars(optimizer)
+        methods, own = replaced_methods(optimizer, self._optimizer), vars(optimizer)
         self._counted = step_count.stored(optimizer)
         self._added = {name: (method, own.get(name, MISSING)) for name, method in methods.items()}
         step_hooks.install()
@@ -212,7 +207,7 @@ class Attachment:
             self._checkpoints = Checkpoints(self._updates)
             self._checkpoints.register(self._alive, self._undo)
             if outer is not None and outer is not self.optimizer:
-                zero.watch_loads(outer, self._checkpoints, self._undo)
+                self._checkpoints.watch_loads(outer, self._undo)
             self._undo.callback(_end_claim, self._claim, self._dtypes)
             self.sync_parameters()
             if self.settings.seed is not None:
@@ -281,7 +276,7 @@ class Attachment:
     def step(self, call: StepCall) -> Any:
         """Run a step of the optimizer as the settings say."""
         if call.optimizer is not self.optimizer:  # a copy that took every attribute along
-            return attached_copies.attach_copy(call.optimizer, self).step(call)
+            return attach_copy(call.optimizer, self).step(call)
         self.sync_parameters()
         self._counts.compare(call.optimizer, self._updates, call.seed)
         result = self._updates.step(call)
@@ -299,16 +294,6 @@ class Attachment:
             self.sync_parameters()
         step_hooks.step_alone(self._alive, self._updates, p)
         released.release(p, self._alive)
-
-
-def _other_step(reference: Callable[[], Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method that rewrites weights as a step of the attached optimizer."""
-    optimizer = reference()
-    method = getattr(type(optimizer), name)
-    if not has_bf16(optimizer):  # inside a step of its own, which sees FP32 shadows
-        return method(optimizer, *args, **kwargs)
-    with region_state.region(casting=False):
-        return attachment_of(optimizer).step(StepCall(optimizer, method, args, kwargs))
 
 
 def _call_if_alive(reference: weakref.WeakMethod, p: Parameter) -> None:

@@ -19,7 +19,7 @@ from hmpx.updates.holding.state_tensors import check_codes, is_coded
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.sharding import is_sharded, local
 from hmpx.updates.stepping import step_count
-from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.names import inside_zero, parameters
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import is_incomplete
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
@@ -148,10 +148,20 @@ class Checkpoints:
         self._take(optimizer, incoming)
         self._is_own, self._stepped = False, True
 
-    @torch.no_grad()
-    def take_from_state(self, optimizer: Optimizer) -> None:
-        """Take over masters that a load has put into the optimizer's state."""
-        self._take(optimizer, _masters_in(optimizer))
+    def watch_loads(self, outer: Optimizer, undo: contextlib.ExitStack) -> None:
+        """Take masters out of a load of a ZeroRedundancyOptimizer; `undo` removes the hook.
+
+        The load gives the inner optimizer its state without running hooks.
+        """
+
+        @torch.no_grad()
+        def loaded(outer: Optimizer) -> None:
+            inner = inside_zero(outer)
+            assert inner is not None, "its loads alone are watched"
+            self._take(inner, _masters_in(inner))
+            outer.state.clear()  # a second copy, which nothing reads
+
+        undo.callback(outer.register_load_state_dict_post_hook(loaded).remove)
 
     def take_earlier(self, optimizer: Optimizer) -> None:
         """Take over masters that a load before `attach` has left in the optimizer's state."""

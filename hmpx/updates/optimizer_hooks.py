@@ -1,7 +1,14 @@
-"""Wraps methods of `torch.optim.Optimizer` other than `step` that hmpx must know of or change.
+"""Wraps functions of torch around optimizers, other than `step`, that hmpx must know of or change.
 
-A load keeps the FP32 state of BF16 parameters, which torch would cast down. An attachment hears of loads, of new
-parameter groups, and of parameters whose contents `torch.utils.swap_tensors` exchanges.
+- A load keeps the FP32 state of BF16 parameters, which torch would cast down.
+- An attachment hears of loads, of new parameter groups, and of parameters whose contents `torch.utils.swap_tensors`
+  exchanges.
+- torch's `AveragedModel` averages BF16 weights in FP32 and writes them back by stochastic rounding. With a decay of
+  .999 an average moves by a thousandth of the way in each update, which is less than half a unit in the last place of
+  BF16: rounded to nearest, it would stay where it began. The random numbers go by the name of the parameter and the
+  number of the update, so they are the same on every rank.
+- The step that torch.distributed.checkpoint takes to make an optimizer create its state does not count, and may give
+  BF16 gradients to parameters whose gradients are FP32.
 """
 
 from __future__ import annotations
@@ -29,7 +36,10 @@ from hmpx.updates.stepping.step_count import STEP_KEY
 
 Optimizer = torch.optim.Optimizer
 
+Tensors = Sequence[torch.Tensor]
+
 ATTRIBUTE = "_hmpx_attachment"  # where an attached optimizer holds its attachment
+_MODULE = "torch.distributed.checkpoint.state_dict"
 _loading = threading.local()  # attached: whether the optimizer that loads in this thread is attached
 
 
@@ -48,6 +58,9 @@ def install(changes: Changes, is_installed: Callable[[], object], loaded: Callab
     wrap(changes, "load_state_dict", functools.partial(_telling_of_loads, loaded))
     swap = Attribute(torch.utils, "swap_tensors", "torch.utils.swap_tensors")
     changes.put(swap, _telling_of_swaps(torch.utils.swap_tensors))
+    place = Attribute(AveragedModel, "update_parameters", "torch.optim.swa_utils.AveragedModel.update_parameters")
+    changes.put(place, _averaging_in_fp32(AveragedModel.update_parameters))
+    TrialSteps().apply(changes)
 
 
 def wrap(changes: Changes, name: str, wrapper: Callable[[Callable], Callable]) -> None:
@@ -126,11 +139,8 @@ def _telling_of_swaps(swap_tensors: Callable) -> Callable:
     return swap
 
 
-_MODULE = "torch.distributed.checkpoint.state_dict"
-
-
 class TrialSteps:
-    """A part: lets such steps give BF16 gradients to parameters whose gradients are FP32."""
+    """A part that wraps torch.distributed.checkpoint's step as soon as its module is imported."""
 
     def apply(self, changes: Changes) -> None:
         self._changes = changes
@@ -143,18 +153,19 @@ class TrialSteps:
     def take(self, module: ModuleType) -> None:
         """Patch the module, which may just have been imported."""
         place = Attribute(module, "_init_optim_state", f"{_MODULE}._init_optim_state")
-        self._changes.put(place, _taking_any_gradient(module._init_optim_state))
+        self._changes.put(place, _as_trial(module._init_optim_state))
 
 
-def _taking_any_gradient(init: Callable) -> Callable:
+def _as_trial(init: Callable) -> Callable:
     @functools.wraps(init)
     def init_optim_state(optim: torch.optim.Optimizer) -> None:
         found = [p for p in parameters(optim) if p.grad is None and p.dtype is torch.bfloat16]
         wide = [p for p in found if getattr(p, "grad_dtype", None) is torch.float32]
         for p in wide:
-            p.grad_dtype = None
+            p.grad_dtype = None  # torch gives each parameter a gradient of zeros in the parameter's dtype
         try:
-            init(optim)
+            with step_count.trial():
+                init(optim)
         finally:
             for p in wide:
                 p.grad = None
@@ -163,16 +174,7 @@ def _taking_any_gradient(init: Callable) -> Callable:
     return init_optim_state
 
 
-Tensors = Sequence[torch.Tensor]
-
-
-def watch_averages(changes: Changes) -> None:
-    """Round averages stochastically until `changes` are undone."""
-    place = Attribute(AveragedModel, "update_parameters", "torch.optim.swa_utils.AveragedModel.update_parameters")
-    changes.put(place, _updating(AveragedModel.update_parameters))
-
-
-def _updating(update: Callable) -> Callable:
+def _averaging_in_fp32(update: Callable) -> Callable:
     @functools.wraps(update)
     def update_parameters(self: AveragedModel, model: torch.nn.Module) -> None:
         state = [*self.module.named_parameters(), *self.module.named_buffers()]

@@ -30,8 +30,7 @@ from hmpx.compiling import never_compile
 from hmpx.process_state import open_caches
 from hmpx.updates import optimizer_hooks, released
 from hmpx.updates.holding.settings import Settings
-from hmpx.updates.optimizer_hooks import TrialSteps, attachment_of, watch_averages
-from hmpx.updates.ranks import zero
+from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.agreement import compare_in_region, watch_joins
 from hmpx.updates.refusals import (
     forget_warnings,
@@ -42,7 +41,7 @@ from hmpx.updates.refusals import (
     warn_of_nearest,
 )
 from hmpx.updates.stepping import step_count
-from hmpx.updates.stepping.names import has_bf16, parameters
+from hmpx.updates.stepping.names import has_bf16, inside_zero, parameters, share_names
 from hmpx.updates.stepping.step import WeightUpdates
 from hmpx.updates.stepping.step_call import StepCall
 
@@ -90,8 +89,6 @@ def _watch() -> None:
     optimizer_hooks.install(_changes, lambda: _users, refuse_steps_on_codes)
     released.watch(_changes)
     watch_joins(_changes)
-    watch_averages(_changes)
-    TrialSteps().apply(_changes)
 
 
 def install_for_graphs(_: Any = None) -> None:
@@ -168,8 +165,9 @@ def _watched(step: Callable) -> Callable:
         running.add(id(optimizer))
         try:
             with region_state.region(casting=False, how=how):
-                if zero.inner(optimizer) is not None:  # whose own step is watched as well
-                    zero.share_names(optimizer)
+                inner = inside_zero(optimizer)
+                if inner is not None:  # whose own step is watched as well
+                    share_names(optimizer, inner)
                     return call.run()
                 if attachment is not None or how is not None:
                     refuse_wrappers(optimizer)

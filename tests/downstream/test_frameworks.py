@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 
 import accelerate
@@ -12,8 +11,7 @@ import pytest
 import transformers
 
 import hmpx
-from hmpx.recipes import frameworks
-from tests.downstream.by_hand import adamw, net
+from tests.downstream.by_hand import net
 from tests.support import python
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -90,44 +88,6 @@ def test_run_says_it_on_standard_error(tmp_path):
     )
     done = python.run("-m", "hmpx", "run", "--recipe", "hmp-o1", tmp_path / "train.py")
     assert done.returncode == 0 and done.stderr.count("mixed_precision='bf16') beside a recipe") == 1, done.stderr
-
-
-def test_the_versions_are_those_that_the_tests_run_with():
-    pinned = dict(re.findall(r"^([\w-]+)==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    assert {name: pinned[name.removeprefix("pytorch_")] for name in frameworks.TESTED} == frameworks.TESTED
-
-
-def test_another_version_is_said_once_at_info(caplog, monkeypatch, tmp_path):
-    """By each of the three integrations, and under an activated recipe."""
-    from hmpx.integrations.lightning import HmpxPrecision
-    from hmpx.integrations.transformers import HmpxCallback
-
-    def prepares():
-        accelerate.Accelerator(cpu=True)
-        model = net()
-        hmpx.prepare(model, adamw(model.parameters()), "hmp-o1")
-
-    def under_a_recipe():
-        with hmpx.activate("hmp-o1"):
-            by_transformers(tmp_path)
-
-    installed = dict(frameworks.TESTED)
-    for framework, use in {
-        "lightning": lambda: HmpxPrecision("hmp-o1"),
-        "transformers": lambda: HmpxCallback("hmp-o1"),
-        "accelerate": prepares,
-        "transformers ": under_a_recipe,
-    }.items():
-        name = framework.strip()
-        monkeypatch.setattr(frameworks, "_told_of_version", set())
-        monkeypatch.setitem(frameworks.TESTED, name, "0.1")
-        caplog.clear()
-        with caplog.at_level(logging.INFO, "hmpx"):
-            use()
-            use()
-        said = [message for message in ours(caplog) if "tests were run with" in message]
-        assert said == [f"hmpx: {name} {installed[name]} is installed; the tests were run with 0.1"]
-        monkeypatch.setitem(frameworks.TESTED, name, installed[name])
 
 
 ALONE = """

@@ -34,3 +34,10 @@ def test_its_healthy_twin_is_silent(name):
         PLANTED[name](False)
     assert found.findings == [] and not found.wrong, str(found)
     assert not any(line.startswith("could not look") for line in found.looked), found.looked
+
+
+def test_bytes_of_the_mend_stand_beside_those_of_today():
+    """By hand: weight, gradient and two tensors of state; 2 bytes each today, and 4 for the state in FP32."""
+    with hmpx.doctor() as found:
+        next(train for name, train in PLANTED.items() if name.endswith("bf16_weights_under_fused_adamw"))(True)
+    assert "12 bytes a parameter for 8 today" in found.findings[0].do

@@ -101,12 +101,15 @@ import torch
 from torch import nn
 class Positions(nn.Module):
     def forward(self, x):
-        return x + (torch.arange(512).to(x.dtype)[-32:] * 1e-3).to(x.dtype)
+        where = torch.arange(
+            512, dtype=x.dtype
+        )
+        return x + (where[-32:] * 1e-3).to(x.dtype)
 class Hidden(nn.Module):
     def forward(self, x):
         hidden = (1 - (torch.arange(32) < 20).to(x.dtype)) * torch.finfo(torch.float32).min
         return x + hidden.exp()
-class Model(nn.Module):
+class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.positions, self.hidden, self.last = nn.Linear(16, 32), Positions(), Hidden(), nn.Linear(32, 4)
@@ -114,14 +117,14 @@ class Model(nn.Module):
         own = torch.arange(300, dtype=torch.bfloat16)
         return self.last(self.hidden(self.positions(self.first(x)))) + own[:4]
 torch.manual_seed(0)
-model = Model().bfloat16()
+model = nn.ModuleDict({'block': Block()}).bfloat16()
 with torch.no_grad():
     for p in model.parameters():
         p.mul_(1e-3)  # or else its own updates would be lost
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for i in range(4):
     optimizer.zero_grad()
-    model(torch.randn(8, 16).bfloat16()).float().square().mean().backward()
+    model['block'](torch.randn(8, 16).bfloat16()).float().square().mean().backward()
     optimizer.step()
 """
 
@@ -130,13 +133,13 @@ def test_positions_and_masks_are_mended_by_rules_for_their_modules_and_the_scrip
     script, tmp_path
 ):
     done = doctor(tmp_path, "--fix", "recipe.yaml", script(source=PLACES))
-    assert done.returncode == 1 and "WRONG  mask: train.py:9:" in done.stderr, done.stderr
+    assert done.returncode == 1 and "WRONG  mask: train.py:12:" in done.stderr, done.stderr
     recipe = read_recipe(tmp_path / "recipe.yaml")
-    assert dict(recipe.modules) == {"hidden": {"fp32": ["mul"]}, "positions": "float32"}
+    assert dict(recipe.modules) == {"block.hidden": {"fp32": ["mul"]}, "block.positions": "float32"}
     edited = (tmp_path / "recipe.yaml").read_text().partition("to be edited in the script:")[2]
-    assert "# integers: train.py:16: keep positions" in edited and "train.py:6" not in edited and "mask" not in edited
+    assert "# integers: train.py:19: keep positions" in edited and "train.py:6" not in edited and "mask" not in edited
     done = doctor(tmp_path, "--recipe", "recipe.yaml", "train.py")
-    assert "WRONG  integers: train.py:16:" in done.stderr and "1 thing wrong" in done.stderr, done.stderr
+    assert "WRONG  integers: train.py:19:" in done.stderr and "1 thing wrong" in done.stderr, done.stderr
 
 
 ANGLES = """

@@ -47,12 +47,6 @@ def train(model, optimizer, steps=12, loss_of=None, after=lambda: None, autocast
         after()
 
 
-def masters(model, cls, **settings):
-    """An optimizer of FP32 copies, and a function that takes a step with the model's gradients."""
-    copies = [nn.Parameter(p.detach().float()) for p in model.parameters()]
-    return cls(copies, **settings), copies
-
-
 # Weights that are rounded to nearest
 
 
@@ -223,9 +217,10 @@ def in_autocast(line, **how):
 
 @planted("loss")
 def cross_entropy_in_bf16(sick):
-    in_autocast(
-        F.gelu, loss_of=lambda logits, y: F.cross_entropy(logits.bfloat16() if sick else logits.float(), y)
-    ) if not sick else _plain(lambda logits, y: F.cross_entropy(logits.bfloat16(), y))
+    if sick:
+        _plain(lambda logits, y: F.cross_entropy(logits.bfloat16(), y))
+    else:
+        in_autocast(F.gelu, loss_of=lambda logits, y: F.cross_entropy(logits.float(), y))
 
 
 def _plain(loss_of):
@@ -314,15 +309,10 @@ def _around_fp32(line):
 def mask_of_fp32_in_bf16(sick):
     def line(x):
         least = torch.finfo(FP32 if sick else BF16).min
-        hidden = (1 - torch.ones(32, dtype=BF16).tril()[: x.shape[-1]]) * least
-        return x + hidden.exp().float()
-
-    def ones(x):
-        least = torch.finfo(FP32 if sick else BF16).min
         hidden = (1 - (torch.arange(32) < 20).to(BF16)) * least
         return x + hidden.float().softmax(-1)
 
-    _around_fp32(ones)
+    _around_fp32(line)
 
 
 @planted("BCE")

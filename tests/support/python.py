@@ -135,9 +135,10 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str]) -> None:
     """Run what `python *arguments` runs; to return or to raise ends the interpreter as it ends any other.
 
     Only the last pass of the garbage collector is left out: it would look at everything that torch is made of, and copy
-    the memory of all that, which is shared until then. That takes a second.
+    the memory of all that, which is shared until then. That takes a second. Without it Triton reports leaks when all is
+    over, so nothing is said any more from then on.
     """
-    atexit.register(gc.freeze)
+    atexit.register(_end_without_collecting)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -161,6 +162,12 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str]) -> None:
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__.tb_next)  # type: ignore[union-attr]
         sys.exit(1)
+
+
+def _end_without_collecting() -> None:
+    gc.freeze()
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 # As the `python` of a shell

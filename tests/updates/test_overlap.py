@@ -10,7 +10,7 @@ import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching
 from hmpx.updates.stepping.fused_batch import FusedBatch
-from hmpx.updates.stepping.members import Overlaps
+from hmpx.updates.stepping.names import Overlaps
 from tests.support.training import step_by
 
 BF16 = torch.bfloat16

@@ -13,17 +13,18 @@ import torch
 
 from hmpx.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Problem, some
-from hmpx.insight.doctor.op_watch import Known, Op, Spot, Spots
+from hmpx.insight.doctor.op_watch import Known, OpCall, Spot, Spots
 from hmpx.insight.tensors import LOW, is_masked
 from hmpx.insight.text_table import number, short_places
 from hmpx.insight.unchosen import MIXING, unchosen
 from hmpx.ops.policies.catalog import canonical, catalog
-from hmpx.ops.wrapping.callers import frames, rule_of
+from hmpx.ops.wrapping.callers import rule_of
 
 _EXACT = {torch.bfloat16: 256, torch.float16: 2048}  # up to these, every integer is a number of the dtype
 _HUGE = 1e4  # a larger constant was meant to be out of reach
 _CASTS = ("_to_copy", "arange")  # ops by which the program itself chooses a dtype
-_FOLLOWS_A_TENSOR = re.compile(r"(?<![\w.])(?!torch\b)\w+\.dtype\b|\btype_as\(")  # dtype=x.dtype; not self.table.dtype
+# A dtype that is a tensor's or a variable's: dtype=x.dtype, .to(dtype); not torch.bfloat16, not self.table.dtype.
+_FOLLOWS_A_TENSOR = re.compile(r"(?<![\w.])(?!torch\b)\w+\.dtype\b|\btype_as\(|[(=,]\s*dtype\s*[,)]")
 _IN_FP32 = "compute it in float32 (x.float())"
 
 
@@ -47,43 +48,43 @@ class Check:
     do: str
     weight: float
     ops: Collection[str]
-    evidence: Callable[[Op, Known], str | None]
+    evidence: Callable[[OpCall, Known], str | None]
     mended: str = ""
     also: tuple[str, ...] = ()
 
 
-def _low(op: Op, known: Known) -> str | None:
+def _low(op: OpCall, known: Known) -> str | None:
     return "" if op.given and op.given[0].dtype in LOW and op.out.dtype in LOW else None
 
 
-def _loss(op: Op, known: Known) -> str | None:
+def _loss(op: OpCall, known: Known) -> str | None:
     """A loss function in low precision, or `backward()` of a scalar in it, which begins with a gradient of 1."""
     if op.name == "ones_like":
         return "" if not op.out.dim() and op.out.dtype in LOW and op.is_called_from("_make_grads") else None
     return _low(op, known)
 
 
-def _cumulative(op: Op, known: Known) -> str | None:
+def _cumulative(op: OpCall, known: Known) -> str | None:
     length = op.out.shape[op.args[1]] if op.out.dim() and len(op.args) > 1 else op.out.numel()
     return f"over {length} elements" if length > _EXACT.get(op.out.dtype, math.inf) else None
 
 
-def _statistic(op: Op, known: Known) -> str | None:
+def _statistic(op: OpCall, known: Known) -> str | None:
     """A statistic of each row; the norm of a whole tensor is no part of a model's norm."""
     return _low(op, known) if op.out.dim() else None
 
 
-def _difference(op: Op, known: Known) -> str | None:
+def _difference(op: OpCall, known: Known) -> str | None:
     moments = [known.of(each).get("moment") for each in op.args[:2]]
     return "" if op.out.dtype in LOW and moments == ["mean of square", "square of mean"] else None
 
 
-def _probabilities(op: Op, known: Known) -> str | None:
+def _probabilities(op: OpCall, known: Known) -> str | None:
     before = known.of(op.given[0]).get("cast")
     return "of what was cast up to float32 before" if before is not None and before[0] in LOW else _low(op, known)
 
 
-def _integers(op: Op, known: Known) -> str | None:
+def _integers(op: OpCall, known: Known) -> str | None:
     """Integers that became others in low precision. Floating numbers count if they are many, whole, and not all one."""
     out = op.out
     if out.dtype not in LOW or out.numel() < 2:
@@ -105,22 +106,22 @@ def _integers(op: Op, known: Known) -> str | None:
     return f"{int(changed.sum())} of {out.numel()} integers change, {first:.0f} becomes {became:.0f}"
 
 
-def is_mask(op: Op) -> bool:
+def is_mask(op: OpCall) -> bool:
     """Whether an op only has infs in low precision that come from numbers which were meant to be out of reach."""
     if op.name not in _CONSTANTS or op.out.dtype not in LOW or op.nonfinite is None or op.nonfinite.isnan().any():
         return False
     return _largest(op) >= _HUGE
 
 
-def _largest(op: Op) -> float:
+def _largest(op: OpCall) -> float:
     return max([0.0, *map(abs, op.scalars), *(float(t.abs().max()) for t in op.given if t.numel())])
 
 
-def _mask(op: Op, known: Known) -> str | None:
+def _mask(op: OpCall, known: Known) -> str | None:
     return f"{_largest(op):.4g} in {dtype_name(op.out.dtype)}" if is_mask(op) else None
 
 
-def _unchosen(op: Op, known: Known) -> str | None:
+def _unchosen(op: OpCall, known: Known) -> str | None:
     """What `record` lists as a dtype that nobody chose, where a parameter or a buffer does it."""
     if op.out.dtype is not torch.float32 or len(op.given) < 2:
         return None
@@ -187,7 +188,7 @@ class OpChecks:
             for name in check.ops:
                 self._of.setdefault(name, []).append(check)
 
-    def look(self, op: Op) -> None:
+    def look(self, op: OpCall) -> None:
         if op.stage != "forward" or not op.results or op.before is not None:
             return
         self._follow_moments(op)
@@ -198,7 +199,7 @@ class OpChecks:
                 if check.mended and spot.calls == 1:
                     spot.mended_by = _mended_by(check, op, spot)
 
-    def _follow_moments(self, op: Op) -> None:
+    def _follow_moments(self, op: OpCall) -> None:
         """Note squares, means, means of squares and squares of means."""
         first = op.given[0] if op.given else None
         before, moment = self._known.of(first).get("moment", ""), ""
@@ -219,13 +220,13 @@ class OpChecks:
                 yield _problem(check, spots)
 
 
-def _is_square(op: Op) -> bool:
+def _is_square(op: OpCall) -> bool:
     if op.name == "pow":
         return isinstance(op.args[1], int | float) and op.args[1] == 2
     return op.name == "square" or op.args[0] is op.args[1]
 
 
-def _mended_by(check: Check, op: Op, spot: Spot) -> str:
+def _mended_by(check: Check, op: OpCall, spot: Spot) -> str:
     """Return what puts the op at this line into FP32: the name of an op in the fp32 list, "module", or "" for nothing.
 
     hmpx's own cast is that of a listed op. The program's cast is out of reach, unless it follows the dtype of an
@@ -235,13 +236,16 @@ def _mended_by(check: Check, op: Op, spot: Spot) -> str:
         return "module"
     if op.name not in _CASTS:
         return "" if op.name.endswith("_") else spot.name  # what an op in place writes to keeps its dtype
-    for frame in frames(op.frame):
+    for frame in op.inner_frames():
         if rule_of(frame) is not None:
             original: Any = frame.f_locals.get("_original", frame.f_locals.get("original"))
             return canonical(getattr(original, "__name__", ""))
     path, _, line = spot.where.rpartition(":")
-    follows = path and _FOLLOWS_A_TENSOR.search(linecache.getline(path, int(line)))
-    return "module" if follows and spot.is_inside else ""
+    written = linecache.getlines(path)[int(line) - 1 :] if path else []
+    text = ""
+    while written and (not text or text.count("(") > text.count(")")):  # a call may take several lines
+        text += written.pop(0)
+    return "module" if spot.is_inside and _FOLLOWS_A_TENSOR.search(text) else ""
 
 
 def _problem(check: Check, spots: Sequence[Spot]) -> Problem:
@@ -290,7 +294,7 @@ class Nonfinite:
         self._made_nan = False
         self.is_scaled = False  # by a GradScaler, which finds its scale by such gradients
 
-    def look(self, op: Op) -> None:
+    def look(self, op: OpCall) -> None:
         if op.name in self._UNMADE or self._made_nan or op.stage == "set up" or op.nonfinite is None:
             return
         is_nan = bool(op.nonfinite.isnan().any())

@@ -29,7 +29,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.doctor.checks import Nonfinite, OpChecks
 from hmpx.insight.doctor.diagnosis import Diagnosis, Problem, percent, some
 from hmpx.insight.doctor.fix import recipe_for
-from hmpx.insight.doctor.followed import Casts, Gradients, Products, Writes
+from hmpx.insight.doctor.followed import CastsByHand, Gradients, Products, Writes
 from hmpx.insight.doctor.op_watch import Known, OpWatch, Spot, Spots, aside
 from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.steps import SteppedOptimizer
@@ -55,9 +55,9 @@ class Examination:
         self._steps, self._at = steps, frozenset(at)
         self._optimizers: dict[int, SteppedOptimizer] = {}
         self._trouble: list[str] = []
-        known = Known()
+        self._known = known = Known()
         spots = Spots(known.names)
-        self._casts, self._gradients, self._products = Casts(spots, known), Gradients(), Products(spots)
+        self._casts, self._gradients, self._products = CastsByHand(spots, known), Gradients(), Products(spots)
         self._nonfinite, rest = Nonfinite(spots), (self._gradients, self._casts, Writes(spots, known), self._products)
         self._followers = (OpChecks(spots, known), self._nonfinite, *rest)
         self._watch, self._replicas = OpWatch(known, self._followers, self._trouble), Replicas()
@@ -135,7 +135,9 @@ class Examination:
     def _first_step(self, optimizer: Optimizer, caller: FrameType) -> None:
         params = parameters(optimizer)
         self._optimizers[id(optimizer)] = SteppedOptimizer(optimizer, users_line(caller))
-        self._names = {**_names_around(caller, {*params}), **self._names}
+        for model in _models_around(caller, {*params}):
+            self._names = {**names_in(model), **self._names}
+            self._known.names.add(model)
         self._replicas.note("first", params)
         self._dropped += self._casts.dropped(params)
 
@@ -190,8 +192,9 @@ class Examination:
             problems.append(_of_dropped(self._dropped, names))
         found.findings[:] = sorted(problems, key=lambda each: (not each.wrong, -each.weight))
         by_hand = bool(self._products.low) and not self._products.autocast
-        written = recipe_for(problems, self._trained, {**names, **self._names}, by_hand)
-        found.recipe, found.reasons, found.recipe_text = written
+        with aside(self._trouble):
+            written = recipe_for(problems, self._trained, self._names, by_hand)
+            found.recipe, found.reasons, found.recipe_text = written
         found.looked[:] = self._looked()
 
     def _of_scaling(self) -> Iterator[Problem]:
@@ -228,22 +231,20 @@ class Examination:
         return lines + [f"could not look at everything: {each}" for each in self._trouble[:1]]
 
 
-def _names_around(caller: FrameType, wanted: set[Parameter]) -> dict[Parameter, str]:
-    """Name every parameter of the models around `caller` that hold the wanted ones.
+def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.nn.Module]:
+    """Find the models that hold these parameters.
 
-    These stand in the variables of whoever steps the optimizer, or in the object whose method does.
+    They stand in the variables of whoever steps the optimizer, or in the object whose method does.
     """
-    names: dict[Parameter, str] = {}
     for frame in frames(caller):
         values = [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
         models = [value for value in values if isinstance(value, torch.nn.Module)]
         for model in sorted(models, key=lambda model: -len(wanted.intersection(model.parameters()))):
             if not wanted.isdisjoint(model.parameters()):
                 wanted = wanted.difference(model.parameters())
-                names = {**names_in(model), **names}
+                yield model
         if not wanted:
-            break
-    return names
+            return
 
 
 def _of_dropped(casts: list[tuple[Spot, Parameter]], names: dict[Parameter, str]) -> Problem:

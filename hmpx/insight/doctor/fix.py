@@ -14,6 +14,7 @@ from hmpx.insight.tensors import name as dtype_name
 from hmpx.insight.text_table import short_places
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_facts import O2_BF16
+from hmpx.recipes.keys import DTYPES
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import as_recipe
 
@@ -34,7 +35,8 @@ def recipe_for(
     if not answered:
         return None, {}, ""
     half = any(p.dtype is torch.float16 for p in trained)
-    low = [p for p in names if p.dtype is torch.bfloat16]
+    every = {*trained, *names}
+    low = [p for p in every if p.dtype is torch.bfloat16]
     asked = {key for each in answered for key in each.recipe}
     keys: dict[str, Any] = {"opt_level": None}
     reasons = {key: "\n".join(each.said for each in answered if key in each.recipe) for key in asked}
@@ -47,7 +49,7 @@ def recipe_for(
         reasons["bf16"] = "products are in BF16" if products else "products stay as they are"
     if modules := _modules(answered):
         keys["modules"] = modules
-    keys["parameter_dtype"] = "bfloat16" if 2 * len(low) > len(names) and not half else "float32"
+    keys["parameter_dtype"] = "bfloat16" if 2 * len(low) > len(every) and not half else "float32"
     if not half:  # a recipe holds weights in BF16 or FP32, and FP32 weights need no more
         if asked & {"weights", "use_fp32_grad_acc"}:
             keys["weights"] = "stochastic" if "weights" in asked else "nearest"
@@ -80,7 +82,7 @@ def _exceptions(names: Mapping[Parameter, str], dtype: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for pattern, dtypes in patterns.items():
         found |= dtypes if len({*dtypes.values()}) > 1 else {pattern: next(iter(dtypes.values()))}
-    return {name: each for name, each in found.items() if each != dtype}
+    return {name: each for name, each in found.items() if each != dtype and each in DTYPES}
 
 
 def _text(keys: Mapping[str, Any], reasons: Mapping[str, str], problems: Iterable[Problem]) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from hmpx.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Problem, percent, some
-from hmpx.insight.doctor.op_watch import FEW, VIEWS, Known, Op, Spot, Spots, in_autocast
+from hmpx.insight.doctor.op_watch import FEW, VIEWS, Known, OpCall, Spot, Spots, in_autocast
 from hmpx.insight.doctor.steps import sample
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.insight.text_table import number, short_place
@@ -33,14 +33,14 @@ class _Asked:
     lowered: bool = False
 
 
-class Casts:
+class CastsByHand:
     """Follows the result of a cast to the ops that read it."""
 
     def __init__(self, spots: Spots, known: Known) -> None:
         self._spots, self._known = spots, known
         self._asked: list[_Asked] = []
 
-    def look(self, op: Op) -> None:
+    def look(self, op: OpCall) -> None:
         if op.stage == "set up":
             self._set_up(op)
             return
@@ -86,7 +86,7 @@ class Casts:
                 said = f"one line casts a tensor {'up and down' if up else 'down and up'} again, which {does} ({times})"
                 yield Problem("casts there and back", False, said, "take both casts away", spot.where, weight=0.05)
 
-    def _set_up(self, op: Op) -> None:
+    def _set_up(self, op: OpCall) -> None:
         for asked in self._asked:
             asked.used |= any(asked.result() is tensor for tensor in op.given)
             asked.lowered |= bool(op.given and op.results) and asked.parameter() is op.given[0] and op.out.dtype in LOW
@@ -106,7 +106,7 @@ class Casts:
         return [(each.spot, p) for each, p in found if not (whole and each.lowered)]
 
 
-def _is_cast(op: Op) -> bool:
+def _is_cast(op: OpCall) -> bool:
     if op.name != "_to_copy" or not len(op.given) == len(op.results) == 1:
         return False
     before, after = op.given[0].dtype, op.out.dtype
@@ -122,7 +122,7 @@ class Writes:
     def __init__(self, spots: Spots, known: Known) -> None:
         self._spots, self._known = spots, known
 
-    def look(self, op: Op) -> None:
+    def look(self, op: OpCall) -> None:
         if op.stage != "forward":
             return
         if op.before is not None:
@@ -143,7 +143,7 @@ class Writes:
             exact = op.func(*(each.float() if isinstance(each, Tensor) else each for each in op.args))
             self._count(op, exact != first.float(), op.out == first, op.out)
 
-    def _in_place(self, op: Op, before: list[Tensor]) -> None:
+    def _in_place(self, op: OpCall, before: list[Tensor]) -> None:
         several = op.name.startswith("_foreach_")
         targets = op.args[0] if several else [op.args[0]]
         if any((t.requires_grad and not t.is_leaf) or t.grad_fn is not None for t in targets) or op.is_in_forward:
@@ -158,7 +158,7 @@ class Writes:
         for target, old, x in zip(targets, before, exact, strict=True):
             self._count(op, (x != old.float()) & torch.isfinite(x), sample(target, FEW) == old, target)
 
-    def _average(self, op: Op, product: Any, rest: Any) -> None:
+    def _average(self, op: OpCall, product: Any, rest: Any) -> None:
         """Look at a sum of d x average and (1 - d) x something else."""
         one, two = self._known.of(product).get("scaled"), self._known.of(rest).get("scaled")
         average = one[0]() if one else None
@@ -170,7 +170,7 @@ class Writes:
         updated = (added - old.float() * two[1]).abs() > added.abs() / 64  # or else they are equal
         self._count(op, updated, sample(op.out, FEW) == old, op.out)
 
-    def _count(self, op: Op, updated: Tensor, stayed: Tensor, target: Tensor) -> None:
+    def _count(self, op: OpCall, updated: Tensor, stayed: Tensor, target: Tensor) -> None:
         spot = self._spots.note("write", op, dtype_name(target.dtype))
         lost = int((updated & stayed).sum())
         by_torch = op.is_called_from("swa_utils.py")
@@ -230,7 +230,7 @@ class Gradients:
     _sums: dict[int, Tensor] = field(default_factory=dict)
     _added: Counter[int] = field(default_factory=Counter)
 
-    def look(self, op: Op) -> None:
+    def look(self, op: OpCall) -> None:
         if op.stage != "backward":
             return
         if op.name == "add_" and op.before and len(op.given) > 1 and "AccumulateGrad" in op.node.name():
@@ -246,8 +246,10 @@ class Gradients:
     def compare(self, params: list[Parameter]) -> None:
         """Compare the gradients that a step has taken with the sums."""
         for p in params:
-            total = None if p.grad is None else self._sums.get(p.grad.data_ptr())
-            if p.grad is None or total is None or p.grad.dtype not in LOW:
+            if p.grad is None or p.grad.dtype not in LOW or p.grad.layout is not torch.strided:
+                continue
+            total = self._sums.get(p.grad.data_ptr())
+            if total is None:
                 continue
             self.dtype = p.grad.dtype
             self.most = max(self.most, self._added[p.grad.data_ptr()] + 1)
@@ -282,7 +284,7 @@ class Products:
         self._precision = ""  # of those in FP32
         self._devices: set[str] = set()
 
-    def look(self, op: Op) -> None:
+    def look(self, op: OpCall) -> None:
         if op.stage != "forward" or op.name not in self._NAMES or not op.results:
             return
         if op.name == "convolution":

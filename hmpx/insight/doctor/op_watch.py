@@ -99,7 +99,7 @@ class Known:
 
 
 @dataclass
-class Op:
+class OpCall:
     """One call of an op.
 
     Attributes:
@@ -126,11 +126,15 @@ class Op:
     def out(self) -> Tensor:
         return self.results[0]
 
+    def inner_frames(self) -> Iterator[python_types.FrameType]:
+        """Return the frames of torch and hmpx between the op and the user's line."""
+        user = users_frame(self.frame)
+        return itertools.takewhile(lambda each: each is not user, frames(self.frame))
+
     @cached_property
     def is_beside(self) -> bool:
         """Whether torch's optimizers, clipping or scaling called it, which are no part of the model."""
-        inside = users_frame(self.frame)
-        for frame in itertools.takewhile(lambda each: each is not inside, frames(self.frame)):
+        for frame in self.inner_frames():
             name = frame.f_code.co_filename
             if name.startswith(_BESIDE) and not name.endswith("swa_utils.py"):  # which averages weights
                 return True
@@ -167,7 +171,7 @@ class Spots:
         self._names = names
         self._known: dict[tuple, Spot] = {}
 
-    def note(self, kind: str, op: Op, said: str = "", **numbers: float) -> Spot:
+    def note(self, kind: str, op: OpCall, said: str = "", **numbers: float) -> Spot:
         """Count one call at its line."""
         user, module = users_frame(op.frame), next(modules(op.frame), None)
         key = kind, op.name, user and user.f_code, user and user.f_lineno, module
@@ -221,7 +225,7 @@ class OpWatch(TorchDispatchMode):
         if name is None:
             name = self._names[func] = str(getattr(func, "overloadpacket", func)).partition(".")[2]
         before = None
-        if name in WRITES and not self.setting_up:
+        if name in WRITES and not self.setting_up and not self.stepping:
             with aside(self._trouble):
                 before = _samples(args[0] if name.startswith("_foreach_") else [args[0]])
         result = func(*args, **kwargs)
@@ -231,10 +235,10 @@ class OpWatch(TorchDispatchMode):
                 node = _node()
                 stage = "backward" if node is not None else "step" if self.stepping else "forward"
                 stage = "set up" if self.setting_up else stage
-                self._look(Op(func, name, args, kwargs, given, results, before, sys._getframe(1), stage, node))
+                self._look(OpCall(func, name, args, kwargs, given, results, before, sys._getframe(1), stage, node))
         return result
 
-    def _look(self, op: Op) -> None:
+    def _look(self, op: OpCall) -> None:
         if op.name in VIEWS and op.given and (facts := self._known.of(op.given[0])):
             for result in op.results:
                 self._known.add(result, **facts)

@@ -13,6 +13,6 @@ for (const each of found.findings) {
   }
 }
 if (found.recipe) {
-  add(page, "h2", "The least recipe that answers them");
+  add(page, "h2", "The smallest recipe that answers them");
   add(page, "pre", found.recipe);
 }

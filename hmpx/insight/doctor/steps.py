@@ -22,6 +22,7 @@ from hmpx import region_state
 from hmpx.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Problem, percent, some
 from hmpx.insight.tensors import LOW
+from hmpx.recipes.recipe import Recipe
 from hmpx.updates.lost_updates import THRESHOLD
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.sharding import local
@@ -38,8 +39,8 @@ _MOST = 1024  # elements of one tensor that are looked at
 _FAITHFUL = 0.9  # of a sample: at least so many come out as in the step when it is taken again in low precision
 _LEAST_DECAY = 5.0  # in ulp: if less than that should arrive, it may fail to by accident
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_SR = "hmpx.attach(optimizer), with steps and state in FP32 and stochastic rounding (see tune_weights too)"
-_WIDE = "keep the weights in float32 with products in BF16, as torch.autocast does"
+_SR = "hmpx.attach(optimizer) (steps and state in FP32, stochastic rounding{}; see tune_weights too)"
+_WIDE = "keep the weights in float32 with products in BF16, as torch.autocast does{}"
 
 
 def is_sampled(step: int) -> bool:
@@ -125,14 +126,14 @@ class SteppedOptimizer:
         self.steps += 1
         params = [p for p in parameters(self.optimizer) if p.requires_grad]
         grads = {p: grad for p in params if (grad := p.grad if p.grad is not None else self._grads.get(p)) is not None}
-        few = sorted(grads, key=lambda p: p.numel())[:8]  # NaN spreads to all
+        dense = {p: grad for p, grad in grads.items() if grad.layout is torch.strided and local(grad).numel()}
+        few = sorted(dense, key=lambda p: p.numel())[:8]  # NaN spreads to all
         for what, tensors in (("weights", few), ("gradients", [grads[p] for p in few])):
             if self._nonfinite is None and not _are_finite(tensors):
                 self._nonfinite = what, self.steps
         if not is_sampled(self.steps):
             return
         self.samples += 1
-        dense = {p: grad for p, grad in grads.items() if grad.layout is torch.strided and local(grad).numel()}
         self._no_grad.update(p for p in params if p not in grads)
         self._zero_grad.update(p for p, grad in dense.items() if not (sample(grad).any() or local(grad).any()))
         if not bool(getattr(self.optimizer, "found_inf", None)):
@@ -236,7 +237,8 @@ class SteppedOptimizer:
     def _of_updates(self, names: Names) -> Iterator[Problem]:
         cls, where = type(self.optimizer).__name__, self._where
         half = any(p.dtype is torch.float16 for p in self._updates)
-        do, recipe = (_WIDE, {"parameter_dtype": "float32"}) if half else (_SR, {"weights": "stochastic"})
+        recipe: dict[str, Any] = {"parameter_dtype": "float32"} if half else {"weights": "stochastic"}
+        do = (_WIDE if half else _SR).format(self._bytes(Recipe(**recipe)))
         updates, (seen, stayed) = self._updates.total(), self._unknown
         worst = sorted(self._updates, key=lambda p: -self._lost[p] / max(self._updates[p], 1))
         losing = [p for p in worst if self._lost[p] > THRESHOLD * self._updates[p]]
@@ -267,6 +269,15 @@ class SteppedOptimizer:
                 said = f"{key} in low precision cannot fall in {percent(stays / falls)} of its elements: a step takes "
                 said += "off less than half an ulp"
                 yield Problem("optimizer state", True, said, do, where, weight=0.45, recipe=recipe)
+
+    def _bytes(self, recipe: Recipe) -> str:
+        """Return in words the bytes of weight, gradient and state under a recipe, and those of today."""
+        for p in self._updates:
+            state = (self.optimizer.state.get(p) or {}).values()
+            held = [each for each in state if isinstance(each, Tensor) and each.dim() and each.shape == p.shape]
+            today = 2 * p.element_size() + sum(each.element_size() for each in held)
+            return f", {sum(recipe.bytes_per_parameter(len(held)).values()):g} bytes a parameter for {today} today"
+        return ""
 
 
 def _spacing(weight: Tensor) -> Tensor:

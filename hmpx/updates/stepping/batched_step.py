@@ -23,8 +23,7 @@ from hmpx.updates.stepping.batch import Batch, GatheredBatch
 from hmpx.updates.stepping.batching import batches_of
 from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
 from hmpx.updates.stepping.fused_formulas import is_scaled
-from hmpx.updates.stepping.members import Members
-from hmpx.updates.stepping.names import membership, parameters
+from hmpx.updates.stepping.names import Members, layout, membership, parameters
 from hmpx.updates.stepping.shown import StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack, mark_incomplete
 
@@ -186,8 +185,7 @@ class Fingerprint:
 
         Not after a step whose gradients a GradScaler has left scaled.
         """
-        is_plain = all([type(p) is Parameter and (p.is_cpu or p.is_cuda) for p in parameters(optimizer)])
-        if is_scaled(optimizer) or membership(optimizer) is None or not is_plain:
+        if is_scaled(optimizer) or layout(optimizer) is None:
             return False
         for p in params:
             grad = p.grad

@@ -1,7 +1,6 @@
 """Cuts a step into batches: segments of the parameters with a bounded number of elements.
 
-A step can be cut if the optimizer reads each element, or each parameter, by itself, and if all parts of it will run
-once the first one has.
+Only an optimizer that reads each element, or each parameter, by itself can be stepped so; others step whole.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from hmpx.rounding.kernels import kernels_for
 from hmpx.rounding.xla import is_lazy
 from hmpx.updates.holding.segment import Segment, memory_order
 from hmpx.updates.holding.state_forms import form_of
-from hmpx.updates.holding.state_tensors import held, is_coded
+from hmpx.updates.holding.state_tensors import by_own_keys
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.optimizer_scope import scope_of
 
@@ -137,29 +136,17 @@ def _parts_of(optimizer: Optimizer, segments: list[Segment]) -> int:
     return _PARTS_FUSED if all(form_of(segment).as_left for segment in segments) else _PARTS_FUSED_READ
 
 
-def is_uniform(optimizer: Optimizer, segments: list[Segment]) -> bool:
-    """Whether all parts of a step will run if the first one does: gradients are dense, and state is of one kind.
+def can_be_cut(optimizer: Optimizer, segments: list[Segment]) -> bool:
+    """Whether the step of a listed class can be taken in batches: gradients are dense, and state lies as its parameter.
 
     False on XLA, where a step is one graph and the compiler bounds its memory.
     """
-    if any(is_lazy(segment.param) for segment in segments):
-        return False
     by_element = scope_of(optimizer) == "element"
-    for group in optimizer.param_groups:
-        kinds: dict[bool, set] = {}
-        for p in group["params"]:
-            state = optimizer.state.get(p)
-            if not isinstance(state, dict) or not state:
-                continue
-            if is_coded(state):
-                state = held(state, p)
-            kinds.setdefault(p.dim() > 1, set()).add(frozenset(state))  # Adafactor: another kind for matrices
-            if by_element:
-                shape = p.shape
-                for value in state.values():
-                    if isinstance(value, Tensor) and value.dim() and value.shape != shape:
-                        return False
-        if any(len(kind) > 1 for kind in kinds.values()):
+    for segment in segments:
+        p, state = segment.param, optimizer.state.get(segment.param)
+        if is_lazy(p) or (p.grad is not None and p.grad.layout is not torch.strided):
             return False
-    grads = (segment.param.grad for segment in segments)
-    return all(grad is None or grad.layout is torch.strided for grad in grads)
+        for value in by_own_keys(state).values() if by_element and isinstance(state, dict) else ():
+            if isinstance(value, Tensor) and value.dim() and value.shape != p.shape:
+                return False
+    return True

@@ -1,14 +1,30 @@
-"""The parameters of an optimizer and their names, which the rounding key depends on."""
+"""The parameters of an optimizer: their names, where they stand in the whole, which share memory.
+
+The rounding key depends on names. Parameters that share elements in memory (one weight under two names, or views of one
+buffer that overlap) must be updated one after the other, or the second update would undo the first. Views of one buffer
+that do not overlap (a fused projection that is cut in three) share no element and are updated like any others.
+
+A ZeroRedundancyOptimizer (ZeRO-1) holds an optimizer that steps the parameters of one rank, and broadcasts their values
+afterwards. hmpx works on the optimizer inside. Its parameters have the names of the outer one, because positions in the
+inner one differ from rank to rank. Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion
+parameter models" (SC 2020).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hmpx.errors import HmpxError
+from hmpx.rounding.dataless import lacks_data
+from hmpx.rounding.xla import is_lazy
+from hmpx.updates.holding.segment import Segment
+from hmpx.updates.holding.settings import Settings
+from hmpx.updates.ranks.sharding import Box, Place, box_of, local, placed
 
 logger = logging.getLogger("hmpx")
 Parameter = torch.nn.Parameter
@@ -63,7 +79,29 @@ def membership(optimizer: Optimizer) -> tuple | None:
     return list(map(id, parameters(optimizer))), groups
 
 
-def share(outer: Optimizer, inner: Optimizer) -> None:
+def layout(optimizer: Optimizer) -> tuple | None:
+    """Return everything that `named` and the overlaps in memory depend on; None if that cannot be known."""
+    params, known = parameters(optimizer), membership(optimizer)
+    if known is None or not all([type(p) is Parameter and (p.is_cpu or p.is_cuda) for p in params]):
+        return None
+    places = [p.data_ptr() for p in params], [p.shape for p in params], [p.stride() for p in params]
+    return known, *places, [p.dtype for p in params]
+
+
+def inside_zero(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer that steps this rank's parameters; None if `optimizer` is no ZeroRedundancyOptimizer."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return None
+    if optimizer._overlap_with_ddp:
+        raise HmpxError(
+            "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps in functions of its own, which hmpx does not see; "
+            "leave overlap_with_ddp out"
+        )
+    return optimizer.optim
+
+
+def share_names(outer: Optimizer, inner: Optimizer) -> None:
     """Give the parameters of `inner` the names, or the positions, that they have in `outer`."""
     shared = _shared_names.setdefault(inner, {})
     if len(shared) != len(parameters(outer)):
@@ -137,3 +175,121 @@ def _check(names: list[str]) -> None:
         if name in seen:
             raise HmpxError(f"the name {name!r} is given to parameters {seen[name]} and {i}")
         seen[name] = i
+
+
+Tensor = torch.Tensor
+
+
+class Members:
+    """The segment of each BF16 parameter of an optimizer, whole, and the index of each parameter's group."""
+
+    def __init__(self, optimizer: Optimizer, segments: list[Segment]) -> None:
+        self.whole = {segment.param: segment for segment in segments}
+        self.group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.elements = sum([local(p).numel() for p in self.group])
+
+
+class BF16Parameters:
+    """Finds the BF16 parameters of one optimizer, again only after something that they depend on has changed.
+
+    Attributes:
+        names: those that `attach` was given, by parameter.
+        places: where parameters stand that are slices of larger ones, by name.
+    """
+
+    def __init__(self, settings: Settings, names: dict[Parameter, str], places: dict[str, Place]) -> None:
+        self._settings, self.names, self.places = settings, names, places
+        self._overlaps = Overlaps()
+        self._known: tuple[tuple | None, list[Segment]] = None, []
+
+    def forget(self) -> None:
+        """Look at every parameter again."""
+        self._known = None, []
+
+    def segments(self, optimizer: Optimizer) -> list[Segment]:
+        """Return a segment for each of them, whole."""
+        now = layout(optimizer)
+        if now is None or self._known[0] != now:
+            ours = self.named(optimizer)
+            with torch.no_grad():
+                shared = self._overlaps.among([p for _, p in ours])
+                self._known = now, [self._segment(p, name, shared.get(p)) for name, p in ours]
+        return self._known[1]
+
+    def named(self, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
+        """Return them with their names."""
+        return [(name, p) for name, p in named(optimizer, self.names) if p.dtype is torch.bfloat16]
+
+    def every(self, optimizer: Optimizer) -> list[Segment]:
+        """Return a segment for each parameter of any dtype: masters may come before their parameter is BF16."""
+        return [Segment(p, name, way=self._settings.way(name)) for name, p in named(optimizer, self.names)]
+
+    def _segment(self, p: Parameter, name: str, overlaps: Parameter | None) -> Segment:
+        if getattr(p, "_fsdp_flattened", False):
+            raise HmpxError(
+                f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters into one "
+                "and hides where an element belongs; shard the model with torch.distributed.fsdp.fully_shard"
+            )
+        return Segment(p, name, box=self._box(p, name), overlaps=overlaps, way=self._settings.way(name))
+
+    def _box(self, p: Parameter, name: str) -> Box | None:
+        place = self.places.get(name)
+        if place is None:
+            return box_of(p, name)
+        if self._settings.way(name).state_dtype == "8bit" and (p.dim() == 1 or place.whole[1:] != p.shape[1:]):
+            raise HmpxError(
+                f"places: {name!r} is cut across rows, which in 8 bits share scales with other ranks: give it "
+                "state_dtype=torch.bfloat16, or shard it as a DTensor"
+            )
+        return placed(p, name, place)
+
+
+def refuse_overlaps(segments: Sequence[Segment]) -> None:
+    """Raise if parameters share elements: for steps that read all weights before writing one, or that have masters."""
+    for segment in segments:
+        if segment.overlaps is not None:
+            other = next(each.name for each in segments if each.param is segment.overlaps)
+            raise HmpxError(
+                f"parameters {segment.name!r} and {other!r} share memory, and each update would undo the other: "
+                "give the optimizer one of them"
+            )
+
+
+class Overlaps:
+    """Finds which parameters of one optimizer share elements, again only after one has moved in memory."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple] = []
+        self._found: dict[Parameter, Parameter] = {}
+
+    def among(self, params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
+        """Return each parameter that shares an element with another one, with that one; needs `torch.no_grad()`."""
+        held = {p: local(p) for p in params if not is_lazy(p) and not lacks_data(p)}
+        places = [(id(p), tensor.data_ptr(), tensor.shape, tensor.stride()) for p, tensor in held.items()]
+        if places != self._places:
+            by_storage: dict[int, dict[Parameter, Tensor]] = {}
+            for p, tensor in held.items():
+                if tensor.numel():
+                    by_storage.setdefault(tensor.untyped_storage().data_ptr(), {})[p] = tensor
+            self._found = {}
+            for views in by_storage.values():
+                if len(views) > 1:
+                    self._found |= _sharing(views)
+            self._places = places
+        return self._found
+
+
+def _sharing(views: dict[Parameter, Tensor]) -> dict[Parameter, Parameter]:
+    """Mark the elements of each view in a map of the storage; a view that meets a mark shares elements."""
+    found: dict[Parameter, Parameter] = {}
+    first, *_ = views.values()
+    owner = torch.zeros(first.untyped_storage().nbytes() // first.element_size(), dtype=torch.int32)
+    params = list(views)
+    for number, (p, view) in enumerate(views.items(), 1):
+        here = owner.as_strided(view.shape, view.stride(), view.storage_offset())
+        for before in here.unique().tolist():
+            if before:
+                other = params[before - 1]
+                found |= {p: other, other: p}
+        here.fill_(number)
+    return found

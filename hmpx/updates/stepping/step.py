@@ -21,9 +21,8 @@ from hmpx.updates.ranks import checks
 from hmpx.updates.ranks.sharding import Place
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.batched_step import BatchedStep
-from hmpx.updates.stepping.batching import is_uniform
-from hmpx.updates.stepping.members import BF16Parameters, Members, refuse_overlaps
-from hmpx.updates.stepping.names import parameters
+from hmpx.updates.stepping.batching import can_be_cut
+from hmpx.updates.stepping.names import BF16Parameters, Members, parameters, refuse_overlaps
 from hmpx.updates.stepping.optimizer_scope import scope_of
 from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
@@ -89,7 +88,7 @@ class WeightUpdates:
                 return result
         segments = self.segments(optimizer)
         self._adopt_states(optimizer, segments, write_back.rounding_key)
-        by_parts = scope != "whole" and is_uniform(optimizer, segments)
+        by_parts = scope != "whole" and can_be_cut(optimizer, segments)
         if not by_parts or self.settings.has_masters:
             refuse_overlaps(segments)
         if not by_parts:
@@ -195,6 +194,7 @@ class WeightUpdates:
     def look_again(self) -> None:
         """Forget everything kept from the last step, tensors included: a load is about to replace them."""
         self._kept = None
+        self._parameters.forget()
 
 
 class _OpenStep(NamedTuple):

@@ -6,7 +6,9 @@ They belong to the optimizer, though: a user may remove groups, insert one in fr
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +16,7 @@ from torch.optim import Optimizer
 
 STEP_KEY, SEED_KEY = "hmpx_step", "hmpx_seed"
 _KEYS = (STEP_KEY, SEED_KEY)
+_trial = threading.local()  # runs: whether a trial step is running in this thread
 
 # By optimizer: its list of groups when they were stored, and both by their keys. `load_state_dict` makes a new list;
 # whoever removes or inserts groups does not.
@@ -54,17 +57,19 @@ def remove(optimizer: Optimizer) -> None:
         _drop(group)
 
 
-def is_trial() -> bool:
-    """Whether torch.distributed.checkpoint runs this step, to make the optimizer create its state.
+@contextlib.contextmanager
+def trial() -> Iterator[None]:
+    """Steps inside, whose gradients and learning rates are zero, change nothing and do not count."""
+    before, _trial.runs = is_trial(), True
+    try:
+        yield
+    finally:
+        _trial.runs = before
 
-    Its gradients and learning rates are zero, so it changes nothing and does not count.
-    """
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    code = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
-    frame = sys._getframe() if code is not None else None
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
+
+def is_trial() -> bool:
+    """Whether this step is inside of `trial`."""
+    return getattr(_trial, "runs", False)
 
 
 def _drop(group: dict) -> None:
