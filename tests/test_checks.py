@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -56,6 +57,7 @@ def test_the_typed_file_uses_every_public_name():
     assert set(hmpx.__all__) <= used | imported
 
 
+@functools.cache
 def sources(package: Path = ROOT / "hmpx") -> dict[str, ast.Module]:
     """The files of the package by the name they are imported by."""
     found = {}
@@ -141,6 +143,7 @@ def circles(graph: dict[str, set[str]]) -> set[str]:
     return set(left)
 
 
+@functools.cache
 def graph() -> dict[str, set[str]]:
     trees = sources()
     return {file: set(imports(tree, set(trees))) for file, tree in trees.items()}

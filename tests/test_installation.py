@@ -23,28 +23,16 @@ def found():
 MATMUL, EXP, NONE = (BF16, FP32), (FP32, BF16), (FP32, FP32)
 
 
-@pytest.fixture
-def matmul(lists, tmp_path):
-    return {**lists(), "bf16_file_path": _list(tmp_path, "matmul")}
+# The lists that each of them stands for.
+OF_MATMUL, OF_EXP = ({"bf16": [name], "fp32": [], "promote": []} for name in ("matmul", "exp"))
 
 
-@pytest.fixture
-def exp(lists, tmp_path):
-    return {**lists(), "bf16_file_path": _list(tmp_path, "exp")}
-
-
-def _list(folder, name):
-    path = folder / f"only_{name}.txt"
-    path.write_text(name)
-    return path
-
-
-def test_the_inner_exit_gives_the_enclosing_conversion_back(matmul, exp, untouched):
-    with hmpx.convert(**matmul) as outer:
+def test_the_inner_exit_gives_the_enclosing_conversion_back(untouched):
+    with hmpx.convert(**OF_MATMUL) as outer:
         assert found() == MATMUL
-        with hmpx.convert(**exp) as inner:
+        with hmpx.convert(**OF_EXP) as inner:
             assert found() == EXP and inner.active and not outer.active
-            with hmpx.convert(**matmul):
+            with hmpx.convert(**OF_MATMUL):
                 assert found() == MATMUL
             assert found() == EXP
         assert found() == MATMUL and outer.active and not inner.active
@@ -53,36 +41,39 @@ def test_the_inner_exit_gives_the_enclosing_conversion_back(matmul, exp, untouch
     assert found() == NONE and not untouched.changed()
 
 
-def test_a_with_gives_a_plain_conversion_back_too(matmul, exp):
-    hmpx.convert(**matmul)
-    with pytest.raises(ZeroDivisionError), hmpx.convert(**exp):
+def test_a_with_gives_a_plain_conversion_back_too():
+    hmpx.convert(**OF_MATMUL)
+    with pytest.raises(ZeroDivisionError), hmpx.convert(**OF_EXP):
         raise ZeroDivisionError
     assert found() == MATMUL
     hmpx.restore()
 
 
-def test_without_a_with_a_second_call_replaces_the_first_for_good(matmul, exp):
-    hmpx.convert(**matmul)
-    second = hmpx.convert(**exp)
+def test_without_a_with_a_second_call_replaces_the_first_for_good():
+    first = hmpx.convert(**OF_MATMUL)
+    second = hmpx.convert(**OF_EXP)
+    assert found() == EXP and second.active and not first.active
+    first.restore()  # not the one in force: nothing happens
+    assert found() == EXP and second.active
     second.restore()
     assert found() == NONE
-    with hmpx.convert(**matmul):
-        hmpx.convert(**exp)
+    with hmpx.convert(**OF_MATMUL):
+        hmpx.convert(**OF_EXP)
     assert found() == EXP  # what was said last, and not taken back
     hmpx.restore()
 
 
-def test_restore_ends_all_of_them(matmul, exp, untouched):
-    with hmpx.convert(**matmul), hmpx.convert(**exp):
+def test_restore_ends_all_of_them(untouched):
+    with hmpx.convert(**OF_MATMUL), hmpx.convert(**OF_EXP):
         hmpx.restore()
         assert found() == NONE
     assert found() == NONE and not untouched.changed()
 
 
-def test_one_that_has_ended_is_not_given_back(matmul, exp, untouched):
-    outer = hmpx.convert(**matmul)
+def test_one_that_has_ended_is_not_given_back(untouched):
+    outer = hmpx.convert(**OF_MATMUL)
     outer.__enter__()
-    inner = hmpx.convert(**exp)
+    inner = hmpx.convert(**OF_EXP)
     inner.__enter__()
     outer.__exit__(None, None, None)  # as generators end out of order
     assert found() == EXP
@@ -90,17 +81,17 @@ def test_one_that_has_ended_is_not_given_back(matmul, exp, untouched):
     assert found() == NONE and not untouched.changed()
 
 
-def test_restoring_the_inner_handle_gives_the_enclosing_one_back_at_once(matmul, exp):
-    with hmpx.convert(**matmul):
-        with hmpx.convert(**exp) as inner:
+def test_restoring_the_inner_handle_gives_the_enclosing_one_back_at_once():
+    with hmpx.convert(**OF_MATMUL):
+        with hmpx.convert(**OF_EXP) as inner:
             inner.restore()
             assert found() == MATMUL
         assert found() == MATMUL
     assert found() == NONE
 
 
-def test_a_conversion_that_fails_inside_leaves_the_enclosing_one_in_force(matmul, exp, monkeypatch, untouched):
-    with hmpx.convert(**matmul) as outer:
+def test_a_conversion_that_fails_inside_leaves_the_enclosing_one_in_force(monkeypatch, untouched):
+    with hmpx.convert(**OF_MATMUL) as outer:
         apply, calls = PatchTable.apply, []
 
         def fail_once(table, changes):
@@ -112,31 +103,31 @@ def test_a_conversion_that_fails_inside_leaves_the_enclosing_one_in_force(matmul
 
         monkeypatch.setattr(PatchTable, "apply", fail_once)
         with pytest.raises(RuntimeError, match="half-way"):
-            hmpx.convert(**exp)
+            hmpx.convert(**OF_EXP)
         assert outer.active and found() == MATMUL
     assert not untouched.changed()
 
 
-def test_a_handle_that_is_not_in_force_cannot_be_entered(matmul, exp):
-    first = hmpx.convert(**matmul)
-    hmpx.convert(**exp)
+def test_a_handle_that_is_not_in_force_cannot_be_entered():
+    first = hmpx.convert(**OF_MATMUL)
+    hmpx.convert(**OF_EXP)
     with pytest.raises(hmpx.HmpxError, match="not in force any more"), first:
         pass
     assert found() == EXP
     hmpx.restore()
 
 
-def test_replaced_conversions_are_let_go(matmul):
+def test_replaced_conversions_are_let_go():
     for _ in range(4):
-        handle = hmpx.convert(**matmul)
+        handle = hmpx.convert(**OF_MATMUL)
     assert handle._before is not None and handle._before._before is None
     hmpx.restore()
 
 
-def test_an_enclosing_conversion_keeps_its_verbosity_its_map_and_its_regions(matmul, exp, caplog):
+def test_an_enclosing_conversion_keeps_its_verbosity_its_map_and_its_regions(caplog):
     caplog.set_level("INFO", logger="hmpx")
-    with hmpx.convert(**matmul, isVerbose=True, enabled=False, dtype_map={FP32: BF16}):
-        with hmpx.convert(**exp):
+    with hmpx.convert(**OF_MATMUL, isVerbose=True, enabled=False, dtype_map={FP32: BF16}):
+        with hmpx.convert(**OF_EXP):
             assert torch.zeros(1).dtype is FP32 and found() == EXP
         assert torch.zeros(1).dtype is BF16 and found() == NONE
         caplog.clear()
@@ -146,7 +137,7 @@ def test_an_enclosing_conversion_keeps_its_verbosity_its_map_and_its_regions(mat
     assert torch.zeros(1).dtype is FP32
 
 
-def test_compiled_code_follows(matmul, exp):
+def test_compiled_code_follows():
     torch._dynamo.reset()
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -156,9 +147,9 @@ def test_compiled_code_follows(matmul, exp):
     def dtypes():
         return tuple(y.dtype for y in both(X))
 
-    with hmpx.convert(**matmul):
+    with hmpx.convert(**OF_MATMUL):
         assert dtypes() == MATMUL
-        with hmpx.convert(**exp):
+        with hmpx.convert(**OF_EXP):
             assert dtypes() == EXP
         assert dtypes() == MATMUL
     assert dtypes() == NONE
@@ -182,23 +173,23 @@ def test_recipes_nest_like_conversions(untouched):
     assert not untouched.changed()
 
 
-def test_a_recipe_inside_a_conversion_and_a_conversion_inside_a_recipe(matmul, exp, untouched):
-    with hmpx.convert(**matmul):
+def test_a_recipe_inside_a_conversion_and_a_conversion_inside_a_recipe(untouched):
+    with hmpx.convert(**OF_MATMUL):
         with hmpx.activate({"bf16": ["exp"], "fp32": []}):
             assert found() == EXP
-            with hmpx.convert(**matmul):
+            with hmpx.convert(**OF_MATMUL):
                 assert found() == MATMUL and made()[0] is BF16
             assert found() == EXP and made()[0] is BF16
         assert found() == MATMUL and made()[0] is FP32
     assert found() == NONE
     hmpx.activate({"bf16": ["exp"], "fp32": []})
-    with hmpx.convert(**matmul), hmpx.activate("neuron-bf16-sr"):
+    with hmpx.convert(**OF_MATMUL), hmpx.activate("neuron-bf16-sr"):
         hmpx.restore()
     assert found() == NONE and made() == (FP32, None) and not untouched.changed()
 
 
-def test_nothing_is_remembered_after_the_end(matmul):
-    with hmpx.convert(**matmul):
+def test_nothing_is_remembered_after_the_end():
+    with hmpx.convert(**OF_MATMUL):
         pass
     assert conversion.installed() is None
     assert not process_state.in_use()

@@ -72,11 +72,20 @@ def case(request):
 
 def test_nested(case):
     with case.region():
-        with case.region(), case.region:
-            assert case.look() == case.inside
+        with case.region(), case.region as entered:
+            assert case.look() == case.inside and isinstance(entered, case.region)
         assert case.look() == case.inside
         with pytest.raises(KeyError), case.region():
             raise KeyError
+        assert case.look() == case.inside
+
+
+def test_one_region_is_entered_several_times(case):
+    region = case.region()
+    with region, region:
+        assert case.look() == case.inside
+    assert case.look() == case.outside
+    with region:
         assert case.look() == case.inside
 
 
@@ -177,6 +186,7 @@ def test_as_a_decorator(case, parentheses):
     with pytest.raises(KeyError):
         holder.look(error=KeyError())
     assert case.look() == case.outside and holder.look.__doc__ == "Its own text."
+    assert holder.look.__name__ == "look"
     with case.region():
         assert holder.look(0) == [case.inside] and case.look() == case.inside
 

@@ -35,53 +35,6 @@ def test_regions_nest_and_the_innermost_decides():
     assert not process_state.off_somewhere
 
 
-def test_an_exception_or_a_return_leaves_nothing_behind():
-    def returns():
-        with hmpx.disable_casts():
-            return product()
-
-    with hmpx.convert():
-        assert returns() is UNCAST and product() is CAST
-        with pytest.raises(KeyError), hmpx.disable_casts():
-            raise KeyError
-        assert product() is CAST
-
-
-def test_regions_are_decorators_and_reusable():
-    @hmpx.disable_casts()
-    def uncast():
-        return product()
-
-    region = hmpx.disable_casts()
-    with hmpx.convert():
-        assert uncast() is UNCAST and uncast() is UNCAST and product() is CAST
-        with region, region:
-            assert product() is UNCAST
-        assert product() is CAST
-
-
-def test_parentheses_may_be_left_out():
-    @hmpx.disable_casts
-    def uncast():
-        return product()
-
-    @hmpx.enable_casts
-    def cast(x, *, y):
-        """Doc."""
-        return (x @ y).dtype
-
-    with hmpx.convert():
-        with hmpx.disable_casts:
-            assert product() is UNCAST and cast(X, y=X) is CAST
-            with hmpx.enable_casts as entered:
-                assert product() is CAST and isinstance(entered, hmpx.enable_casts)
-            assert product() is UNCAST
-        with pytest.raises(KeyError), hmpx.disable_casts:
-            raise KeyError
-        assert product() is CAST and uncast() is UNCAST and uncast.__name__ == "uncast"
-    assert cast.__doc__ == "Doc." and not process_state.off_somewhere
-
-
 def test_torch_compile_sees_a_region_without_its_parentheses():
     @hmpx.disable_casts
     def whole(x):

@@ -16,13 +16,6 @@ from tests.support.training import parameters
 from tests.support.untouched import Picture
 
 
-class Left:
-    """Something that is left behind by `do` and taken away by `undo`, and what is said of it."""
-
-    def __init__(self, said, do, undo):
-        self.said, self.do, self.undo = said, do, undo
-
-
 def set_of(owner, name, value):
     before = vars(owner)[name]
     return lambda: setattr(owner, name, value), lambda: setattr(owner, name, before)
@@ -36,44 +29,46 @@ def cell_of(function, value):
 
 REGION = hmpx.disable_casts()
 OPTIMIZER = torch.optim.SGD(parameters(), lr=0.1)
-LEFT = {
-    "another of torch's functions": Left("torch.sin", *set_of(torch, "sin", torch.cos)),
-    "a method": Left(
-        "torch.nn.modules.module.Module._apply", *set_of(torch.nn.Module, "_apply", lambda self, fn: self)
+LEFT = {  # what is said of something that is left behind, what leaves it, and what takes it away
+    "another of torch's functions": ("torch.sin", *set_of(torch, "sin", torch.cos)),
+    "a method": ("torch.nn.modules.module.Module._apply", *set_of(torch.nn.Module, "_apply", lambda self, fn: self)),
+    "a function of a module": ("torch.nn.init.ones_", *set_of(torch.nn.init, "ones_", torch.nn.init.zeros_)),
+    "a variable of a function": ("clip_grad_norm_", *cell_of(torch.nn.utils.clip_grad_norm_, print)),
+    "the default dtype": (
+        "default dtype",
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_default_dtype(torch.float32),
     ),
-    "a function of a module": Left("torch.nn.init.ones_", *set_of(torch.nn.init, "ones_", torch.nn.init.zeros_)),
-    "a variable of a function": Left("clip_grad_norm_", *cell_of(torch.nn.utils.clip_grad_norm_, print)),
-    "the default dtype": Left(
-        "default dtype", lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)
-    ),
-    "a fast path": Left(
+    "a fast path": (
         "fast path",
         lambda: torch.backends.mha.set_fastpath_enabled(False),
         lambda: torch.backends.mha.set_fastpath_enabled(True),
     ),
-    "a level of the log": Left(
+    "a level of the log": (
         "logger",
         lambda: logging.getLogger("hmpx").setLevel(logging.ERROR),
         lambda: logging.getLogger("hmpx").setLevel(logging.NOTSET),
     ),
-    "a variable of the environment": Left(
-        "HMPX_LEFT", lambda: os.environ.update(HMPX_LEFT="1"), lambda: os.environ.pop("HMPX_LEFT")
+    "a variable of the environment": (
+        "HMPX_LEFT",
+        lambda: os.environ.update(HMPX_LEFT="1"),
+        lambda: os.environ.pop("HMPX_LEFT"),
     ),
-    "a conversion": Left("process_state.installed", hmpx.convert, hmpx.restore),
-    "an open region": Left("regions of this thread", REGION.__enter__, lambda: REGION.__exit__(None, None, None)),
-    "an attached optimizer": Left("users of the hooks", lambda: hmpx.attach(OPTIMIZER), lambda: hmpx.detach(OPTIMIZER)),
+    "a conversion": ("process_state.installed", hmpx.convert, hmpx.restore),
+    "an open region": ("regions of this thread", REGION.__enter__, lambda: REGION.__exit__(None, None, None)),
+    "an attached optimizer": ("users of the hooks", lambda: hmpx.attach(OPTIMIZER), lambda: hmpx.detach(OPTIMIZER)),
 }
 
 
 @pytest.mark.parametrize("what", LEFT)
 def test_what_is_left_behind_is_seen_until_it_is_taken_away(what):
-    picture, left = Picture(), LEFT[what]
+    picture, (said, do, undo) = Picture(), LEFT[what]
     assert picture.changed() == []
-    left.do()
+    do()
     try:
-        assert any(left.said in line for line in picture.changed())
+        assert any(said in line for line in picture.changed())
     finally:
-        left.undo()
+        undo()
     assert picture.changed() == []
 
 

@@ -7,19 +7,16 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import hmpx
+from tests.downstream.by_hand import AUTOCASTS
 from tests.downstream.zoo import ZOO, floating
 
-LISTS = Path(hmpx.__file__).parent / "oplists" / "autocast-cpu"
 under_autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
-under_its_lists = functools.partial(
-    hmpx.convert, **{f"{side}_file_path": LISTS / f"{side}.txt" for side in ("bf16", "fp32", "promote")}
-)
+under_its_lists = functools.partial(hmpx.convert, **AUTOCASTS)
 
 
 def made(name: str) -> tuple[nn.Module, dict]:
@@ -72,39 +69,6 @@ def differences(expected: Pass, got: Pass) -> list[str]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def first_module_that_differs(model: nn.Module, inputs: dict, one: Callable, other: Callable) -> str:
-    """The first module, in the order in which they end, whose output differs between two surroundings."""
-
-    def seen(around: Callable) -> list[tuple[str, list, list]]:
-        rows: list[tuple[str, list, list]] = []
-
-        def keep(name: str) -> Callable:
-            def hook(module, args, kwargs, output):
-                rows.append((f"{name} ({type(module).__name__})", floating((args, kwargs)), floating(output)))
-
-            return hook
-
-        hooks = [m.register_forward_hook(keep(name), with_kwargs=True) for name, m in model.named_modules()]
-        torch.manual_seed(1)
-        with around():
-            model(**inputs)
-        for hook in hooks:
-            hook.remove()
-        return rows
-
-    for (name, inputs_1, outputs_1), (_, inputs_2, outputs_2) in zip(seen(one), seen(other), strict=False):
-        if not _equal(outputs_1, outputs_2):
-            beside = "" if _equal(inputs_1, inputs_2) else ", and so do its inputs, which no module made"
-            return f"the first module that differs is {name}{beside}"
-    return "no module's output differs"
-
-
-def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(
-        a.dtype is b.dtype and torch.equal(_bits(a), _bits(b)) for a, b in zip(first, second, strict=True)
-    )
 
 
 def held_functions(model: nn.Module) -> dict[str, int]:

@@ -16,6 +16,7 @@ from tests.support import python
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).parents[2]
+SCRIPTS = str(Path(__file__).parent / "scripts")  # has what torchvision asks of torch when it is imported
 
 
 def by_accelerate(tmp_path, **asked):
@@ -113,6 +114,31 @@ print("trained")
 
 
 def test_importing_hmpx_imports_no_framework_and_pytorch_lightning_serves_too():
-    script = ALONE.format(scripts=str(Path(__file__).parent / "scripts"))
-    done = python.run("-c", script)
+    done = python.run("-c", ALONE.format(scripts=SCRIPTS))
     assert done.stdout.endswith("trained\n"), done.stderr
+
+
+BESIDE = """
+import sys; sys.path.insert(0, {scripts!r}); import torchvision_ops
+import torch, torch.nn.functional as F
+gelu = F.gelu
+for library in {imports!r}:
+    exec(library)
+import hmpx
+with hmpx.convert() as handle:
+    assert torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype is torch.bfloat16
+    handle.escaped
+assert F.gelu is gelu and torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype is torch.float32
+"""
+IMPORTS = [
+    "from transformers import AutoModel, Trainer",
+    "import diffusers; from diffusers import UNet2DModel",
+    "import timm; timm.create_model('resnet18')",
+    "import lightning",
+    "from accelerate import Accelerator",
+]
+
+
+def test_a_conversion_beside_real_libraries_that_were_imported_before():
+    done = python.run("-c", BESIDE.format(scripts=SCRIPTS, imports=IMPORTS))
+    assert done.returncode == 0, done.stderr

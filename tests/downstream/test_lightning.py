@@ -333,6 +333,24 @@ def test_what_does_not_fit_is_refused_before_training_and_changes_nothing(case):
     assert bits(model) == before and torch.matmul is product and model.dtypes == {}
 
 
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_lightning_clips_through_torch(algorithm, tmp_path):
+    """Without the plugin, under an optimizer that the module has attached: gradients are released, so it is refused."""
+
+    def released(model):
+        optimizer = adamw(model.bfloat16().parameters())
+        hmpx.attach(optimizer, release_gradients=True)
+        return optimizer
+
+    run = pl.Trainer(
+        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        default_root_dir=tmp_path, gradient_clip_val=1.0, gradient_clip_algorithm=algorithm,
+    )  # fmt: skip
+    data = [(inputs.bfloat16(), targets) for inputs, targets in batches()]
+    with pytest.raises(hmpx.HmpxError, match="release_gradients=False"):
+        run.fit(Net(released), torch.utils.data.DataLoader(data, batch_size=None))
+
+
 @pytest.mark.parametrize("other", [lambda: hmpx.activate("hmp-o1"), lambda: hmpx.convert()])
 def test_another_recipe_in_force_is_refused(other):
     with other(), pytest.raises(hmpx.HmpxError, match="HmpxPrecision"):

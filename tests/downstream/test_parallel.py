@@ -1,4 +1,4 @@
-"""Models that are divided among processes: pipelines, tensor parallelism under FSDP2, Join, spawned workers."""
+"""Models that are divided among processes: pipelines, tensor parallelism under FSDP2, Join."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
 from tests.downstream.by_hand import AUTOCASTS
-from tests.support import python, ranks
+from tests.support import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BF16 = torch.bfloat16
@@ -136,27 +136,3 @@ def _joined(rank):
 def test_uneven_batches_under_join_leave_replicas_equal():
     first, second = ranks.run(2, _joined)
     assert first == second
-
-
-SPAWNING = """
-import torch
-import torch.multiprocessing as mp
-from torch.nn.functional import linear
-
-def worker(rank, results):
-    model = torch.nn.TransformerEncoderLayer(8, 2, 16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    results.put((rank, str(model.linear1.weight.dtype), str(linear(torch.ones(2, 2), torch.ones(2, 2)).dtype)))
-
-if __name__ == "__main__":
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(worker, (results,), nprocs=2)
-    print(sorted(results.get() for _ in range(2)))
-"""
-
-
-def test_workers_that_a_script_spawns_run_under_its_recipe(tmp_path):
-    """A function that the script holds by name is cast there too."""
-    (tmp_path / "spawning.py").write_text(SPAWNING)
-    done = python.run("-m", "hmpx", "run", "--recipe", "neuron-bf16-sr", tmp_path / "spawning.py", check=True)
-    assert done.stdout == f"{[(rank, 'torch.bfloat16', 'torch.bfloat16') for rank in range(2)]}\n"

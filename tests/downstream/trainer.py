@@ -9,7 +9,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from hmpx.integrations.transformers import HmpxCallback
 from tests.downstream.by_hand import ByHand, adamw
 
-BF16 = torch.bfloat16
 TINY = {
     "vocab_size": 40,
     "n_embd": 16,
@@ -54,16 +53,11 @@ def by_hand(way, optimizer=adamw, accumulate=1, clip=0.0, steps=8):
     """The same steps without Trainer, which divides the sum over a step's tokens by the number of labels."""
     data = [text["input_ids"] for text in texts()]
     batches = [torch.stack(data[i : i + 4]) for i in range(0, len(data), 4)] * 4
-    run = ByHand(gpt2(**NO_DROPOUT), way, optimizer)
     tokens = torch.tensor(4 * 12 * accumulate)
-    for batch in batches[: steps * accumulate]:
-        with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
-            loss = run.model(input_ids=batch, labels=batch, num_items_in_batch=tokens).loss
-        loss.backward()
-        run.seen = getattr(run, "seen", 0) + 1
-        if run.seen % accumulate == 0:
-            if clip:
-                clip_grad_norm_(run.model.parameters(), clip)
-            run.step()
-            run.model.zero_grad()
-    return run.model
+
+    def loss_of(model, batch):  # which `train` divides by `accumulate`
+        return model(input_ids=batch, labels=batch, num_items_in_batch=tokens).loss * accumulate
+
+    clips = (lambda params: clip_grad_norm_(params, clip)) if clip else (lambda params: None)
+    run = ByHand(gpt2(**NO_DROPOUT), way, optimizer)
+    return run.train(batches[: steps * accumulate], accumulate=accumulate, clip=clips, loss_of=loss_of).model

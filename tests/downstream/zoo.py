@@ -111,23 +111,10 @@ def lora():
     return peft.get_peft_model(model, config), inputs
 
 
-BERT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+BERT = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, **SIZES}
 LLAMA = {**BERT, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-VISION = {
-    "image_size": 32,
-    "patch_size": 8,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
+VISION = {"image_size": 32, "patch_size": 8, **SIZES}
 BART = {
     "vocab_size": VOCABULARY,
     "d_model": 16,
@@ -143,7 +130,7 @@ BART = {
     "decoder_start_token_id": 2,
 }
 SPEECH = {
-    **{key: BERT[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")},
+    **SIZES,
     "conv_dim": (8, 8),
     "conv_stride": (5, 2),
     "conv_kernel": (10, 3),
@@ -152,12 +139,8 @@ SPEECH = {
     "num_conv_pos_embedding_groups": 2,
     "vocab_size": VOCABULARY,
 }
-UNET = {
-    "sample_size": 16,
-    "block_out_channels": (8, 16),
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-}
+UNET = {"sample_size": 16, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
+MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
 
 ZOO: dict[str, Callable[[], tuple[nn.Module, dict]]] = {
     "bert": transformers("BertForSequenceClassification", "BertConfig", padded_text, **BERT),
@@ -183,27 +166,9 @@ ZOO: dict[str, Callable[[], tuple[nn.Module, dict]]] = {
     "mixtral": transformers(
         "MixtralForCausalLM", "MixtralConfig", text, **LLAMA, num_local_experts=4, output_router_logits=True
     ),
-    "mamba": transformers(
-        "MambaForCausalLM",
-        "MambaConfig",
-        text,
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        state_size=4,
-    ),
+    "mamba": transformers("MambaForCausalLM", "MambaConfig", text, **MAMBA),
     "mamba2": transformers(
-        "Mamba2ForCausalLM",
-        "Mamba2Config",
-        text,
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        state_size=4,
-        num_heads=4,
-        head_dim=8,
-        n_groups=2,
-        chunk_size=4,
+        "Mamba2ForCausalLM", "Mamba2Config", text, **MAMBA, num_heads=4, head_dim=8, n_groups=2, chunk_size=4
     ),
     "t5": transformers(
         "T5ForConditionalGeneration",

@@ -15,17 +15,22 @@ from tests.support.planted import (
     WIDTH,
     Masked,
     Model,
+    Rotary,
     Steps,
     batches,
+    gradient_error,
+    gradients,
     line_of,
     long_sum,
     loss_of,
     masked_loss,
+    noise_of,
     padded,
     policy,
     position_left_in_bf16,
     root_of_a_small_difference,
     sharp_softmax,
+    state_of,
 )
 
 
@@ -101,59 +106,33 @@ def test_a_gradient_that_overflows_where_it_is_cast_to_fp16_is_found_behind_the_
     assert (found.first_nonfinite.op, found.first_nonfinite.phase) == ("mul", "backward"), str(found)
 
 
-def snapshot(model):
-    return [(key, value.clone(), value.dtype) for key, value in model.state_dict().items()], [
-        None if p.grad is None else p.grad.clone() for p in model.parameters()
-    ]
-
-
-def same(a, b):
-    return all(
-        ka == kb and torch.equal(va, vb) and da is db for (ka, va, da), (kb, vb, db) in zip(a[0], b[0], strict=True)
-    ) and all((ga is None and gb is None) or torch.equal(ga, gb) for ga, gb in zip(a[1], b[1], strict=True))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_left_behind_and_random_ops_draw_the_same(reentrant, dtype):
     model = Steps(reentrant, nn.functional.relu).to(dtype)
     data = [(x.to(dtype), y) for x, y in batches()]
     loss_of(model, *data[0]).backward()
-    before, drawn = snapshot(model), torch.get_rng_state()
-    functions = torch.nn.functional.linear, torch.Tensor.mul_
+    before = state_of(model)
     found = hmpx.compare(model, data, loss_of)
-    assert same(before, snapshot(model)) and torch.equal(drawn, torch.get_rng_state())
-    assert functions == (torch.nn.functional.linear, torch.Tensor.mul_)
+    assert state_of(model) == before
     assert found.gradient_error < 0.1 and found.first_nonfinite is None, str(found)
     assert {"linear", "batch_norm", "relu", "dropout", "mul"} <= {row.op for row in found.rows}
     assert max(row.accumulated for row in found.rows if row.op == "dropout") < 0.02  # another mask would be about 1
     assert {row.calls for row in found.rows if row.op == "dropout"} == {4}
 
 
-def test_the_effect_on_the_loss_is_that_of_a_run_with_this_op_alone():
+def test_the_effect_on_the_loss_is_that_of_a_run_with_this_op_alone(lists):
     """Against runs with one list name at a time, which round other numbers: right within a factor of two."""
     model = Model(lambda h: torch.softmax(h, -1), 3.0)
     data = batches()
     found = hmpx.compare(model, data, loss_of, lists=policy("linear softmax", "cross_entropy mul"))
     exact = [loss_of(model, *batch).item() for batch in data]
     for op, others in (("linear", "softmax mul cross_entropy"), ("softmax", "linear mul cross_entropy")):
-        with hmpx.convert(**lists_of(op, others)):
+        with hmpx.convert(**lists(op, others)):
             alone = [loss_of(model, *batch).item() for batch in data]
         measured = math.sqrt(sum((a - b) ** 2 for a, b in zip(alone, exact, strict=True)) / len(data))
         predicted = next(row.loss_change for row in found.by_op() if row.op == op)
         assert measured / 2 < predicted < measured * 2, op
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def lists_of(bf16, fp32):
-    for side, names in (("bf16", bf16), ("fp32", fp32), ("promote", "")):
-        with open(f"{side}.txt", "w") as file:
-            file.write("\n".join(names.split()) + "\n")
-    return {f"{side}_file_path": f"{side}.txt" for side in ("bf16", "fp32", "promote")}
 
 
 def test_errors_of_ops_are_those_that_a_hand_computes():
@@ -173,24 +152,15 @@ def test_errors_of_ops_are_those_that_a_hand_computes():
 def test_gradient_errors_are_those_that_a_hand_computes():
     model, data = Model(lambda h: h), batches(3)
     found = hmpx.compare(model, data, loss_of, lists={"opt_level": "O2"})
-
-    def gradients():
-        flat = []
-        for batch in data:
-            grads = torch.autograd.grad(loss_of(model, *batch), list(model.parameters()))
-            flat.append(torch.cat([g.flatten() for g in grads]))
-        return torch.stack(flat)
-
-    exact = gradients()
+    exact = gradients(model, data)
     with hmpx.convert(opt_level="O2"):
-        error = gradients() - exact
-    noise = ((exact - exact.mean(0)).square().sum() / (len(data) - 1)).sqrt()
-    assert found.gradient_error == pytest.approx(float(error.square().sum(1).mean().sqrt() / noise), rel=1e-4)
-    bias = error.mean(0).norm() / (noise / math.sqrt(len(data)))
+        low = gradients(model, data)
+    assert found.gradient_error == pytest.approx(gradient_error(exact, low), rel=1e-4)
+    bias = (low - exact).mean(0).norm() / (noise_of(exact) / math.sqrt(len(data)))
     assert found.gradient_bias == pytest.approx(float(bias), rel=1e-4)
 
 
-def test_log_probs_that_the_loss_returns_change_as_a_hand_computes():
+def test_log_probs_that_the_loss_returns_change_as_a_hand_computes(lists):
     model, data = Model(lambda h: h), batches(3)
 
     def loss(model, x, y):
@@ -199,7 +169,7 @@ def test_log_probs_that_the_loss_returns_change_as_a_hand_computes():
 
     found = hmpx.compare(model, data, loss, lists=policy("linear", "mul log_softmax"))
     exact = [loss(model, *batch)[1].detach() for batch in data]
-    with hmpx.convert(**lists_of("linear", "mul log_softmax")):
+    with hmpx.convert(**lists("linear", "mul log_softmax")):
         low = [loss(model, *batch)[1].detach() for batch in data]
     assert found.log_prob_change == pytest.approx((torch.cat(low) - torch.cat(exact)).abs().mean().item(), rel=1e-5)
     inputs = model.first(data[0][0]).bfloat16(), model.last.weight.bfloat16(), model.last.bias.bfloat16()
@@ -274,19 +244,6 @@ def test_results_alone_are_compared_without_a_loss():
 
 
 def test_what_runs_without_gradients_is_measured():
-    """Autograd knows nothing of it: positions in BF16 are not exact beyond 256."""
-
-    class Rotary(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.linear = nn.Linear(WIDTH, 4)
-
-        def forward(self, x):
-            with torch.no_grad():
-                angles = torch.outer(torch.arange(1000.0, 1000.0 + len(x)), torch.linspace(0.1, 1, WIDTH))
-            return self.linear(x * angles.sin())
-
     found = hmpx.compare(Rotary(), batches(), loss_of, lists=policy("outer", "linear sin mul cross_entropy"))
     worst = found.worst(1)[0]
     assert worst.op == "outer" and worst.measured and worst.gradient_error > 0.1 and "without gradients" in worst.note

@@ -19,41 +19,22 @@ from tests.support.misleading import (
     one_minus_probability,
     variance_then_exp,
 )
-from tests.support.planted import Model, batches, line_of, loss_of, policy, root_of_a_small_difference
+from tests.support.planted import (
+    Model,
+    batches,
+    gradient_error,
+    gradients,
+    line_of,
+    loss_of,
+    policy,
+    root_of_a_small_difference,
+)
 
 ELEMENTWISE = "add sub mul mean square exp rsqrt sqrt sigmoid log linear"
 
 
 def fp16(*names):
     return dataclasses.replace(hmpx.Policy(bf16=names), low_precision=torch.float16)
-
-
-def error_alone(model, data, module, name):
-    """The gradient error of one module's op in BF16, by a rule for that module and with nothing of `compare`."""
-
-    def gradients():
-        weights = list(model.parameters())
-        losses = [loss_of(model, *batch) for batch in data]
-        found = [torch.autograd.grad(loss, weights, materialize_grads=True, allow_unused=True) for loss in losses]
-        return torch.stack([torch.cat([gradient.flatten() for gradient in each]) for each in found])
-
-    exact = gradients()
-    rule = hmpx.policy_for(module, bf16=[name])
-    with hmpx.convert(**EMPTY):
-        error = gradients() - exact
-    rule.remove()
-    noise = ((exact - exact.mean(0)).square().sum() / (len(data) - 1)).sqrt()
-    return float(error.square().sum(1).mean().sqrt() / noise)
-
-
-@pytest.fixture(autouse=True)
-def empty_lists(tmp_path, monkeypatch):
-    for side in ("bf16", "fp32", "promote"):
-        (tmp_path / side).write_text("")
-        EMPTY[f"{side}_file_path"] = str(tmp_path / side)
-
-
-EMPTY: dict[str, str] = {}
 
 
 @pytest.mark.parametrize("lists", ["autocast-cpu", policy(ELEMENTWISE)], ids=["autocast", "own"])
@@ -97,12 +78,17 @@ def test_of_a_router_that_flips_the_router_is_named_and_no_expert(choice, top, s
     assert decided.op == choice and f"{choice} in Experts: {decided.decisions}" in str(found)
 
 
-def test_what_is_measured_of_a_router_and_an_expert_is_what_a_rule_for_the_module_does():
+def test_what_is_measured_of_a_router_and_an_expert_is_what_a_rule_for_the_module_does(lists):
     model, data = Experts("topk"), batches()
     found = hmpx.compare(model, data, loss_of, lists=policy("linear", "softmax cross_entropy mul add sum"))
     router = next(row for row in found.rows if row.module == "router")
-    assert error_alone(model, data, model.router, "linear") == pytest.approx(router.gradient_error, rel=0.5)
-    assert error_alone(model, data, model.experts[3], "linear") < 0.01
+    exact, errors = gradients(model, data), []
+    for module in (model.router, model.experts[3]):
+        rule = hmpx.policy_for(module, bf16=["linear"])
+        with hmpx.convert(**lists()):
+            errors.append(gradient_error(exact, gradients(model, data)))
+        rule.remove()
+    assert errors[0] == pytest.approx(router.gradient_error, rel=0.5) and errors[1] < 0.01
 
 
 def test_a_codebook_without_gradients_has_its_product_named():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-import json
 import math
 
 import pytest
@@ -21,13 +20,8 @@ def mean_of_exp(model, x):
 
 @pytest.fixture(scope="module")
 def example():
-    model = nn.Sequential()
-    torch.manual_seed(0)
-    for name in (browser.HOSTILE, browser.IMAGE):
-        model.add_module(name, nn.Linear(8, 8))
     generator = torch.Generator().manual_seed(0)
-    data = [(torch.randn(16, 8, generator=generator),) for _ in range(3)]
-    return model, data
+    return browser.hostile_model(), [(torch.randn(16, 8, generator=generator),) for _ in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +35,8 @@ def page(found, tmp_path):
     return (tmp_path / "found.html").read_text()
 
 
-def test_the_numbers_of_the_page_are_those_of_the_json(found, page, tmp_path):
-    found.json(tmp_path / "found.json")
-    saved = json.loads((tmp_path / "found.json").read_text())
-    shown = browser.values_in(page)
-    assert {key: shown[key] for key in saved} == saved and str(found).splitlines()[0] in page
+def test_the_numbers_of_the_page_are_those_of_the_json(found, tmp_path):
+    assert browser.shows_what_is_saved(found, tmp_path)
 
 
 def test_the_text_of_the_page_is_that_of_a_terminal_of_110_columns(found, tmp_path, monkeypatch):
@@ -118,8 +109,7 @@ def test_a_row_is_blamed_from_the_error_on_that_a_training_feels():
 
 def test_a_hostile_name_stays_a_name_and_nothing_is_fetched(page):
     assert {row["module"] for row in browser.values_in(page)["rows"]} >= {browser.HOSTILE, browser.IMAGE}
-    assert page.count("<script") == 2 and "<img" not in page and "default-src 'none'" in page
-    assert "http" not in page.replace("http-equiv", "")
+    assert browser.is_harmless(page)
 
 
 @pytest.mark.browser

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from tests.support.autocast_lists import AUTOCAST_LISTS
+from tests.support.dispatched import Seen
 
 MADE_OF = {  # what record calls it: what the dispatcher runs for it
     "linear": "addmm mm",
@@ -26,36 +25,6 @@ MADE_OF = {  # what record calls it: what the dispatcher runs for it
     "dropout": "",  # nothing, as p is 0
     "lstm": "mkldnn_rnn_layer lstm",  # an op of its own where oneDNN has BF16 instructions
 }
-NO_OPS = set(  # views and factories, and parts of the ops above
-    "view _unsafe_view transpose t permute reshape expand slice select unsqueeze squeeze unbind as_strided alias clone "
-    "stack arange zeros empty full ones copy_ new_zeros detach _log_softmax _local_scalar_dense".split()
-)
-
-
-class Seen(TorchDispatchMode):
-    """The dtypes of the floating inputs of each aten op of a forward pass, and casts, by the line of a file."""
-
-    def __init__(self, file):
-        super().__init__()
-        self.file, self.ops, self.casts, self.bytes = file, Counter(), Counter(), Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename != self.file:
-            frame = frame.f_back
-        if frame is None:
-            return result
-        name, at = func._schema.name.removeprefix("aten::"), f"{self.file}:{frame.f_lineno}"
-        tensors = torch.utils._pytree.tree_leaves((args, kwargs or {}))
-        tensors = [x for x in tensors if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        if name == "_to_copy":
-            if tensors and tensors[0].dtype is not result.dtype:
-                self.casts[at] += 1
-                self.bytes[at] += tensors[0].nbytes + result.nbytes
-        elif tensors and name not in NO_OPS:
-            self.ops[at, name, frozenset(x.dtype for x in tensors)] += 1
-        return result
 
 
 def named(dtype):
@@ -185,7 +154,7 @@ def converted(request):
 
 def test_the_dtypes_are_those_that_the_dispatcher_sees(model, converted):
     model, x = model
-    seen = Seen(__file__)
+    seen = Seen()
     with hmpx.record() as log, seen:
         loss_of(model, x)
     recorded, dispatched = compared(log, seen)

@@ -12,15 +12,6 @@ from hmpx.insight import run_state
 from hmpx.insight.run_state import kept
 
 
-def test_what_is_drawn_after_it_is_drawn_again():
-    state = run_state.get_state()
-    first = torch.rand(3)
-    assert not torch.equal(state, run_state.get_state())
-    run_state.set_state(state)
-    assert torch.equal(torch.rand(3), first)
-    run_state.set_state(state)
-
-
 def test_gpus_that_are_in_use_are_put_back_too(monkeypatch):
     """With a stand-in for two of them, whose states are 16 bytes each, as CUDA's."""
     held = [torch.full((16,), 1, dtype=torch.uint8), torch.full((16,), 2, dtype=torch.uint8)]

@@ -18,20 +18,21 @@ from tests.support.planted import (
     WIDTH,
     Masked,
     Model,
+    Rotary,
     Steps,
     batches,
+    gradients,
     long_sum,
     loss_of,
     masked_loss,
+    noise_of,
     padded,
     position_left_in_bf16,
     root_of_a_small_difference,
     sharp_softmax,
+    state_of,
+    tuned,
 )
-
-
-def tuned(model, data, loss=loss_of, **options):
-    return hmpx.tune(model, data, loss, **{"objective": "coverage", "progress": False, **options})
 
 
 @functools.cache
@@ -51,21 +52,13 @@ def test_a_planted_fault_is_put_into_fp32_and_the_products_stay_in_bf16(name):
     assert mark(found, "default lists").gradient_error > 2 * found.gradient_error
 
 
-def gradients(model, data):
-    flat = []
-    for batch in data:
-        grads = torch.autograd.grad(loss_of(model, *batch), [*model.parameters()])
-        flat.append(torch.cat([g.flatten() for g in grads]))
-    return torch.stack(flat)
-
-
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_error_of_the_lists_is_what_a_hand_measures_and_near_what_was_predicted(name, tmp_path):
     """With the files that it writes, on the batches that were held out."""
     found, model, data = of_planted(name), Model(PLANTED[name].function), batches(8)
     found.save(tmp_path)
     exact = gradients(model, data)
-    noise = ((exact - exact.mean(0)).square().sum() / (len(data) - 1)).sqrt()
+    noise = noise_of(exact)
     data, exact = data[-2:], exact[-2:]
     with hmpx.convert(**{f"{side}_file_path": tmp_path / f"{side}.txt" for side in ("bf16", "fp32", "promote")}):
         error = gradients(model, data) - exact
@@ -138,20 +131,6 @@ def test_what_breaks_one_batch_alone_is_not_in_bf16():
         assert gradients(model, data).isfinite().all()
 
 
-class Rotary(nn.Module):
-    """Positions in BF16 are not exact beyond 256; autograd sees nothing of them."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(WIDTH, 4)
-
-    def forward(self, x):
-        with torch.no_grad():
-            angles = torch.outer(torch.arange(1000.0, 1000.0 + len(x)), torch.linspace(0.1, 1, WIDTH))
-        return self.linear(x * angles.sin())
-
-
 def test_what_autograd_does_not_see_is_found_by_verification():
     """With an objective that puts everything into BF16 that may be there."""
     found = tuned(Rotary(), batches(6), objective="memory", tolerance=0.2)
@@ -162,13 +141,9 @@ def test_what_autograd_does_not_see_is_found_by_verification():
 def test_nothing_is_left_behind_and_the_prediction_holds_through_a_checkpoint(reentrant):
     model, data = Steps(reentrant, nn.functional.silu), batches(6)
     loss_of(model, *data[0]).backward()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    grads = [p.grad.clone() for p in model.parameters()]
-    drawn, function = torch.get_rng_state(), torch.nn.functional.linear
+    before = state_of(model)
     found = tuned(model, data)
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
-    assert torch.equal(drawn, torch.get_rng_state()) and torch.nn.functional.linear is function
+    assert state_of(model) == before
     assert found.met and found.share == 1 and found.gradient_error / 2 < found.predicted < 2 * found.gradient_error
 
 

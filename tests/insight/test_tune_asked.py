@@ -17,15 +17,12 @@ import hmpx
 from hmpx.insight.tuning import find, worth
 from hmpx.insight.tuning.course import Confirmed
 from hmpx.shell.main import main
+from tests.support import planted
+from tests.support.planted import batches, loss_of
 
 
-def classes(number=6, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return [(torch.randn(16, 16, generator=g), torch.randint(4, (16,), generator=g)) for _ in range(number)]
-
-
-def loss_of(m, a, y):
-    return F.cross_entropy(m(a), y)
+def classes(number=6):
+    return batches(number, 16)
 
 
 def model(seed=0):
@@ -34,8 +31,7 @@ def model(seed=0):
 
 
 def tuned(data=None, loss=loss_of, made=None, **options):
-    options = {"objective": "coverage", "progress": False, **options}
-    return hmpx.tune(made or model(), classes() if data is None else data, loss, **options)
+    return planted.tuned(made or model(), classes() if data is None else data, loss, **options)
 
 
 @cache
@@ -190,7 +186,7 @@ def test_the_shell_tells_of_a_function_that_wants_arguments_and_of_ctrl_c(tmp_pa
     assert "interrupted; nothing was written" in capsys.readouterr().err and not [*(tmp_path / "tuned").iterdir()]
 
 
-def test_confirm_trains_under_the_lists_beside_fp32_in_two_orders(tmp_path):
+def test_confirm_trains_under_the_lists_beside_fp32_in_two_orders():
     """By hand: FP32 with nothing converted, batches as drawn from the seed, losses of four batches."""
     made, data = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)), classes()
     make = partial(torch.optim.SGD, lr=0.1)
@@ -257,3 +253,26 @@ def test_fp32_is_a_candidate_for_speed_and_the_first_line_says_the_gain(step_ms,
         assert "a step takes 2.4 ms with the fastest lists that hold, and 2.3 ms in FP32" in reason(found, "linear")
     else:
         assert "linear" in found.policy.bf16 and found.step_seconds == (0.0012, 0.0024)
+
+
+class Device:
+    """It takes work at once and does it later, as CUDA does; the first piece takes it long. The clock is its own."""
+
+    def __init__(self):
+        self.clock, self.done, self.pieces = 0.0, 0.0, 0
+
+    def work(self):
+        self.pieces += 1
+        self.done = max(self.done, self.clock) + (1.0 if self.pieces == 1 else 2**-15)
+
+    def synchronize(self):
+        self.clock = max(self.clock, self.done)
+
+
+def test_times_are_those_of_work_that_is_done_and_a_slow_beginning_is_not_in_them(monkeypatch):
+    """What BF16 brings, where a device runs behind the program."""
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    monkeypatch.setattr(worth, "perf_counter", lambda: device.clock)
+    assert worth.seconds(device.work) == 2**-15

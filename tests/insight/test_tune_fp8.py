@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
+from tests.support import planted
 
 
 class Planted(nn.Module):
@@ -31,8 +32,7 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_what_one_scale_ruins_stays_in_bf16(tmp_path):
     model = Planted()
     batches = [(torch.randn(64, 32), torch.randint(10, (64,))) for _ in range(6)]
-    how = {"objective": "coverage", "low": "fp8", "progress": False, "tolerance": 0.2}
-    tuned = hmpx.tune(model, batches, loss_of, **how)
+    tuned = planted.tuned(model, batches, loss_of, low="fp8", tolerance=0.2)
     choices = {(each.name, each.module): each for each in tuned.choices}
     dtypes = {
         module: choices.get(("linear", module), choices["linear", ""]).dtype for module in ("inside", "wide", "odd")
@@ -56,16 +56,7 @@ def test_what_one_scale_ruins_stays_in_bf16(tmp_path):
 def test_where_nothing_may_be_in_fp8_the_recipe_takes_it_from_the_lists_that_it_began_with():
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
     batches = [(torch.randn(64, 32), torch.randint(16, (64,))) for _ in range(6)]
-    tuned = hmpx.tune(
-        model,
-        batches,
-        loss_of,
-        objective="coverage",
-        low="fp8",
-        tolerance=0.03,
-        lists={"fp8": ["linear"]},
-        progress=False,
-    )
+    tuned = planted.tuned(model, batches, loss_of, low="fp8", tolerance=0.03, lists={"fp8": ["linear"]})
     assert tuned.met and tuned.share == 0 and tuned.policy.fp8 == ()
     assert tuned.recipe.policy().fp8 == () and "linear" in tuned.recipe.policy().bf16
     assert "fp8" not in str(tuned.recipe)

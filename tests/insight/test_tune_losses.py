@@ -6,19 +6,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import hmpx
+from tests.support.planted import batches, tuned
 
 WEIGHT = torch.tensor([0.1, 1.0, 5.0, 2.0])
 
 
-def tuned(loss, batches, **options):
+def tuned_under(loss, data):
     torch.manual_seed(0)
-    return hmpx.tune(nn.Linear(16, 4), batches, loss, **{"objective": "coverage", "progress": False, **options})
-
-
-def classes(number=6, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return [(torch.randn(16, 16, generator=g), torch.randint(4, (16,), generator=g)) for _ in range(number)]
+    return tuned(nn.Linear(16, 4), data, loss)
 
 
 def one_hot(y):
@@ -36,7 +31,7 @@ WEIGHTED = {
 
 
 def test_losses_with_weights_are_tuned():
-    found = tuned(lambda m, a, y: sum(loss(m(a), y) for loss in WEIGHTED.values()), classes())
+    found = tuned_under(lambda m, a, y: sum(loss(m(a), y) for loss in WEIGHTED.values()), batches(6, 16))
     assert found.met and "linear" in found.policy.bf16
     choices = {choice.name: choice for choice in found.choices}
     for name in WEIGHTED:
@@ -47,7 +42,7 @@ def test_the_rounding_of_a_weight_that_has_no_gradient_is_measured_as_by_hand():
     """A name alone is measured on one of the batches."""
     weight = torch.tensor([1.003, 2.006, 1.003, 2.006])  # BF16 has 1 and 2
     torch.manual_seed(0)
-    model, data = nn.Linear(16, 4), classes(8)
+    model, data = nn.Linear(16, 4), batches(8, 16)
 
     def of(z, y, weight):
         return F.binary_cross_entropy_with_logits(z, y, pos_weight=weight, weight=weight)
@@ -55,7 +50,7 @@ def test_the_rounding_of_a_weight_that_has_no_gradient_is_measured_as_by_hand():
     def loss(m, a, y):
         return of(m(a), one_hot(y), weight)
 
-    found = tuned(loss, data)
+    found = tuned_under(loss, data)
     changes = []
     with torch.no_grad():
         for a, y in data[:6]:
@@ -67,7 +62,7 @@ def test_the_rounding_of_a_weight_that_has_no_gradient_is_measured_as_by_hand():
 
 
 def test_an_op_that_does_not_run_in_bf16_stays_in_fp32_and_lists_that_have_it_there_do_not_run(tmp_path):
-    found = tuned(lambda m, a, y: F.multi_margin_loss(m(a), y), classes())
+    found = tuned_under(lambda m, a, y: F.multi_margin_loss(m(a), y), batches(6, 16))
     assert found.met and found.share == 1 and "multi_margin_loss" in found.policy.fp32
     choice = next(each for each in found.choices if each.name == "multi_margin_loss")
     assert choice.why.startswith("it does not run in BF16: NotImplementedError: ")

@@ -190,7 +190,6 @@ def _recipe(name):
     [
         ("torchao-bf16-sr", _torchao),  # other random numbers, so other curves
         pytest.param("nxd-standard", _autocast, marks=needs_grad_dtype),  # FP32 weights, forward in BF16
-        ("neuron-bf16-fp32-params-copy", _plain),
     ],
 )
 def test_loss_curves_are_those_of_the_system_within_noise(recipe, system):

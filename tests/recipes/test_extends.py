@@ -162,7 +162,7 @@ def test_check_finds_everything_in_both_files_at_once(tmp_path, monkeypatch):
         (["low_precision="], {"low_precision": None}),
     ],
 )
-def test_set_says_any_key_from_the_shell(settings, expected, capsys, tmp_path):
+def test_set_says_any_key_from_the_shell(settings, expected, capsys):
     words = [word for setting in settings for word in ("--set", setting)]
     assert main(["explain", "neuron-bf16-sr", *words]) == 0
     said = capsys.readouterr().out

@@ -138,44 +138,36 @@ def test_nxds_standard_is_training_of_fp32_copies_with_fp32_gradients():
     hmpx.restore()
 
 
-def _under(rank, how):
+def _under(rank):
     """Three steps of two micro-batches under NxD's recipe, by each way to distribute; no ZeRO asks for its keys."""
-    model = Small()
-    model = shard(model, "plain") if how == "fsdp2" else DistributedDataParallel(model)
-    if how == "zero1":
-        optimizer = ZeroRedundancyOptimizer(list(model.parameters()), optim.AdamW, lr=1e-2)
-        hmpx.prepare(model, optimizer, {"mixed_precision_config": {}})
-    else:
-        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        config = {"use_master_weights": True, "use_fp32_grad_acc": True}
-        hmpx.prepare(model, optimizer, {"mixed_precision_config": config})
-    for step in range(3):
-        for micro in range(2):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)).bfloat16()
-            if how == "fsdp2":
-                model.set_requires_gradient_sync(True)
-                model(x).square().sum().backward()
-            elif micro == 0:
-                with model.no_sync():
-                    model(x).square().sum().backward()
-            else:
-                model(x).square().sum().backward()
-        assert all(p.grad.dtype is torch.float32 for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-    names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
-    held = digest(dict(zip(names, model.parameters(), strict=True)))
-    hmpx.restore()
-    hmpx.detach(optimizer)
-    return held
+    asked = {"use_master_weights": True, "use_fp32_grad_acc": True}
+    found = {}
+    for how in ("ddp", "zero1", "fsdp2"):
+        model = shard(Small(), "plain") if how == "fsdp2" else DistributedDataParallel(Small())
+        if how == "zero1":
+            optimizer = ZeroRedundancyOptimizer(list(model.parameters()), optim.AdamW, lr=1e-2)
+        else:
+            optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        hmpx.prepare(model, optimizer, {"mixed_precision_config": {} if how == "zero1" else asked})
+        for step in range(3):
+            for micro in range(2):
+                drawn = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+                waits = how != "fsdp2" and micro == 0
+                with model.no_sync() if waits else contextlib.nullcontext():
+                    model(torch.randn(4, 6, generator=drawn).bfloat16()).square().sum().backward()
+            assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        found[how] = digest({name.removeprefix("module."): p for name, p in model.named_parameters()})
+        hmpx.restore()
+        hmpx.detach(optimizer)
+    return found
 
 
 @needs_grad_dtype
 def test_nxds_recipe_under_ddp_zero_and_fsdp():
-    ddp = ranks.run(2, _under, "ddp")
-    assert ddp[0] == ddp[1] and ranks.run(2, _under, "zero1") == ddp
-    one, other = ranks.run(2, _under, "fsdp2")  # which reduces each micro-batch in BF16, so other bits
-    assert one == other
+    one, other = ranks.run(2, _under)
+    assert one == other and one["ddp"] == one["zero1"]  # FSDP2 reduces each micro-batch in BF16, so other bits
 
 
 def _refused(rank):
@@ -333,30 +325,8 @@ def test_fp32_parameters_are_not_attached(caplog):
     hmpx.restore()
 
 
-@pytest.mark.parametrize(
-    "recipe, message",
-    [
-        ({"wieghts": "master"}, "'wieghts' is no key of a recipe; did you mean 'weights'?"),
-        ({"weights": "masters"}, "'masters', none of stochastic, nearest, master, split, split8; did"),
-        ({"module_dtypes": {"a": "fp8"}}, "module_dtypes, 'a' is 'fp8', none of float32, bfloat16"),
-        ({"module_dtypes": ["a"]}, "not a mapping of modules' names to dtypes"),
-        ({"use_fp32_grad_acc": 1}, "use_fp32_grad_acc is 1, none of true, false"),
-        ({"use_master_weights": True, "weights": "split"}, "'use_master_weights' is NxD's, and no key beside"),
-        ({"use_master_weights": True}, "stand in mixed_precision_config alone ({'mixed_precision_config': {'use"),
-        ({"use_master_weights": True}, "in a recipe's own terms it is weights: master"),
-        ({"mixed_precision_config": {}, "seed": 1}, "'mixed_precision_config' is NxD's, and no key beside"),
-        ({"mixed_precision_config": {"use_master_weight": True}}, "config; did you mean 'use_master_weights'"),
-        ({"mixed_precision_config": {"use_fp32_grad_acc": 1}}, "use_fp32_grad_acc is 1, neither true nor false"),
-        ({"mixed_precision_config": "O1"}, "mixed_precision_config is 'O1', not a mapping of use_master_weights, use_"),
-        ({"mixed_precision_config": NXD | {"use_master_weights": False}}, "has no masters"),
-        ({"weights": "stochastic", "seed": -1}, "seed -1 is out of range"),
-        ("nxd-standart", "there is no recipe 'nxd-standart'; did you mean 'nxd-standard'?"),
-        ("quite another", "there are apex-o1, apex-o1-bf16, autocast-cpu, autocast-cuda"),
-        ({"weights": "stochastic", "bf16_file_path": "nowhere.txt"}, "nowhere.txt: no such op list file"),
-        (7, "a recipe is a name, a path or a dict, not a int"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused_and_nothing_is_changed(recipe, message):
+def refused(recipe, message):
+    """It is refused with this message, and nothing is changed."""
     model = nn.Linear(4, 4)
     optimizer = optim.SGD(model.parameters(), lr=1e-2)
     model(torch.ones(1, 4)).sum().backward()
@@ -369,31 +339,64 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(recipe, message):
 
 
 @pytest.mark.parametrize(
+    "recipe, message",
+    [
+        ({"mixed_precision_config": NXD | {"use_master_weights": False}}, "has no masters"),
+        ("nxd-standart", "there is no recipe 'nxd-standart'; did you mean 'nxd-standard'?"),
+        ("quite another", "there are apex-o1, apex-o1-bf16, autocast-cpu, autocast-cuda"),
+        ({"weights": "stochastic", "bf16_file_path": "nowhere.txt"}, "nowhere.txt: no such op list file"),
+        (7, "a recipe is a name, a path or a dict, not a int"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_changed(recipe, message):
+    refused(recipe, message)
+
+
+@pytest.mark.parametrize(
+    "text, line, message",
+    [
+        ("opt_level: O1\nweigths: split\n", 2, "'weigths' is no key of a recipe; did you mean 'weights'?"),
+        ("weights: masters\n", 1, "'masters', none of stochastic, nearest, master, split, split8; did"),
+        ("module_dtypes:\n  a: bf16\n  b: fp8\n", 3, "module_dtypes, 'b' is 'fp8', none of float32, bfloat16"),
+        ("module_dtypes: [a]\n", 1, "not a mapping of modules' names to dtypes"),
+        ("use_fp32_grad_acc: 1\n", 1, "use_fp32_grad_acc is 1, none of true, false"),
+        ("state_dtype: float16\n", 1, "state_dtype is 'float16', none of float32, bfloat16, 8bit"),
+        ("weights: stochastic\nseed: -1\n", 2, "seed -1 is out of range"),
+        ("weights: split\nuse_master_weights: true\n", 2, "'use_master_weights' is NxD's, and no key beside"),
+        ("use_master_weights: true\n", 1, "stand in mixed_precision_config alone ({'mixed_precision_config': {'use"),
+        ("use_master_weights: true\n", 1, "in a recipe's own terms it is weights: master"),
+        ("seed: 1\nmixed_precision_config: {}\n", 2, "'mixed_precision_config' is NxD's, and no key beside"),
+        ("\nmixed_precision_config: {weights: master}\n", 2, "'weights' is no key of NxD's mixed_precision_config"),
+        ("mixed_precision_config:\n  use_master_weight: 1\n", 2, "config; did you mean 'use_master_weights'"),
+        ("mixed_precision_config: {use_fp32_grad_acc: 1}\n", 1, "use_fp32_grad_acc is 1, neither true nor false"),
+        ("mixed_precision_config: O1\n", 1, "is 'O1', not a mapping of use_master_weights, use_"),
+        ("seed: 1\nbf16: [linear]\nbf16_file_path: a.txt\n", 2, "bf16 and bf16_file_path: which of the two?"),
+        ("seed: 1\nbf16:\n- linear\n- sofmax\n", 4, "unknown op 'sofmax'; did you mean 'softmax'?"),
+        ("opt_level: O2\nbf16: [linear]\n", 2, "O2 decides by itself and takes no op lists"),
+        ("opt_level: null\nfp32: [linear]\n", 2, "fp32: opt_level null leaves torch's ops as they are, so it takes no"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_in_a_file_with_its_line_and_in_a_dict_and_changes_nothing(
+    text, line, message, tmp_path
+):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(hmpx.HmpxError) as error:
+        read_recipe(path)
+    assert f"{path}:{line}: " in str(error.value) and message in str(error.value)
+    refused(yaml.safe_load(text), message)
+
+
+@pytest.mark.parametrize(
     "text, message",
     [
-        ("opt_level: O1\nweigths: split\n", ":2: 'weigths' is no key of a recipe; did you mean 'weights'?"),
-        ("use_master_weights: true\n", ":1: 'use_master_weights' is NxD's, and no key beside"),
-        ("seed: 1\nmixed_precision_config: {}\n", ":2: 'mixed_precision_config' is NxD's, and no key beside"),
-        ("\nmixed_precision_config: {weights: master}\n", ":2: 'weights' is no key of NxD's mixed_precision_config"),
-        ("mixed_precision_config: [1]\n", ":1: mixed_precision_config is [1], not a mapping"),
-        ("state_dtype: float16\n", ":1: state_dtype is 'float16', none of float32, bfloat16, 8bit"),
         ("seed: 1\nseed: 2\n", ":2: 'seed' stands here for the second time"),
         ("- weights\n", ":1: a recipe is a mapping"),
         ("weights: [\n", "not YAML"),
         ("? [a]\n: 1\n", ":1: a recipe's keys are"),
-        ("seed: 1\nmixed_precision_config:\n  weights: 1\n", ":2: 'mixed_precision_config' is NxD's, and no key"),
-        ("mixed_precision_config:\n  use_master_weights: true\n  weights: 1\n", ":3: 'weights' is no key of NxD's"),
-        ("module_dtypes:\n  a: bf16\n  b: fp8\n", ":3: module_dtypes, 'b' is 'fp8', none of"),
-        ("seed: 1\nbf16: [linear]\nbf16_file_path: a.txt\n", ":2: bf16 and bf16_file_path: which of the two?"),
-        ("seed: 1\nbf16:\n- linear\n- sofmax\n", ":4: unknown op 'sofmax'; did you mean 'softmax'?"),
-        ("opt_level: O2\nbf16: [linear]\n", ":2: O2 decides by itself and takes no op lists"),
-        (
-            "opt_level: null\nfp32: [linear]\n",
-            ":2: fp32: opt_level null leaves torch's ops as they are, so it takes no",
-        ),
     ],
 )
-def test_a_file_that_is_wrong_is_refused_with_its_line(text, message, tmp_path):
+def test_a_file_that_is_no_mapping_of_keys_is_refused_with_its_line(text, message, tmp_path):
     path = tmp_path / "wrong.yaml"
     path.write_text(text)
     with pytest.raises(hmpx.HmpxError) as error:

@@ -52,6 +52,36 @@ def batches(number=4, size=32):
     ]
 
 
+def gradients(model, data, loss=loss_of):
+    """Of each batch, flat and one after the other; zeros where there is none."""
+    weights, found = [*model.parameters()], []
+    for batch in data:
+        each = torch.autograd.grad(loss(model, *batch), weights, allow_unused=True, materialize_grads=True)
+        found.append(torch.cat([gradient.flatten() for gradient in each]))
+    return torch.stack(found)
+
+
+def noise_of(exact):
+    """The standard deviation of gradients between batches: the scale of `gradient_error`."""
+    return ((exact - exact.mean(0)).square().sum() / (len(exact) - 1)).sqrt()
+
+
+def gradient_error(exact, low):
+    """By hand, what `compare` and `tune` call by this name."""
+    return float((low - exact).square().sum(1).mean().sqrt() / noise_of(exact))
+
+
+def state_of(model):
+    """What a look at a model must leave as it is, as values that can be compared: its state, its gradients, draws."""
+    held = [*model.state_dict().items(), *((name, p.grad) for name, p in model.named_parameters())]
+    bits = [(name, value if value is None else (value.dtype, value.float().tolist())) for name, value in held]
+    return bits, torch.get_rng_state().tolist(), torch.nn.functional.linear, torch.Tensor.mul_
+
+
+def tuned(model, data, loss=loss_of, **options):
+    return hmpx.tune(model, data, loss, **{"objective": "coverage", "progress": False, **options})
+
+
 def variance_by_difference(h):
     h = h + 30
     variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True).square()
@@ -80,6 +110,20 @@ def root_of_a_small_difference(h):
     """In BF16 the difference is zero, and so is the root; its slope is not finite."""
     distance = (h * 1e-4 + 1) - 1
     return torch.sqrt(distance.square()) * 1e4
+
+
+class Rotary(nn.Module):
+    """Positions in BF16 are not exact beyond 256; autograd sees nothing of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            angles = torch.outer(torch.arange(1000.0, 1000.0 + len(x)), torch.linspace(0.1, 1, WIDTH))
+        return self.linear(x * angles.sin())
 
 
 class Masked(nn.Module):

@@ -24,7 +24,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 import types
 from pathlib import Path
 
@@ -161,7 +160,7 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str]) -> None:
                 code = compile(source.read(), arguments[0], "exec")
             exec(code, vars(main))
     except Exception as error:
-        traceback.print_exception(type(error), error, error.__traceback__.tb_next)  # type: ignore[union-attr]
+        sys.excepthook(type(error), error, error.__traceback__.tb_next)  # type: ignore[union-attr]
         sys.exit(1)
 
 
