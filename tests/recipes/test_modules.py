@@ -190,7 +190,7 @@ def test_a_model_that_is_made_after_activate_has_its_rules_when_its_optimizer_is
 
 def test_a_trainers_plugin_has_the_rules_too():
     """Lightning and transformers cast the model first, and put the conversion in force then, perhaps several times."""
-    plugin = SettingUp("HmpxCallback", "accelerate", {"parameter_dtype": "float32", "modules": {"lm_head": "fp32"}})
+    plugin = SettingUp("HmpxCallback", {"parameter_dtype": "float32", "modules": {"lm_head": "fp32"}})
     model = Net()
     for _ in range(2):
         with contextlib.ExitStack() as undo:
