@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 import torch
 import wrapt
 
-from hmpx.base import process_state
+from hmpx import errors
 from hmpx.base.process_state import rules
 from hmpx.ops.policies.policy import Rule
 
 WRITTEN = "<hmpx"  # how the file names of generated code begin
-_TORCH, _WRAPT, _HMPX = (
-    os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, wrapt.__file__, process_state.__file__)
+_TORCH, _WRAPT, _HMPX = (  # `errors` is a file of the package's own folder
+    os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, wrapt.__file__, errors.__file__)
 )
 
 _passed_over: dict[int, types.CodeType] = {}
