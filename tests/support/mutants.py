@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-ROADS = ("ops", "updates", "recipes", "rounding", "insight")
-FILES = ("changes.py", "conversion.py", "installation.py", "process_state.py", "region_state.py", "regions.py")
+ROADS = ("base", "ops", "updates", "recipes", "rounding", "insight")
+FILES = ("conversion.py", "regions.py")
 WHOLE = "changes conversion docstrings installation process_state region_situations regions torch_private undo"
 NEAR = ("tests/ops", "tests/updates", "tests/recipes", "tests/rounding", "tests/insight")
 NEAR = (*NEAR, *(f"tests/test_{name}.py" for name in WHOLE.split()))

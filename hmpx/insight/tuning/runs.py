@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.insight import run_state as generators
+from hmpx.insight import run_state
 from hmpx.insight.comparing.calls import Asked, Compared, Sites, in_fp32, is_recomputing
 from hmpx.insight.comparing.noise import Noise, square
 from hmpx.insight.comparing.subject import Subject
@@ -53,9 +53,9 @@ class Exact:
 
     def numbered(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
         """Compute a call that is the first with its number."""
-        before = generators.get_state()
+        before = run_state.get_state()
         seen = self.seen(asked)
-        if not torch.equal(before, generators.get_state()):
+        if not torch.equal(before, run_state.get_state()):
             self._drawn[number] = before
         return seen
 
@@ -77,7 +77,7 @@ class Mixed(Exact):
 
     def numbered(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
         if number in self._drawn:
-            generators.set_state(self._drawn[number])
+            run_state.set_state(self._drawn[number])
         return self.seen(asked)
 
     def seen(self, asked: Asked) -> Seen:

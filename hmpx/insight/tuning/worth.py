@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx.base import region_state
-from hmpx.insight import run_state as generators
+from hmpx.insight import run_state
 from hmpx.insight.comparing.calls import Asked, Compared, in_fp32
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.device import Fp8Casts, watched
@@ -195,7 +195,7 @@ class Look(Exact):
         key = asked.point.label, shapes, alike, torch.is_grad_enabled()
         known = self._costs.known
         if key not in known:
-            before, casts = generators.get_state(), Fp8Casts()
+            before, casts = run_state.get_state(), Fp8Casts()
             try:
                 with watched(casts):
                     known[key] = one = cost_of(asked, self._costs.objective)
@@ -204,7 +204,7 @@ class Look(Exact):
             except Exception as error:
                 known[key] = Cost(pinned=f"it does not run in {self._costs.low.upper()}: {in_a_line(error)}")
             finally:
-                generators.set_state(before)
+                run_state.set_state(before)
         return known[key]
 
 
