@@ -74,7 +74,7 @@ DTYPES = {  # of the weights, the loss and the state
         (f"torchao-float8-{each}" for each in ("tensorwise", "rowwise", "rowwise-with-gw-hp")), "float32 " * 3
     ),
     **dict.fromkeys(("te-float8-current", "te-mxfp8", "deepseek-v3"), "float32 " * 3),
-    **dict.fromkeys(("fp32-head", "bf16-norms-fp32"), "bfloat16 float32 float32 "),
+    **dict.fromkeys(("bf16-sr", "fp32-head", "bf16-norms-fp32"), "bfloat16 float32 float32 "),
     **dict.fromkeys(("neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "nxd-standard"), "bfloat16 float32 float32 "),
     "lean": "bfloat16 float32 bfloat16 ",
     **dict.fromkeys(("lean8", "flash"), "bfloat16 float32 uint8 "),
