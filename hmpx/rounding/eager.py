@@ -2,17 +2,20 @@
 
 On a CPU it goes through the cache's size at a time, and looks at values to see whether it may leave a part out. On an
 accelerator each call costs as much as some hundred thousand elements, and each look waits for the device. There it
-rounds a tensor of any size in 26 calls, and asks for no value.
+rounds a tensor of any size in some 26 calls, and asks for no value; XLA's compiler fuses them. XLA flushes numbers
+below BF16's normal range to zero where it likes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from hmpx.rounding.dataless import is_on_host
+from hmpx.rounding.xla import is_lazy, reinterpreted, shifted
 
 Tensor = torch.Tensor
 
@@ -109,14 +112,6 @@ def _numbers_by_chunk(count: int, key: int, offset: int, device: torch.device) -
         yield slice(start, start + size), h.view(torch.uint16)[odd : odd + size]
 
 
-def _round_at_once(out: Tensor, x: Tensor, key: int, offset: int, width: int, stride: int) -> None:
-    """Round all in a few calls. Values past BF16's maximum get half a unit added to their bits, and inf stays inf."""
-    bits = x.view(torch.int32)
-    sums = torch.where(x.abs() <= BF16_MAX, _numbers_at_once(x, key, offset, width, stride), 0x8000).add_(bits)
-    quiet = bits | 0x400000
-    out.view(torch.int16).copy_(torch.where(x.isnan(), quiet, sums, out=sums).bitwise_right_shift_(16))
-
-
 def numbers_(out: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
     """Write the random numbers of `round_`, 16 bits each, to flat int32 `out`."""
     if not is_on_host(out):
@@ -127,29 +122,37 @@ def numbers_(out: Tensor, key: int, offset: int, width: int = 0, stride: int = 0
             out_row[here].copy_(numbers)
 
 
+def _round_at_once(out: Tensor, x: Tensor, key: int, offset: int, width: int, stride: int) -> None:
+    """Round all in a few calls. Values past BF16's maximum get half a unit added to their bits, and inf stays inf."""
+    bits = reinterpreted(x, torch.int32)
+    sums = torch.where(x.abs() <= BF16_MAX, _numbers_at_once(x, key, offset, width, stride), 0x8000).add_(bits)
+    sums = torch.where(x.isnan(), bits | 0x400000, sums)
+    out.copy_(reinterpreted(shifted(sums, 16).to(torch.int16), torch.bfloat16))
+
+
 def _numbers_at_once(like: Tensor, key: int, offset: int, width: int, stride: int) -> Tensor:
-    """Return the numbers of as many elements as `like` has. Keys are Python numbers: a tensor would be a copy."""
-    count = like.numel()
+    """Return the numbers of as many elements as `like` has."""
+    count, odd = like.numel(), offset & 1
     if width < count:  # an element of its own for each number: pairs may begin anywhere in a row
         at = torch.arange(count, out=like.new_empty(count, dtype=torch.int64))
         element = at.div(width, rounding_mode="floor").mul_(stride).add_(at.remainder_(width)).add_(offset)
-        h = _mixed_at_once(element.bitwise_right_shift(1).to(torch.int32), key, key >> 32)
-        return h.bitwise_right_shift_(element.bitwise_and_(1).mul_(16)).bitwise_and_(0xFFFF)
-    odd, pairs = offset & 1, (count + (offset & 1) + 1) // 2
+        h = _mixed_at_once(element.div(2, rounding_mode="floor").to(torch.int32), key, key >> 32)
+        return torch.where(element.remainder_(2) == 0, h, shifted(h, 16)).bitwise_and_(0xFFFF)
+    pairs = (count + odd + 1) // 2
     h = torch.arange(pairs, out=like.new_empty(pairs, dtype=torch.int32))
-    halves = _mixed_at_once(h, key + (offset >> 1) * GOLDEN, key >> 32).view(torch.int16)[odd : odd + count]
-    return halves.to(torch.int32).bitwise_and_(0xFFFF)
+    h = _mixed_at_once(h, key + (offset >> 1) * GOLDEN, key >> 32)
+    return torch.stack((h & 0xFFFF, shifted(h, 16).bitwise_and_(0xFFFF)), -1).view(-1)[odd : odd + count]
 
 
-def _mixed_at_once(h: Tensor, k1: int, k2: int) -> Tensor:
-    """Replace the indices of pairs by their hashes."""
-    h.mul_(signed(GOLDEN)).add_(signed(k1))
-    t = h.bitwise_right_shift(16)
-    h.bitwise_xor_(t.bitwise_and_(0xFFFF)).mul_(MULTIPLY_1)
-    torch.bitwise_right_shift(h, 15, out=t)
-    h.bitwise_xor_(t.bitwise_and_(0x1FFFF)).bitwise_xor_(signed(k2)).mul_(MULTIPLY_2)
-    torch.bitwise_right_shift(h, 15, out=t)
-    return h.bitwise_xor_(t.bitwise_and_(0x1FFFF))
+def _mixed_at_once(pairs: Tensor, k1: int, k2: int) -> Tensor:
+    """Return the hashes of pairs, given their indices."""
+    keys: Sequence[Any] = (signed(k1), signed(k2))  # Python numbers, since a tensor would be a copy to the device
+    if is_lazy(pairs):  # and data on XLA, where one compiled graph serves every step
+        keys = torch.tensor(keys, dtype=torch.int32, device=pairs.device).unbind()
+    h = pairs.mul_(signed(GOLDEN)).add_(keys[0])
+    h = h.bitwise_xor_(shifted(h, 16).bitwise_and_(0xFFFF)).mul_(MULTIPLY_1)
+    h = h.bitwise_xor_(shifted(h, 15).bitwise_and_(0x1FFFF)).bitwise_xor_(keys[1]).mul_(MULTIPLY_2)
+    return h.bitwise_xor_(shifted(h, 15).bitwise_and_(0x1FFFF))
 
 
 def _quiet(x: Tensor) -> Tensor:

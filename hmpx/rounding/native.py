@@ -21,7 +21,6 @@ _STATES, _SCALARS = 3, 12
 _HELD = 6  # words of a tensor that is held in some way
 _WORDS, _GRAD = 2 + _HELD * (2 + _STATES), 2 + _HELD  # of a parameter; the place of its gradient's pointer
 _SHOWN = 5 + _HELD
-_ABSENT = (0,) * _HELD
 
 
 class Rounding(NamedTuple):
@@ -43,14 +42,6 @@ class Rounding(NamedTuple):
         return Span(0, self.x.numel(), self.offset, self.width or max(self.x.numel(), 1), self.stride)
 
 
-class Coded(NamedTuple):
-    """A state tensor in 8 bits, as `eight_bits` has it: contiguous codes and scales, in rows of `row` elements."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    row: int
-
-
 class StoredTensor(NamedTuple):
     """A contiguous tensor of a parameter, in the form in which it is held between two steps.
 
@@ -67,23 +58,33 @@ class StoredTensor(NamedTuple):
     every: int = 0
     row: int = 0
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, name: int = 0) -> StoredTensor:
+        """Return an FP32 tensor, or a BF16 one that is rounded stochastically."""
+        return cls(tensor, KINDS[tensor.dtype], name)
+
 
 class StepArguments(NamedTuple):
     """One parameter of `step_list`.
 
-    weight, grad, states: FP32 or BF16, plain and of one shape; states may be in 8 bits. States stand in the order of
-        `native_steps.c`, with None where the optimizer keeps none. name, state_names: the hashes of their names.
+    weight, grad, states: of one shape; the gradient is FP32 or BF16. States stand in the order of `native_steps.c`,
+        with None where the optimizer keeps none.
     scalars: at most 12, which `native_steps.c` names.
-    kept: the form of the weights, if they are not held in FP32 or BF16 alone.
     """
 
-    weight: torch.Tensor
-    name: int
-    grad: torch.Tensor
-    states: tuple[torch.Tensor | Coded | None, ...]
-    state_names: tuple[int, ...]
-    scalars: tuple[float, ...]
-    kept: StoredTensor | None = None
+    weight: StoredTensor
+    grad: StoredTensor
+    states: tuple[StoredTensor | None, ...]
+    scalars: tuple[float, ...] = ()
+
+    def tensors(self) -> tuple[StoredTensor | None, ...]:
+        """Return all of them, with as many states as kernels have room for."""
+        return self.weight, self.grad, *self.states, *(None,) * (_STATES - len(self.states))
+
+    @property
+    def row(self) -> int:
+        """The length of the rows in which codes of state lie; without codes, that of the parameter."""
+        return max([state.row for state in self.states if state is not None], default=0) or self.weight.tensor.numel()
 
 
 def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
@@ -98,7 +99,7 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
 def shown_words(held: StoredTensor, start: int, count: int) -> tuple[int, ...]:
     """Return the words that describe `count` elements from `start` on, without the address of their FP32 copy."""
     row = held.row or held.tensor.numel()
-    return count, 0, start, held.tensor.numel(), row, *_held_words(*held[:-1])
+    return count, 0, start, held.tensor.numel(), row, *_held_words(held)
 
 
 def show_at(words: array[int], addresses: Sequence[int]) -> None:
@@ -144,28 +145,16 @@ def words_of(stepped: Sequence[StepArguments]) -> array[int]:
     """Return the words that describe each parameter to the kernels."""
     words = array("Q")
     for each in stepped:
-        weight = each.weight
-        row = next((state.row for state in each.states if isinstance(state, Coded)), weight.numel())
-        kept = each.kept or StoredTensor(weight, KINDS[weight.dtype], each.name)
-        grad = _held_words(each.grad, KINDS[each.grad.dtype], 0)
-        words.extend((weight.numel(), row, *_held_words(*kept[:-1]), *grad))
-        for state, name in zip(each.states, each.state_names, strict=True):
-            if isinstance(state, Coded):
-                words.extend(_held_words(state.codes, CODED, name, state.scales))
-            else:
-                words.extend(_ABSENT if state is None else _held_words(state, KINDS[state.dtype], name))
-        words.extend(_ABSENT * (_STATES - len(each.states)))
+        words.extend((each.weight.tensor.numel(), each.row))
+        for held in each.tensors():
+            words.extend(_held_words(held))
     return words
 
 
-def _held_words(
-    tensor: torch.Tensor,
-    kind: int,
-    name: int,
-    beside: torch.Tensor | None = None,
-    sums: torch.Tensor | None = None,
-    every: int = 0,
-) -> tuple[int, ...]:
+def _held_words(held: StoredTensor | None) -> tuple[int, ...]:
+    if held is None:
+        return (0,) * _HELD
+    tensor, kind, name, beside, sums, every, _ = held
     addresses = [0 if each is None else each.data_ptr() for each in (beside, sums)]
     return tensor.data_ptr(), kind, name, *addresses, every
 

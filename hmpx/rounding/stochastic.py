@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.rounding import eager, xla
+from hmpx.rounding import eager
 from hmpx.rounding.kernels import RoundingKernels, kernels_for
 from hmpx.rounding.keys import MAX_UINT64, Keys, Span, derive_key, step_key
 from hmpx.rounding.native import Rounding
@@ -125,8 +125,7 @@ def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
                 together.setdefault(x.device, (kernels, []))[1].append(part)
             else:
                 key = derive_key(seed, step, name, part.offset >> 32)
-                round_ = xla.round_ if xla.is_lazy(x) else eager.round_
-                round_(part.out, part.x, key, part.offset % 2**32, part.width, part.stride)
+                eager.round_(part.out, part.x, key, part.offset % 2**32, part.width, part.stride)
         if target is not out:
             copied.append((out, target))
         elif kernels is not None and flat.numel():
@@ -140,8 +139,7 @@ def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
 def numbers_of(like: Tensor, spans: Sequence[Span], keys: Keys) -> Tensor:
     """Return the random numbers by which the elements of a flat tensor are rounded: r above, in int32."""
     out = torch.empty(like.numel(), dtype=torch.int32, device=like.device)
-    numbers_ = xla.numbers_ if xla.is_lazy(out) else eager.numbers_
     for span in spans:
         for start, stop, offset, width, stride in span.within_keys():
-            numbers_(out[start:stop], derive_key(*keys, offset >> 32), offset % 2**32, width, stride)
+            eager.numbers_(out[start:stop], derive_key(*keys, offset >> 32), offset % 2**32, width, stride)
     return out

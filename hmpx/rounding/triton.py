@@ -16,24 +16,13 @@ import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.keys import Span, key_of, name_id
-from hmpx.rounding.native import (
-    BF16,
-    CODED,
-    FP32,
-    KINDS,
-    Coded,
-    Rounding,
-    StepArguments,
-    StoredTensor,
-    is_plain,
-)
+from hmpx.rounding.native import BF16, CODED, FP32, Rounding, StepArguments, StoredTensor, is_plain
 
 KERNELS = native.KERNELS
 # As in triton_kernels.py: elements of a block of codes, blocks of a program, how elements lie, kinds.
 _CODES, _TILE = 128, 8
 _UNEVEN, _EVEN, _ALIGNED = range(3)
 _ABSENT, _SCALED = 0, -CODED
-_STATES = 3
 
 
 @functools.cache
@@ -260,29 +249,18 @@ def step_list(kernel: str, stepped: Sequence[StepArguments], step_key: int) -> N
     """Step all of these parameters, which are on one device, in place by one of `KERNELS`; as `native.step_list`."""
     parts = []
     for each in stepped:
-        weight, name, grad, states, names, scalars, kept = each
-        count = weight.numel()
-        lain = _Lain.alone(count, next((state.row for state in states if isinstance(state, Coded)), count))
-        kept = kept or StoredTensor(weight, KINDS[weight.dtype], name)
-        if count and kept.every > 1 and not lain.is_even:
-            _step_apart(kernel, each, kept, step_key)
+        lain = _Lain.alone(each.weight.tensor.numel(), each.row)
+        if lain.size and each.weight.every > 1 and not lain.is_even:
+            _step_apart(kernel, each, step_key)
             continue
-        held = (kept, StoredTensor(grad, KINDS[grad.dtype]), *map(_held, states), *(None,) * (_STATES - len(states)))
-        keys = [key_of(step_key, each) for each in (name, *names)]
-        missing = (0,) * (len(held) - 1 - len(keys))
-        parts.append(_Part(lain, held, (keys[0], 0, *keys[1:], *missing), native.scalars_of(scalars)))
+        held = each.tensors()
+        keys = tuple([0 if tensor is None else key_of(step_key, tensor.name) for tensor in held])
+        parts.append(_Part(lain, held, keys, native.scalars_of(each.scalars)))
     _launch("step_list", parts, KERNELS.index(kernel))
 
 
-def _held(state: torch.Tensor | Coded | None) -> StoredTensor | None:
-    if isinstance(state, Coded):
-        return StoredTensor(state.codes, CODED, beside=state.scales)
-    return None if state is None else StoredTensor(state, KINDS[state.dtype])
-
-
-def _step_apart(kernel: str, stepped: StepArguments, kept: StoredTensor, step_key: int) -> None:
+def _step_apart(kernel: str, stepped: StepArguments, step_key: int) -> None:
     """Step weights whose blocks of one checksum are not within blocks of codes: in FP32, in a copy."""
-    weight, count = read(kept), kept.tensor.numel()
-    step_list(kernel, [stepped._replace(weight=weight, kept=None)], step_key)
-    key = key_of(step_key, kept.name)
-    _launch("move_list", [_move(_Lain.alone(count, count), StoredTensor(weight, FP32), kept, key)])
+    held, copy = stepped.weight, StoredTensor.of(read(stepped.weight))
+    step_list(kernel, [stepped._replace(weight=copy)], step_key)
+    write_list([Move(held, 0, held.tensor.numel(), copy.tensor)], step_key)

@@ -1,9 +1,7 @@
-"""The rounding kernel for XLA: one expression that its compiler fuses, in operations that mean the same everywhere.
+"""Operations on bits that mean the same everywhere, on XLA too.
 
-On XLA an int32 ``>>`` of a negative number is a division that rounds; `torch.bitwise_right_shift` by a 0-dim tensor is
+There an int32 ``>>`` of a negative number is a division that rounds; `torch.bitwise_right_shift` by a 0-dim tensor is
 the arithmetic shift. `Tensor.view(dtype)` is not lowered there, and ends the graph; a bitcast of XLA's own does not.
-Whatever differs from step to step comes in as data, so that one compiled graph serves every step. Nothing asks for a
-value. Numbers below BF16's normal range may become zero: XLA flushes them where it likes.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding.dataless import is_on_host
-from hmpx.rounding.eager import BF16_MAX, GOLDEN, MULTIPLY_1, MULTIPLY_2, signed
 
 Tensor = torch.Tensor
 _XLA_TYPES = {torch.int16: "s16", torch.int32: "s32", torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -53,37 +50,3 @@ def _bitcast() -> Callable:
                 f"unset it and take the recipe {name.lower().replace('_', '-')}"
             )
     return xla_op_registry.register("hmpx_bitcast", lambda x, to: x.bitcast(to))
-
-
-def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """Do what `eager.round_` does."""
-    width = width or x.numel()
-    rows = zip(out.view(-1).split(width), x.view(-1).split(width), strict=True)
-    for row, (out_row, x_row) in enumerate(rows):
-        out_row.copy_(_rounded(x_row, key, offset + row * stride))
-
-
-def numbers_(out: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
-    """Do what `eager.numbers_` does."""
-    for row, out_row in enumerate(out.split(width or out.numel())):
-        out_row.copy_(_numbers(out_row.numel(), key, offset + row * stride, out.device))
-
-
-def _numbers(count: int, key: int, offset: int, device: torch.device) -> Tensor:
-    odd = offset & 1
-    keys = [signed(key + (offset >> 1) * GOLDEN), signed(key >> 32)]
-    k1, k2 = torch.tensor(keys, dtype=torch.int32, device=device).unbind()
-    h = torch.arange((count + odd + 1) // 2, dtype=torch.int32, device=device) * signed(GOLDEN) + k1
-    h = (h ^ (shifted(h, 16) & 0xFFFF)) * MULTIPLY_1
-    h = (h ^ (shifted(h, 15) & 0x1FFFF) ^ k2) * MULTIPLY_2
-    h = h ^ (shifted(h, 15) & 0x1FFFF)
-    return torch.stack((h & 0xFFFF, shifted(h, 16) & 0xFFFF), -1).view(-1)[odd : odd + count]
-
-
-def _rounded(x: Tensor, key: int, offset: int) -> Tensor:
-    r = _numbers(x.numel(), key, offset, x.device)
-    bits = reinterpreted(x, torch.int32)
-    quiet = shifted(bits, 16).to(torch.int16) | 0x40  # of a NaN
-    nearest = reinterpreted(x.to(torch.bfloat16), torch.int16)
-    number = torch.where(x.abs() <= BF16_MAX, shifted(bits + r, 16).to(torch.int16), nearest)
-    return reinterpreted(torch.where(x.isnan(), quiet, number), torch.bfloat16)

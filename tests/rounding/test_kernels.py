@@ -11,7 +11,7 @@ from array import array
 import pytest
 import torch
 
-from hmpx.rounding import eager, halves, native, xla
+from hmpx.rounding import eager, halves, native
 from hmpx.rounding.keys import Span, derive_key, key_of, name_id, step_key
 from tests.support import python
 from tests.support.kernel_steps import STEPS, stepped
@@ -94,11 +94,13 @@ def test_a_list_of_tensors_gets_the_bits_that_each_gets_alone(threads):
 
 def of_dtypes(steps, weight, state, grad):
     """The same numbers in these dtypes, in tensors of their own."""
+
+    def of(held, dtype):
+        return None if held is None else native.StoredTensor.of(held.tensor.to(dtype, copy=True), held.name)
+
     return [
         each._replace(
-            weight=each.weight.to(weight, copy=True),
-            grad=each.grad.to(grad),
-            states=tuple(s if s is None else s.to(state, copy=True) for s in each.states),
+            weight=of(each.weight, weight), grad=of(each.grad, grad), states=tuple(of(s, state) for s in each.states)
         )
         for each in steps
     ]
@@ -120,34 +122,38 @@ def test_a_list_of_steps_rounds_by_the_numbers_of_the_specification(threads, ker
             steps = of_dtypes(drawn, *dtypes)
             native.step_list(kernel, steps, step_key(5, 9))
             for step, want, old in zip(steps, exact, drawn, strict=True):
-                assert not torch.equal(want.weight, old.weight.float())
-                tensors = zip((step.weight, *step.states), (want.weight, *want.states), strict=True)
-                for (got, number), name in zip(tensors, (step.name, *step.state_names), strict=True):
+                assert not torch.equal(want.weight.tensor, old.weight.tensor.float())
+                for got, expected in zip((step.weight, *step.states), (want.weight, *want.states), strict=True):
                     if got is not None:
-                        rounded = torch.empty_like(number, dtype=bf16)
-                        eager.round_(rounded, number, key_of(step_key(5, 9), name), 0)
-                        assert torch.equal(got, rounded if got.dtype == bf16 else number), (dtypes, name)
+                        number, rounded = expected.tensor, torch.empty_like(expected.tensor, dtype=bf16)
+                        eager.round_(rounded, number, key_of(step_key(5, 9), got.name), 0)
+                        equal = rounded if got.tensor.dtype == bf16 else number
+                        assert torch.equal(got.tensor, equal), (dtypes, got.name)
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kernel", [eager, xla, pytest.param(native, marks=needs_compiler)])
+@pytest.mark.parametrize("kernel", ["CPU", "accelerator", pytest.param(native, marks=needs_compiler)])
 @pytest.mark.parametrize("offset", [0, 7, 2**32 - 600])
-def test_rows_get_the_bits_that_they_get_in_the_whole(kernel, offset):
-    """Five rows of 60 elements, 101 apart, of a parameter that is rounded whole; XLA's kernel runs on a CPU too."""
+def test_rows_get_the_bits_that_they_get_in_the_whole(kernel, offset, monkeypatch):
+    """Five rows of 60 elements, 101 apart, of a parameter that is rounded whole; eager in both ways, and in C."""
     whole = torch.randn(5 * 101)
     rows = whole.view(5, 101)[:, :60].reshape(-1)
     out = torch.empty(300, dtype=torch.bfloat16)
+    expected = rounded(eager, whole, offset).view(5, 101)[:, :60].reshape(-1)
+    numbers_of_whole = torch.empty(505, dtype=torch.int32)
+    eager.numbers_(numbers_of_whole, KEY, offset)
+    if kernel == "accelerator":
+        monkeypatch.setattr(eager, "is_on_host", lambda tensor: False)
     with torch.device("meta"):  # where whatever is made without a device would lie
         if kernel is native:
             native.round_list([native.Rounding(out, rows, NAME, offset, 60, 101)], step_key(*STEP))
         else:
-            kernel.round_(out, rows, KEY, offset, 60, 101)
-    assert torch.equal(out.view(torch.int16), rounded(eager, whole, offset).view(5, 101)[:, :60].reshape(-1))
+            eager.round_(out, rows, KEY, offset, 60, 101)
+    assert torch.equal(out.view(torch.int16), expected)
     if kernel is not native:
-        numbers_of_whole, found = torch.empty(505, dtype=torch.int32), torch.empty(300, dtype=torch.int32)
-        eager.numbers_(numbers_of_whole, KEY, offset)
-        kernel.numbers_(found, KEY, offset, 60, 101)
+        found = torch.empty(300, dtype=torch.int32)
+        eager.numbers_(found, KEY, offset, 60, 101)
         assert torch.equal(found, numbers_of_whole.view(5, 101)[:, :60].reshape(-1))
 
 

@@ -6,7 +6,7 @@ import torch
 
 from hmpx.rounding import halves
 from hmpx.rounding.keys import name_id
-from hmpx.rounding.native import BF16, FP32, MASTER, NEAREST, SPLIT, SPLIT8, Coded, StepArguments, StoredTensor
+from hmpx.rounding.native import BF16, CODED, FP32, MASTER, NEAREST, SPLIT, SPLIT8, StepArguments, StoredTensor
 from hmpx.updates.holding.checksums import block_of, checksums
 from tests.support.numbers import special_values
 
@@ -44,9 +44,9 @@ def stepped(kernel, scalars, weight_dtype, state_dtype, grad_dtype, sizes=(1037,
         if kernel == "rmsprop":
             states[2] = (states[2] * 0.1).to(state_dtype) if scalars[7] else None
             states[0] = (states[0] + 1).to(state_dtype)  # so that the variance is positive
-        names = tuple(range(10 * n, 10 * n + len(states)))
-        p = p.bfloat16().to(weight_dtype)
-        found.append(StepArguments(p, 2**64 - 3 - n, g.to(grad_dtype), tuple(states), names, scalars))
+        p = StoredTensor.of(p.bfloat16().to(weight_dtype), 2**64 - 3 - n)
+        states = [x if x is None else StoredTensor.of(x, 10 * n + i) for i, x in enumerate(states)]
+        found.append(StepArguments(p, StoredTensor.of(g.to(grad_dtype)), tuple(states), scalars))
     return found
 
 
@@ -55,9 +55,8 @@ def made(size, row, kind, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x, special = torch.randn(size, generator=generator), special_values()
     x[: min(size, len(special))] = special[:size]
-    weight, kept, name = x if kind == FP32 else x.bfloat16(), None, name_id("w")
-    if kind == NEAREST:
-        kept = StoredTensor(weight, kind, name)
+    weight, name = x if kind == FP32 else x.bfloat16(), name_id("w")
+    kept = StoredTensor(weight, kind, name)
     if kind == MASTER:
         weight[3::7] += 1
         x[30:34] = torch.tensor([0.0, -0.0, 1e-42, -1e-42])[: max(size - 30, 0)]
@@ -71,24 +70,24 @@ def made(size, row, kind, seed=0):
         sums = checksums(weight)
         weight[5::701] += 1
         kept = StoredTensor(weight, kind, name, lower, sums, block_of(weight))
-    states = tuple(_coded(size, row, signed, generator) for signed in (True, False))
-    names = (name_id("w.m"), name_id("w.v"))
-    return StepArguments(weight, name, torch.randn(size, generator=generator).bfloat16(), states, names, ADAM, kept)
+    named = ((name_id("w.m"), True), (name_id("w.v"), False))
+    states = tuple(_coded(size, row, signed, name, generator) for name, signed in named)
+    grad = StoredTensor.of(torch.randn(size, generator=generator).bfloat16())
+    return StepArguments(kept, grad, states, ADAM)
 
 
-def _coded(size, row, signed, generator):
+def _coded(size, row, signed, name, generator):
     """Any codes, and scales of small numbers."""
     codes = torch.randint(0, 126 if signed else 254, (size,), generator=generator, dtype=torch.uint8)
     codes += 128 * torch.randint(0, 2, (size,), generator=generator, dtype=torch.uint8) * signed
     scales = 2.0 ** -torch.randint(0, 20, (-(-row // 128) * (size // row),), generator=generator)
-    return Coded(codes, (-scales if signed else scales).bfloat16(), row)
+    return StoredTensor(codes, CODED, name, (-scales if signed else scales).bfloat16(), row=row)
 
 
 def tensors(one):
     """All that a step writes to."""
-    beside = () if one.kept is None else (one.kept.beside, one.kept.sums)
-    codes = [each for state in one.states for each in (state.codes, state.scales)]
-    return [one.weight, *[each for each in beside if each is not None], *codes]
+    held = [each for tensor in (one.weight, *one.states) for each in (tensor.tensor, tensor.beside, tensor.sums)]
+    return [each for each in held if each is not None]
 
 
 def bits(x):

@@ -154,22 +154,25 @@ def check_steps_are_those_in_c():
                     module.step_list(kernel, results[-1], 2**63 + 5)
                 for one, other, before in zip(*results, stepped(kernel, scalars, weight, state, grad), strict=True):
                     for a, b in zip((one.weight, *one.states), (other.weight, *other.states), strict=True):
-                        assert a is None or same(a, b), (kernel, scalars, weight, state)
-                    assert one.weight.numel() == 1 or not torch.equal(one.weight, before.weight)
+                        assert a is None or same(a.tensor, b.tensor), (kernel, scalars, weight, state)
+                    p = one.weight.tensor
+                    assert p.numel() == 1 or not torch.equal(p, before.weight.tensor)
 
 
 def check_a_step_of_fp32_weights_is_what_one_of_bf16_weights_rounds():
     for kernel in STEPS:
         scalars, dtypes = STEPS[kernel][0], (torch.bfloat16, torch.float32)
         low, wide = (stepped(kernel, scalars, dtype, torch.float32, dtype) for dtype in dtypes)
-        wide = [one._replace(grad=other.grad.float()) for one, other in zip(wide, low, strict=True)]
+        grads = [StoredTensor.of(each.grad.tensor.float()) for each in low]
+        wide = [one._replace(grad=grad) for one, grad in zip(wide, grads, strict=True)]
         for each in (low, wide):
             triton.step_list(kernel, each, 77)
         for one, exact in zip(low, wide, strict=True):
-            rounded = torch.empty_like(one.weight)
-            eager.round_(rounded, exact.weight, key_of(77, one.name), 0)
-            assert same(rounded, one.weight)
-            assert one.weight.numel() == 1 or not torch.equal(rounded.float(), exact.weight)
+            p, x = one.weight.tensor, exact.weight.tensor
+            rounded = torch.empty_like(p)
+            eager.round_(rounded, x, key_of(77, one.weight.name), 0)
+            assert same(rounded, p)
+            assert p.numel() == 1 or not torch.equal(rounded.float(), x)
 
 
 def read_by_the_specification(held):
@@ -215,20 +218,20 @@ def check_weights_and_states_held_in_all_ways():
 
 def step_as_specified(size, row, kind):
     one = made(size, row, kind)
-    held = one.kept or StoredTensor(one.weight, kind, one.name)
+    held = one.weight
     with kernels("eager"):
         x, states = read_by_the_specification(held), []
-        for codes, scales, _ in one.states:
+        for each in one.states:
             states.append(torch.empty(size))
-            decode(states[-1], codes, scales, Rows.of(row), 0)
+            decode(states[-1], each.tensor, each.beside, Rows.of(row), 0)
     assert same(triton.read(held), x), (kind, size, row)
-    wide = StepArguments(x, one.name, one.grad, tuple(states), one.state_names, ADAM)
+    wide = StepArguments(StoredTensor.of(x), one.grad, tuple(map(StoredTensor.of, states)), ADAM)
     for each in (wide, one):
         triton.step_list("adam", [each], step_key(*KEY))
     with kernels("eager"):
-        expected = written_by_the_specification(wide.weight, held)
-        for state, name in zip(wide.states, ("w.m", "w.v"), strict=True):
-            codes, scales = torch.empty(size, dtype=torch.uint8), torch.empty_like(one.states[0].scales)
+        expected = written_by_the_specification(x, held)
+        for state, name in zip(states, ("w.m", "w.v"), strict=True):
+            codes, scales = torch.empty(size, dtype=torch.uint8), torch.empty_like(one.states[0].beside)
             encode(codes, state, scales, Rows.of(row), 0, [Span(0, size, 0, size, 0)], (*KEY, name))
             expected += [codes, scales]
     for number, (a, b) in enumerate(zip(tensors(one), expected, strict=True)):
@@ -239,10 +242,8 @@ def check_the_largest_numbers_of_24_bits():
     """Past 0x7F7FFF00, the largest one, nothing is rounded up to inf."""
     weights, lower = torch.full((256,), math.inf, dtype=torch.bfloat16), torch.full((256,), -1, dtype=torch.int8)
     held = StoredTensor(weights, SPLIT8, name_id("w"), lower, checksums(weights), 1)
-    grads = torch.arange(256) * -(2.0**104)  # in units of the last place
-    triton.step_list(
-        "sgd", [StepArguments(weights, held.name, grads, (), (), (1.0, 0.0, 1.0, -1.0), held)], step_key(*KEY)
-    )
+    grads = StoredTensor.of(torch.arange(256) * -(2.0**104))  # in units of the last place
+    triton.step_list("sgd", [StepArguments(held, grads, (), (1.0, 0.0, 1.0, -1.0))], step_key(*KEY))
     x = torch.arange(0x7F7FFF00, 0x7F800000, dtype=torch.int32).view(torch.float32)
     with kernels("eager"):
         assert all(map(same, (weights, lower, held.sums), written_by_the_specification(x, held)))
@@ -261,11 +262,11 @@ def check_a_list_of_all_ways_at_once():
 
 def check_a_read_of_codes():
     for size, row in ((1280, 128), (900, 300)):
-        codes, scales, _ = made(size, row, BF16).states[0]
+        held = made(size, row, BF16).states[0]
         with kernels("eager"):
             out = torch.empty(size)
-            decode(out, codes, scales, Rows.of(row), 0)
-        assert same(triton.read(StoredTensor(codes, native.CODED, beside=scales, row=row)), out)
+            decode(out, held.tensor, held.beside, Rows.of(row), 0)
+        assert same(triton.read(held), out)
 
 
 def trained(by, options):

@@ -10,7 +10,7 @@ import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching
 from hmpx.updates.stepping.fused_batch import FusedBatch
-from hmpx.updates.stepping.names import Overlaps
+from hmpx.updates.stepping.names import overlaps
 from tests.support.training import step_by
 
 BF16 = torch.bfloat16
@@ -46,7 +46,7 @@ def parameters(kind, dtype):
 def test_shared_elements_are_found_and_neighbours_are_not_taken_for_them(kind):
     _, params, sharing = parameters(kind, BF16)
     with torch.no_grad():
-        found = Overlaps().among(params)
+        found = overlaps(params)
     assert len(found) == sharing and all(found[other] is p for p, other in found.items())
 
 
@@ -114,15 +114,14 @@ def test_parameters_that_come_to_share_memory_where_they_are_are_found(lay):
         p.data = buffer.view(8, 6)[:2, :3]
     optimizer = Whole([p, q], lr=0.25)
     hmpx.attach(optimizer)
-    found = Overlaps()
     for _ in range(2):
         p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
         optimizer.step()
         with torch.no_grad():
-            assert not found.among([p, q])
+            assert not overlaps([p, q])
     p.data = buffer.view(8, 6)[:2, :4] if lay == "shape" else buffer[:24].view(8, 3)
     with torch.no_grad():
-        assert set(found.among([p, q])) == {p, q}
+        assert set(overlaps([p, q])) == {p, q}
     p.grad = torch.ones_like(p)
     with pytest.raises(hmpx.HmpxError, match="share memory"):
         optimizer.step()

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from hmpx.rounding import eight_bits, halves, native
-from hmpx.rounding.keys import Span, step_key
+from hmpx.rounding import native
+from hmpx.rounding.keys import Keys, Span, step_key
 from hmpx.rounding.native import Rounding
 from hmpx.rounding.stochastic import round_all
 from hmpx.updates.holding.segment import Segment
@@ -47,9 +47,8 @@ class RoundingKey:
             return
         source, target = x.contiguous().view(-1), out.view(-1) if out.is_contiguous() else None
         rounded = torch.empty_like(source, dtype=out.dtype) if target is None else target
-        for span in box.spans(start, start + x.numel()):
-            here = slice(span.start - start, span.stop - start)
-            self._round(Rounding(rounded[here], source[here], name, span.offset, span.width, span.stride))
+        for begin, end, *place in self.spans(x.numel(), start, box):
+            self._round(Rounding(rounded[begin:end], source[begin:end], name, *place))
         if target is None:
             self.flush()
             out.copy_(rounded.view(out.shape))
@@ -67,30 +66,13 @@ class RoundingKey:
             self.pending.clear()
             round_all(pending, self.seed, self.step)
 
-    def split_into(self, upper: Tensor, lower: Tensor, x: Tensor, name: str, start: int, box: Box | None) -> None:
-        """Round FP32 `x` to 24 bits: BF16 `upper` and int8 `lower`, all of one shape. See `round_into`."""
-        halves.split_24(x, upper, lower, self._spans(x.numel(), start, box), (self.seed, self.step, name))
+    def keys(self, name: str) -> Keys:
+        """Return what the random numbers of a tensor with this name depend on, beside positions."""
+        return self.seed, self.step, name
 
-    def encode_into(
-        self,
-        codes: Tensor,
-        x: Tensor,
-        scales: Tensor,
-        rows: eight_bits.Rows,
-        begin: int,
-        name: str,
-        start: int,
-        box: Box | None,
-        given: bool,
-    ) -> None:
-        """Round flat FP32 `x` to flat `codes` of 8 bits, and write the scales unless they are `given`.
-
-        The other arguments are those of `round_into`; `begin` is the first element, counted in `rows`.
-        """
-        spans, keys = self._spans(x.numel(), start, box), (self.seed, self.step, name)
-        eight_bits.encode(codes, x, scales, rows, begin, spans, keys, given)
-
-    def _spans(self, count: int, start: int, box: Box | None) -> list[Span]:
+    @staticmethod
+    def spans(count: int, start: int, box: Box | None) -> list[Span]:
+        """Return where `count` elements stand in the whole parameter; see `round_into`."""
         if box is None:
             return [Span(0, count, start, max(count, 1), 0)]
         spans = box.spans(start, start + count)

@@ -37,11 +37,6 @@ def memory_order(tensor: Tensor) -> Order:
     return _order(tensor.shape, tensor.stride())
 
 
-def lies_flat(tensor: Tensor, order: Order) -> bool:
-    """Whether the elements of `tensor`, with its dimensions in this order, follow one another in memory."""
-    return tensor.permute(order).is_contiguous()
-
-
 def unfolded(flat: Tensor, sizes: tuple[int, ...], order: Order) -> Tensor:
     """View a flat tensor, which holds the dimensions in this order, in the shape `sizes`."""
     permuted = flat.view([sizes[d] for d in order])
@@ -138,10 +133,8 @@ class Segment:
         """View this part of a tensor flat; None if its elements do not follow one another in memory."""
         if self.order is None:
             return self.of(tensor)
-        tensor = local(tensor)
-        if not lies_flat(tensor, self.order):
-            return None
-        return tensor.permute(self.order).reshape(-1)[self.start : self.stop]
+        tensor = local(tensor).permute(self.order)
+        return tensor.view(-1)[self.start : self.stop] if tensor.is_contiguous() else None
 
     def parts(self, size: int, order: Order | None, ends: Callable[[int], int] | None = None) -> Iterator[Segment]:
         """Cut a whole parameter into parts of about `size` elements.

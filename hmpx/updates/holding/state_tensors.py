@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.rounding.eight_bits import BLOCK, Rows, decode, largest, scales_for
+from hmpx.rounding.eight_bits import BLOCK, Rows, decode, encode, largest, scales_for
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local, sizes_and_offsets
@@ -185,8 +185,8 @@ class HeldCodes(HeldState):
         x, scales = local(value).float().contiguous().view(-1), local(self.scales)
         if layout.cut:
             scales.view(-1).copy_(scales_for(*layout.over_ranks(*largest(x, layout.rows, 0))))
-        place = layout.rows, segment.offset, name, segment.at, segment.box
-        rounding_key.encode_into(self._flat(segment), x, scales, *place, given=bool(layout.cut))
+        numbers = rounding_key.spans(x.numel(), segment.at, segment.box), rounding_key.keys(name)
+        encode(self._flat(segment), x, scales, layout.rows, segment.offset, *numbers, given=bool(layout.cut))
 
     def _flat(self, segment: Segment) -> Tensor:
         codes = local(self.tensor).view(-1)

@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.halves import join, join_24, read_masters, split
+from hmpx.rounding.halves import join, join_24, read_masters, split, split_24
 from hmpx.rounding.kernels import kernels_for
 from hmpx.updates.holding.checksums import BLOCK, block_of, checksums, clear_written
 from hmpx.updates.holding.held import Held, RoundingKey
@@ -243,7 +243,8 @@ class Split8(_InHalves):
     _dtype, kind = torch.int8, native.SPLIT8
 
     def _split(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
-        rounding_key.split_into(*self._halves(segment), x, name, segment.at, segment.box)
+        spans = rounding_key.spans(x.numel(), segment.at, segment.box)
+        split_24(x, *self._halves(segment), spans, rounding_key.keys(name))
 
     def _join(self, segment: Segment, out: Tensor) -> None:
         join_24(*self._halves(segment), out)

@@ -8,23 +8,19 @@ for are there.
 from __future__ import annotations
 
 from operator import is_
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.kernels import RoundingKernels
 from hmpx.updates.holding.segment import Segment
-from hmpx.updates.ranks.sharding import held_part, like, local
-from hmpx.updates.stepping.optimizer_scope import by_memory
-from hmpx.updates.stepping.shadows import GatheredState, can_be_written
+from hmpx.updates.ranks.sharding import local
+from hmpx.updates.stepping.shadows import can_be_written
 from hmpx.updates.stepping.shown import CountClone, Shown, StepContext
 from hmpx.updates.stepping.step_call import StepCall, WriteBack, hides_writes
 from hmpx.updates.stepping.transfers import Launches, Operators, Words
 from hmpx.updates.stepping.update_counts import before_step
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -94,7 +90,7 @@ class Batch:
         before = [before_step(*block) for block in blocks]
         self._states.update(self._new)  # of another dict: this hashes no keys, which tensors do in Python
         try:
-            with OnlyParameters(optimizer.param_groups, self._lists):
+            with ShownParameters([group["params"] for group in optimizer.param_groups], self._lists):
                 call.run()
         except BaseException:
             is_blind, pairs = hides_writes(optimizer), zip(self._versioned, versions, strict=True)
@@ -143,64 +139,26 @@ class Batch:
             each.rest()
 
 
-class GatheredBatch:
-    """A batch of one sharded parameter, for an optimizer that reads whole parameters; under `torch.no_grad()`.
+class ShownParameters:
+    """The lists of `param_groups` hold other parameters inside the block; they stay the same objects."""
 
-    The parameter is gathered when it is stepped. Every rank computes the same, and keeps its part of the result.
-    """
+    def __init__(self, lists: list[list[Any]], shown: list[list[Any]]) -> None:
+        self._lists, self._shown = lists, shown
 
-    def __init__(self, segment: Segment, context: StepContext) -> None:
-        self._segment, self._place, self._stores = segment, context.places[segment.param], context.stores
-        self._lists: list[list[Tensor]] = [[] for _ in context.optimizer.param_groups]
-        self._group, self._by_memory = context.group[segment.param], by_memory(context.optimizer)
+    def show(self) -> None:
+        self._before = [list(params) for params in self._lists]
+        for params, shown in zip(self._lists, self._shown, strict=True):
+            params[:] = shown
 
-    def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor], written: list[str]) -> None:
-        """Step the parameter; see `Batch.step`."""
-        optimizer, segment, key = call.optimizer, self._segment, write_back.rounding_key
-        p, store = cast("DTensor", segment.param), self._stores.of(segment)
-        held = torch.empty_like(local(p), dtype=torch.float32, requires_grad=False)
-        store.read(segment, held)
-        before = None if write_back.counts is None else before_step(segment, held)
-        shadow = like(p, held).full_tensor()
-        shadow.grad = shown = cast("DTensor", segment.grad).full_tensor().float()
-        version = shown._version
-        state = GatheredState(optimizer, segment, shadow, key, self._by_memory)
-        try:
-            state.show()
-            self._lists[self._group][:] = [shadow]
-            with OnlyParameters(optimizer.param_groups, self._lists):
-                call.run()
-        except BaseException:  # the step has written to copies alone
-            state.undo()
-            raise
-        written.append(segment.name)
-        state.finish()
-        left = shadow.grad
-        if left is not shown or left._version != version:
-            strided = left is not None and left.layout is torch.strided
-            _hand_back(segment, held_part(p, left) if strided else left, gradients, self._place)
-        segment.mark_written()
-        x = held_part(p, shadow)
-        store.write(segment, x, segment.name, key)
-        key.flush()
-        if before is not None and write_back.counts is not None:
-            write_back.counts.compare(before, x)
-
-
-class OnlyParameters:
-    """`param_groups` hold other parameters inside the block; the lists themselves stay the same objects."""
-
-    def __init__(self, groups: list[dict], lists: list[list[Any]]) -> None:
-        self._groups, self._lists = groups, lists
+    def hide(self) -> None:
+        for params, before in zip(self._lists, self._before, strict=True):
+            params[:] = before
 
     def __enter__(self) -> None:
-        self._before = [list(group["params"]) for group in self._groups]
-        for group, shown in zip(self._groups, self._lists, strict=True):
-            group["params"][:] = shown
+        self.show()
 
     def __exit__(self, *exception: object) -> None:
-        for group, before in zip(self._groups, self._before, strict=True):
-            group["params"][:] = before
+        self.hide()
 
 
 def _hand_back(segment: Segment, left: Tensor | None, gradients: list[Tensor], place: int) -> None:

@@ -19,13 +19,14 @@ from torch._C._dynamo.guards import TensorGuards
 from hmpx.rounding import native
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import held_part, local
-from hmpx.updates.stepping.batch import Batch, GatheredBatch
+from hmpx.updates.stepping.batch import Batch
 from hmpx.updates.stepping.batching import batches_of
 from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
 from hmpx.updates.stepping.fused_formulas import is_scaled
 from hmpx.updates.stepping.names import Members, layout, membership, parameters
 from hmpx.updates.stepping.shown import StepContext
-from hmpx.updates.stepping.step_call import StepCall, WriteBack, mark_incomplete
+from hmpx.updates.stepping.step_call import StepCall, WriteBack, marks_incomplete
+from hmpx.updates.stepping.whole_batch import WholeBatch
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -55,7 +56,7 @@ class BatchedStep:
         of_kernels = {segment.param for batch in self._fused for segment in batch.segments}
         segments = [segment for segment in segments if segment.param not in of_kernels]
         others = [(members.group[p], p) for p in params if p not in members.whole]
-        self._batches: list[Batch | GatheredBatch] = []
+        self._batches: list[Batch | WholeBatch] = []
         self._rooms: list[tuple[Tensor, int]] = []
         devices = list(dict.fromkeys(segment.param.device for segment in segments))
         for device in devices or ([torch.device("cpu")] if others else []):
@@ -84,7 +85,7 @@ class BatchedStep:
         batches: list[Batch] = []
         for cut in batches_of(segments, context.optimizer, self._members.elements, beside):
             if cut[0].is_gathered:
-                self._batches.append(GatheredBatch(cut[0], context))
+                self._batches.append(WholeBatch(cut, gathers=True))
             else:
                 batches.append(Batch(cut, context))
                 self._batches.append(batches[-1])
@@ -120,7 +121,7 @@ class BatchedStep:
                 room.untyped_storage().resize_(size)
         gradients = self._gradients()
         self._late.clear()
-        try:
+        with marks_incomplete(call.optimizer, write_back.rounding_key.step, written):
             for batch in self._fused:
                 batch.begin(call)
             if self._counts[0]:
@@ -129,10 +130,6 @@ class BatchedStep:
                 each.step(call, write_back, gradients, written)
             if self._last[0]:
                 torch._foreach_copy_(*self._last)
-        except BaseException as error:
-            if written:
-                mark_incomplete(call.optimizer, write_back.rounding_key.step, written, error)
-            raise  # with its memory, which whoever shows a traceback's tensors reads
 
     def keep(self, optimizer: Optimizer) -> bool:
         """After the first step, take the fingerprint; return whether the batches can be stepped again."""

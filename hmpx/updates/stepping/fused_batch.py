@@ -29,10 +29,11 @@ from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.rounding.kernels import RoundingKernels, kernels_for
 from hmpx.rounding.keys import name_id
+from hmpx.rounding.native import StoredTensor
 from hmpx.updates.holding.checksums import block_of
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_forms import form_of
-from hmpx.updates.holding.state_tensors import CODES, SCALES, StateBlocks, by_own_keys
+from hmpx.updates.holding.state_tensors import CODES, SCALES, HeldCodes, StateBlocks, by_own_keys
 from hmpx.updates.holding.stores import WAYS
 from hmpx.updates.stepping.fused_formulas import Formula, formula_of, is_scaled
 from hmpx.updates.stepping.shown import StepContext
@@ -102,6 +103,10 @@ class _Taken:
     new: dict[str, Any]
     stepped: native.StepArguments
 
+    def with_gradient(self, grad: Tensor, scalars: tuple[float, ...]) -> native.StepArguments:
+        """Return the arguments of the kernel for one step."""
+        return self.stepped._replace(grad=StoredTensor.of(grad), scalars=scalars)
+
 
 class FusedBatch:
     """Parameters of one device that a kernel can step; under `torch.no_grad()`. It has no copies."""
@@ -128,15 +133,11 @@ class FusedBatch:
         for key in keys:
             if key is not None and known.get(key) is None:
                 new.update(form.zeros(p).entries(key))
-        name, grad = name_id(segment.name), context.gradients[context.places[p]]
-        kept = None
-        if segment.way.weights != "stochastic":
-            kept = context.stores.of(segment).for_kernels(segment, name)
-            assert kept is not None, "the store is settled"
-        names = tuple([name_id(f"{segment.name}.{key}") for key in keys])
-        held = _in_kernel({**state, **new}, keys)
-        stepped = native.StepArguments(p, name, grad, held, names, (), kept)
-        return _Taken(segment, context.places[p], at, keys, by_own_keys({**state, **new}), new, stepped)
+        weight, grad = context.stores.of(segment).for_kernels(segment, name_id(segment.name)), context.places[p]
+        assert weight is not None, "the store is settled"
+        states = tuple([_stored(segment, key, {**state, **new}) for key in keys])
+        stepped = native.StepArguments(weight, StoredTensor.of(context.gradients[grad]), states)
+        return _Taken(segment, grad, at, keys, by_own_keys({**state, **new}), new, stepped)
 
     def fits(self, groups: list[dict]) -> bool:
         """Whether the options still ask for the same kernel and the same state."""
@@ -181,13 +182,8 @@ class FusedBatch:
             native.gradients_at(self._words, [gradients[each.place].data_ptr() for each in self._taken])
             native.step_words(self._formula.kernel, self._words, padded, step_key)
         else:
-            self._launch(
-                [
-                    each.stepped._replace(grad=gradients[each.place], scalars=scalars)
-                    for each, scalars in zip(self._taken, self._scalars, strict=True)
-                ],
-                step_key,
-            )
+            pairs = zip(self._taken, self._scalars, strict=True)
+            self._launch([each.with_gradient(gradients[each.place], scalars) for each, scalars in pairs], step_key)
         if self._counts:
             torch._foreach_add_(self._counts, 1)
         for each, beside in zip(self._taken, self._beside, strict=True):
@@ -204,13 +200,11 @@ class FusedBatch:
 
         It runs the same kernel on an FP32 copy of the weights, which are not rounded, and on a copy of the state.
         """
-        stepped = each.stepped
         assert self._kernels is not None, "a kernel takes these parameters"
-        before = stepped.weight.float() if stepped.kept is None else self._kernels.read(stepped.kept)
-        weights, states = before.clone(), tuple(map(_copied, stepped.states))
-        self._launch(
-            [stepped._replace(weight=weights, grad=grad.float(), states=states, scalars=scalars, kept=None)], step_key
-        )
+        before = self._kernels.read(each.stepped.weight)
+        weights, states = before.clone(), tuple(map(_copied, each.stepped.states))
+        stepped = each.with_gradient(grad.float(), scalars)
+        self._launch([stepped._replace(weight=StoredTensor.of(weights), states=states)], step_key)
         return before, weights
 
     def _launch(self, stepped: list[native.StepArguments], step_key: int) -> None:
@@ -218,10 +212,10 @@ class FusedBatch:
         self._kernels.step_list(self._formula.kernel, stepped, step_key)
 
 
-def _copied(state: Tensor | native.Coded | None) -> Tensor | native.Coded | None:
-    if isinstance(state, native.Coded):
-        return state._replace(codes=state.codes.clone(), scales=state.scales.clone())
-    return None if state is None else state.clone()
+def _copied(state: StoredTensor | None) -> StoredTensor | None:
+    if state is None:
+        return None
+    return state._replace(tensor=state.tensor.clone(), beside=None if state.beside is None else state.beside.clone())
 
 
 def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) -> None:
@@ -235,16 +229,14 @@ def _refuse_dtypes(segment: Segment, keys: tuple[str | None, ...], state: dict) 
             )
 
 
-def _in_kernel(state: dict, keys: tuple[str | None, ...]) -> tuple[Tensor | native.Coded | None, ...]:
-    """Return the state tensors in the form that a kernel takes."""
-    found: list[Tensor | native.Coded | None] = []
-    for key in keys:
-        codes = None if key is None else state.get(CODES + key)
-        coded = (
-            None if codes is None else native.Coded(codes, state[f"{SCALES}{key}"], StateBlocks.of(codes).rows.width)
-        )
-        found.append(None if key is None else coded or state[key])
-    return tuple(found)
+def _stored(segment: Segment, key: str | None, state: dict) -> StoredTensor | None:
+    """Return a state tensor in the form that a kernel takes."""
+    if key is None:
+        return None
+    name = name_id(f"{segment.name}.{key}")
+    if CODES + key not in state:
+        return StoredTensor.of(state[key], name)
+    return HeldCodes(state[CODES + key], state[SCALES + key]).for_kernels(segment, name)
 
 
 def _can_be_coded(segment: Segment, state: dict, kernels: RoundingKernels) -> bool:

@@ -27,6 +27,7 @@ from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.sharding import Box, Place, box_of, local, placed
 
 logger = logging.getLogger("hmpx")
+Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
 
@@ -68,24 +69,22 @@ def named(optimizer: Optimizer, names: dict[Parameter, str]) -> Iterator[tuple[s
             index += 1
 
 
-def membership(optimizer: Optimizer) -> tuple | None:
-    """Return everything that `named` depends on, with the group of each parameter; None if that cannot be known.
+def membership(optimizer: Optimizer) -> tuple:
+    """Return everything that `named` depends on, with the group of each parameter.
 
     The names that `attach` was given do not change.
     """
-    if optimizer in _shared_names:
-        return None
     groups = [(len(group["params"]), list(group.get("param_names", ()))) for group in optimizer.param_groups]
-    return list(map(id, parameters(optimizer))), groups
+    return list(map(id, parameters(optimizer))), groups, list(_shared_names.get(optimizer, {}).values())
 
 
 def layout(optimizer: Optimizer) -> tuple | None:
     """Return everything that `named` and the overlaps in memory depend on; None if that cannot be known."""
-    params, known = parameters(optimizer), membership(optimizer)
-    if known is None or not all([type(p) is Parameter and (p.is_cpu or p.is_cuda) for p in params]):
+    params = parameters(optimizer)
+    if not all([type(p) is Parameter and (p.is_cpu or p.is_cuda) for p in params]):
         return None
     places = [p.data_ptr() for p in params], [p.shape for p in params], [p.stride() for p in params]
-    return known, *places, [p.dtype for p in params]
+    return membership(optimizer), *places, [p.dtype for p in params]
 
 
 def inside_zero(optimizer: Optimizer) -> Optimizer | None:
@@ -177,9 +176,6 @@ def _check(names: list[str]) -> None:
         seen[name] = i
 
 
-Tensor = torch.Tensor
-
-
 class Members:
     """The segment of each BF16 parameter of an optimizer, whole, and the index of each parameter's group."""
 
@@ -199,7 +195,6 @@ class BF16Parameters:
 
     def __init__(self, settings: Settings, names: dict[Parameter, str], places: dict[str, Place]) -> None:
         self._settings, self.names, self.places = settings, names, places
-        self._overlaps = Overlaps()
         self._known: tuple[tuple | None, list[Segment]] = None, []
 
     def forget(self) -> None:
@@ -212,7 +207,7 @@ class BF16Parameters:
         if now is None or self._known[0] != now:
             ours = self.named(optimizer)
             with torch.no_grad():
-                shared = self._overlaps.among([p for _, p in ours])
+                shared = overlaps([p for _, p in ours])
                 self._known = now, [self._segment(p, name, shared.get(p)) for name, p in ours]
         return self._known[1]
 
@@ -255,28 +250,18 @@ def refuse_overlaps(segments: Sequence[Segment]) -> None:
             )
 
 
-class Overlaps:
-    """Finds which parameters of one optimizer share elements, again only after one has moved in memory."""
-
-    def __init__(self) -> None:
-        self._places: list[tuple] = []
-        self._found: dict[Parameter, Parameter] = {}
-
-    def among(self, params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
-        """Return each parameter that shares an element with another one, with that one; needs `torch.no_grad()`."""
-        held = {p: local(p) for p in params if not is_lazy(p) and not lacks_data(p)}
-        places = [(id(p), tensor.data_ptr(), tensor.shape, tensor.stride()) for p, tensor in held.items()]
-        if places != self._places:
-            by_storage: dict[int, dict[Parameter, Tensor]] = {}
-            for p, tensor in held.items():
-                if tensor.numel():
-                    by_storage.setdefault(tensor.untyped_storage().data_ptr(), {})[p] = tensor
-            self._found = {}
-            for views in by_storage.values():
-                if len(views) > 1:
-                    self._found |= _sharing(views)
-            self._places = places
-        return self._found
+def overlaps(params: Sequence[Parameter]) -> dict[Parameter, Parameter]:
+    """Return each parameter that shares an element with another one, with that one; needs `torch.no_grad()`."""
+    by_storage: dict[int, dict[Parameter, Tensor]] = {}
+    for p in params:
+        held = None if is_lazy(p) or lacks_data(p) else local(p)
+        if held is not None and held.numel():
+            by_storage.setdefault(held.untyped_storage().data_ptr(), {})[p] = held
+    found: dict[Parameter, Parameter] = {}
+    for views in by_storage.values():
+        if len(views) > 1:
+            found |= _sharing(views)
+    return found
 
 
 def _sharing(views: dict[Parameter, Tensor]) -> dict[Parameter, Parameter]:

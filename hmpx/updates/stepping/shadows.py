@@ -19,7 +19,7 @@ from hmpx.updates.holding.state_dtypes import as_fp32, is_bf16, is_moment, keeps
 from hmpx.updates.holding.state_forms import form_of, written
 from hmpx.updates.holding.state_tensors import HeldState, held, is_coded
 from hmpx.updates.holding.stores import Store
-from hmpx.updates.ranks.sharding import PLAIN, is_sharded, local
+from hmpx.updates.ranks.sharding import PLAIN, held_part, is_sharded, like, local
 from hmpx.updates.stepping.step_call import hides_writes
 
 Tensor = torch.Tensor
@@ -29,22 +29,34 @@ Parameter = torch.nn.Parameter
 class Shadow:
     """The FP32 shadow of one whole parameter, a real Parameter, with its gradient; under `torch.no_grad()`.
 
+    Args:
+        one_layout: whether gradient and moments lie in memory as the shadow does.
+        gathers: whether the shadow is the whole of a sharded parameter.
+
     Attributes:
         q: the shadow. An optimizer finds the attributes of `p` on it, such as a weight-decay flag.
     """
 
-    def __init__(self, segment: Segment, store: Store, *, one_layout: bool) -> None:
-        self.segment, self.p, self.store, self._one_layout = segment, segment.param, store, one_layout
+    def __init__(self, segment: Segment, store: Store, *, one_layout: bool, gathers: bool) -> None:
+        self.segment, self.p, self.store = segment, segment.param, store
+        self.one_layout, self.gathers = one_layout, gathers
         weight = torch.empty_like(self.p, dtype=torch.float32, requires_grad=False)
         store.begin()
         store.read(segment, local(weight))
-        self.q = Parameter(weight, requires_grad=self.p.requires_grad)
-        for mark, value in vars(self.p).items():
+        self.q = Parameter(self._whole(weight), requires_grad=self.p.requires_grad)
+        for mark, value in () if gathers else vars(self.p).items():
             vars(self.q).setdefault(mark, value)  # not the attributes of a DTensor, which `q` has
         self._weight_before: Tensor | None = None  # which a trial point of a closure has overwritten
         self._gradient_before: tuple[Tensor | None, Tensor | None] | None = None  # the object, and its values
         self.show_gradient()
         self.look()
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if self.gathers and is_sharded(tensor) else tensor
+
+    def held(self) -> Tensor:
+        """Return this rank's part of the shadow."""
+        return held_part(self.p, self.q.detach())
 
     def look(self) -> None:
         """Remember the weights: nothing but a closure may change them."""
@@ -67,9 +79,10 @@ class Shadow:
     def show_gradient(self) -> None:
         """Give the shadow an FP32 copy of the gradient, in the layout of the weights where the optimizer wants that."""
         grad, q = self.p.grad, self.q
+        grad = grad if grad is None else self._whole(grad)
         if grad is None:
             q.grad = None
-        elif self._one_layout and grad.layout is torch.strided and not is_sharded(grad):
+        elif self.one_layout and grad.layout is torch.strided and not is_sharded(grad):
             q.grad = laid_as(grad.detach(), q, torch.float32)
         else:
             q.grad = grad.detach().to(torch.float32, copy=True)
@@ -78,10 +91,13 @@ class Shadow:
     def hand_back(self) -> None:
         """Give the parameter's gradient the changes that the step made to the shadow's."""
         p, left, (shown, version) = self.p, self.q.grad, self._shown
-        if left is shown and (left is None or _is_as_shown(p.grad, left, version)):
+        is_shown, is_written = left is shown, left is not None and left._version != version
+        if self.gathers and is_sharded(p) and left is not None:
+            left = like(self.p, held_part(p, left))
+        if is_shown and not is_written and (left is None or _is_as_shown(p.grad, left)):
             return
         self._keep_gradient()
-        if left is not None and left is shown and p.grad is not None and can_be_written(p.grad):
+        if left is not None and is_shown and p.grad is not None and can_be_written(p.grad):
             p.grad.copy_(left)
         else:
             own = p.grad.dtype if p.grad is not None else getattr(p, "grad_dtype", None) or p.dtype
@@ -130,9 +146,9 @@ def can_be_written(grad: Tensor) -> bool:
     return all(size < 2 or stride for size, stride in zip(grad.shape, local(grad).stride(), strict=True))
 
 
-def _is_as_shown(real: Tensor | None, left: Tensor, version: int) -> bool:
-    """Whether a gradient is unchanged, by value too: a write through `.data` or by a fused kernel has no version."""
-    if left._version != version or real is None:
+def _is_as_shown(real: Tensor | None, left: Tensor) -> bool:
+    """Whether a gradient has the values that it had: a write through `.data` or by a fused kernel has no version."""
+    if real is None:
         return False
     if is_lazy(left) or left.layout is not torch.strided:
         return True
@@ -142,19 +158,21 @@ def _is_as_shown(real: Tensor | None, left: Tensor, version: int) -> bool:
 class ShadowState:
     """The state of one whole parameter, under the key of its shadow from `show` until `finish` or `undo`.
 
-    one_layout: whether moments lie in memory as the shadow does.
+    Where the shadow is gathered, state of its shape is, too. State of another shape, such as factored moments, is whole
+    on every rank, and the same.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, segment: Segment, shadow: Tensor, key: RoundingKey, one_layout: bool
-    ) -> None:
-        self._optimizer, self._segment, self._shadow, self._key = optimizer, segment, shadow, key
+    def __init__(self, optimizer: torch.optim.Optimizer, shadow: Shadow, key: RoundingKey) -> None:
+        segment = shadow.segment
+        self._optimizer, self._segment, self._shadow, self._key = optimizer, segment, shadow.q, key
+        self._one_layout, self._gathers = shadow.one_layout, shadow.gathers
         self._form = form_of(segment)
-        self._as_left = self._form.as_left  # whether the parameter keeps state as the step leaves it
-        self._states, self._one_layout = optimizer.state, one_layout
+        self._as_left = self._form.as_left and not self._gathers  # whether state is kept as the step leaves it
+        self._states = optimizer.state
         self._before = self._states.get(segment.param)
         self._kept = {k: list(v) if isinstance(v, list) else v for k, v in _items(self._before)}
-        self._versions = [(t, t._version) for _, value in _items(self._before) for t in _tensors(value)]
+        tensors = [] if self._gathers else [t for _, value in _items(self._before) for t in _tensors(value)]
+        self._versions = [(tensor, tensor._version) for tensor in tensors]  # of what the step may write to
 
     def show(self) -> None:
         """Give the state to the shadow. If that raises, for want of memory, `undo` finds it where it was."""
@@ -167,18 +185,19 @@ class ShadowState:
         """Return the state that the step sees; the same object if nothing has to be copied."""
         if not isinstance(before, dict):
             return before
-        like = self._shadow if self._one_layout else None
-        if self._as_left and not is_coded(before) and (like is None or _are_contiguous(like, *before.values())):
+        if self._gathers:
+            return {key: _gathered(value) for key, value in held(before, self._segment.param).items()}
+        laid = self._shadow if self._one_layout else None
+        if self._as_left and not is_coded(before) and (laid is None or _are_contiguous(laid, *before.values())):
             return before
         seen = held(before, self._segment.param) if is_coded(before) else before
         shown = {key: value.whole() if isinstance(value, HeldState) else value for key, value in seen.items()}
         if not self._as_left:
             shown = {key: as_fp32(value) for key, value in shown.items()}
-        for key, value in shown.items():
-            if like is None:
-                break
-            if is_moment(value) and value.shape == like.shape and local(value).stride() != local(like).stride():
-                shown[key] = laid_as(value, like, value.dtype)
+        if laid is not None:
+            for key, value in shown.items():
+                if is_moment(value) and value.shape == laid.shape and local(value).stride() != local(laid).stride():
+                    shown[key] = laid_as(value, laid, value.dtype)
         return before if seen is before and all(shown[k] is v for k, v in before.items()) else shown
 
     def finish(self) -> None:
@@ -213,20 +232,6 @@ class ShadowState:
         is_blind = hides_writes(self._optimizer)
         is_written = any(is_blind or tensor._version != version for tensor, version in self._versions)
         return self._segment.name if is_written else None
-
-
-class GatheredState(ShadowState):
-    """The state of a sharded parameter for a step that sees it whole; this rank keeps its part of the result.
-
-    State of another shape than the parameter, such as factored moments, is whole on every rank, and the same.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._as_left = False
-
-    def _shown(self, before: Any) -> Any:
-        return {key: _gathered(value) for key, value in held(before, self._segment.param).items()}
 
 
 def _are_contiguous(*values: Any) -> bool:

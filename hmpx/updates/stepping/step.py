@@ -24,10 +24,10 @@ from hmpx.updates.stepping.batched_step import BatchedStep
 from hmpx.updates.stepping.batching import can_be_cut
 from hmpx.updates.stepping.names import BF16Parameters, Members, parameters, refuse_overlaps
 from hmpx.updates.stepping.optimizer_scope import scope_of
-from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack
+from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, marks_incomplete
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
 from hmpx.updates.stepping.update_counts import UpdateCounts
-from hmpx.updates.stepping.whole_step import WholeStep
+from hmpx.updates.stepping.whole_batch import WholeBatch
 
 logger = logging.getLogger("hmpx")
 Parameter = torch.nn.Parameter
@@ -58,12 +58,13 @@ class WeightUpdates:
 
     def step(self, call: StepCall) -> Any:
         """Run a step of the optimizer. If it raises, weights and gradients are as they were."""
-        optimizer, write_back = call.optimizer, self._write_back(call)
-        number = write_back.rounding_key.step
-        checks.check_failures(optimizer, number)
+        optimizer = call.optimizer
         with DeferredSignals() as signals:
+            write_back = self._write_back(call, signals)
+            number = write_back.rounding_key.step
+            checks.check_failures(optimizer, number)
             try:
-                result = self._step(call, write_back, signals)
+                result = self._step(call, write_back)
             except Exception as error:
                 checks.report_failure(optimizer, number, error)
                 raise
@@ -77,14 +78,14 @@ class WeightUpdates:
             self._open = None
         return result
 
-    def _step(self, call: StepCall, write_back: WriteBack, signals: DeferredSignals) -> Any:
+    def _step(self, call: StepCall, write_back: WriteBack) -> Any:
         optimizer, scope, result = call.optimizer, scope_of(call.optimizer), None
         if scope != "whole":
             if call.closure is not None:  # the listed classes call it before anything else
                 with torch.enable_grad():
                     result = call.closure()
             call = call.without_arguments()
-            if self._kept_step(call, write_back, signals):
+            if self._kept_step(call, write_back):
                 return result
         segments = self.segments(optimizer)
         self._adopt_states(optimizer, segments, write_back.rounding_key)
@@ -92,9 +93,11 @@ class WeightUpdates:
         if not by_parts or self.settings.has_masters:
             refuse_overlaps(segments)
         if not by_parts:
-            of_whole = WholeStep(call, segments, write_back).run(signals)
+            written: list[str] = []
+            with marks_incomplete(optimizer, write_back.rounding_key.step, written):
+                of_whole = WholeBatch(segments).step(call, write_back, [], written)
             return of_whole if scope == "whole" else result
-        signals.begin()
+        write_back.signals.begin()
         params = [p for p in parameters(optimizer) if p.grad is not None]
         before, self._stepped = self._stepped, list(map(id, params))
         with torch.no_grad():
@@ -105,12 +108,12 @@ class WeightUpdates:
                 self._kept = step
         return result
 
-    def _kept_step(self, call: StepCall, write_back: WriteBack, signals: DeferredSignals) -> bool:
+    def _kept_step(self, call: StepCall, write_back: WriteBack) -> bool:
         """Take the step in the batches of the last one if these fit; if not, nothing has changed."""
         step, self._kept = self._kept, None
         if step is None or self._open is not None or write_back.counts is not None or not step.fits(call.optimizer):
             return False
-        signals.begin()
+        write_back.signals.begin()
         self.kept_steps += 1
         with torch.no_grad():
             step.run(call, write_back, [])
@@ -120,15 +123,15 @@ class WeightUpdates:
 
     def step_alone(self, call: StepCall, p: Parameter) -> None:
         """Step one parameter, as a part of the next step; under `torch.no_grad()`."""
-        if self._open is None:
-            write_back = self._write_back(call)
-            segments = self.segments(call.optimizer)
-            self._adopt_states(call.optimizer, segments, write_back.rounding_key)
-            if self.settings.has_masters:
-                refuse_overlaps(segments)
-            self._open = _OpenStep(Members(call.optimizer, segments), write_back, [])
-        members, write_back, written = self._open
         with DeferredSignals() as signals:
+            if self._open is None:
+                write_back = self._write_back(call, signals)
+                segments = self.segments(call.optimizer)
+                self._adopt_states(call.optimizer, segments, write_back.rounding_key)
+                if self.settings.has_masters:
+                    refuse_overlaps(segments)
+                self._open = _OpenStep(Members(call.optimizer, segments), write_back, [])
+            members, write_back, written = self._open
             signals.begin()
             part = BatchedStep(call.optimizer, members, [p], write_back, fused=self.settings.fused)
             part.run(call, write_back, written)
@@ -148,7 +151,7 @@ class WeightUpdates:
         given = (seed, self.settings.seed, known.get(SEED_KEY), 0)
         return RoundingKey(check_seed(next(s for s in given if s is not None)), known.get(STEP_KEY, 0))
 
-    def _write_back(self, call: StepCall) -> WriteBack:
+    def _write_back(self, call: StepCall, signals: DeferredSignals) -> WriteBack:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and self.segments(call.optimizer):
             raise HmpxError(
                 "a step of BF16 parameters cannot be a part of a CUDA graph: the host hands over the step number, on "
@@ -160,7 +163,7 @@ class WeightUpdates:
             self._counts = self.watch if self.watch is not None and self.watch.is_open else None
             if self._counts is not None:
                 self._counts.begin()
-        return WriteBack(self.stores, key, self._counts)
+        return WriteBack(self.stores, key, signals, self._counts)
 
     def _adopt_states(self, optimizer: Optimizer, segments: list[Segment], key: RoundingKey) -> None:
         if adopt_states(optimizer, segments, key) and key.step:

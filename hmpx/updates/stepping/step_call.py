@@ -9,9 +9,10 @@ gives it a state.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` without its enums, which take 10 us a step
+import contextlib
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -79,11 +80,13 @@ class WriteBack:
     """How one step writes weights and state.
 
     Attributes:
+        signals: wait from the first write on.
         counts: counts the updates while somebody watches them.
     """
 
     stores: Stores
     rounding_key: RoundingKey
+    signals: DeferredSignals
     counts: UpdateCounts | None = None
 
     def deferred(self) -> WriteBack:
@@ -136,7 +139,18 @@ class DeferredSignals:
             handlers[number](number, frame)
 
 
-def mark_incomplete(optimizer: Optimizer, step: int, stepped: list[str], error: BaseException) -> None:
+@contextlib.contextmanager
+def marks_incomplete(optimizer: Optimizer, step: int, written: list[str]) -> Iterator[None]:
+    """If the block raises after something was written, mark the optimizer incomplete. It adds names to `written`."""
+    try:
+        yield
+    except BaseException as error:
+        if written:
+            _mark_incomplete(optimizer, step, written, error)
+        raise
+
+
+def _mark_incomplete(optimizer: Optimizer, step: int, stepped: list[str], error: BaseException) -> None:
     """Make an optimizer refuse to step and to be saved, because only some of its parameters have taken `step`.
 
     stepped: the names of those parameters.

@@ -104,24 +104,17 @@ class UpdateCounts:
         """Begin a step."""
         self._of_step.clear()
 
-    def add(self, segment: Segment, counts: Tensor, grad: Tensor | None) -> None:
-        """Add the `counts` of one segment to those of this step.
-
-        grad: of the whole parameter; None if it had none.
-        """
+    def compare(self, before: OldValues, x: Tensor) -> None:
+        """Count the updates of a segment. x: the step's FP32 result."""
+        segment, p = before.segment, before.segment.param
+        counts = count(before.old, before.weight, x, segment.of(p))
         of_step = self._of_step.setdefault(segment.name, counts.new_zeros(len(Totals._fields)))
         of_step[: len(counts)] += counts
         if segment.offset == 0:  # once a parameter
+            grad = before.grad if p.grad is None else p.grad  # a closure gives it later; a step may take it away
             of_step[_NO_GRADIENT] = grad is None
             if grad is not None and segment.count:
                 of_step[_ZERO_GRADIENT] = ~_values(grad).any()
-
-    def compare(self, before: OldValues, x: Tensor) -> None:
-        """Count the updates of a segment. x: the step's FP32 result."""
-        p = before.segment.param
-        counts = count(before.old, before.weight, x, before.segment.of(p))
-        # A closure gives the gradient later than that; a step may take it away.
-        self.add(before.segment, counts, before.grad if p.grad is None else p.grad)
 
     def end(self, params: Iterable[tuple[str, Parameter]]) -> None:
         """End a step that went through. `params`: the BF16 parameters of the optimizer, with their names."""

@@ -1,0 +1,139 @@
+"""A batch of whole parameters: all of an optimizer that may look across them, or one that is gathered from all ranks.
+
+The optimizer is shown FP32 shadows, real Parameters in `param_groups` with its state re-keyed to them, so that any
+optimizer computes in FP32 without knowing. The model's own parameters are never swapped: exchanging `p.data` resets
+AccumulateGrad, after which DDP stops synchronising in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hmpx.errors import HmpxError
+from hmpx.updates.holding.segment import Segment
+from hmpx.updates.stepping.batch import ShownParameters
+from hmpx.updates.stepping.optimizer_scope import by_memory
+from hmpx.updates.stepping.shadows import Shadow, ShadowState
+from hmpx.updates.stepping.step_call import StepCall, WriteBack
+from hmpx.updates.stepping.update_counts import OldValues, before_step
+
+Optimizer = torch.optim.Optimizer
+
+
+class WholeBatch:
+    """One step on shadows. Optimizers that this one holds (Lookahead's base) see the same shadows.
+
+    gathers: the segments are sharded, and the optimizer sees whole parameters, these alone. Every rank computes the
+        same, and keeps its part of the result.
+    """
+
+    def __init__(self, segments: list[Segment], *, gathers: bool = False) -> None:
+        self.segments, self._gathers = segments, gathers
+        self._shadows: list[Shadow] = []
+        self._states: list[ShadowState] = []
+        self._old: list[OldValues] = []  # while updates are watched
+        self._shown = ShownParameters([], [])
+
+    def step(self, call: StepCall, write_back: WriteBack, gradients: list[torch.Tensor], written: list[str]) -> Any:
+        """Step the parameters; see `Batch.step`. If that raises, weights, gradients and `state` are as they were.
+
+        State that the step has written to in place cannot be restored.
+        """
+        try:
+            with torch.no_grad():
+                self._show(call.optimizer, write_back)
+            with self._shown:
+                result = call.with_functions(self._on_real_parameters).run()
+            with torch.no_grad():
+                self._refuse_bypass(call.optimizer)
+                for shadow in self._shadows:
+                    shadow.hand_back()
+            write_back.signals.begin()
+        except BaseException as error:
+            write_back.signals.begin()
+            written += [name for state in self._states if (name := state.undo()) is not None]
+            with torch.no_grad():
+                for shadow in self._shadows:
+                    shadow.undo()
+            if isinstance(error, RuntimeError) and "does not require grad" in str(error):
+                raise HmpxError(
+                    f"{type(call.optimizer).__name__} differentiates gradients inside step(), and the FP32 "
+                    "copies that hmpx hands it have no graph: keep its weights in FP32, without hmpx.attach, or take "
+                    "another optimizer"
+                ) from error
+            raise
+        with torch.no_grad():
+            self._write(write_back, written)
+        self._shadows, self._states, self._old = [], [], []  # other batches of the step need the memory
+        return result
+
+    def _show(self, optimizer: Optimizer, write_back: WriteBack) -> None:
+        members = list(_nested(optimizer))
+        one_layout = by_memory(*members)
+        for segment in self.segments:
+            shadow = Shadow(segment, write_back.stores.of(segment), one_layout=one_layout, gathers=self._gathers)
+            self._shadows.append(shadow)
+            if write_back.counts is not None:
+                self._old.append(before_step(segment, shadow.held()))
+        new = {shadow.p: shadow.q for shadow in self._shadows}
+        lists = list({id(g["params"]): g["params"] for each in members for g in each.param_groups}.values())
+        shown = [[new.get(p, p) for p in params if p in new or not self._gathers] for params in lists]
+        self._shown = ShownParameters(lists, shown)
+        for member in members:
+            for shadow in self._shadows:
+                self._states.append(ShadowState(member, shadow, write_back.rounding_key))
+                self._states[-1].show()
+
+    def _refuse_bypass(self, optimizer: Optimizer) -> None:
+        """Raise if the step wrote to the BF16 weights: the optimizer then has a list of parameters of its own."""
+        if bypassed := [shadow for shadow in self._shadows if shadow.is_bypassed()]:
+            raise HmpxError(
+                f"{type(optimizer).__name__} wrote to parameter {bypassed[0].segment.name!r} itself: it "
+                "does not take its parameters from param_groups, so hmpx cannot step it in FP32"
+            )
+
+    def _write(self, write_back: WriteBack, written: list[str]) -> None:
+        results = [shadow.held() for shadow in self._shadows]
+        for shadow, x in zip(self._shadows, results, strict=True):
+            written.append(shadow.segment.name)
+            shadow.segment.mark_written()
+            shadow.store.write(shadow.segment, x, written[-1], write_back.rounding_key)
+        write_back.rounding_key.flush()
+        for old, x in zip(self._old, results, strict=False):
+            assert write_back.counts is not None
+            write_back.counts.compare(old, x)
+        for state in self._states:
+            state.finish()
+        write_back.rounding_key.flush()
+
+    def _on_real_parameters(self, closure: Callable) -> Callable:
+        """Wrap a closure: it evaluates the model, so it must see the real parameters, with the values of the step."""
+
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                for shadow in self._shadows:
+                    shadow.show_trial_point()
+            self._shown.hide()
+            try:
+                with torch.enable_grad():
+                    return closure(*args, **kwargs)
+            finally:
+                self._shown.show()
+                with torch.no_grad():
+                    for shadow in self._shadows:
+                        shadow.take_evaluation()
+
+        return evaluate
+
+
+def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield `optimizer` and every optimizer that it holds in an attribute, directly or in a list."""
+    found = [optimizer]
+    for member in found:
+        yield member
+        for value in vars(member).values():
+            inner = value if isinstance(value, (list, tuple)) else (value,)
+            found += [o for o in inner if isinstance(o, Optimizer) and not any(o is seen for seen in found)]
