@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from hmpx.rounding.dataless import is_on_host
-from hmpx.rounding.xla import is_lazy, reinterpreted, shifted
+from hmpx.rounding.devices import is_lazy, is_on_host, reinterpreted, shifted
 
 Tensor = torch.Tensor
 

@@ -41,17 +41,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from hmpx.rounding import native
-from hmpx.rounding.dataless import is_on_host
-from hmpx.rounding.kernels import RoundingKernels, kernels_for
+from hmpx.rounding.devices import is_on_host, reinterpreted, shifted
+from hmpx.rounding.kernels import kernels_for
 from hmpx.rounding.keys import Keys, Span, derive_key
 from hmpx.rounding.stochastic import numbers_of
-from hmpx.rounding.xla import reinterpreted, shifted
 
 Tensor = torch.Tensor
 
@@ -234,7 +234,7 @@ def decode(out: Tensor, codes: Tensor, scales: Tensor, rows: Rows, start: int) -
         out[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(y)
 
 
-def _kernels(scales: Tensor, *tensors: Tensor) -> RoundingKernels | None:
+def _kernels(scales: Tensor, *tensors: Tensor) -> ModuleType | None:
     """Return the kernels that can read all these tensors; scales have a shape of their own."""
     return kernels_for(*tensors) if native.is_plain(scales) and scales.device == tensors[0].device else None
 

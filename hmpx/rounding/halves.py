@@ -18,10 +18,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hmpx.rounding.dataless import is_on_host
+from hmpx.rounding.devices import is_on_host, reinterpreted, shifted
 from hmpx.rounding.keys import Keys, Span
 from hmpx.rounding.stochastic import numbers_of
-from hmpx.rounding.xla import reinterpreted, shifted
 
 Tensor = torch.Tensor
 

@@ -27,12 +27,13 @@ is Gupta et al., "Deep learning with limited numerical precision" (ICML 2015).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 
 import torch
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import eager
-from hmpx.rounding.kernels import RoundingKernels, kernels_for
+from hmpx.rounding.kernels import kernels_for
 from hmpx.rounding.keys import MAX_UINT64, Keys, Span, derive_key, step_key
 from hmpx.rounding.native import Rounding
 
@@ -112,7 +113,7 @@ def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str
 
 def round_all(roundings: Iterable[Rounding], seed: int, step: int) -> None:
     """Round many tensors under `torch.no_grad()`: in one kernel call for each device where kernels can read them."""
-    together: dict[torch.device, tuple[RoundingKernels, list[Rounding]]] = {}
+    together: dict[torch.device, tuple[ModuleType, list[Rounding]]] = {}
     copied: list[tuple[Tensor, Tensor]] = []
     for out, x, name, *place in roundings:
         source = x.contiguous()

@@ -19,7 +19,7 @@ from hmpx.base.process_state import fp8_watchers
 from hmpx.insight.recording.recorded import Site
 from hmpx.ops.computing.fp8_product import SPILLS
 from hmpx.ops.wrapping.overriding import PLAIN
-from hmpx.rounding.dataless import lacks_data
+from hmpx.rounding.devices import lacks_data
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -34,7 +34,7 @@ from torch.nn import Parameter
 
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.process_state import open_caches, watching_writes
-from hmpx.rounding.xla import is_lazy
+from hmpx.rounding.devices import is_lazy
 
 logger = logging.getLogger("hmpx")
 

@@ -22,9 +22,8 @@ from collections.abc import Iterator
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.dataless import is_on_host, lacks_data
+from hmpx.rounding.devices import is_on_host, lacks_data, reinterpreted, shifted
 from hmpx.rounding.eager import GOLDEN, MULTIPLY_1, MULTIPLY_2, signed
-from hmpx.rounding.xla import reinterpreted, shifted
 
 Tensor = torch.Tensor
 

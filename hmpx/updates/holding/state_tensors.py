@@ -59,7 +59,7 @@ class StateBlocks(NamedTuple):
         whole = Rows.of(math.prod(shape[folded:]))
         if not is_sharded(tensor):
             return cls(whole, (*shape[:folded], whole.blocks), folded)
-        _, offsets = sizes_and_offsets(tensor)
+        _, offsets = sizes_and_offsets(tensor.shape, tensor.device_mesh, tensor.placements)
         inner = shape[folded + 1 :]
         held = tuple(local(tensor).shape)
         rows = Rows(math.prod(held[folded:]), offsets[folded] * math.prod(inner), whole.blocks) if shape else whole

@@ -115,7 +115,7 @@ def held_part(param: Tensor, value: Tensor) -> Tensor:
             if value.placements == param.placements:
                 return local(value)
             return local(value.redistribute(param.device_mesh, param.placements))
-        sizes, offsets = _sizes_and_offsets(param.shape, param.device_mesh, param.placements)
+        sizes, offsets = sizes_and_offsets(param.shape, param.device_mesh, param.placements)
         return value[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
     return value.full_tensor() if is_sharded(value) else value
 
@@ -137,7 +137,7 @@ def _box(whole: torch.Size, mesh: Any, placements: tuple, held: torch.Size) -> B
 
     if any(isinstance(placement, Partial) for placement in placements):
         raise HmpxError("it is a partial sum, which cannot be updated")
-    sizes, offsets = _sizes_and_offsets(whole, mesh, placements)
+    sizes, offsets = sizes_and_offsets(whole, mesh, placements)
     if tuple(held) != tuple(sizes):
         raise HmpxError(f"this rank holds {tuple(held)}, the placements say {tuple(sizes)}")
     for dim in {placement.dim for placement in placements if isinstance(placement, _StridedShard)}:
@@ -204,12 +204,8 @@ def read_places(places: Places, names: list[str]) -> dict[str, Place]:
     return found
 
 
-def sizes_and_offsets(sharded: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return sizes and offsets, by dimension, of this rank's part of a DTensor."""
-    return _sizes_and_offsets(sharded.shape, sharded.device_mesh, sharded.placements)
-
-
-def _sizes_and_offsets(whole: torch.Size, mesh: Any, placements: tuple) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def sizes_and_offsets(whole: torch.Size, mesh: Any, placements: tuple) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return sizes and offsets, by dimension, of this rank's part of a DTensor that is sharded so."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(whole, mesh, placements)

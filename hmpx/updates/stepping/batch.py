@@ -8,12 +8,12 @@ for are there.
 from __future__ import annotations
 
 from operator import is_
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.kernels import RoundingKernels
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import local
 from hmpx.updates.stepping.shadows import can_be_written
@@ -46,12 +46,12 @@ class Batch:
         self._lists: list[list[Any]] = [[] for _ in context.optimizer.param_groups]
         self._names, self._is_settled = [segment.name for segment in segments], True
 
-    def kernels(self) -> RoundingKernels | None:
+    def kernels(self) -> ModuleType | None:
         """Return the kernels that can move all of it; None if there are none."""
         found = {each.kernels() for each in self._shown}
         return found.pop() if len(found) == 1 else None
 
-    def place_in(self, room: Tensor, kernels: RoundingKernels | None) -> None:
+    def place_in(self, room: Tensor, kernels: ModuleType | None) -> None:
         """Make the shadows and their state, with copies in this room."""
         for each in self._shown:
             each.place_in(room)

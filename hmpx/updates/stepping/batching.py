@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from hmpx.rounding.devices import is_lazy
 from hmpx.rounding.kernels import kernels_for
-from hmpx.rounding.xla import is_lazy
 from hmpx.updates.holding.segment import Segment, memory_order
 from hmpx.updates.holding.state_forms import form_of
 from hmpx.updates.holding.state_tensors import by_own_keys

@@ -20,6 +20,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ import torch
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.rounding.kernels import RoundingKernels, kernels_for
+from hmpx.rounding.kernels import kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.rounding.native import StoredTensor
 from hmpx.updates.holding.checksums import block_of
@@ -116,7 +117,9 @@ class FusedBatch:
         for segment in segments:
             context.stores.of(segment).settle(segment, write_back.rounding_key)
         self._taken = [self._take(segment, context) for segment in segments]
-        self._kernels = kernels_for(segments[0].param)
+        kernels = kernels_for(segments[0].param)
+        assert kernels is not None, "they take these parameters"
+        self._kernels = kernels
         self._words = native.words_of([each.stepped for each in self._taken]) if self._kernels is native else None
         self._counts = [each.known["step"] for each in self._taken] if formula.counts else []
 
@@ -183,7 +186,8 @@ class FusedBatch:
             native.step_words(self._formula.kernel, self._words, padded, step_key)
         else:
             pairs = zip(self._taken, self._scalars, strict=True)
-            self._launch([each.with_gradient(gradients[each.place], scalars) for each, scalars in pairs], step_key)
+            stepped = [each.with_gradient(gradients[each.place], scalars) for each, scalars in pairs]
+            self._kernels.step_list(self._formula.kernel, stepped, step_key)
         if self._counts:
             torch._foreach_add_(self._counts, 1)
         for each, beside in zip(self._taken, self._beside, strict=True):
@@ -200,16 +204,11 @@ class FusedBatch:
 
         It runs the same kernel on an FP32 copy of the weights, which are not rounded, and on a copy of the state.
         """
-        assert self._kernels is not None, "a kernel takes these parameters"
         before = self._kernels.read(each.stepped.weight)
         weights, states = before.clone(), tuple(map(_copied, each.stepped.states))
-        stepped = each.with_gradient(grad.float(), scalars)
-        self._launch([stepped._replace(weight=StoredTensor.of(weights), states=states)], step_key)
+        copy = each.with_gradient(grad.float(), scalars)._replace(weight=StoredTensor.of(weights), states=states)
+        self._kernels.step_list(self._formula.kernel, [copy], step_key)
         return before, weights
-
-    def _launch(self, stepped: list[native.StepArguments], step_key: int) -> None:
-        assert self._kernels is not None, "a kernel takes these parameters"
-        self._kernels.step_list(self._formula.kernel, stepped, step_key)
 
 
 def _copied(state: StoredTensor | None) -> StoredTensor | None:
@@ -239,7 +238,7 @@ def _stored(segment: Segment, key: str | None, state: dict) -> StoredTensor | No
     return HeldCodes(state[CODES + key], state[SCALES + key]).for_kernels(segment, name)
 
 
-def _can_be_coded(segment: Segment, state: dict, kernels: RoundingKernels) -> bool:
+def _can_be_coded(segment: Segment, state: dict, kernels: ModuleType) -> bool:
     """Whether these kernels can step a parameter whose state is in 8 bits."""
     p, in_halves = segment.param, WAYS[segment.way.weights].kind in (native.SPLIT, native.SPLIT8)
     if kernels is native and in_halves and block_of(p) > 1 and not StateBlocks.of(p).rows.are_even(p.numel()):

@@ -20,8 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hmpx.errors import HmpxError
-from hmpx.rounding.dataless import lacks_data
-from hmpx.rounding.xla import is_lazy
+from hmpx.rounding.devices import is_lazy, lacks_data
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.ranks.sharding import Box, Place, box_of, local, placed

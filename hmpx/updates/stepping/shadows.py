@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hmpx.rounding.xla import is_lazy
+from hmpx.rounding.devices import is_lazy
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.segment import Segment, laid_as
 from hmpx.updates.holding.state_dtypes import as_fp32, is_bf16, is_moment, keeps_bf16

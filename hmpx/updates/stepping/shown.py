@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.kernels import RoundingKernels, kernels_for
+from hmpx.rounding.kernels import kernels_for
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_dtypes import is_bf16, is_moment, keeps_bf16
@@ -172,7 +173,7 @@ class Shown:
         found = [value for value in state.values() if isinstance(value, Tensor)]
         return [*found, self.shadow] if self.weight.at is None else found
 
-    def kernels(self) -> RoundingKernels | None:
+    def kernels(self) -> ModuleType | None:
         """Return the kernels that can move all of it: those for its gradient, if they know how the rest is held."""
         found = self._of_gradient
         return found if all([kernels_that_move(piece) is found for piece in self.pieces if piece.is_moved]) else None

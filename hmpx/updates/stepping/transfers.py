@@ -8,11 +8,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 
 from hmpx.rounding import native, triton
-from hmpx.rounding.kernels import RoundingKernels, kernels_for
+from hmpx.rounding.kernels import kernels_for
 from hmpx.rounding.keys import name_id
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment, memory_order, unfolded
@@ -123,7 +124,7 @@ class Launches:
         torch.autograd.graph.increment_version([move.held.tensor for move in self._pieces])
 
 
-def kernels_that_move(piece: Piece) -> RoundingKernels | None:
+def kernels_that_move(piece: Piece) -> ModuleType | None:
     """Return the kernels that know how a tensor is held, and find it in one piece; None if there are none."""
     held, segment = piece.held.tensor, piece.segment
     if segment.order is not None or segment.box is not None or held.numel() >= 2**32:
