@@ -92,10 +92,11 @@ class Shadow:
         """Give the parameter's gradient the changes that the step made to the shadow's."""
         p, left, (shown, version) = self.p, self.q.grad, self._shown
         is_shown, is_written = left is shown, left is not None and left._version != version
-        if self.gathers and is_sharded(p) and left is not None:
-            left = like(self.p, held_part(p, left))
-        if is_shown and not is_written and (left is None or _is_as_shown(p.grad, left)):
+        # A gathered parameter is stepped by a class of torch, which raises the version of what it writes to.
+        if is_shown and not is_written and (left is None or self.gathers or _is_as_shown(p.grad, left)):
             return
+        if self.gathers and is_sharded(p) and left is not None:
+            left = like(p, held_part(p, left))
         self._keep_gradient()
         if left is not None and is_shown and p.grad is not None and can_be_written(p.grad):
             p.grad.copy_(left)
