@@ -102,6 +102,21 @@ class Rows(NamedTuple):
         return slice(first, last + 1)
 
 
+class Codes(NamedTuple):
+    """Numbers in 8 bits: codes, flat, from the element `start` on, and the BF16 scales of all rows that are held."""
+
+    codes: Tensor
+    scales: Tensor
+    rows: Rows
+    start: int = 0
+
+    def kernels(self, x: Tensor) -> ModuleType | None:
+        """Return the kernels that can move them from or to FP32 `x`; None if there are none, or no elements."""
+        if not x.numel() or not native.is_plain(self.scales) or self.scales.device != x.device:
+            return None  # scales have a shape of their own
+        return kernels_for(self.codes, x)
+
+
 class _Sheet(NamedTuple):
     """Elements `start` ... `stop - 1`: a rectangle, and the rectangle of scales over its blocks."""
 
@@ -170,29 +185,19 @@ def scales_for(magnitudes: Tensor, negatives: Tensor) -> Tensor:
     return reinterpreted((exponents * 0x80 - negatives * 0x8000).to(torch.int16), torch.bfloat16)
 
 
-def encode(
-    codes: Tensor,
-    x: Tensor,
-    scales: Tensor,
-    rows: Rows,
-    start: int,
-    spans: Sequence[Span],
-    keys: Keys,
-    given: bool = False,
-) -> None:
-    """Write the codes of FP32 `x`, rounded stochastically; flat, from the element `start` on.
+def encode(held: Codes, x: Tensor, spans: Sequence[Span], keys: Keys, given: bool = False) -> None:
+    """Write FP32 `x`, flat, rounded stochastically.
 
     Args:
-        codes: uint8.
-        scales: BF16, of all rows that are held.
         spans, keys: what the random numbers of the elements of `x` depend on.
         given: whether the scales are there; else those of these elements are written.
     """
-    if not x.numel():
-        return
-    kernels = _kernels(scales, x, codes)
+    codes, scales, rows, start = held
+    kernels = held.kernels(x)
     if kernels is not None and all(span.has_one_key for span in spans):
-        kernels.encode_8bit(codes, x, scales, rows, start, spans, derive_key(*keys), given)
+        kernels.encode_8bit(held, x, spans, derive_key(*keys), given)
+        return
+    if not x.numel():
         return
     if not given:
         scales.view(-1)[rows.range(start, start + x.numel())] = scales_for(*largest(x, rows, start))
@@ -213,11 +218,12 @@ def encode(
         codes[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(code).to(torch.uint8)
 
 
-def decode(out: Tensor, codes: Tensor, scales: Tensor, rows: Rows, start: int) -> None:
-    """Write the numbers of codes to FP32 `out`; all flat, from the element `start` on."""
-    kernels = _kernels(scales, codes, out) if out.numel() else None
+def decode(out: Tensor, held: Codes) -> None:
+    """Write the numbers to flat FP32 `out`."""
+    codes, scales, rows, start = held
+    kernels = held.kernels(out)
     if kernels is not None:
-        kernels.decode_8bit(codes, scales, out, rows, start)
+        kernels.decode_8bit(held, out)
         return
     for sheet in _sheets(start, out, rows):
         scale = scales.view(-1, rows.blocks)[sheet.rows, sheet.blocks].reshape(-1, 1)
@@ -232,11 +238,6 @@ def decode(out: Tensor, codes: Tensor, scales: Tensor, rows: Rows, start: int) -
         y = y * scale.float().abs()
         y = torch.where(signed & (code >= 0x80), -y, y)
         out[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(y)
-
-
-def _kernels(scales: Tensor, *tensors: Tensor) -> ModuleType | None:
-    """Return the kernels that can read all these tensors; scales have a shape of their own."""
-    return kernels_for(*tensors) if native.is_plain(scales) and scales.device == tensors[0].device else None
 
 
 def _top(signed: Tensor) -> Tensor:

@@ -10,13 +10,16 @@ import functools
 from array import array
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from hmpx.rounding import native
 from hmpx.rounding.keys import Span, key_of, name_id
 from hmpx.rounding.native import BF16, CODED, FP32, Rounding, StepArguments, StoredTensor, is_plain
+
+if TYPE_CHECKING:
+    from hmpx.rounding.eight_bits import Codes
 
 KERNELS = native.KERNELS
 # As in triton_kernels.py: elements of a block of codes, blocks of a program, how elements lie, kinds.
@@ -175,28 +178,21 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
     _launch("move_list", parts)
 
 
-def encode_8bit(
-    codes: torch.Tensor,
-    x: torch.Tensor,
-    scales: torch.Tensor,
-    rows: Sequence[int],
-    start: int,
-    spans: Sequence[Span],
-    key: int,
-    given: bool,
-) -> None:
+def encode_8bit(held: Codes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
     """Do what `native.encode_8bit` does."""
-    parts, (row, column, whole) = [], rows
+    codes, scales, (row, column, whole), start = held
+    parts = []
     for first, last, offset, width, stride in spans:
         lain = _Lain(last - first, offset, width, stride, row, whole, start + first, column)
-        held = StoredTensor(codes[first:last], _SCALED if given else CODED, beside=scales)
-        parts.append(_move(lain, StoredTensor(x[first:last], FP32), held, key))
+        part = StoredTensor(codes[first:last], _SCALED if given else CODED, beside=scales)
+        parts.append(_move(lain, StoredTensor(x[first:last], FP32), part, key))
     _launch("move_list", parts)
 
 
-def decode_8bit(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, rows: Sequence[int], start: int) -> None:
+def decode_8bit(held: Codes, out: torch.Tensor) -> None:
     """Do what `native.decode_8bit` does."""
-    count, (row, column, whole) = out.numel(), rows
+    codes, scales, (row, column, whole), start = held
+    count = out.numel()
     lain = _Lain(count, 0, count, 0, row, whole, start, column)
     _launch("move_list", [_move(lain, StoredTensor(codes, CODED, beside=scales), StoredTensor(out, FP32))])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.eight_bits import Rows, decode, encode
+from hmpx.rounding.eight_bits import Codes, Rows, decode, encode
 from hmpx.rounding.halves import join_24, split_24
 from hmpx.rounding.keys import Span
 from hmpx.updates.holding.held import RoundingKey
@@ -145,7 +145,8 @@ def both(kernel, arguments, monkeypatch):
             patch.setattr(native, "can_read", can_read)
             made = arguments()
             kernel(*made)
-            found.append([each for each in made if isinstance(each, torch.Tensor)])
+            flat = [part for each in made for part in (each if isinstance(each, Codes) else (each,))]
+            found.append([each for each in flat if isinstance(each, torch.Tensor)])
     return found
 
 
@@ -163,12 +164,13 @@ def test_the_c_kernels_have_the_bits_of_the_eager_ones(kernel, monkeypatch):
 
         def coded(x=x, rows=rows, count=count, spans=spans, keys=keys):
             codes, scales = torch.empty(len(x), dtype=torch.uint8), torch.ones(count * rows.blocks).bfloat16()
-            return codes, x, scales, rows, 0, spans, keys
+            return Codes(codes, scales, rows), x, spans, keys
 
-        (codes, _, scales), (eager_codes, _, eager_scales) = both(encode, coded, monkeypatch)
+        (codes, scales, _), (eager_codes, eager_scales, _) = both(encode, coded, monkeypatch)
         assert torch.equal(codes, eager_codes), (width, first, count)
-        seen = both(decode, lambda c=codes, s=scales, r=rows: (torch.empty(len(c)), c, s, r, 0), monkeypatch)
-        decode(out := torch.empty(len(x)), codes, eager_scales, rows, 0)  # those of blocks that are not held may differ
+        held = Codes(codes, scales, rows)
+        seen = both(decode, lambda held=held: (torch.empty(len(held.codes)), held), monkeypatch)
+        decode(out := torch.empty(len(x)), held._replace(scales=eager_scales))  # of blocks that are not held: any
         assert torch.equal(out.nan_to_num(nan=3e30), seen[0][0].nan_to_num(nan=3e30))
         assert torch.equal(*(each[0].nan_to_num(nan=3e30) for each in seen))
 

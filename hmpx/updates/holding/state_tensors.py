@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.rounding.eight_bits import BLOCK, Rows, decode, encode, largest, scales_for
+from hmpx.rounding.eight_bits import BLOCK, Codes, Rows, decode, encode, largest, scales_for
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local, sizes_and_offsets
@@ -166,9 +166,9 @@ class HeldCodes(HeldState):
         if layout.is_scattered:  # a part is all that this rank holds
             out.copy_(local(self.whole()).reshape(out.shape))
             return
-        codes = self._flat(segment)
-        flat = out if out.is_contiguous() else torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        decode(flat.view(-1), codes, local(self.scales), layout.rows, segment.offset)
+        codes = self._codes(segment)
+        flat = out if out.is_contiguous() else torch.empty_like(codes.codes, dtype=torch.float32)
+        decode(flat.view(-1), codes)
         if flat is not out:
             out.copy_(flat.view(out.shape))
 
@@ -186,20 +186,22 @@ class HeldCodes(HeldState):
         if layout.cut:
             scales.view(-1).copy_(scales_for(*layout.over_ranks(*largest(x, layout.rows, 0))))
         numbers = rounding_key.spans(x.numel(), segment.at, segment.box), rounding_key.keys(name)
-        encode(self._flat(segment), x, scales, layout.rows, segment.offset, *numbers, given=bool(layout.cut))
+        encode(self._codes(segment), x, *numbers, given=bool(layout.cut))
 
-    def _flat(self, segment: Segment) -> Tensor:
-        codes = local(self.tensor).view(-1)
-        return codes if segment.start is None else codes[segment.start : segment.stop]
+    def _codes(self, segment: Segment | None = None) -> Codes:
+        """Return the codes of a segment, or of all that this rank holds."""
+        codes, rows = local(self.tensor).view(-1), StateBlocks.of(self.tensor).rows
+        if segment is not None and segment.start is not None:
+            return Codes(codes[segment.start : segment.stop], local(self.scales), rows, segment.start)
+        return Codes(codes, local(self.scales), rows)
 
     def whole(self) -> Tensor:
         if StateBlocks.of(self.tensor).is_scattered:
             codes, scales = cast("DTensor", self.tensor), cast("DTensor", self.scales)
             whole = HeldCodes(codes.full_tensor(), scales.full_tensor()).whole()
             return like(codes, held_part(codes, whole).contiguous())
-        held = local(self.tensor)
-        out = torch.empty(held.shape, dtype=torch.float32, device=held.device)
-        decode(out.view(-1), held.view(-1), local(self.scales), StateBlocks.of(self.tensor).rows, 0)
+        out = torch.empty_like(local(self.tensor), dtype=torch.float32)
+        decode(out.view(-1), self._codes())
         return like(self.tensor, out) if is_sharded(self.tensor) else out
 
     def entries(self, key: str) -> dict[str, Tensor]:
