@@ -46,9 +46,13 @@ def check_seed(seed: int) -> int:
     Raises:
         HmpxError: it is something else.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_UINT64:
-        raise HmpxError(f"seed {seed!r} is out of range: an integer from 0 to 2**64 - 1")
-    return seed
+    return _check_number("seed", seed)
+
+
+def _check_number(what: str, number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_UINT64:
+        raise HmpxError(f"{what} {number!r} is out of range: an integer from 0 to 2**64 - 1")
+    return number
 
 
 def stochastic_round(x: Tensor, *, seed: int, step: int, name: str, offset: int = 0) -> Tensor:
@@ -98,10 +102,8 @@ def stochastic_round_(out: Tensor, x: Tensor, *, seed: int, step: int, name: str
         raise HmpxError(f"stochastic rounding goes from float32 to bfloat16, not from {x.dtype} to {out.dtype}")
     if x.shape != out.shape:
         raise HmpxError(f"the shapes differ: {tuple(x.shape)} into {tuple(out.shape)}")
-    check_seed(seed)
-    for what, number in (("step", step), ("offset", offset)):
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_UINT64:
-            raise HmpxError(f"{what} {number!r} is out of range: an integer from 0 to 2**64 - 1")
+    for what, number in (("seed", seed), ("step", step), ("offset", offset)):
+        _check_number(what, number)
     if offset + x.numel() > 2**64:
         raise HmpxError(
             f"offset {offset} and {x.numel()} elements reach past element 2**64 - 1, the last one that has a number"

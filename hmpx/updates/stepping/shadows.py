@@ -115,7 +115,7 @@ class Shadow:
         self.hand_back()
         self._keep_gradient()
         if self._weight_before is None and self._is_moved():
-            self._weight_before = self.p.clone()
+            self._weight_before = self._seen[1]
         if self._weight_before is not None:
             self.p.copy_(self.q)  # the shadow keeps the exact values
 
