@@ -20,6 +20,7 @@ Tensor = torch.Tensor
 
 GOLDEN, MULTIPLY_1, MULTIPLY_2 = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
 BF16_MAX = torch.finfo(torch.bfloat16).max
+_INT32: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}
 _CHUNK = 262144  # elements: few enough for the cache, enough to pay for the dozen kernel calls and for two threads
 
 
@@ -30,22 +31,21 @@ def signed(x: int) -> int:
 
 
 class _Scratch:
-    """Buffers and constants of the kernel on one device, in one thread.
+    """Buffers and constants of the kernel on a CPU, in one thread.
 
     In eager torch a 0-dim tensor is a cheaper operand than a Python number. `>>` on int32 is arithmetic, so every shift
     is masked afterwards; without the mask the hash is two-to-one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         half = _CHUNK // 2 + 1
 
         def constant(value: int) -> Tensor:
-            return torch.tensor(signed(value), dtype=torch.int32, device=device)
+            return torch.tensor(signed(value), **_INT32)
 
-        self.products = torch.arange(half, dtype=torch.int32, device=device).mul_(signed(GOLDEN))
-        self.hash = torch.empty(half, dtype=torch.int32, device=device)
-        self.shifted = torch.empty(half, dtype=torch.int32, device=device)
-        self.bits = torch.empty(_CHUNK, dtype=torch.int32, device=device)
+        self.products = torch.arange(half, **_INT32).mul_(signed(GOLDEN))
+        self.hash, self.shifted = torch.empty(half, **_INT32), torch.empty(half, **_INT32)
+        self.bits = torch.empty(_CHUNK, **_INT32)
         self.by_15, self.by_16 = constant(15), constant(16)
         self.low_17, self.low_16 = constant(0x1FFFF), constant(0xFFFF)
         self.multiply_1, self.multiply_2 = constant(MULTIPLY_1), constant(MULTIPLY_2)
@@ -55,11 +55,10 @@ class _Scratch:
 _local = threading.local()
 
 
-def _scratch(device: torch.device) -> _Scratch:
-    cache = _local.__dict__.setdefault("scratch", {})
-    if device not in cache:
-        cache[device] = _Scratch(device)
-    return cache[device]
+def _scratch() -> _Scratch:
+    if not hasattr(_local, "scratch"):
+        _local.scratch = _Scratch()
+    return _local.scratch
 
 
 def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride: int = 0) -> None:
@@ -76,10 +75,10 @@ def round_(out: Tensor, x: Tensor, key: int, offset: int, width: int = 0, stride
 
 
 def _round_row(out: Tensor, x: Tensor, key: int, offset: int) -> None:
-    c = _scratch(x.device)
+    c = _scratch()
     # A sum of squares below 1e38 proves that there is no inf, no NaN and no number past BF16's maximum.
     special = not torch.dot(x, x).item() < 1e38
-    for here, numbers in _numbers_by_chunk(x.numel(), key, offset, x.device):
+    for here, numbers in _numbers_by_chunk(x.numel(), key, offset):
         x_chunk, out_chunk, bits = x[here], out[here], c.bits[: numbers.numel()]
         bits.copy_(numbers)
         bits.add_(x_chunk.view(torch.int32)).bitwise_and_(c.high_16)
@@ -89,13 +88,13 @@ def _round_row(out: Tensor, x: Tensor, key: int, offset: int) -> None:
             out_chunk.copy_(torch.where(x_chunk.abs() <= BF16_MAX, out_chunk, nearest))
 
 
-def _numbers_by_chunk(count: int, key: int, offset: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+def _numbers_by_chunk(count: int, key: int, offset: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield the random numbers of each chunk, uint16, in a buffer that the next chunk overwrites."""
-    c, odd = _scratch(device), offset & 1
-    k2 = torch.tensor(signed(key >> 32), dtype=torch.int32, device=device)
+    c, odd = _scratch(), offset & 1
+    k2 = torch.tensor(signed(key >> 32), **_INT32)
     starts = range(0, count, _CHUNK)
     counters = [signed(key + ((offset + start) // 2) * GOLDEN) for start in starts]
-    k1s = torch.tensor(counters, dtype=torch.int32, device=device).unbind()
+    k1s = torch.tensor(counters, **_INT32).unbind()
     for start, k1 in zip(starts, k1s, strict=True):
         size = min(count - start, _CHUNK)
         pairs = (size + odd + 1) // 2
@@ -117,7 +116,7 @@ def numbers_(out: Tensor, key: int, offset: int, width: int = 0, stride: int = 0
         out.copy_(_numbers_at_once(out, key, offset, width or out.numel(), stride))
         return
     for row, out_row in enumerate(out.split(width or out.numel())):
-        for here, numbers in _numbers_by_chunk(out_row.numel(), key, offset + row * stride, out.device):
+        for here, numbers in _numbers_by_chunk(out_row.numel(), key, offset + row * stride):
             out_row[here].copy_(numbers)
 
 
@@ -133,14 +132,18 @@ def _numbers_at_once(like: Tensor, key: int, offset: int, width: int, stride: in
     """Return the numbers of as many elements as `like` has."""
     count, odd = like.numel(), offset & 1
     if width < count:  # an element of its own for each number: pairs may begin anywhere in a row
-        at = torch.arange(count, out=like.new_empty(count, dtype=torch.int64))
+        at = _counted(like, count, torch.int64)
         element = at.div(width, rounding_mode="floor").mul_(stride).add_(at.remainder_(width)).add_(offset)
         h = _mixed_at_once(element.div(2, rounding_mode="floor").to(torch.int32), key, key >> 32)
         return torch.where(element.remainder_(2) == 0, h, shifted(h, 16)).bitwise_and_(0xFFFF)
     pairs = (count + odd + 1) // 2
-    h = torch.arange(pairs, out=like.new_empty(pairs, dtype=torch.int32))
-    h = _mixed_at_once(h, key + (offset >> 1) * GOLDEN, key >> 32)
+    h = _mixed_at_once(_counted(like, pairs, torch.int32), key + (offset >> 1) * GOLDEN, key >> 32)
     return torch.stack((h & 0xFFFF, shifted(h, 16).bitwise_and_(0xFFFF)), -1).view(-1)[odd : odd + count]
+
+
+def _counted(like: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return 0 ... `count - 1` where `like` is; `out` makes it a fake tensor beside one."""
+    return torch.arange(count, out=like.new_empty(count, dtype=dtype), device=like.device)
 
 
 def _mixed_at_once(pairs: Tensor, k1: int, k2: int) -> Tensor:

@@ -56,17 +56,12 @@ def checksums(weights: Tensor) -> Tensor:
 def clear_written(weights: Tensor, before: Tensor, beside: Tensor) -> None:
     """Zero `beside` (contiguous, shaped like `weights`) in every block whose checksum differs from `before`."""
     same = checksums(weights) == before
+    if is_on_host(weights) and bool(same.all()):
+        return
     block, flat = block_of(weights), beside.view(-1)
-    if not is_on_host(weights):
-        whole = flat.numel() // block
-        flat[: whole * block].view(whole, block).mul_(same[:whole, None])
-        flat[whole * block :].mul_(same[whole:])
-        return
-    if bool(same.all()):
-        return
-    for index in (~same).nonzero().view(-1).split(max(_CHUNK // block, 1)):
-        elements = (index[:, None] * block + torch.arange(block, device=index.device)).view(-1)
-        flat[elements[elements < flat.numel()]] = 0
+    whole = flat.numel() // block
+    flat[: whole * block].view(whole, block).mul_(same[:whole, None])
+    flat[whole * block :].mul_(same[whole:])
 
 
 def block_of(weights: Tensor) -> int:
