@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import operator
 import types
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -107,35 +107,6 @@ def _set_or_delete(set_to: Callable, delete: Callable, holder: Any, name: Any, v
         set_to(holder, name, value)
 
 
-class Part(Protocol):
-    """A step of a conversion: `apply` makes changes, and they are undone together with the `Changes` it was given."""
-
-    def apply(self, changes: Changes) -> None: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Put:
-    """A part that puts one value into one place."""
-
-    place: Holder
-    value: Any
-
-    def apply(self, changes: Changes) -> None:
-        changes.put(self.place, self.value)
-
-
-@dataclass(frozen=True, eq=False)
-class Paired:
-    """A part that calls one function, and another function to undo it."""
-
-    do: Callable[[], object]
-    undo: Callable[[], object]
-
-    def apply(self, changes: Changes) -> None:
-        self.do()
-        changes.callback(self.undo)
-
-
 class Changes:
     """Changes that belong together. `close()` undoes them in reverse order, all of them even if one fails.
 
@@ -165,15 +136,6 @@ class Changes:
     def callback(self, function: Callable[..., object], *args: Any) -> None:
         """Call this when everything younger is undone: the `remove` of a hook, for instance."""
         self._undo.append(_Undo(function, args))
-
-    def apply(self, parts: Iterable[Part]) -> None:
-        """Apply parts in their order. If one of them fails, everything is undone, and the failure is raised."""
-        try:
-            for part in parts:
-                part.apply(self)
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Undo everything, even if one undo fails; then raise the first failure."""

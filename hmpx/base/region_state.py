@@ -26,7 +26,6 @@ from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import autocast_state
 from hmpx.base import process_state as state
-from hmpx.base.changes import Changes
 
 
 @dataclass(frozen=True)
@@ -139,17 +138,6 @@ def set_converted(converted: bool, *, enabled: bool = True) -> None:
         state.off_somewhere[_DEFAULT] = True
     else:
         state.off_somewhere.pop(_DEFAULT, None)
-
-
-class Casting:
-    """A part: marks torch as converted. enabled: casts are on outside of every region."""
-
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
-
-    def apply(self, changes: Changes) -> None:
-        set_converted(True, enabled=self._enabled)
-        changes.callback(set_converted, False)
 
 
 def retire() -> None:

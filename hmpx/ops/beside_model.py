@@ -33,7 +33,6 @@ class BesideModel:
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
         self._wrappers: dict[int, Callable] = {}
-        self._changes: Changes | None = None
 
     def patches(self) -> Iterator[Patch]:
         """Yield the patches for every imported module."""
@@ -59,23 +58,17 @@ class BesideModel:
     def await_modules(self, changes: Changes, rebinding: Rebinding, told: Callable[[Patch], object]) -> None:
         """Patch modules that are imported later, until `changes` are undone; `told` is handed each patch."""
         self._changes, self._rebinding, self._told = changes, rebinding, told
-        changes.callback(self._end)
         for module in places():
             if module not in sys.modules:
-                awaited.await_module(module, self)
+                awaited.when_imported(module, self._take, changes)
 
-    def take(self, module: ModuleType) -> None:
+    def _take(self, module: ModuleType) -> None:
         """Patch a module that has just been imported; nobody can have captured a name of it yet."""
-        if self._changes is not None:
-            patches = list(self._uncast_in(module.__name__))
-            self._rebinding.expect(lambda: [(patch.original, patch.wrapper) for patch in patches])
-            for patch in patches:
-                self._changes.put(patch.place, patch.wrapper)
-                self._told(patch)
-
-    def _end(self) -> None:
-        self._changes = None
-        awaited.stop_waiting(self)
+        patches = list(self._uncast_in(module.__name__))
+        self._rebinding.expect(lambda: [(patch.original, patch.wrapper) for patch in patches])
+        for patch in patches:
+            self._changes.put(patch.place, patch.wrapper)
+            self._told(patch)
 
 
 def _uncast(path: str, original: Callable, switch: Switch) -> Callable:

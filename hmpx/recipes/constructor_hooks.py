@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import wrapt
 from torch.nn.parallel import DistributedDataParallel
 
+from hmpx.base.awaited import when_imported
 from hmpx.base.changes import MISSING, Attribute, Changes
 from hmpx.ops.captured_names.rebinding import Rebinding
 
@@ -94,16 +94,15 @@ def watch_distribution(distributes: Callable[[Module], object], changes: Changes
     changes.put(Attribute(DistributedDataParallel, "__init__", "DistributedDataParallel.__init__"), __init__)
 
     def imported(fsdp: ModuleType) -> None:
-        if not ended:
-            fully_shard, shard = fsdp.fully_shard, _watched_shard(fsdp.fully_shard, distributes, ended)
-            changes.put(Attribute(fsdp, "fully_shard", "torch.distributed.fsdp.fully_shard"), shard)
-            if imported_before:
-                rebinding.add([(fully_shard, shard)])
-            else:  # nobody can have imported the name yet
-                rebinding.add_imported([(fully_shard, shard)], [fsdp])
+        fully_shard, shard = fsdp.fully_shard, _watched_shard(fsdp.fully_shard, distributes, ended)
+        changes.put(Attribute(fsdp, "fully_shard", "torch.distributed.fsdp.fully_shard"), shard)
+        if imported_before:
+            rebinding.add([(fully_shard, shard)])
+        else:  # nobody can have imported the name yet
+            rebinding.add_imported([(fully_shard, shard)], [fsdp])
 
     changes.callback(ended.append, True)
-    wrapt.register_post_import_hook(imported, "torch.distributed.fsdp")
+    when_imported("torch.distributed.fsdp", imported, changes)
 
 
 def _watched_shard(fully_shard: Callable, distributes: Callable[[Module], object], ended: list) -> Callable:

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import wrapt
 
+from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError
 from hmpx.recipes.constructor_hooks import ConstructorWatch
@@ -160,4 +160,4 @@ def watch_frameworks(recipe: Recipe, changes: Changes) -> None:
 
     watch = ConstructorWatch(made, changes)
     for path, (name, _) in _CONSTRUCTORS.items():
-        wrapt.register_post_import_hook(functools.partial(imported, name), path)
+        when_imported(path, functools.partial(imported, name), changes)

@@ -179,8 +179,7 @@ def dtype_of(name: str, parameters: Mapping[str, Any], module_dtypes: Mapping[st
     for pattern, dtype in module_dtypes.items():
         if any(fnmatchcase(module, pattern) for module in within):
             found = dtype
-    rules = spelled_out(PARAMETERS, parameters).items() if parameters else ()
-    own = [rule for pattern, rule in rules if fnmatchcase(name, pattern)]
+    own = [rule for pattern, rule in parameters.items() if fnmatchcase(name, pattern)]
     if own and "dtype" in own[-1]:
         found = own[-1]["dtype"]
     return DTYPES[found] if found is not None else None
@@ -188,6 +187,5 @@ def dtype_of(name: str, parameters: Mapping[str, Any], module_dtypes: Mapping[st
 
 def ways_in(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return what `hmpx.attach` is told of parameters: all but their dtypes. Empty where the rules say only dtypes."""
-    rules = spelled_out(PARAMETERS, parameters).items()
-    ways = {pattern: {key: rule[key] for key in rule if key != "dtype"} for pattern, rule in rules}
+    ways = {pattern: {key: rule[key] for key in rule if key != "dtype"} for pattern, rule in parameters.items()}
     return ways if any(ways.values()) else {}

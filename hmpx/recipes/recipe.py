@@ -132,6 +132,8 @@ class Recipe:
         wrong = [problem for name, value in values.items() for _, problem in problems(name, value, names)]
         if wrong:
             raise HmpxError("\n".join(wrong))
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_nxd(cls, config: Mapping[str, bool] | None = None, *, with_zero: bool = False) -> Recipe:
@@ -157,9 +159,6 @@ class Recipe:
         """Return the recipe as a file that needs no other file, with the versions that it was written with."""
         keys = {key: value for key, value in asdict(self.inlined()).items() if value not in ("", {}, None)}
         keys = {key: value for key, value in keys.items() if key != "verbose" or value}
-        for key in (MODULES, PARAMETERS):
-            if key in keys:
-                keys[key] = spelled_out(key, getattr(self, key))
         keys |= {"opt_level": self.opt_level, **{side: list(keys[side]) for side in SIDES if side in keys}}
         text = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=116)
         return f"# Written by hmpx {__version__} with torch {torch.__version__}.\n{text}"
@@ -284,7 +283,7 @@ class Recipe:
         own = {key: getattr(self, key) for key in ("weights", "seed", *SWITCHES)}
         narrow = "bfloat16" in (self.parameter_dtype, *self.module_dtypes.values(), *self.dtype_map.values())
         with self.naming_lines():
-            for pattern, rule in spelled_out(PARAMETERS, self.parameters).items() if not narrow else ():
+            for pattern, rule in self.parameters.items() if not narrow else ():
                 if rule and "dtype" not in rule:
                     raise HmpxError(
                         f"{PARAMETERS}: {pattern!r}: {' and '.join(rule)} would do nothing: by parameter_dtype these "

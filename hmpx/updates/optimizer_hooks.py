@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -144,14 +143,9 @@ class TrialSteps:
 
     def apply(self, changes: Changes) -> None:
         self._changes = changes
-        changes.callback(awaited.stop_waiting, self)
-        if _MODULE in sys.modules:
-            self.take(sys.modules[_MODULE])
-        else:
-            awaited.await_module(_MODULE, self)
+        awaited.when_imported(_MODULE, self._patch, changes)
 
-    def take(self, module: ModuleType) -> None:
-        """Patch the module, which may just have been imported."""
+    def _patch(self, module: ModuleType) -> None:
         place = Attribute(module, "_init_optim_state", f"{_MODULE}._init_optim_state")
         self._changes.put(place, _as_trial(module._init_optim_state))
 

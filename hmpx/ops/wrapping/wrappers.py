@@ -112,9 +112,12 @@ def build_choice(
     def build(case: Case) -> Callable:
         if observer is not None:
             point = Point(op, entry.label, case.rule, original, case.follows, entry.in_place)
-            seen = _observed(entry, point, original, running(case), switch, observer)
-            return named_like(seen, entry.label, original)
-        return original if case.rule is None else build_wrapper(entry, case.rule, original, switch, running(case))
+            wrapper = _observed(entry, point, original, running(case), switch, observer)
+        elif case.rule is None:
+            return original
+        else:
+            wrapper = _casting(entry, *_computing(entry, case.rule, original, running(case)), original, switch)
+        return named_like(wrapper, entry.label, original)
 
     if len(cases) == 1:
         return build(cases[0])
@@ -165,16 +168,8 @@ def build_untouched(original: Callable) -> Callable:
     return untouched
 
 
-def build_wrapper(entry: Entry, rule: Rule, original: Callable, switch: Switch, run: Callable) -> Callable:
-    """Return the wrapper of one entry point under one rule. It takes the place of `original` by name, for pickling too.
-
-    run: computes the op once the arguments are as the rule says; `original`, or a kernel around it.
-    """
-    return named_like(_casting(entry, *_computing(entry, rule, original, run), original, switch), entry.label, original)
-
-
 def _computing(entry: Entry, rule: Rule, original: Callable, run: Callable) -> tuple[Rule, Callable]:
-    """Return the rule of an entry point, and the function that computes the op."""
+    """Return the rule of an entry point, and the function that computes the op: `original`, or a kernel around it."""
     if entry.in_place:  # the first is written to: the others come to it, whichever list names the op
         return Rule.FIRST_INPUT, original
     return rule, original if rule is Rule.FP32 else run
