@@ -100,10 +100,15 @@ class Conversion(Installation):
             UserFunctions({0: self.policy, **new}, Switch()).check()
             if not self._policies.know(new) or not self.active:
                 return
-            if self.dtype_map:  # its wrappers stand around ours
-                self.put_in_force_again()
-            else:
-                self._casts.extend(self._changes)
+            try:
+                if self.dtype_map:  # its wrappers stand around ours
+                    self.put_in_force_again()
+                else:
+                    self._casts.extend(self._changes)
+            except BaseException:  # so that the next call builds them
+                for scope in new:
+                    del self._policies[scope]
+                raise
         compilers.trace_anew()
 
     def expect(self, overlays: Iterable[Overlay]) -> None:
@@ -164,16 +169,8 @@ class Conversion(Installation):
     @none_collected()
     def put_in_force_again(self) -> None:
         """Build every wrapper again, from torch and the observers as they are now."""
-        self._take_away()
+        self._changes.close()
         self._apply()
-
-    def _apply(self) -> None:
-        self._changes = Changes()
-        try:
-            self._change(self._changes)
-        except BaseException:
-            self._changes.close()
-            raise
 
     def _change(self, changes: Changes) -> None:
         """Make every change of this conversion, from torch as it is now."""
@@ -197,10 +194,7 @@ class Conversion(Installation):
         self._casts.apply(changes)
         region_state.set_converted(True, enabled=self._enabled)
         changes.callback(region_state.set_converted, False)
-
-    def _take_away(self) -> None:
-        step_hooks.uninstall_for_graphs()
-        self._changes.close()
+        changes.callback(step_hooks.uninstall_for_graphs)
 
 
 def convert(

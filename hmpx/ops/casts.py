@@ -9,7 +9,6 @@ wrapper meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 import wrapt
@@ -31,7 +30,7 @@ from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.codegen import Switch
 from hmpx.ops.wrapping.observing import Observer
 from hmpx.ops.wrapping.refusals import build_explaining, build_refusing
-from hmpx.ops.wrapping.wrappers import Patch, Patching, build_choice, build_scoped, build_untouched
+from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, build_choice, build_scoped, build_untouched
 
 Cases = tuple[Case, ...]
 Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entry points, and its cases in each scope
@@ -46,7 +45,7 @@ _KNOWN_SCOPES = Attribute(process_state, "known_scopes", "the scopes that are kn
 class Casts:
     """All changes that policies need, built from torch as it is now and put in place by `apply`.
 
-    policies: by scope; they may become more. patched: every attribute that is changed, or will be.
+    policies: by scope; they may become more. patched: every attribute that is changed.
     """
 
     def __init__(
@@ -57,11 +56,10 @@ class Casts:
         self._functions = UserFunctions(policies, self._table.switch)
         self._compilers = Compilers()
         self._rebindings: list[Rebinding] = []
-        self._of_table: dict[tuple[int, str], Patch] = {}
 
     @property
     def patched(self) -> tuple[Patch, ...]:
-        return (*self._of_table.values(), *self._functions.patched.values())
+        return (*self._table.standing.values(), *self._functions.patched.values())
 
     @property
     def captures(self) -> list[Capture]:
@@ -77,7 +75,7 @@ class Casts:
         self._compilers.apply(changes)
         self._put(self._table, changes)
         forget_compiled()
-        self._table.beside.await_modules(changes, self._rebindings[0], self._know)
+        self._table.beside.await_modules(changes, self._rebindings[0], self._table.know)
         if self._mapping:
             self._mapping.apply(changes)
 
@@ -102,29 +100,7 @@ class Casts:
         if any(policy.bf16 or policy.fp8 or policy.fp32 for policy in self._policies.values()):
             changes.put(_FAST_PATH, False)  # TransformerEncoder in eval would run in one C++ call that no patch sees
         self._rebindings.append(rebinding)
-        self._know(*patches.patches)
-
-    def _know(self, *patches: Patch) -> None:
-        self._of_table |= {(id(patch.owner), patch.attribute): patch for patch in patches}
-
-
-class Patches:
-    """Patches that are put in place together, until they are undone."""
-
-    def __init__(self, patches: Iterable[Patch]) -> None:
-        self.patches = tuple(patches)
-
-    def originals(self) -> dict[Callable, Callable]:
-        """Return each wrapper with its original."""
-        return {patch.wrapper: patch.original for patch in self.patches}
-
-    def replacements(self) -> list[tuple[Any, Any]]:
-        """Return each function that is replaced with its wrapper, for names captured elsewhere."""
-        return [(patch.original if patch.older is None else patch.older, patch.wrapper) for patch in self.patches]
-
-    def apply(self, changes: Changes) -> None:
-        for patch in self.patches:
-            changes.put(patch.place, patch.wrapper)
+        self._table.know(*patches.patches)
 
 
 class PatchTable(Patches):
@@ -143,9 +119,8 @@ class PatchTable(Patches):
         self.switch, self._kernels, self._observer = Switch(), kernels, observer
         self.beside = BesideModel(self.switch)
         self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
-        self._standing: dict[tuple[int, str], Patch] = {}
-        self._scopes: dict[int, dict[str, Cases]] = {}  # the cases of each op in each scope
-        self._tables: dict[Policy, dict[str, Cases]] = {}  # the same by policy: many scopes have one
+        self.standing: dict[tuple[int, str], Patch] = {}  # by owner and attribute
+        self._tables: dict[Policy, dict[str, Cases]] = {}  # the cases of each op, by policy: many scopes have one
         self._low = False  # whether some op is computed in low precision
         self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
         patches = (*self._further(policies), *self.beside.patches())
@@ -161,20 +136,18 @@ class PatchTable(Patches):
 
     def _further(self, policies: Policies) -> Iterator[Patch]:
         """Yield the patches of functions that have none yet, or that need another wrapper."""
-        for scope, policy in policies.items():
-            if scope not in self._scopes:
-                if policy not in self._tables:
-                    self._tables[policy] = {name: policy.cases(op) for name, op in catalog().items()}
-                self._scopes[scope] = self._tables[policy]
-                self._low = self._low or bool(policy.bf16 or policy.fp8)
-                origins = policy.origins
-                self._asked |= {op for op in op_facts.UNSAFE_OF_LOW if op in origins and not is_shipped(origins[op])}
-        wanted = self._wanted()
+        for policy in policies.values():
+            if policy not in self._tables:
+                self._tables[policy] = {name: policy.cases(op) for name, op in catalog().items()}
+            self._low = self._low or bool(policy.bf16 or policy.fp8)
+            origins = policy.origins
+            self._asked |= {op for op in op_facts.UNSAFE_OF_LOW if op in origins and not is_shipped(origins[op])}
+        wanted = self._wanted({scope: self._tables[policy] for scope, policy in policies.items()})
         if self._observer is not None and self._observer.everything:
             wanted = _with_the_others(wanted)
         for op, entry, cases in wanted:
             key = id(entry.owner), entry.attribute
-            old = self._standing.get(key)
+            old = self.standing.get(key)
             original = wrapt.resolve_path(entry.owner, entry.attribute)[2] if old is None else old.original
             function = self._functions.get((id(original), entry.in_place))
             if function is None:
@@ -185,16 +158,18 @@ class PatchTable(Patches):
                 uncast = Patching.EXPLAINED if self._observer is None else Patching.OBSERVED
                 how = uncast if rule is None else Patching.CAST
                 older = None if old is None else old.wrapper
-                patch = Patch(op, how, rule, entry.label, entry.owner, entry.attribute, original, wrapper, older)
-                self._standing[key] = patch
-                yield patch
+                yield Patch(op, how, rule, entry.label, entry.owner, entry.attribute, original, wrapper, older)
 
-    def _wanted(self) -> Iterator[Wanted]:
+    def know(self, *patches: Patch) -> None:
+        """Note patches that stand in torch."""
+        self.standing |= {(id(patch.owner), patch.attribute): patch for patch in patches}
+
+    def _wanted(self, scopes: Mapping[int, Mapping[str, Cases]]) -> Iterator[Wanted]:
         """Yield entry points that a rule needs, with their cases; under low precision, those that may refuse it too."""
         for name, op in catalog().items():
             ruled = any(case.rule is not None for table in self._tables.values() for case in table[name])
             explained = self._low and not op.view and _may_refuse_low(name, ())
-            cases = {scope: table[name] for scope, table in self._scopes.items()} if ruled or explained else {}
+            cases = {scope: table[name] for scope, table in scopes.items()} if ruled or explained else {}
             for entry in op.entries:
                 if entry.in_place:
                     # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there

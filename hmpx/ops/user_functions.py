@@ -110,18 +110,18 @@ def promote(function: Function) -> Function:
 # The wrapper
 
 
-def _wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool]) -> Any:
+def _wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool], where: str = "") -> Any:
     """Return `function` with its inputs cast while `active()`, by the rule of the scope that it is called from.
 
-    rules: by scope; it may get more.
+    rules: by scope; it may get more. where: begins the message where it is no function, or one that runs later.
     """
     some = next(filter(None, rules.values()))
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if not callable(plain) or isinstance(plain, type):
-        raise HmpxError(f"{name} is no function but {plain!r}; {some} is for functions and methods")
+        raise HmpxError(f"{where}{name} is no function but {plain!r}; {some} is for functions and methods")
     if runs_later(plain):
         raise HmpxError(
-            f"{name} is a generator or coroutine function, whose body runs after the call; list what it calls"
+            f"{where}{name} is a generator or coroutine function, whose body runs after the call; list what it calls"
         )
 
     def call(wrapped, instance, args, kwargs):
@@ -199,14 +199,9 @@ class UserFunctions:
             self.origins = dict(policy.origins) | self.origins
 
     def check(self) -> None:
-        """Raise `UnknownOpError` for a name that its imported module does not have; nothing is changed."""
+        """Raise `HmpxError` for a name that is no function of its imported module; nothing is changed."""
         for name in self.rules:
-            found = self._find(name)
-            if found is not None:
-                owner, _, original = found
-                if isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE:
-                    raise UnknownOpError(f"{self._where(name)}: {owner.__name__} is a type in C and cannot be changed")
-                _wrap(original, self.rules[name], f"{self._where(name)}: {name}", self._active)
+            self._patch_of(name)
 
     @property
     def waiting(self) -> list[str]:
@@ -240,22 +235,29 @@ class UserFunctions:
             message = f"{self._where(name)}: {prefix} has no {path!r}{did_you_mean(path, dir(module))}"
             raise UnknownOpError(message) from None
 
-    def _patch(self, name: str) -> bool:
+    def _patch_of(self, name: str) -> Patch | None:
         found = self._find(name)
         if found is None:
-            return False
+            return None
         owner, attribute, original = found
+        if isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE:
+            raise UnknownOpError(f"{self._where(name)}: {owner.__name__} is a type in C and cannot be changed")
         rules = self.rules[name]
         rule = next(filter(None, rules.values()))
-        wrapper = _wrap(original, rules, name, self._active)
-        patch = Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper)
+        wrapper = _wrap(original, rules, name, self._active, f"{self._where(name)}: ")
+        return Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper)
+
+    def _patch(self, name: str) -> bool:
+        patch = self._patch_of(name)
+        if patch is None:
+            return False
         self.rebinding.expect(lambda: _replacements([patch]))
         self._changes.put(patch.place, patch.wrapper)
         self.patched[name] = patch
         return True
 
     def _patch_or_await(self, name: str) -> None:
-        if self._patch(name):
+        if name in self.patched or self._patch(name):
             return
         parent = name.rpartition(".")[0]
         if name not in _shipped_names() and not _findable(parent.partition(".")[0]):

@@ -13,7 +13,7 @@ import inspect
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 import wrapt
 
 from hmpx.base import region_state
-from hmpx.base.changes import Attribute
+from hmpx.base.changes import Attribute, Changes
 from hmpx.base.region_state import scope
 from hmpx.ops.policies.catalog import Entry
 from hmpx.ops.policies.policy import Case, Rule
@@ -71,6 +71,25 @@ class Patch:
     @property
     def place(self) -> Attribute:
         return Attribute(self.owner, self.attribute, self.label)
+
+
+class Patches:
+    """Patches that are put in place together, until they are undone."""
+
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        self.patches = tuple(patches)
+
+    def originals(self) -> dict[Callable, Callable]:
+        """Return each wrapper with its original."""
+        return {patch.wrapper: patch.original for patch in self.patches}
+
+    def replacements(self) -> list[tuple[Any, Any]]:
+        """Return each function that is replaced with its wrapper, for names captured elsewhere."""
+        return [(patch.original if patch.older is None else patch.older, patch.wrapper) for patch in self.patches]
+
+    def apply(self, changes: Changes) -> None:
+        for patch in self.patches:
+            changes.put(patch.place, patch.wrapper)
 
 
 def patch_at(path: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
