@@ -98,7 +98,8 @@ class Conversion(Installation):
         with process_state.lock:
             new = {scope: self._policies.at(scope) for scope in scopes if scope not in self._policies}
             UserFunctions({0: self.policy, **new}, Switch()).check()
-            if not self._policies.know(new) or not self.active:
+            self._policies.update(new)
+            if not new or not self.active:
                 return
             try:
                 if self.dtype_map:  # its wrappers stand around ours
@@ -177,7 +178,7 @@ class Conversion(Installation):
         for rule in self.rules:
             rule.apply(changes)
         wrap_forwards(changes)
-        self._policies.know(self._scopes())
+        self._policies.update({scope: self._policies.at(scope) for scope in self._scopes()})
         changes.put(_LEARN, self._learn)
         step_hooks.install()  # first: the patch table wraps what it finds
         changes.callback(step_hooks.uninstall)

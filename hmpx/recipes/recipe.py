@@ -22,18 +22,7 @@ from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, SIDES, Listed, read_lists
 from hmpx.ops.policies.policy import OptLevel, Policy
 from hmpx.recipes.files import Origin, Origins, read_keys, recipe_path
-from hmpx.recipes.keys import (
-    DTYPES,
-    LISTS,
-    MAPPED,
-    MODULES,
-    PARAMETERS,
-    SWITCHES,
-    dtype_of,
-    problems,
-    spelled_out,
-    ways_in,
-)
+from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, dtype_of, problems, spelled_out
 from hmpx.recipes.vendors import NXD_BASE, nxd_keys
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.holding.settings import Settings, Weights
@@ -283,13 +272,16 @@ class Recipe:
         own = {key: getattr(self, key) for key in ("weights", "seed", *SWITCHES)}
         narrow = "bfloat16" in (self.parameter_dtype, *self.module_dtypes.values(), *self.dtype_map.values())
         with self.naming_lines():
-            for pattern, rule in self.parameters.items() if not narrow else ():
+            rules = self.parameters.items()
+            for pattern, rule in rules if not narrow else ():
                 if rule and "dtype" not in rule:
                     raise HmpxError(
                         f"{PARAMETERS}: {pattern!r}: {' and '.join(rule)} would do nothing: by parameter_dtype these "
                         "parameters are float32, which gets plain steps; say dtype: bfloat16 too"
                     )
-            return Settings(state_dtype=state_named(self.state_dtype), parameters=ways_in(self.parameters), **own)
+            ways = {pattern: {key: rule[key] for key in rule if key != "dtype"} for pattern, rule in rules}
+            own["parameters"] = ways if any(ways.values()) else {}  # `hmpx.attach` is not told of dtypes
+            return Settings(state_dtype=state_named(self.state_dtype), **own)
 
 
 USUAL = Recipe()  # what each key is where it is left out

@@ -28,13 +28,7 @@ from hmpx.recipes.stated import as_recipe
 _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
 
 
-def run(
-    recipe: Recipe | None,
-    script: str,
-    arguments: list[str],
-    *,
-    as_module: bool = False,
-) -> None:
+def run(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: bool = False) -> None:
     """Run a Python file, or a module by its name, in this process under `recipe`, which stays in force afterwards.
 
     Args:

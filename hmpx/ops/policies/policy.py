@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -235,13 +235,6 @@ class Policies(dict[int, Policy]):
             return self[scope]
         around, overlay = state.scopes[scope]
         return state.overlays[overlay].over(self.at(around))
-
-    def know(self, scopes: Iterable[int]) -> bool:
-        """Add scopes; return whether some were new."""
-        before = len(self)
-        for scope in scopes:
-            self[scope] = self.at(scope)
-        return len(self) > before
 
     def __str__(self) -> str:
         return "".join(f"{scope}: {policy}" for scope, policy in self.items())
