@@ -21,39 +21,36 @@ Module = torch.nn.Module
 Optimizer = torch.optim.Optimizer
 
 
-class ConstructorWatch:
-    """Calls `made` with each object whose watched constructor has returned, until `changes` are undone.
+def constructor_watch(made: Callable[[Any], None], changes: Changes) -> Callable[[type], None]:
+    """Return a function that watches the own constructor of a class, if it has one, until `changes` are undone.
 
-    An object that is made inside another watched constructor is left out; the outer object is seen.
+    `made` is called with each object whose watched constructor has returned. An object that is made inside another
+    watched constructor is left out; the outer object is seen.
     """
+    ended: list[bool] = []
+    running = threading.local()  # any: whether a watched constructor is running in this thread
+    changes.callback(ended.append, True)
 
-    def __init__(self, made: Callable[[Any], None], changes: Changes) -> None:
-        self._made, self._changes, self.ended = made, changes, False
-        self._running = threading.local()  # any: whether a watched constructor is running in this thread
-        changes.callback(self._end)
-
-    def _end(self) -> None:
-        self.ended = True
-
-    def watch(self, cls: type) -> None:
-        """ConstructorWatch the constructor that a class has of its own, if it has one."""
+    def watch(cls: type) -> None:
         init = vars(cls).get("__init__")
-        if init is None or self.ended:
+        if init is None or ended:
             return
 
         @functools.wraps(init)
-        def __init__(made: Any, *args: Any, **kwargs: Any) -> None:
-            if self.ended or getattr(self._running, "any", False):
-                init(made, *args, **kwargs)
+        def __init__(new: Any, *args: Any, **kwargs: Any) -> None:
+            if ended or getattr(running, "any", False):
+                init(new, *args, **kwargs)
                 return
-            self._running.any = True
+            running.any = True
             try:
-                init(made, *args, **kwargs)
+                init(new, *args, **kwargs)
             finally:
-                self._running.any = False
-            self._made(made)
+                running.any = False
+            made(new)
 
-        self._changes.put(Attribute(cls, "__init__", f"{cls.__name__}.__init__"), __init__)
+        changes.put(Attribute(cls, "__init__", f"{cls.__name__}.__init__"), __init__)
+
+    return watch
 
 
 def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> None:
@@ -67,15 +64,15 @@ def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> Non
             super(Optimizer, cls).__init_subclass__(**kwargs)
         else:
             before.__get__(None, cls)(**kwargs)
-        watch.watch(cls)
+        watch(cls)
 
     subclassing = Attribute(Optimizer, "__init_subclass__", "torch.optim.Optimizer.__init_subclass__")
     before = changes.put(subclassing, classmethod(defined))
-    watch = ConstructorWatch(made, changes)
+    watch = constructor_watch(made, changes)
     classes = [Optimizer]
     for cls in classes:
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]
-        watch.watch(cls)
+        watch(cls)
 
 
 def watch_distribution(distributes: Callable[[Module], object], changes: Changes) -> None:

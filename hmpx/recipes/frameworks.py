@@ -19,7 +19,7 @@ import torch
 from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError
-from hmpx.recipes.constructor_hooks import ConstructorWatch
+from hmpx.recipes.constructor_hooks import constructor_watch
 from hmpx.recipes.recipe import Recipe
 
 logger = logging.getLogger("hmpx")
@@ -156,8 +156,8 @@ def watch_frameworks(recipe: Recipe, changes: Changes) -> None:
                 logger.warning("hmpx: %s", why)
 
     def imported(name: str, module: ModuleType) -> None:
-        watch.watch(getattr(module, name))
+        watch(getattr(module, name))
 
-    watch = ConstructorWatch(made, changes)
+    watch = constructor_watch(made, changes)
     for path, (name, _) in _CONSTRUCTORS.items():
         when_imported(path, functools.partial(imported, name), changes)
