@@ -54,11 +54,9 @@ def of_accelerate() -> Iterator[FrameworkSetting]:
 
 def of_transformers(arguments: Any) -> Iterator[FrameworkSetting]:
     """Yield what `TrainingArguments` ask for, and Accelerate below them."""
-    for name, what in (
-        *(("bf16", AUTOCAST), ("fp16", AUTOCAST)),
-        *(("bf16_full_eval", MODEL_DTYPE), ("fp16_full_eval", MODEL_DTYPE)),
-    ):
+    for name in ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"):
         if getattr(arguments, name, False):
+            what = MODEL_DTYPE if name.endswith("full_eval") else AUTOCAST
             kind = type(arguments).__name__
             by_itself = "" if kind == "TrainingArguments" else f", which {kind} sets by itself"  # TRL's do
             yield FrameworkSetting(f"{kind}({name}=True)", what, f"write {name}=False{by_itself}")
