@@ -116,9 +116,8 @@ class Recipe:
         Raises:
             HmpxError: a value that the key cannot have, with the legal ones.
         """
-        names = [each.name for each in fields(self)]
-        values = {name: spelled_out(name, getattr(self, name)) for name in names}
-        wrong = [problem for name, value in values.items() for _, problem in problems(name, value, names)]
+        values = {name: spelled_out(name, getattr(self, name)) for name in KEYS}
+        wrong = [problem for name, value in values.items() for _, problem in problems(name, value, KEYS)]
         if wrong:
             raise HmpxError("\n".join(wrong))
         for name, value in values.items():
@@ -141,7 +140,7 @@ class Recipe:
             >>> hmpx.Recipe.from_nxd({"use_master_weights": True}).weights
             'master'
         """
-        base = read_keys(recipe_path(NXD_BASE), [each.name for each in fields(cls)]).keys
+        base = read_keys(recipe_path(NXD_BASE), KEYS).keys
         return cls(**{**base, **nxd_keys(config, with_zero)})
 
     def __str__(self) -> str:
@@ -284,6 +283,7 @@ class Recipe:
             return Settings(state_dtype=state_named(self.state_dtype), **own)
 
 
+KEYS = tuple(each.name for each in fields(Recipe))
 USUAL = Recipe()  # what each key is where it is left out
 DEFAULT = Recipe(parameter_dtype="float32")  # where no recipe is named: the default lists, FP32 weights
 
