@@ -230,9 +230,11 @@ def _off_for_some_task() -> bool:
 
 
 @contextlib.contextmanager
-def region(casting: bool | None, how: StochasticSteps | None = None, maps: bool | None = None) -> Iterator[None]:
+def region(
+    casting: bool | None, how: StochasticSteps | None = None, maps: bool | None = None, scope: int | None = None
+) -> Iterator[None]:
     """`enter` and `leave` around a block."""
-    token = enter(casting, how, maps)
+    token = enter(casting, how, maps, scope)
     try:
         yield
     finally:
@@ -289,10 +291,7 @@ def carrying(function: Callable) -> Callable:
     now = _innermost()
 
     def carried(*args, **kwargs):
-        token = enter(now.casting, now.rounding, now.maps, now.scope)
-        try:
+        with region(now.casting, now.rounding, now.maps, now.scope):
             return function(*args, **kwargs)
-        finally:
-            leave(token)
 
     return carried
