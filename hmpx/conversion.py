@@ -5,26 +5,27 @@ Whatever can fail (a list that cannot be read, a name that does not exist) fails
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hmpx.base import installation, process_state, region_state
-from hmpx.base.changes import Attribute, Changes, Paired, Part, Put
+from hmpx.base.changes import Attribute, Changes
 from hmpx.base.garbage import none_collected
 from hmpx.base.installation import Installation
 from hmpx.base.process_state import casts_regions
 from hmpx.errors import OpListError
 from hmpx.ops import compilers
 from hmpx.ops.casts import Casts
-from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, KernelsAsked, choose
-from hmpx.ops.decision_log import Announcement, FirstStep, VerboseLog
+from hmpx.ops.computing.kernels import GAINING, Kernels, KernelsAsked, choose
+from hmpx.ops.decision_log import FirstStep, VerboseLog
 from hmpx.ops.dtype_map import DtypeMap
-from hmpx.ops.forwards import ForwardWrappers, replaced_forwards
+from hmpx.ops.forwards import replaced_forwards, wrap_forwards
 from hmpx.ops.module_rules import ModuleRule, scopes_of_rules
 from hmpx.ops.overlays import Overlay, with_names
 from hmpx.ops.policies.build_policy import Unknown, build_policy
@@ -33,6 +34,7 @@ from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import SIDES, read_lists
 from hmpx.ops.policies.policy import OptLevel, Policies, Policy, made_of, number_inside
 from hmpx.ops.user_functions import UserFunctions
+from hmpx.ops.wrapping.codegen import Switch
 from hmpx.ops.wrapping.observing import Several
 from hmpx.ops.wrapping.wrappers import Patch
 from hmpx.updates import step_hooks
@@ -40,6 +42,7 @@ from hmpx.updates.attach import detach
 
 _OBSERVER = Attribute(process_state, "observer", "the observer of ops")
 _LEARN = Attribute(process_state, "learn", "what learns scopes")
+logger = logging.getLogger("hmpx")
 
 
 class Conversion(Installation):
@@ -71,37 +74,17 @@ class Conversion(Installation):
     def __init__(
         self,
         policy: Policy,
-        verbose: bool = False,
-        enabled: bool = True,
-        dtype_map: DtypeMap | None = None,
-        kernels: Kernels = NATIVE,
-        rules: Sequence[ModuleRule] = (),
+        verbose: bool,
+        enabled: bool,
+        dtype_map: DtypeMap | None,
+        kernels: Kernels,
+        rules: Sequence[ModuleRule],
     ) -> None:
         super().__init__()
         self.policy, self.kernels = policy, kernels
         self.rules, self._policies = list(rules), Policies({0: policy})
         self._verbose, self._enabled, self.dtype_map = verbose, enabled, dtype_map
         self._first_step = FirstStep(policy.low_precision)
-
-    def _parts(self) -> Iterator[Part]:
-        """Yield the parts of this conversion in the order in which they are applied, built from torch as it is now."""
-        yield from self.rules
-        yield ForwardWrappers()
-        self._policies.know(self._scopes())
-        yield Put(_LEARN, self._learn)
-        yield Paired(step_hooks.install, step_hooks.uninstall)  # first: the patch table wraps what it finds
-        log = VerboseLog() if self._verbose else None
-        observers = [*([log] if log else ()), *process_state.observers]
-        observer = Several(observers) if observers else None
-        self._casts = Casts(self._policies, observer, self.dtype_map, self.kernels)
-        if log:
-            yield log
-        yield Announcement(*self._announced())
-        if self.policy.bf16:
-            yield self._first_step
-        yield Put(_OBSERVER, observer)
-        yield self._casts
-        yield region_state.Casting(self._enabled)
 
     def _scopes(self) -> set[int]:
         """Return every scope that can occur: those of module rules, and of regions inside such modules."""
@@ -114,13 +97,19 @@ class Conversion(Installation):
         """Build wrappers for these scopes too."""
         with process_state.lock:
             new = {scope: self._policies.at(scope) for scope in scopes if scope not in self._policies}
-            UserFunctions({0: self.policy, **new}).check()
-            if not self._policies.know(new) or not self.active:
+            UserFunctions({0: self.policy, **new}, Switch()).check()
+            self._policies.update(new)
+            if not new or not self.active:
                 return
-            if self.dtype_map:  # its wrappers stand around ours
-                self.put_in_force_again()
-            else:
-                self._casts.extend(self._changes)
+            try:
+                if self.dtype_map:  # its wrappers stand around ours
+                    self.put_in_force_again()
+                else:
+                    self._casts.extend(self._changes)
+            except BaseException:  # so that the next call builds them
+                for scope in new:
+                    del self._policies[scope]
+                raise
         compilers.trace_anew()
 
     def expect(self, overlays: Iterable[Overlay]) -> None:
@@ -140,12 +129,12 @@ class Conversion(Installation):
         """The policy for ops that are called here and now; the innermost module rule or region decides."""
         return self._policies.at(region_state.scope())
 
-    def _announced(self) -> Iterator[str]:
-        """Yield the two lines that HMP logs, and the reason if FP32 kernels replace BF16 ones."""
-        yield f"hmp:verbose_mode  {self._verbose}"
-        yield f"hmp:opt_level  {self.policy.opt_level}"
+    def _announce(self) -> None:
+        """Log the two lines that HMP logs, and the reason if FP32 kernels replace BF16 ones."""
+        logger.info("hmp:verbose_mode  %s", self._verbose)
+        logger.info("hmp:opt_level  %s", self.policy.opt_level)
         if self.policy.low_precision in self.kernels.widened:
-            yield f"hmpx: {self.kernels}: {GAINING}"
+            logger.info("hmpx: %s: %s", self.kernels, GAINING)
 
     @property
     def patched(self) -> tuple[Patch, ...]:
@@ -181,16 +170,32 @@ class Conversion(Installation):
     @none_collected()
     def put_in_force_again(self) -> None:
         """Build every wrapper again, from torch and the observers as they are now."""
-        self._take_away()
+        self._changes.close()
         self._apply()
 
-    def _apply(self) -> None:
-        self._changes = Changes()
-        self._changes.apply(self._parts())
-
-    def _take_away(self) -> None:
-        step_hooks.uninstall_for_graphs()
-        self._changes.close()
+    def _change(self, changes: Changes) -> None:
+        """Make every change of this conversion, from torch as it is now."""
+        for rule in self.rules:
+            rule.apply(changes)
+        wrap_forwards(changes)
+        self._policies.update({scope: self._policies.at(scope) for scope in self._scopes()})
+        changes.put(_LEARN, self._learn)
+        step_hooks.install()  # first: the patch table wraps what it finds
+        changes.callback(step_hooks.uninstall)
+        log = VerboseLog() if self._verbose else None
+        observers = [*([log] if log else ()), *process_state.observers]
+        observer = Several(observers) if observers else None
+        self._casts = Casts(self._policies, observer, self.dtype_map, self.kernels)
+        if log:
+            log.apply(changes)
+        self._announce()
+        if self.policy.bf16:
+            self._first_step.apply(changes)
+        changes.put(_OBSERVER, observer)
+        self._casts.apply(changes)
+        region_state.set_converted(True, enabled=self._enabled)
+        changes.callback(region_state.set_converted, False)
+        changes.callback(step_hooks.uninstall_for_graphs)
 
 
 def convert(
@@ -278,7 +283,8 @@ def install(
     rules: Sequence[ModuleRule] = (),
 ) -> Conversion:
     """Convert by a policy that is built already. `rules` of modules end with the conversion."""
-    UserFunctions({0: policy, **{-i: rule.overlay.over(policy) for i, rule in enumerate(rules, 1)}}).check()
+    policies = {0: policy, **{-i: rule.overlay.over(policy) for i, rule in enumerate(rules, 1)}}
+    UserFunctions(policies, Switch()).check()
     mapping = DtypeMap(dtype_map) if dtype_map else None
     conversion = Conversion(policy, verbose, enabled, mapping, choose(kernels), rules)
     conversion._install()

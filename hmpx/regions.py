@@ -19,7 +19,6 @@ from hmpx.base.process_state import casts_regions
 from hmpx.errors import HmpxError
 from hmpx.ops.overlays import overlay_by_hand
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
 from hmpx.ops.policies.policy import Policy, scope_inside
 from hmpx.ops.wrapping import weight_cache
 from hmpx.ops.wrapping.callers import runs_later
@@ -194,8 +193,7 @@ class _CastsAgain(casts):
 
 def _overlay(rule: Any, *said: Any) -> int:
     """Return the number of the overlay for the arguments of a `casts` region."""
-    lists = dict(zip((*SIDES, LOW_PRECISION, FP8_FORMAT), said, strict=True))
-    number = overlay_by_hand("casts", rule, lists, sys._getframe(2)).number
+    number = overlay_by_hand("casts", rule, said, sys._getframe(2)).number
     scope_inside(0, number)
     return number
 

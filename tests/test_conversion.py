@@ -21,7 +21,9 @@ from torch import nn
 import hmpx
 from hmpx.base import process_state
 from hmpx.ops.policies.catalog import catalog
-from hmpx.ops.wrapping import codegen, wrappers
+from hmpx.ops.policies.policy import Case
+from hmpx.ops.wrapping.codegen import Switch
+from hmpx.ops.wrapping.wrappers import build_choice
 from tests.support import python
 
 X = torch.randn(4, 4)
@@ -297,7 +299,8 @@ def test_every_entry_point_builds_under_every_rule():
         for entry in op.entries:
             original = getattr(entry.owner, entry.attribute)
             for rule in hmpx.Rule:
-                assert callable(wrappers.build_wrapper(entry, rule, original, codegen.Switch(), original))
+                running = {Case(rule): original}
+                assert callable(build_choice(op.name, entry, (*running,), original, Switch(), running.get))
 
 
 def test_public_names_are_exactly_all():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hmpx
+from hmpx.ops.compilers import Compilers
 from hmpx.ops.policies.catalog import catalog
 from tests.support import breaking
 from tests.support.breaking import Trained
@@ -124,3 +125,22 @@ def test_a_rule_that_breaks_at_any_step_leaves_the_conversion_and_other_rules_in
         assert broken >= 10
         rule.remove()
     assert it.picture() == picture and untouched.changed() == []
+
+
+def test_lists_whose_wrappers_were_interrupted_hold_when_they_are_given_again(lists, monkeypatch):
+    layer, x = torch.nn.Linear(6, 6), torch.randn(3, 6)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def ruled():
+        return hmpx.policy_for(layer, fp32=["linear"])
+
+    with hmpx.convert(**lists(bf16="linear")):
+        with monkeypatch.context() as once, pytest.raises(KeyboardInterrupt):
+            once.setattr(Compilers, "add", interrupted)
+            ruled()
+        assert layer(x).dtype is BF16
+        rule = ruled()
+        assert layer(x).dtype is FP32
+        rule.remove()

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Protocol
 
 import wrapt
 
 from hmpx.base import process_state
+from hmpx.base.changes import Changes
 
 
-class Waiting(Protocol):
-    def take(self, module: ModuleType) -> None:
-        """The module has just been imported; nobody else has seen it yet."""
+def when_imported(name: str, function: Callable[[ModuleType], object], changes: Changes) -> None:
+    """Call `function(module)` as soon as a module is imported, before anybody else sees it, until `changes` are undone.
 
-
-def await_module(name: str, who: Waiting) -> None:
-    """Call `who.take(module)` as soon as a module is imported, if `who` is alive then and has not stopped waiting."""
-    known = name in process_state.awaited
-    process_state.awaited.setdefault(name, weakref.WeakSet()).add(who)
-    if not known:
+    A module that is there already is handed over at once.
+    """
+    if (module := sys.modules.get(name)) is not None:
+        function(module)
+        return
+    if name not in process_state.awaited:
+        process_state.awaited[name] = []
         wrapt.register_post_import_hook(_imported, name)
+    waiting = process_state.awaited[name]
+    if function not in waiting:
+        changes.callback(_stop_waiting, name, function)
+        waiting.append(function)
 
 
-def stop_waiting(who: Waiting) -> None:
-    """Stop waiting for modules."""
-    for waiting in process_state.awaited.values():
-        waiting.discard(who)
+def _stop_waiting(name: str, function: Callable) -> None:
+    waiting = process_state.awaited.get(name, [])
+    if function in waiting:
+        waiting.remove(function)
 
 
 def _imported(module: ModuleType) -> None:
-    for who in list(process_state.awaited.pop(module.__name__, ())):
-        who.take(module)
+    for function in process_state.awaited.pop(module.__name__, []):
+        function(module)

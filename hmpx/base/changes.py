@@ -9,11 +9,10 @@ not undone.
 from __future__ import annotations
 
 import logging
-import operator
 import types
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 logger = logging.getLogger("hmpx")
 
@@ -26,21 +25,7 @@ class _Missing:
 MISSING: Any = _Missing()  # what a place holds that holds nothing
 
 
-class Holder(Protocol):
-    """Something that holds one value.
-
-    label, verb: what a warning calls it, and a change of it.
-    """
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def verb(self) -> str: ...
-
-    def read(self) -> Any: ...
-
-    def write(self, value: Any) -> None: ...
+# Places that hold one value. label, verb: what a warning calls it, and a change of it.
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +35,16 @@ class Attribute:
     owner: Any
     name: str
     label: str
-    verb: str = "patched"
+    verb = "patched"
 
     def read(self) -> Any:
         return vars(self.owner).get(self.name, MISSING)
 
     def write(self, value: Any) -> None:
-        _set_or_delete(setattr, delattr, self.owner, self.name, value)
+        if value is MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +54,16 @@ class Item:
     mapping: MutableMapping
     key: Any
     label: str
-    verb: str = "patched"
+    verb = "patched"
 
     def read(self) -> Any:
         return self.mapping.get(self.key, MISSING)
 
     def write(self, value: Any) -> None:
-        _set_or_delete(operator.setitem, operator.delitem, self.mapping, self.key, value)
+        if value is MISSING:
+            del self.mapping[self.key]
+        else:
+            self.mapping[self.key] = value
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +72,7 @@ class Cell:
 
     cell: types.CellType
     label: str
-    verb: str = "patched"
+    verb = "patched"
 
     def read(self) -> Any:
         return self.cell.cell_contents
@@ -97,43 +88,10 @@ class Flag:
     label: str
     read: Callable[[], Any]
     write: Callable[[Any], None]
-    verb: str = "set"
+    verb = "set"
 
 
-def _set_or_delete(set_to: Callable, delete: Callable, holder: Any, name: Any, value: Any) -> None:
-    if value is MISSING:
-        delete(holder, name)
-    else:
-        set_to(holder, name, value)
-
-
-class Part(Protocol):
-    """A step of a conversion: `apply` makes changes, and they are undone together with the `Changes` it was given."""
-
-    def apply(self, changes: Changes) -> None: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Put:
-    """A part that puts one value into one place."""
-
-    place: Holder
-    value: Any
-
-    def apply(self, changes: Changes) -> None:
-        changes.put(self.place, self.value)
-
-
-@dataclass(frozen=True, eq=False)
-class Paired:
-    """A part that calls one function, and another function to undo it."""
-
-    do: Callable[[], object]
-    undo: Callable[[], object]
-
-    def apply(self, changes: Changes) -> None:
-        self.do()
-        changes.callback(self.undo)
+Place = Attribute | Item | Cell | Flag
 
 
 class Changes:
@@ -154,7 +112,7 @@ class Changes:
     def __init__(self) -> None:
         self._undo: list[_Undo] = []
 
-    def put(self, place: Holder, value: Any) -> Any:
+    def put(self, place: Place, value: Any) -> Any:
         """Make `place` hold `value` until this is closed; return what it held, `MISSING` for nothing."""
         before = place.read()
         if before is not value:
@@ -165,15 +123,6 @@ class Changes:
     def callback(self, function: Callable[..., object], *args: Any) -> None:
         """Call this when everything younger is undone: the `remove` of a hook, for instance."""
         self._undo.append(_Undo(function, args))
-
-    def apply(self, parts: Iterable[Part]) -> None:
-        """Apply parts in their order. If one of them fails, everything is undone, and the failure is raised."""
-        try:
-            for part in parts:
-                part.apply(self)
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Undo everything, even if one undo fails; then raise the first failure."""
@@ -201,7 +150,7 @@ class _Undo:
         self.function, self.args = function, args
 
 
-def take_back(place: Holder, ours: Any, before: Any) -> None:
+def take_back(place: Place, ours: Any, before: Any) -> None:
     """Undo one change: `place` was given `ours` where there was `before`."""
     now = place.read()
     if now is ours:

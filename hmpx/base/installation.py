@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 from typing import TypeVar
 
+from hmpx.base.changes import Changes
 from hmpx.base.process_state import installed, lock
 from hmpx.errors import HmpxError
 
@@ -18,7 +19,7 @@ Self = TypeVar("Self", bound="Installation")
 
 
 class Installation(abc.ABC):
-    """A handle; at most one of each class is in force. Subclasses implement `_apply` and `_take_away`."""
+    """A handle; at most one of each class is in force. Subclasses implement `_change`."""
 
     def __init_subclass__(cls) -> None:
         _kinds.append(cls)
@@ -26,14 +27,19 @@ class Installation(abc.ABC):
     def __init__(self) -> None:
         self._before: Installation | None = None  # what this one replaced
         self._entered = self._ended = False
+        self._changes = Changes()
 
     @abc.abstractmethod
+    def _change(self, changes: Changes) -> None:
+        """Make every change that puts this handle in force."""
+
     def _apply(self) -> None:
         """Put this handle in force. If that fails, nothing has changed."""
-
-    @abc.abstractmethod
-    def _take_away(self) -> None:
-        """Undo `_apply`."""
+        try:
+            self._change(self._changes)
+        except BaseException:
+            self._changes.close()
+            raise
 
     def _install(self) -> None:
         """Replace the handle in force by this one. If that fails, the old one is in force again."""
@@ -83,7 +89,7 @@ def current(kind: type[Self]) -> Self | None:
 def _take_away(kind: type[Installation]) -> None:
     handle = installed.pop(kind, None)
     if handle is not None:
-        handle._take_away()
+        handle._changes.close()
 
 
 def _give(kind: type[Installation], before: Installation | None) -> None:

@@ -41,9 +41,8 @@ module_rules: WeakSet[Any] = WeakSet()
 casts_regions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 wrap_forward: Callable[[Any], None] | None = None
 
-# Of the conversion that is in force: how torch.compile sees its wrappers (ops.compilers.Tracing), and who observes the
-# calls of ops (ops.wrapping.observing). `observers` are those that conversions to come take over.
-tracing: Any = None
+# Who observes the calls of ops under the conversion that is in force (ops.wrapping.observing). `observers` are those
+# that conversions to come take over.
 observer: Any = None
 observers: list[Any] = []
 
@@ -53,8 +52,8 @@ fp8_watchers: dict[int, Any] = {}
 # The examination of `hmpx.doctor` that is open (insight.doctor); at most one.
 examined: list[Any] = []
 
-# Who waits for a module to be imported, by its name (hmpx.base.awaited).
-awaited: dict[str, WeakSet[Any]] = {}
+# What is to be called when a module is imported, by its name (hmpx.base.awaited).
+awaited: dict[str, list[Callable[[types.ModuleType], object]]] = {}
 
 # The caches of casts of weights, by thread (ops.wrapping.weight_cache); empty while nobody caches. While one is open,
 # `watching_writes` watches those ways to write to a tensor that leave no trace.
@@ -72,7 +71,6 @@ def in_use() -> dict[str, Any]:
         "installed": installed,
         "converted": converted,
         "off_somewhere": off_somewhere,
-        "tracing": tracing,
         "observer": observer,
         "observers": observers,
         "awaited": [module for module, waiting in awaited.items() if waiting],

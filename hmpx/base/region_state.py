@@ -26,7 +26,6 @@ from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import autocast_state
 from hmpx.base import process_state as state
-from hmpx.base.changes import Changes
 
 
 @dataclass(frozen=True)
@@ -141,17 +140,6 @@ def set_converted(converted: bool, *, enabled: bool = True) -> None:
         state.off_somewhere.pop(_DEFAULT, None)
 
 
-class Casting:
-    """A part: marks torch as converted. enabled: casts are on outside of every region."""
-
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
-
-    def apply(self, changes: Changes) -> None:
-        set_converted(True, enabled=self._enabled)
-        changes.callback(set_converted, False)
-
-
 def retire() -> None:
     """Turn casts off for good in the wrappers that hold `off_somewhere`, and give everybody else a new one."""
     old, state.off_somewhere = state.off_somewhere, {}
@@ -242,9 +230,11 @@ def _off_for_some_task() -> bool:
 
 
 @contextlib.contextmanager
-def region(casting: bool | None, how: StochasticSteps | None = None, maps: bool | None = None) -> Iterator[None]:
+def region(
+    casting: bool | None, how: StochasticSteps | None = None, maps: bool | None = None, scope: int | None = None
+) -> Iterator[None]:
     """`enter` and `leave` around a block."""
-    token = enter(casting, how, maps)
+    token = enter(casting, how, maps, scope)
     try:
         yield
     finally:
@@ -301,10 +291,7 @@ def carrying(function: Callable) -> Callable:
     now = _innermost()
 
     def carried(*args, **kwargs):
-        token = enter(now.casting, now.rounding, now.maps, now.scope)
-        try:
+        with region(now.casting, now.rounding, now.maps, now.scope):
             return function(*args, **kwargs)
-        finally:
-            leave(token)
 
     return carried

@@ -1,4 +1,4 @@
-"""Every private name of torch that hmpx uses: why, and the torch versions that have it.
+"""Every private name of torch that hmpx uses, and what hmpx does with it.
 
 Torch promises nothing about these names. Code uses them where it needs them; this is the list to go through when a new
 version of torch is out. `lost()` says which of them the installed one does not have any more, and the tests hold the
@@ -6,7 +6,8 @@ list complete.
 
 `Optimizer()._optimizer_step_pre_hooks` stands for an attribute of the objects of a class; ``module:word`` for a word
 that the source of a module knows, such as a mark on somebody else's object. Names without an underscore are listed
-where they stand in a private module or are not documented.
+where they stand in a private module or are not documented. All were seen in 2.9.1, 2.13.0 and 2.15.0; "(2.13.0)" is
+seen there alone.
 """
 
 from __future__ import annotations
@@ -16,157 +17,125 @@ import pkgutil
 import re
 import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Private(NamedTuple):
-    """name: dotted. why: what hmpx does with it. seen: the versions that have it, of those that were checked."""
-
-    name: str
-    why: str
-    seen: str = "2.9.1, 2.13.0, 2.15.0"
-
-
-NAMES: tuple[Private, ...] = (
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer()"
+_CHECKPOINTED = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+NAMES: dict[str, str] = {
     # The catalogue of ops (casts.ops), and how arguments are told apart
-    Private("torch._C._nn", "C functions of torch.nn.functional are entry points of their own"),
-    Private("torch._C._VariableFunctions", "names every C function of torch"),
-    Private("torch._VF", "RNN layers call torch's C functions by it"),
-    Private("torch._C.TensorBase", "names every C method of a tensor; its `data` is watched by kept casts"),
-    Private("torch._C._jit_get_schemas_for_operator", "which arguments of an op are tensors, views or defaults"),
-    Private("torch.nn.RNNBase()._flat_weights", "the weights that RNNs compare their input's dtype with"),
+    "torch._C._nn": "C functions of torch.nn.functional are entry points of their own",
+    "torch._C._VariableFunctions": "names every C function of torch",
+    "torch._VF": "RNN layers call torch's C functions by it",
+    "torch._C.TensorBase": "names every C method of a tensor; its `data` is watched by kept casts",
+    "torch._C._jit_get_schemas_for_operator": "which arguments of an op are tensors, views or defaults",
+    "torch.nn.RNNBase()._flat_weights": "the weights that RNNs compare their input's dtype with",
     # Functions that are patched beside the ops
-    Private("torch._linalg_utils", "the module of functions that torch has removed: a list may still name them"),
-    Private(
-        "torch.utils.checkpoint._CheckpointFrame",
-        "keeps a function for backward, which has to run in the region of the forward pass",
-    ),
-    Private("torch.nn.utils.clip_grad._get_total_norm", "no model's forward: casts are off inside"),
-    Private("torch.nn.utils.clip_grad._clip_grads_with_norm_", "asks for gradients that have been released"),
-    Private("torch.amp.GradScaler._unscale_grads_", "the same; `unscale_` and `step` both end in it"),
-    Private("torch.utils.data._utils.fetch._BaseDatasetFetcher", "no model's forward, in workers too"),
-    Private("torch.utils.data.dataloader._BaseDataLoaderIter", "the same, in the main process"),
-    *(
-        Private(f"torch.distributed.tensor.{name}", "parts of an op that has been cast: not cast again", seen)
-        for name, seen in (
-            *(("_redistribute.redistribute_local_tensor", "2.13.0"), ("_tp_conv.tp_convolution", "2.13.0")),
-            *(("_tp_conv.tp_convolution_backward", "2.13.0"), ("parallel.loss._log_softmax", "2.13.0")),
-            ("parallel.loss._nll_loss_forward", "2.13.0"),
-            ("parallel.loss._nll_loss_and_log_softmax_backward", "2.13.0"),
+    "torch._linalg_utils": "the module of functions that torch has removed: a list may still name them",
+    "torch.utils.checkpoint._CheckpointFrame": "keeps a function for backward, to be run in the region of the forward",
+    "torch.nn.utils.clip_grad._get_total_norm": "no model's forward: casts are off inside",
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_": "asks for gradients that have been released",
+    "torch.amp.GradScaler._unscale_grads_": "the same; `unscale_` and `step` both end in it",
+    "torch.utils.data._utils.fetch._BaseDatasetFetcher": "no model's forward, in workers too",
+    "torch.utils.data.dataloader._BaseDataLoaderIter": "the same, in the main process",
+    **{
+        f"torch.distributed.tensor.{name}": "parts of an op that has been cast: not cast again"  # seen in 2.13.0 alone
+        for name in (
+            *("_redistribute.redistribute_local_tensor", "_tp_conv.tp_convolution", "_tp_conv.tp_convolution_backward"),
+            *("parallel.loss._log_softmax", "parallel.loss._nll_loss_forward"),
+            "parallel.loss._nll_loss_and_log_softmax_backward",
         )
-    ),
-    Private("torch.nn.Module._apply", "maps the dtypes of a module that torch.load has read"),
+    },
+    "torch.nn.Module._apply": "maps the dtypes of a module that torch.load has read",
     # What else torch's own code calls ops for: such calls are no calls of the user's
-    *(
-        Private(f"torch.{name}", "spells ops out in other ops, or counts on their dtypes: not cast, not mapped")
+    **{
+        f"torch.{name}": "spells ops out in other ops, or counts on their dtypes: not cast, not mapped"
         for name in (
             *("_decomp", "_functorch", "_higher_order_ops", "_inductor", "_library", "_meta_registrations", "_prims"),
             *("_prims_common", "_refs", "_subclasses", "_tensor_str", "_utils"),
         )
-    ),
-    Private("torch.utils._device._device_constructors", "functions that `with torch.device(...)` gives a device to"),
-    Private("torch._subclasses.functional_tensor", "hands on the dtype that a compiled function asks for"),
+    },
+    "torch.utils._device._device_constructors": "functions that `with torch.device(...)` gives a device to",
+    "torch._subclasses.functional_tensor": "hands on the dtype that a compiled function asks for",
     # torch.compile
-    Private("torch._dynamo.reset", "what was compiled under other casts is compiled anew"),
-    Private("torch._dynamo.trace_rules.load_object", "Dynamo's tables keep torch's functions, not the wrappers"),
-    Private("torch._dynamo.trace_rules.get_tensor_method", "the same, of tensor methods"),
-    Private("torch._dynamo.trace_rules.get_torch_obj_rule_map", "the table itself, which is built anew"),
-    Private("torch._dynamo.variables.torch.get_overridable_functions", "another table", "2.13.0"),
-    Private("torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers", "another one", "2.13.0"),
-    Private(
-        "torch._dynamo.output_graph.OutputGraph.call_user_compiler", "graphs with regions are told of when they run"
-    ),
-    Private("torch._dynamo.eval_frame.skip_code", "a wrapper behind a graph break is no graph of its own"),
-    Private("torch._dynamo.eval_frame.set_code_exec_strategy", "optimizer steps are not compiled, nor their calls"),
-    Private("torch._dynamo.eval_frame.FrameAction", "the same"),
-    Private("torch._dynamo.eval_frame.FrameExecStrategy", "the same"),
-    Private("torch._dynamo.decorators:_torchdynamo_disable", "marks a function that Dynamo does not trace into"),
-    Private("torch._dynamo.comptime.comptime", "calls hmpx while a function with a region in it is compiled"),
-    Private(
-        "torch._dynamo.decorators:_dynamo_marked_constant",
-        "marks a function that is called while it traces: which place lists make",
-        "2.13.0",
-    ),
-    Private("torch._dynamo.exc.UnspecializeRestartAnalysis", "traces anew where wrappers came in the middle", "2.13.0"),
-    Private("torch._guards.CompileContext", "whether it is tracing then", "2.13.0"),
-    Private("torch._dynamo.eval_frame.OptimizedModule()._orig_mod", "no part of a parameter's name"),
+    "torch._dynamo.reset": "what was compiled under other casts is compiled anew",
+    "torch._dynamo.trace_rules.load_object": "Dynamo's tables keep torch's functions, not the wrappers",
+    "torch._dynamo.trace_rules.get_tensor_method": "the same, of tensor methods",
+    "torch._dynamo.trace_rules.get_torch_obj_rule_map": "the table itself, which is built anew",
+    "torch._dynamo.variables.torch.get_overridable_functions": "another table (2.13.0)",
+    "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers": "another one (2.13.0)",
+    "torch._dynamo.output_graph.OutputGraph.call_user_compiler": "graphs with regions are told of when they run",
+    "torch._dynamo.eval_frame.skip_code": "a wrapper behind a graph break is no graph of its own",
+    "torch._dynamo.eval_frame.set_code_exec_strategy": "optimizer steps are not compiled, nor their calls",
+    "torch._dynamo.eval_frame.FrameAction": "the same",
+    "torch._dynamo.eval_frame.FrameExecStrategy": "the same",
+    "torch._dynamo.decorators:_torchdynamo_disable": "marks a function that Dynamo does not trace into",
+    "torch._dynamo.comptime.comptime": "calls hmpx while a function with a region in it is compiled",
+    "torch._dynamo.decorators:_dynamo_marked_constant": "marks a function that is called while it traces (2.13.0)",
+    "torch._dynamo.exc.UnspecializeRestartAnalysis": "traces anew where wrappers came in the middle (2.13.0)",
+    "torch._guards.CompileContext": "whether it is tracing then (2.13.0)",
+    "torch._dynamo.eval_frame.OptimizedModule()._orig_mod": "no part of a parameter's name",
     # TorchScript
-    Private("torch.jit._builtins._get_builtin_table", "takes a wrapper for the builtin that it stands for"),
-    Private("torch.jit._recursive.try_compile_fn", "is given the original of a wrapper to compile"),
-    Private("torch.jit._recursive.make_stub", "the same, of a method"),
+    "torch.jit._builtins._get_builtin_table": "takes a wrapper for the builtin that it stands for",
+    "torch.jit._recursive.try_compile_fn": "is given the original of a wrapper to compile",
+    "torch.jit._recursive.make_stub": "the same, of a method",
     # Casts of weights that are kept, and FP32 kernels
-    Private("torch.Tensor._version", "counts the writes to a tensor, so that a kept cast is not an old one"),
-    Private("torch._C._storage_Use_Count", "a weight whose storage something else holds is not kept"),
-    Private("torch.UntypedStorage._cdata", "what that takes"),
-    Private("torch._C._len_torch_dispatch_stack", "a cast that a dispatch mode looks at is not kept"),
-    Private("torch._C._functorch.peek_interpreter_stack", "nor is one inside torch.func"),
-    Private("torch._subclasses.FakeTensor", "a compiler's tensor has no memory to be written to"),
-    Private("torch.autograd.forward_ad._current_level", "inside forward AD, hooks do not see whole tensors"),
-    Private("torch._C._autograd._saved_tensors_hooks_is_enabled", "whether hooks may say how tensors are kept"),
-    Private("torch._C._autograd._top_saved_tensors_default_hooks", "hooks of the user's go on outside of ours"),
-    Private("torch.ops.mkldnn._is_mkldnn_bf16_supported", "whether the CPU has instructions for BF16"),
-    Private("torch.ops.mkldnn._is_mkldnn_fp16_supported", "the same for FP16"),
+    "torch.Tensor._version": "counts the writes to a tensor, so that a kept cast is not an old one",
+    "torch._C._storage_Use_Count": "a weight whose storage something else holds is not kept",
+    "torch.UntypedStorage._cdata": "what that takes",
+    "torch._C._len_torch_dispatch_stack": "a cast that a dispatch mode looks at is not kept",
+    "torch._C._functorch.peek_interpreter_stack": "nor is one inside torch.func",
+    "torch._subclasses.FakeTensor": "a compiler's tensor has no memory to be written to",
+    "torch.autograd.forward_ad._current_level": "inside forward AD, hooks do not see whole tensors",
+    "torch._C._autograd._saved_tensors_hooks_is_enabled": "whether hooks may say how tensors are kept",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "hooks of the user's go on outside of ours",
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether the CPU has instructions for BF16",
+    "torch.ops.mkldnn._is_mkldnn_fp16_supported": "the same for FP16",
     # audit
-    Private("torch.utils._python_dispatch.TorchDispatchMode", "sees the ops below Python"),
-    Private("torch.utils._python_dispatch._get_current_dispatch_mode", "whether it is the innermost mode"),
-    Private("torch.utils._pytree.tree_leaves", "finds the tensors in an op's arguments"),
-    Private("torch._ops.OpOverload", "tells ops of the dispatcher from higher-order ones"),
-    Private("torch._ops.OpOverload()._schema", "an op's name, and whether it writes"),
-    Private("torch._C._current_autograd_node", "tells backward from forward"),
+    "torch.utils._python_dispatch.TorchDispatchMode": "sees the ops below Python",
+    "torch.utils._python_dispatch._get_current_dispatch_mode": "whether it is the innermost mode",
+    "torch.utils._pytree.tree_leaves": "finds the tensors in an op's arguments",
+    "torch._ops.OpOverload": "tells ops of the dispatcher from higher-order ones",
+    "torch._ops.OpOverload()._schema": "an op's name, and whether it writes",
+    "torch._C._current_autograd_node": "tells backward from forward",
     # record
-    Private("torch._C.DisableTorchFunctionSubclass", "reads dtypes of tensors whose classes know no function for that"),
-    Private("torch._C._DisableTorchDispatch", "what it computes itself is seen by no dispatch mode"),
-    Private("torch.Tensor._base", "the tensor that a view is of"),
+    "torch._C.DisableTorchFunctionSubclass": "reads dtypes of tensors whose classes know no function for that",
+    "torch._C._DisableTorchDispatch": "what it computes itself is seen by no dispatch mode",
+    "torch.Tensor._base": "the tensor that a view is of",
     # Optimizers
-    Private("torch.optim.Optimizer.profile_hook_step", "torch's wrapper around every step, in which ours stands"),
-    Private("torch.optim.Optimizer._process_value_according_to_param_policy", "a load keeps FP32 state FP32"),
-    Private("torch.optim.Optimizer()._optimizer_step_pre_hooks", "whether Optimizer.__init__ has run"),
-    Private("torch.optim.Optimizer()._optimizer_state_dict_pre_hooks", "whether a checkpoint can be told the step"),
-    Private("torch.optim.Optimizer()._optimizer_state_dict_post_hooks", "the user's hooks see the masters"),
-    Private("torch.optim.Optimizer()._optimizer_load_state_dict_pre_hooks", "the user's hooks run before ours"),
-    Private("torch._foreach_copy_", "copies many small tensors in one call"),
-    Private("torch._foreach_add_", "the same, in place"),
-    Private(
-        "torch._C._dynamo.guards.TensorGuards",
-        "whether tensors have the class, dtype, shape and strides of the last step, asked of all in one call",
-    ),
+    "torch.optim.Optimizer.profile_hook_step": "torch's wrapper around every step, in which ours stands",
+    "torch.optim.Optimizer._process_value_according_to_param_policy": "a load keeps FP32 state FP32",
+    "torch.optim.Optimizer()._optimizer_step_pre_hooks": "whether Optimizer.__init__ has run",
+    "torch.optim.Optimizer()._optimizer_state_dict_pre_hooks": "whether a checkpoint can be told the step",
+    "torch.optim.Optimizer()._optimizer_state_dict_post_hooks": "the user's hooks see the masters",
+    "torch.optim.Optimizer()._optimizer_load_state_dict_pre_hooks": "the user's hooks run before ours",
+    "torch._foreach_copy_": "copies many small tensors in one call",
+    "torch._foreach_add_": "the same, in place",
+    "torch._C._dynamo.guards.TensorGuards": "whether all tensors have the class, dtype and layout of the last step",
     # Gradients
-    Private("torch.Tensor._post_accumulate_grad_hooks", "hooks on a parameter whose content was swapped"),
-    Private("torch._C._current_graph_task_id", "tells one backward pass from the next"),
-    Private("torch.autograd.Variable._execution_engine.queue_callback", "runs when a backward pass is done"),
+    "torch.Tensor._post_accumulate_grad_hooks": "hooks on a parameter whose content was swapped",
+    "torch._C._current_graph_task_id": "tells one backward pass from the next",
+    "torch.autograd.Variable._execution_engine.queue_callback": "runs when a backward pass is done",
     # Several ranks
-    Private("torch.nn.Module()._buffers", "the buffers that a record of a run holds beside parameters"),
-    Private("torch.nn.Module()._modules", "whether a module's constructor has run"),
-    Private("torch.nn.parallel.DistributedDataParallel()._comm_hooks", "takes our communication hook back"),
-    Private("torch.nn.parallel.DistributedDataParallel._remove_autograd_hooks", "the same: a reducer without it"),
-    Private("torch.nn.parallel.DistributedDataParallel._build_params_for_reducer", "the same"),
-    Private("torch.nn.parallel.DistributedDataParallel._build_debug_param_to_name_mapping", "the same"),
-    Private("torch.nn.parallel.DistributedDataParallel._ddp_init_helper", "the same"),
-    Private(
-        "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer()._overlap_with_ddp",
-        "is refused: its steps cannot be seen",
-    ),
-    Private("torch.distributed.distributed_c10d._get_default_store", "what ranks compare their settings by"),
-    Private("torch.distributed.tensor.placement_types._StridedShard", "a shard of FSDP and tensor parallelism"),
-    Private(
-        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        "where the elements of a shard stand in the whole parameter, which their random numbers go by",
-    ),
-    Private("torch.distributed.fsdp._common_utils:_fsdp_flattened", "a parameter of FSDP1, which is refused"),
-    Private(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:_checkpoint_wrapped_module",
-        "no part of a parameter's name",
-    ),
-    Private(
-        "torch.distributed.checkpoint.state_dict._init_optim_state",
-        "takes a step that is no step of the training: its random numbers are not counted",
-    ),
-)
+    "torch.nn.Module()._buffers": "the buffers that a record of a run holds beside parameters",
+    "torch.nn.Module()._modules": "whether a module's constructor has run",
+    "torch.nn.parallel.DistributedDataParallel()._comm_hooks": "takes our communication hook back",
+    "torch.nn.parallel.DistributedDataParallel._remove_autograd_hooks": "the same: a reducer without it",
+    "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer": "the same",
+    "torch.nn.parallel.DistributedDataParallel._build_debug_param_to_name_mapping": "the same",
+    "torch.nn.parallel.DistributedDataParallel._ddp_init_helper": "the same",
+    f"{_ZERO}._overlap_with_ddp": "is refused: its steps cannot be seen",
+    "torch.distributed.distributed_c10d._get_default_store": "what ranks compare their settings by",
+    "torch.distributed.tensor.placement_types._StridedShard": "a shard of FSDP and tensor parallelism",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "the place of a shard in the parameter",
+    "torch.distributed.fsdp._common_utils:_fsdp_flattened": "a parameter of FSDP1, which is refused",
+    f"{_CHECKPOINTED}:_checkpoint_wrapped_module": "no part of a parameter's name",
+    "torch.distributed.checkpoint.state_dict._init_optim_state": "takes a step that is no step of the training",
+}
 
 
-def lost() -> tuple[Private, ...]:
+def lost() -> list[str]:
     """The names that the installed torch lacks."""
-    return tuple(private for private in NAMES if not _exists(private.name))
+    return [name for name in NAMES if not _exists(name)]
 
 
 def _exists(name: str) -> bool:

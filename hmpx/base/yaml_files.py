@@ -26,11 +26,11 @@ def shown(name: object) -> str:
     return text if len(text) <= _NAME else f"{text[:_NAME]}... ({len(text)} letters)"
 
 
-def bytes_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) -> bytes:
-    """The bytes of a file.
+def text_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) -> str:
+    """The text of a file, read as UTF-8.
 
     Raises:
-        HmpxError: no regular file, too large, or no path at all. OSError as `open` does.
+        HmpxError: no regular file, too large, no path at all, or a byte that is no UTF-8. OSError as `open` does.
     """
     try:
         kind = os.stat(path).st_mode
@@ -39,19 +39,9 @@ def bytes_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) -
     if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
         raise error(f"{path}: is no regular file (a pipe, a device or a socket): save it as one first")
     with open(path, "rb") as file:
-        found = file.read(_BYTES + 1)
-    if len(found) > _BYTES:
+        raw = file.read(_BYTES + 1)
+    if len(raw) > _BYTES:
         raise error(f"{path}: is larger than {_BYTES} bytes, which no op list and no recipe is")
-    return found
-
-
-def text_of(path: str | os.PathLike[str], error: type[HmpxError] = HmpxError) -> str:
-    """The text of a file, read as UTF-8.
-
-    Raises:
-        HmpxError: as `bytes_of`, and a byte that is no UTF-8. OSError as `open` does.
-    """
-    raw = bytes_of(path, error)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as wrong:
@@ -106,14 +96,9 @@ def composed(path: Path, keys: Iterable[str]) -> yaml.MappingNode:
     return root
 
 
-def lines_inside(key: str, value: yaml.Node) -> dict[tuple, int]:
-    """The line of every key and list item inside a value, at any depth."""
+def lines_inside(value: yaml.Node, *path: Any) -> dict[tuple, int]:
+    """The line of every key and list item inside a value, at any depth; `path` leads to the value."""
     found: dict[tuple, int] = {}
-    _find_lines((key,), value, found)
-    return found
-
-
-def _find_lines(path: tuple, value: yaml.Node, found: dict[tuple, int]) -> None:
     inside: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(value, yaml.MappingNode):
         inside = [(key.value, key, inner) for key, inner in value.value if isinstance(key, yaml.ScalarNode)]
@@ -121,8 +106,8 @@ def _find_lines(path: tuple, value: yaml.Node, found: dict[tuple, int]) -> None:
         inside = [(i, inner, inner) for i, inner in enumerate(value.value)]
     for name, where, inner in inside:
         here = (*path, name)
-        found[here] = where.start_mark.line + 1
-        _find_lines(here, inner, found)
+        found |= {here: where.start_mark.line + 1, **lines_inside(inner, *here)}
+    return found
 
 
 class _Refused(Exception):

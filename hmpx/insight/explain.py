@@ -18,7 +18,7 @@ from hmpx.ops.policies.catalog import aten_only, canonical, catalog, legal_names
 from hmpx.ops.policies.op_lists import SIDES, shipped
 from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
 from hmpx.recipes.files import recipe_names, recipe_path
-from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS, spelled_out
+from hmpx.recipes.keys import DTYPES, LISTS, MODULES, PARAMETERS
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import Stated, as_recipe, read_recipe
 
@@ -141,9 +141,8 @@ def recipe_lines(recipe: Recipe) -> list[str]:
         )
         lines["checkpoints"] += f"; {kept}"
     if not narrow:
-        rules = spelled_out(PARAMETERS, recipe.parameters).values()
         plain, wide = "plain steps in float32", lines["state"] == "float32"
-        if "bfloat16" in [*recipe.module_dtypes.values(), *(rule.get("dtype") for rule in rules)]:
+        if "bfloat16" in [*recipe.module_dtypes.values(), *(rule.get("dtype") for rule in recipe.parameters.values())]:
             lines["updates"] = f"{plain}; {lines['updates']}"
             lines["state"] = "float32" if wide else f"float32; of bfloat16 weights: {lines['state']}"
         else:
@@ -178,7 +177,7 @@ def _modules_in_words(recipe: Recipe) -> str:
 def _parameters_in_words(recipe: Recipe) -> str:
     """Describe the exceptions for some parameters, with the bytes that each takes."""
     said = []
-    for pattern, rule in spelled_out(PARAMETERS, recipe.parameters).items():
+    for pattern, rule in recipe.parameters.items():
         words = ", ".join(value if key == "dtype" else f"{key} {value}" for key, value in rule.items()) or "as usual"
         alone = replace(recipe, parameters={"it": rule}, use_master_weights_in_ckpt=False)  # of which it may have none
         said.append(f"{pattern}: {words} ({sum(alone.bytes_per_parameter(name='it').values()):g} bytes)")

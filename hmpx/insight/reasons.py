@@ -6,7 +6,7 @@ from types import FrameType
 
 import torch
 
-from hmpx.ops.forwards import rule_that_casts
+from hmpx.ops.forwards import overlay_that_casts
 from hmpx.ops.policies.catalog import Op, catalog
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.observing import Point, Seen
@@ -34,8 +34,8 @@ def reason_of_call(point: Point, seen: Seen, policy: Policy, frame: FrameType | 
     """Say why one call, made in `frame`, was cast as it was, or was not."""
     op = catalog().get(point.op)
     if point.op == "to":
-        where = rule_that_casts(frame) if frame is not None else ""
-        return f"cast before the module's forward: {where}" if where else "cast by hand"
+        overlay = overlay_that_casts(frame) if frame is not None else None
+        return f"cast before the module's forward: {overlay.where}" if overlay else "cast by hand"
     if point.rule is not None and not seen.casting:
         said = is_explicit(seen.args, seen.kwargs)
         return "left alone: the caller says dtype= or out=" if said else "left alone: casts are off here"

@@ -21,10 +21,10 @@ from hmpx.base.changes import Changes
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts
 from hmpx.ops.wrapping.codegen import Switch
-from hmpx.ops.wrapping.overriding import call, called_by_torch, public
+from hmpx.ops.wrapping.overriding import call, called_by_torch
 from hmpx.ops.wrapping.refusals import build_explaining
 from hmpx.ops.wrapping.rules import cast
-from hmpx.ops.wrapping.wrappers import Patch, Patching, named_like, patch_at, patch_of, uncast_inside
+from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, named_like, patch_at, patch_of, uncast_inside
 
 
 class BesideModel:
@@ -33,7 +33,6 @@ class BesideModel:
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
         self._wrappers: dict[int, Callable] = {}
-        self._changes: Changes | None = None
 
     def patches(self) -> Iterator[Patch]:
         """Yield the patches for every imported module."""
@@ -56,31 +55,23 @@ class BesideModel:
             self._wrappers[id(original)] = _uncast(path, original, self._switch)
         return self._wrappers[id(original)]
 
-    def await_modules(self, changes: Changes, rebinding: Rebinding, told: Callable[[Patch], object]) -> None:
-        """Patch modules that are imported later, until `changes` are undone; `told` is handed each patch."""
+    def await_modules(self, changes: Changes, rebinding: Rebinding, told: Callable[..., object]) -> None:
+        """Patch modules that are imported later, until `changes` are undone; `told` is handed the patches."""
         self._changes, self._rebinding, self._told = changes, rebinding, told
-        changes.callback(self._end)
         for module in places():
             if module not in sys.modules:
-                awaited.await_module(module, self)
+                awaited.when_imported(module, self._take, changes)
 
-    def take(self, module: ModuleType) -> None:
+    def _take(self, module: ModuleType) -> None:
         """Patch a module that has just been imported; nobody can have captured a name of it yet."""
-        if self._changes is not None:
-            patches = list(self._uncast_in(module.__name__))
-            self._rebinding.expect(lambda: [(patch.original, patch.wrapper) for patch in patches])
-            for patch in patches:
-                self._changes.put(patch.place, patch.wrapper)
-                self._told(patch)
-
-    def _end(self) -> None:
-        self._changes = None
-        awaited.stop_waiting(self)
+        patches = Patches(self._uncast_in(module.__name__))
+        self._rebinding.expect(patches.replacements)
+        patches.apply(self._changes)
+        self._told(*patches.patches)
 
 
 def _uncast(path: str, original: Callable, switch: Switch) -> Callable:
     """Return a wrapper with casts off inside, for a Python function of torch that is no part of a model."""
-    public(original)
     inner = uncast_inside(original)
 
     def uncast(*args, **kwargs):

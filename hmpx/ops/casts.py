@@ -1,4 +1,4 @@
-"""Everything that policies change in torch, as one part: wrappers, captured names, and compilers that look names up.
+"""Everything that policies change in torch: wrappers, captured names, and compilers that look names up.
 
 `PatchTable` works out the wrappers without touching torch: one for each function, from the rules of its op in each
 scope. `Casts` puts them in their places with everything that belongs to them. It may be told of further policies while
@@ -9,7 +9,6 @@ wrapper meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 import wrapt
@@ -19,8 +18,8 @@ from hmpx.base.changes import Attribute, Changes, Flag
 from hmpx.ops.beside_model import BesideModel
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.captured_names.rewriting import Capture
-from hmpx.ops.compilers import Scripting, Tracing
-from hmpx.ops.computing.kernels import NATIVE, Kernels
+from hmpx.ops.compilers import Compilers, forget_compiled
+from hmpx.ops.computing.kernels import Kernels
 from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import Entry, catalog
@@ -31,7 +30,7 @@ from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.codegen import Switch
 from hmpx.ops.wrapping.observing import Observer
 from hmpx.ops.wrapping.refusals import build_explaining, build_refusing
-from hmpx.ops.wrapping.wrappers import Patch, Patching, build_choice, build_scoped, build_untouched
+from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, build_choice, build_scoped, build_untouched
 
 Cases = tuple[Case, ...]
 Wanted = tuple[str, Entry, Mapping[int, Cases]]  # an op's name, one of its entry points, and its cases in each scope
@@ -46,24 +45,21 @@ _KNOWN_SCOPES = Attribute(process_state, "known_scopes", "the scopes that are kn
 class Casts:
     """All changes that policies need, built from torch as it is now and put in place by `apply`.
 
-    policies: by scope; they may become more. patched: every attribute that is changed, or will be.
+    policies: by scope; they may become more. patched: every attribute that is changed.
     """
 
     def __init__(
         self, policies: Policies, observer: Observer | None, mapping: DtypeMap | None, kernels: Kernels
     ) -> None:
         self._policies, self._mapping, self._kernels = policies, mapping, kernels
-        self._table = PatchTable(policies, observer, mapping.patches if mapping else None, kernels)
-        self._rebindings = [Rebinding()]
-        self._functions = UserFunctions(policies, self._rebindings[0])
-        self._tracing = Tracing()
-        self._scripting = Scripting()
-        self._of_table: dict[tuple[int, str], Patch] = {}
-        self._know(*self._table.patches)
+        self._table = PatchTable(policies, observer, mapping, kernels)
+        self._functions = UserFunctions(policies, self._table.switch)
+        self._compilers = Compilers()
+        self._rebindings: list[Rebinding] = []
 
     @property
     def patched(self) -> tuple[Patch, ...]:
-        return (*self._of_table.values(), *self._functions.patched.values())
+        return (*self._table.standing.values(), *self._functions.patched.values())
 
     @property
     def captures(self) -> list[Capture]:
@@ -76,11 +72,10 @@ class Casts:
         return self._functions.waiting
 
     def apply(self, changes: Changes) -> None:
-        self._rebindings[0].around(changes, self._table, self._functions)
-        self._table.beside.await_modules(changes, self._rebindings[0], self._know)
-        self._tracing.apply(changes, self._table.originals(), self._in_words())
-        self._scripting.apply(changes, self._table.originals())
-        self._set_flags(changes)
+        self._compilers.apply(changes)
+        self._put(self._table, changes)
+        forget_compiled()
+        self._table.beside.await_modules(changes, self._rebindings[0], self._table.know)
         if self._mapping:
             self._mapping.apply(changes)
 
@@ -88,108 +83,71 @@ class Casts:
         """Put in place the changes of policies that were added since, until `changes` are undone."""
         own = Changes()
         try:
-            further, rebinding = self._table.extend(self._policies), Rebinding()
-            self._functions.extend(self._policies)
-            rebinding.around(own, further)
-            originals = further.originals()
-            self._tracing.extend(originals, self._in_words())
-            self._scripting.extend(originals, own)
-            self._set_flags(own)
+            self._functions.add(self._policies)
+            self._put(self._table.extend(self._policies), own)
         except BaseException:
             own.close()
             raise
-        self._rebindings.append(rebinding)
-        self._know(*further.patches)
         changes.callback(own.close)
 
-    def _know(self, *patches: Patch) -> None:
-        self._of_table |= {(id(patch.owner), patch.attribute): patch for patch in patches}
-
-    def _set_flags(self, changes: Changes) -> None:
+    def _put(self, patches: Patches, changes: Changes) -> None:
+        """Put patches, and functions that lists name, in place with everything that belongs to them."""
+        rebinding = self._functions.rebinding = Rebinding()
+        rebinding.around(changes, patches, self._functions)
+        in_words = f"{self._policies}{self._mapping or ''}{self._kernels}"
+        self._compilers.add(patches.originals(), in_words, changes)
         changes.put(_KNOWN_SCOPES, frozenset(self._policies))
         if any(policy.bf16 or policy.fp8 or policy.fp32 for policy in self._policies.values()):
             changes.put(_FAST_PATH, False)  # TransformerEncoder in eval would run in one C++ call that no patch sees
-
-    def _in_words(self) -> str:
-        """Describe policies, dtype map and kernels."""
-        return f"{self._policies}{self._mapping or ''}{self._kernels}"
-
-
-class Patches:
-    """A part: patches that are put in place together, until they are undone."""
-
-    def __init__(self, patches: Iterable[Patch]) -> None:
-        self.patches = tuple(patches)
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.patches))
-
-    def originals(self) -> dict[Callable, Callable]:
-        """Return each wrapper with its original."""
-        return {patch.wrapper: patch.original for patch in self.patches}
-
-    def replacements(self) -> list[tuple[Any, Any]]:
-        """Return each function that is replaced with its wrapper, for names captured elsewhere."""
-        return [(patch.original if patch.older is None else patch.older, patch.wrapper) for patch in self.patches]
-
-    def apply(self, changes: Changes) -> None:
-        for patch in self.patches:
-            changes.put(patch.place, patch.wrapper)
+        self._rebindings.append(rebinding)
+        self._table.know(*patches.patches)
 
 
 class PatchTable(Patches):
     """The patches of one conversion. When they are undone, the wrappers become inert.
 
     Args:
-        policies: the one that holds everywhere, or those that hold in scopes by their number, 0 among them.
+        policies: by scope, 0 among them.
         observer: is handed the calls of ops; if it wants them all, those that no policy concerns are patched too.
-        around: puts wrappers of its own around those of the policies.
+        mapping: puts wrappers of its own around those of the policies.
         kernels: computes the ops that run in BF16 or FP16 on a CPU.
     """
 
     def __init__(
-        self,
-        policies: Policy | Mapping[int, Policy],
-        observer: Observer | None = None,
-        around: Callable[[tuple[Patch, ...], Switch], Iterator[Patch]] | None = None,
-        kernels: Kernels = NATIVE,
+        self, policies: Policies, observer: Observer | None, mapping: DtypeMap | None, kernels: Kernels
     ) -> None:
-        self._switch, self._kernels, self._observer = Switch(), kernels, observer
-        self.beside = BesideModel(self._switch)
+        self.switch, self._kernels, self._observer = Switch(), kernels, observer
+        self.beside = BesideModel(self.switch)
         self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
-        self._standing: dict[tuple[int, str], Patch] = {}
-        self._scopes: dict[int, dict[str, Cases]] = {}  # the cases of each op in each scope
-        self._policies: dict[Policy, dict[str, Cases]] = {}  # the same by policy: many scopes have one
+        self.standing: dict[tuple[int, str], Patch] = {}  # by owner and attribute
+        self._tables: dict[Policy, dict[str, Cases]] = {}  # the cases of each op, by policy: many scopes have one
         self._low = False  # whether some op is computed in low precision
         self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
-        by_scope = {0: policies} if isinstance(policies, Policy) else policies
-        patches = (*self._further(by_scope), *self.beside.patches())
-        super().__init__(around(patches, self._switch) if around else patches)
+        patches = (*self._further(policies), *self.beside.patches())
+        super().__init__(mapping.patches(patches, self.switch) if mapping else patches)
 
     def apply(self, changes: Changes) -> None:
         super().apply(changes)
-        changes.callback(self._switch.retire)
+        changes.callback(self.switch.retire)
 
-    def extend(self, policies: Mapping[int, Policy]) -> Patches:
+    def extend(self, policies: Policies) -> Patches:
         """Return the further patches if these policies hold in more scopes, to be undone before this table."""
         return Patches(self._further(policies))
 
-    def _further(self, policies: Mapping[int, Policy]) -> Iterator[Patch]:
+    def _further(self, policies: Policies) -> Iterator[Patch]:
         """Yield the patches of functions that have none yet, or that need another wrapper."""
-        for scope, policy in policies.items():
-            if scope not in self._scopes:
-                if policy not in self._policies:
-                    self._policies[policy] = {name: policy.cases(op) for name, op in catalog().items()}
-                self._scopes[scope] = self._policies[policy]
-                self._low = self._low or bool(policy.bf16 or policy.fp8)
-                origins = policy.origins
-                self._asked |= {op for op in op_facts.UNSAFE_OF_LOW if op in origins and not is_shipped(origins[op])}
-        wanted = self._wanted()
+        for policy in policies.values():
+            if policy not in self._tables:
+                self._tables[policy] = {name: policy.cases(op) for name, op in catalog().items()}
+            self._low = self._low or bool(policy.bf16 or policy.fp8)
+            origins = policy.origins
+            self._asked |= {op for op in op_facts.UNSAFE_OF_LOW if op in origins and not is_shipped(origins[op])}
+        wanted = self._wanted({scope: self._tables[policy] for scope, policy in policies.items()})
         if self._observer is not None and self._observer.everything:
             wanted = _with_the_others(wanted)
         for op, entry, cases in wanted:
             key = id(entry.owner), entry.attribute
-            old = self._standing.get(key)
+            old = self.standing.get(key)
             original = wrapt.resolve_path(entry.owner, entry.attribute)[2] if old is None else old.original
             function = self._functions.get((id(original), entry.in_place))
             if function is None:
@@ -200,17 +158,18 @@ class PatchTable(Patches):
                 uncast = Patching.EXPLAINED if self._observer is None else Patching.OBSERVED
                 how = uncast if rule is None else Patching.CAST
                 older = None if old is None else old.wrapper
-                patch = Patch(op, how, rule, entry.label, entry.owner, entry.attribute, original, wrapper, older)
-                self._standing[key] = patch
-                yield patch
+                yield Patch(op, how, rule, entry.label, entry.owner, entry.attribute, original, wrapper, older)
 
-    def _wanted(self) -> Iterator[Wanted]:
+    def know(self, *patches: Patch) -> None:
+        """Note patches that stand in torch."""
+        self.standing |= {(id(patch.owner), patch.attribute): patch for patch in patches}
+
+    def _wanted(self, scopes: Mapping[int, Mapping[str, Cases]]) -> Iterator[Wanted]:
         """Yield entry points that a rule needs, with their cases; under low precision, those that may refuse it too."""
-        tables = self._policies.values()
         for name, op in catalog().items():
-            ruled = any(case.rule is not None for table in tables for case in table[name])
+            ruled = any(case.rule is not None for table in self._tables.values() for case in table[name])
             explained = self._low and not op.view and _may_refuse_low(name, ())
-            cases = {scope: table[name] for scope, table in self._scopes.items()} if ruled or explained else {}
+            cases = {scope: table[name] for scope, table in scopes.items()} if ruled or explained else {}
             for entry in op.entries:
                 if entry.in_place:
                     # torch's in-place ops keep the first tensor and convert the others; only where it refuses is there
@@ -225,13 +184,13 @@ class PatchTable(Patches):
             kernel = self._kernels.kernel(op, case)
             return original if kernel is None else kernel.wrap(op, original)
 
-        built = build_choice(op, entry, cases, original, self._switch, running, self._observer)
+        built = build_choice(op, entry, cases, original, self.switch, running, self._observer)
         if self._low and _may_refuse_low(op, cases):
             return build_explaining(op, entry.label, original, built)
         instead = op_facts.UNSAFE_OF_LOW.get(op)
         if instead is None or not self._low or built is original:
             return built
-        return build_refusing(op, entry.label, original, built, self._switch, instead, op in self._asked)
+        return build_refusing(op, entry.label, original, built, self.switch, instead, op in self._asked)
 
 
 class _Function:

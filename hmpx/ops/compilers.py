@@ -16,16 +16,16 @@ import functools
 import hashlib
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch.jit._builtins
-import wrapt
 from torch.compiler import config
 from torch.jit import _recursive
 
-from hmpx.base import autocast_state, process_state, region_state
+from hmpx.base import autocast_state, region_state
+from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Attribute, Changes, Item
 
 _BUILTINS = torch.jit._builtins._get_builtin_table()  # of torch's own functions, while they are in their places
@@ -34,11 +34,11 @@ _STATES = [(device,) for device in autocast_state.DEVICES]
 _RULES = "torch._dynamo.trace_rules"
 
 
-class Tracing:
-    """Lets Dynamo see through wrappers, as soon as it is imported. When undone, compiled code is compiled anew.
+class Compilers:
+    """Lets Dynamo, as soon as it is imported, and TorchScript see through wrappers.
 
-    Wrappers are held by identity only: one that is held here would look as if somebody had taken it
-    (`Rebinding.expect`).
+    When it is undone, compiled code is compiled anew. Wrappers are held by identity only: one that is held here would
+    look as if somebody had taken it (`Rebinding.expect`).
     """
 
     def __init__(self) -> None:
@@ -46,40 +46,36 @@ class Tracing:
         self._codes: set[types.CodeType] = set()  # of the wrappers
         self._tags: list[str] = []
 
-    def apply(self, changes: Changes, originals: Mapping[Callable, Callable], what: str) -> None:
-        """Begin, until `changes` are undone.
-
-        Args:
-            originals: by wrapper.
-            what: says in full what the wrappers do, for torch's cache on disk, where a graph stands under the names of
-                its ops: else a graph could get the casts of another program.
-        """
-        process_state.tracing, self._changes = self, changes
+    def apply(self, changes: Changes) -> None:
+        """Begin, until `changes` are undone."""
+        self._changes = changes
         changes.callback(self._end)
-        self._tag_with(what)
-        self._originals.update({id(wrapper): original for wrapper, original in originals.items()})
-        self._codes.update(wrapper.__code__ for wrapper in originals if isinstance(wrapper, types.FunctionType))
-        if _RULES in sys.modules:
-            self.exchange(sys.modules[_RULES])
-            _forget_compiled()
-        else:
-            _await_rules()
+        when_imported(_RULES, self._exchange, changes)
+        for name in ("try_compile_fn", "make_stub"):
+            seeing = self._seeing(getattr(_recursive, name))
+            changes.put(Attribute(_recursive, name, f"torch.jit._recursive.{name}"), seeing)
 
     def _end(self) -> None:
-        process_state.tracing = None
         config.cache_key_tag = self._untagged()
         self._originals.clear()
 
-    def extend(self, originals: Mapping[Callable, Callable], what: str) -> None:
-        """Note further wrappers. Code that is compiled already uses none of them and stays valid."""
+    def add(self, originals: Mapping[Callable, Callable], what: str, changes: Changes) -> None:
+        """Note wrappers. Code that is compiled already uses none of them and stays valid.
+
+        Args:
+            originals: by wrapper.
+            what: says in full what all wrappers do, for torch's cache on disk, where a graph stands under the names of
+                its ops: else a graph could get the casts of another program.
+        """
         self._originals.update({id(wrapper): original for wrapper, original in originals.items()})
         self._tag_with(what)
-        eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-        for wrapper in originals:
-            if isinstance(wrapper, types.FunctionType):
-                self._codes.add(wrapper.__code__)
-                if eval_frame is not None:
-                    eval_frame.skip_code(wrapper.__code__)
+        codes = {wrapper.__code__ for wrapper in originals if isinstance(wrapper, types.FunctionType)}
+        self._codes |= codes
+        if (eval_frame := sys.modules.get("torch._dynamo.eval_frame")) is not None:
+            _skip(eval_frame, codes)
+        for wrapper, original in originals.items():
+            if id(original) in _BUILTINS:
+                changes.put(Item(_BUILTINS, id(wrapper), "TorchScript's table of builtins"), _BUILTINS[id(original)])
 
     def _tag_with(self, what: str) -> None:
         tag = f"hmpx {hashlib.blake2b(what.encode(), digest_size=8).hexdigest()}"
@@ -93,7 +89,8 @@ class Tracing:
             found = found.replace(tag, "")
         return found
 
-    def exchange(self, rules: ModuleType) -> None:
+    def _exchange(self, rules: ModuleType) -> None:
+        """Keep torch's own functions in Dynamo's tables."""
         load_object, get_tensor_method, originals = rules.load_object, rules.get_tensor_method, self._originals
 
         def load_original(name: str) -> Any:
@@ -108,23 +105,19 @@ class Tracing:
             for table in (rules.get_torch_obj_rule_map, rules.get_tensor_method, get_tensor_method, *_other_tables()):
                 table.cache_clear()
 
-        self._changes.callback(_forget_compiled)
+        self._changes.callback(forget_compiled)
         self._changes.callback(clear_tables)
         self._changes.put(Attribute(rules, "load_object", f"{_RULES}.load_object"), load_original)
         self._changes.put(Attribute(rules, "get_tensor_method", f"{_RULES}.get_tensor_method"), get_original_methods)
-        wrapt.register_post_import_hook(self._skip_wrappers, "torch._dynamo.eval_frame")
-        wrapt.register_post_import_hook(self._watch_graphs, "torch._dynamo.output_graph")
+        when_imported("torch._dynamo.eval_frame", self._skip_wrappers, self._changes)
+        when_imported("torch._dynamo.output_graph", self._watch_graphs, self._changes)
         clear_tables()
 
     def _skip_wrappers(self, eval_frame: ModuleType) -> None:
-        """Never compile a wrapper by itself after a graph break: it is like the C function that it stands for."""
-        for code in self._codes:
-            eval_frame.skip_code(code)
+        _skip(eval_frame, self._codes)
 
     def _watch_graphs(self, output_graph: ModuleType) -> None:
         """Wrap graphs that contain regions, so that the regions take effect when they run."""
-        if process_state.tracing is not self:
-            return
         compile_graph = output_graph.OutputGraph.call_user_compiler
 
         def call_user_compiler(output: Any, module: Any, inputs: Any) -> Callable:
@@ -136,60 +129,6 @@ class Tracing:
         label = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"
         self._changes.put(Attribute(output_graph.OutputGraph, "call_user_compiler", label), call_user_compiler)
 
-
-def _opens_regions(module: Any) -> bool:
-    nodes = module.graph.nodes if hasattr(module, "graph") else ()
-    return any(node.op == "call_function" and node.args[:1] in _STATES for node in nodes)
-
-
-@functools.cache  # once in a process
-def _await_rules() -> None:
-    wrapt.register_post_import_hook(_imported, _RULES)
-
-
-def _imported(rules: ModuleType) -> None:
-    if process_state.tracing is not None:
-        process_state.tracing.exchange(rules)
-
-
-def _other_tables() -> list[Any]:
-    """Return the tables that Dynamo builds from attributes of torch, as far as they exist yet."""
-    variables = sys.modules.get("torch._dynamo.variables.torch")
-    of_class = getattr(variables, "TorchInGraphFunctionVariable", None)
-    found = getattr(variables, "get_overridable_functions", None), getattr(of_class, "_get_handlers", None)
-    return [table for table in found if table is not None]
-
-
-def _forget_compiled() -> None:
-    sys.modules["torch._dynamo"].reset()
-
-
-def trace_anew() -> None:
-    """Restart Dynamo's trace if one is running: wrappers were put in place, so it may have seen originals."""
-    guards = sys.modules.get("torch._guards")
-    if _RULES in sys.modules and guards is not None and guards.CompileContext.try_get() is not None:
-        raise sys.modules["torch._dynamo.exc"].UnspecializeRestartAnalysis(restart_reason="wrappers of hmpx")
-
-
-class Scripting:
-    """Shows TorchScript the originals in place of the wrappers."""
-
-    def __init__(self) -> None:
-        self._originals: dict[int, Callable] = {}  # by identity of the wrapper
-
-    def apply(self, changes: Changes, originals: Mapping[Callable, Callable]) -> None:
-        self.extend(originals, changes)
-        for name in ("try_compile_fn", "make_stub"):
-            seeing = self._seeing(getattr(_recursive, name))
-            changes.put(Attribute(_recursive, name, f"torch.jit._recursive.{name}"), seeing)
-
-    def extend(self, originals: Mapping[Callable, Callable], changes: Changes) -> None:
-        """Add wrappers whose originals TorchScript is to see, until `changes` are undone."""
-        for wrapper, original in originals.items():
-            self._originals[id(wrapper)] = original
-            if id(original) in _BUILTINS:
-                changes.put(Item(_BUILTINS, id(wrapper), "TorchScript's table of builtins"), _BUILTINS[id(original)])
-
     def _seeing(self, compile_function: Callable) -> Callable:
         """Wrap a TorchScript function that takes a function first, so that it gets the original of a wrapper."""
         return lambda function, *rest: compile_function(self._own(function), *rest)
@@ -200,3 +139,35 @@ class Scripting:
         if original is None:
             return function
         return types.MethodType(original, function.__self__) if isinstance(function, types.MethodType) else original
+
+
+def _skip(eval_frame: ModuleType, codes: Iterable[types.CodeType]) -> None:
+    """Never compile a wrapper by itself after a graph break: it is like the C function that it stands for."""
+    for code in codes:
+        eval_frame.skip_code(code)
+
+
+def _opens_regions(module: Any) -> bool:
+    nodes = module.graph.nodes if hasattr(module, "graph") else ()
+    return any(node.op == "call_function" and node.args[:1] in _STATES for node in nodes)
+
+
+def _other_tables() -> list[Any]:
+    """Return the tables that Dynamo builds from attributes of torch, as far as they exist yet."""
+    variables = sys.modules.get("torch._dynamo.variables.torch")
+    of_class = getattr(variables, "TorchInGraphFunctionVariable", None)
+    found = getattr(variables, "get_overridable_functions", None), getattr(of_class, "_get_handlers", None)
+    return [table for table in found if table is not None]
+
+
+def forget_compiled() -> None:
+    """Let torch compile everything anew."""
+    if _RULES in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+
+
+def trace_anew() -> None:
+    """Restart Dynamo's trace if one is running: wrappers were put in place, so it may have seen originals."""
+    guards = sys.modules.get("torch._guards")
+    if _RULES in sys.modules and guards is not None and guards.CompileContext.try_get() is not None:
+        raise sys.modules["torch._dynamo.exc"].UnspecializeRestartAnalysis(restart_reason="wrappers of hmpx")

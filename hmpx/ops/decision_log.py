@@ -93,17 +93,6 @@ class VerboseLog:
             logger.info("hmpx: %6d times %s", count, line)
 
 
-class Announcement:
-    """A part that logs at INFO when `convert` begins; there is nothing to undo."""
-
-    def __init__(self, *lines: str) -> None:
-        self._lines = lines
-
-    def apply(self, changes: Changes) -> None:
-        for line in self._lines:
-            logger.info(line)
-
-
 def _dtypes(values: Any) -> str:
     found: list[str] = []
     for value in values:

@@ -20,7 +20,7 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.module_rules import RULES, deciding, forward_class, rules_of
 from hmpx.ops.overlays import Overlay
-from hmpx.ops.policies.policy import LOW_RULES, Rule, scope_inside
+from hmpx.ops.policies.policy import scope_inside
 from hmpx.ops.wrapping.rules import is_eligible
 
 Module = torch.nn.Module
@@ -30,35 +30,30 @@ _OUTERMOST = "_hmpx_outermost"
 _LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)  # these compute later
 
 
-class ForwardWrappers:
-    """A part: wraps the forwards of all modules with rules, also of modules that get a rule later."""
+def wrap_forwards(changes: Changes) -> None:
+    """Wrap the forwards of modules with rules, also of those that get one later, until `changes` are undone."""
+    wrap = functools.partial(_wrap, changes)
+    changes.put(Attribute(state, "wrap_forward", "hmpx.base.process_state.wrap_forward"), wrap)
+    for rule in list(state.module_rules):
+        for cls in rule.classes:
+            wrap(cls)
+        for module in rule.modules():  # whose class may be another one than before
+            wrap(module if "forward" in vars(module) else forward_class(module))
 
-    def __init__(self) -> None:
-        self._wrapped: set[int] = set()  # by identity: the holders of forwards
 
-    def apply(self, changes: Changes) -> None:
-        self._changes = changes
-        changes.put(Attribute(state, "wrap_forward", "hmpx.base.process_state.wrap_forward"), self._wrap)
-        for rule in list(state.module_rules):
-            for cls in rule.classes:
-                self._wrap(cls)
-            for module in rule.modules():  # whose class may be another one than before
-                self._wrap(module if "forward" in vars(module) else forward_class(module))
-
-    def _wrap(self, owner: Any) -> None:
-        """Wrap the forward that stands in a class or in a module."""
-        inner = vars(owner)["forward"]
-        if isinstance(owner, Module):
-            if not (isinstance(inner, functools.partial) and inner.func is _forward_of):
-                outer = functools.update_wrapper(functools.partial(_forward_of, owner, inner), inner)
-                self._changes.put(Attribute(owner, "forward", f"the forward of a {type(owner).__name__}"), outer)
-                self._changes.put(Attribute(owner, _OUTERMOST, f"a {type(owner).__name__}.{_OUTERMOST}"), 0)
-        elif id(owner) not in self._wrapped:
-            self._wrapped.add(id(owner))
-            name = f"{owner.__module__}.{owner.__qualname__}"
-            self._changes.put(Attribute(owner, RULES, f"{name}.{RULES}"), ())
-            self._changes.put(Attribute(owner, _OUTERMOST, f"{name}.{_OUTERMOST}"), id(owner))
-            self._changes.put(Attribute(owner, "forward", f"{name}.forward"), _placing(inner, id(owner)))
+def _wrap(changes: Changes, owner: Any) -> None:
+    """Wrap the forward that stands in a class or in a module, unless it is wrapped."""
+    inner = vars(owner)["forward"]
+    if isinstance(owner, Module):
+        if not (isinstance(inner, functools.partial) and inner.func is _forward_of):
+            outer = functools.update_wrapper(functools.partial(_forward_of, owner, inner), inner)
+            changes.put(Attribute(owner, "forward", f"the forward of a {type(owner).__name__}"), outer)
+            changes.put(Attribute(owner, _OUTERMOST, f"a {type(owner).__name__}.{_OUTERMOST}"), 0)
+    elif _OUTERMOST not in vars(owner):
+        name = f"{owner.__module__}.{owner.__qualname__}"
+        changes.put(Attribute(owner, RULES, f"{name}.{RULES}"), ())
+        changes.put(Attribute(owner, _OUTERMOST, f"{name}.{_OUTERMOST}"), id(owner))
+        changes.put(Attribute(owner, "forward", f"{name}.forward"), _placing(inner, id(owner)))
 
 
 def _placing(original: Callable, owner: int) -> Callable:
@@ -143,14 +138,6 @@ def _is_wrapped(forward: Any) -> bool:
 _WRAPPER = _placing(Module.forward, 0).__code__
 
 
-def rule_that_casts(frame: FrameType) -> str:
-    """Return the origin of the module rule by which `frame` casts an argument; else an empty string."""
-    return frame.f_locals["overlay"].where if frame.f_code is _cast_once.__code__ else ""
-
-
-def side_that_casts(frame: FrameType) -> str:
-    """Return the side of the module rule by which `frame` casts an argument; else an empty string."""
-    if frame.f_code is not _cast_once.__code__:
-        return ""
-    dtype = frame.f_locals["overlay"].dtype
-    return str(Rule.FP32 if dtype is torch.float32 else LOW_RULES[dtype])
+def overlay_that_casts(frame: FrameType) -> Overlay | None:
+    """Return the overlay of the module rule by which `frame` casts an argument; None if it casts none."""
+    return frame.f_locals["overlay"] if frame.f_code is _cast_once.__code__ else None

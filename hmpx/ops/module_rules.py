@@ -19,7 +19,6 @@ from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError
 from hmpx.ops.overlays import Overlay, overlay_by_hand
 from hmpx.ops.policies.fp8_format import Format
-from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
 from hmpx.ops.policies.policy import Policy, number_inside
 from hmpx.ops.wrapping.callers import runs_later
 
@@ -156,8 +155,7 @@ def policy_for(
     if not isinstance(module, Module):
         raise HmpxError(f"policy_for takes a torch.nn.Module, not a {type(module).__name__}")
     said = (bf16, fp32, promote, fp8, low_precision, fp8_format)
-    lists = dict(zip((*SIDES, LOW_PRECISION, FP8_FORMAT), said, strict=True))
-    made = ModuleRule(module, overlay_by_hand("policy_for", rule, lists, sys._getframe(1)))
+    made = ModuleRule(module, overlay_by_hand("policy_for", rule, said, sys._getframe(1)))
     try:
         made.apply()
         if state.learn is not None:

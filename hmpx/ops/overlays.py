@@ -22,7 +22,7 @@ from hmpx.ops.policies.build_policy import OPT_LEVELS, build_policy, resolve_sid
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, LOW_PRECISION, SIDES, Listed, OpLists
-from hmpx.ops.policies.policy import LOW_RULES, Policy
+from hmpx.ops.policies.policy import LOW_RULES, Policy, Rule
 from hmpx.ops.wrapping.callers import users_line
 
 DTYPES = (torch.float32, *LOW_RULES)  # that everything in a module may run in
@@ -77,6 +77,11 @@ class Overlay:
             origins={**policy.origins, **{name: where for name, _, where in self.names}},
             low_precision=self.low_precision or policy.low_precision,
         )
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule of every op that computes; None where there is no such one."""
+        return Rule.FP32 if self.dtype is torch.float32 else LOW_RULES.get(self.dtype)  # type: ignore[arg-type]
 
     @property
     def whole(self) -> bool:
@@ -174,14 +179,17 @@ def read_overlay(
     return _registered(Overlay(where, dtype=dtype))
 
 
-def overlay_by_hand(name: str, rule: Any, lists: Mapping[str, Any], frame: FrameType) -> Overlay:
+def overlay_by_hand(name: str, rule: Any, said: tuple, frame: FrameType) -> Overlay:
     """Return the overlay that the arguments of ``hmpx.NAME(rule, bf16=..., ...)`` mean, called in `frame`.
+
+    said: the four lists, the low precision and the format of FP8; None for each that is not given.
 
     Raises:
         HmpxError: as `read_overlay`; and both a rule and lists.
     """
     line, what = users_line(frame), f"hmpx.{name}"
-    given = {key: value for key, value in lists.items() if value is not None}
+    keys = (*SIDES, LOW_PRECISION, FP8_FORMAT)
+    given = {key: value for key, value in zip(keys, said, strict=True) if value is not None}
     if rule is not None and given:
         raise HmpxError(f"{what}: a rule and {', '.join(given)}=: which of the two?")
     unset = f"says nothing: hmpx.{name}(torch.float32), or lists of ops, as in fp32=['softmax']"

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import wrapt
 
 from hmpx.base import process_state, region_state
-from hmpx.base.awaited import await_module, stop_waiting
+from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError, UnknownOpError, did_you_mean
 from hmpx.ops.captured_names.raw import HEAP_TYPE
@@ -29,6 +29,7 @@ from hmpx.ops.policies.op_lists import is_shipped, read_file, shipped
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.callers import runs_later
+from hmpx.ops.wrapping.codegen import Switch
 from hmpx.ops.wrapping.observing import Point, Seen, observed
 from hmpx.ops.wrapping.rules import cast_arguments
 from hmpx.ops.wrapping.wrappers import Patch, Patching
@@ -109,18 +110,18 @@ def promote(function: Function) -> Function:
 # The wrapper
 
 
-def _wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool]) -> Any:
+def _wrap(function: Any, rules: Rules, name: str, active: Callable[[], bool], where: str = "") -> Any:
     """Return `function` with its inputs cast while `active()`, by the rule of the scope that it is called from.
 
-    rules: by scope; it may get more.
+    rules: by scope; it may get more. where: begins the message where it is no function, or one that runs later.
     """
     some = next(filter(None, rules.values()))
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if not callable(plain) or isinstance(plain, type):
-        raise HmpxError(f"{name} is no function but {plain!r}; {some} is for functions and methods")
+        raise HmpxError(f"{where}{name} is no function but {plain!r}; {some} is for functions and methods")
     if runs_later(plain):
         raise HmpxError(
-            f"{name} is a generator or coroutine function, whose body runs after the call; list what it calls"
+            f"{where}{name} is a generator or coroutine function, whose body runs after the call; list what it calls"
         )
 
     def call(wrapped, instance, args, kwargs):
@@ -176,61 +177,47 @@ class UserFunction(wrapt.FunctionWrapper):
 class UserFunctions:
     """The dotted names of policies: patched where they stand now, or as soon as their module is imported.
 
-    policies: by scope, 0 among them.
+    policies: by scope, 0 among them. rebinding: finds names that others have captured.
     """
 
-    def __init__(self, policies: Mapping[int, Policy], rebinding: Rebinding | None = None) -> None:
-        self._rebinding = rebinding or Rebinding()
+    def __init__(self, policies: Mapping[int, Policy], switch: Switch) -> None:
+        self._switch = switch
+        self.rebinding = Rebinding()
         self.rules: dict[str, dict[int, Rule | None]] = {}
         self.origins: dict[str, str] = {}
         self.patched: dict[str, Patch] = {}
-        self._retired = False
-        self._know(policies)
+        self.add(policies)
 
-    def _know(self, policies: Mapping[int, Policy]) -> list[str]:
-        """Add policies; return the names that are new."""
+    def add(self, policies: Mapping[int, Policy]) -> None:
+        """Add policies; `apply` patches what they name and earlier ones did not."""
         listed = {scope: policy.user_functions() for scope, policy in policies.items()}
-        new = [name for name in dict.fromkeys(name for rules in listed.values() for name in rules)
-               if name not in self.rules]  # fmt: skip
-        for name in (*self.rules, *new):
+        named = dict.fromkeys(name for rules in listed.values() for name in rules)
+        self._new = [name for name in named if name not in self.rules]
+        for name in (*self.rules, *self._new):
             self.rules.setdefault(name, {}).update({scope: each.get(name) for scope, each in listed.items()})
         for policy in policies.values():
             self.origins = dict(policy.origins) | self.origins
-        return new
 
     def check(self) -> None:
-        """Raise `UnknownOpError` for a name that its imported module does not have; nothing is changed."""
+        """Raise `HmpxError` for a name that is no function of its imported module; nothing is changed."""
         for name in self.rules:
-            found = self._find(name)
-            if found is not None:
-                owner, _, original = found
-                if isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE:
-                    raise UnknownOpError(f"{self._where(name)}: {owner.__name__} is a type in C and cannot be changed")
-                _wrap(original, self.rules[name], f"{self._where(name)}: {name}", self._active)
+            self._patch_of(name)
 
     @property
     def waiting(self) -> list[str]:
         """Names whose module is not imported yet, except names in hmpx's own lists."""
         waiting = [name for name in self.rules if name not in self.patched and name not in _shipped_names()]
-        return [] if self._retired else waiting
+        return [] if self._switch.retired else waiting
 
     def apply(self, changes: Changes) -> None:
-        """Patch the imported functions, until `changes` are undone."""
+        """Patch the functions of policies that were added since, as they are imported, until `changes` are undone."""
         self._changes = changes
-        changes.callback(self._retire)
-        for name in self.rules:
+        for name in self._new:
             self._patch_or_await(name)
-
-    def extend(self, policies: Mapping[int, Policy]) -> None:
-        """Add policies. New names are patched until the others end."""
-        new = self._know(policies)
-        for name in new:
-            self._patch_or_await(name)
-        self._rebinding.add(_replacements([self.patched[name] for name in new if name in self.patched]))
 
     def replacements(self) -> list[tuple[Any, Any]]:
-        """Return originals and wrappers, for names captured elsewhere."""
-        return _replacements(self.patched.values())
+        """Return originals and wrappers of the same, for names captured elsewhere."""
+        return _replacements(self.patched[name] for name in self._new if name in self.patched)
 
     def _find(self, name: str) -> tuple[Any, str, Any] | None:
         """Return owner, attribute and function; None where the module, or a submodule of that name, may still come."""
@@ -248,37 +235,44 @@ class UserFunctions:
             message = f"{self._where(name)}: {prefix} has no {path!r}{did_you_mean(path, dir(module))}"
             raise UnknownOpError(message) from None
 
-    def _patch(self, name: str) -> bool:
+    def _patch_of(self, name: str) -> Patch | None:
         found = self._find(name)
         if found is None:
-            return False
+            return None
         owner, attribute, original = found
+        if isinstance(owner, type) and not owner.__flags__ & HEAP_TYPE:
+            raise UnknownOpError(f"{self._where(name)}: {owner.__name__} is a type in C and cannot be changed")
         rules = self.rules[name]
         rule = next(filter(None, rules.values()))
-        wrapper = _wrap(original, rules, name, self._active)
-        patch = Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper)
-        self._rebinding.expect(lambda: _replacements([patch]))
+        wrapper = _wrap(original, rules, name, self._active, f"{self._where(name)}: ")
+        return Patch(name, Patching.CAST, rule, name, owner, attribute, original, wrapper)
+
+    def _patch(self, name: str) -> bool:
+        patch = self._patch_of(name)
+        if patch is None:
+            return False
+        self.rebinding.expect(lambda: _replacements([patch]))
         self._changes.put(patch.place, patch.wrapper)
         self.patched[name] = patch
         return True
 
     def _patch_or_await(self, name: str) -> None:
-        if self._patch(name):
+        if name in self.patched or self._patch(name):
             return
         parent = name.rpartition(".")[0]
         if name not in _shipped_names() and not _findable(parent.partition(".")[0]):
             logger.warning("%s: %s is not importable now; it is patched if it appears", self._where(name), name)
         # A name may lie in a module (pkg.ops.nms) or in a class of one (pkg.ops.Box.area): wait for both.
         for module in {parent, parent.rpartition(".")[0]} - {""}:
-            await_module(module, self)
+            when_imported(module, self._take, self._changes)
 
-    def take(self, module: types.ModuleType) -> None:
+    def _take(self, module: types.ModuleType) -> None:
         """Patch the functions of a module that has just been imported."""
         names = [name for name in self.rules if name.startswith(f"{module.__name__}.") and name not in self.patched]
-        for name in () if self._retired else names:
+        for name in names:
             try:
                 if self._patch(name):
-                    self._rebinding.add_imported(_replacements([self.patched[name]]), _package(name))
+                    self.rebinding.add_imported(_replacements([self.patched[name]]), _package(name))
             except HmpxError as error:  # an import is no place to raise; the handle goes on to say that it escaped
                 logger.warning("%s", error)
 
@@ -286,11 +280,7 @@ class UserFunctions:
         return self.origins.get(name, "policy")
 
     def _active(self) -> bool:
-        return not self._retired and region_state.casts_on()
-
-    def _retire(self) -> None:
-        self._retired = True
-        stop_waiting(self)
+        return not self._switch.retired and region_state.casts_on()
 
 
 @functools.cache

@@ -59,7 +59,6 @@ class Activation(Installation):
         self._settings = {under_zero: recipe.under_zero(under_zero).settings() for under_zero in (True, False)}
         self._overlays = recipe.overlays()
         self._ruled: WeakSet[torch.nn.Module] = WeakSet()  # models that have the recipe's rules
-        self._changes = Changes()
 
     def __enter__(self) -> Activation:
         super().__enter__()
@@ -72,24 +71,16 @@ class Activation(Installation):
         ops = f"ops {recipe.opt_level}" if recipe.opt_level else "ops as they are"
         return f"<hmpx.Activation, {state}: {recipe.parameter_dtype} weights, {ops}, weights={recipe.weights!r}>"
 
-    def _apply(self) -> None:
-        self._conversion = None
-        try:
-            self._conversion = convert(self.recipe, self._policy)
-            if self._conversion is not None:
-                self._conversion.expect(self._overlays.values())
-                self._changes.callback(self._conversion.restore)
-                if self._entered:
-                    self._conversion.__enter__()
-            watch_optimizers(self._made, self._changes)
-            watch_distribution(self._distributes, self._changes)
-            watch_frameworks(self.recipe, self._changes)
-        except BaseException:
-            self._changes.close()
-            raise
-
-    def _take_away(self) -> None:
-        self._changes.close()
+    def _change(self, changes: Changes) -> None:
+        self._conversion = convert(self.recipe, self._policy)
+        if self._conversion is not None:
+            changes.callback(self._conversion.restore)
+            self._conversion.expect(self._overlays.values())
+            if self._entered:
+                self._conversion.__enter__()
+        watch_optimizers(self._made, changes)
+        watch_distribution(self._distributes, changes)
+        watch_frameworks(self.recipe, changes)
 
     def _distributes(self, module: torch.nn.Module) -> None:
         self._take(cast_before_distribution(module, self.recipe))

@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import wrapt
 from torch.nn.parallel import DistributedDataParallel
 
+from hmpx.base.awaited import when_imported
 from hmpx.base.changes import MISSING, Attribute, Changes
 from hmpx.ops.captured_names.rebinding import Rebinding
 
@@ -21,39 +21,36 @@ Module = torch.nn.Module
 Optimizer = torch.optim.Optimizer
 
 
-class ConstructorWatch:
-    """Calls `made` with each object whose watched constructor has returned, until `changes` are undone.
+def constructor_watch(made: Callable[[Any], None], changes: Changes) -> Callable[[type], None]:
+    """Return a function that watches the own constructor of a class, if it has one, until `changes` are undone.
 
-    An object that is made inside another watched constructor is left out; the outer object is seen.
+    `made` is called with each object whose watched constructor has returned. An object that is made inside another
+    watched constructor is left out; the outer object is seen.
     """
+    ended: list[bool] = []
+    running = threading.local()  # any: whether a watched constructor is running in this thread
+    changes.callback(ended.append, True)
 
-    def __init__(self, made: Callable[[Any], None], changes: Changes) -> None:
-        self._made, self._changes, self.ended = made, changes, False
-        self._running = threading.local()  # any: whether a watched constructor is running in this thread
-        changes.callback(self._end)
-
-    def _end(self) -> None:
-        self.ended = True
-
-    def watch(self, cls: type) -> None:
-        """ConstructorWatch the constructor that a class has of its own, if it has one."""
+    def watch(cls: type) -> None:
         init = vars(cls).get("__init__")
-        if init is None or self.ended:
+        if init is None or ended:
             return
 
         @functools.wraps(init)
-        def __init__(made: Any, *args: Any, **kwargs: Any) -> None:
-            if self.ended or getattr(self._running, "any", False):
-                init(made, *args, **kwargs)
+        def __init__(new: Any, *args: Any, **kwargs: Any) -> None:
+            if ended or getattr(running, "any", False):
+                init(new, *args, **kwargs)
                 return
-            self._running.any = True
+            running.any = True
             try:
-                init(made, *args, **kwargs)
+                init(new, *args, **kwargs)
             finally:
-                self._running.any = False
-            self._made(made)
+                running.any = False
+            made(new)
 
-        self._changes.put(Attribute(cls, "__init__", f"{cls.__name__}.__init__"), __init__)
+        changes.put(Attribute(cls, "__init__", f"{cls.__name__}.__init__"), __init__)
+
+    return watch
 
 
 def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> None:
@@ -67,15 +64,15 @@ def watch_optimizers(made: Callable[[Optimizer], None], changes: Changes) -> Non
             super(Optimizer, cls).__init_subclass__(**kwargs)
         else:
             before.__get__(None, cls)(**kwargs)
-        watch.watch(cls)
+        watch(cls)
 
     subclassing = Attribute(Optimizer, "__init_subclass__", "torch.optim.Optimizer.__init_subclass__")
     before = changes.put(subclassing, classmethod(defined))
-    watch = ConstructorWatch(made, changes)
+    watch = constructor_watch(made, changes)
     classes = [Optimizer]
     for cls in classes:
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]
-        watch.watch(cls)
+        watch(cls)
 
 
 def watch_distribution(distributes: Callable[[Module], object], changes: Changes) -> None:
@@ -94,16 +91,15 @@ def watch_distribution(distributes: Callable[[Module], object], changes: Changes
     changes.put(Attribute(DistributedDataParallel, "__init__", "DistributedDataParallel.__init__"), __init__)
 
     def imported(fsdp: ModuleType) -> None:
-        if not ended:
-            fully_shard, shard = fsdp.fully_shard, _watched_shard(fsdp.fully_shard, distributes, ended)
-            changes.put(Attribute(fsdp, "fully_shard", "torch.distributed.fsdp.fully_shard"), shard)
-            if imported_before:
-                rebinding.add([(fully_shard, shard)])
-            else:  # nobody can have imported the name yet
-                rebinding.add_imported([(fully_shard, shard)], [fsdp])
+        fully_shard, shard = fsdp.fully_shard, _watched_shard(fsdp.fully_shard, distributes, ended)
+        changes.put(Attribute(fsdp, "fully_shard", "torch.distributed.fsdp.fully_shard"), shard)
+        if imported_before:
+            rebinding.add([(fully_shard, shard)])
+        else:  # nobody can have imported the name yet
+            rebinding.add_imported([(fully_shard, shard)], [fsdp])
 
     changes.callback(ended.append, True)
-    wrapt.register_post_import_hook(imported, "torch.distributed.fsdp")
+    when_imported("torch.distributed.fsdp", imported, changes)
 
 
 def _watched_shard(fully_shard: Callable, distributes: Callable[[Module], object], ended: list) -> Callable:

@@ -170,7 +170,7 @@ def read_keys(path: Path, legal: Sequence[str]) -> Read:
             continue
         if key.value in values:
             wrong[f"{path}:{line}: {key.value!r} stands here for the second time"] = None
-        lines |= {(key.value,): line, **lines_inside(key.value, value)}
+        lines |= {(key.value,): line, **lines_inside(value, key.value)}
         try:
             values[key.value] = spelled_out(key.value, value_of(path, value))
         except HmpxError as error:
@@ -199,7 +199,7 @@ def read_keys(path: Path, legal: Sequence[str]) -> Read:
 def _nxds(path: Path, key: yaml.Node, value: yaml.Node) -> Read:
     """Read a file that holds NxD's configuration."""
     line = key.start_mark.line + 1
-    lines = {inner: at for (_, inner), at in lines_inside(NXD, value).items()}
+    lines = {inner: at for (_, inner), at in lines_inside(value, NXD).items()}
     config = value_of(path, value)
     keys = nxd_keys(config, False, lambda inner: f"{path}:{lines.get(inner, line)}: ")
     where = {(own,): lines.get(NXD_MASTERS if own == "weights" else own, line) for own in keys}

@@ -15,11 +15,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import wrapt
 
+from hmpx.base.awaited import when_imported
 from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError
-from hmpx.recipes.constructor_hooks import ConstructorWatch
+from hmpx.recipes.constructor_hooks import constructor_watch
 from hmpx.recipes.recipe import Recipe
 
 logger = logging.getLogger("hmpx")
@@ -54,11 +54,9 @@ def of_accelerate() -> Iterator[FrameworkSetting]:
 
 def of_transformers(arguments: Any) -> Iterator[FrameworkSetting]:
     """Yield what `TrainingArguments` ask for, and Accelerate below them."""
-    for name, what in (
-        *(("bf16", AUTOCAST), ("fp16", AUTOCAST)),
-        *(("bf16_full_eval", MODEL_DTYPE), ("fp16_full_eval", MODEL_DTYPE)),
-    ):
+    for name in ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"):
         if getattr(arguments, name, False):
+            what = MODEL_DTYPE if name.endswith("full_eval") else AUTOCAST
             kind = type(arguments).__name__
             by_itself = "" if kind == "TrainingArguments" else f", which {kind} sets by itself"  # TRL's do
             yield FrameworkSetting(f"{kind}({name}=True)", what, f"write {name}=False{by_itself}")
@@ -156,8 +154,8 @@ def watch_frameworks(recipe: Recipe, changes: Changes) -> None:
                 logger.warning("hmpx: %s", why)
 
     def imported(name: str, module: ModuleType) -> None:
-        watch.watch(getattr(module, name))
+        watch(getattr(module, name))
 
-    watch = ConstructorWatch(made, changes)
+    watch = constructor_watch(made, changes)
     for path, (name, _) in _CONSTRUCTORS.items():
-        wrapt.register_post_import_hook(functools.partial(imported, name), path)
+        when_imported(path, functools.partial(imported, name), changes)

@@ -42,7 +42,7 @@ _OF_PARAMETERS = {  # what a rule for parameters may say
     "weights": _LEGAL["weights"],
     "state_dtype": _LEGAL["state_dtype"],
 }
-_MAPPINGS = {  # keys whose values are mappings, and what these map
+MAPPINGS = {  # keys whose values are mappings, and what these map
     MODULES: "modules' names to dtypes or lists of ops",
     PARAMETERS: "parameters' names to dtypes or settings",
     "module_dtypes": "modules' names to dtypes",
@@ -122,9 +122,9 @@ def problems(key: Any, value: Any, keys: Sequence[str]) -> Iterator[tuple[Any, s
     elif key in SIDES and value is not None:
         if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
             yield None, f"{key} is {value!r}, not a list of names; a file goes to {key}_file_path"
-    elif key in _MAPPINGS:
+    elif key in MAPPINGS:
         if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
-            yield None, f"{key} is {value!r}, not a mapping of {_MAPPINGS[key]}{_quotes(value)}"
+            yield None, f"{key} is {value!r}, not a mapping of {MAPPINGS[key]}{_quotes(value)}"
         else:
             for inside, of_it in value.items():
                 yield from ((inside, problem) for problem in _wrong_inside(key, inside, of_it))
@@ -179,15 +179,7 @@ def dtype_of(name: str, parameters: Mapping[str, Any], module_dtypes: Mapping[st
     for pattern, dtype in module_dtypes.items():
         if any(fnmatchcase(module, pattern) for module in within):
             found = dtype
-    rules = spelled_out(PARAMETERS, parameters).items() if parameters else ()
-    own = [rule for pattern, rule in rules if fnmatchcase(name, pattern)]
+    own = [rule for pattern, rule in parameters.items() if fnmatchcase(name, pattern)]
     if own and "dtype" in own[-1]:
         found = own[-1]["dtype"]
     return DTYPES[found] if found is not None else None
-
-
-def ways_in(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what `hmpx.attach` is told of parameters: all but their dtypes. Empty where the rules say only dtypes."""
-    rules = spelled_out(PARAMETERS, parameters).items()
-    ways = {pattern: {key: rule[key] for key in rule if key != "dtype"} for pattern, rule in rules}
-    return ways if any(ways.values()) else {}

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,7 +20,7 @@ from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.op_lists import LOW_DTYPES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes import frameworks
-from hmpx.recipes.keys import DTYPES, LISTS, dtype_of
+from hmpx.recipes.keys import DTYPES, dtype_of
 from hmpx.recipes.module_patterns import check_names, module_names, rules_for
 from hmpx.recipes.recipe import Recipe
 from hmpx.recipes.stated import Stated, as_recipe
@@ -204,15 +203,8 @@ _looking: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDic
 
 
 def facts(recipe: Recipe) -> dict[str, Any]:
-    """Return what must be the same on every rank."""
-    return {**asdict(recipe), **{key: _content(getattr(recipe, key)) for key in LISTS}}
-
-
-def _content(path: str) -> str:
-    """Return the text of a list file: ranks on several machines may hold the same list under different paths."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):  # reading the policy raises the better error
-        return Path(path).read_text(encoding="utf-8") if path else ""
-    return path
+    """Return what must be the same on every rank; they may hold the same list under different paths."""
+    return asdict(recipe.inlined())
 
 
 def cast_model(model: torch.nn.Module, recipe: Recipe, undo: contextlib.ExitStack) -> None:

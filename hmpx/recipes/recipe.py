@@ -22,18 +22,7 @@ from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, SIDES, Listed, read_lists
 from hmpx.ops.policies.policy import OptLevel, Policy
 from hmpx.recipes.files import Origin, Origins, read_keys, recipe_path
-from hmpx.recipes.keys import (
-    DTYPES,
-    LISTS,
-    MAPPED,
-    MODULES,
-    PARAMETERS,
-    SWITCHES,
-    dtype_of,
-    problems,
-    spelled_out,
-    ways_in,
-)
+from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, dtype_of, problems, spelled_out
 from hmpx.recipes.vendors import NXD_BASE, nxd_keys
 from hmpx.updates.footprint import Footprint, footprint
 from hmpx.updates.holding.settings import Settings, Weights
@@ -127,11 +116,12 @@ class Recipe:
         Raises:
             HmpxError: a value that the key cannot have, with the legal ones.
         """
-        names = [each.name for each in fields(self)]
-        values = {name: spelled_out(name, getattr(self, name)) for name in names}
-        wrong = [problem for name, value in values.items() for _, problem in problems(name, value, names)]
+        values = {name: spelled_out(name, getattr(self, name)) for name in KEYS}
+        wrong = [problem for name, value in values.items() for _, problem in problems(name, value, KEYS)]
         if wrong:
             raise HmpxError("\n".join(wrong))
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_nxd(cls, config: Mapping[str, bool] | None = None, *, with_zero: bool = False) -> Recipe:
@@ -150,16 +140,13 @@ class Recipe:
             >>> hmpx.Recipe.from_nxd({"use_master_weights": True}).weights
             'master'
         """
-        base = read_keys(recipe_path(NXD_BASE), [each.name for each in fields(cls)]).keys
+        base = read_keys(recipe_path(NXD_BASE), KEYS).keys
         return cls(**{**base, **nxd_keys(config, with_zero)})
 
     def __str__(self) -> str:
         """Return the recipe as a file that needs no other file, with the versions that it was written with."""
         keys = {key: value for key, value in asdict(self.inlined()).items() if value not in ("", {}, None)}
         keys = {key: value for key, value in keys.items() if key != "verbose" or value}
-        for key in (MODULES, PARAMETERS):
-            if key in keys:
-                keys[key] = spelled_out(key, getattr(self, key))
         keys |= {"opt_level": self.opt_level, **{side: list(keys[side]) for side in SIDES if side in keys}}
         text = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=116)
         return f"# Written by hmpx {__version__} with torch {torch.__version__}.\n{text}"
@@ -284,15 +271,19 @@ class Recipe:
         own = {key: getattr(self, key) for key in ("weights", "seed", *SWITCHES)}
         narrow = "bfloat16" in (self.parameter_dtype, *self.module_dtypes.values(), *self.dtype_map.values())
         with self.naming_lines():
-            for pattern, rule in spelled_out(PARAMETERS, self.parameters).items() if not narrow else ():
+            rules = self.parameters.items()
+            for pattern, rule in rules if not narrow else ():
                 if rule and "dtype" not in rule:
                     raise HmpxError(
                         f"{PARAMETERS}: {pattern!r}: {' and '.join(rule)} would do nothing: by parameter_dtype these "
                         "parameters are float32, which gets plain steps; say dtype: bfloat16 too"
                     )
-            return Settings(state_dtype=state_named(self.state_dtype), parameters=ways_in(self.parameters), **own)
+            ways = {pattern: {key: rule[key] for key in rule if key != "dtype"} for pattern, rule in rules}
+            own["parameters"] = ways if any(ways.values()) else {}  # `hmpx.attach` is not told of dtypes
+            return Settings(state_dtype=state_named(self.state_dtype), **own)
 
 
+KEYS = tuple(each.name for each in fields(Recipe))
 USUAL = Recipe()  # what each key is where it is left out
 DEFAULT = Recipe(parameter_dtype="float32")  # where no recipe is named: the default lists, FP32 weights
 

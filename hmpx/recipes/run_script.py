@@ -28,13 +28,7 @@ from hmpx.recipes.stated import as_recipe
 _RUN = "HMPX_RUN"  # tells spawned processes what to run, under which recipe
 
 
-def run(
-    recipe: Recipe | None,
-    script: str,
-    arguments: list[str],
-    *,
-    as_module: bool = False,
-) -> None:
+def run(recipe: Recipe | None, script: str, arguments: list[str], *, as_module: bool = False) -> None:
     """Run a Python file, or a module by its name, in this process under `recipe`, which stays in force afterwards.
 
     Args:
@@ -70,7 +64,12 @@ def found(script: str, as_module: bool) -> importlib.machinery.ModuleSpec:
     """
     if as_module:
         return _spec_of_module(script)
-    return _spec_of_file(str(Path(script) / "__main__.py") if Path(script).is_dir() else script)
+    path = Path(script) / "__main__.py" if Path(script).is_dir() else Path(script)
+    check_is_there(path, "script")
+    loader = importlib.machinery.SourceFileLoader("__main__", str(path))
+    spec = importlib.util.spec_from_file_location("__main__", path, loader=loader)
+    assert spec is not None, "a loader is given"
+    return spec
 
 
 def spawned(name: str) -> dict[str, Any]:
@@ -92,15 +91,6 @@ def check_is_there(path: Path, what: str) -> None:
     if not path.is_file():
         beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise HmpxError(f"{path}: no such {what}{did_you_mean(path.name, beside)}")
-
-
-def _spec_of_file(script: str) -> importlib.machinery.ModuleSpec:
-    path = Path(script)
-    check_is_there(path, "script")
-    loader = importlib.machinery.SourceFileLoader("__main__", str(path))
-    spec = importlib.util.spec_from_file_location("__main__", path, loader=loader)
-    assert spec is not None, "a loader is given"
-    return spec
 
 
 def _spec_of_module(name: str) -> importlib.machinery.ModuleSpec:

@@ -6,20 +6,18 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES, read_file
 from hmpx.recipes.files import Origins, is_about, named_twice, read_keys, recipe_path
-from hmpx.recipes.keys import EXTENDS, LISTS, MODULES, PARAMETERS, problems, spelled_out
-from hmpx.recipes.recipe import DEFAULT, USUAL, Recipe, changed, with_origins
+from hmpx.recipes.keys import EXTENDS, LISTS, MAPPINGS, MODULES, problems, spelled_out
+from hmpx.recipes.recipe import DEFAULT, KEYS, USUAL, Recipe, changed, with_origins
 from hmpx.recipes.vendors import NXD, nxd_under_zero
 
 Stated = str | os.PathLike[str] | Mapping[str, Any] | Recipe | None  # how a recipe may be given, everywhere
-_KEYS = [each.name for each in fields(Recipe)]
-_MAPPINGS = (MODULES, "module_dtypes", PARAMETERS, "dtype_map")
 
 
 def laid_over(base: Recipe, keys: Mapping[str, Any], origins: Origins = USUAL._origins) -> Recipe:
@@ -38,11 +36,11 @@ def laid_over(base: Recipe, keys: Mapping[str, Any], origins: Origins = USUAL._o
     if other_level and own["opt_level"] is None:
         gone |= {key: getattr(USUAL, key) for key in (LOW_PRECISION, FP8_FORMAT, "kernels", MODULES)}
     base = changed(base, **gone)
-    for key in _MAPPINGS:
+    for key in MAPPINGS:
         if key in own:
             around = {pattern: rule for pattern, rule in getattr(base, key).items() if pattern not in own[key]}
             own[key] = {**around, **own[key]}
-    before = base._origins.without([key for key in own if key not in _MAPPINGS])
+    before = base._origins.without([key for key in own if key not in MAPPINGS])
     return with_origins(replace(base, **own), before.under(origins))
 
 
@@ -98,7 +96,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> tuple[Recipe, _Wrong, Collecti
 
     above: the files that extend this one.
     """
-    keys, origins, base, wrong, faulty = read_keys(path, _KEYS)
+    keys, origins, base, wrong, faulty = read_keys(path, KEYS)
     around, found = USUAL, _Wrong()
     others: Collection[str] = ()
     if base is not None:
@@ -157,7 +155,7 @@ def checked(keys: Mapping[str, Any]) -> dict[str, Any]:
         HmpxError: what is wrong with each.
     """
     values = {key: spelled_out(key, value) for key, value in keys.items()}
-    wrong = [problem for key, value in values.items() for _, problem in problems(key, value, _KEYS)]
+    wrong = [problem for key, value in values.items() for _, problem in problems(key, value, KEYS)]
     wrong += [both for _, both in named_twice(values)]
     if wrong:
         raise HmpxError("\n".join(wrong))

@@ -92,7 +92,7 @@ def gaudi_keys(path: Path) -> tuple[dict[str, Any], dict[tuple, int]]:
         name, where = str(key.value), f"{path}:{key.start_mark.line + 1}: "
         values[name], lines[name] = value_of(path, node), key.start_mark.line + 1
         if name in _LISTS:
-            where_names |= {(_LISTS[name], i): line for (_, i), line in lines_inside(name, node).items()}
+            where_names |= {(_LISTS[name], i): line for (_, i), line in lines_inside(node, name).items()}
         if name in (_SWITCH, "hmp_is_verbose", "use_torch_autocast") and not isinstance(values[name], bool):
             wrong.append(f"{where}{name} is {values[name]!r}, neither true nor false")
         elif name == "use_torch_autocast" and values[name]:

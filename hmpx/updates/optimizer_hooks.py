@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -60,7 +59,7 @@ def install(changes: Changes, is_installed: Callable[[], object], loaded: Callab
     changes.put(swap, _telling_of_swaps(torch.utils.swap_tensors))
     place = Attribute(AveragedModel, "update_parameters", "torch.optim.swa_utils.AveragedModel.update_parameters")
     changes.put(place, _averaging_in_fp32(AveragedModel.update_parameters))
-    TrialSteps().apply(changes)
+    _watch_trial_steps(changes)
 
 
 def wrap(changes: Changes, name: str, wrapper: Callable[[Callable], Callable]) -> None:
@@ -139,21 +138,14 @@ def _telling_of_swaps(swap_tensors: Callable) -> Callable:
     return swap
 
 
-class TrialSteps:
-    """A part that wraps torch.distributed.checkpoint's step as soon as its module is imported."""
+def _watch_trial_steps(changes: Changes) -> None:
+    """Wrap torch.distributed.checkpoint's step as soon as its module is imported, until `changes` are undone."""
 
-    def apply(self, changes: Changes) -> None:
-        self._changes = changes
-        changes.callback(awaited.stop_waiting, self)
-        if _MODULE in sys.modules:
-            self.take(sys.modules[_MODULE])
-        else:
-            awaited.await_module(_MODULE, self)
-
-    def take(self, module: ModuleType) -> None:
-        """Patch the module, which may just have been imported."""
+    def patch(module: ModuleType) -> None:
         place = Attribute(module, "_init_optim_state", f"{_MODULE}._init_optim_state")
-        self._changes.put(place, _as_trial(module._init_optim_state))
+        changes.put(place, _as_trial(module._init_optim_state))
+
+    awaited.when_imported(_MODULE, patch, changes)
 
 
 def _as_trial(init: Callable) -> Callable:

@@ -36,7 +36,7 @@ from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import Tensor, floating, is_finite, is_masked, is_readable, name
 from hmpx.insight.unchosen import unchosen
 from hmpx.ops.computing.kernels import capability
-from hmpx.ops.forwards import replaced_forwards, side_that_casts
+from hmpx.ops.forwards import overlay_that_casts, replaced_forwards
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames, modules, users_frame, users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
@@ -185,12 +185,13 @@ class Recorder:
         rule = point.rule if seen.casting else listed if listed is Rule.PROMOTE and point.rule is None else None
         self._used.setdefault(region_state.scope(), set()).update((point.op, *point.follows))
         dtypes = [tuple([name(tensor.dtype) for tensor in each]) for each in tensors]
+        overlay = overlay_that_casts(frame)
         return Site(
             op=point.op,
             entry=point.label,
             where=users_line(frame),
             module=self._names.of_module(module, frame),
-            rule=str(rule or "") or side_that_casts(frame),
+            rule=str(rule or (overlay and overlay.rule) or ""),
             reason=reason_of_call(point, seen, policy, frame),
             given=dtypes[0],
             seen=dtypes[1],

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hmpx.base.changes import Changes, Part
+from hmpx.base.changes import Changes
 from hmpx.ops.captured_names.raw import Access
 from hmpx.ops.captured_names.rewriting import Capture
 from hmpx.ops.captured_names.sweep import Sweep
@@ -31,8 +31,10 @@ from hmpx.ops.captured_names.sweep import Sweep
 logger = logging.getLogger("hmpx")
 
 
-class Replacing(Part, Protocol):
-    """A part that puts replacements in the place of functions."""
+class Replacing(Protocol):
+    """Puts replacements in the place of functions, until the changes are undone."""
+
+    def apply(self, changes: Changes) -> None: ...
 
     def replacements(self) -> list[tuple[Any, Any]]:
         """Return pairs of an original and its replacement."""

@@ -1,7 +1,7 @@
 """Which kernels compute an op that runs in BF16 or FP16: torch's for that dtype, FP32 kernels, or products of hmpx.
 
 A `Kernel` stands between the casts of a rule and torch's function. A caller does not see it: inputs and results have
-the dtypes that the rule says.
+the dtypes that the rule says. It says what its `inputs` are and how its `backward` computes, and prints in words.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -21,27 +21,15 @@ from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.policy import LOW_RULES, Case, Rule
 from hmpx.ops.wrapping.rules import TARGETS
 
+if TYPE_CHECKING:
+    from hmpx.ops.computing.matrix_products import Fp8Kernel, WideKernel
+
+    Kernel = Fp32Kernel | Fp8Kernel | WideKernel
+
 KernelsAsked = Literal["auto", "native", "float32", "scaled_mm"]
 KERNELS: tuple[KernelsAsked, ...] = ("auto", "native", "float32", "scaled_mm")
 GAINING = "matrix products, convolutions, attention, recurrences"  # `op_facts.FP32_KERNELS` in words
 VARIABLE = "HMPX_KERNELS"  # an environment variable that says what "auto" means
-
-
-class Kernel(Protocol):
-    """Computes an op in the place of torch's own kernel for its dtype. It prints in words.
-
-    inputs: the dtypes that it is handed. backward: describes how the backward pass computes.
-    """
-
-    @property
-    def inputs(self) -> frozenset[torch.dtype]: ...
-
-    @property
-    def backward(self) -> str: ...
-
-    def wrap(self, op: str, function: Any) -> Any:
-        """Return `function`, which is torch's own for the op, computed so where that fits."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -75,81 +76,68 @@ class Op:
         return self.name in op_facts.MATRIX_PRODUCTS or self.follows in op_facts.MATRIX_PRODUCTS
 
 
-class _Entries:
-    """Entries by op name, from every namespace of torch."""
+Named = Iterator[tuple[str, Entry]]  # entries, each with the name of its op
 
-    def __init__(self) -> None:
-        self.entries: dict[str, dict[tuple[int, str], Entry]] = {}
-        self.in_place: dict[str, list[Entry]] = {}
-        self._functions()
-        self._methods()
-        self._operators()
-        self._python_functions()
 
-    def _add(self, name: str, entry: Entry) -> None:
-        if entry.in_place:
-            self.in_place.setdefault(name, []).append(entry)
-        else:
-            self.entries.setdefault(name, {})[id(entry.owner), entry.attribute] = entry
+def _functions() -> Named:
+    """Yield C functions, each under every attribute that holds it: F.conv2d and torch.conv2d are one object."""
+    places: dict[int, list[tuple[Any, str, str]]] = {}
+    for label, module in op_facts.NAMESPACES.items():
+        for attribute, value in vars(module).items():
+            if isinstance(value, types.BuiltinFunctionType):
+                places.setdefault(id(value), []).append((module, attribute, f"{label}.{attribute}"))
+    for aten in dir(torch._C._VariableFunctions):
+        if not aten.startswith("__") and schemas(aten):
+            held = places.get(id(getattr(torch._C._VariableFunctions, aten)), ())
+            yield from _builtin(aten, (*held, (torch._VF, aten, f"torch._VF.{aten}")))
+    spaces = ("", torch._C._nn), ("linalg_", torch.linalg), ("fft_", torch.fft), ("special_", torch.special)
+    for prefix, space in spaces:
+        for attribute in dir(space):
+            function = getattr(space, attribute)
+            if isinstance(function, types.BuiltinFunctionType) and schemas(f"{prefix}{attribute}"):
+                yield from _builtin(f"{prefix}{attribute}", places.get(id(function), ()))
 
-    def _functions(self) -> None:
-        """Add C functions, each under every attribute that holds it: F.conv2d and torch.conv2d are one object."""
-        places: dict[int, list[tuple[Any, str, str]]] = {}
-        for label, module in op_facts.NAMESPACES.items():
-            for attribute, value in vars(module).items():
-                if isinstance(value, types.BuiltinFunctionType):
-                    places.setdefault(id(value), []).append((module, attribute, f"{label}.{attribute}"))
-        for aten in dir(torch._C._VariableFunctions):
-            if not aten.startswith("__") and schemas(aten):
-                held = places.get(id(getattr(torch._C._VariableFunctions, aten)), ())
-                self._add_builtin(aten, (*held, (torch._VF, aten, f"torch._VF.{aten}")))
-        spaces = ("", torch._C._nn), ("linalg_", torch.linalg), ("fft_", torch.fft), ("special_", torch.special)
-        for prefix, space in spaces:
-            for attribute in dir(space):
-                function = getattr(space, attribute)
-                if isinstance(function, types.BuiltinFunctionType) and schemas(f"{prefix}{attribute}"):
-                    self._add_builtin(f"{prefix}{attribute}", places.get(id(function), ()))
 
-    def _add_builtin(self, aten: str, places: Iterable[tuple[Any, str, str]]) -> None:
-        in_place = aten.endswith("_") and not aten.endswith("__")
-        name = aten.rstrip("_") if in_place else aten
-        signature = functools.partial(read_signature, aten, "input")
-        for owner, attribute, label in places:
-            self._add(op_facts.RENAMED.get(name, name), Entry(owner, attribute, label, signature, in_place))
+def _builtin(aten: str, places: Iterable[tuple[Any, str, str]]) -> Named:
+    in_place = aten.endswith("_") and not aten.endswith("__")
+    name = aten.rstrip("_") if in_place else aten
+    signature = functools.partial(read_signature, aten, "input")
+    for owner, attribute, label in places:
+        yield name, Entry(owner, attribute, label, signature, in_place)
 
-    def _methods(self) -> None:
-        for attribute in dir(torch._C.TensorBase):
-            if attribute.startswith("__") or inspect.isfunction(getattr(Tensor, attribute)):
+
+def _methods() -> Named:
+    for attribute in dir(torch._C.TensorBase):
+        if attribute.startswith("__") or inspect.isfunction(getattr(Tensor, attribute)):
+            continue
+        if callable(getattr(Tensor, attribute)) and schemas(attribute):
+            signature = functools.partial(read_signature, attribute, "self")
+            in_place = attribute.endswith("_")
+            yield attribute.removesuffix("_"), Entry(Tensor, attribute, f"Tensor.{attribute}", signature, in_place)
+
+
+def _operators() -> Named:
+    for name, attributes in op_facts.OPERATORS.items():
+        for attribute in attributes:
+            operands = op_facts.OPERANDS.get(attribute, ("self", "other"))
+            signature = Signature(
+                lead=tuple(Argument(operand, tensor=operand != "index") for operand in operands),
+                dtype_positional=False,
+                python=inspect.isfunction(getattr(Tensor, attribute)),
+            )
+            yield name, Entry(Tensor, attribute, f"Tensor.{attribute}", signature, attribute in op_facts.WRITING)
+
+
+def _python_functions(found: Container[str]) -> Named:
+    """Yield functions of torch written in Python that stand for an op with no C function of the same name."""
+    overridable = torch.overrides.get_testing_overrides()
+    for label, module in (("torch.nn.functional", F), ("torch", torch), ("torch.functional", torch.functional)):
+        for attribute, function in list(vars(module).items()):
+            if not inspect.isfunction(function) or function not in overridable or attribute.startswith("_"):
                 continue
-            aten = attribute.removesuffix("_")
-            if callable(getattr(Tensor, attribute)) and schemas(attribute):
-                signature = functools.partial(read_signature, attribute, "self")
-                entry = Entry(Tensor, attribute, f"Tensor.{attribute}", signature, in_place=attribute.endswith("_"))
-                self._add(op_facts.RENAMED.get(aten, aten), entry)
-
-    def _operators(self) -> None:
-        for name, attributes in op_facts.OPERATORS.items():
-            for attribute in attributes:
-                operands = op_facts.OPERANDS.get(attribute, ("self", "other"))
-                signature = Signature(
-                    lead=tuple(Argument(operand, tensor=operand != "index") for operand in operands),
-                    dtype_positional=False,
-                    python=inspect.isfunction(getattr(Tensor, attribute)),
-                )
-                in_place = attribute in op_facts.WRITING
-                self._add(name, Entry(Tensor, attribute, f"Tensor.{attribute}", signature, in_place))
-
-    def _python_functions(self) -> None:
-        """Add functions of torch written in Python that stand for an op with no C function of the same name."""
-        overridable = torch.overrides.get_testing_overrides()
-        for label, module in (("torch.nn.functional", F), ("torch", torch), ("torch.functional", torch.functional)):
-            for attribute, function in list(vars(module).items()):
-                if not inspect.isfunction(function) or function not in overridable or attribute.startswith("_"):
-                    continue
-                name = op_facts.RENAMED.get(attribute, attribute)
-                front = name in self.entries and attribute not in op_facts.NOT_FRONTS
-                if not front:  # every argument may be a tensor; only `dtype=` matters to the call
-                    self._add(name, Entry(module, attribute, f"{label}.{attribute}", Signature(python=True)))
+            front = op_facts.RENAMED.get(attribute, attribute) in found and attribute not in op_facts.NOT_FRONTS
+            if not front:  # every argument may be a tensor; only `dtype=` matters to the call
+                yield attribute, Entry(module, attribute, f"{label}.{attribute}", Signature(python=True))
 
 
 def _computes(name: str, entries: tuple[Entry, ...]) -> bool:
@@ -183,13 +171,21 @@ def catalog() -> dict[str, Op]:
     torch.overrides.get_overridable_functions()  # cache functions by identity: fill them while they are torch's own
     torch.overrides.resolve_name(torch.matmul)
     _device_constructors()  # the functions that `with torch.device(...)` gives a device
-    found, ops = _Entries(), {}
-    for name in sorted(found.entries.keys() | found.in_place.keys()):
-        if name in op_facts.NOT_OPS or (name not in found.entries and name not in op_facts.OPERATORS):
+    found: dict[str, dict[tuple[int, str], Entry]] = {}
+    in_place: dict[str, list[Entry]] = {}
+    for spelling, entry in chain(_functions(), _methods(), _operators(), _python_functions(found)):
+        name = op_facts.RENAMED.get(spelling, spelling)
+        if entry.in_place:
+            in_place.setdefault(name, []).append(entry)
+        else:
+            found.setdefault(name, {})[id(entry.owner), entry.attribute] = entry
+    ops = {}
+    for name in sorted(found.keys() | in_place.keys()):
+        if name in op_facts.NOT_OPS or (name not in found and name not in op_facts.OPERATORS):
             continue
-        entries = (*found.entries.get(name, {}).values(), *found.in_place.get(name, ()))
+        entries = (*found.get(name, {}).values(), *in_place.get(name, ()))
         follows = op_facts.FOLLOWS.get(name)
-        if follows is None and name.startswith(("special_", "linalg_")) and name.split("_", 1)[1] in found.entries:
+        if follows is None and name.startswith(("special_", "linalg_")) and name.split("_", 1)[1] in found:
             bare = name.split("_", 1)[1]
             follows = bare if name.startswith("special_") or bare == "matmul" else None
         ops[name] = Op(
@@ -216,7 +212,7 @@ def canonical(name: str) -> str:
     bare = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
     if bare.startswith(("linalg.", "fft.", "special.")):
         bare = bare.replace(".", "_")
-    bare = _operators().get(bare, bare)
+    bare = _ops_of_operators().get(bare, bare)
     base, _, overload = bare.partition(".")
     if overload and base in legal_names() and _is_overload(base, overload):
         bare = base
@@ -231,7 +227,7 @@ def _is_overload(base: str, overload: str) -> bool:
 
 
 @functools.cache
-def _operators() -> dict[str, str]:
+def _ops_of_operators() -> dict[str, str]:
     return {attribute: name for name, attributes in op_facts.OPERATORS.items() for attribute in attributes}
 
 

@@ -210,7 +210,7 @@ def _read_tree(path: str, text: str, suffix: str) -> OpLists:
 
 def _value(path: str, key: str, node: yaml.Node, problems: list[str]) -> Any:
     """Return the value of a key, or note the problem."""
-    if _is_null(node):
+    if node.tag == "tag:yaml.org,2002:null":
         return None
     where, names = f"{path}:{node.start_mark.line + 1}", []
     if key == LOW_PRECISION:
@@ -234,10 +234,6 @@ def _value(path: str, key: str, node: yaml.Node, problems: list[str]) -> Any:
                 problems.append(f"{path}:{line}: {key!r} must hold names, found a {_kind(item)}")
         return tuple(names)
     return None
-
-
-def _is_null(value: yaml.Node) -> bool:
-    return isinstance(value, yaml.ScalarNode) and value.tag == "tag:yaml.org,2002:null"
 
 
 def _kind(node: yaml.Node) -> str:

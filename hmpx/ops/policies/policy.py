@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -174,7 +174,10 @@ class Policy:
         self, op: Op, listed: Rule | None, when: Callable[..., bool] | None = None, follows: tuple[str, ...] = ()
     ) -> Case:
         """Return the case of a listed rule. An op that follows a matrix product, and is none, has its dtype."""
-        rule = self._effective(op, listed)
+        rule = listed
+        if listed is None or (listed is Rule.PROMOTE and not op.refuses_mixed):
+            # torch's own promotion already goes to the widest dtype, so a promoted op is left alone unless it refuses.
+            rule = Rule.FIRST_INPUT if op.refuses_mixed else None
         if rule in (Rule.FP8, Rule.BF16_TO_FP32) and not op.is_matrix_product:
             rule = Rule.BF16 if rule is Rule.FP8 else Rule.FP32
         return Case(rule, when, follows, self.fp8_format if rule is Rule.FP8 else None)
@@ -201,13 +204,6 @@ class Policy:
             if any(map(self.listed, found)) and len({rule for rule in found.values() if rule is not Rule.PROMOTE}) > 1:
                 return found
         return {}
-
-    @staticmethod
-    def _effective(op: Op, listed: Rule | None) -> Rule | None:
-        if listed is None or (listed is Rule.PROMOTE and not op.refuses_mixed):
-            # torch's own promotion already goes to the widest dtype, so a promoted op is left alone unless it refuses.
-            return Rule.FIRST_INPUT if op.refuses_mixed else None
-        return listed
 
     def user_functions(self) -> dict[str, Rule]:
         """Return the dotted names of functions outside torch, each with its rule."""
@@ -239,13 +235,6 @@ class Policies(dict[int, Policy]):
             return self[scope]
         around, overlay = state.scopes[scope]
         return state.overlays[overlay].over(self.at(around))
-
-    def know(self, scopes: Iterable[int]) -> bool:
-        """Add scopes; return whether some were new."""
-        before = len(self)
-        for scope in scopes:
-            self[scope] = self.at(scope)
-        return len(self) > before
 
     def __str__(self) -> str:
         return "".join(f"{scope}: {policy}" for scope, policy in self.items())

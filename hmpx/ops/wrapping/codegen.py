@@ -62,16 +62,7 @@ from hmpx.ops.policies.policy import Rule
 from hmpx.ops.policies.signatures import Argument, Signature
 from hmpx.ops.wrapping.callers import WRITTEN, register
 from hmpx.ops.wrapping.overriding import call, called_by_torch
-from hmpx.ops.wrapping.rules import (
-    ELIGIBLE,
-    METHODS,
-    TARGETS,
-    call_cast,
-    cast,
-    has_dtype,
-    is_explicit,
-    is_stated,
-)
+from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, call_cast, cast, has_dtype, is_explicit, is_stated
 from hmpx.ops.wrapping.weight_cache import cast_weight, open_caches
 
 _written = itertools.count(1)  # each source has a file name of its own

@@ -32,7 +32,7 @@ from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from hmpx.base.changes import Attribute, Changes
+from hmpx.base.changes import Attribute
 from hmpx.base.process_state import open_caches, watching_writes
 from hmpx.rounding.devices import is_lazy
 
@@ -177,7 +177,8 @@ def open_cache() -> None:
         cache = open_caches.get(get_ident()) or WeightCache()
         if not open_caches:
             try:
-                _watch_writes(watching_writes)
+                for name, watched in _watched.items():
+                    watching_writes.put(Attribute(Tensor, name, f"torch.Tensor.{name}"), watched)
             except BaseException:
                 watching_writes.close()
                 raise
@@ -228,12 +229,6 @@ def _stream(weight: Parameter) -> object:
 
 _data = torch._C.TensorBase.__dict__["data"]
 _TO_MEMORY = ("numpy", "untyped_storage", "data_ptr", "__dlpack__")
-
-
-def _watch_writes(changes: Changes) -> None:
-    """Let every open cache drop casts of tensors that may be written to, until `changes` are undone."""
-    for name, watched in _watched.items():
-        changes.put(Attribute(Tensor, name, f"torch.Tensor.{name}"), watched)
 
 
 def _watch(name: str) -> Callable:

@@ -13,7 +13,7 @@ import inspect
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 import wrapt
 
 from hmpx.base import region_state
-from hmpx.base.changes import Attribute
+from hmpx.base.changes import Attribute, Changes
 from hmpx.base.region_state import scope
 from hmpx.ops.policies.catalog import Entry
 from hmpx.ops.policies.policy import Case, Rule
@@ -73,6 +73,25 @@ class Patch:
         return Attribute(self.owner, self.attribute, self.label)
 
 
+class Patches:
+    """Patches that are put in place together, until they are undone."""
+
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        self.patches = tuple(patches)
+
+    def originals(self) -> dict[Callable, Callable]:
+        """Return each wrapper with its original."""
+        return {patch.wrapper: patch.original for patch in self.patches}
+
+    def replacements(self) -> list[tuple[Any, Any]]:
+        """Return each function that is replaced with its wrapper, for names captured elsewhere."""
+        return [(patch.original if patch.older is None else patch.older, patch.wrapper) for patch in self.patches]
+
+    def apply(self, changes: Changes) -> None:
+        for patch in self.patches:
+            changes.put(patch.place, patch.wrapper)
+
+
 def patch_at(path: str, how: Patching, build: Callable[[Any], Any]) -> Patch:
     """Return the patch of one dotted name in torch that casts nothing; `build` makes the new value from the old one."""
     name, _, attribute = path.rpartition(".")
@@ -112,9 +131,12 @@ def build_choice(
     def build(case: Case) -> Callable:
         if observer is not None:
             point = Point(op, entry.label, case.rule, original, case.follows, entry.in_place)
-            seen = _observed(entry, point, original, running(case), switch, observer)
-            return named_like(seen, entry.label, original)
-        return original if case.rule is None else build_wrapper(entry, case.rule, original, switch, running(case))
+            wrapper = _observed(entry, point, original, running(case), switch, observer)
+        elif case.rule is None:
+            return original
+        else:
+            wrapper = _casting(entry, *_computing(entry, case.rule, original, running(case)), original, switch)
+        return named_like(wrapper, entry.label, original)
 
     if len(cases) == 1:
         return build(cases[0])
@@ -165,16 +187,8 @@ def build_untouched(original: Callable) -> Callable:
     return untouched
 
 
-def build_wrapper(entry: Entry, rule: Rule, original: Callable, switch: Switch, run: Callable) -> Callable:
-    """Return the wrapper of one entry point under one rule. It takes the place of `original` by name, for pickling too.
-
-    run: computes the op once the arguments are as the rule says; `original`, or a kernel around it.
-    """
-    return named_like(_casting(entry, *_computing(entry, rule, original, run), original, switch), entry.label, original)
-
-
 def _computing(entry: Entry, rule: Rule, original: Callable, run: Callable) -> tuple[Rule, Callable]:
-    """Return the rule of an entry point, and the function that computes the op."""
+    """Return the rule of an entry point, and the function that computes the op: `original`, or a kernel around it."""
     if entry.in_place:  # the first is written to: the others come to it, whichever list names the op
         return Rule.FIRST_INPUT, original
     return rule, original if rule is Rule.FP32 else run
