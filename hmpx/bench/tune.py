@@ -15,7 +15,7 @@ from hmpx.bench.train import Training
 from hmpx.insight import observed
 from hmpx.insight.comparing import subject as comparing
 from hmpx.insight.comparing.calls import Compared
-from hmpx.insight.tuning.runs import Effect, Exact, Mixed, Progress, Runs
+from hmpx.insight.tuning.runs import Effect, Progress, Runs, exactly, mixed
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.worth import decidable
 from hmpx.ops.policies.policy import Policy
@@ -77,7 +77,7 @@ class _OneByOne:
     def run(self) -> Effect:
         everything = Policy(bf16=tuple(sorted(decidable())))
         with self._subject.gradients_kept(), observed.observed(everything, "auto", self._runs.sites):
-            self._runs.prepare(lambda drawn, number: Exact(drawn))
+            self._runs.prepare(lambda number: exactly)
             self.asked = _ASKED * self._without(set()).gradient_error
             worst = sorted(self._sites, key=lambda site: self._without({site}).size)
             fallen: set[Compared] = set()
@@ -97,4 +97,4 @@ class _OneByOne:
             self._sites.setdefault(site)
             return site not in fallen
 
-        return self._runs.effect(lambda drawn: Mixed(drawn, is_low), self._runs.held_out, "one by one")
+        return self._runs.effect(mixed(is_low), self._runs.held_out, "one by one")

@@ -15,7 +15,7 @@ from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.tuning.choices import amount, choices_of
 from hmpx.insight.tuning.lists import lists_and_rules, policy_of, recipe_of
 from hmpx.insight.tuning.plot import Mark
-from hmpx.insight.tuning.runs import Effect, Exact, Make, Mixed, Progress, Runs, UnderLists
+from hmpx.insight.tuning.runs import Compute, Effect, Progress, Runs, exactly, mixed, under_lists
 from hmpx.insight.tuning.search import Search
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import SLACK, UNITS, Chosen, Costs, Look, Low, Objective, seconds
@@ -121,7 +121,7 @@ class Tuning:
     def _run_in_fp32(self) -> None:
         """Run all batches, and measure the calls of those to tune on."""
         costs, tuning = self._costs, len(self._runs.tuning)
-        self._runs.prepare(lambda drawn, number: Look(drawn, costs, number) if number < tuning else Exact(drawn))
+        self._runs.prepare(lambda number: Look(costs, number) if number < tuning else exactly)
         if not costs.of_place:
             raise HmpxError("tune: nothing to choose from: the model calls no op that a list could name")
         if math.isnan(self._runs.noise):
@@ -147,15 +147,15 @@ class Tuning:
     def _measured(self, chosen: Chosen, batches: Sequence[int], enough: float = math.inf) -> Effect:
         return self._runs.effect(self._mixed(chosen), batches, "searching", enough)
 
-    def _mixed(self, chosen: Chosen) -> Make:
-        """Return a pass with these places in low precision."""
+    def _mixed(self, chosen: Chosen) -> Compute:
+        """Return what computes these places in low precision."""
         costs = self._costs
 
         def is_low(site: Compared) -> bool | None:
             place = costs.place_of(site)
             return place in chosen if place in costs.of_place else None
 
-        return lambda drawn: Mixed(drawn, is_low)
+        return mixed(is_low)
 
     def _of_choice(self, chosen: Chosen) -> Measured:
         """Return the lists and rules of a choice, measured."""
@@ -171,7 +171,7 @@ class Tuning:
         asked, costs, runs = self._asked, self._costs, self._runs
         low: dict[Compared, bool] = {}
         with observed.observed(policy, asked.kernels, runs.sites, self._rules(recipe)):
-            effect = runs.effect(lambda drawn: UnderLists(drawn, low, asked.low), runs.held_out, "verifying")
+            effect = runs.effect(under_lists(low, asked.low), runs.held_out, "verifying")
         ran = {is_low: {costs.place_of(site) for site in low if low[site] is is_low} for is_low in (True, False)}
         places = costs.free & (ran[True] - ran[False])
         if effect.raised:  # as the lists name the ops, for the run did not come to all of them

@@ -17,11 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx.base import region_state
 from hmpx.insight import run_state
-from hmpx.insight.comparing.calls import Asked, Compared, in_fp32
+from hmpx.insight.comparing.calls import Asked, Compared, in_fp32, is_recomputing
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.device import Fp8Casts, watched
 from hmpx.insight.tensors import LOW, Tensor, floating
-from hmpx.insight.tuning.runs import Drawn, Exact
+from hmpx.insight.tuning.runs import exactly
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.wrapping.observing import Seen, unobserved
@@ -146,23 +146,24 @@ def decidable(low: Low = "bf16") -> frozenset[str]:
     return frozenset(name for name, op in catalog().items() if op.computes and not op.view and name[0] != "_")
 
 
-class Look(Exact):
-    """A pass in FP32 that measures beside each call what it costs, and notes where its inputs come from."""
+class Look:
+    """Computes the calls of a batch in FP32. It measures what each costs, and notes where its inputs come from."""
 
-    def __init__(self, drawn: Drawn, costs: Costs, batch: int) -> None:
-        super().__init__(drawn)
+    def __init__(self, costs: Costs, batch: int) -> None:
         self._costs, self._batch = costs, batch
         self._made: dict[int, NameInModule | None] = {}  # by memory, the place that made what is in it
         self._alive: list[Tensor] = []  # so that no memory becomes another tensor's
 
-    def numbered(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
+    def __call__(self, asked: Asked) -> Seen:
+        if is_recomputing():
+            return exactly(asked)
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         decided = asked.point.op in self._costs.names and not asked.point.in_place and not transformed
         place = None
         if decided:
             with unobserved():
                 place = self._look(asked)
-        seen = super().numbered(asked, number)
+        seen = exactly(asked)
         for tensor in floating((seen.result,)):
             memory = tensor.untyped_storage().data_ptr()
             if decided or memory not in self._made:  # a view has the memory of what it looks at
