@@ -260,18 +260,18 @@ def _work(asked: Asked, given: Asked, low: bool) -> Callable[[], object]:
 
 def seconds(work: Callable[[], object]) -> float:
     """Return the time of `work`, the median of a few rounds."""
+
+    def timed(calls: int) -> float:
+        _wait()
+        began = perf_counter()
+        for _ in range(calls):
+            work()
+        _wait()
+        return (perf_counter() - began) / calls
+
     work()
-    calls = max(1, min(20, math.ceil(_LEAST / max(_timed(work, 1), 1e-9))))
-    return statistics.median(_timed(work, calls) for _ in range(_ROUNDS))
-
-
-def _timed(work: Callable[[], object], calls: int) -> float:
-    _wait()
-    began = perf_counter()
-    for _ in range(calls):
-        work()
-    _wait()
-    return (perf_counter() - began) / calls
+    calls = max(1, min(20, math.ceil(_LEAST / max(timed(1), 1e-9))))
+    return statistics.median(timed(calls) for _ in range(_ROUNDS))
 
 
 def _wait() -> None:
