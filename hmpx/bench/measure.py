@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from hmpx.insight.text_table import Column, table
 from hmpx.ops.computing.kernels import capability
 from hmpx.rounding import native_library
 
@@ -38,17 +40,11 @@ class Bench:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        columns = list(dict.fromkeys(column for row in self.rows for column in row.figures))
-        width = max(len(row.name) for row in self.rows)
-        widths = {column: max(12, len(column)) for column in columns}
-        lines = [self.title, " " * width + "".join(f"  {column:>{widths[column]}}" for column in columns)]
-        for row in self.rows:
-            cells = (f"{row.figures[c]:.{_digits(c)}f}" if c in row.figures else "" for c in columns)
-            line = f"{row.name:{width}}" + "".join(
-                f"  {cell:>{widths[c]}}" for c, cell in zip(columns, cells, strict=True)
-            )
-            lines.append(line.rstrip())
-        return "\n".join([*lines, *self.notes])
+        columns = [Column("", [row.name for row in self.rows])]
+        for name in dict.fromkeys(name for row in self.rows for name in row.figures):
+            cells = [f"{row.figures[name]:.{_digits(name)}f}" if name in row.figures else "" for row in self.rows]
+            columns.append(Column(f"{name:>12}", cells, right=True))
+        return "\n".join([self.title, *table(columns, sys.maxsize), *self.notes])
 
 
 def save(benches: list[Bench], path: Path) -> None:

@@ -16,7 +16,7 @@ from hmpx.insight.comparing.subject import Loss, Subject, arguments_of, lists_me
 from hmpx.insight.run_state import eager
 from hmpx.insight.tensors import LOW
 from hmpx.insight.tuning.course import MAKE, Course, Making, confirmed
-from hmpx.insight.tuning.find import Request, Tuning
+from hmpx.insight.tuning.find import Tuning
 from hmpx.insight.tuning.runs import Progress
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import UNITS, WIDE, Low, Objective
@@ -133,12 +133,12 @@ def tune(
         course.copies()  # for its errors, before anything has run
     elif optimizer is not None:
         raise HmpxError("tune: optimizer is what confirm trains with; say confirm=, a number of steps, too")
-    asked = Request(policy, recipe, kernels, objective, low, float(tolerance))
     try:
         with contextlib.ExitStack() as undo:
             undo.enter_context(subject.gradients_kept())
             undo.enter_context(eager())
-            found = Tuning(subject, tuning, asked, counted).run()
+            asked = policy, recipe, kernels, objective, low, float(tolerance)
+            found = Tuning(subject, tuning, counted, *asked).run()
             if course is not None:
                 found = replace(found, confirmed=confirmed(course, found.recipe), steps=counted.done)
             return found

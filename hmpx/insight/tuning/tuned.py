@@ -96,20 +96,21 @@ class Tuned:
         shown = {**self.as_json(), "verdict": self._verdict()}
         for row, choice in zip(shown["choices"], self.choices, strict=True):
             row["gain"] = amount(choice.gain, choice.unit) if choice.gain else ""
-        body = _BODY.format(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()))
+        body = _BODY.format(self._svg())
         Path(path).write_text(filled(str(__package__), "tune", str(self), shown, body), encoding="utf-8")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Save error against cost as SVG: these lists, and those that are known."""
-        Path(path).write_text(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()), encoding="utf-8")
+        Path(path).write_text(self._svg(), encoding="utf-8")
+
+    def _svg(self) -> str:
+        return as_svg(self.marks, self.tolerance, self.unit, self.low.upper())
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes; the policy and the recipe as the files they print as."""
-        found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        found |= {"policy": str(self.policy), "recipe": str(self.recipe)}
-        found["confirmed"] = self.confirmed and {**dataclasses.asdict(self.confirmed), "holds": self.confirmed.holds}
-        for key in ("choices", "marks"):
-            found[key] = [dataclasses.asdict(each) for each in found[key]]
+        found = dataclasses.asdict(self) | {"policy": str(self.policy), "recipe": str(self.recipe)}
+        if self.confirmed is not None:
+            found["confirmed"]["holds"] = self.confirmed.holds
         return plain({"schema": SCHEMA, **found})
 
     def json(self, path: str | os.PathLike[str]) -> None:
