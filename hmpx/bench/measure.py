@@ -77,8 +77,7 @@ def times_in(
     repeat: int,
     device: torch.device,
     reduced: Callable[[list[float]], float] = statistics.median,
-    *,
-    is_short: bool = False,
+    calls: int = 0,
 ) -> dict[str, dict[str, float]]:
     """Return the seconds of each piece of work in each way, by way and work: their median over rounds.
 
@@ -87,8 +86,8 @@ def times_in(
 
     Args:
         reduced: what to take over rounds in place of the median.
-        is_short: the work takes a millisecond or less. It is measured ten times whenever its way is in turn, and the
-            least counts: some of these times nothing else has disturbed.
+        calls: of work that takes a millisecond or less, so many calls in a row are measured, ten times whenever its way
+            is in turn. The least counts: some of these times nothing else has disturbed.
     """
     times: dict[str, dict[str, list[float]]] = {way: {name: [] for name in works} for way, (_, works) in ways.items()}
     for _ in range(repeat + 2):
@@ -97,8 +96,8 @@ def times_in(
                 for name, work in works.items():
                     work()
                     taken = times[way][name]
-                    calls = 1 if is_short or not taken else _calls(taken[-1])
-                    taken.append(min(_seconds(work, calls, device) for _ in range(_LOOKS if is_short else 1)))
+                    in_a_row = calls or (_calls(taken[-1]) if taken else 1)
+                    taken.append(min(_seconds(work, in_a_row, device) for _ in range(_LOOKS if calls else 1)))
     return {way: {name: reduced(taken[2:]) for name, taken in works.items()} for way, works in times.items()}
 
 

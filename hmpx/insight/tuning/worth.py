@@ -216,15 +216,15 @@ def cost_of(asked: Asked, objective: Objective) -> Cost | None:
         Exception: whatever the op raises in low precision, in its forward or its backward pass.
     """
     with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):  # unseen by a checkpoint around the call
-        with region_state.region(True), torch.no_grad():
+        with region_state.region(True):
             seen = asked.run(*asked.args, **asked.kwargs)
         if not seen.casting or not any(tensor.dtype in LOW for tensor in floating((seen.args, seen.kwargs))):
             return None
-        low = _work(asked, asked.with_arguments(seen.args, seen.kwargs), True)
+        low = _work(asked.with_arguments(seen.args, seen.kwargs), True)
         low()
         flops = _flops(asked)
         if objective == "speed":
-            return Cost(seconds(low), seconds(_work(asked, asked, False)), flops)
+            return Cost(seconds(low), seconds(_work(asked, False)), flops)
         if objective == "memory":
             return Cost(_saved(asked, True), _saved(asked, False), flops)
         return Cost(0.0, flops, flops)
@@ -234,18 +234,13 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _work(asked: Asked, given: Asked, low: bool) -> Callable[[], object]:
-    """Return the op, forward and backward, on the inputs of `given`, which have their dtypes already."""
-    grad = torch.is_grad_enabled()
-    wanted = iter([tensor.requires_grad and grad for tensor in floating((asked.args, asked.kwargs))])
+def _work(asked: Asked, low: bool) -> Callable[[], object]:
+    """Return the op, forward and backward, on inputs that have their dtypes already."""
 
     def leaf(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        needed = value.dtype.is_floating_point and next(wanted, False)
-        return value.detach().requires_grad_(needed)
+        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
-    call = asked.with_arguments(*tree_map(leaf, (given.args, given.kwargs)))
+    call = asked.with_arguments(*tree_map(leaf, (asked.args, asked.kwargs)))
     needed = [tensor for tensor in floating((call.args, call.kwargs)) if tensor.requires_grad]
 
     def work() -> None:
