@@ -29,6 +29,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW, Tensor
+from hmpx.insight.tensors import name as dtype_name
 from hmpx.insight.tuning.runs import Progress
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.policies.policy import Policy
@@ -82,12 +83,7 @@ class Course:
             )
         if several_ranks():
             raise HmpxError(f"{asked}: it trains copies of the model in one process; call it in a process of its own")
-        for name, p in model.named_parameters():
-            if p.dtype in LOW or p.dtype is torch.float64:
-                dtype = str(p.dtype).removeprefix("torch.")
-                raise HmpxError(
-                    f"{asked}: parameter {name!r} is {dtype}; it begins with a model in FP32: model.float()"
-                )
+        check_in_fp32(model, asked)
         if len(self.batches) < 2:
             raise HmpxError(
                 f"{asked}: one batch has no order: how far two orders of batches come apart is the scale of every "
@@ -221,6 +217,16 @@ class Course:
                 policy = policy or Policy(bf16=(), fp32=(), promote=())
                 undo.enter_context(conversion.install(policy, kernels=kernels, rules=rules))
             yield
+
+
+def check_in_fp32(model: torch.nn.Module, asked: str) -> None:
+    """Check that a model has no parameters in low precision or FP64."""
+    for name, p in model.named_parameters():
+        if p.dtype in LOW or p.dtype is torch.float64:
+            raise HmpxError(
+                f"{asked}: parameter {name!r} is {dtype_name(p.dtype)}; it begins with a model in FP32: model.float(), "
+                "or the model as it is made"
+            )
 
 
 def by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
