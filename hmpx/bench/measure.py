@@ -96,14 +96,10 @@ def times_in(
                 for name, work in works.items():
                     work()
                     taken = times[way][name]
-                    in_a_row = calls or (_calls(taken[-1]) if taken else 1)
+                    # As often as takes 20 ms, which is well above the clock's own noise.
+                    in_a_row = calls or (max(1, min(100, round(0.02 / taken[-1]))) if taken else 1)
                     taken.append(min(_seconds(work, in_a_row, device) for _ in range(_LOOKS if calls else 1)))
     return {way: {name: reduced(taken[2:]) for name, taken in works.items()} for way, works in times.items()}
-
-
-def _calls(seconds: float) -> int:
-    """Return how often to repeat work that takes so long, to be well above the clock's own noise."""
-    return max(1, min(100, round(0.02 / seconds)))
 
 
 def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> float:

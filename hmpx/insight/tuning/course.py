@@ -26,7 +26,7 @@ import torch
 
 from hmpx import conversion
 from hmpx.errors import HmpxError
-from hmpx.insight.comparing.subject import Subject
+from hmpx.insight.comparing.subject import Subject, check_loss
 from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW, Tensor
 from hmpx.insight.tensors import name as dtype_name
@@ -179,14 +179,7 @@ class Course:
     def loss_of(self, model: torch.nn.Module, batch: tuple) -> Tensor:
         """Return the loss of a batch, with its graph."""
         loss = self._loss(model, *batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise HmpxError(f"{self._asked}: loss(model, *batch) must return a scalar tensor, not {what}")
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise HmpxError(
-                f"{self._asked}: the loss has no gradient: computed under torch.no_grad, or detached, or of another "
-                "model than the one that loss is given"
-            )
+        check_loss(loss, self._asked, torch.is_grad_enabled())
         return loss
 
     def gradients(self, model: torch.nn.Module, batch: tuple, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -66,7 +66,13 @@ class Tuning:
         """Find the lists, and measure them beside known ones."""
         costs, runs = self._costs, self._runs
         with self._everything():
-            self._run_in_fp32()
+            runs.prepare(lambda number: Look(costs, number) if number < self.tuning else exactly)
+            if not costs.of_place:
+                raise HmpxError("tune: nothing to choose from: the model calls no op that a list could name")
+            if math.isnan(runs.noise):
+                raise HmpxError(
+                    "tune: the batches are all alike, so there is no noise between them; give some that differ"
+                )
             nothing, unmet = self._remains_in_fp32()
             # Where more remains than is allowed, the choice may add as much as is allowed.
             tolerance = math.hypot(self.tolerance, nothing.size) if nothing.size > self.tolerance else self.tolerance
@@ -120,15 +126,6 @@ class Tuning:
         if self.low == "fp8":
             policy = Policy(low, wide, fp8=names, fp8_format=self.base.fp8_format)
         return observed.observed(policy, self.kernels, self._runs.sites)
-
-    def _run_in_fp32(self) -> None:
-        """Run all batches, and measure the calls of those to tune on."""
-        costs = self._costs
-        self._runs.prepare(lambda number: Look(costs, number) if number < self.tuning else exactly)
-        if not costs.of_place:
-            raise HmpxError("tune: nothing to choose from: the model calls no op that a list could name")
-        if math.isnan(self._runs.noise):
-            raise HmpxError("tune: the batches are all alike, so there is no noise between them; give some that differ")
 
     def _remains_in_fp32(self) -> tuple[Effect, str]:
         """Return what remains with every op in the fp32 list; and where that is too much, what makes it, in words."""

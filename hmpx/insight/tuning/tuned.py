@@ -96,15 +96,12 @@ class Tuned:
         shown = {**self.as_json(), "verdict": self._verdict()}
         for row, choice in zip(shown["choices"], self.choices, strict=True):
             row["gain"] = amount(choice.gain, choice.unit) if choice.gain else ""
-        body = _BODY.format(self._svg())
+        body = _BODY.format(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()))
         Path(path).write_text(filled(str(__package__), "tune", str(self), shown, body), encoding="utf-8")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Save error against cost as SVG: these lists, and those that are known."""
-        Path(path).write_text(self._svg(), encoding="utf-8")
-
-    def _svg(self) -> str:
-        return as_svg(self.marks, self.tolerance, self.unit, self.low.upper())
+        Path(path).write_text(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()), encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes; the policy and the recipe as the files they print as."""
