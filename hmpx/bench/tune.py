@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from time import perf_counter
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from hmpx.bench import measure
-from hmpx.bench.train import Training
+from hmpx.bench.train import Training, loss_of
 from hmpx.insight import observed
 from hmpx.insight.comparing import subject as comparing
 from hmpx.insight.comparing.calls import Compared
@@ -42,15 +40,11 @@ def run(device: torch.device, models: Sequence[str]) -> measure.Bench:
         figures = {"asked": usual.asked, "passes": usual.passes, "s": seconds, "error": left.gradient_error}
         rows.append(measure.Line(f"{name}, one by one, {usual.sites} sites", figures))
         began = perf_counter()
-        found = tune(model.model, batches, _loss, objective="coverage", tolerance=usual.asked, progress=False)
+        found = tune(model.model, batches, loss_of, objective="coverage", tolerance=usual.asked, progress=False)
         seconds = perf_counter() - began
         figures = {"asked": usual.asked, "passes": found.steps, "s": seconds, "error": found.gradient_error}
         rows.append(measure.Line(f"{name}, tune", figures | {"share": found.share}))
     return measure.Bench(f"Half of BF16's gradient error, {measure.where(device)}", rows)
-
-
-def _loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(inputs), targets)
 
 
 class _OneByOne:
@@ -60,7 +54,7 @@ class _OneByOne:
     """
 
     def __init__(self, model: torch.nn.Module, batches: list[tuple]) -> None:
-        self._subject = comparing.Subject(model, batches, _loss, None)
+        self._subject = comparing.Subject(model, batches, loss_of, None)
         self._progress = Progress("one by one", False)
         self._runs = Runs(self._subject, _BATCHES, self._progress)
         self._sites: dict[Compared, None] = {}
