@@ -21,11 +21,10 @@ from hmpx.insight.tuning.search import Search
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import SLACK, UNITS, Chosen, Costs, Look, Low, Objective, seconds
 from hmpx.ops.computing.kernels import KernelsAsked
-from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.recipes.module_patterns import module_names, rules_for
-from hmpx.recipes.recipe import Recipe
+from hmpx.recipes.recipe import DEFAULT, Recipe
 from hmpx.recipes.stated import as_recipe
 
 
@@ -163,21 +162,18 @@ class Tuning:
             self._verified[chosen] = found._replace(chosen=chosen)
         return self._verified[chosen]
 
-    def _of_lists(self, name: str, policy: Policy, recipe: Recipe | None = None) -> Measured:
+    def _of_lists(self, name: str, policy: Policy, recipe: Recipe = DEFAULT) -> Measured:
         """Run the held-out batches under lists."""
         costs, runs = self._costs, self._runs
         low: dict[Compared, bool] = {}
-        with observed.observed(policy, self.kernels, runs.sites, self._rules(recipe)):
+        with observed.observed(policy, self.kernels, runs.sites, rules_for([self.subject.model], recipe)):
             effect = runs.effect(under_lists(low, self.low), runs.held_out, "verifying")
         ran = {is_low: {costs.place_of(site) for site in low if low[site] is is_low} for is_low in (True, False)}
         places = costs.free & (ran[True] - ran[False])
         if effect.raised:  # as the lists name the ops, for the run did not come to all of them
             places = frozenset(place for place in costs.of_place if place.name in getattr(policy, self.low))
         mark = Mark(name, costs.of(places), effect.gradient_error, costs.share(places), effect.raised)
-        return Measured(policy, recipe or Recipe(), effect, mark, places & costs.free)
-
-    def _rules(self, recipe: Recipe | None) -> Sequence[ModuleRule]:
-        return rules_for([self.subject.model], recipe) if recipe is not None else ()
+        return Measured(policy, recipe, effect, mark, places & costs.free)
 
     def _best(self, found: Measured) -> tuple[Measured, list[Measured]]:
         """Return the answer, and the known lists beside it; where one of these does less for as much, it decides."""
@@ -204,7 +200,8 @@ class Tuning:
         if self.objective != "speed" or not found.chosen:
             return found, "", None
         subject, batch = self.subject, self.subject.batches[self._runs.held_out[0]]
-        with conversion.install(found.policy, kernels=self.kernels, rules=self._rules(found.recipe)):
+        rules = rules_for([subject.model], found.recipe)
+        with conversion.install(found.policy, kernels=self.kernels, rules=rules):
             low = seconds(lambda: subject.low(batch))
         with conversion.install(Policy(bf16=(), fp32=(), promote=()), kernels="native"):  # in the place of one in force
             wide = seconds(lambda: subject.wide(batch))
