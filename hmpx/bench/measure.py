@@ -96,8 +96,9 @@ def times_in(
                 for name, work in works.items():
                     work()
                     taken = times[way][name]
-                    # As often as takes 20 ms, which is well above the clock's own noise.
-                    in_a_row = calls or (max(1, min(100, round(0.02 / taken[-1]))) if taken else 1)
+                    in_a_row = calls or 1
+                    if taken and not calls:  # as often as takes 20 ms, which is well above the clock's own noise
+                        in_a_row = max(1, min(100, round(0.02 / taken[-1])))
                     taken.append(min(_seconds(work, in_a_row, device) for _ in range(_LOOKS if calls else 1)))
     return {way: {name: reduced(taken[2:]) for name, taken in works.items()} for way, works in times.items()}
 

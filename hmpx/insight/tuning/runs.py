@@ -31,7 +31,7 @@ Compute = Callable[[Asked], Seen]  # computes a call in the precision that a pas
 Result = tuple[float, list[Tensor]]  # a loss, and the gradients of the parameters
 
 
-class Pass:
+class TuningPass:
     """A pass in which each call is computed by `compute`.
 
     drawn: a pass in FP32 (`is_exact`) writes it; every other pass draws the same numbers again. by_hand: the lines
@@ -167,7 +167,9 @@ class Runs:
         self._exact: list[tuple[float, list[Tensor], Drawn]] = []
         self.noise = self._loss_noise = math.nan
 
-    def _run(self, now: Pass, work: Callable[..., Result], batch: tuple, words: str, gradients: bool = True) -> Result:
+    def _run(
+        self, now: TuningPass, work: Callable[..., Result], batch: tuple, words: str, gradients: bool = True
+    ) -> Result:
         self.sites.now = now
         try:
             return work(batch, gradients)
@@ -181,7 +183,7 @@ class Runs:
         noise = Noise()
         for number, batch in enumerate(self.subject.batches):
             drawn: Drawn = {}
-            loss, gradients = self._run(Pass(compute_of(number), drawn, True), self.subject.wide, batch, "FP32")
+            loss, gradients = self._run(TuningPass(compute_of(number), drawn, True), self.subject.wide, batch, "FP32")
             count = len(self.tuning)
             what = f"batch {number}" if number < count else f"held-out batch {number - count}"
             if not math.isfinite(loss):
@@ -200,7 +202,7 @@ class Runs:
     def check_repeats(self) -> None:
         """Check that FP32 comes to the same loss twice."""
         batch = self.subject.batches[0]
-        again, _ = self._run(Pass(exactly, {}, True), self.subject.wide, batch, "FP32", False)
+        again, _ = self._run(TuningPass(exactly, {}, True), self.subject.wide, batch, "FP32", False)
         self.subject.check_repeats(self._exact[0][0], again)
 
     def effect(self, compute: Compute, numbers: Sequence[int], words: str, enough: float = math.inf) -> Effect:
@@ -215,7 +217,9 @@ class Runs:
         for number in numbers:
             exact, gradients, drawn = self._exact[number]
             try:
-                loss, found = self._run(Pass(compute, drawn), self.subject.low, self.subject.batches[number], words)
+                loss, found = self._run(
+                    TuningPass(compute, drawn), self.subject.low, self.subject.batches[number], words
+                )
             except Exception as error:  # a choice under which the program does not run does not hold
                 return Effect(*(math.inf,) * 4, in_a_line(error))
             with unobserved():
