@@ -58,11 +58,11 @@ def explain_site(path: str, line: int, recipe: Recipe | None = None) -> str:
         nearest = min(others, key=lambda each: (abs(each - line), each), default=None)
         said = f"; the nearest that calls one is line {nearest}" if nearest else ""
         raise HmpxError(f"{path}:{line}: no op is called on this line{said}")
-    said = [f"{path}:{line}: {lines[line - 1].strip()}"]
+    parts = [f"{path}:{line}: {lines[line - 1].strip()}"]
     for op, note in calls[line]:
         words = [note] if op is None else [explain_op(op, policy, kernels), note and f"  note  {note}"]
-        said.append("\n".join(filter(None, words)))
-    return "\n\n".join(said)
+        parts.append("\n".join(filter(None, words)))
+    return "\n\n".join(parts)
 
 
 def calls_by_line(source: str, path: str) -> dict[int, list[Call]]:
