@@ -13,8 +13,7 @@ from hmpx.errors import HmpxError
 from hmpx.insight import observed
 from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.subject import Subject
-from hmpx.insight.tuning.choices import amount, choices_of
-from hmpx.insight.tuning.lists import lists_and_rules, policy_of, recipe_of
+from hmpx.insight.tuning.choices import amount, choices_of, lists_and_rules, policy_of, recipe_of
 from hmpx.insight.tuning.plot import Mark
 from hmpx.insight.tuning.runs import Effect, Progress, Runs, exactly, mixed, under_lists
 from hmpx.insight.tuning.search import Search
