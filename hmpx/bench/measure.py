@@ -159,10 +159,9 @@ def _quiet() -> Iterator[None]:
         os.close(kept)
 
 
-def rows(times: dict[str, float], more: dict[str, dict[str, float]] | None = None) -> list[Line]:
+def rows(times: dict[str, float], more: dict[str, dict[str, float]]) -> list[Line]:
     """Return one row a candidate; `ratio` is to the first candidate's time."""
     reference = next(iter(times.values()))
     return [
-        Line(name, {"ms": 1e3 * seconds, "ratio": seconds / reference, **(more or {}).get(name, {})})
-        for name, seconds in times.items()
+        Line(name, {"ms": 1e3 * seconds, "ratio": seconds / reference, **more[name]}) for name, seconds in times.items()
     ]

@@ -111,8 +111,6 @@ class Log(Recorded):
             HmpxError: it cannot be read, is no JSON, or no record of which this version can show everything.
         """
         try:
-            if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():  # a device or a pipe
-                raise HmpxError(f"{path}: no file that could hold JSON")
             found = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise HmpxError(f"{path}: cannot be read: {error.strerror or error}") from None
