@@ -126,15 +126,15 @@ class Log(Recorded):
             log = cls(**values)
             as_page(log)  # this and the next need values of the right types
             str(log.diff(log))
-        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise HmpxError(f"{path}: a record that is not whole: {in_a_line(error)}") from None
         return log
 
 
-def _values(kind: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the values in an object of JSON that a class has, as that has them. Later versions may add others."""
-    known = {each.name: each.type for each in fields(kind) if each.name in row}
-    return {name: tuple(row[name]) if kind.startswith("tuple") else row[name] for name, kind in known.items()}
+def _values(cls: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the values in an object of JSON that a class has, lists as its tuples. Later versions may add others."""
+    types = {each.name: each.type for each in fields(cls) if each.name in row}  # as they are written
+    return {name: tuple(row[name]) if kind.startswith("tuple") else row[name] for name, kind in types.items()}
 
 
 def _printable(value: Any) -> Any:
