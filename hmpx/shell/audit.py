@@ -21,8 +21,7 @@ from hmpx.shell.functions import add_function, function_named, set_up
 from hmpx.shell.options import add_recipe_options, recipe_asked
 
 
-def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands `audit` and `compare`."""
+def add_audit(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command = add_command(
         "audit",
         "run a function once and say which listed ops ran in another precision",
@@ -35,6 +34,8 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     add_recipe_options(command)
     command.set_defaults(run=_audit)
 
+
+def add_compare(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command = add_command(
         "compare",
         "run a model's ops beside themselves in FP32 and say which one is to blame",

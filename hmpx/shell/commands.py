@@ -85,8 +85,9 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
     check.set_defaults(run=_check)
 
     doctor.add(add)
+    audit.add_audit(add)
     record.add(add)
-    audit.add(add)
+    audit.add_compare(add)
     tune.add(add)
 
 
