@@ -120,9 +120,9 @@ class Log(Recorded):
             raise HmpxError(f"{path}: no record of schema {SCHEMA}, as hmpx.record and `python -m hmpx record` save it")
         try:
             values = _values(Recorded, _printable(found))
-            values["policy"] = "\n".join(map(_printable, found["policy"].split("\n")))
             values["sites"] = [Site(**_values(Site, row)) for row in values["sites"]]
             values["round_trips"] = [RoundTrip(**_values(RoundTrip, row)) for row in values["round_trips"]]
+            values["policy"] = "\n".join(map(_printable, found["policy"].split("\n")))
             log = cls(**values)
             as_page(log)  # this and the next need values of the right types
             str(log.diff(log))
