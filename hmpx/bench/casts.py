@@ -42,16 +42,16 @@ def run(repeat: int, device: torch.device) -> measure.Bench:
 
     Autocast runs without its cache of weights, which within one long context would cast each weight once for all calls.
     """
-    calls = {name: _many(call, _CALLS) for name, call in _ops(device).items()}
+    calls = _ops(device)
     ways: dict[str, measure.Way] = {
         "torch": (contextlib.nullcontext, calls),
         "autocast": (lambda: autocast(device, cache=False), calls),
         "hmpx": (lambda: converted(device), calls),
     }
-    times = measure.times_in(ways, repeat, device, min, is_short=True)
+    times = measure.times_in(ways, repeat, device, min, _CALLS)
     rows = []
     for name in calls:
-        micro = {way: 1e6 * taken[name] / _CALLS for way, taken in times.items()}
+        micro = {way: 1e6 * taken[name] for way, taken in times.items()}
         figures = {f"{way} us": value for way, value in micro.items()}
         ratios = {f"hmpx/{peer}": micro["hmpx"] / micro[peer] for peer in ("autocast", "torch")}
         rows.append(measure.Line(name, figures | ratios))
@@ -63,7 +63,7 @@ def run_kept(repeat: int, device: torch.device) -> measure.Bench:
     layer = nn.Linear(_SIDE, _SIDE, device=device)
     low = nn.Linear(_SIDE, _SIDE, device=device, dtype=torch.bfloat16)
     x = torch.randn(_BATCH, _SIDE, device=device)
-    x16, calls = x.bfloat16(), _CALLS // 10
+    x16 = x.bfloat16()
 
     @contextlib.contextmanager
     def kept() -> Iterator[None]:
@@ -77,19 +77,10 @@ def run_kept(repeat: int, device: torch.device) -> measure.Bench:
         "hmpx": (lambda: converted(device), {"": lambda: layer(x)}),
         "hmpx, in cached_weights()": (kept, {"": lambda: layer(x)}),
     }
-    many = {way: (context, {"": _many(works[""], calls)}) for way, (context, works) in ways.items()}
     with torch.no_grad():
-        times = measure.times_in(many, repeat, device, min, is_short=True)
-    rows = [measure.Line(way, {"us": 1e6 * taken[""] / calls}) for way, taken in times.items()]
+        times = measure.times_in(ways, repeat, device, min, _CALLS // 10)
+    rows = [measure.Line(way, {"us": 1e6 * taken[""]}) for way, taken in times.items()]
     return measure.Bench(f"A linear layer, {_BATCH} x {_SIDE} to {_SIDE}, {measure.where(device)}", rows)
-
-
-def _many(call: Callable[[], object], times: int) -> Callable[[], None]:
-    def calls() -> None:
-        for _ in range(times):
-            call()
-
-    return calls
 
 
 def _ops(device: torch.device) -> dict[str, Callable[[], Tensor]]:

@@ -7,11 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from hmpx.bench import casts, measure
-from hmpx.bench.train import Training
+from hmpx.bench.train import Training, loss_of
 from hmpx.insight.comparing.compare import compare
 from hmpx.insight.recording.record import record
 from hmpx.ops.policies.catalog import catalog
@@ -64,16 +62,12 @@ def _recording(device: torch.device) -> Iterator[None]:
 
 def _compared(subject: Training, repeat: int, device: torch.device) -> tuple[float, float, float]:
     """Return seconds of a call of `compare` without batches, seconds for each batch, and runs of each batch."""
-
-    def loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model(inputs), targets)
-
     few, many = _BATCHES
     torch.manual_seed(0)
     batches = [(torch.randn_like(subject.inputs), subject.targets) for _ in range(many)]
 
     def compared(number: int) -> int:
-        return compare(subject.model, batches[:number], loss).passes
+        return compare(subject.model, batches[:number], loss_of).passes
 
     with casts.converted(device):
         calls: dict[str, Callable[[], object]] = {"few": lambda: compared(few), "many": lambda: compared(many)}

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from hmpx.insight.text_table import Column, table
 from hmpx.ops.computing.kernels import capability
 from hmpx.rounding import native_library
 
@@ -38,17 +40,11 @@ class Bench:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        columns = list(dict.fromkeys(column for row in self.rows for column in row.figures))
-        width = max(len(row.name) for row in self.rows)
-        widths = {column: max(12, len(column)) for column in columns}
-        lines = [self.title, " " * width + "".join(f"  {column:>{widths[column]}}" for column in columns)]
-        for row in self.rows:
-            cells = (f"{row.figures[c]:.{_digits(c)}f}" if c in row.figures else "" for c in columns)
-            line = f"{row.name:{width}}" + "".join(
-                f"  {cell:>{widths[c]}}" for c, cell in zip(columns, cells, strict=True)
-            )
-            lines.append(line.rstrip())
-        return "\n".join([*lines, *self.notes])
+        columns = [Column("", [row.name for row in self.rows])]
+        for name in dict.fromkeys(name for row in self.rows for name in row.figures):
+            cells = [f"{row.figures[name]:.{_digits(name)}f}" if name in row.figures else "" for row in self.rows]
+            columns.append(Column(f"{name:>12}", cells, right=True))
+        return "\n".join([self.title, *table(columns, sys.maxsize), *self.notes])
 
 
 def save(benches: list[Bench], path: Path) -> None:
@@ -81,8 +77,7 @@ def times_in(
     repeat: int,
     device: torch.device,
     reduced: Callable[[list[float]], float] = statistics.median,
-    *,
-    is_short: bool = False,
+    calls: int = 0,
 ) -> dict[str, dict[str, float]]:
     """Return the seconds of each piece of work in each way, by way and work: their median over rounds.
 
@@ -91,8 +86,8 @@ def times_in(
 
     Args:
         reduced: what to take over rounds in place of the median.
-        is_short: the work takes a millisecond or less. It is measured ten times whenever its way is in turn, and the
-            least counts: some of these times nothing else has disturbed.
+        calls: of work that takes a millisecond or less, so many calls in a row are measured, ten times whenever its way
+            is in turn. The least counts: some of these times nothing else has disturbed.
     """
     times: dict[str, dict[str, list[float]]] = {way: {name: [] for name in works} for way, (_, works) in ways.items()}
     for _ in range(repeat + 2):
@@ -101,14 +96,11 @@ def times_in(
                 for name, work in works.items():
                     work()
                     taken = times[way][name]
-                    calls = 1 if is_short or not taken else _calls(taken[-1])
-                    taken.append(min(_seconds(work, calls, device) for _ in range(_LOOKS if is_short else 1)))
+                    in_a_row = calls or 1
+                    if taken and not calls:  # as often as takes 20 ms, which is well above the clock's own noise
+                        in_a_row = max(1, min(100, round(0.02 / taken[-1])))
+                    taken.append(min(_seconds(work, in_a_row, device) for _ in range(_LOOKS if calls else 1)))
     return {way: {name: reduced(taken[2:]) for name, taken in works.items()} for way, works in times.items()}
-
-
-def _calls(seconds: float) -> int:
-    """Return how often to repeat work that takes so long, to be well above the clock's own noise."""
-    return max(1, min(100, round(0.02 / seconds)))
 
 
 def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -167,10 +159,9 @@ def _quiet() -> Iterator[None]:
         os.close(kept)
 
 
-def rows(times: dict[str, float], more: dict[str, dict[str, float]] | None = None) -> list[Line]:
+def rows(times: dict[str, float], more: dict[str, dict[str, float]]) -> list[Line]:
     """Return one row a candidate; `ratio` is to the first candidate's time."""
     reference = next(iter(times.values()))
     return [
-        Line(name, {"ms": 1e3 * seconds, "ratio": seconds / reference, **(more or {}).get(name, {})})
-        for name, seconds in times.items()
+        Line(name, {"ms": 1e3 * seconds, "ratio": seconds / reference, **more[name]}) for name, seconds in times.items()
     ]

@@ -65,6 +65,10 @@ def _cached(device: torch.device) -> Iterator[None]:
         yield
 
 
+def loss_of(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs), targets)
+
+
 class Training:
     """One model, its optimizer and a batch, for all ways: where tensors lie in memory makes a difference."""
 
@@ -79,13 +83,13 @@ class Training:
 
     def works(self, forward: Callable = contextlib.nullcontext) -> dict[str, Work]:
         """Return what is measured, by name. `forward()` is entered around every forward."""
-        loss_of = self._compile(self._loss)  # once a way, so that none has the guards of another
+        loss = self._compile(loss_of)  # once a way, so that none has the guards of another
 
         def step(batches: int) -> None:
             for _ in range(batches):
                 with forward():
-                    loss = loss_of()
-                loss.backward()
+                    found = loss(self.model, self.inputs, self.targets)
+                found.backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
 
@@ -103,9 +107,6 @@ class Training:
             "inference": lambda: inference(self.inputs),
             "inference of one": lambda: inference(self.inputs[:1]),
         }
-
-    def _loss(self) -> Tensor:
-        return F.cross_entropy(self.model(self.inputs), self.targets)
 
 
 def _rows(title: str, times: dict[str, dict[str, float]]) -> list[measure.Line]:

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from time import perf_counter
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from hmpx.bench import measure
-from hmpx.bench.train import Training
+from hmpx.bench.train import Training, loss_of
 from hmpx.insight import observed
 from hmpx.insight.comparing import subject as comparing
 from hmpx.insight.comparing.calls import Compared
-from hmpx.insight.tuning.runs import Effect, Exact, Mixed, Progress, Runs
+from hmpx.insight.tuning.runs import Effect, Progress, Runs, exactly, mixed
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.worth import decidable
 from hmpx.ops.policies.policy import Policy
@@ -42,15 +40,11 @@ def run(device: torch.device, models: Sequence[str]) -> measure.Bench:
         figures = {"asked": usual.asked, "passes": usual.passes, "s": seconds, "error": left.gradient_error}
         rows.append(measure.Line(f"{name}, one by one, {usual.sites} sites", figures))
         began = perf_counter()
-        found = tune(model.model, batches, _loss, objective="coverage", tolerance=usual.asked, progress=False)
+        found = tune(model.model, batches, loss_of, objective="coverage", tolerance=usual.asked, progress=False)
         seconds = perf_counter() - began
         figures = {"asked": usual.asked, "passes": found.steps, "s": seconds, "error": found.gradient_error}
         rows.append(measure.Line(f"{name}, tune", figures | {"share": found.share}))
     return measure.Bench(f"Half of BF16's gradient error, {measure.where(device)}", rows)
-
-
-def _loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(inputs), targets)
 
 
 class _OneByOne:
@@ -60,7 +54,7 @@ class _OneByOne:
     """
 
     def __init__(self, model: torch.nn.Module, batches: list[tuple]) -> None:
-        self._subject = comparing.Subject(model, batches, _loss, None)
+        self._subject = comparing.Subject(model, batches, loss_of, None)
         self._progress = Progress("one by one", False)
         self._runs = Runs(self._subject, _BATCHES, self._progress)
         self._sites: dict[Compared, None] = {}
@@ -77,7 +71,7 @@ class _OneByOne:
     def run(self) -> Effect:
         everything = Policy(bf16=tuple(sorted(decidable())))
         with self._subject.gradients_kept(), observed.observed(everything, "auto", self._runs.sites):
-            self._runs.prepare(lambda drawn, number: Exact(drawn))
+            self._runs.prepare(lambda number: exactly)
             self.asked = _ASKED * self._without(set()).gradient_error
             worst = sorted(self._sites, key=lambda site: self._without({site}).size)
             fallen: set[Compared] = set()
@@ -97,4 +91,4 @@ class _OneByOne:
             self._sites.setdefault(site)
             return site not in fallen
 
-        return self._runs.effect(lambda drawn: Mixed(drawn, is_low), self._runs.held_out, "one by one")
+        return self._runs.effect(mixed(is_low), self._runs.held_out, "one by one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from hmpx.errors import UnknownOpError, did_you_mean
 from hmpx.insight.reasons import reason
+from hmpx.insight.text_table import Column, table
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, choose
 from hmpx.ops.overlays import Overlay
 from hmpx.ops.policies.build_policy import unknown_op
@@ -121,7 +123,7 @@ def recipe_lines(recipe: Recipe) -> list[str]:
     lines = {
         "weights": f"{recipe.parameter_dtype}{exceptions}",
         "ops": _ops_in_words(recipe, policy),
-        MODULES: _modules_in_words(recipe),
+        MODULES: "; ".join(f"{pattern}: {overlay.in_words()}" for pattern, overlay in recipe.overlays().items()),
         "kernels": _kernels_in_words(recipe, policy),
         "loss": "to be scaled (torch.amp.GradScaler), for FP16 loses gradients below 6e-8" if scaled else "",
         "dtypes": ", ".join(f"{old} becomes {new}" for old, new in recipe.dtype_map.items()),
@@ -169,11 +171,6 @@ def _ops_in_words(recipe: Recipe, policy: Policy | None) -> str:
     return f"{recipe.opt_level}: {rules}" + (f" ({', '.join(where)})" if where else "")
 
 
-def _modules_in_words(recipe: Recipe) -> str:
-    """Describe the rules for parts of the model."""
-    return "; ".join(f"{pattern}: {overlay.in_words()}" for pattern, overlay in recipe.overlays().items())
-
-
 def _parameters_in_words(recipe: Recipe) -> str:
     """Describe the exceptions for some parameters, with the bytes that each takes."""
     said = []
@@ -206,15 +203,15 @@ def _seed(recipe: Recipe) -> str:
 
 def recipes_table() -> str:
     """Return a table of the recipes that come with hmpx: their bytes per parameter, weights, updates, and use."""
-    rows = [("recipe", "bytes", "weights", "updates", "what it is")]
+    rows = []
     for name in recipe_names():
         recipe = read_recipe(name)
         narrow = recipe.parameter_dtype == "bfloat16"
         size = f"{sum(recipe.bytes_per_parameter().values()):g}"
         rows.append((name, size, recipe.parameter_dtype, recipe.weights if narrow else "plain", _what_it_is(name)))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows]
-    return "\n".join([*lines, "", _FOOTNOTE])
+    titles = ("recipe", "bytes", "weights", "updates", "what it is")
+    columns = [Column(title, cells) for title, *cells in zip(titles, *rows, strict=True)]
+    return "\n".join([*table(columns, sys.maxsize), "", _FOOTNOTE])
 
 
 _FOOTNOTE = """\

@@ -14,10 +14,9 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.insight.explain import explain_op
-from hmpx.ops.computing.kernels import Kernels, choose
+from hmpx.ops.computing.kernels import choose
 from hmpx.ops.policies.build_policy import module_class, op_of
 from hmpx.ops.policies.catalog import canonical, catalog
-from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import DEFAULT, Recipe
 
 Operation = ast.Call | ast.BinOp | ast.AugAssign
@@ -59,14 +58,11 @@ def explain_site(path: str, line: int, recipe: Recipe | None = None) -> str:
         nearest = min(others, key=lambda each: (abs(each - line), each), default=None)
         said = f"; the nearest that calls one is line {nearest}" if nearest else ""
         raise HmpxError(f"{path}:{line}: no op is called on this line{said}")
-    said = f"{path}:{line}: {lines[line - 1].strip()}"
-    return "\n\n".join([said, *(_call_in_words(op, note, policy, kernels) for op, note in calls[line])])
-
-
-def _call_in_words(op: str | None, note: str, policy: Policy, kernels: Kernels) -> str:
-    if op is None:
-        return note
-    return "\n".join(filter(None, [explain_op(op, policy, kernels), note and f"  note  {note}"]))
+    parts = [f"{path}:{line}: {lines[line - 1].strip()}"]
+    for op, note in calls[line]:
+        words = [note] if op is None else [explain_op(op, policy, kernels), note and f"  note  {note}"]
+        parts.append("\n".join(filter(None, words)))
+    return "\n\n".join(parts)
 
 
 def calls_by_line(source: str, path: str) -> dict[int, list[Call]]:

@@ -1,4 +1,4 @@
-"""`audit MODULE:FUNCTION`: `hmpx.audit` of a model, or of a whole function, from the shell."""
+"""`audit MODULE:FUNCTION` and `compare MODULE:FUNCTION`: `hmpx.audit` and `hmpx.compare` from the shell."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 from hmpx.conversion import installed
 from hmpx.errors import HmpxError
 from hmpx.insight.audit import Audit, audit
+from hmpx.insight.comparing.compare import compare
 from hmpx.recipes.activate import activate
 from hmpx.recipes.module_patterns import check_names, rules_for
 from hmpx.recipes.prepare import cast_model
 from hmpx.recipes.recipe import Recipe
-from hmpx.shell.functions import function_named
+from hmpx.shell.functions import add_function, function_named, set_up
 from hmpx.shell.options import add_recipe_options, recipe_asked
 
 
-def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def add_audit(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command = add_command(
         "audit",
         "run a function once and say which listed ops ran in another precision",
@@ -29,13 +30,26 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "model and its inputs, the model is run on these. The exit status is 1 if something is found.",
         "train.py:one_step --recipe neuron-bf16-sr\npackage.models:small_model --list mine.txt",
     )
-    command.add_argument(
-        "what",
-        metavar="MODULE:FUNCTION",
-        help="a module, or a Python file, and in it a function that takes no arguments",
-    )
+    add_function(command)
     add_recipe_options(command)
     command.set_defaults(run=_audit)
+
+
+def add_compare(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    command = add_command(
+        "compare",
+        "run a model's ops beside themselves in FP32 and say which one is to blame",
+        "Call a function without arguments that returns (model, batches, loss), or (model, batches), as hmpx.compare\n"
+        "takes them: batches is a list of tuples, loss(model, *batch) a scalar, or that and log-probs. Each op is run\n"
+        "beside itself in FP32. The effect of its error on the loss and on the gradients is printed, the worst first.\n"
+        "The exit status is 1 if the lists change the training, or make something inf or NaN.",
+        "train.py:setup --recipe neuron-bf16-sr\ntrain.py:setup --list mine.txt --html found.html",
+    )
+    add_function(command)
+    command.add_argument("--json", metavar="FILE", help="save everything as JSON, too")
+    command.add_argument("--html", metavar="FILE", help="save a page, too")
+    add_recipe_options(command)
+    command.set_defaults(run=_compare)
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -67,3 +81,15 @@ def _found(function: Callable[[], Any], recipe: Recipe) -> Audit:
             name = type(model).__name__
             raise HmpxError(f"the function returned a {name} alone: return (model, inputs), or call the model in it")
     return found
+
+
+def _compare(options: argparse.Namespace) -> int:
+    recipe = recipe_asked(options)
+    given = set_up(options.what, (2, 3), "(model, batches, loss) or (model, batches)")
+    found = compare(*given, lists=recipe)
+    print(found)
+    if options.json:
+        found.json(options.json)
+    if options.html:
+        found.html(options.html)
+    return 1 if found.is_broken else 0

@@ -50,7 +50,10 @@ def recipe_to_run(options: argparse.Namespace) -> Recipe | None:
     """
     of_environment = recipe_of(os.environ)
     named = options.recipe or os.environ.get(VARIABLE)
-    _say_what_stands_behind(options)
+    misplaced = " and ".join(behind(options))
+    if misplaced and is_first_rank():
+        said = f"{misplaced} behind {options.script} goes to the script; what hmpx is to read stands before it"
+        print(f"hmpx: {said}", file=sys.stderr)
     if named:
         aside = " (which goes before the variables of Neuron and XLA)" if of_environment else ""
         recipe, said = as_recipe(named), f"recipe {named}{aside}"
@@ -108,15 +111,6 @@ _OWN = ("--recipe", "--list", "--set", *(f"--{side}" for side in SIDES))  # opti
 def behind(options: argparse.Namespace) -> list[str]:
     """Return the options of hmpx that stand behind the script, and so go to the script."""
     return [word for word in options.arguments if word.partition("=")[0] in _OWN]
-
-
-def _say_what_stands_behind(options: argparse.Namespace) -> None:
-    found = behind(options)
-    if found and is_first_rank():
-        words, script = " and ".join(found), options.script
-        print(
-            f"hmpx: {words} behind {script} goes to the script; what hmpx is to read stands before it", file=sys.stderr
-        )
 
 
 @contextlib.contextmanager

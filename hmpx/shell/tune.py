@@ -6,11 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hmpx.errors import HmpxError
 from hmpx.insight.tuning.tune import tune
+from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import UNITS, WIDE
 from hmpx.insight.weights.tune_weights import tune_weights
+from hmpx.insight.weights.tuned_weights import TunedWeights
 from hmpx.shell.functions import add_function, set_up
 from hmpx.shell.options import add_recipe_options, recipe_asked
 
@@ -49,61 +52,41 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
+    asked: dict[str, Any] = {"seed": options.seed, "progress": not options.quiet}
+    asked |= {key: value for key in ("steps", "tolerance") if (value := getattr(options, key)) is not None}
     if options.weights:
-        return _tune_weights(options)
-    if options.steps is not None:
+        for option, usual in (("objective", "speed"), ("low", "bf16"), ("confirm", None)):
+            if getattr(options, option) != usual:
+                raise HmpxError(f"--{option} does not go with --weights")
+    elif options.steps is not None:
         raise HmpxError("--steps goes with --weights")
     recipe = recipe_asked(options)
-    given = set_up(options.what, (3, 4), "(model, batches, loss), or these and held_out")
-    folder = _folder(options.out)
-    try:
-        tuned = tune(
-            *given[:3],
-            held_out=given[3] if len(given) == 4 else None,
-            objective=options.objective,
-            low=options.low,
-            tolerance=0.1 if options.tolerance is None else options.tolerance,
-            lists=recipe,
-            seed=options.seed,
-            progress=not options.quiet,
-            confirm=options.confirm,
-        )
-    except KeyboardInterrupt:
-        return _interrupted()
-    print(tuned)
-    tuned.save(folder)
-    print(f"hmpx: wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    return 0 if tuned.met else 1
-
-
-def _tune_weights(options: argparse.Namespace) -> int:
-    for option, usual in (("objective", "speed"), ("low", "bf16"), ("confirm", None)):
-        if getattr(options, option) != usual:
-            raise HmpxError(f"--{option} does not go with --weights")
-    recipe = recipe_asked(options)
-    given = set_up(options.what, (4,), "(model, optimizer, batches, loss)")
-    folder = _folder(options.out)
-    asked = {"steps": options.steps, "tolerance": options.tolerance}
-    asked = {key: value for key, value in asked.items() if value is not None}
-    try:
-        tuned = tune_weights(*given, recipe=recipe, seed=options.seed, progress=not options.quiet, **asked)
-    except KeyboardInterrupt:
-        return _interrupted()
-    print(tuned)
-    tuned.save(folder / "recipe.yaml")
-    tuned.json(folder / "weights.json")
-    print(f"hmpx: wrote {folder}: recipe.yaml, weights.json")
-    return 0 if tuned.met else 1
-
-
-def _folder(out: str) -> Path:
-    folder = Path(out)
+    if options.weights:
+        given = set_up(options.what, (4,), "(model, optimizer, batches, loss)")
+    else:
+        given = set_up(options.what, (3, 4), "(model, batches, loss), or these and held_out")
+    folder = Path(options.out)
     if folder.exists() and not folder.is_dir():
-        raise HmpxError(f"--out {out} is no folder")
+        raise HmpxError(f"--out {options.out} is no folder")
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _interrupted() -> int:
-    print("hmpx: interrupted; nothing was written, and a later call begins anew", file=sys.stderr)
-    return 130
+    tuned: Tuned | TunedWeights
+    try:
+        if options.weights:
+            tuned = tune_weights(*given, recipe=recipe, **asked)
+        else:
+            for key in ("objective", "low", "confirm"):
+                asked[key] = getattr(options, key)
+            tuned = tune(*given[:3], held_out=given[3] if len(given) == 4 else None, lists=recipe, **asked)
+    except KeyboardInterrupt:
+        print("hmpx: interrupted; nothing was written, and a later call begins anew", file=sys.stderr)
+        return 130
+    print(tuned)
+    if isinstance(tuned, Tuned):
+        tuned.save(folder)
+        written = sorted(path.name for path in folder.iterdir())
+    else:
+        tuned.save(folder / "recipe.yaml")
+        tuned.json(folder / "weights.json")
+        written = ["recipe.yaml", "weights.json"]
+    print(f"hmpx: wrote {folder}: {', '.join(written)}")
+    return 0 if tuned.met else 1

@@ -295,28 +295,22 @@ def test_a_record_from_elsewhere_cannot_command_the_terminal(tmp_path, monkeypat
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda found: found["sites"][0].update(calls="3"), "sites[0].calls: a whole number from 0 on is wanted"),
-        (lambda found: found["sites"][0].update(calls=True), "and it is true or false"),
-        (lambda found: found["sites"][0].update(op_seconds=float("inf")), "op_seconds: a finite number from 0 on"),
-        (
-            lambda found: found["sites"][0].update(given="float32"),
-            "sites[0].given: a list is wanted, and it is a string",
-        ),
-        (lambda found: found["sites"][0].update(given=[3]), "sites[0].given[0]: a string is wanted, and it is 3"),
-        (lambda found: found["sites"][0].update(nonfinite=-1), "sites[0].nonfinite: a whole number from 0 on"),
-        (lambda found: found["sites"][0].pop("op"), "sites[0]: a record that is not whole: KeyError: 'op'"),
-        (lambda found: found.update(sites={"op": 1}), "sites: a list is wanted, and it is an object"),
-        (lambda found: found["round_trips"][0].update(ops=["add"]), "round_trips[0].ops: a list of 2 is wanted"),
-        (lambda found: found["updates"][0].update(rows=3), "updates[0].rows: a list is wanted, and it is 3"),
-        (lambda found: found["updates"][0].pop("needed"), "updates[0]: a record that is not whole"),
-        (lambda found: found.update(about=["2.13"]), "about: an object is wanted, and it is a list"),
-        (lambda found: found.update(steps=None), "steps: a whole number from 0 on is wanted, and it is null"),
+        (lambda found: found["sites"][0].update(calls="3"), "TypeError: "),
+        (lambda found: found["sites"][0].update(given=[3]), "TypeError: "),
+        (lambda found: found["sites"][0].pop("op"), "missing 1 required positional argument: 'op'"),
+        (lambda found: found.update(sites={"op": 1}), "TypeError: "),
+        (lambda found: found.pop("sites"), "KeyError: 'sites'"),
+        (lambda found: found["round_trips"][0].update(ops=["add"]), "ValueError: not enough values"),
+        (lambda found: found["updates"][0].update(rows=3), "TypeError: 'int' object is not iterable"),
+        (lambda found: found["updates"][0].pop("needed"), "KeyError: 'needed'"),
+        (lambda found: found.update(about=["2.13"]), "AttributeError: 'list' object has no attribute"),
+        (lambda found: found.update(policy=None), "AttributeError: 'NoneType' object has no attribute"),
     ],
 )
-def test_a_value_of_a_wrong_type_is_named_with_its_place(tmp_path, change, message):
+def test_a_record_with_values_that_cannot_be_shown_is_refused(tmp_path, change, message):
     with pytest.raises(hmpx.HmpxError, match=re.escape(message)) as raised:
         Log.load(foreign(tmp_path, change))
-    assert str(raised.value).startswith(f"{tmp_path / 'log.json'}.") or "not whole" in message
+    assert str(raised.value).startswith(f"{tmp_path / 'log.json'}: a record that is not whole: ")
     assert "\n" not in str(raised.value)
 
 

@@ -60,8 +60,11 @@ class Nothing(nn.Linear):
     "arguments, said",
     [
         ({"made": torch.relu}, "tune: model is a builtin_function_or_method"),
-        ({"made": nn.Linear(16, 4).double(), "data": double(classes())}, "parameter 'weight' is in FP64"),
-        ({"made": nn.Linear(16, 4).bfloat16()}, "parameter 'weight' is in low precision already"),
+        (
+            {"made": nn.Linear(16, 4).double(), "data": double(classes())},
+            "'weight' is float64; it begins",
+        ),
+        ({"made": nn.Linear(16, 4).bfloat16()}, "'weight' is bfloat16; it begins"),
         ({"made": Counting(16, 4)}, "when it is computed again"),
         ({"made": Nothing(16, 4), "loss": lambda m, a, y: m(a)}, "nothing to choose from"),
         ({"data": classes(1)}, "1 batch: the noise between batches is the scale"),

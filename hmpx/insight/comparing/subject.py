@@ -138,13 +138,7 @@ class Subject:
                 loss, log_probs = loss
                 with unobserved():
                     self.log_probs = log_probs.detach().float()
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                what = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise HmpxError(f"{self._asked}: loss(model, *batch) must return a scalar tensor, not a {what}")
-            if not loss.requires_grad:
-                raise HmpxError(
-                    f"{self._asked}: the loss has no gradient: it was computed under torch.no_grad, or detached"
-                )
+            check_loss(loss, self._asked)
             found = self._gradients(loss) if gradients else []
             return float(loss.detach()), found
 
@@ -163,6 +157,18 @@ class Subject:
         pairs = zip(self.parameters, found, strict=True)
         with unobserved():
             return [torch.zeros_like(p, dtype=torch.float32) if g is None else g.detach().float() for p, g in pairs]
+
+
+def check_loss(loss: Any, asked: str, has_gradient: bool = True) -> None:
+    """Check that a loss is a scalar tensor, and that it has a gradient."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise HmpxError(f"{asked}: loss(model, *batch) must return a scalar tensor, not a {what}")
+    if has_gradient and not loss.requires_grad:
+        raise HmpxError(
+            f"{asked}: the loss has no gradient: it was computed under torch.no_grad, or detached, or is of another "
+            "model than the one that loss is given"
+        )
 
 
 def _has_reentrant_checkpoint(loss: Tensor) -> bool:

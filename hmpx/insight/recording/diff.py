@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hmpx.insight.module_names import numberless
 from hmpx.insight.recording.recorded import Recorded, Site, alike
+from hmpx.insight.recording.table import place_columns
 from hmpx.insight.text_table import Column, milliseconds, number, short_dtypes, size, table, terminal_width
 
 _ROWS = 12  # of each table
@@ -162,21 +163,13 @@ def _titled(title: str, count: int, sites: list[Site], width: int, changed: Sequ
             Column("casts ms", [milliseconds(site.cast_seconds) for site in shown], right=True),
             Column("op ms", [milliseconds(site.op_seconds) for site in shown], right=True),
         ]
-    yield from (f"  {line}" for line in table([*_place(shown), *columns], width - 2))
+    yield from (f"  {line}" for line in table([*place_columns(shown), *columns], width - 2))
     if sites[_ROWS:]:
         yield f"  … and {len(sites) - _ROWS} more rows"
 
 
 def _rule(site: Site) -> str:
     return f"{site.rule or '-'}: {short_dtypes(site.dtypes)}"
-
-
-def _place(sites: Sequence[Site]) -> list[Column]:
-    return [
-        Column("op", [site.op for site in sites], least=14),
-        Column("line", [os.path.basename(site.where) for site in sites], least=14, from_left=True),
-        Column("module", [site.module for site in sites], least=12, from_left=True, rank=1),
-    ]
 
 
 def _prices(pairs: Sequence[Pair], width: int) -> list[str]:
@@ -190,4 +183,4 @@ def _prices(pairs: Sequence[Pair], width: int) -> list[str]:
         for title, sites in (("us", before), ("then", after))
     ]
     columns.append(Column("change", [f"{1e6 * pair.seconds:+.0f}" for pair in pairs], right=True))
-    return table([*_place(after), *columns], width)
+    return table([*place_columns(after), *columns], width)

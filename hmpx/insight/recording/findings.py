@@ -17,14 +17,12 @@ from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_lists import SIDES, shipped
 from hmpx.ops.policies.policy import Policy
 
-_LATEST = 1024  # how many tensors are remembered by what was done to them
 _LISTED = ("bf16", "fp16", "fp32", "promote")
 
 
 class _Changed(NamedTuple):
-    """A tensor whose dtype differs from the tensor it continues, and the site that cast it."""
+    """How a tensor came to a dtype that differs from the tensor it continues, and the site that cast it."""
 
-    tensor: weakref.ref
     site: Site
     before: torch.dtype
     after: torch.dtype
@@ -39,7 +37,7 @@ class RoundTrips:
     def __init__(self, found: list[RoundTrip]) -> None:
         self._found = found
         self._known: dict[tuple[int, int], RoundTrip] = {}
-        self._changed: dict[int, _Changed] = {}  # by the identity of the tensor
+        self._changed: dict[int, tuple[_Changed, weakref.ref]] = {}  # by the identity of the tensor, while it lives
 
     def follow(self, site: Site, given: list[Tensor], inside: list[Tensor], result: list[Tensor]) -> None:
         """Follow one call: the tensors that came in, the same as the op ran on them, and its results."""
@@ -55,22 +53,20 @@ class RoundTrips:
             return
         before = _continued(given, result[0])
         if before is not None:
-            self._remember(_Changed(weakref.ref(result[0]), site, before, result[0].dtype))
+            self._remember(result[0], _Changed(site, before, result[0].dtype))
         elif len(given) == 1 and given[0].dtype is result[0].dtype and given[0].numel() == result[0].numel():
             made = self._of(given[0])  # by way of an op such as dropout, which leaves the dtype alone
             if made is not None:
-                self._remember(made._replace(tensor=weakref.ref(result[0])))
+                self._remember(result[0], made)
 
     def _of(self, tensor: Tensor) -> _Changed | None:
         """Return how a tensor, or the base of a view, came to its dtype."""
-        made = self._changed.get(id(tensor)) or self._changed.get(id(tensor._base))
-        return made if made is not None and made.tensor() is not None else None
+        found = self._changed.get(id(tensor)) or self._changed.get(id(tensor._base))
+        return found[0] if found else None
 
-    def _remember(self, made: _Changed) -> None:
-        if len(self._changed) >= _LATEST:
-            alive = {key: each for key, each in self._changed.items() if each.tensor() is not None}
-            self._changed = alive if len(alive) < _LATEST // 2 else {}
-        self._changed[id(made.tensor())] = made
+    def _remember(self, tensor: Tensor, made: _Changed) -> None:
+        key = id(tensor)
+        self._changed[key] = made, weakref.ref(tensor, lambda _: self._changed.pop(key, None))
 
     def _note(self, made: _Changed, site: Site, tensor: Tensor) -> None:
         first = made.site

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, NewType, NoReturn, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any
 
 from hmpx.errors import HmpxError
+from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.diff import LogDiff, difference
-from hmpx.insight.recording.recorded import SCHEMA, Recorded
+from hmpx.insight.recording.recorded import SCHEMA, Recorded, RoundTrip, Site
 from hmpx.insight.recording.table import as_page, as_text
 from hmpx.insight.text_table import terminal_width
 
@@ -109,12 +108,9 @@ class Log(Recorded):
         """Read what `json` has saved, here or elsewhere. Characters that a terminal would obey are left out.
 
         Raises:
-            HmpxError: it cannot be read, is no JSON, or no record that this version knows; with the place of a value of
-                another type than it has there.
+            HmpxError: it cannot be read, is no JSON, or no record of which this version can show everything.
         """
         try:
-            if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():  # a device or a pipe
-                raise HmpxError(f"{path}: no file that could hold JSON")
             found = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise HmpxError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -122,85 +118,31 @@ class Log(Recorded):
             raise HmpxError(f"{path}: no JSON: {error}") from None
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise HmpxError(f"{path}: no record of schema {SCHEMA}, as hmpx.record and `python -m hmpx record` save it")
-        types = get_type_hints(Recorded) | {"updates": list[_Updates], "policy": _Lines}
-        return cls(**_checked_by_name(types, found, str(path), ["updates"]))
+        try:
+            values = _values(Recorded, _printable(found))
+            values["sites"] = [Site(**_values(Site, row)) for row in values["sites"]]
+            values["round_trips"] = [RoundTrip(**_values(RoundTrip, row)) for row in values["round_trips"]]
+            values["policy"] = "\n".join(map(_printable, found["policy"].split("\n")))
+            log = cls(**values)
+            as_page(log)  # this and the next need values of the right types
+            str(log.diff(log))
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise HmpxError(f"{path}: a record that is not whole: {in_a_line(error)}") from None
+        return log
 
 
-_Lines = NewType("_Lines", str)  # a text of several lines
+def _values(cls: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the values in an object of JSON that a class has, lists as its tuples. Later versions may add others."""
+    types = {each.name: each.type for each in fields(cls) if each.name in row}  # as they are written
+    return {name: tuple(row[name]) if kind.startswith("tuple") else row[name] for name, kind in types.items()}
 
 
-class _Lost(TypedDict):
-    """One row of `_Updates`."""
-
-    name: str
-    lost: float
-
-
-class _Updates(TypedDict):
-    """The counts of `Attachment.updates()`, as far as a view reads them."""
-
-    optimizer: str
-    weights: str
-    steps: int
-    lost: float
-    needed: bool
-    rows: list[_Lost]
-
-
-def _checked_by_name(types: Mapping[str, Any], value: Any, place: str, may_lack: Collection[str] = ()) -> dict:
-    """Return the values of an object of JSON that have a type by their name, each checked."""
-    if not isinstance(value, dict):
-        _refuse(value, place, "an object")
-    for name in types:
-        if name not in value and name not in may_lack:
-            raise HmpxError(f"{place}: a record that is not whole: KeyError: {name!r}")
-    return {name: _checked(kind, value[name], f"{place}.{name}") for name, kind in types.items() if name in value}
-
-
-def _checked(kind: Any, value: Any, place: str) -> Any:
-    """Return a value of JSON as the type that it is to have, without characters that a terminal would obey.
-
-    Raises:
-        HmpxError: it has another type; with its place in the file.
-    """
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin is UnionType:  # with None
-        return None if value is None else _checked(parts[0], value, place)
-    if is_typeddict(kind):
-        return {**_checked(dict[str, Any], value, place), **_checked_by_name(get_type_hints(kind), value, place)}
-    if isinstance(kind, type) and is_dataclass(kind):
-        free = [f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING]
-        return kind(**_checked_by_name(get_type_hints(kind), value, place, free))
-    if kind is Any:
-        return value
-    if origin is dict:
-        if isinstance(value, dict):
-            return {
-                _checked(str, key, place): _checked(parts[1], each, f"{place}.{key}") for key, each in value.items()
-            }
-        _refuse(value, place, "an object")
-    if origin in (list, tuple):
-        length = len(parts) if origin is tuple and parts[-1] is not Ellipsis else None
-        if isinstance(value, list) and len(value) == (length or len(value)):
-            return origin(_checked(parts[0], item, f"{place}[{i}]") for i, item in enumerate(value))
-        _refuse(value, place, f"a list of {length}" if length else "a list")
-    if kind in (str, _Lines):
-        if isinstance(value, str):
-            return "".join(each for each in value if each.isprintable() or (kind is _Lines and each == "\n"))
-        _refuse(value, place, "a string")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is bool:
-        fits, wanted = isinstance(value, bool), "true or false"
-    elif kind is int:
-        fits, wanted = is_number and isinstance(value, int) and value >= 0, "a whole number from 0 on"
-    else:
-        fits, wanted = is_number and 0 <= value < math.inf, "a finite number from 0 on"
-    if not fits:
-        _refuse(value, place, wanted)
+def _printable(value: Any) -> Any:
+    """Return a value of JSON without the characters that a terminal would obey."""
+    if isinstance(value, str):
+        return "".join(filter(str.isprintable, value))
+    if isinstance(value, list):
+        return [_printable(each) for each in value]
+    if isinstance(value, dict):
+        return {_printable(key): _printable(each) for key, each in value.items()}
     return value
-
-
-def _refuse(value: Any, place: str, wanted: str) -> NoReturn:
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    said = kinds.get(type(value)) or ascii(value)[:30]
-    raise HmpxError(f"{place}: {wanted} is wanted, and it is {said}: no record that hmpx has saved")

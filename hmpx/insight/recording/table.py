@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -74,9 +74,7 @@ def _table(rows: list[Site], width: int) -> list[str]:
 
     return table(
         [
-            Column("op", each(lambda site: site.op), least=14),
-            Column("line", each(lambda site: os.path.basename(site.where)), least=14, from_left=True),
-            Column("module", each(lambda site: site.module), least=12, from_left=True, rank=1),
+            *place_columns(rows),
             Column("rule", each(lambda site: site.rule or "-"), rank=5),
             Column("dtypes", each(lambda site: short_dtypes(site.dtypes)), least=17),
             Column("calls", each(lambda site: str(site.calls)), right=True, rank=3),
@@ -87,6 +85,15 @@ def _table(rows: list[Site], width: int) -> list[str]:
         ],
         width,
     )
+
+
+def place_columns(sites: Sequence[Site]) -> list[Column]:
+    """Return the columns that say where each site is."""
+    return [
+        Column("op", [site.op for site in sites], least=14),
+        Column("line", [os.path.basename(site.where) for site in sites], least=14, from_left=True),
+        Column("module", [site.module for site in sites], least=12, from_left=True, rank=1),
+    ]
 
 
 def _beneath(log: Recorded) -> Iterator[str]:

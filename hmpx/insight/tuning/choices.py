@@ -1,17 +1,22 @@
-"""`Choice`: what was decided about a list name, and why."""
+"""`Choice`: what was decided about a list name, and why; and the lists and rules that say so."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hmpx.insight.text_table import short_places
 from hmpx.insight.tuning.runs import Effect
 from hmpx.insight.tuning.search import Search
-from hmpx.insight.tuning.worth import SLACK, UNITS, Chosen, Costs, NameInModule, Unit
+from hmpx.insight.tuning.worth import SLACK, UNITS, WIDE, Chosen, Costs, Low, NameInModule, Unit
+from hmpx.ops.policies.op_lists import FP8_FORMAT, SIDES
+from hmpx.ops.policies.policy import Policy
+from hmpx.recipes.recipe import Recipe
 
 DTYPES = {"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}  # what `Choice.dtype` says for a list
+Rules = dict[str, dict[str, list[str]]]  # by module: by list, the names
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,43 @@ def _alone(unit: Unit, alone: Mapping[Unit, Effect]) -> Effect:
     parts = [other for other in alone if other & unit]
     least = [alone[part] for part in parts if not any(other < part for other in parts)]
     return alone.get(unit) or max(least, key=lambda effect: effect.size, default=Effect(*(math.nan,) * 4))
+
+
+def lists_and_rules(places: Collection[NameInModule], chosen: Chosen, low: Low) -> tuple[list[str], list[str], Rules]:
+    """Return the names for the low list, those for the wide one, and rules for the modules that differ.
+
+    A list has a name as it is outside of modules, else as in most of them. A rule holds in the modules inside, too.
+    """
+    names: dict[bool, list[str]] = {True: [], False: []}
+    rules: Rules = {}
+    for name in sorted({place.name for place in places}):
+        modules = {place.module: place in chosen for place in places if place.name == name}
+        said = {"": modules.get("", 2 * sum(modules.values()) > len(modules))}
+        names[said[""]].append(name)
+        for module in sorted(modules, key=lambda module: (module.count("."), module)):
+            around = max((outer for outer in said if not outer or f"{module}.".startswith(f"{outer}.")), key=len)
+            if modules[module] is not said[around]:
+                said[module] = modules[module]
+                rules.setdefault(module, {}).setdefault(low if modules[module] else WIDE[low], []).append(name)
+    return names[True], names[False], rules
+
+
+def policy_of(base: Policy, low: Low, names: Collection[str], wide: Collection[str]) -> Policy:
+    """Return `base` with these names in the low list, and those in the wide one."""
+    decided = {*names, *wide}
+    lists = {side: [name for name in getattr(base, side) if name not in decided] for side in SIDES}
+    lists[low] += names
+    lists[WIDE[low]] += wide
+    bf16, fp32, promote, fp8 = (tuple(sorted(lists[side])) for side in SIDES)
+    return Policy(bf16, fp32, promote, fp8=fp8, fp8_format=base.fp8_format)
+
+
+def recipe_of(base: Recipe | None, policy: Policy, rules: Rules) -> Recipe:
+    """Return `base` with other lists and rules for modules; without a base, FP32 weights."""
+    keys: dict[str, Any] = {side: getattr(policy, side) for side in SIDES} | {"fp8": policy.fp8 or None}
+    in_fp8 = policy.fp8 or any("fp8" in rule for rule in rules.values())
+    keys[FP8_FORMAT] = policy.fp8_format.keys() if in_fp8 else None
+    return replace(base or Recipe(parameter_dtype="float32", low_precision="bfloat16"), modules=rules, **keys)
 
 
 def percent(share: float) -> str:

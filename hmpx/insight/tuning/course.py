@@ -26,9 +26,10 @@ import torch
 
 from hmpx import conversion
 from hmpx.errors import HmpxError
-from hmpx.insight.comparing.subject import Subject
+from hmpx.insight.comparing.subject import Subject, check_loss
 from hmpx.insight.run_state import eager, kept
 from hmpx.insight.tensors import LOW, Tensor
+from hmpx.insight.tensors import name as dtype_name
 from hmpx.insight.tuning.runs import Progress
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.policies.policy import Policy
@@ -82,12 +83,7 @@ class Course:
             )
         if several_ranks():
             raise HmpxError(f"{asked}: it trains copies of the model in one process; call it in a process of its own")
-        for name, p in model.named_parameters():
-            if p.dtype in LOW or p.dtype is torch.float64:
-                dtype = str(p.dtype).removeprefix("torch.")
-                raise HmpxError(
-                    f"{asked}: parameter {name!r} is {dtype}; it begins with a model in FP32: model.float()"
-                )
+        check_in_fp32(model, asked)
         if len(self.batches) < 2:
             raise HmpxError(
                 f"{asked}: one batch has no order: how far two orders of batches come apart is the scale of every "
@@ -183,14 +179,7 @@ class Course:
     def loss_of(self, model: torch.nn.Module, batch: tuple) -> Tensor:
         """Return the loss of a batch, with its graph."""
         loss = self._loss(model, *batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise HmpxError(f"{self._asked}: loss(model, *batch) must return a scalar tensor, not {what}")
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise HmpxError(
-                f"{self._asked}: the loss has no gradient: computed under torch.no_grad, or detached, or of another "
-                "model than the one that loss is given"
-            )
+        check_loss(loss, self._asked, torch.is_grad_enabled())
         return loss
 
     def gradients(self, model: torch.nn.Module, batch: tuple, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -221,6 +210,16 @@ class Course:
                 policy = policy or Policy(bf16=(), fp32=(), promote=())
                 undo.enter_context(conversion.install(policy, kernels=kernels, rules=rules))
             yield
+
+
+def check_in_fp32(model: torch.nn.Module, asked: str) -> None:
+    """Check that a model has no parameters in low precision or FP64."""
+    for name, p in model.named_parameters():
+        if p.dtype in LOW or p.dtype is torch.float64:
+            raise HmpxError(
+                f"{asked}: parameter {name!r} is {dtype_name(p.dtype)}; it begins with a model in FP32: model.float(), "
+                "or the model as it is made"
+            )
 
 
 def by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -5,7 +5,6 @@ A pass decides for each call of an op in which precision it runs. All passes of 
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import sys
@@ -28,80 +27,72 @@ from hmpx.ops.wrapping.observing import Seen, unobserved
 from hmpx.ops.wrapping.overriding import call
 
 Drawn = dict[tuple[Compared, int], Tensor]  # the state of torch's generator before each call that draws numbers
-Run = tuple[float, list[Tensor]]  # a loss, and the gradients of the parameters
+Compute = Callable[[Asked], Seen]  # computes a call in the precision that a pass gives it
+Result = tuple[float, list[Tensor]]  # a loss, and the gradients of the parameters
 
 
-class Exact:
-    """A pass in FP32. It writes the state of the generator before each call that draws numbers into `drawn`.
+class TuningPass:
+    """A pass in which each call is computed by `compute`.
 
-    by_hand: the lines where the program itself casts to low precision.
+    drawn: a pass in FP32 (`is_exact`) writes it; every other pass draws the same numbers again. by_hand: the lines
+    where the program itself casts to low precision.
     """
 
-    def __init__(self, drawn: Drawn) -> None:
-        self._drawn = drawn
+    def __init__(self, compute: Compute, drawn: Drawn, is_exact: bool = False) -> None:
+        self._compute, self._drawn, self._is_exact = compute, drawn, is_exact
         self._numbers: Counter[Compared] = Counter()
         self.by_hand: dict[str, None] = {}
 
     def around(self, asked: Asked) -> Seen:
         if is_recomputing():  # a checkpoint repeats a call that has its number already
-            return self.seen(asked)
+            return self._compute(asked)
         self._numbers[asked.site] += 1
-        seen = self.numbered(asked, (asked.site, self._numbers[asked.site]))
+        number = asked.site, self._numbers[asked.site]
+        if number in self._drawn:
+            run_state.set_state(self._drawn[number])
+        before = run_state.get_state() if self._is_exact else None
+        seen = self._compute(asked)
+        if before is not None and not torch.equal(before, run_state.get_state()):
+            self._drawn[number] = before
         if asked.point.op == "to" and dtypes(seen.result) & LOW - dtypes(asked.args):
             self.by_hand[asked.site.where] = None
         return seen
 
-    def numbered(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
-        """Compute a call that is the first with its number."""
-        before = run_state.get_state()
-        seen = self.seen(asked)
-        if not torch.equal(before, run_state.get_state()):
-            self._drawn[number] = before
-        return seen
 
-    def seen(self, asked: Asked) -> Seen:
-        """Compute a call in the precision that this pass gives it."""
-        with unobserved():
-            return asked.answer(in_fp32(asked))
+def exactly(asked: Asked) -> Seen:
+    """Compute a call in FP32."""
+    with unobserved():
+        return asked.answer(in_fp32(asked))
 
 
-class Mixed(Exact):
-    """A pass with some sites in low precision and the others in FP32, which draws the numbers that `Exact` drew.
+def mixed(is_low: Callable[[Compared], bool | None]) -> Compute:
+    """Return what computes some sites in low precision and the others in FP32.
 
     is_low: says which; None for a site that tune does not decide about: it runs in the dtype of its inputs.
     """
 
-    def __init__(self, drawn: Drawn, is_low: Callable[[Compared], bool | None]) -> None:
-        super().__init__(drawn)
-        self._is_low = is_low
-
-    def numbered(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
-        if number in self._drawn:
-            run_state.set_state(self._drawn[number])
-        return self.seen(asked)
-
-    def seen(self, asked: Asked) -> Seen:
-        low = self._is_low(asked.site)
+    def compute(asked: Asked) -> Seen:
+        low = is_low(asked.site)
         if asked.point.in_place or low:
             return asked.plainly()
-        with unobserved():
-            if low is None:
+        if low is None:
+            with unobserved():
                 return asked.answer(call(asked.point.original, asked.args, asked.kwargs))
-            return asked.answer(in_fp32(asked))
+        return exactly(asked)
+
+    return compute
 
 
-class UnderLists(Mixed):
-    """A pass under the lists in force. low: the pass notes here for each site whether it ran in `low_name`."""
+def under_lists(low: dict[Compared, bool], low_name: str) -> Compute:
+    """Return what computes each call as the lists in force say. low: is told of each site whether it ran so."""
 
-    def __init__(self, drawn: Drawn, low: dict[Compared, bool], low_name: str) -> None:
-        super().__init__(drawn, low.get)
-        self._low, self._in_fp8 = low, low_name == "fp8"
-
-    def seen(self, asked: Asked) -> Seen:
+    def compute(asked: Asked) -> Seen:
         seen = asked.plainly()
         ran = dtypes((seen.args, seen.kwargs))
-        self._low[asked.site] = asked.point.rule is Rule.FP8 if self._in_fp8 else bool(ran) and ran <= LOW
+        low[asked.site] = asked.point.rule is Rule.FP8 if low_name == "fp8" else bool(ran) and ran <= LOW
         return seen
+
+    return compute
 
 
 def dtypes(value: object) -> set[torch.dtype]:
@@ -162,9 +153,6 @@ class Progress:
             self.say(f"{self._name}: {self.done} steps in {perf_counter() - self._began:.0f} s")
 
 
-Make = Callable[[Drawn], Exact]  # makes a pass, from what the run in FP32 drew
-
-
 class Runs:
     """The batches in FP32, and what choices change in them.
 
@@ -179,21 +167,23 @@ class Runs:
         self._exact: list[tuple[float, list[Tensor], Drawn]] = []
         self.noise = self._loss_noise = math.nan
 
-    def _run(self, now: Exact, work: Callable[[], Run], words: str) -> Run:
+    def _run(
+        self, now: TuningPass, work: Callable[..., Result], batch: tuple, words: str, gradients: bool = True
+    ) -> Result:
         self.sites.now = now
         try:
-            return work()
+            return work(batch, gradients)
         finally:
             self.sites.now = None
             self.by_hand |= now.by_hand
             self._progress.step(words)
 
-    def prepare(self, exact: Callable[[Drawn, int], Exact]) -> None:
-        """Run each batch in FP32. exact: makes the pass of the batch of a number."""
+    def prepare(self, compute_of: Callable[[int], Compute]) -> None:
+        """Run each batch in FP32. compute_of: what computes the calls of the batch of a number."""
         noise = Noise()
         for number, batch in enumerate(self.subject.batches):
             drawn: Drawn = {}
-            loss, gradients = self._run(exact(drawn, number), functools.partial(self.subject.wide, batch), "FP32")
+            loss, gradients = self._run(TuningPass(compute_of(number), drawn, True), self.subject.wide, batch, "FP32")
             count = len(self.tuning)
             what = f"batch {number}" if number < count else f"held-out batch {number - count}"
             if not math.isfinite(loss):
@@ -212,11 +202,11 @@ class Runs:
     def check_repeats(self) -> None:
         """Check that FP32 comes to the same loss twice."""
         batch = self.subject.batches[0]
-        again = self._run(Exact({}), functools.partial(self.subject.wide, batch, False), "FP32")[0]
+        again, _ = self._run(TuningPass(exactly, {}, True), self.subject.wide, batch, "FP32", False)
         self.subject.check_repeats(self._exact[0][0], again)
 
-    def effect(self, make: Make, numbers: Sequence[int], words: str, enough: float = math.inf) -> Effect:
-        """Return what a pass changes in the batches of these numbers.
+    def effect(self, compute: Compute, numbers: Sequence[int], words: str, enough: float = math.inf) -> Effect:
+        """Return what other precisions change in the batches of these numbers.
 
         enough: where the batches so far put the error of all above this size, the others are not run.
         """
@@ -226,9 +216,10 @@ class Runs:
         n, unit = len(numbers), self._loss_noise
         for number in numbers:
             exact, gradients, drawn = self._exact[number]
-            work = functools.partial(self.subject.low, self.subject.batches[number])
             try:
-                loss, found = self._run(make(drawn), work, words)
+                loss, found = self._run(
+                    TuningPass(compute, drawn), self.subject.low, self.subject.batches[number], words
+                )
             except Exception as error:  # a choice under which the program does not run does not hold
                 return Effect(*(math.inf,) * 4, in_a_line(error))
             with unobserved():

@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from hmpx.insight.tuning.runs import Effect
 from hmpx.insight.tuning.worth import SLACK, Chosen, Costs, NameInModule, Unit
@@ -26,22 +25,19 @@ _SWAPS = 3  # units that were left out and are tried again
 _FAR = 2.0  # times the room that is left, as a square: a unit that takes more is not tried
 
 
-class Measure(Protocol):
-    """Returns what a choice changes in some batches. It may end early where the error exceeds `enough`."""
-
-    def __call__(self, chosen: Chosen, batches: Sequence[int], enough: float = math.inf) -> Effect: ...
-
-
 class Search:
     """One search.
 
-    batches: their numbers; the one that shows most comes to stand first. measured: what choices do to all batches; one
-    that does not hold may have been measured in fewer. alone: what units do alone in the first batch. order: the units
-    of the choice, the one that does least for what it saves first. left: the units that do not fit.
+    measure: called as measure(choice, batches, enough=math.inf), returns what the choice changes in these batches; it
+    may end early where the error exceeds `enough`. nothing: what remains with every op in FP32. batches: their numbers;
+    the one that shows most comes to stand first. measured: what choices do to all batches; one that does not hold may
+    have been measured in fewer. alone: what units do alone in the first batch. order: the units of the choice, the one
+    that does least for what it saves first. left: the units that do not fit.
     """
 
-    def __init__(self, measure: Measure, batches: list[int], costs: Costs, tolerance: float, nothing: Effect) -> None:
-        """nothing: what remains with every op in FP32."""
+    def __init__(
+        self, measure: Callable[..., Effect], batches: list[int], costs: Costs, tolerance: float, nothing: Effect
+    ) -> None:
         self._measure, self._batches, self._costs, self._tolerance = measure, batches, costs, tolerance
         self.measured: dict[Chosen, Effect] = {Chosen(): nothing}
         self.alone: dict[Unit, Effect] = {}

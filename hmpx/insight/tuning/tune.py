@@ -14,9 +14,8 @@ from hmpx.base import region_state
 from hmpx.errors import HmpxError, did_you_mean
 from hmpx.insight.comparing.subject import Loss, Subject, arguments_of, lists_meant
 from hmpx.insight.run_state import eager
-from hmpx.insight.tensors import LOW
-from hmpx.insight.tuning.course import MAKE, Course, Making, confirmed
-from hmpx.insight.tuning.find import Request, Tuning
+from hmpx.insight.tuning.course import MAKE, Course, Making, check_in_fp32, confirmed
+from hmpx.insight.tuning.find import Tuning
 from hmpx.insight.tuning.runs import Progress
 from hmpx.insight.tuning.tuned import Tuned
 from hmpx.insight.tuning.worth import UNITS, WIDE, Low, Objective
@@ -115,17 +114,7 @@ def tune(
             f"tune: {len(given)} batch{'es' if len(given) > 1 else ''}{beside}: the noise between batches is the scale "
             "of every error, and takes two to tune on and two to verify on; give four or more that differ"
         )
-    for name, p in model.named_parameters():
-        if p.dtype in LOW:
-            raise HmpxError(
-                f"tune: parameter {name!r} is in low precision already, and tune begins with a model in FP32: "
-                "model.float(), or the model as it is made"
-            )
-        if p.dtype is torch.float64:
-            raise HmpxError(
-                f"tune: parameter {name!r} is in FP64, and tune compares BF16 with FP32: model.float(), and batches "
-                "in FP32 too"
-            )
+    check_in_fp32(model, "tune")
     counted, course = Progress("tune", progress), None
     if confirm is not None:
         make = MAKE if optimizer is None else optimizer
@@ -133,12 +122,12 @@ def tune(
         course.copies()  # for its errors, before anything has run
     elif optimizer is not None:
         raise HmpxError("tune: optimizer is what confirm trains with; say confirm=, a number of steps, too")
-    asked = Request(policy, recipe, kernels, objective, low, float(tolerance))
     try:
         with contextlib.ExitStack() as undo:
             undo.enter_context(subject.gradients_kept())
             undo.enter_context(eager())
-            found = Tuning(subject, tuning, asked, counted).run()
+            asked = policy, recipe, kernels, objective, low, float(tolerance)
+            found = Tuning(subject, tuning, counted, *asked).run()
             if course is not None:
                 found = replace(found, confirmed=confirmed(course, found.recipe), steps=counted.done)
             return found

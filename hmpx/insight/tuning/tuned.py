@@ -11,11 +11,11 @@ from typing import Any
 
 from hmpx.insight.comparing.comparison import plain
 from hmpx.insight.pages import filled
-from hmpx.insight.tuning import lists
-from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent
+from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent, policy_of
 from hmpx.insight.tuning.course import Confirmed
 from hmpx.insight.tuning.plot import Mark, as_svg
 from hmpx.insight.tuning.worth import WIDE, Low
+from hmpx.ops.policies.op_lists import SIDES
 from hmpx.ops.policies.policy import Policy
 from hmpx.recipes.recipe import Recipe
 
@@ -86,10 +86,12 @@ class Tuned:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``bf16.txt``, ``fp32.txt``, ``promote.txt``, ``recipe.yaml``; ``tuned`` as .json, .html and .svg."""
-        lists.save(folder, self.policy, self.recipe, self.choices, "\n".join(self._verdict()), self.low)
-        self.json(Path(folder) / "tuned.json")
-        self.html(Path(folder) / "tuned.html")
-        self.plot(Path(folder) / "tuned.svg")
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        self._save_lists(path)
+        self.json(path / "tuned.json")
+        self.html(path / "tuned.html")
+        self.plot(path / "tuned.svg")
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Save as one HTML page that needs no network and no other file: the plot, and each name with its reason."""
@@ -105,11 +107,9 @@ class Tuned:
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes; the policy and the recipe as the files they print as."""
-        found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        found |= {"policy": str(self.policy), "recipe": str(self.recipe)}
-        found["confirmed"] = self.confirmed and {**dataclasses.asdict(self.confirmed), "holds": self.confirmed.holds}
-        for key in ("choices", "marks"):
-            found[key] = [dataclasses.asdict(each) for each in found[key]]
+        found = dataclasses.asdict(self) | {"policy": str(self.policy), "recipe": str(self.recipe)}
+        if self.confirmed is not None:
+            found["confirmed"]["holds"] = self.confirmed.holds
         return plain({"schema": SCHEMA, **found})
 
     def json(self, path: str | os.PathLike[str]) -> None:
@@ -142,6 +142,37 @@ class Tuned:
         what = {"B": "memory saved: a backward pass needs", "s": "time saved: a step takes"}[self.unit]
         figures = f"{amount(cost, self.unit)} under these lists and {amount(wide, self.unit)} in FP32"
         return [f"{saved} of the {what} {figures}", share]
+
+    def _save_lists(self, folder: Path) -> None:
+        """Write the lists and the recipe, with the reasons.
+
+        The text files know no modules. So a name that the recipe has in the wide list in some module is there in them.
+        """
+        wide_list = WIDE[self.low]
+        reasons = {choice.name: choice.reason for choice in self.choices if not choice.module}
+        divided: dict[str, list[str]] = {}
+        for choice in self.choices:
+            if choice.module:
+                divided.setdefault(choice.name, []).append(choice.module)
+        for name, modules in divided.items():
+            words = self.low.upper(), wide_list.upper()
+            usual, other = words if name in getattr(self.policy, self.low) else words[::-1]
+            reasons[name] += f"; with recipe.yaml in {usual}, and in {other} in {', '.join(modules)}"
+        low, wide = {*getattr(self.policy, self.low)} - {*divided}, {*getattr(self.policy, wide_list), *divided}
+        lists = policy_of(self.policy, self.low, low, wide)
+        comments = [f"# {line}" for line in self._verdict()]
+        for side in SIDES:
+            names = getattr(lists, side)
+            if side == "fp8" and not names:
+                continue
+            width = max((len(name) for name in names if name in reasons), default=0)
+            lines = [*comments, *(f"{name:{width}}  # {reasons[name]}" for name in names if name in reasons)]
+            rest = [name for name in names if name not in reasons]
+            if rest:
+                lines.append("# Not called by the batches that it was tuned on: as in the lists that it began with.")
+            (folder / f"{side}.txt").write_text("\n".join([*lines, *rest]) + "\n", encoding="utf-8")
+        comments += [f"# {choice}" for choice in self.choices]
+        (folder / "recipe.yaml").write_text("\n".join([*comments, str(self.recipe)]), encoding="utf-8")
 
     def __str__(self) -> str:
         marks = [mark.line(self.unit, self.low.upper()) for mark in self.marks]

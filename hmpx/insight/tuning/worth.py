@@ -17,11 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx.base import region_state
 from hmpx.insight import run_state
-from hmpx.insight.comparing.calls import Asked, Compared, in_fp32
+from hmpx.insight.comparing.calls import Asked, Compared, in_fp32, is_recomputing
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.device import Fp8Casts, watched
 from hmpx.insight.tensors import LOW, Tensor, floating
-from hmpx.insight.tuning.runs import Drawn, Exact
+from hmpx.insight.tuning.runs import exactly
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.wrapping.observing import Seen, unobserved
@@ -146,23 +146,24 @@ def decidable(low: Low = "bf16") -> frozenset[str]:
     return frozenset(name for name, op in catalog().items() if op.computes and not op.view and name[0] != "_")
 
 
-class Look(Exact):
-    """A pass in FP32 that measures beside each call what it costs, and notes where its inputs come from."""
+class Look:
+    """Computes the calls of a batch in FP32. It measures what each costs, and notes where its inputs come from."""
 
-    def __init__(self, drawn: Drawn, costs: Costs, batch: int) -> None:
-        super().__init__(drawn)
+    def __init__(self, costs: Costs, batch: int) -> None:
         self._costs, self._batch = costs, batch
         self._made: dict[int, NameInModule | None] = {}  # by memory, the place that made what is in it
         self._alive: list[Tensor] = []  # so that no memory becomes another tensor's
 
-    def numbered(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
+    def __call__(self, asked: Asked) -> Seen:
+        if is_recomputing():
+            return exactly(asked)
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         decided = asked.point.op in self._costs.names and not asked.point.in_place and not transformed
         place = None
         if decided:
             with unobserved():
                 place = self._look(asked)
-        seen = super().numbered(asked, number)
+        seen = exactly(asked)
         for tensor in floating((seen.result,)):
             memory = tensor.untyped_storage().data_ptr()
             if decided or memory not in self._made:  # a view has the memory of what it looks at
@@ -215,15 +216,15 @@ def cost_of(asked: Asked, objective: Objective) -> Cost | None:
         Exception: whatever the op raises in low precision, in its forward or its backward pass.
     """
     with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):  # unseen by a checkpoint around the call
-        with region_state.region(True), torch.no_grad():
+        with region_state.region(True):
             seen = asked.run(*asked.args, **asked.kwargs)
         if not seen.casting or not any(tensor.dtype in LOW for tensor in floating((seen.args, seen.kwargs))):
             return None
-        low = _work(asked, asked.with_arguments(seen.args, seen.kwargs), True)
+        low = _work(asked.with_arguments(seen.args, seen.kwargs), True)
         low()
         flops = _flops(asked)
         if objective == "speed":
-            return Cost(seconds(low), seconds(_work(asked, asked, False)), flops)
+            return Cost(seconds(low), seconds(_work(asked, False)), flops)
         if objective == "memory":
             return Cost(_saved(asked, True), _saved(asked, False), flops)
         return Cost(0.0, flops, flops)
@@ -233,18 +234,13 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _work(asked: Asked, given: Asked, low: bool) -> Callable[[], object]:
-    """Return the op, forward and backward, on the inputs of `given`, which have their dtypes already."""
-    grad = torch.is_grad_enabled()
-    wanted = iter([tensor.requires_grad and grad for tensor in floating((asked.args, asked.kwargs))])
+def _work(asked: Asked, low: bool) -> Callable[[], object]:
+    """Return the op, forward and backward, on inputs that have their dtypes already."""
 
     def leaf(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        needed = value.dtype.is_floating_point and next(wanted, False)
-        return value.detach().requires_grad_(needed)
+        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
-    call = asked.with_arguments(*tree_map(leaf, (given.args, given.kwargs)))
+    call = asked.with_arguments(*tree_map(leaf, (asked.args, asked.kwargs)))
     needed = [tensor for tensor in floating((call.args, call.kwargs)) if tensor.requires_grad]
 
     def work() -> None:
@@ -259,18 +255,18 @@ def _work(asked: Asked, given: Asked, low: bool) -> Callable[[], object]:
 
 def seconds(work: Callable[[], object]) -> float:
     """Return the time of `work`, the median of a few rounds."""
+
+    def timed(calls: int) -> float:
+        _wait()
+        began = perf_counter()
+        for _ in range(calls):
+            work()
+        _wait()
+        return (perf_counter() - began) / calls
+
     work()
-    calls = max(1, min(20, math.ceil(_LEAST / max(_timed(work, 1), 1e-9))))
-    return statistics.median(_timed(work, calls) for _ in range(_ROUNDS))
-
-
-def _timed(work: Callable[[], object], calls: int) -> float:
-    _wait()
-    began = perf_counter()
-    for _ in range(calls):
-        work()
-    _wait()
-    return (perf_counter() - began) / calls
+    calls = max(1, min(20, math.ceil(_LEAST / max(timed(1), 1e-9))))
+    return statistics.median(timed(calls) for _ in range(_ROUNDS))
 
 
 def _wait() -> None:

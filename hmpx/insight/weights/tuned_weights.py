@@ -121,9 +121,7 @@ class TunedWeights:
 
     def as_json(self) -> dict[str, Any]:
         """Return the attributes; the recipe as the file it prints as."""
-        found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        found |= {"recipe": str(self.recipe), "choices": [dataclasses.asdict(each) for each in self.choices]}
-        return plain({"schema": SCHEMA, **found})
+        return plain({"schema": SCHEMA, **dataclasses.asdict(self), "recipe": str(self.recipe)})
 
     def json(self, path: str | os.PathLike[str]) -> None:
         """Save everything as JSON, by the names of the attributes."""
