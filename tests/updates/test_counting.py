@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import cycle
 
 import pytest
 import torch
@@ -67,9 +68,14 @@ def step(params, optimizer, seed, attached):
             optimizer.step()
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("attached", [True, False])
-@pytest.mark.parametrize("then", ["go on", "save and load", "pickle"])
+@pytest.mark.parametrize(
+    "change, attached, then",
+    [
+        *((change, True, then) for change, then in zip(CHANGES, cycle(["save and load", "pickle"]))),
+        *((change, False, then) for change, then in zip(CHANGES, cycle(["go on", "pickle", "save and load"]))),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_groups_that_change_do_not_start_the_count_again(change, attached, then):
     params, optimizer = make()
     expected = [p.detach().clone() for p in params]
@@ -118,23 +124,7 @@ def test_a_checkpoint_without_numbers_starts_at_zero_and_one_with_them_there():
         assert optimizer.param_groups[0]["hmpx_step"] == number
 
 
-@pytest.mark.parametrize("gradients", ["none", "zeros", "some", "released"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_step_with_learning_rate_zero_counts(gradients, momentum):
-    p = nn.Parameter(torch.ones(40, dtype=BF16))
-    optimizer = optim.SGD([("p", p)], lr=0.0, momentum=momentum)
-    hmpx.attach(optimizer, release_gradients=gradients == "released")
-    for number in range(3):
-        if gradients == "released":
-            p.sum().backward()
-        elif gradients != "none":
-            p.grad = torch.full_like(p, float(gradients == "some"))
-        optimizer.step()
-        assert optimizer.param_groups[0]["hmpx_step"] == number + 1
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("cls", [optim.SGD, optim.AdamW])
+@pytest.mark.parametrize("cls, flat", [(optim.SGD, False), (optim.AdamW, True)])
 def test_what_torch_takes_to_see_the_state_does_not_count(flat, cls):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
 

@@ -87,8 +87,10 @@ def test_detach_leaves_the_same_numbers_in_bf16_and_plain_steps_go_on():
     step(params, optimizer)
 
 
-@pytest.mark.parametrize("saved, own", [((40, 64), (64, 40)), ((64, 32), (32, 32)), ((200,), (300,))])
-@pytest.mark.parametrize("state_dtype", ["8bit", BF16])
+@pytest.mark.parametrize(
+    "saved, own, state_dtype",
+    [((40, 64), (64, 40), "8bit"), ((64, 32), (32, 32), "8bit"), ((200,), (300,), BF16)],
+)
 def test_state_in_8_bits_of_another_shape_is_refused(saved, own, state_dtype):
     """When it is loaded, or by the first step if `attach` comes after the load; nothing changes."""
 

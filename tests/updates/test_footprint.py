@@ -24,13 +24,16 @@ from tests.support.sharded import Small, shard
 BF16 = torch.bfloat16
 SHAPE = 15, 133_312  # each row is a slice of a model of four
 COUNT = 4 * 15 * 133_312
-EVERY_WAY = [{"weights": way, "state_dtype": dtype} for way in WAYS for dtype in STATE_FORMS]
-FUSED = [{"fused": True, "state_dtype": dtype} for dtype in STATE_FORMS]
 
 
 @pytest.mark.parametrize(
     "settings, foreach",
-    [*((each, i % 2 == 1) for i, each in enumerate(EVERY_WAY)), *((each, None) for each in FUSED)],
+    [
+        *(({"weights": way, "state_dtype": torch.float32}, i % 2 == 1) for i, way in enumerate(WAYS)),
+        *(({"weights": "master", "state_dtype": dtype}, False) for dtype in STATE_FORMS),
+        ({"weights": "split8", "state_dtype": "8bit"}, True),
+        *(({"fused": True, "state_dtype": dtype}, None) for dtype in (torch.float32, "8bit")),
+    ],
     ids=str,
 )
 def test_every_way_takes_what_the_table_says(settings, foreach):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import hmpx
 from hmpx.updates.lost_updates import UpdateRow, Updates
-from hmpx.updates.stepping import update_counts
+from hmpx.updates.stepping import batching, update_counts
 from hmpx.updates.stepping.update_counts import UpdateCounts
 from tests.support import ranks
 from tests.support.sharded import Small, digest, fixed_gradients
@@ -46,7 +46,9 @@ from tests.support.watched import (
     ],
     ids=str,
 )
-def test_no_bit_changes_by_being_watched(settings, sliced):
+def test_no_bit_changes_by_being_watched(settings, monkeypatch):
+    """Of parameters in slices; of whole ones the FP32 copies of `test_update_counts.py` tell."""
+    monkeypatch.setattr(batching, "_FLOOR", 64)
     found = []
     for is_watched in (False, True):
         params = parameters()
@@ -104,7 +106,7 @@ def _raises_the_second_time():
     return compared
 
 
-def test_steps_that_do_not_count(monkeypatch, sliced):
+def test_steps_that_do_not_count(monkeypatch):
     """One that raises, before it writes or in the middle; one that a GradScaler skips; one for a checkpoint's sake."""
     params = parameters()
     optimizer = attached(ClearsItsGradients, {"lr": 1e-3}, params)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
 from torch import nn, optim
@@ -11,6 +13,7 @@ from hmpx.bench.measure import memory
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.stepping import batching
 from hmpx.updates.stepping.optimizer_scope import SCOPES, scope_of
+from tests.support.training import needs_grad_dtype
 
 BF16 = torch.bfloat16
 COUNT = 8_000_000
@@ -24,8 +27,7 @@ def prepared(cls, shapes, **options):
     return params, cls(params, **options)
 
 
-@pytest.mark.parametrize("cls", BY_ELEMENT, ids=lambda cls: cls.__name__)
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("cls, foreach", [*zip(BY_ELEMENT, cycle([False, True])), (optim.AdamW, None)])
 def test_a_step_by_element_takes_at_most_half_a_byte_per_parameter(cls, foreach):
     made = []
 
@@ -40,19 +42,7 @@ def test_a_step_by_element_takes_at_most_half_a_byte_per_parameter(cls, foreach)
         assert (peak - stays) / COUNT <= 0.5
 
 
-@pytest.mark.parametrize(
-    "weights, stays", [("stochastic", 8), ("nearest", 8), ("master", 12), ("split", 10 + 2 / 32)]
-)  # a check of 2 bytes for 32 weights
-@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
-def test_what_stays_beside_weights_and_gradients(weights, stays, state_dtype):
-    _, optimizer = prepared(optim.AdamW, [(2000, 2000)], fused=True)
-    hmpx.attach(optimizer, weights, state_dtype=state_dtype)
-    _, beside = memory(optimizer.step, torch.device("cpu"))
-    expected = stays if state_dtype is torch.float32 else stays - 4
-    assert beside / 4_000_000 == pytest.approx(expected, abs=0.001)
-
-
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="FP32 gradients of BF16 weights want torch 2.13")
+@needs_grad_dtype
 def test_gradients_that_are_fp32_already_are_not_copied():
     """The buffers of a step hold FP32 weights and gradients of a slice: without the latter, half of them."""
     peaks = []

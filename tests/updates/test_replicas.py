@@ -145,8 +145,11 @@ def _gradients_after(rank, how, options):
 
 
 @needs_grad_dtype
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
-@pytest.mark.parametrize("how", ["detached", "collected"])
+@pytest.mark.parametrize(
+    "options, how",
+    [({}, "collected"), ({"static_graph": True}, "detached"), ({"gradient_as_bucket_view": True}, "detached")],
+    ids=str,
+)
 def test_a_replica_reduces_as_torch_does_when_nobody_accumulates_in_fp32_any_more(how, options):
     assert ranks.run(2, _gradients_after, how, options) == [True, True]
 

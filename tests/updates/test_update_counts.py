@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import hmpx
 from hmpx.rounding import native
-from hmpx.updates.stepping import update_counts
+from hmpx.updates.stepping import batching, update_counts
 from tests.support import ranks
 from tests.support.models import SharpnessAware
 from tests.support.oracle import to_24_bits
@@ -104,9 +104,16 @@ def assert_counts(updates, expected):
         assert row.size == pytest.approx(want.size / n, abs=2**-16)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_counts_are_those_of_an_fp32_copy(name, way, sliced):
+@pytest.mark.parametrize(
+    "name, way, floor",
+    [
+        (name, WAYS[(i + turn) % 5], floor)
+        for turn, floor in ((0, 64), (2, 1 << 17))
+        for i, name in enumerate(OPTIMIZERS)
+    ],
+)
+def test_the_counts_are_those_of_an_fp32_copy(name, way, floor, monkeypatch):
+    monkeypatch.setattr(batching, "_FLOOR", floor)
     cls, options = OPTIMIZERS[name]
     params = parameters(transposed)
     updates, expected = watched(params, attached(cls, options, params, way), way)
@@ -210,8 +217,10 @@ def test_a_small_rate_loses_all_and_a_large_one_nothing(way):
 
 
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here, so the kernels do not run")
-@pytest.mark.parametrize("cls, options", [(optim.AdamW, {}), (optim.SGD, {}), (optim.SGD, {"momentum": 0.9})])
-@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(
+    "cls, options, state_dtype",
+    [(optim.AdamW, {}, torch.float32), (optim.SGD, {}, torch.float32), (optim.SGD, {"momentum": 0.9}, BF16)],
+)
 def test_what_is_counted_of_a_kernel_is_what_it_rounds(cls, options, state_dtype, monkeypatch):
     """The FP32 numbers, rounded by hand, are the weights that it wrote, bit for bit."""
     seen = []
