@@ -93,6 +93,11 @@ def test_wrong_arguments_leave_nothing_attached(optimizer, options, message):
     assert set(vars(optimizer)) == before and not optimizer._optimizer_load_state_dict_pre_hooks
 
 
+def test_the_seed_of_a_region_is_a_number_of_64_bits():
+    with pytest.raises(hmpx.HmpxError, match="seed -3 is out of range"):
+        hmpx.disable_casts(seed=-3)
+
+
 def test_no_optimizer_and_no_bf16(caplog):
     with pytest.raises(hmpx.HmpxError, match=r"needs a torch.optim.Optimizer, not Linear"):
         hmpx.attach(nn.Linear(2, 2))
