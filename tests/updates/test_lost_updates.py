@@ -260,14 +260,12 @@ def test_the_json_has_all_of_it():
 
 def test_the_docstrings_say_all_and_their_example_runs():
     said: list[str] = []
-    for test in doctest.DocTestFinder(recurse=False).find(Updates, "Updates"):
-        assert test.examples
-        doctest.DocTestRunner(verbose=False).run(test, out=said.append)
-    assert not said, "".join(said)
+    (test,) = doctest.DocTestFinder(recurse=False).find(Updates, "Updates")
+    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert test.examples and not said, "".join(said)
     for cls in (Updates, UpdateRow):
         own = {*vars(cls), *inspect.get_annotations(cls)}
-        words = set(re.split(r"\W+", cls.__doc__))
-        assert {name for name in own if not name.startswith("_")} <= words
+        assert {name for name in own if not name.startswith("_")} <= set(re.split(r"\W+", cls.__doc__))
 
 
 def _watched_on_one_rank(rank):

@@ -10,9 +10,8 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.bench.measure import memory
-from hmpx.updates.holding.segment import Segment
 from hmpx.updates.stepping import batching
-from hmpx.updates.stepping.optimizer_scope import SCOPES, scope_of
+from hmpx.updates.stepping.optimizer_scope import SCOPES
 from tests.support.training import needs_grad_dtype
 
 BF16 = torch.bfloat16
@@ -83,35 +82,6 @@ def test_releasing_gradients_keeps_one_at_a_time():
         hmpx.detach(optimizer)
     weights = 16 * 700 * 700
     assert peaks[False] / weights >= 2 and peaks[True] / weights < 1
-
-
-def test_unknown_classes_step_whole_and_subclasses_are_unknown():
-    class Mine(optim.AdamW):
-        pass
-
-    _, optimizer = prepared(Mine, [(10, 10)])
-    assert scope_of(optimizer) == "whole" and scope_of(prepared(optim.LBFGS, [(2,)])[1]) == "whole"
-    assert {cls.__name__ for cls in SCOPES} == {
-        *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-        *("Adafactor", "Muon"),
-    }
-
-
-def test_large_parameters_are_cut_evenly_and_small_ones_go_together():
-    small = {"fourth": 32, "fifth": 32, "sixth": 30}
-    sizes = {"first": 30, "second": 20, "large": 450, "third": 100, **small, "last": 33, "later": 32, "latest": 3}
-    whole = [Segment(nn.Parameter(torch.ones(size, dtype=BF16)), name) for name, size in sizes.items()]
-    batches = batching.cut(whole, 128, lambda segment, size: segment.parts(size, None))
-    found = [[(part.name, part.offset, part.count) for part in batch] for batch in batches]
-    assert found == [
-        [("first", 0, 30), ("second", 0, 20)],
-        *([("large", start, min(128, 450 - start))] for start in (0, 128, 256, 384)),
-        [("third", 0, 100)],
-        [("last", 0, 33)],
-        [("fourth", 0, 32), ("fifth", 0, 32), ("sixth", 0, 30), ("later", 0, 32)],
-        [("latest", 0, 3)],
-    ]
-    assert [batching.even_part(count, 1280) for count in (5, 1280, 1300, 2560, 2561)] == [64, 1280, 704, 1280, 896]
 
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.SGD])

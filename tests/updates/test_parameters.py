@@ -92,19 +92,6 @@ def test_each_parameter_is_held_as_an_optimizer_of_its_own_would(make, settings)
     handle.detach()
 
 
-def test_gradients_can_be_released():
-    params, others = made(), made()
-    optimizer, plain = optim.AdamW(list(params.items())), optim.AdamW(list(others.items()))
-    hmpx.attach(optimizer, parameters=RULES, release_gradients=True)
-    hmpx.attach(plain, parameters=RULES)
-    for held_by, stepping in ((params, optimizer), (others, plain)):
-        for step in range(2):
-            sum((p.float() * (i + step + 1)).square().sum() for i, p in enumerate(held_by.values())).backward()
-            stepping.step()
-            stepping.zero_grad()
-    assert_same(held(params, [optimizer]), held(others, [plain]))
-
-
 @pytest.mark.parametrize("copied", ["loaded", "deepcopy", "pickled"])
 def test_a_run_goes_on_as_if_nothing_had_been(copied):
     params = made()

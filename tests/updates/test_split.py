@@ -236,10 +236,10 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_with_a_pattern_are_seen(change):
-    """Two blocks of other values agree by chance once in 65536 times: 5 are expected here, at most 16 allowed."""
-    weights = (torch.randn(BLOCK * 327680, generator=torch.Generator().manual_seed(2)) * 0.02).bfloat16()
+    """Two blocks of other values agree by chance once in 65536 times: 1 is expected here, at most 6 are allowed."""
+    weights = (torch.randn(BLOCK * 65536, generator=torch.Generator().manual_seed(2)) * 0.02).bfloat16()
     bits = weights.view(torch.int16).to(torch.int32)
     changed = CHANGES[change](bits).to(torch.int16).view(BF16)
     differ = (changed.view(torch.int16) != weights.view(torch.int16)).view(-1, BLOCK).any(1)
     assert differ.sum() > 0.99 * len(differ)
-    assert int(((checksums(changed) == checksums(weights)) & differ).sum()) <= 16
+    assert int(((checksums(changed) == checksums(weights)) & differ).sum()) <= 6
