@@ -173,6 +173,25 @@ def test_an_optimizer_that_is_collected_while_another_one_attaches_lets_go_after
 
 
 @needs_grad_dtype
+@pytest.mark.parametrize("swap", [False, True])
+def test_gradients_are_fp32_as_soon_as_a_parameter_joins_or_is_cast(swap):
+    model = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=BF16))])
+    optimizer = optim.SGD([model[0]], lr=0.1)
+    hmpx.attach(optimizer, use_fp32_grad_acc=True)
+    optimizer.add_param_group({"params": [model[1]]})
+    assert gradient_dtype(model[1]) is FP32
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        for dtype in (BF16, FP32, BF16):
+            optimizer.zero_grad()
+            model.to(dtype)
+            assert [gradient_dtype(p) for p in model] == [FP32, FP32] and model[0].dtype is dtype
+            optimizer.step()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@needs_grad_dtype
 def test_a_parameter_that_leaves_the_optimizer_is_as_it_was():
     p, q = (nn.Parameter(torch.ones(3, dtype=BF16)) for _ in range(2))
     optimizer = optim.SGD([{"params": [p]}, {"params": [q]}], lr=0.5)

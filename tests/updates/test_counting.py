@@ -147,3 +147,24 @@ def test_what_torch_takes_to_see_the_state_does_not_count(flat, cls):
     again, loaded = fresh()
     set_optimizer_state_dict(again, loaded, copy.deepcopy(saved), options=options)
     assert [loaded.param_groups[0][key] for key in ("hmpx_step", "hmpx_seed")] == [2, 3]
+
+
+@pytest.mark.parametrize("how", ["load", "deepcopy"])
+def test_the_first_group_may_go_right_after_a_load_or_a_copy(how):
+    params, optimizer = make()
+    hmpx.attach(optimizer)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.full_like(p, 0.3)
+        with hmpx.disable_casts(seed=7):
+            optimizer.step()
+    if how == "load":
+        optimizer.load_state_dict(optimizer.state_dict())
+    else:
+        params, optimizer = copy.deepcopy((params, optimizer))
+    optimizer.param_groups.pop(0)
+    before, params[1].grad = params[1].detach().float(), torch.full_like(params[1], 0.3)
+    optimizer.step()
+    expected = torch.add(before, torch.full_like(before, 0.3).bfloat16().float(), alpha=-0.125)
+    assert torch.equal(params[1], hmpx.stochastic_round(expected, seed=7, step=2, name="p1"))
+    assert optimizer.state_dict()["param_groups"][0]["hmpx_step"] == 3

@@ -15,8 +15,9 @@ import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching
 from hmpx.updates.stepping.shown import Shown
+from tests.support.models import KeepsLists
 from tests.support.optimizers import CONFIGURATIONS
-from tests.support.training import parameters, set_gradients
+from tests.support.training import masters_in, parameters, set_gradients
 
 BF16 = torch.bfloat16
 
@@ -95,6 +96,20 @@ def test_detach_brings_moments_of_a_scalar_to_bf16_as_those_of_one_element(name,
     for p, optimizer in made:
         p.grad = torch.full_like(p, 0.7)
         optimizer.step()
+
+
+def test_state_in_lists_that_was_cast_to_bf16_is_computed_with_in_fp32():
+    """By hand: 1 + 2^-8 needs a bit more than BF16 has, so a sum of the list in BF16 would be 1; -2.25 is the weight."""
+    p = nn.Parameter(torch.zeros(3, dtype=BF16))
+    optimizer = KeepsLists([("w", p)], lr=1.5)
+    for grad in (1.0, 2.0**-8, 0.0):
+        hmpx.attach(optimizer, "master", state_dtype=BF16, use_master_weights_in_ckpt=True)
+        p.grad = torch.full_like(p, grad)
+        optimizer.step()
+        last = masters_in(optimizer)[0]
+        hmpx.detach(optimizer)
+        assert all(held.dtype is BF16 for held in optimizer.state[p]["recent"])
+    assert torch.equal(last, torch.full((3,), -2.25 - 0.5 * (1 + 2.0**-8)))
 
 
 def test_plain_steps_of_optimizers_without_state_go_on():
