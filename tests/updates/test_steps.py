@@ -99,7 +99,7 @@ def test_detach_brings_moments_of_a_scalar_to_bf16_as_those_of_one_element(name,
 
 
 def test_state_in_lists_that_was_cast_to_bf16_is_computed_with_in_fp32():
-    """By hand: 1 + 2^-8 needs a bit more than BF16 has, so a sum of the list in BF16 would be 1; -2.25 is the weight."""
+    """By hand: 1 + 2^-8 needs a bit more than BF16 has: a sum of the list in BF16 would be 1. The weight is -2.25."""
     p = nn.Parameter(torch.zeros(3, dtype=BF16))
     optimizer = KeepsLists([("w", p)], lr=1.5)
     for grad in (1.0, 2.0**-8, 0.0):
