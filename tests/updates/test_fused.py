@@ -174,23 +174,6 @@ def test_masters_from_a_checkpoint_go_on_in_the_kernels(one, other, by_kernels):
         assert torch.equal(a, b) if other != "split8" else ((a - b).abs() <= 6 * 2**-16 * (a.abs() + 0.1)).all()
 
 
-@pytest.mark.parametrize("weights", ["master", "split"])
-def test_masters_follow_a_weight_into_another_layout(weights):
-    """Kernels take it once it is contiguous."""
-    found = []
-    for layout in (torch.channels_last, torch.contiguous_format):
-        named = parameters(sizes=((4, 3, 5, 5),))
-        p = named[0][1]
-        p.data = p.data.contiguous(memory_format=layout)
-        optimizer = optim.SGD(named, lr=0.125)
-        handle = hmpx.attach(optimizer, weights, fused=True)
-        train(named, optimizer, 0, 2)
-        p.data = p.data.contiguous()
-        train(named, optimizer, 2, 4)
-        found.append(handle.masters_of(p))
-    assert torch.equal(*found)
-
-
 def test_state_in_bf16_is_rounded_with_numbers_of_its_own():
     named, twin = parameters(), parameters()
     optimizer, reference = optim.AdamW(named, lr=1e-2), optim.AdamW(twin, lr=1e-2)

@@ -112,22 +112,6 @@ def test_a_write_that_changes_no_value_loses_nothing(write, foreach, floor, monk
         assert_copies(both)
 
 
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-def test_split8_loses_nothing_by_such_a_write_either(write):
-    both = []
-    for _ in range(2):
-        named = parameters(BF16, SIZES)
-        both.append((named, optim.AdamW(named, lr=1e-2)))
-        hmpx.attach(both[-1][1], "split8", use_master_weights_in_ckpt=True)
-    for number in range(3):
-        step(both, number)
-        with torch.no_grad():
-            write(*both[0])
-        assert all(map(torch.equal, *(masters_in(optimizer) for _, optimizer in both)))
-    bits = torch.cat([m.reshape(-1).view(torch.int32) for m in masters_in(both[0][1])])
-    assert not (bits & 0xFF).any() and (bits & 0xFF00).any()
-
-
 def by_blocks(weights, before, copies):
     """NumPy's account of what is followed: where a block of weights is another than before, its weights count."""
     flat, old, new = (t.detach().reshape(-1).float().numpy() for t in (weights, before, copies))
