@@ -12,16 +12,7 @@ from torch import optim
 
 import hmpx
 from hmpx.updates import step_hooks
-from tests.support.training import (
-    needs_grad_dtype,
-    parameter,
-    parameters,
-    same,
-    set_gradients,
-    step_by,
-    train,
-    weights,
-)
+from tests.support.training import needs_grad_dtype, parameter, parameters, same, set_gradients, step_by, train, weights
 
 BF16 = torch.bfloat16
 

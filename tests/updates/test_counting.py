@@ -9,11 +9,7 @@ from itertools import cycle
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import hmpx
 

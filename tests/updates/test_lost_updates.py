@@ -23,17 +23,7 @@ from hmpx.updates.stepping import batching, update_counts
 from hmpx.updates.stepping.update_counts import UpdateCounts
 from tests.support import ranks
 from tests.support.sharded import Small, digest, fixed_gradients
-from tests.support.watched import (
-    BF16,
-    WAYS,
-    ClearsItsGradients,
-    Whole,
-    attached,
-    drawn,
-    give,
-    parameters,
-    train,
-)
+from tests.support.watched import BF16, WAYS, ClearsItsGradients, Whole, attached, drawn, give, parameters, train
 
 
 @pytest.mark.parametrize(

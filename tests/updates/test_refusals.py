@@ -8,14 +8,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates import step_hooks
-from tests.support.training import (
-    parameter,
-    parameters,
-    same,
-    step_by,
-    train,
-    weights,
-)
+from tests.support.training import parameter, parameters, same, step_by, train, weights
 
 BF16 = torch.bfloat16
 

@@ -14,17 +14,7 @@ from hmpx.updates.stepping import batching, update_counts
 from tests.support import ranks
 from tests.support.models import SharpnessAware
 from tests.support.oracle import to_24_bits
-from tests.support.watched import (
-    BF16,
-    WAYS,
-    ClearsItsGradients,
-    Whole,
-    attached,
-    drawn,
-    give,
-    parameters,
-    train,
-)
+from tests.support.watched import BF16, WAYS, ClearsItsGradients, Whole, attached, drawn, give, parameters, train
 
 OPTIMIZERS = {
     "AdamW": (optim.AdamW, {"lr": 1e-3}),
