@@ -113,7 +113,6 @@ def never_interrupted():
 @pytest.mark.parametrize(
     "saved, resumed",
     [
-        ((2, "plain"), (4, "plain")),
         pytest.param((4, "hsdp"), (1, "plain"), marks=pytest.mark.slow),
         pytest.param((4, "tensor"), (2, "plain"), marks=pytest.mark.slow),
         pytest.param((2, "plain"), (4, "tensor"), marks=pytest.mark.slow),

@@ -299,8 +299,6 @@ def test_8_bit_state_is_that_of_the_fp32_kernel_rounded(name, monkeypatch):
     """Rows that are whole blocks, and longer and shorter ones; the steps after the first are planned ones, too."""
     cls, options = CONFIGURATIONS[name]
     sizes = ((4, 128), (9, 300), (1001,), (6, 2, 77), (3,), (33, 33), (7, 1), (9, 127))
-    if name == "AdamW":
-        sizes = (*sizes, (300, 200))  # of several threads
     both = []
     for state_dtype in (torch.float32, "8bit"):
         named = parameters(sizes=sizes)

@@ -230,7 +230,10 @@ def one_process():
     return found
 
 
-@pytest.mark.parametrize("world, how", [(1, "plain"), (2, "plain"), (4, "plain"), (4, "hsdp"), (2, "policy")])
+@pytest.mark.parametrize(
+    "world, how",
+    [(2, "plain"), (2, "policy"), *(pytest.param(4, how, marks=pytest.mark.slow) for how in ("plain", "hsdp"))],
+)
 def test_fully_shard_gives_the_weights_of_one_process(world, how, one_process):
     assert ranks.run(world, _fully_sharded, how) == [one_process] * world
 
