@@ -113,9 +113,7 @@ def check(name, form, layout, way):
 def test_any_optimizer_in_any_layout_bit_for_bit(layout, floor, monkeypatch):
     """Every optimizer in every form. The ways to hold weights take turns; in the contiguous layout, each meets all."""
     monkeypatch.setattr(batching, "_FLOOR", floor)
-    turns = itertools.cycle(WAYS)
-    for _ in range(list(LAYOUTS).index(layout) + (floor == 128)):
-        next(turns)
+    turns = itertools.islice(itertools.cycle(WAYS), list(LAYOUTS).index(layout) + (floor == 128), None)
     for name, form in forms():
         if name != "Muon" or len(LAYOUTS[layout][0]) == 2:
             for way in WAYS if layout == "contiguous" else [next(turns)]:
