@@ -41,55 +41,49 @@ def rounded(kernel, x, *place):
     return out.view(torch.int16)
 
 
-@needs_compiler
-@pytest.mark.parametrize("offset", OFFSETS)
-@pytest.mark.parametrize("count", [1, 2, 300, 300_000])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_c_and_eager_give_the_same_bits(offset, count, threads):
+@pytest.fixture(params=[1, 3])
+def threads(request):
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@needs_compiler
+def test_c_and_eager_give_the_same_bits(threads):
+    for offset, count in itertools.product(OFFSETS, [1, 2, 300, 300_000]):
         x = numbers(count)[: None if count > 2 else count]
-        assert torch.equal(rounded(native, x, offset), rounded(eager, x, offset))
-    finally:
-        torch.set_num_threads(before)
+        assert torch.equal(rounded(native, x, offset), rounded(eager, x, offset)), (offset, count)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 2**31 - 3, 2**32 - 5000])
-@pytest.mark.parametrize("width, stride", [(0, 0), (7, 11), (100, 101)])
-def test_an_accelerator_is_told_the_same_rounding_in_a_few_calls(offset, width, stride, monkeypatch):
+def test_an_accelerator_is_told_the_same_rounding_in_a_few_calls(monkeypatch):
     """There no value is looked at, and all is rounded at once; also of numbers with any bits."""
     any_bits = torch.randint(-(2**31), 2**31, (3000,)).to(torch.int32).view(torch.float32)
-    x = torch.cat([numbers(1100), any_bits])
-    x = x[: x.numel() // (width or 1) * (width or 1)]
-    found = []
-    for is_on_host in (True, False):
-        monkeypatch.setattr(eager, "is_on_host", lambda tensor, answer=is_on_host: answer)
-        found.append(rounded(eager, x, offset, width, stride))
-    assert torch.equal(*found)
+    whole = torch.cat([numbers(1100), any_bits])
+    for offset, (width, stride) in itertools.product([0, 1, 2**31 - 3, 2**32 - 5000], [(0, 0), (7, 11), (100, 101)]):
+        x = whole[: whole.numel() // (width or 1) * (width or 1)]
+        found = []
+        for is_on_host in (True, False):
+            monkeypatch.setattr(eager, "is_on_host", lambda tensor, answer=is_on_host: answer)
+            found.append(rounded(eager, x, offset, width, stride))
+        assert torch.equal(*found), (offset, width)
 
 
 @needs_compiler
-@pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_list_of_tensors_gets_the_bits_that_each_gets_alone(threads):
     """Tensors of all sizes around a block, in rows too; their shares for threads end in the middle of some."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        sizes = (1, 255, 256, 257, 70_001, 3, 512, 40_000, 0)
-        pieces = [(numbers(size)[:size], f"p{i}", 7 * i, size, 0) for i, size in enumerate(sizes)]
-        pieces.append((numbers(6000)[:6000], "rows", 2**31 + 5, 60, 101))
-        roundings = [
-            native.Rounding(torch.empty_like(x, dtype=torch.bfloat16), x, name, *place) for x, name, *place in pieces
-        ]
-        native.round_list(roundings, step_key(5, 9))
-        for (x, name, *place), rounding in zip(pieces, roundings, strict=True):
-            alone = torch.empty_like(x, dtype=torch.bfloat16)
-            if x.numel():
-                eager.round_(alone, x, derive_key(5, 9, name), *place)
-            assert torch.equal(rounding.out.view(torch.int16), alone.view(torch.int16)), name
-    finally:
-        torch.set_num_threads(before)
+    sizes = (1, 255, 256, 257, 70_001, 3, 512, 40_000, 0)
+    pieces = [(numbers(size)[:size], f"p{i}", 7 * i, size, 0) for i, size in enumerate(sizes)]
+    pieces.append((numbers(6000)[:6000], "rows", 2**31 + 5, 60, 101))
+    roundings = [
+        native.Rounding(torch.empty_like(x, dtype=torch.bfloat16), x, name, *place) for x, name, *place in pieces
+    ]
+    native.round_list(roundings, step_key(5, 9))
+    for (x, name, *place), rounding in zip(pieces, roundings, strict=True):
+        alone = torch.empty_like(x, dtype=torch.bfloat16)
+        if x.numel():
+            eager.round_(alone, x, derive_key(5, 9, name), *place)
+        assert torch.equal(rounding.out.view(torch.int16), alone.view(torch.int16)), name
 
 
 def of_dtypes(steps, weight, state, grad):
@@ -107,14 +101,11 @@ def of_dtypes(steps, weight, state, grad):
 
 
 @needs_compiler
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(("kernel", "scalars"), [(kernel, scalars) for kernel in STEPS for scalars in STEPS[kernel]])
-def test_a_list_of_steps_rounds_by_the_numbers_of_the_specification(threads, kernel, scalars):
+@pytest.mark.parametrize("kernel", STEPS)
+def test_a_list_of_steps_rounds_by_the_numbers_of_the_specification(threads, kernel):
     """What a kernel computes of FP32 tensors is what it rounds for BF16 ones, whichever of them are BF16."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        bf16, fp32 = torch.bfloat16, torch.float32
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for scalars in STEPS[kernel]:
         drawn = stepped(kernel, scalars, bf16, bf16, bf16, (1, 300, 70_001 if kernel == "adam" else 513, 2, 256))
         exact = of_dtypes(drawn, fp32, fp32, fp32)
         native.step_list(kernel, exact, step_key(5, 9))
@@ -128,13 +119,11 @@ def test_a_list_of_steps_rounds_by_the_numbers_of_the_specification(threads, ker
                         number, rounded = expected.tensor, torch.empty_like(expected.tensor, dtype=bf16)
                         eager.round_(rounded, number, key_of(step_key(5, 9), got.name), 0)
                         equal = rounded if got.tensor.dtype == bf16 else number
-                        assert torch.equal(got.tensor, equal), (dtypes, got.name)
-    finally:
-        torch.set_num_threads(before)
+                        assert torch.equal(got.tensor, equal), (scalars, dtypes, got.name)
 
 
 @pytest.mark.parametrize("kernel", ["CPU", "accelerator", pytest.param(native, marks=needs_compiler)])
-@pytest.mark.parametrize("offset", [0, 7, 2**32 - 600])
+@pytest.mark.parametrize("offset", [7, 2**32 - 600])
 def test_rows_get_the_bits_that_they_get_in_the_whole(kernel, offset, monkeypatch):
     """Five rows of 60 elements, 101 apart, of a parameter that is rounded whole; eager in both ways, and in C."""
     whole = torch.randn(5 * 101)

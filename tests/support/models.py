@@ -237,8 +237,6 @@ def made_optimizer(setup: Setup, groups: list[list]) -> optim.Optimizer:
 def random_setup(draw: random.Random) -> Setup:
     """Any setup that torch itself can train."""
     cls = draw.choice(list(OPTIMIZERS))
-    if "gradients of the step" in OFF and cls in (ClearsItsGradients, SharpnessAware, ScalesItsGradients):
-        cls = KeepsLists
     options = {key: draw.choice(choices) for key, choices in OPTIMIZERS[cls].items()}
     options = {key: value for key, value in options.items() if value is not None}
     if options.get("fused"):
@@ -279,11 +277,11 @@ def random_attach(draw: random.Random, cls: type) -> dict[str, Any]:
 def random_spec(draw: random.Random, cls: type, options: dict[str, Any]) -> Spec:
     """A parameter that the class takes."""
     layouts = {optim.LBFGS: ["contiguous", "buffer"], optim.SparseAdam: ["contiguous"]}.get(cls, list(SHAPES))
-    layout = draw.choice([layout for layout in layouts if layout != "buffer" or "split by value" not in OFF])
+    layout = draw.choice(layouts)
     if cls is optim.Muon:
         layout = draw.choice(["contiguous", "transposed", "sliced"])
     dtype = draw.choice(["bf16", "bf16", "bf16", "fp32"])
-    if options.get("fused") and (dtype == "fp32" or "layouts under fused" in OFF):
+    if options.get("fused") and dtype == "fp32":
         layout = "contiguous"  # of what torch steps by itself, its fused kernels take nothing else
     if dtype == "fp32" and layout == "sliced" and cls not in BY_ELEMENT:
         layout = "contiguous"  # a copy has no gaps, and sums are taken in another order

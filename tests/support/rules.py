@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from tests.support.eight_bits import widened
-from tests.support.models import BF16, FP32, OFF, SharpnessAware, laid_out, make, random_attach, random_spec, values
+from tests.support.models import BF16, FP32, SharpnessAware, laid_out, make, random_attach, random_spec, values
 from tests.support.oracle import Entry, Stopped, TorchRefuses
 from tests.support.world import Different, World, same_bits
 
@@ -134,7 +134,6 @@ def set_gradients(w: World, seed: int, which: int, layout: str | None) -> None:
     entries = some(followed(w), which)
     need(entries and (layout is None or w.takes_any_gradient))
     fused = w.setup.options.get("fused")
-    need(layout is None or not fused or "layouts under fused" not in OFF)
     for entry in entries:
         # torch's fused kernels take no other, and its plain ones compute expanded gradients to other bits
         layout = None if entry.weight is None and (fused or layout == "expanded") else layout
@@ -248,7 +247,6 @@ def backward_and_step(w: World, seed: int) -> None:
 @rule(1, keep=one_of(True, False), seed=number)
 def step_with_rate_0(w: World, keep: bool, seed: int) -> None:
     """Moments move and the step counts, with gradients and without."""
-    need("rate 0" not in OFF)
     ready(w)
     need(w.cls not in NEED_CLOSURE)
     if not keep:
@@ -431,7 +429,6 @@ def none_or_told(w: World) -> None:
 @rule(1, to=one_of(BF16, FP32), swap=one_of(True, False))
 def cast(w: World, to: torch.dtype, swap: bool) -> None:
     """`model.bfloat16()` and `model.float()`, with `.data` exchanged or with the parameters swapped."""
-    need("casts" not in OFF)
     ready(w)
     need(w.cls is not optim.SparseAdam and not w.setup.options.get("fused"))
     need(w.attached or w.cls is not optim.Adagrad)  # whose state is made in BF16, and left so where nobody is attached
@@ -455,7 +452,6 @@ def cast(w: World, to: torch.dtype, swap: bool) -> None:
 @rule(1, which=number, seed=number)
 def swap(w: World, which: int, seed: int) -> None:
     """Another tensor's content in the same object, as `torch.utils.swap_tensors` does it."""
-    need("casts" not in OFF)
     ready(w)
     entry = pick(w.entries, which)
     p = w[entry.name]
@@ -471,19 +467,12 @@ def freeze(w: World, which: int, frozen: bool) -> None:
     ready(w)
     p = w[pick(w.entries, which).name]
     need(p.requires_grad == frozen)
-    late = w.settings.get("use_fp32_grad_acc") or w.settings.get("release_gradients")
-    need(frozen or not late or "late gradients" not in OFF)
     p.requires_grad_(not frozen)
-
-
-def by_value(w: World) -> None:
-    need(w.settings.get("weights") != "split" or "split by value" not in OFF)
 
 
 @rule(1, which=number, bound=one_of(0.25, 1.0, 100.0))
 def clamp(w: World, which: int, bound: float) -> None:
     ready(w)
-    by_value(w)
     entry = pick(w.entries, which)
     with torch.no_grad():
         w[entry.name].clamp_(-bound, bound)
@@ -494,7 +483,6 @@ def clamp(w: World, which: int, bound: float) -> None:
 def write(w: World, which: int, seed: int, how: str) -> None:
     """By hand, in the ways that people do; two of them change no value."""
     ready(w)
-    by_value(w)
     entry = pick(w.entries, which)
     p = w[entry.name]
     x = (values(tuple(p.shape), seed) if not how.startswith("same") else entry.seen.float()).to(p.dtype)
@@ -524,7 +512,6 @@ def average(w: World, rate: float) -> None:
 def average_in_or_out(w: World, how: str) -> None:
     """For an evaluation: the averages take the weights' place, and the next time the weights come back."""
     ready(w)
-    by_value(w)
     need(w.aside or w.averages)
     coming = w.aside or w.averages
     aside = {} if w.aside else {entry.name: entry.seen.clone() for entry in w.entries}
@@ -543,8 +530,6 @@ def average_in_or_out(w: World, how: str) -> None:
 @rule(1, which=number, layout=one_of("channels_last", "channels_last_3d", "contiguous", "module"))
 def memory_format(w: World, which: int, layout: str) -> None:
     ready(w)
-    by_value(w)
-    need("memory format" not in OFF)
     need(w.cls is not optim.LBFGS)  # which takes contiguous parameters alone
     if layout == "module":
         need(all(w[entry.name].dim() in (0, 1, 2, 3, 4) for entry in w.entries))
@@ -593,7 +578,6 @@ def pop_group(w: World, which: int) -> None:
     groups = w.optimizer.param_groups
     need(len(groups) > 1)
     which %= len(groups)
-    need(which or "first group" not in OFF)
     staying = [entry for group in order(w)[:which] + order(w)[which + 1 :] for entry in group]
     for entry in w.held if any_in_fp32(w) else ():
         if entry.name not in staying:
@@ -606,7 +590,7 @@ def pop_group(w: World, which: int) -> None:
 @rule(0.7, seed=number)
 def reorder_groups(w: World, seed: int) -> None:
     ready(w)
-    need(len(w.optimizer.param_groups) > 1 and "first group" not in OFF)
+    need(len(w.optimizer.param_groups) > 1)
     for optimizer in (w.optimizer, w.reference.optimizer):
         random.Random(seed).shuffle(optimizer.param_groups)
 
@@ -662,7 +646,6 @@ def claimed_in_fp32(w: World, entry: Entry) -> bool:
 @rule(1, seed=number, same=one_of(True, False), keep=one_of(True, False))
 def successor(w: World, seed: int, same: bool, keep: bool) -> None:
     """A new optimizer of the same parameters, as when a notebook's cell is run twice; the old one may live on."""
-    need("successors" not in OFF)
     ready(w)
     need(w.attached and len(w.older) < 3)
     names = order(w)
@@ -739,7 +722,6 @@ def load(w: World, which: int, into: str, what: str, hook: bool = False) -> None
         if w.attached:
             w.attach()
     state = copy.deepcopy(held["optimizer"])
-    hook = hook and "load hooks" not in OFF
     state = turned(w.optimizer, state) if hook else state  # each group's parameters in the opposite order
     handle = w.optimizer.register_load_state_dict_pre_hook(turned) if hook else None
     if what == "model first":

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 BF16 = torch.bfloat16
 
@@ -37,19 +38,39 @@ class Small(nn.Module):
 
 def fixed_gradients(model, step):
     """The same for every number of ranks: what the ranks' batches would add up to depends on their order."""
-    generator = torch.Generator().manual_seed(step)
-    for _, p in model.named_parameters():
+    generator, elements = torch.Generator().manual_seed(step), getattr(model, "elements", None)
+    for name, p in model.named_parameters():
         whole = torch.randn(p.shape, generator=generator).bfloat16()
-        p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
+        if elements is not None:
+            place = {"shape": p.shape, "stride": p.stride()}
+            p.grad = DTensor.from_local(whole.view(-1)[elements[name]], p.device_mesh, p.placements, **place)
+        else:
+            p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
 
 
 def shard(model, how):
+    """Cut a `Small` by FSDP2; "tensor": after tensor parallelism, both along the first dimension."""
+    _cut(model, how)
+    if how == "tensor":  # `distribute_tensor` cannot cut gradients so: they are picked by what torch cuts of indices
+        indices = Small().double()
+        with torch.no_grad():
+            for p in indices.parameters():
+                p.copy_(torch.arange(p.numel()).view(p.shape))
+        _cut(indices, how)
+        model.elements = {name: p.to_local().detach().long() for name, p in indices.named_parameters()}
+    return model
+
+
+def _cut(model, how):
     world = dist.get_world_size()
-    if how == "hsdp":
+    if how == "tensor":
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, mesh["tensor"], {"first": ColwiseParallel(), "last": RowwiseParallel()})
+        mesh = mesh["data"]
+    elif how == "hsdp":
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (world,))
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32 if how == "policy" else None)
     for layer in (model.first, model.last, model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return model

@@ -11,7 +11,7 @@ from torch import nn
 
 import hmpx
 from tests.support.eight_bits import widened
-from tests.support.models import BF16, BY_ELEMENT, CLASSES, FP32, OFF, Setup, made_optimizer, make
+from tests.support.models import BF16, BY_ELEMENT, CLASSES, FP32, Setup, made_optimizer, make
 from tests.support.oracle import Entry, Reference
 
 Tensor = torch.Tensor
@@ -90,8 +90,6 @@ class World:
                 entry.grad_dtype = FP32
             else:
                 wide = self.settings.get("use_fp32_grad_acc")
-                if "late gradients" in OFF and not self[entry.name].requires_grad:
-                    wide = entry.grad_dtype is FP32
                 entry.grad_dtype = FP32 if wide else BF16
                 entry.grad = None if entry.grad is None else entry.grad.to(entry.grad_dtype)
 
@@ -113,11 +111,6 @@ class World:
         """On both sides; `grad` in the layout that the parameter's shall have."""
         self[entry.name].grad = grad if grad is None else grad.to(entry.grad_dtype)
         entry.grad = grad if grad is None else grad.detach().to(entry.grad_dtype).clone()
-
-    def agrees(self, entry: Entry) -> bool:
-        """Whether a weight is what it should be."""
-        exact = not self.settings.get("fused")
-        return (same_bits if exact else _close)(self[entry.name].detach(), entry.seen)
 
     def check(self) -> None:
         """Raise `Different` if the sides disagree."""

@@ -9,48 +9,21 @@ import copy
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import nn
 
-import hmpx
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching
+from tests.support.kept_steps import BF16, everything, give_gradients, made, same
 from tests.support.numbers import nearly_equal
 
-BF16 = torch.bfloat16
-SIZES = ((40, 9), (201,), (5,), (64, 64), (10, 300))
-SQUARE = 3  # of SIZES: transposed, it has the same shape
+SQUARE = 3  # of the sizes: transposed, it has the same shape
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here, so no step is remembered")
 
 
-def made(options=None, **settings):
-    generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(size, generator=generator).bfloat16()) for size in SIZES]
-    strided = nn.Parameter(torch.randn(6, 4, generator=generator).bfloat16().t())  # no kernel takes it
-    plain = nn.Parameter(torch.randn(30, generator=generator))
-    params += [strided, plain]
-    named = [(f"p{i}", p) for i, p in enumerate(params)]
-    groups = [{"params": named[:3]}, {"params": named[3:], "lr": 2e-2}]
-    optimizer = optim.AdamW(groups, lr=1e-2, **(options or {}))
-    return params, optimizer, hmpx.attach(optimizer, **settings)
-
-
-def give_gradients(optimizer, turn):
-    generator = torch.Generator().manual_seed(10 + turn)
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
-def everything(params, optimizer, handle):
-    parameters = [*params, *(p for group in optimizer.param_groups for p in group["params"])]
-    state = [value for p in parameters for value in optimizer.state.get(p, {}).values()]
-    return [*(p.detach() for p in parameters), *state, *map(handle.masters_of, parameters)]
-
-
-def same(one, other):
-    return len(one) == len(other) and all(
-        torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(one, other, strict=True) if a is not None
-    )
+def beside():
+    """One that no kernel takes, and one in FP32."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(6, 4, generator=generator).bfloat16().t(), torch.randn(30, generator=generator)
 
 
 def one_in_another_group(params, optimizer, handle):
@@ -143,28 +116,36 @@ AFTER_GRADIENTS = {
     "gradients still scaled": unscaled_by_a_scaler,
 }
 WAYS = {
-    "stochastic": {},
     "stochastic, in slices": {"floor": 1024},
+    "split8, 8-bit state, in slices": {"weights": "split8", "state_dtype": "8bit", "floor": 1024},
+    "BF16 state, fused": {"state_dtype": BF16, "fused": True},
+    "master, 8-bit state, fused": {"weights": "master", "state_dtype": "8bit", "fused": True},
+}
+OTHER_WAYS = {  # of which no other fact is looked at
+    "stochastic": {},
     "stochastic, fused": {"fused": True},
     "BF16 state": {"state_dtype": BF16, "floor": 1024},
-    "BF16 state, fused": {"state_dtype": BF16, "fused": True},
     "8-bit state, fused": {"state_dtype": "8bit", "fused": True},
     "split": {"weights": "split"},
     "split, fused": {"weights": "split", "fused": True},
-    "split8, 8-bit state, in slices": {"weights": "split8", "state_dtype": "8bit", "floor": 1024},
     "master": {"weights": "master", "floor": 1024},
-    "master, 8-bit state, fused": {"weights": "master", "state_dtype": "8bit", "fused": True},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("change", [*CHANGES, *AFTER_GRADIENTS])
+@pytest.mark.parametrize(
+    "change, way",
+    [
+        *((change, way) for way in WAYS for change in (*CHANGES, *AFTER_GRADIENTS)),
+        *((change, way) for way in OTHER_WAYS for change in ("nothing", "masters given")),
+    ],
+)
 def test_a_change_between_two_steps_is_seen(change, way, monkeypatch):
-    settings = dict(WAYS[way])
+    settings = {**WAYS, **OTHER_WAYS}[way].copy()
     monkeypatch.setattr(batching, "_FLOOR", settings.pop("floor", 1 << 17))
     results, kept = [], []
     for forget in (False, True):
-        params, optimizer, handle = made(options={"fused": True} if "scaled" in change else {}, **settings)
+        options = {"fused": True} if "scaled" in change else {}
+        params, optimizer, handle = made(options=options, more=beside(), **settings)
         for turn in range(6):
             if turn == 3 and change in CHANGES:
                 CHANGES[change](params, optimizer, handle)
@@ -176,7 +157,7 @@ def test_a_change_between_two_steps_is_seen(change, way, monkeypatch):
             optimizer.step()
             kept.append(handle.kept_steps)
         results.append(everything(params, optimizer, handle))
-    assert same(*results) and not any(x.isnan().any() for x in results[0] if x is not None)
+    assert same(*results) and not any(x.isnan().any() for x in results[0])
     assert kept[2] >= 1 and kept[6:] == [0] * 6
     if change == "nothing":
         assert kept[5] >= 2
@@ -198,15 +179,22 @@ LAID = {
 }
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("lay", [transposed, transposed_in_place])
-@pytest.mark.parametrize("which", LAID)
+@pytest.mark.parametrize(
+    "which, lay, state_dtype, fused",
+    [
+        ("a parameter", transposed, torch.float32, True),
+        ("a parameter", transposed_in_place, BF16, False),
+        ("its gradient", transposed, BF16, True),
+        ("its gradient", transposed_in_place, torch.float32, False),
+        ("exp_avg", transposed, torch.float32, False),
+        ("exp_avg", transposed_in_place, BF16, True),
+    ],
+)
 def test_a_tensor_that_lies_otherwise_at_the_same_address_is_seen(which, lay, state_dtype, fused):
     """Beside a twin that looks at everything, and one whose elements are never laid otherwise but copied."""
     results = []
     for road in ("remembers", "forgets", "copies"):
-        params, optimizer, handle = made(fused=fused and road != "copies", state_dtype=state_dtype)
+        params, optimizer, handle = made(more=beside(), fused=fused and road != "copies", state_dtype=state_dtype)
         square = params[SQUARE]
         for turn in range(6):
             give_gradients(optimizer, turn)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import cycle
 
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import hmpx
 
@@ -67,9 +64,14 @@ def step(params, optimizer, seed, attached):
             optimizer.step()
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("attached", [True, False])
-@pytest.mark.parametrize("then", ["go on", "save and load", "pickle"])
+@pytest.mark.parametrize(
+    "change, attached, then",
+    [
+        *((change, True, then) for change, then in zip(CHANGES, cycle(["save and load", "pickle"]))),
+        *((change, False, then) for change, then in zip(CHANGES, cycle(["go on", "pickle", "save and load"]))),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_groups_that_change_do_not_start_the_count_again(change, attached, then):
     params, optimizer = make()
     expected = [p.detach().clone() for p in params]
@@ -118,23 +120,7 @@ def test_a_checkpoint_without_numbers_starts_at_zero_and_one_with_them_there():
         assert optimizer.param_groups[0]["hmpx_step"] == number
 
 
-@pytest.mark.parametrize("gradients", ["none", "zeros", "some", "released"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_step_with_learning_rate_zero_counts(gradients, momentum):
-    p = nn.Parameter(torch.ones(40, dtype=BF16))
-    optimizer = optim.SGD([("p", p)], lr=0.0, momentum=momentum)
-    hmpx.attach(optimizer, release_gradients=gradients == "released")
-    for number in range(3):
-        if gradients == "released":
-            p.sum().backward()
-        elif gradients != "none":
-            p.grad = torch.full_like(p, float(gradients == "some"))
-        optimizer.step()
-        assert optimizer.param_groups[0]["hmpx_step"] == number + 1
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("cls", [optim.SGD, optim.AdamW])
+@pytest.mark.parametrize("cls, flat", [(optim.SGD, False), (optim.AdamW, True)])
 def test_what_torch_takes_to_see_the_state_does_not_count(flat, cls):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
 
@@ -159,7 +145,7 @@ def test_what_torch_takes_to_see_the_state_does_not_count(flat, cls):
     assert [loaded.param_groups[0][key] for key in ("hmpx_step", "hmpx_seed")] == [2, 3]
 
 
-@pytest.mark.parametrize("how", ["load", "deepcopy", "pickle"])
+@pytest.mark.parametrize("how", ["load", "deepcopy"])
 def test_the_first_group_may_go_right_after_a_load_or_a_copy(how):
     params, optimizer = make()
     hmpx.attach(optimizer)
@@ -171,8 +157,7 @@ def test_the_first_group_may_go_right_after_a_load_or_a_copy(how):
     if how == "load":
         optimizer.load_state_dict(optimizer.state_dict())
     else:
-        both = params, optimizer
-        params, optimizer = copy.deepcopy(both) if how == "deepcopy" else pickle.loads(pickle.dumps(both))
+        params, optimizer = copy.deepcopy((params, optimizer))
     optimizer.param_groups.pop(0)
     before, params[1].grad = params[1].detach().float(), torch.full_like(params[1], 0.3)
     optimizer.step()

@@ -113,8 +113,9 @@ def never_interrupted():
 @pytest.mark.parametrize(
     "saved, resumed",
     [
-        ((2, "plain"), (4, "plain")),
         pytest.param((4, "hsdp"), (1, "plain"), marks=pytest.mark.slow),
+        pytest.param((4, "tensor"), (2, "plain"), marks=pytest.mark.slow),
+        pytest.param((2, "plain"), (4, "tensor"), marks=pytest.mark.slow),
         pytest.param((2, "ddp"), (4, "ddp"), marks=pytest.mark.slow),
         ((2, "ddp"), (2, "plain")),
     ],

@@ -18,19 +18,22 @@ from hmpx.updates.footprint import footprint
 from hmpx.updates.holding.settings import Settings
 from hmpx.updates.holding.state_forms import STATE_FORMS
 from hmpx.updates.holding.stores import WAYS
-from tests.support import python, ranks
+from tests.support import ranks
 from tests.support.sharded import Small, shard
 
 BF16 = torch.bfloat16
 SHAPE = 15, 133_312  # each row is a slice of a model of four
 COUNT = 4 * 15 * 133_312
-EVERY_WAY = [{"weights": way, "state_dtype": dtype} for way in WAYS for dtype in STATE_FORMS]
-FUSED = [{"fused": True, "state_dtype": dtype} for dtype in STATE_FORMS]
 
 
 @pytest.mark.parametrize(
     "settings, foreach",
-    [*((each, i % 2 == 1) for i, each in enumerate(EVERY_WAY)), *((each, None) for each in FUSED)],
+    [
+        *(({"weights": way, "state_dtype": torch.float32}, i % 2 == 1) for i, way in enumerate(WAYS)),
+        *(({"weights": "master", "state_dtype": dtype}, False) for dtype in STATE_FORMS),
+        ({"weights": "split8", "state_dtype": "8bit"}, True),
+        *(({"fused": True, "state_dtype": dtype}, None) for dtype in (torch.float32, "8bit")),
+    ],
     ids=str,
 )
 def test_every_way_takes_what_the_table_says(settings, foreach):
@@ -112,16 +115,17 @@ def _on_two(parts, cut):
     return sum(parts.values()) * 2 - sum(parts[part] for part in cut)
 
 
-def test_the_command_prints_and_saves_the_tables(tmp_path):
+def test_the_command_prints_and_saves_the_tables(tmp_path, capsys):
     command = "bench memory --params 7e9 --ranks 1,8,64,512 --recipe nxd-standard neuron-bf16-sr --json".split()
-    done = python.run("-m", "hmpx", *command, tmp_path / "memory.json", check=True)
+    assert main([*command, str(tmp_path / "memory.json")]) in (None, 0)
     # NxD: 2 + 4 + 4 + 8 bytes; of ZeRO-1 on 512 ranks 6 and a 512th of 12, with 2 of buckets.
     per_parameter, on_rank = json.loads((tmp_path / "memory.json").read_text())
     nxd = per_parameter["rows"][0]["figures"]
     assert [nxd[key] for key in ("weights", "gradients", "masters", "state", "sum")] == [2, 4, 4, 8, 18]
     zero = next(row for row in on_rank["rows"] if row["name"] == "nxd-standard, zero1")["figures"]
     assert zero["512"] * 2**30 / 7e9 == pytest.approx(2 + 4 + 2 + 12 / 512 + 16 * 2**20 / 7e9, abs=0.002)
-    assert "neuron-bf16-sr, fsdp2" in done.stdout and "GiB on each rank, 7e+09 parameters" in done.stdout
+    printed = capsys.readouterr().out
+    assert "neuron-bf16-sr, fsdp2" in printed and "GiB on each rank, 7e+09 parameters" in printed
 
 
 @pytest.mark.parametrize(

@@ -7,55 +7,22 @@ import weakref
 import pytest
 import torch
 from lion_pytorch import Lion
-from torch import nn, optim
+from torch import optim
 
-import hmpx
 from hmpx.bench.measure import memory
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
 from hmpx.updates.stepping import batching, optimizer_scope
+from tests.support.kept_steps import ADAM, BF16, everything, give_gradients, made, same
+from tests.support.training import needs_grad_dtype
 
-BF16 = torch.bfloat16
-SIZES = ((40, 9), (201,), (5,), (130,), (64, 33), (10, 300))
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here, so no step is remembered")
 
 
-@pytest.fixture(params=[64, 1 << 17], ids=["slices", "whole"])
-def floor(request, monkeypatch):
-    monkeypatch.setattr(batching, "_FLOOR", request.param)
-
-
-def made(cls, options, fp32=False, **settings):
-    generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(size, generator=generator).bfloat16()) for size in SIZES]
-    if fp32:
-        params.insert(2, nn.Parameter(torch.randn(30, generator=generator)))
-    groups = [{"params": params[:3]}, {"params": params[3:], "lr": 2e-2}]
-    optimizer = cls(groups, lr=1e-2, **options)
-    return params, optimizer, hmpx.attach(optimizer, names=[f"p{i}" for i in range(len(params))], **settings)
-
-
-def grads_for(params, turn, dtype=None):
-    generator = torch.Generator().manual_seed(10 + turn)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(dtype or p.dtype)
-
-
-def everything(params, optimizer):
-    state = [value for p in params for value in optimizer.state.get(p, {}).values()]
-    return [p.detach() for p in params] + [value for value in state if isinstance(value, torch.Tensor)]
-
-
-def same(one, other):
-    both = zip(one, other, strict=True)
-    return len(one) == len(other) and all(torch.equal(a, b) and a.dtype is b.dtype for a, b in both)
-
-
-ADAM = (optim.AdamW, {"fused": True})
 CASES = {
     "AdamW": (*ADAM, {}),
     "AdamW, BF16 state": (*ADAM, {"state_dtype": BF16}),
-    "AdamW, FP32 parameters beside": (*ADAM, {"fp32": True}),
+    "AdamW, FP32 parameters beside": (*ADAM, {"more": (torch.ones(30),)}),
     "AdamW, FP32 gradients": (*ADAM, {"use_fp32_grad_acc": True}),
     "AdamW, nearest": (*ADAM, {"weights": "nearest"}),
     "AdamW, master": (*ADAM, {"weights": "master"}),
@@ -74,20 +41,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_remembered_step_has_the_bits_of_one_that_is_not(case, floor):
+@pytest.mark.parametrize("number, case", list(enumerate(CASES)), ids=str)
+def test_a_remembered_step_has_the_bits_of_one_that_is_not(number, case, monkeypatch):
     cls, options, settings = CASES[case]
     if settings.get("use_fp32_grad_acc") and not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("FP32 gradients of BF16 weights want torch 2.13")
+    monkeypatch.setattr(batching, "_FLOOR", 64 if number % 2 else 1 << 17)  # in slices, and whole
     results = []
     for forget in (False, True):
         params, optimizer, handle = made(cls, options, **settings)
         for turn in range(5):
-            grads_for(params, turn, torch.float32 if settings.get("use_fp32_grad_acc") else None)
+            give_gradients(optimizer, turn, torch.float32 if settings.get("use_fp32_grad_acc") else None)
             if forget:
                 handle.look_again()
             optimizer.step()
-        results.append(everything(params, optimizer))
+        results.append(everything(params, optimizer, handle))
         kept = 4 if case == "SGD" else 3  # once all state is there
         assert handle.kept_steps == (0 if forget else kept)
     assert same(*results)
@@ -96,32 +64,20 @@ def test_a_remembered_step_has_the_bits_of_one_that_is_not(case, floor):
 def test_a_step_is_remembered_on_the_cpu_whatever_the_default_device_is():
     params, optimizer, _ = made(*ADAM)
     for turn in range(4):
-        grads_for(params, turn)
+        give_gradients(optimizer, turn)
         with torch.device("cpu" if turn == 0 else "meta"):  # the first step makes the count of steps there
             optimizer.step()
     assert optimizer.state[params[0]]["step"] == 4
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_steps_that_keep_batches_and_take_them_again_take_at_most_half_a_byte_per_parameter(fused):
-    params = [nn.Parameter(torch.ones(shape, dtype=BF16)) for shape in ((2000, 2000), (4_000_000,))]
-    optimizer = optim.AdamW(params, fused=fused)
-    hmpx.attach(optimizer, state_dtype=BF16)
-    for _ in range(3):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        peak, stays = memory(optimizer.step, torch.device("cpu"))
-        assert (peak - stays) / 8_000_000 <= 0.5
-
-
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13 has no grad_dtype")
-def test_between_two_steps_nothing_holds_gradients(floor):
+@needs_grad_dtype
+def test_between_two_steps_nothing_holds_gradients():
     """Those in FP32 are shown to the optimizer as they are."""
     params, optimizer, handle = made(*ADAM)
     for turn in range(4):
         for p in params:
             p.grad_dtype = torch.float32
-        grads_for(params, turn, torch.float32)
+        give_gradients(optimizer, turn, torch.float32)
         optimizer.step()
     held = [weakref.ref(p.grad) for p in params]
     for p in params:
@@ -130,19 +86,18 @@ def test_between_two_steps_nothing_holds_gradients(floor):
 
 
 def test_between_two_steps_what_is_kept_has_no_memory():
-    params, optimizer, handle = made(*ADAM)
+    _, optimizer, handle = made(*ADAM)
     for turn in range(4):
-        grads_for(params, turn)
+        give_gradients(optimizer, turn)
         peak, stays = memory(optimizer.step, torch.device("cpu"))
     assert handle.kept_steps == 2 and stays == 0 < peak
 
 
-@pytest.mark.parametrize("turns", [0, 1, 4])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("turns, fused", [(0, False), (1, True), (4, False), (4, True)])
 def test_a_gradient_without_memory_is_an_error(fused, turns):
     params, optimizer, _ = made(*ADAM, fused=fused)
     for turn in range(turns + 1):
-        grads_for(params, turn)
+        give_gradients(optimizer, turn)
         if turn < turns:
             optimizer.step()
     params[1].grad.untyped_storage().resize_(0)
@@ -151,16 +106,16 @@ def test_a_gradient_without_memory_is_an_error(fused, turns):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_gradient_whose_sign_is_turned_by_a_flag(fused, floor):
+def test_a_gradient_whose_sign_is_turned_by_a_flag(fused):
     results = []
     for negative in (torch.neg, torch._neg_view):
         params, optimizer, _ = made(*ADAM, fused=fused)
         for turn in range(5):
-            grads_for(params, turn)
+            give_gradients(optimizer, turn)
             for p in params:
                 p.grad = negative(p.grad)
             optimizer.step()
-        results.append(everything(params, optimizer))
+        results.append([p.detach() for p in params])
     assert all(torch.allclose(a, b, atol=1e-2, rtol=2**-7) for a, b in zip(*results, strict=True))
 
 
@@ -169,7 +124,7 @@ def test_masters_of_an_optimizer_that_writes_to_them_unseen_and_raises(weights):
     """Lion decays ``p.data`` first, which has no version."""
     params, optimizer, handle = made(Lion, {"weight_decay": 0.5}, weights=weights)
     for turn in range(4):
-        grads_for(params, turn)
+        give_gradients(optimizer, turn)
         optimizer.step()
     before = [handle.masters_of(p) for p in params]
     optimizer.param_groups[0]["betas"] = ("fast", 0.99)
@@ -178,12 +133,11 @@ def test_masters_of_an_optimizer_that_writes_to_them_unseen_and_raises(weights):
     assert handle.kept_steps == 3 and same([handle.masters_of(p) for p in params], before)
 
 
-@pytest.mark.parametrize("turns", [1, 4])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("turns, momentum", [(1, 0.9), (4, 0.0), (4, 0.9)])
 def test_an_error_after_a_fused_kernel_that_raises_no_versions(momentum, turns):
     params, optimizer, handle = made(optim.SGD, {"momentum": momentum, "fused": True}, weights="master")
     for turn in range(turns):
-        grads_for(params, turn)
+        give_gradients(optimizer, turn)
         optimizer.step()
     before = [handle.masters_of(p) for p in params]
     optimizer.param_groups[1]["lr"] = "fast"
@@ -199,88 +153,87 @@ def test_an_error_after_a_fused_kernel_that_raises_no_versions(momentum, turns):
 
 
 class Odd(optim.SGD):
-    """Does from its fourth step on what it did not do before."""
+    """Does something after its steps, once it is told what."""
 
-    turn = 0
+    act = None
 
     def step(self, closure=None):
         super().step(closure)
-        self.turn += len(self.param_groups[0]["params"]) > 0 or len(self.param_groups[1]["params"]) > 0
-        if self.turn > self.odd_from:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    self.oddly(p)
-
-    def oddly(self, p):
-        state = self.state[p]
-        if self.what == "new tensors":
-            state["momentum_buffer"] = state["momentum_buffer"] + 1
-        elif self.what == "more tensors":
-            state["more"] = p.detach() * 2
-            state["count"] = torch.tensor(float(self.turn))
-        elif self.what == "written gradients":
-            p.grad.mul_(0.5)
-        elif self.what == "new gradients":
-            p.grad = p.grad * 0.25
-        elif self.what == "no gradients":
-            p.grad = None
-        elif self.what == "an error" and p.numel() == 5:
-            raise ZeroDivisionError
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if self.act is not None:
+                self.act(p, self.state[p])
 
 
-@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("what", ["new tensors", "more tensors", "written gradients", "new gradients", "no gradients"])
-def test_what_an_optimizer_does_for_the_first_time_is_seen(what, state_dtype, floor, monkeypatch):
+@pytest.fixture
+def odd(monkeypatch):
+    """Three steps of `Odd`, in batches."""
     monkeypatch.setitem(optimizer_scope.SCOPES, Odd, "element")
-    results = []
-    for forget in (False, True):
-        monkeypatch.setattr(Odd, "what", what, raising=False)
-        monkeypatch.setattr(Odd, "odd_from", 1 << 30, raising=False)
-        params, optimizer, handle = made(Odd, {"momentum": 0.9}, state_dtype=state_dtype)
-        for turn in range(6):
-            if turn == 3:
-                monkeypatch.setattr(Odd, "odd_from", 0)
-            grads_for(params, turn)
+
+    def stepped(momentum=0.9, forget=False, **settings):
+        params, optimizer, handle = made(Odd, {"momentum": momentum}, **settings)
+        for turn in range(3):
+            give_gradients(optimizer, turn)
             if forget:
                 handle.look_again()
             optimizer.step()
-            grads = [p.grad for p in params]
-        results.append([*everything(params, optimizer), *(grad for grad in grads if grad is not None)])
+        return params, optimizer, handle
+
+    return stepped
+
+
+def raises(p, state):
+    if p.numel() == 5:
+        raise ZeroDivisionError
+
+
+ACTS = {
+    "new tensors": lambda p, state: state.update(momentum_buffer=state["momentum_buffer"] + 1),
+    "more tensors": lambda p, state: state.update(more=p.detach() * 2, count=state.get("count", torch.zeros(())) + 1),
+    "written gradients": lambda p, state: p.grad.mul_(0.5),
+    "new gradients": lambda p, state: setattr(p, "grad", p.grad * 0.25),
+    "no gradients": lambda p, state: setattr(p, "grad", None),
+}
+
+
+@pytest.mark.parametrize("number, what", list(enumerate(ACTS)), ids=str)
+@pytest.mark.parametrize("floor", [64, 1 << 17])
+def test_what_an_optimizer_does_for_the_first_time_is_seen(number, what, floor, odd, monkeypatch):
+    monkeypatch.setattr(batching, "_FLOOR", floor)
+    results = []
+    for forget in (False, True):
+        state_dtype = BF16 if (floor == 64) == number % 2 else torch.float32
+        params, optimizer, handle = odd(forget=forget, state_dtype=state_dtype)
+        optimizer.act = ACTS[what]
+        for turn in range(3, 6):
+            give_gradients(optimizer, turn)
+            if forget:
+                handle.look_again()
+            optimizer.step()
+        grads = [p.grad for p in params if p.grad is not None]
+        results.append([*everything(params, optimizer, handle), *grads])
         assert forget or handle.kept_steps >= 2
     assert same(*results)
 
 
-def test_an_error_leaves_what_was_not_written_as_it_was(monkeypatch):
-    monkeypatch.setitem(optimizer_scope.SCOPES, Odd, "element")
-    monkeypatch.setattr(Odd, "what", "an error", raising=False)
-    monkeypatch.setattr(Odd, "odd_from", 1 << 30, raising=False)
-    params, optimizer, handle = made(Odd, {})  # keeps no state, so that nothing of it is written
-    for turn in range(3):
-        grads_for(params, turn)
-        optimizer.step()
-    monkeypatch.setattr(Odd, "odd_from", 0)
-    before, groups = everything(params, optimizer), [list(group["params"]) for group in optimizer.param_groups]
+def test_an_error_leaves_what_was_not_written_as_it_was(odd):
+    params, optimizer, handle = odd(momentum=0.0)  # keeps no state, so that nothing of it is written
+    before, groups = everything(params, optimizer, handle), [list(group["params"]) for group in optimizer.param_groups]
     before, grads = [tensor.clone() for tensor in before], [p.grad for p in params]
+    optimizer.act = raises
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
-    assert handle.kept_steps >= 2 and same(before, everything(params, optimizer))
+    assert handle.kept_steps >= 2 and same(before, everything(params, optimizer, handle))
     assert [list(group["params"]) for group in optimizer.param_groups] == groups
     assert all(p.grad is grad for p, grad in zip(params, grads, strict=True))
-    monkeypatch.setattr(Odd, "odd_from", 1 << 30)
+    optimizer.act = None
     optimizer.step()
 
 
 @pytest.mark.parametrize("weights", ["stochastic", "master"])
-def test_an_error_in_the_middle_is_marked(weights, monkeypatch):
-    monkeypatch.setitem(optimizer_scope.SCOPES, Odd, "element")
-    monkeypatch.setattr(Odd, "what", "an error", raising=False)
-    monkeypatch.setattr(Odd, "odd_from", 1 << 30, raising=False)
-    params, optimizer, _ = made(Odd, {"momentum": 0.9}, weights=weights)
-    for turn in range(3):
-        grads_for(params, turn)
-        optimizer.step()
-    monkeypatch.setattr(Odd, "odd_from", 0)
+def test_an_error_in_the_middle_is_marked(weights, odd):
+    params, optimizer, _ = odd(weights=weights)
     before = [p.detach().clone() for p in params]
+    optimizer.act = raises
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert set(optimizer.state) == set(params)
@@ -297,9 +250,9 @@ def test_masters_are_stepped_where_they_are(monkeypatch):
         return begin(self, group, *lists)
 
     monkeypatch.setattr(optim.AdamW, "_init_group", told)
-    params, optimizer, handle = made(*ADAM, weights="master")
+    _, optimizer, handle = made(*ADAM, weights="master")
     for turn in range(4):
-        grads_for(params, turn)
+        give_gradients(optimizer, turn)
         seen.clear()
         optimizer.step()
     assert seen == {tensor.untyped_storage().data_ptr() for tensor in handle.beside()}

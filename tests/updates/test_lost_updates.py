@@ -19,21 +19,11 @@ from torch.distributed.tensor import DTensor
 
 import hmpx
 from hmpx.updates.lost_updates import UpdateRow, Updates
-from hmpx.updates.stepping import update_counts
+from hmpx.updates.stepping import batching, update_counts
 from hmpx.updates.stepping.update_counts import UpdateCounts
 from tests.support import ranks
 from tests.support.sharded import Small, digest, fixed_gradients
-from tests.support.watched import (
-    BF16,
-    WAYS,
-    ClearsItsGradients,
-    Whole,
-    attached,
-    drawn,
-    give,
-    parameters,
-    train,
-)
+from tests.support.watched import BF16, WAYS, ClearsItsGradients, Whole, attached, drawn, give, parameters, train
 
 
 @pytest.mark.parametrize(
@@ -46,7 +36,9 @@ from tests.support.watched import (
     ],
     ids=str,
 )
-def test_no_bit_changes_by_being_watched(settings, sliced):
+def test_no_bit_changes_by_being_watched(settings, monkeypatch):
+    """Of parameters in slices; of whole ones the FP32 copies of `test_update_counts.py` tell."""
+    monkeypatch.setattr(batching, "_FLOOR", 64)
     found = []
     for is_watched in (False, True):
         params = parameters()
@@ -104,7 +96,7 @@ def _raises_the_second_time():
     return compared
 
 
-def test_steps_that_do_not_count(monkeypatch, sliced):
+def test_steps_that_do_not_count(monkeypatch):
     """One that raises, before it writes or in the middle; one that a GradScaler skips; one for a checkpoint's sake."""
     params = parameters()
     optimizer = attached(ClearsItsGradients, {"lr": 1e-3}, params)
@@ -258,14 +250,12 @@ def test_the_json_has_all_of_it():
 
 def test_the_docstrings_say_all_and_their_example_runs():
     said: list[str] = []
-    for test in doctest.DocTestFinder(recurse=False).find(Updates, "Updates"):
-        assert test.examples
-        doctest.DocTestRunner(verbose=False).run(test, out=said.append)
-    assert not said, "".join(said)
+    (test,) = doctest.DocTestFinder(recurse=False).find(Updates, "Updates")
+    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert test.examples and not said, "".join(said)
     for cls in (Updates, UpdateRow):
         own = {*vars(cls), *inspect.get_annotations(cls)}
-        words = set(re.split(r"\W+", cls.__doc__))
-        assert {name for name in own if not name.startswith("_")} <= words
+        assert {name for name in own if not name.startswith("_")} <= set(re.split(r"\W+", cls.__doc__))
 
 
 def _watched_on_one_rank(rank):

@@ -10,15 +10,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates.stepping import names
-from tests.support.training import (
-    Net,
-    parameter,
-    parameters,
-    same,
-    step_by,
-    train,
-    weights,
-)
+from tests.support.training import Net, parameter, parameters, same, step_by, train, weights
 
 BF16 = torch.bfloat16
 

@@ -6,14 +6,15 @@ bitsandbytes comes with the extra `large`; what is not installed is skipped.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import random
+from itertools import cycle
 
 import pytest
 import torch
 from torch import nn, optim
 
 import hmpx
+from tests.support.training import parameters, set_gradients
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,69 +42,58 @@ NAMED = {
 }
 
 
-def parameters(dtype, sizes=((32, 64), (5, 70), (300,))):
-    generator = torch.Generator().manual_seed(3)
-    weights = [torch.randn(size, generator=generator).bfloat16().to(dtype) for size in sizes]
-    return [nn.Parameter(weight) for weight in weights]
+SIZES = ((32, 64), (5, 70), (300,))
 
 
-def seeded():
-    torch.manual_seed(0)
-    random.seed(0)
+def seed(number):
+    """Some draw random numbers."""
+    torch.manual_seed(number)
+    random.seed(number)
 
 
-def set_gradients(params, step):
-    generator = torch.Generator().manual_seed(100 + step)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
-
-
-def reference_run(make, steps=4):
-    seeded()
-    params = parameters(torch.float32)
+def made(make, dtype):
+    seed(0)
+    params = [p for _, p in parameters(dtype, SIZES)]
     optimizer = make(params)
     if hasattr(optimizer, "train"):
         optimizer.train()
-    for step in range(steps):
-        set_gradients(params, step)
-        optimizer.step()
-        with torch.no_grad():
-            for i, p in enumerate(params):
-                p.copy_(hmpx.stochastic_round(p, seed=0, step=step, name=str(i)))
-    return params
+    return params, optimizer
 
 
-def hmpx_run(make, attached, steps=4):
-    seeded()
-    params = parameters(BF16)
-    optimizer = make(params)
-    if hasattr(optimizer, "train"):
-        optimizer.train()
+@torch.no_grad()
+def write_back(params, step):
+    for i, p in enumerate(params):
+        p.copy_(hmpx.stochastic_round(p, seed=0, step=step, name=str(i)))
+
+
+def is_that_of_copies(make, attached):
+    """Whether four steps come to the weights of the same optimizer on FP32 copies."""
+    (params, optimizer), (copies, reference) = made(make, BF16), made(make, torch.float32)
     if attached:
         hmpx.attach(optimizer)
-    for step in range(steps):
-        set_gradients(params, step)
-        if attached:
+    for step in range(4):
+        for each in (params, copies):
+            set_gradients(list(enumerate(each)), step)
+        seed(step)
+        with contextlib.nullcontext() if attached else hmpx.disable_casts():
             optimizer.step()
-        else:
-            with hmpx.disable_casts():
-                optimizer.step()
-    return params
+        seed(step)
+        reference.step()
+        write_back(copies, step)
+    return all(torch.equal(p.float(), q) for p, q in zip(params, copies, strict=True))
 
 
-@pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize(
-    "name",
+    "name, attached",
     [
-        pytest.param(name, marks=pytest.mark.slow if name.startswith("torchao") else ()) for name in NAMED
-    ],  # they compile
+        pytest.param(name, attached, marks=pytest.mark.slow if name.startswith("torchao") else ())  # they compile
+        for name, attached in zip(NAMED, cycle([False, True, True]))
+    ],
 )
 def test_bit_for_bit(name, attached):
     module, make = NAMED[name]
     library = pytest.importorskip(module, exc_type=ImportError)
-    expected = reference_run(lambda params: make(library, params))
-    got = hmpx_run(lambda params: make(library, params), attached)
-    assert all(torch.equal(p.float(), q) for p, q in zip(got, expected, strict=True))
+    assert is_that_of_copies(lambda params: make(library, params), attached)
 
 
 # What the sweep below cannot make or compare: constructors that want a model or more, steps that want a closure or a
@@ -140,8 +130,7 @@ def test_every_class_of_pytorch_optimizer():
         def make(params, name=name):
             return library.load_optimizer(name)(params, lr=1e-3)
 
-        expected, got = reference_run(make), hmpx_run(make, attached=True)
-        if not all(torch.equal(p.float(), q) for p, q in zip(got, expected, strict=True)):
+        if not is_that_of_copies(make, attached=True):
             different.append(name)
     assert not different and len(names) > 100
 
@@ -150,34 +139,23 @@ def test_every_class_of_pytorch_optimizer():
 def test_schedule_free_moves_between_its_two_points(cls):
     """eval() and train() rewrite the weights; each is one rounded write-back."""
     library = pytest.importorskip("schedulefree")
-    results = []
-    for dtype in (BF16, torch.float32):
-        params = parameters(dtype)
-        optimizer = getattr(library, cls)(params, lr=1e-2)
-        optimizer.train()
-        if dtype is BF16:
-            hmpx.attach(optimizer)
-
-        def write_back(number, params=params, dtype=dtype):
-            if dtype is torch.float32:
-                with torch.no_grad():
-                    for i, p in enumerate(params):
-                        p.copy_(hmpx.stochastic_round(p, seed=0, step=number, name=str(i)))
-
-        for number, act in enumerate((optimizer.step, optimizer.step, optimizer.eval, optimizer.train, optimizer.step)):
-            if act == optimizer.step:
-                set_gradients(params, number)
-            act()
-            write_back(number)
-        results.append(params)
-    assert all(torch.equal(p.float(), q) for p, q in zip(*results, strict=True))
+    (params, optimizer), (copies, reference) = (
+        made(lambda ps: getattr(library, cls)(ps, lr=1e-2), dtype) for dtype in (BF16, torch.float32)
+    )
+    hmpx.attach(optimizer)
+    for number, act in enumerate(("step", "step", "eval", "train", "step")):
+        for each in (params, copies):
+            set_gradients(list(enumerate(each)), number)
+        for each in (optimizer, reference):
+            getattr(each, act)()
+        write_back(copies, number)
+    assert all(torch.equal(p.float(), q) for p, q in zip(params, copies, strict=True))
 
 
+@pytest.mark.slow
 def test_the_curve_of_torchaos_stochastic_adamw():
     """The same problem, the same hyperparameters: two ways to round at random arrive at the same place."""
-    library = importlib.import_module("torchao.optim") if importlib.util.find_spec("torchao") else None
-    if library is None:
-        pytest.skip("torchao is not installed")
+    library = pytest.importorskip("torchao.optim")
     target = torch.randn(4096, generator=torch.Generator().manual_seed(1))
     losses = []
     for ours in (True, False):

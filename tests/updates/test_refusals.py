@@ -8,14 +8,7 @@ from torch import nn, optim
 
 import hmpx
 from hmpx.updates import step_hooks
-from tests.support.training import (
-    parameter,
-    parameters,
-    same,
-    step_by,
-    train,
-    weights,
-)
+from tests.support.training import parameter, parameters, same, step_by, train, weights
 
 BF16 = torch.bfloat16
 
@@ -91,6 +84,11 @@ def test_wrong_arguments_leave_nothing_attached(optimizer, options, message):
     with pytest.raises(hmpx.HmpxError, match=message):
         hmpx.attach(optimizer, **options)
     assert set(vars(optimizer)) == before and not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def test_the_seed_of_a_region_is_a_number_of_64_bits():
+    with pytest.raises(hmpx.HmpxError, match="seed -3 is out of range"):
+        hmpx.disable_casts(seed=-3)
 
 
 def test_no_optimizer_and_no_bf16(caplog):

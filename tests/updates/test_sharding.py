@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 
 import pytest
@@ -150,18 +151,19 @@ def test_a_box_knows_where_its_elements_stand():
         assert found == indices[start:stop]
 
 
-@pytest.mark.parametrize("offset", [5, 2**32 - 20, 2**32 - 7, 2**32 - 3, 2**33 - 40])
-@pytest.mark.parametrize("width, stride", [(7, 13), (8, 8), (1, 2), (600, 2**31)])
-def test_rows_of_a_huge_parameter_are_rounded_as_its_elements(offset, width, stride):
+def test_rows_of_a_huge_parameter_are_rounded_as_its_elements():
     """A parameter of more than 2^32 elements, by offsets: element by element against rows."""
-    x = torch.randn(4 * width)
-    rows = torch.empty(4 * width, dtype=BF16)
-    round_all([Rounding(rows, x, "w", offset, width, stride)], 1, 2)
-    singly = [
-        hmpx.stochastic_round(x[i : i + 1], seed=1, step=2, name="w", offset=offset + i // width * stride + i % width)
-        for i in range(len(x))
-    ]
-    assert torch.equal(rows, torch.cat(singly))
+    for offset, (width, stride) in itertools.product(
+        [5, 2**32 - 20, 2**32 - 7, 2**32 - 3, 2**33 - 40], [(7, 13), (8, 8), (1, 2), (600, 2**31)]
+    ):
+        x = torch.randn(4 * width)
+        rows = torch.empty(4 * width, dtype=BF16)
+        round_all([Rounding(rows, x, "w", offset, width, stride)], 1, 2)
+        starts = [offset + i // width * stride + i % width for i in range(len(x))]
+        singly = [
+            hmpx.stochastic_round(x[i : i + 1], seed=1, step=2, name="w", offset=at) for i, at in enumerate(starts)
+        ]
+        assert torch.equal(rows, torch.cat(singly)), (offset, width)
 
 
 def test_a_box_of_a_parameter_of_more_than_two_to_the_32_elements():
@@ -228,7 +230,10 @@ def one_process():
     return found
 
 
-@pytest.mark.parametrize("world, how", [(1, "plain"), (2, "plain"), (4, "plain"), (4, "hsdp"), (2, "policy")])
+@pytest.mark.parametrize(
+    "world, how",
+    [(2, "plain"), (2, "policy"), *(pytest.param(4, how, marks=pytest.mark.slow) for how in ("plain", "hsdp"))],
+)
 def test_fully_shard_gives_the_weights_of_one_process(world, how, one_process):
     assert ranks.run(world, _fully_sharded, how) == [one_process] * world
 

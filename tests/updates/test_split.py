@@ -13,6 +13,7 @@ from torch import nn, optim
 import hmpx
 from hmpx.rounding import native
 from hmpx.updates.holding.checksums import BLOCK, SMALL, checksums
+from hmpx.updates.stepping import batching
 from tests.support.training import masters_in, parameters, set_gradients
 
 BF16 = torch.bfloat16
@@ -100,43 +101,14 @@ WRITES = [
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-def test_split8_loses_nothing_by_such_a_write_either(write, sliced):
-    both = []
-    for _ in range(2):
-        named = parameters(BF16, SIZES)
-        both.append((named, optim.AdamW(named, lr=1e-2)))
-        hmpx.attach(both[-1][1], "split8", use_master_weights_in_ckpt=True)
-    for number in range(4):
-        step(both, number)
-        with torch.no_grad():
-            write(*both[0])
-        assert all(map(torch.equal, *(masters_in(optimizer) for _, optimizer in both)))
-    bits = torch.cat([m.view(-1).view(torch.int32) for m in masters_in(both[0][1])])
-    assert not (bits & 0xFF).any() and (bits & 0xFF00).any()
-
-
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-@pytest.mark.parametrize("foreach", [False, True])
-def test_a_write_that_changes_no_value_loses_nothing(write, foreach, sliced):
+@pytest.mark.parametrize("foreach, floor", [(False, 64), (True, 1 << 17)], ids=["slices", "whole"])
+def test_a_write_that_changes_no_value_loses_nothing(write, foreach, floor, monkeypatch):
+    monkeypatch.setattr(batching, "_FLOOR", floor)
     both = pair(foreach=foreach)
     for number in range(4):
         step(both, number)
         with torch.no_grad():
             write(*both[0])
-        assert_copies(both)
-
-
-@pytest.mark.parametrize("how", ["slices", "unbind"])
-def test_parameters_that_are_views_of_one_tensor(how, sliced):
-    def views(named, dtype):
-        whole = torch.cat([torch.ones(40, 30, dtype=dtype), torch.full((80, 30), 0.5, dtype=dtype)])
-        parts = whole.view(3, 40, 30).unbind() if how == "unbind" else [whole[i : i + 40] for i in (0, 40, 80)]
-        return [(f"part{i}", nn.Parameter(part)) for i, part in enumerate(parts)]
-
-    both = pair(views)
-    assert len({p.untyped_storage().data_ptr() for _, p in both[0][0]}) == 1
-    for number in range(5):
-        step(both, number)
         assert_copies(both)
 
 
@@ -176,7 +148,8 @@ def one(p):
 
 
 @pytest.mark.parametrize("write", [some_clamped, a_row, through_data, negated, everything, one])
-def test_what_is_written_by_hand_counts_in_its_block_alone(write, sliced):
+def test_what_is_written_by_hand_counts_in_its_block_alone(write, monkeypatch):
+    monkeypatch.setattr(batching, "_FLOOR", 64)
     both = pair()
     (named, _), (copies, _) = both
     for number in range(3):
@@ -187,15 +160,6 @@ def test_what_is_written_by_hand_counts_in_its_block_alone(write, sliced):
                 write(p)
                 q.copy_(by_blocks(p, old, q))
         assert_copies(both)
-
-
-def test_lower_halves_and_checksums_take_two_bytes_and_a_sixteenth():
-    p = nn.Parameter(torch.randn(512, 300).bfloat16())
-    optimizer = optim.SGD([p], lr=0.1)
-    handle = hmpx.attach(optimizer, "split")
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert sum(t.nbytes for t in handle.beside()) == p.numel() * (2 + 1 / 16)
 
 
 # The checksums themselves
@@ -256,10 +220,10 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_with_a_pattern_are_seen(change):
-    """Two blocks of other values agree by chance once in 65536 times: 5 are expected here, at most 16 allowed."""
-    weights = (torch.randn(BLOCK * 327680, generator=torch.Generator().manual_seed(2)) * 0.02).bfloat16()
+    """Two blocks of other values agree by chance once in 65536 times: 1 is expected here, at most 6 are allowed."""
+    weights = (torch.randn(BLOCK * 65536, generator=torch.Generator().manual_seed(2)) * 0.02).bfloat16()
     bits = weights.view(torch.int16).to(torch.int32)
     changed = CHANGES[change](bits).to(torch.int16).view(BF16)
     differ = (changed.view(torch.int16) != weights.view(torch.int16)).view(-1, BLOCK).any(1)
     assert differ.sum() > 0.99 * len(differ)
-    assert int(((checksums(changed) == checksums(weights)) & differ).sum()) <= 16
+    assert int(((checksums(changed) == checksums(weights)) & differ).sum()) <= 6

@@ -1,4 +1,7 @@
-"""An optimizer step inside disable_casts: the optimizer on an FP32 copy, then stochastic rounding, bit for bit."""
+"""Steps inside `disable_casts`: closures, hooks, errors, checkpoints, and what torch has afterwards.
+
+`test_layouts.py` and `test_programs.py` compare the bits of every optimizer with those on FP32 copies.
+"""
 
 from __future__ import annotations
 
@@ -12,138 +15,20 @@ from torch import nn, optim
 import hmpx
 from hmpx.updates import step_hooks
 from hmpx.updates.stepping import batching
-from tests.support.optimizers import CONFIGURATIONS, forms
 from tests.support.training import parameter, parameters, set_gradients, step_by
 
 BF16 = torch.bfloat16
 
 
-def reference_step(optimizer, named, step, seed=0):
-    """The contract: a plain step on FP32 parameters, then SR; the rounded values are what the next step starts from."""
-    optimizer.step()
-    with torch.no_grad():
-        for name, p in named:
-            p.copy_(hmpx.stochastic_round(p, seed=seed, step=step, name=name))
-
-
-def assert_same(named, optimizer, reference_named, reference):
-    for (_, p), (_, q) in zip(named, reference_named, strict=True):
-        assert p.dtype is BF16 and torch.equal(p.float(), q)
-        state, expected = optimizer.state[p], reference.state[q]
-        assert state.keys() == expected.keys()
-        for key, value in expected.items():
-            got = state[key]
-            if isinstance(value, torch.Tensor):
-                assert got.dtype is value.dtype and torch.equal(got, value), key
-            else:
-                assert got == value
-
-
-@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "slices"])
-@pytest.mark.parametrize("name, form", list(forms()), ids=lambda v: v if isinstance(v, str) else "-".join(v) or "only")
-def test_any_optimizer_of_torch_bit_for_bit(name, form, sliced, monkeypatch):
-    cls, options = CONFIGURATIONS[name]
-    sizes = ((20, 33), (5, 7), (40, 30))
-    if cls is not optim.Muon:  # which takes matrices only
-        sizes += ((), (3,))
-    if sliced:
-        monkeypatch.setattr(batching, "_FLOOR", 128)
-    named, twin = parameters(BF16, sizes), parameters(torch.float32, sizes)
-    optimizer = cls(named, **copy.deepcopy(options), **form)
-    reference = cls(twin, **copy.deepcopy(options), **form)
-    for step in range(3):
-        set_gradients(named, step)
-        set_gradients(twin, step)
-        with hmpx.disable_casts():
-            optimizer.step()
-        reference_step(reference, twin, step)
-        assert_same(named, optimizer, twin, reference)
-        assert all(p.grad.dtype is BF16 for _, p in named)
-    assert optimizer.param_groups[0]["hmpx_step"] == 3
-
-
-def test_sparse_adam():
-    runs = []
-    for dtype in (BF16, torch.float32):
-        table = nn.Embedding(10, 4, sparse=True)
-        nn.init.ones_(table.weight)
-        weight = nn.Parameter(table.weight.detach().to(dtype))
-        optimizer = optim.SparseAdam([("w", weight)], lr=0.3)
-        runs.append((weight, optimizer))
-    (w, optimizer), (v, reference) = runs
-    for step in range(3):
-        index = torch.tensor([1, 3])
-        for p in (w, v):
-            p.grad = torch.sparse_coo_tensor(index[None], torch.full((2, 4), 0.3, dtype=p.dtype), p.shape)
-        with hmpx.disable_casts():
-            optimizer.step()
-        reference_step(reference, [("w", v)], step)
-    assert torch.equal(w.float(), v) and (w[0] == 1).all() and (w[1] != 1).any()
-
-
-def test_lbfgs_converges_through_its_closure():
-    target = torch.tensor([1.5, -2.0, 0.25], dtype=BF16)
-    w = nn.Parameter(torch.zeros(3, dtype=BF16))
-    optimizer = optim.LBFGS([w], lr=0.5, max_iter=8)
-    seen = []
-
-    def closure():
-        optimizer.zero_grad()
-        assert optimizer.param_groups[0]["params"][0] is w  # zero_grad reaches the real parameter
-        seen.append(torch.matmul(w, w).dtype)
-        loss = ((w - target).float() ** 2).sum()
-        loss.backward()
-        return loss
-
-    with hmpx.convert():
-        for _ in range(6):
-            with hmpx.disable_casts():
-                loss = optimizer.step(closure)
-    assert torch.allclose(w.float(), target.float(), atol=2e-2) and torch.isfinite(loss)
-    assert set(seen) == {BF16} and len(seen) > 6
-
-
-def test_a_closure_that_raises_at_a_trial_point_rolls_back():
-    w = nn.Parameter(torch.ones(4, dtype=BF16))
-    optimizer = optim.LBFGS([w], lr=0.1, max_iter=5)
-    points = []
-
-    def closure():
-        points.append(w.detach().clone())
-        if len(points) == 3:
-            raise RuntimeError("third evaluation")
-        optimizer.zero_grad()
-        loss = (w.float() ** 2).sum()
-        loss.backward()
-        return loss
-
-    with pytest.raises(RuntimeError, match="third"), hmpx.disable_casts():
-        optimizer.step(closure)
-    assert not torch.equal(points[2], points[0]) and torch.equal(w, points[0])
-    assert optimizer.param_groups[0]["params"][0] is w and not optimizer.state
-
-
-def test_a_closure_by_keyword_and_its_result():
-    w = nn.Parameter(torch.ones(4, dtype=BF16))
-    optimizer = optim.SGD([w], lr=0.5)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (w.float() ** 2).sum()
-        loss.backward()
-        return loss
-
-    with hmpx.disable_casts():
-        assert optimizer.step(closure=closure) == 4.0
-    assert torch.equal(w, torch.zeros(4, dtype=BF16))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_closure_is_the_models_forward_and_so_is_cast(dtype, inside):
+@pytest.mark.parametrize(
+    "dtype, how", [(torch.float32, "plain"), (BF16, "plain"), (BF16, "region"), (BF16, "attached")]
+)
+def test_a_closure_is_the_models_forward_and_so_is_cast(dtype, how):
     w = nn.Parameter(torch.ones(4, 4, dtype=dtype))
     x = torch.ones(4, 4)
     optimizer = optim.SGD([w], lr=0.1)
+    if how == "attached":
+        hmpx.attach(optimizer)
     seen = []
 
     def closure():
@@ -152,26 +37,12 @@ def test_a_closure_is_the_models_forward_and_so_is_cast(dtype, inside):
         product.sum().backward()
 
     with hmpx.convert():
-        with hmpx.disable_casts() if inside else contextlib.nullcontext():
+        with hmpx.disable_casts() if how == "region" else contextlib.nullcontext():
             optimizer.step(closure)
             optimizer.step(closure=closure)
         with hmpx.convert(enabled=False):
             optimizer.step(lambda: seen.append((x @ x).dtype))
     assert seen == [(BF16, BF16), (BF16, BF16), torch.float32]
-
-
-def test_fp32_parameters_get_the_plain_step():
-    named, twin = parameters(torch.float32), parameters(torch.float32)
-    optimizer, reference = optim.AdamW(named), optim.AdamW(twin)
-    for step in range(3):
-        set_gradients(named, step)
-        set_gradients(twin, step)
-        with hmpx.convert(), hmpx.disable_casts():
-            optimizer.step()
-        reference.step()
-    for (_, p), (_, q) in zip(named, twin, strict=True):
-        assert torch.equal(p, q)
-    assert "hmpx_step" not in optimizer.param_groups[0]
 
 
 def test_mixed_groups_untouched_parameters_and_identity():
@@ -201,46 +72,26 @@ class Failing(optim.SGD):
         raise RuntimeError("half-way")
 
 
-@pytest.mark.parametrize("caught_inside", [True, False])
-@pytest.mark.parametrize("converted", [True, False])
-def test_a_step_that_raises_rolls_back(caught_inside, converted):
+@pytest.mark.parametrize("how", ["region", "converted", "master"])
+def test_a_step_that_raises_rolls_back(how):
     named = parameters(BF16)
     optimizer = Failing(named, lr=0.1)
     set_gradients(named, 0)
     before = [(p.detach().clone(), p.grad.clone()) for _, p in named]
-
-    def check():
-        assert [p for group in optimizer.param_groups for p in group["params"]] == [p for _, p in named]
-        for (_, p), (weight, grad) in zip(named, before, strict=True):
-            assert torch.equal(p, weight) and torch.equal(p.grad, grad)
-        assert not optimizer.state and "hmpx_step" not in optimizer.param_groups[0]
-
-    if converted:
+    if how == "converted":
         hmpx.convert()
-    if caught_inside:
-        with hmpx.disable_casts():
-            with pytest.raises(RuntimeError, match="half-way"):
-                optimizer.step()
-            check()
-    else:
-        with pytest.raises(RuntimeError, match="half-way"), hmpx.disable_casts():
-            optimizer.step()
-    check()
-    if converted:
+    if how == "master":
+        hmpx.attach(optimizer, how)
+    with pytest.raises(RuntimeError, match="half-way"), hmpx.disable_casts():
+        optimizer.step()
+    assert [p for group in optimizer.param_groups for p in group["params"]] == [p for _, p in named]
+    for (_, p), (weight, grad) in zip(named, before, strict=True):
+        assert torch.equal(p, weight) and torch.equal(p.grad, grad)
+    assert not optimizer.state and "hmpx_step" not in optimizer.param_groups[0]
+    if how == "converted":
         x = torch.randn(2, 2)
         assert (x @ x).dtype is BF16  # casts are on again
         hmpx.restore()
-
-
-def test_a_scheduler_made_before_the_region_does_not_pass_it_by():
-    named = parameters(BF16)
-    optimizer = optim.SGD(named, lr=1e-3)
-    scheduler = optim.lr_scheduler.StepLR(optimizer, 1)  # keeps the bound step it found
-    set_gradients(named, 0)
-    with hmpx.disable_casts():
-        optimizer.step()
-    scheduler.step()
-    assert optimizer.param_groups[0]["hmpx_step"] == 1 and optimizer.param_groups[0]["lr"] == 1e-4
 
 
 def test_user_hooks_see_the_real_parameters():
@@ -264,52 +115,6 @@ def test_user_hooks_see_the_real_parameters():
     with hmpx.disable_casts():
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(seen[0], weights, strict=True))
-
-
-def test_grad_scaler_taken_and_skipped():
-    named, twin = parameters(BF16), parameters(torch.float32)
-    optimizer, reference = optim.AdamW(named), optim.AdamW(twin)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
-    scaler.scale(torch.ones(1))
-    for step, bad in enumerate((False, True, False)):
-        set_gradients(named, step)
-        set_gradients(twin, step)
-        for _, p in named:
-            p.grad.mul_(scaler.get_scale())
-        if bad:
-            named[0][1].grad[0, 0] = float("inf")
-        with hmpx.disable_casts():
-            scaler.step(optimizer)
-        scaler.update()
-        if not bad:
-            reference_step(reference, twin, optimizer.param_groups[0]["hmpx_step"] - 1)
-    assert optimizer.param_groups[0]["hmpx_step"] == 2
-    assert all(torch.equal(p.float(), q) for (_, p), (_, q) in zip(named, twin, strict=True))
-
-
-def test_the_seed_comes_from_the_region_then_from_the_state_dict():
-    def run(optimizer, named, seed=None):
-        set_gradients(named, 0)
-        with hmpx.disable_casts(seed=seed):
-            optimizer.step()
-        return torch.cat([p.detach().flatten() for _, p in named])
-
-    def fresh():
-        named = parameters(BF16, sizes=((64, 64),))
-        return optim.SGD(named, lr=1e-3), named
-
-    zero, one = run(*fresh()), run(*fresh(), seed=1)
-    assert not torch.equal(zero, one) and torch.equal(zero, run(*fresh(), seed=0))
-    optimizer, named = fresh()
-    run(optimizer, named, seed=1)
-    resumed, resumed_named = fresh()
-    with torch.no_grad():
-        resumed_named[0][1].copy_(named[0][1])
-    resumed.load_state_dict(optimizer.state_dict())
-    assert torch.equal(run(optimizer, named), run(resumed, resumed_named))
-    assert resumed.param_groups[0]["hmpx_seed"] == 1
-    with pytest.raises(hmpx.HmpxError, match="seed -3 is out of range"):
-        hmpx.disable_casts(seed=-3)
 
 
 @pytest.mark.parametrize("how", ["in a region", "under convert", "outside"])
@@ -378,26 +183,7 @@ def test_nearest_rounding_that_nobody_asked_for_is_warned_of_once_for_each_optim
         assert caplog.text.count("Adam updates") == conversions
 
 
-def test_small_updates_survive_where_nearest_loses_them():
-    """1000 updates of 1e-4 of a unit weight: nearest stays at 1.0, stochastic rounding arrives near 1.1."""
-    weights = {}
-    for stochastic in (False, True):
-        p = nn.Parameter(torch.ones(256, dtype=BF16))
-        optimizer = optim.SGD([p], lr=1e-4)
-        for _ in range(1000):
-            p.grad = -torch.ones(256, dtype=BF16)
-            if stochastic:
-                with hmpx.disable_casts():
-                    optimizer.step()
-            else:
-                optimizer.step()
-        weights[stochastic] = p.detach().float().mean().item()
-    # 1000 steps of 1e-4; one weight's standard deviation is about sqrt(1000 * 1e-4 * 2**-7) = 0.028, over 256: 0.0017
-    assert weights[False] == 1.0 and abs(weights[True] - 1.1) < 0.008
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, BF16])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype, fused", [(torch.float64, False), (BF16, True)])
 def test_another_default_dtype(dtype, fused):
     p, q = parameter(1000), parameter(1000)
     optimizers = optim.Adam([p], lr=0.01), optim.Adam([q], lr=0.01)

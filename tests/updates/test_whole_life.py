@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -90,12 +91,17 @@ def assert_same(params, optimizer, copies):
             assert not value.dim() or held.dtype is dtype, (name, part)
 
 
-@pytest.mark.parametrize("into", ["fresh", "used"])
-@pytest.mark.parametrize("state_dtype", [FP32, BF16, "8bit"], ids=str)
-@pytest.mark.parametrize("way", WAYS)
+OPTIMIZERS = [
+    (optim.AdamW, {"lr": 1e-2, "foreach": False}, "fresh"),
+    (optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}, "used"),
+    (optim.AdamW, {"lr": 1e-2, "foreach": False}, "used"),
+    (optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}, "fresh"),
+]
+
+
 @pytest.mark.parametrize(
-    "cls, options",
-    [(optim.AdamW, {"lr": 1e-2, "foreach": False}), (optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True})],
+    "way, state_dtype, cls, options, into",
+    [(*held, *of) for held, of in zip(product(WAYS, [FP32, BF16, "8bit"]), cycle(OPTIMIZERS))],
 )
 def test_an_optimizer_lives_as_its_fp32_copies(cls, options, way, state_dtype, into, monkeypatch):
     monkeypatch.setattr(batching, "_FLOOR", 64)
@@ -143,8 +149,7 @@ class Unknown(optim.SGD):
     """A class that steps on whole copies, for hmpx does not know it."""
 
 
-@pytest.mark.parametrize("cls", [optim.SGD, Unknown])
-@pytest.mark.parametrize("state_dtype", [FP32, BF16, "8bit"])
+@pytest.mark.parametrize("cls, state_dtype", [(optim.SGD, FP32), (optim.SGD, "8bit"), (Unknown, BF16)])
 def test_whatever_the_default_device_is_the_parameters_decide(cls, state_dtype):
     """Where the default is the meta device, whatever is made without a device holds no numbers."""
 

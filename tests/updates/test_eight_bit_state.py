@@ -1,4 +1,4 @@
-"""State in 8 bits goes to and from other dtypes: through checkpoints, before and after `attach`, and by `detach`."""
+"""State in 8 bits goes to and from other dtypes, and keeps updates as large as FP32 state does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from torch import nn, optim
 
 import hmpx
-from hmpx.recipes.recipe import changed
-from hmpx.recipes.stated import read_recipe
 from tests.support.eight_bits import in_8_bits, read, widened
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -87,8 +85,10 @@ def test_detach_leaves_the_same_numbers_in_bf16_and_plain_steps_go_on():
     step(params, optimizer)
 
 
-@pytest.mark.parametrize("saved, own", [((40, 64), (64, 40)), ((64, 32), (32, 32)), ((200,), (300,))])
-@pytest.mark.parametrize("state_dtype", ["8bit", BF16])
+@pytest.mark.parametrize(
+    "saved, own, state_dtype",
+    [((40, 64), (64, 40), "8bit"), ((64, 32), (32, 32), "8bit"), ((200,), (300,), BF16)],
+)
 def test_state_in_8_bits_of_another_shape_is_refused(saved, own, state_dtype):
     """When it is loaded, or by the first step if `attach` comes after the load; nothing changes."""
 
@@ -195,7 +195,49 @@ def test_a_resumed_run_is_the_run_also_if_it_was_loaded_before_attach():
         assert all(torch.equal(ours[key], theirs[key]) for key in (*MOMENTS, "step"))
 
 
-def test_the_records_of_the_recipes():
-    lean8, flash = read_recipe("lean8"), changed(read_recipe("flash"), release_gradients=True)
-    assert sum(lean8.bytes_per_parameter().values()) <= 4.1  # `test_footprint.py` measures what these are sums of
-    assert sum(flash.bytes_per_parameter().values()) <= 5.1
+# Where gradients differ in size within a block
+
+
+def one_large():
+    return torch.full((4, 128), 1e-3).index_fill_(1, torch.tensor([5]), 1.0)
+
+
+def lognormal(sigma):
+    return torch.exp(sigma * torch.randn(16, 128, generator=torch.Generator().manual_seed(0)))
+
+
+def largest_update(cls, options, sizes, **settings):
+    """Of an element in one step, in units of the learning rate."""
+    p = nn.Parameter(torch.zeros(sizes.shape, dtype=BF16))
+    optimizer = cls([("p", p)], lr=1e-3, **options)
+    hmpx.attach(optimizer, **settings)
+    generator, before, found = torch.Generator().manual_seed(1), torch.zeros(sizes.shape), 0.0
+    for _ in range(120):
+        p.grad = (torch.randn(sizes.shape, generator=generator) * sizes).bfloat16()
+        optimizer.step()
+        after = p.detach().float()
+        found, before = max(found, (after - before).abs().max().item()), after
+    return found / 1e-3
+
+
+@pytest.mark.parametrize(
+    "cls, options, sizes",
+    [
+        (optim.AdamW, {"weight_decay": 0.0}, one_large()),
+        (optim.Adam, {"amsgrad": True}, lognormal(1.0)),
+        (optim.NAdam, {}, lognormal(1.5)),
+    ],
+)
+def test_no_update_is_twice_the_largest_one_of_fp32_state(cls, options, sizes):
+    case = cls, options, sizes
+    reference = largest_update(*case, weights="split")
+    assert largest_update(*case, weights="split", state_dtype="8bit") <= 2 * reference
+    assert largest_update(*case, fused=True, state_dtype="8bit") <= 2 * reference
+
+
+def test_a_root_of_a_difference_is_warned_of(caplog):
+    for options, warned in (({"centered": True}, 1), ({}, 0)):
+        caplog.clear()
+        optimizer = optim.RMSprop([nn.Parameter(torch.ones(4, 128, dtype=torch.bfloat16))], **options)
+        hmpx.attach(optimizer, state_dtype="8bit")
+        assert caplog.text.count("RMSprop(centered=True) takes the root of a difference") == warned
