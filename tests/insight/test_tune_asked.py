@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 import re
-import sys
 from dataclasses import replace
 from functools import cache, partial
 
@@ -16,7 +15,6 @@ from torch.nn import functional as F
 import hmpx
 from hmpx.insight.tuning import find, worth
 from hmpx.insight.tuning.course import Confirmed
-from hmpx.shell.main import main
 from tests.support import planted
 from tests.support.planted import batches, loss_of
 
@@ -168,22 +166,6 @@ def test_what_saves_next_to_nothing_says_so():
     found = tuned(made=Two())
     assert "matmul" in found.policy.fp32 and "linear" in found.policy.bf16
     assert "saves under 2 % of what BF16 saves in all" in reason(found, "matmul")
-
-
-def test_the_shell_tells_of_a_function_that_wants_arguments_and_of_ctrl_c(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "wants", raising=False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "wants.py").write_text(
-        "import torch\n\n\ndef setup(size):\n    pass\n\n\ndef stopped():\n"
-        "    def loss(model, x):\n        raise KeyboardInterrupt\n\n"
-        "    return torch.nn.Linear(2, 2), [(torch.randn(2, 2),) for _ in range(4)], loss\n"
-    )
-    for command in ("tune", "compare"):
-        assert main([command, "wants.py:setup"]) == 2
-        assert "wants.py:setup is called without arguments, and wants some: missing" in capsys.readouterr().err
-    assert main(["tune", "wants.py:stopped", "--quiet"]) == 130
-    assert "interrupted; nothing was written" in capsys.readouterr().err and not [*(tmp_path / "tuned").iterdir()]
 
 
 def test_confirm_trains_under_the_lists_beside_fp32_in_two_orders():
