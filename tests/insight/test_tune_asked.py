@@ -205,12 +205,10 @@ def products(x):
     return x @ x.transpose(0, 1)
 
 
-@pytest.mark.parametrize("side", ["fp32", "bf16"])
-def test_a_users_function_that_is_listed_runs_as_a_whole(side, tmp_path):
+def test_a_users_function_that_is_listed_runs_as_a_whole(lists):
     """What it calls is no choice of its own."""
-    (tmp_path / "mine.txt").write_text(f"{__name__}.products\n")
-    lists = {f"{side}_file_path": str(tmp_path / "mine.txt")}
-    found = tuned(loss=lambda m, a, y: F.cross_entropy(products(m(a)), y), lists=lists)
+    given = {"fp32_file_path": lists(fp32=f"{__name__}.products")["fp32_file_path"]}
+    found = tuned(loss=lambda m, a, y: F.cross_entropy(products(m(a)), y), lists=given)
     names = {choice.name for choice in found.choices}
     assert "linear" in names and "matmul" not in names
 
