@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import accelerate
@@ -12,6 +13,8 @@ import torch
 import transformers
 
 import hmpx
+from hmpx.integrations.lightning import HmpxPrecision
+from hmpx.integrations.transformers import HmpxCallback
 from tests.downstream import trainer
 from tests.downstream.by_hand import RECIPES, ByHand, adamw, batches, bits, loader, net
 from tests.downstream.lightning_net import Net
@@ -19,21 +22,28 @@ from tests.support import python
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).parents[2]
+MODEL = net()
 
 
-def by_accelerate(tmp_path, **asked):
+def by_accelerate(tmp_path, recipe=None, **asked):
+    """Make what the framework is asked for; with a recipe, in hmpx's own way for the framework."""
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.Accelerator(cpu=True, **asked)
+    if recipe is not None:
+        hmpx.prepare(MODEL, adamw(MODEL.parameters()), recipe)
 
 
-def by_transformers(tmp_path, **asked):
-    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
-    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), **quiet, **asked)
-    transformers.Trainer(model=net(), args=arguments)
+def by_transformers(tmp_path, recipe=None, **asked):
+    callbacks = [] if recipe is None else [HmpxCallback(recipe)]
+    transformers.Trainer(MODEL, trainer.arguments(tmp_path, **asked), callbacks=callbacks)
 
 
-def by_lightning(tmp_path, **asked):
-    pl.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, **asked)
+def by_lightning(tmp_path, recipe=None, **asked):
+    module, plugins = Net(), None if recipe is None else HmpxPrecision(recipe)
+    module.net = MODEL
+    made = pl.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, plugins=plugins, **asked)
+    if recipe is not None:
+        made.fit(module, loader())
 
 
 def ours(caplog):
@@ -76,13 +86,21 @@ def test_a_program_that_knows_nothing_of_hmpx_has_the_bits_of_a_loop_by_hand(pro
 
 CONFLICTS = [
     (by_accelerate, {"mixed_precision": "bf16"}, "hmp-o1", "Accelerator(mixed_precision='bf16') beside a recipe"),
+    (by_accelerate, {"gradient_accumulation_steps": 2}, "lean", "Accelerator(gradient_accumulation_steps=2) adds up"),
+    (by_transformers, {"bf16": True}, "neuron-bf16-sr", "TrainingArguments(bf16=True) beside a recipe"),
+    (by_transformers, {"bf16_full_eval": True}, "hmp-o1", "TrainingArguments(bf16_full_eval=True) beside a recipe"),
     (by_transformers, {}, "lean", "TrainingArguments(max_grad_norm=1.0) clips or measures"),
-    (by_lightning, {"precision": "bf16-true"}, "neuron-bf16-sr", "Trainer(precision='bf16-true') beside a recipe"),
+    (by_lightning, {"gradient_clip_val": 1.0}, "lean", "Trainer(gradient_clip_val=1.0) clips or measures"),
     (by_lightning, {"accumulate_grad_batches": 2}, "lean", "Trainer(accumulate_grad_batches=2) adds up"),
+]
+OF_LIGHTNING = (by_lightning, {"precision": "bf16-true"}, "hmp-o1", "Trainer(precision='bf16-true') beside a recipe")
+UNKNOWN = [
+    (by, {}, {"module_dtypes": {"nosuch": "float32"}}, "'nosuch' is the name of no module")
+    for by in (by_transformers, by_lightning)
 ]
 
 
-@pytest.mark.parametrize("made, asked, recipe, said", CONFLICTS)
+@pytest.mark.parametrize("made, asked, recipe, said", [*CONFLICTS, OF_LIGHTNING])
 def test_a_conflict_is_said_once_under_an_activated_recipe(made, asked, recipe, said, tmp_path, caplog):
     before = [cls.__init__ for cls in (accelerate.Accelerator, transformers.Trainer, pl.Trainer)]
     with caplog.at_level(logging.WARNING, "hmpx"), hmpx.activate(recipe):
@@ -93,6 +111,14 @@ def test_a_conflict_is_said_once_under_an_activated_recipe(made, asked, recipe, 
     caplog.clear()
     made(tmp_path, **asked)
     assert not ours(caplog)
+
+
+@pytest.mark.parametrize("made, asked, recipe, said", [*CONFLICTS, *UNKNOWN])
+def test_it_is_refused_in_the_ways_of_hmpx_for_a_framework_and_nothing_is_changed(made, asked, recipe, said, tmp_path):
+    before, product = bits(MODEL), torch.matmul
+    with pytest.raises(hmpx.HmpxError, match=re.escape(said)):
+        made(tmp_path, recipe, **asked)
+    assert bits(MODEL) == before and torch.matmul is product and not MODEL._forward_hooks
 
 
 FINE = [

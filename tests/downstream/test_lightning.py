@@ -264,10 +264,7 @@ def test_lightnings_own_precision_and_a_second_plugin_are_refused():
 
 
 REFUSED = {
-    "accumulation": ("lean", {"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2\) adds up gradients"),
     "schedule": ("lean", {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 2})]}, "release_gradients"),
-    "clipping": ("lean", {"gradient_clip_val": 1.0}, r"gradient_clip_val=1.0\) clips or measures"),
-    "pattern": ({"module_dtypes": {"nosuch": "float32"}}, {}, "'nosuch' is the name of no module"),
     "fused": ({"fused": True}, {"optimizer": torch.optim.Adamax}, "fused has kernels for"),
 }
 

@@ -194,25 +194,6 @@ def test_two_trainers_with_two_recipes_do_not_meet(tmp_path):
     assert trainers[0].evaluate(texts(4))["eval_loss"] == alone.evaluate(texts(4))["eval_loss"]
 
 
-CONFLICTS = {
-    "bf16": ("neuron-bf16-sr", {"bf16": True}, r"TrainingArguments\(bf16=True\) beside a recipe"),
-    "bf16_full_eval": ("hmp-o1", {"bf16_full_eval": True}, "casts the model itself"),
-    "accumulation": ("lean", {"gradient_accumulation_steps": 2}, r"gradient_accumulation_steps=2\) adds up"),
-    "norm": ("lean", {"max_grad_norm": 0.0}, r"max_grad_norm=0.0\) clips or measures"),
-    "pattern": ({"module_dtypes": {"nosuch": "float32"}}, {}, "'nosuch' is the name of no module"),
-}
-
-
-@pytest.mark.parametrize("case", CONFLICTS)
-def test_what_does_not_fit_is_refused_when_the_trainer_is_made_and_changes_nothing(case, tmp_path):
-    recipe, more, said = CONFLICTS[case]
-    model, product = gpt2(), torch.matmul
-    before = bits(model)
-    with pytest.raises(hmpx.HmpxError, match=said):
-        Trainer(model, arguments(tmp_path, **more), train_dataset=texts(), callbacks=[HmpxCallback(recipe)])
-    assert bits(model) == before and torch.matmul is product and not model._forward_hooks
-
-
 def test_two_recipes_are_refused(tmp_path):
     both = [HmpxCallback("hmp-o1"), HmpxCallback("hmp-o2")]
     with pytest.raises(hmpx.HmpxError, match="two HmpxCallbacks in one Trainer"):

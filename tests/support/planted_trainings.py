@@ -314,17 +314,13 @@ def scale_in_fp32(sick):
 
 @planted("upcast")
 def head_in_fp32_under_autocast(sick):
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(32, 32)
-
+    class Head(nn.Linear):
         def forward(self, x):
             with torch.autocast("cpu", enabled=sick, dtype=BF16):
-                return self.linear(x.float())
+                return super().forward(x.float())
 
     if sick:
-        in_autocast(Head())
+        in_autocast(Head(32, 32))
     else:
         in_autocast(lambda x: x.float().square().to(x.dtype))
 
@@ -361,16 +357,12 @@ def detour(sick):
 
 @planted("autocast")
 def half_of_it_outside(sick):
-    class Outside(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(32, 32)
-
+    class Outside(nn.Linear):
         def forward(self, x):
             with torch.autocast("cpu", enabled=not sick, dtype=BF16):
-                return self.linear(x.float() if sick else x)
+                return super().forward(x.float() if sick else x)
 
-    in_autocast(Outside())
+    in_autocast(Outside(32, 32))
 
 
 # FP16, inf and NaN
