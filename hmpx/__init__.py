@@ -20,26 +20,26 @@ if _typing.TYPE_CHECKING:
     from hmpx.errors import OpListError as OpListError
     from hmpx.errors import OptLevelError as OptLevelError
     from hmpx.errors import UnknownOpError as UnknownOpError
-    from hmpx.insight.audit import Audit as Audit
-    from hmpx.insight.audit import Finding as Finding
+    from hmpx.insight import Audit as Audit
+    from hmpx.insight import Choice as Choice
+    from hmpx.insight import Comparison as Comparison
+    from hmpx.insight import Confirmed as Confirmed
+    from hmpx.insight import Diagnosis as Diagnosis
+    from hmpx.insight import Finding as Finding
+    from hmpx.insight import Log as Log
+    from hmpx.insight import Mark as Mark
+    from hmpx.insight import Problem as Problem
+    from hmpx.insight import Row as Row
+    from hmpx.insight import Tuned as Tuned
+    from hmpx.insight import TunedWeights as TunedWeights
+    from hmpx.insight import WeightChoice as WeightChoice
     from hmpx.insight.audit import audit
     from hmpx.insight.comparing.compare import compare
-    from hmpx.insight.comparing.comparison import Comparison as Comparison
-    from hmpx.insight.comparing.row import Row as Row
-    from hmpx.insight.doctor.diagnosis import Diagnosis as Diagnosis
-    from hmpx.insight.doctor.diagnosis import Problem as Problem
     from hmpx.insight.doctor.doctor import doctor
     from hmpx.insight.explain import explain
-    from hmpx.insight.recording.log import Log as Log
     from hmpx.insight.recording.record import record
-    from hmpx.insight.tuning.choices import Choice as Choice
-    from hmpx.insight.tuning.course import Confirmed as Confirmed
-    from hmpx.insight.tuning.plot import Mark as Mark
     from hmpx.insight.tuning.tune import tune
-    from hmpx.insight.tuning.tuned import Tuned as Tuned
     from hmpx.insight.weights.tune_weights import tune_weights
-    from hmpx.insight.weights.tuned_weights import TunedWeights as TunedWeights
-    from hmpx.insight.weights.tuned_weights import WeightChoice as WeightChoice
     from hmpx.ops.module_rules import ModuleRule as ModuleRule
     from hmpx.ops.policies.policy import Rule as Rule
     from hmpx.recipes.activate import Activation as Activation
@@ -101,19 +101,13 @@ _LATER = {
     "OptLevelError": "hmpx.errors",
     "Rule": "hmpx.ops.policies.policy",
     "UnknownOpError": "hmpx.errors",
-    "Audit": "hmpx.insight.audit",
-    "Choice": "hmpx.insight.tuning.choices",
-    "Comparison": "hmpx.insight.comparing.comparison",
-    "Confirmed": "hmpx.insight.tuning.course",
-    "Diagnosis": "hmpx.insight.doctor.diagnosis",
-    "Finding": "hmpx.insight.audit",
-    "Log": "hmpx.insight.recording.log",
-    "Mark": "hmpx.insight.tuning.plot",
-    "Problem": "hmpx.insight.doctor.diagnosis",
-    "Row": "hmpx.insight.comparing.row",
-    "Tuned": "hmpx.insight.tuning.tuned",
-    "TunedWeights": "hmpx.insight.weights.tuned_weights",
-    "WeightChoice": "hmpx.insight.weights.tuned_weights",
+    **dict.fromkeys(
+        (
+            *("Audit", "Choice", "Comparison", "Confirmed", "Diagnosis", "Finding", "Log", "Mark", "Problem", "Row"),
+            *("Tuned", "TunedWeights", "WeightChoice"),
+        ),
+        "hmpx.insight",
+    ),
 }
 
 

@@ -1,1 +1,54 @@
 """What ran in which precision, and why. `import hmpx` does not load this package; the first use of it does."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hmpx.insight.audit import Audit, Finding
+    from hmpx.insight.comparing.comparison import Comparison
+    from hmpx.insight.comparing.row import Row
+    from hmpx.insight.doctor.diagnosis import Diagnosis, Problem
+    from hmpx.insight.recording.log import Log
+    from hmpx.insight.tuning.choices import Choice
+    from hmpx.insight.tuning.course import Confirmed
+    from hmpx.insight.tuning.plot import Mark
+    from hmpx.insight.tuning.tuned import Tuned
+    from hmpx.insight.weights.tuned_weights import TunedWeights, WeightChoice
+
+__all__ = [
+    "Audit",
+    "Choice",
+    "Comparison",
+    "Confirmed",
+    "Diagnosis",
+    "Finding",
+    "Log",
+    "Mark",
+    "Problem",
+    "Row",
+    "Tuned",
+    "TunedWeights",
+    "WeightChoice",
+]
+
+_FILES = {
+    "Audit": "audit",
+    "Choice": "tuning.choices",
+    "Comparison": "comparing.comparison",
+    "Confirmed": "tuning.course",
+    "Diagnosis": "doctor.diagnosis",
+    "Finding": "audit",
+    "Log": "recording.log",
+    "Mark": "tuning.plot",
+    "Problem": "doctor.diagnosis",
+    "Row": "comparing.row",
+    "Tuned": "tuning.tuned",
+    "TunedWeights": "weights.tuned_weights",
+    "WeightChoice": "weights.tuned_weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FILES:
+        return getattr(import_module(f"hmpx.insight.{_FILES[name]}"), name)
+    raise AttributeError(f"module 'hmpx.insight' has no attribute {name!r}")

@@ -29,10 +29,6 @@ def test_the_peak_and_what_stays_of_allocations_of_known_size():
     kept.clear()
 
 
-def test_nothing_taken_is_nothing():
-    assert memory(lambda: None, CPU) == (0, 0)
-
-
 # Tensors and elements, as torchvision's `resnet50` and transformers' `BertModel` and `GPT2Model` have them.
 PUBLISHED = {
     "toy": (20, 10_560),

@@ -14,7 +14,7 @@ import torch
 
 import hmpx
 from hmpx.base import process_state
-from tests.downstream.scripts import torchvision_ops  # noqa: F401  timm and others import torchvision
+from tests.downstream import torchvision_ops  # noqa: F401  timm and others import torchvision
 from tests.support import out_of_sight
 from tests.support.untouched import attributes_of_torch
 

@@ -88,7 +88,6 @@ def test_adapters_generate_with_casts(tmp_path):
 
 
 WIDE = {**NO_DROPOUT, "n_embd": 32}  # with parameters of 4096 elements, from which on state is held in 8 bits
-EIGHT_BITS = ["bitsandbytes", "torchao"]
 
 
 @pytest.fixture
@@ -99,8 +98,7 @@ def torchao_steps_eagerly():
     torch.compiler.set_stance("default")
 
 
-@pytest.mark.parametrize("library", EIGHT_BITS)
-@pytest.mark.parametrize("way", ["stochastic", "master"])
+@pytest.mark.parametrize("library, way", [("bitsandbytes", "stochastic"), ("torchao", "master")])
 def test_an_8_bit_optimizer_steps_bf16_weights(library, way, tmp_path, torchao_steps_eagerly):
     """In a Trainer, by `optimizers=`; by hand it works on FP32 copies."""
     module = pytest.importorskip(f"{library}.optim", reason=f"{library} is not installed, or does not run here")
@@ -193,7 +191,10 @@ def _by_trl(kind, recipe, folder, **more):
     return model, trainer.train().training_loss
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO"])
+MORE_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("DPO", "KTO")]
+
+
+@pytest.mark.parametrize("kind", ["SFT", "GRPO", *MORE_KINDS])
 def test_trl_by_callback_trains_as_in_fp32(kind, tmp_path):
     before = gpt2(**NO_DROPOUT)
     wide, expected = _by_trl(kind, None, tmp_path)

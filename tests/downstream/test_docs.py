@@ -14,25 +14,13 @@ from transformers import Trainer
 
 import hmpx
 from hmpx.integrations import lightning, transformers
-from tests.downstream.by_hand import adamw, loader, net
+from tests.downstream.by_hand import adamw, loader
+from tests.downstream.lightning_net import Net
 from tests.downstream.trainer import arguments, gpt2, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 README = (Path(hmpx.__file__).parent / "integrations" / "README.md").read_text()
 BLOCK = re.compile(r"^```python with (\w+)\n((?s:.*?))^```$", re.MULTILINE)
-
-
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = net()
-
-    def training_step(self, batch, index):
-        inputs, targets = batch
-        return torch.nn.functional.cross_entropy(self.net(inputs), targets)
-
-    def configure_optimizers(self):
-        return adamw(self.parameters())
 
 
 PUBLIC = [getattr(module, name) for module in (lightning, transformers) for name in module.__all__]
@@ -56,7 +44,7 @@ def world(tmp_path, monkeypatch):
         "torch": torch,
         "hmpx": hmpx,
         "pl": pl,
-        "module": Module(),
+        "module": Net(),
         "batches": loader(),
         **of_trainer,
         **of_accelerate,

@@ -2,52 +2,52 @@
 
 from __future__ import annotations
 
-import os
 import re
+import runpy
 from pathlib import Path
+
+import pytest
 
 from tests.support import python
 
-ROOT = Path(__file__).parents[2]
-# `scripts` has what torchvision asks of torch when it is imported.
-RUN = """
-import sys, runpy
-sys.path[:0] = {paths}
-import torch, torchvision_ops
-torch.set_num_threads(1)
-sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")
-""".format(paths=[str(ROOT / "tests" / "downstream" / "scripts"), str(ROOT / "examples")])
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Run an example in this process, which has imported its framework already; return what it prints."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr("sys.argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
 def run(name, *arguments):
-    """What an example prints, and what it wrote to standard error, where progress goes."""
-    as_a_users = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
-    done = python.run("-c", RUN, ROOT / "examples" / name, *arguments, env=as_a_users)
-    assert done.returncode == 0, done.stderr
+    """What an example prints, and its progress, which goes to standard error."""
+    done = python.run(EXAMPLES / name, *arguments, check=True)
     return done.stdout, done.stderr
 
 
-def hashes(said):
-    return re.findall(r"weights (\w{16})$", said, re.MULTILINE)
-
-
-def test_lightning_digits():
-    said, _ = run("lightning_digits.py", "--epochs", "8")
+def test_lightning_digits(run_here):
+    said = run_here("lightning_digits.py", "--epochs", "8")
     fp32, under = (float(reached) for reached in re.findall(r"accuracy (0\.\d+)$", said, re.MULTILINE))
-    assert fp32 > 0.5 and abs(fp32 - under) < 0.03 and "Epoch 7/7" in said
+    assert fp32 > 0.5 and abs(fp32 - under) < 0.03
 
 
-def test_hf_trainer_resumes_with_the_same_bits():
-    said, progress = run("hf_trainer.py", "--steps", "20")
-    assert len(hashes(said)) == 2 and len(set(hashes(said))) == 1
-    assert "torch.bfloat16" in said and "20/20" in progress
-
-
-def test_accelerate_loop_resumes_with_the_same_bits():
-    said, progress = run("accelerate_loop.py", "--epochs", "4")
-    assert len(hashes(said)) == 2 and len(set(hashes(said))) == 1 and "epoch 4/4, resumed" in progress
-    assert float(re.search(r"accuracy (0\.\d+)", said).group(1)) > 0.5
+@pytest.mark.parametrize(
+    "name, shorter, expected",
+    [
+        ("hf_trainer.py", ("--steps", "20"), "torch.bfloat16"),
+        ("accelerate_loop.py", ("--epochs", "4"), "accuracy 0.[5-9]"),
+    ],
+)
+def test_a_resumed_run_has_the_same_bits(name, shorter, expected, run_here):
+    said = run_here(name, *shorter)
+    first, again = re.findall(r"weights (\w{16})$", said, re.MULTILINE)
+    assert first == again and re.search(expected, said)
 
 
 def test_titan_loop():
@@ -62,6 +62,7 @@ def test_migrate_from_hmp():
     assert re.search(r"log_softmax.*fp32.*migrate_from_hmp.py:\d+", progress)
 
 
+@pytest.mark.slow
 def test_resnet_custom_list(tmp_path):
     (tmp_path / "mine.txt").write_text("conv2d\nlinear\n")
     said, progress = run("resnet_custom_list.py", "--steps", "2", "--bf16", tmp_path / "mine.txt")

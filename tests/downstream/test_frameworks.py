@@ -1,41 +1,87 @@
-"""What the frameworks are asked for, beside a recipe that is in force from the outside; their versions."""
+"""The frameworks under a recipe that is in force from the outside, as by ``python -m hmpx run``."""
 
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import accelerate
 import lightning.pytorch as pl
 import pytest
+import torch
 import transformers
 
 import hmpx
-from tests.downstream.by_hand import net
+from hmpx.integrations.lightning import HmpxPrecision
+from hmpx.integrations.transformers import HmpxCallback
+from tests.downstream import trainer
+from tests.downstream.by_hand import RECIPES, ByHand, adamw, batches, bits, loader, net
+from tests.downstream.lightning_net import Net
 from tests.support import python
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).parents[2]
-SCRIPTS = str(Path(__file__).parent / "scripts")  # has what torchvision asks of torch when it is imported
+MODEL = net()
 
 
-def by_accelerate(tmp_path, **asked):
+def by_accelerate(tmp_path, recipe=None, **asked):
+    """Make what the framework is asked for; with a recipe, in hmpx's own way for the framework."""
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.Accelerator(cpu=True, **asked)
+    if recipe is not None:
+        hmpx.prepare(MODEL, adamw(MODEL.parameters()), recipe)
 
 
-def by_transformers(tmp_path, **asked):
-    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
-    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), **quiet, **asked)
-    transformers.Trainer(model=net(), args=arguments)
+def by_transformers(tmp_path, recipe=None, **asked):
+    callbacks = [] if recipe is None else [HmpxCallback(recipe)]
+    transformers.Trainer(MODEL, trainer.arguments(tmp_path, **asked), callbacks=callbacks)
 
 
-def by_lightning(tmp_path, **asked):
-    pl.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, **asked)
+def by_lightning(tmp_path, recipe=None, **asked):
+    module, plugins = Net(), None if recipe is None else HmpxPrecision(recipe)
+    module.net = MODEL
+    made = pl.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, plugins=plugins, **asked)
+    if recipe is not None:
+        made.fit(module, loader())
 
 
 def ours(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "hmpx"]
+
+
+def accelerate_loop(tmp_path):
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator, model = accelerate.Accelerator(cpu=True), net()
+    model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+    for inputs, targets in batches():
+        accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def lightning_fit(tmp_path):
+    module, quiet = Net(), dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+    pl.Trainer(accelerator="cpu", max_epochs=1, enable_model_summary=False, **quiet).fit(module, loader())
+    return module.net
+
+
+def transformers_run(tmp_path):
+    return trainer.trained(
+        trainer.gpt2(**trainer.NO_DROPOUT), None, tmp_path, weight_decay=0.0, max_grad_norm=0.0
+    ).model
+
+
+@pytest.mark.parametrize("program", [accelerate_loop, lightning_fit, transformers_run])
+def test_a_program_that_knows_nothing_of_hmpx_has_the_bits_of_a_loop_by_hand(program, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "hmpx"), hmpx.activate(RECIPES["stochastic"]):
+        model = program(tmp_path)
+    if program is transformers_run:
+        expected = trainer.by_hand("stochastic", lambda params: adamw(params, weight_decay=0.0))
+    else:
+        expected = ByHand(net(), "stochastic", prefix="net." * (program is lightning_fit)).train(batches()).model
+    assert bits(model) == bits(expected) and not ours(caplog)
 
 
 CONFLICTS = [
@@ -44,14 +90,17 @@ CONFLICTS = [
     (by_transformers, {"bf16": True}, "neuron-bf16-sr", "TrainingArguments(bf16=True) beside a recipe"),
     (by_transformers, {"bf16_full_eval": True}, "hmp-o1", "TrainingArguments(bf16_full_eval=True) beside a recipe"),
     (by_transformers, {}, "lean", "TrainingArguments(max_grad_norm=1.0) clips or measures"),
-    (by_lightning, {"precision": "bf16-mixed"}, "neuron-bf16-sr", "Trainer(precision='bf16-mixed') beside a recipe"),
-    (by_lightning, {"precision": "bf16-true"}, "neuron-bf16-sr", "Trainer(precision='bf16-true') beside a recipe"),
     (by_lightning, {"gradient_clip_val": 1.0}, "lean", "Trainer(gradient_clip_val=1.0) clips or measures"),
     (by_lightning, {"accumulate_grad_batches": 2}, "lean", "Trainer(accumulate_grad_batches=2) adds up"),
 ]
+OF_LIGHTNING = (by_lightning, {"precision": "bf16-true"}, "hmp-o1", "Trainer(precision='bf16-true') beside a recipe")
+UNKNOWN = [
+    (by, {}, {"module_dtypes": {"nosuch": "float32"}}, "'nosuch' is the name of no module")
+    for by in (by_transformers, by_lightning)
+]
 
 
-@pytest.mark.parametrize("made, asked, recipe, said", CONFLICTS)
+@pytest.mark.parametrize("made, asked, recipe, said", [*CONFLICTS, OF_LIGHTNING])
 def test_a_conflict_is_said_once_under_an_activated_recipe(made, asked, recipe, said, tmp_path, caplog):
     before = [cls.__init__ for cls in (accelerate.Accelerator, transformers.Trainer, pl.Trainer)]
     with caplog.at_level(logging.WARNING, "hmpx"), hmpx.activate(recipe):
@@ -64,10 +113,16 @@ def test_a_conflict_is_said_once_under_an_activated_recipe(made, asked, recipe, 
     assert not ours(caplog)
 
 
+@pytest.mark.parametrize("made, asked, recipe, said", [*CONFLICTS, *UNKNOWN])
+def test_it_is_refused_in_the_ways_of_hmpx_for_a_framework_and_nothing_is_changed(made, asked, recipe, said, tmp_path):
+    before, product = bits(MODEL), torch.matmul
+    with pytest.raises(hmpx.HmpxError, match=re.escape(said)):
+        made(tmp_path, recipe, **asked)
+    assert bits(MODEL) == before and torch.matmul is product and not MODEL._forward_hooks
+
+
 FINE = [
-    (by_accelerate, {"gradient_accumulation_steps": 2}, "neuron-bf16-sr"),
     (by_transformers, {"gradient_accumulation_steps": 2}, "hmp-o1"),
-    (by_lightning, {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}, "nxd-standard"),
     (by_lightning, {}, "lean"),
     (by_lightning, {"precision": "bf16-mixed"}, {"opt_level": None}),
     (by_accelerate, {"mixed_precision": "bf16"}, {"opt_level": None}),
@@ -91,9 +146,9 @@ def test_run_says_it_on_standard_error(tmp_path):
 
 
 ALONE = """
-import sys; sys.path.insert(0, {scripts!r}); import torchvision_ops
-import hmpx
-assert not {{"lightning", "pytorch_lightning", "transformers", "accelerate"}} & set(sys.modules), "imported by hmpx"
+from tests.downstream import torchvision_ops  # what torchvision asks of torch when it is imported
+import hmpx, sys
+assert not {"lightning", "pytorch_lightning", "transformers", "accelerate"} & set(sys.modules), "imported by hmpx"
 assert not any(name.startswith("hmpx.integrations") for name in sys.modules)
 import pytorch_lightning as pl, torch
 from hmpx.integrations.lightning import HmpxPrecision
@@ -114,12 +169,12 @@ print("trained")
 
 
 def test_importing_hmpx_imports_no_framework_and_pytorch_lightning_serves_too():
-    done = python.run("-c", ALONE.format(scripts=SCRIPTS))
+    done = python.run("-c", ALONE, cwd=ROOT)
     assert done.stdout.endswith("trained\n"), done.stderr
 
 
 BESIDE = """
-import sys; sys.path.insert(0, {scripts!r}); import torchvision_ops
+from tests.downstream import torchvision_ops  # what torchvision asks of torch when it is imported
 import torch, torch.nn.functional as F
 gelu = F.gelu
 for library in {imports!r}:
@@ -140,5 +195,5 @@ IMPORTS = [
 
 
 def test_a_conversion_beside_real_libraries_that_were_imported_before():
-    done = python.run("-c", BESIDE.format(scripts=SCRIPTS, imports=IMPORTS))
+    done = python.run("-c", BESIDE.format(imports=IMPORTS), cwd=ROOT)
     assert done.returncode == 0, done.stderr

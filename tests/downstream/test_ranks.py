@@ -38,40 +38,27 @@ def _by_lightning(rank: int, port: int, folder: str) -> dict:
     import logging
     import warnings
 
-    from tests.downstream.scripts import torchvision_ops  # noqa: F401
+    from tests.downstream import torchvision_ops  # noqa: F401
 
     warnings.filterwarnings("ignore")
     logging.disable(logging.INFO)
     import lightning.pytorch as pl
-    import torch
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
     from hmpx.integrations.lightning import HmpxPrecision
+    from tests.downstream.lightning_net import Net
 
     out_of_sight.hide()
 
-    class Net(pl.LightningModule):
-        def __init__(self, shards):
-            super().__init__()
-            self.net, self.shards = net(), shards
-
+    class Sharded(Net):
         def configure_model(self):
-            if self.shards:
-                for part in (self.net[0], self.net[3]):
-                    fully_shard(part, mesh=self.device_mesh["data_parallel"])
-                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-        def training_step(self, batch, index):
-            inputs, targets = batch
-            return torch.nn.functional.cross_entropy(self.net(inputs), targets)
-
-        def configure_optimizers(self):
-            return adamw(self.parameters())
+            for part in (self.net[0], self.net[3], self.net):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def fit(recipe, shards, epochs, path=None):
         strategy = ModelParallelStrategy() if shards else DDPStrategy(process_group_backend="gloo")
-        model = Net(shards)
+        model = Sharded() if shards else Net()
         run = pl.Trainer(
             accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, logger=False,
             use_distributed_sampler=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -107,7 +94,7 @@ def _by_transformers(rank: int, port: int, folder: str) -> dict:
 
     import torch
 
-    from tests.downstream.scripts import torchvision_ops  # noqa: F401
+    from tests.downstream import torchvision_ops  # noqa: F401
 
     warnings.filterwarnings("ignore")
     from tests.downstream.trainer import NO_DROPOUT, gpt2, texts, trained

@@ -9,14 +9,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import (
-    Adafactor,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-)
+from transformers import Adafactor, T5Config, T5ForConditionalGeneration, Trainer
 
 import hmpx
 from hmpx.integrations.transformers import HmpxCallback
@@ -27,8 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("way", RECIPES)
-@pytest.mark.parametrize("accumulate, clip", [(1, 0.0), (2, 0.1)])
+@pytest.mark.parametrize(
+    "way, accumulate, clip", [("FP32 weights", 1, 0.1), ("stochastic", 2, 0.1), ("master", 1, 0.0), ("master", 2, 0.1)]
+)
 def test_a_run_has_the_bits_of_a_loop_by_hand(way, accumulate, clip, tmp_path):
     model = gpt2(**NO_DROPOUT)
     groups = {"weight_decay": 0.0, "gradient_accumulation_steps": accumulate, "max_grad_norm": clip}
@@ -66,29 +60,17 @@ def test_whatever_makes_the_optimizer(made, tmp_path):
     assert bits(model) == bits(by_hand("stochastic", _adafactor if made == "adafactor" else _sgd))
 
 
-def test_bf16_models_train_and_a_model_that_is_made_late(tmp_path):
-    expected = gpt2(**NO_DROPOUT)
-    trained(expected, RECIPES["stochastic"], tmp_path)
-    in_bf16 = gpt2(**NO_DROPOUT).bfloat16()
-    trained(in_bf16, RECIPES["stochastic"], tmp_path)
+def test_bf16_models_train_and_a_model_that_is_made_late_and_a_callback_that_is_added_late(tmp_path):
+    expected = trained(gpt2(**NO_DROPOUT), RECIPES["stochastic"], tmp_path).model
     late = trained(None, RECIPES["stochastic"], tmp_path, model_init=lambda: gpt2(**NO_DROPOUT)).model
-    assert bits(expected) == bits(in_bf16) == bits(late)
-
-
-def test_a_callback_that_is_added_late_serves_too(tmp_path):
-    expected, model = gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT)
-    trained(expected, RECIPES["stochastic"], tmp_path)
-    trainer = Trainer(model, arguments(tmp_path), train_dataset=texts())
+    trainer = Trainer(gpt2(**NO_DROPOUT).bfloat16(), arguments(tmp_path), train_dataset=texts())
     trainer.add_callback(HmpxCallback(RECIPES["stochastic"]))
     trainer.train()
-    assert bits(expected) == bits(model)
-
-
-RESUMED = [*RECIPES.values(), "torchao-bf16-sr", {**RECIPES["master"], "weights": "split"}]
+    assert bits(expected) == bits(late) == bits(trainer.model)
 
 
 @pytest.mark.parametrize(
-    "recipe", RESUMED, ids=lambda recipe: recipe if isinstance(recipe, str) else recipe.get("weights")
+    "recipe", ["torchao-bf16-sr", RECIPES["stochastic"], {**RECIPES["master"], "weights": "split"}], ids=str
 )
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(recipe, tmp_path, caplog):
     """Dropout, a schedule and accumulation included."""
@@ -170,29 +152,17 @@ def test_generate_has_the_tokens_and_scores_of_a_conversion_by_hand(tmp_path):
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(got.scores, expected.scores, strict=True))
 
 
-def test_a_seq2seq_trainer_predicts_with_generate(tmp_path):
-    data = [{"input_ids": text["input_ids"], "labels": text["input_ids"][:6]} for text in texts(4)]
-    how = arguments(tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True)
-    trainer = Seq2SeqTrainer(t5(), how, train_dataset=data, callbacks=[HmpxCallback("neuron-bf16-sr")])
-    trainer.train()
-    assert len(trainer.predict(data, max_new_tokens=5).predictions) == 4
-
-
-def test_torch_compile_has_the_bits_of_eager(tmp_path):
+def test_torch_compile_and_gradient_checkpointing_have_the_bits_of_a_run_without(tmp_path):
     """With FP32 weights, where casts make a difference."""
-    eager, compiled, without = gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT)
-    trained(eager, RECIPES["FP32 weights"], tmp_path)
     compiling = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    trained(compiled, RECIPES["FP32 weights"], tmp_path, **compiling)
-    trained(without, None, tmp_path)
-    assert bits(eager) == bits(compiled) != bits(without)
-
-
-def test_gradient_checkpointing_has_the_bits_of_a_run_without(tmp_path):
-    models = gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT)
-    for model, recomputing in zip(models, (False, True), strict=True):
-        trained(model, RECIPES["stochastic"], tmp_path, activation_checkpointing=recomputing)
-    assert bits(models[0]) == bits(models[1])
+    plain, compiled, recomputing, without = (
+        bits(trained(gpt2(**NO_DROPOUT), recipe, tmp_path, **how).model)
+        for recipe, how in (
+            *((RECIPES["FP32 weights"], how) for how in ({}, compiling, {"activation_checkpointing": True})),
+            (None, {}),
+        )
+    )
+    assert plain == compiled == recomputing != without
 
 
 def test_copies_and_pickles_of_the_model_are_taken(tmp_path):
@@ -211,42 +181,17 @@ def test_copies_and_pickles_of_the_model_are_taken(tmp_path):
 
 def test_two_trainers_with_two_recipes_do_not_meet(tmp_path):
     """Nor does a third one without any."""
-    first, second, third = gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT)
-    plain = gpt2(**NO_DROPOUT)
-    trained(plain, None, tmp_path)
+    plain = bits(trained(gpt2(**NO_DROPOUT), None, tmp_path).model)
     trainers = [
-        Trainer(model, arguments(tmp_path), train_dataset=texts(), eval_dataset=texts(4), callbacks=callbacks)
-        for model, callbacks in (
-            (first, [HmpxCallback(RECIPES["stochastic"])]),
-            (second, [HmpxCallback("hmp-o2")]),
-            (third, []),
-        )
+        Trainer(gpt2(**NO_DROPOUT), arguments(tmp_path), train_dataset=texts(), callbacks=callbacks)
+        for callbacks in ([HmpxCallback(RECIPES["stochastic"])], [HmpxCallback("hmp-o2")], [])
     ]
     for trainer in trainers:
         trainer.train()
-    alone = gpt2(**NO_DROPOUT)
-    trainer = trained(alone, RECIPES["stochastic"], tmp_path)
-    assert bits(alone) == bits(first) and bits(third) == bits(plain) and bits(second) != bits(plain)
-    assert trainers[0].evaluate()["eval_loss"] == trainer.evaluate(texts(4))["eval_loss"]
-
-
-CONFLICTS = {
-    "bf16": ("neuron-bf16-sr", {"bf16": True}, r"TrainingArguments\(bf16=True\) beside a recipe"),
-    "bf16_full_eval": ("hmp-o1", {"bf16_full_eval": True}, "casts the model itself"),
-    "accumulation": ("lean", {"gradient_accumulation_steps": 2}, r"gradient_accumulation_steps=2\) adds up"),
-    "norm": ("lean", {"max_grad_norm": 0.0}, r"max_grad_norm=0.0\) clips or measures"),
-    "pattern": ({"module_dtypes": {"nosuch": "float32"}}, {}, "'nosuch' is the name of no module"),
-}
-
-
-@pytest.mark.parametrize("case", CONFLICTS)
-def test_what_does_not_fit_is_refused_when_the_trainer_is_made_and_changes_nothing(case, tmp_path):
-    recipe, more, said = CONFLICTS[case]
-    model, product = gpt2(), torch.matmul
-    before = bits(model)
-    with pytest.raises(hmpx.HmpxError, match=said):
-        Trainer(model, arguments(tmp_path, **more), train_dataset=texts(), callbacks=[HmpxCallback(recipe)])
-    assert bits(model) == before and torch.matmul is product and not model._forward_hooks
+    first, second, third = (bits(trainer.model) for trainer in trainers)
+    alone = trained(gpt2(**NO_DROPOUT), RECIPES["stochastic"], tmp_path)
+    assert bits(alone.model) == first and third == plain != second
+    assert trainers[0].evaluate(texts(4))["eval_loss"] == alone.evaluate(texts(4))["eval_loss"]
 
 
 def test_two_recipes_are_refused(tmp_path):
@@ -261,30 +206,9 @@ def test_two_recipes_are_refused(tmp_path):
 
 def test_a_model_goes_from_one_trainer_to_the_next(tmp_path):
     model = gpt2(**NO_DROPOUT)
-    trained(model, RECIPES["stochastic"], tmp_path)
-    trained(model, {**RECIPES["stochastic"], "weights": "master"}, tmp_path)
+    for way in ("stochastic", "master"):
+        trained(model, {**AUTOCASTS, "weights": way}, tmp_path)
     assert len(model._forward_hooks) == 1
-
-
-def test_a_gaudi_configuration_is_a_recipe(tmp_path):
-    """The bits of its lists by hmp.convert in a loop by hand."""
-    path = tmp_path / "gaudi_config.json"
-    path.write_text(
-        '{"use_habana_mixed_precision": true, "hmp_opt_level": "O1", "hmp_is_verbose": false,\n'
-        '"hmp_bf16_ops": ["linear", "addmm", "matmul"], "hmp_fp32_ops": ["cross_entropy", "embedding"]}'
-    )
-    model, reference = gpt2(**NO_DROPOUT), gpt2(**NO_DROPOUT)
-    trained(model, str(path), tmp_path, weight_decay=0.0, max_grad_norm=0.0)
-    hmpx.restore()
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
-    data = [text["input_ids"] for text in texts()]
-    with hmpx.hmp.convert(bf16_file_path=path, fp32_file_path=path):
-        for i in range(0, len(data), 4):
-            batch = torch.stack(data[i : i + 4])
-            reference(input_ids=batch, labels=batch, num_items_in_batch=torch.tensor(48)).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert bits(model) == bits(reference) and model.dtype is torch.float32
 
 
 def test_a_fresh_run_warns_of_nothing(tmp_path, caplog):

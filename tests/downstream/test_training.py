@@ -39,10 +39,8 @@ def in_fp32(name: str) -> list[float]:
     return losses_of(*made(name))
 
 
-RECIPES = [
-    *("neuron-bf16-sr", "lean"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("hmp-o1", "neuron-bf16-fp32-params-copy")),
-]
+MORE_RECIPES = ("lean", "hmp-o1", "neuron-bf16-fp32-params-copy")
+RECIPES = ["neuron-bf16-sr", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_RECIPES)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

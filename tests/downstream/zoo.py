@@ -23,10 +23,21 @@ def pixels(size: int = 32, channels: int = 3, batch: int = 2) -> torch.Tensor:
     return torch.randn(batch, channels, size, size)
 
 
-def transformers(cls: str, config: str, inputs: Callable[[], dict], **sizes) -> Callable:
+def of(library: str, cls: str, inputs: Callable[[], dict], **sizes) -> Callable:
+    """A model that its class makes of the sizes."""
+
+    def make():
+        return getattr(importlib.import_module(library), cls)(**sizes), inputs()
+
+    return make
+
+
+def transformers(name: str, head: str, inputs: Callable[[], dict], **sizes) -> Callable:
+    """A model of transformers, whose class and configuration begin with a name."""
+
     def make():
         library = importlib.import_module("transformers")
-        return getattr(library, cls)(getattr(library, config)(**sizes)), inputs()
+        return getattr(library, name + head)(getattr(library, f"{name}Config")(**sizes)), inputs()
 
     return make
 
@@ -49,31 +60,20 @@ def image() -> dict:
     return {"pixel_values": pixels()}
 
 
-def timm(name: str, size: int, **sizes) -> Callable:
-    def make():
-        models = importlib.import_module("timm.models")
-        return getattr(models, name)(num_classes=10, **sizes), {"x": pixels(size, batch=4)}
-
-    return make
+def speech_to_text() -> dict:
+    return {"input_features": torch.randn(2, 8, 32), "decoder_input_ids": tokens(6)}
 
 
-def torchvision(name: str, size: int, **sizes) -> Callable:
-    def make():
-        models = importlib.import_module("torchvision.models")
-        return getattr(models, name)(num_classes=10, **sizes), {"x": pixels(size, batch=4)}
-
-    return make
+def larger() -> dict:
+    return {"x": pixels(64, batch=4)}
 
 
-def diffusers(cls: str, inputs: Callable[[], dict], **sizes) -> Callable:
-    def make():
-        return getattr(importlib.import_module("diffusers"), cls)(**sizes), inputs()
-
-    return make
+def denoising() -> dict:
+    return {"sample": pixels(16, 4), "timestep": torch.tensor([3, 7]), "encoder_hidden_states": torch.randn(2, 5, 12)}
 
 
-def denoising(channels: int = 3, **more) -> dict:
-    return {"sample": pixels(16, channels), "timestep": torch.tensor([3, 7]), **more}
+def denoising_by_class() -> dict:
+    return {"hidden_states": pixels(8, 4), "timestep": torch.tensor([3, 7]), "class_labels": torch.tensor([1, 4])}
 
 
 class Recurrent(nn.Module):
@@ -112,171 +112,72 @@ def lora():
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-BERT = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, **SIZES}
-LLAMA = {**BERT, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WORDS = {"vocab_size": VOCABULARY}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BERT = {**WORDS, "max_position_embeddings": 64, **SIZES}
+LLAMA = {**BERT, "num_key_value_heads": 1, "head_dim": 8, **SPECIAL}
 VISION = {"image_size": 32, "patch_size": 8, **SIZES}
 BART = {
-    "vocab_size": VOCABULARY,
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-}
+    **WORDS, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 2, **SPECIAL,
+}  # fmt: skip
+WHISPER = {
+    **BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16, "begin_suppress_tokens": None,
+}  # fmt: skip
+T5 = {**WORDS, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
 SPEECH = {
-    **SIZES,
-    "conv_dim": (8, 8),
-    "conv_stride": (5, 2),
-    "conv_kernel": (10, 3),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "vocab_size": VOCABULARY,
-}
+    **WORDS, **SIZES, "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0,
+}  # fmt: skip
+MAMBA = {**WORDS, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 4}
+SEGFORMER = {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4, "num_attention_heads": [1, 1, 2, 2]}
+CLIP = {
+    "text_config": {**LLAMA, "projection_dim": 16}, "vision_config": {**VISION, "projection_dim": 16},
+    "projection_dim": 16, "logit_scale_init_value": 0.0,
+}  # fmt: skip
 UNET = {"sample_size": 16, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
-MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+CONDITIONAL = {
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "attention_head_dim": 4, "cross_attention_dim": 12,
+}  # fmt: skip
+VAE = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+DIT = {
+    "num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 2, "sample_size": 8,
+    "patch_size": 2, "norm_num_groups": 4, "num_embeds_ada_norm": 10,
+}  # fmt: skip
+RESNET = {"num_classes": 10, "channels": (8, 16, 24, 32), "stem_width": 8}
+MAXVIT = {"num_classes": 10, "img_size": 64, "embed_dim": (32,) * 4, "depths": (1,) * 4}
+DENSENET = {"num_classes": 10, "growth_rate": 4, "block_config": (1, 1), "num_init_features": 8}
 
 ZOO: dict[str, Callable[[], tuple[nn.Module, dict]]] = {
-    "bert": transformers("BertForSequenceClassification", "BertConfig", padded_text, **BERT),
-    "albert": transformers("AlbertModel", "AlbertConfig", text, embedding_size=8, **BERT),
-    "electra": transformers("ElectraModel", "ElectraConfig", text, embedding_size=8, **BERT),
-    "deberta": transformers(
-        "DebertaV2Model", "DebertaV2Config", text, **BERT, relative_attention=True, pos_att_type="p2c|c2p"
-    ),
-    "fnet": transformers("FNetModel", "FNetConfig", text, **BERT, use_tpu_fourier_optimizations=False),
-    "xlnet": transformers(
-        "XLNetLMHeadModel", "XLNetConfig", text, vocab_size=VOCABULARY, d_model=16, n_layer=2, n_head=2, d_inner=32
-    ),
-    "gpt2": transformers(
-        "GPT2LMHeadModel", "GPT2Config", padded_text, vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2
-    ),
-    "gpt-neox": transformers("GPTNeoXForCausalLM", "GPTNeoXConfig", text, **BERT),
-    "bloom": transformers(
-        "BloomForCausalLM", "BloomConfig", text, vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=2
-    ),
-    "llama": transformers("LlamaForCausalLM", "LlamaConfig", padded_text, **LLAMA),
-    "gemma2": transformers("Gemma2ForCausalLM", "Gemma2Config", text, **LLAMA),
-    "qwen2": transformers("Qwen2ForCausalLM", "Qwen2Config", text, **LLAMA),
-    "mixtral": transformers(
-        "MixtralForCausalLM", "MixtralConfig", text, **LLAMA, num_local_experts=4, output_router_logits=True
-    ),
-    "mamba": transformers("MambaForCausalLM", "MambaConfig", text, **MAMBA),
-    "mamba2": transformers(
-        "Mamba2ForCausalLM", "Mamba2Config", text, **MAMBA, num_heads=4, head_dim=8, n_groups=2, chunk_size=4
-    ),
-    "t5": transformers(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        text_to_text,
-        vocab_size=VOCABULARY,
-        d_model=16,
-        d_kv=8,
-        decoder_start_token_id=0,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-    ),
-    "bart": transformers("BartForConditionalGeneration", "BartConfig", text_to_text, **BART),
-    "whisper": transformers(
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        lambda: {"input_features": torch.randn(2, 8, 32), "decoder_input_ids": tokens(6)},
-        **BART,
-        num_mel_bins=8,
-        max_source_positions=16,
-        max_target_positions=16,
-        begin_suppress_tokens=None,
-    ),
-    "wav2vec2": transformers(
-        "Wav2Vec2Model", "Wav2Vec2Config", lambda: {"input_values": torch.randn(2, 400)}, **SPEECH, mask_time_prob=0.0
-    ),
-    "vit": transformers("ViTForImageClassification", "ViTConfig", image, **VISION),
-    "swin": transformers(
-        "SwinForImageClassification",
-        "SwinConfig",
-        image,
-        image_size=32,
-        patch_size=2,
-        embed_dim=8,
-        depths=[1, 2],
-        num_heads=[2, 2],
-        window_size=4,
-    ),
-    "convnext": transformers(
-        "ConvNextForImageClassification", "ConvNextConfig", image, hidden_sizes=[8, 12, 16, 24], depths=[1, 1, 1, 1]
-    ),
-    "segformer": transformers(
-        "SegformerForSemanticSegmentation",
-        "SegformerConfig",
-        image,
-        hidden_sizes=[8, 8, 16, 16],
-        depths=[1, 1, 1, 1],
-        num_attention_heads=[1, 1, 2, 2],
-        decoder_hidden_size=16,
-    ),
-    "clip": transformers(
-        "CLIPModel",
-        "CLIPConfig",
-        lambda: {**text(), **image()},
-        text_config={**LLAMA, "projection_dim": 16},
-        vision_config={**VISION, "projection_dim": 16},
-        projection_dim=16,
-        logit_scale_init_value=0.0,
-    ),
-    "timm resnet": timm("resnet10t", 96, channels=(8, 16, 24, 32), stem_width=8),
-    "timm efficientnet": timm("test_efficientnet", 64),
-    "timm regnet": timm("regnetx_002", 64),
-    "timm maxvit": timm("maxvit_rmlp_pico_rw_256", 64, img_size=64, embed_dim=(32, 32, 32, 32), depths=(1, 1, 1, 1)),
-    "torchvision mobilenet": torchvision(
-        "MobileNetV2", 64, inverted_residual_setting=[[1, 8, 1, 1], [4, 12, 1, 2], [4, 16, 2, 2]], width_mult=0.5
-    ),
-    "torchvision densenet": torchvision("DenseNet", 64, growth_rate=4, block_config=(1, 1), num_init_features=8),
-    "diffusers unet": diffusers(
-        "UNet2DModel",
-        denoising,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4,
-        **UNET,
-    ),
-    "diffusers conditional unet": diffusers(
-        "UNet2DConditionModel",
-        lambda: denoising(4, encoder_hidden_states=torch.randn(2, 5, 12)),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        attention_head_dim=4,
-        cross_attention_dim=12,
-        **UNET,
-    ),
-    "diffusers vae": diffusers(
-        "AutoencoderKL",
-        lambda: {"sample": pixels(16)},
-        down_block_types=("DownEncoderBlock2D", "DownEncoderBlock2D"),
-        up_block_types=("UpDecoderBlock2D", "UpDecoderBlock2D"),
-        **UNET,
-    ),
-    "diffusers dit": diffusers(
-        "DiTTransformer2DModel",
-        lambda: {
-            "hidden_states": pixels(8, 4),
-            "timestep": torch.tensor([3, 7]),
-            "class_labels": torch.tensor([1, 4]),
-        },
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        num_layers=2,
-        sample_size=8,
-        patch_size=2,
-        norm_num_groups=4,
-        num_embeds_ada_norm=10,
-    ),
+    "bert": transformers("Bert", "ForSequenceClassification", padded_text, **BERT),
+    "albert": transformers("Albert", "Model", text, embedding_size=8, **BERT),
+    "deberta": transformers("DebertaV2", "Model", text, **BERT, relative_attention=True, pos_att_type="p2c|c2p"),
+    "fnet": transformers("FNet", "Model", text, **BERT, use_tpu_fourier_optimizations=False),
+    "xlnet": transformers("XLNet", "LMHeadModel", text, **WORDS, d_model=16, n_layer=2, n_head=2, d_inner=32),
+    "gpt2": transformers("GPT2", "LMHeadModel", padded_text, **WORDS, n_embd=16, n_layer=2, n_head=2),
+    "bloom": transformers("Bloom", "ForCausalLM", text, **WORDS, hidden_size=16, n_layer=2, n_head=2),
+    "llama": transformers("Llama", "ForCausalLM", padded_text, **LLAMA),
+    "gemma2": transformers("Gemma2", "ForCausalLM", text, **LLAMA),
+    "mixtral": transformers("Mixtral", "ForCausalLM", text, **LLAMA, num_local_experts=4, output_router_logits=True),
+    "mamba": transformers("Mamba", "ForCausalLM", text, **MAMBA),
+    "mamba2": transformers("Mamba2", "ForCausalLM", text, **MAMBA, num_heads=4, head_dim=8, n_groups=2, chunk_size=4),
+    "t5": transformers("T5", "ForConditionalGeneration", text_to_text, **T5),
+    "bart": transformers("Bart", "ForConditionalGeneration", text_to_text, **BART),
+    "whisper": transformers("Whisper", "ForConditionalGeneration", speech_to_text, **WHISPER),
+    "wav2vec2": transformers("Wav2Vec2", "Model", lambda: {"input_values": torch.randn(2, 400)}, **SPEECH),
+    "vit": transformers("ViT", "ForImageClassification", image, **VISION),
+    "swin": transformers("Swin", "ForImageClassification", image, **SWIN),
+    "segformer": transformers("Segformer", "ForSemanticSegmentation", image, **SEGFORMER, decoder_hidden_size=16),
+    "clip": transformers("CLIP", "Model", lambda: {**text(), **image()}, **CLIP),
+    "timm resnet": of("timm.models", "resnet10t", lambda: {"x": pixels(96, batch=4)}, **RESNET),
+    "timm efficientnet": of("timm.models", "test_efficientnet", larger, num_classes=10),
+    "timm maxvit": of("timm.models", "maxvit_rmlp_pico_rw_256", larger, **MAXVIT),
+    "torchvision densenet": of("torchvision.models", "DenseNet", larger, **DENSENET),
+    "diffusers conditional unet": of("diffusers", "UNet2DConditionModel", denoising, **UNET, **CONDITIONAL),
+    "diffusers vae": of("diffusers", "AutoencoderKL", lambda: {"sample": pixels(16)}, **UNET, **VAE),
+    "diffusers dit": of("diffusers", "DiTTransformer2DModel", denoising_by_class, **DIT),
     "peft lora": lora,
     "torch transformer": seq2seq,
     "torch lstm": recurrent("LSTM"),

@@ -8,18 +8,8 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx.insight.comparing.trials import halved
-from tests.support.misleading import (
-    Blocks,
-    Codes,
-    Experts,
-    RootOfZero,
-    log_of_negative,
-    masked_by_a_constant,
-    one_minus_probability,
-    variance_then_exp,
-)
 from tests.support.planted import (
+    WIDTH,
     Model,
     batches,
     gradient_error,
@@ -29,6 +19,115 @@ from tests.support.planted import (
     policy,
     root_of_a_small_difference,
 )
+
+
+def variance_then_exp(h):
+    """The difference comes out as 0 in BF16, where it is 0.3; `exp` then overflows, which is right for its input."""
+    h = h + 30
+    variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True).square()
+    return torch.exp((h - 30) * torch.rsqrt(variance.abs() + 1e-6) * 0.1)
+
+
+def one_minus_probability(h):
+    """In BF16 a probability near 1 has an error as large as its distance from 1, which `log` is given."""
+    p = torch.sigmoid(h * 0.1 + 6)
+    return torch.log(1 - p)
+
+
+class Experts(nn.Module):
+    """A mixture of experts whose router has logits around 50 that are some hundredths apart: in BF16 they are equal."""
+
+    def __init__(self, choice, top=1, sparse=False, experts=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, experts)
+        with torch.no_grad():
+            self.router.weight.mul_(0.05)
+            self.router.bias.fill_(50.0)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+        self.last, self.choice, self.top, self.sparse = nn.Linear(WIDTH, 4), choice, top, sparse
+
+    def chosen(self, p):
+        if self.choice == "topk":
+            return p.topk(self.top, -1).indices
+        if self.choice == "sort":
+            return p.sort(-1, descending=True).indices[:, : self.top]
+        if self.choice == "max":
+            return p.max(-1, keepdim=True).indices
+        return p.argmax(-1, keepdim=True)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        p = torch.softmax(self.router(h), -1)
+        chosen = self.chosen(p)
+        weights = p.gather(-1, chosen)
+        out = torch.zeros_like(h)
+        for number, expert in enumerate(self.experts):
+            if self.sparse:  # each expert sees its own tokens alone, another number of them in each run
+                token, place = torch.where(chosen == number)
+                if len(token):
+                    out = out.index_add(0, token, expert(h[token]) * weights[token, place, None])
+            else:
+                out = out + expert(h) * (weights * (chosen == number)).sum(-1, keepdim=True)
+        return self.last(out)
+
+
+class Codes(nn.Module):
+    """A codebook whose entries are looked up without gradients, by distances that are large and alike."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.register_buffer("codes", torch.randn(32, WIDTH) * 0.1 + 20)
+
+    def forward(self, x):
+        h = self.first(x)
+        with torch.no_grad():
+            code = torch.matmul(h + 20, self.codes.t()).argmax(-1)
+        picked = (self.codes - 20)[code]
+        return self.last(h + (picked - h).detach() * 10)
+
+
+def masked_by_a_constant(h):
+    """FP16 does not hold the constant."""
+    return torch.softmax(h.masked_fill(h > 1, -1e9), -1)
+
+
+def log_of_negative(h):
+    """Not finite in FP32."""
+    return torch.log(torch.relu(h) - 0.1)
+
+
+class RootOfZero(torch.autograd.Function):
+    """A backward pass that is not finite in FP32, of a forward pass that is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 0
+
+
+class Blocks(nn.Module):
+    """Equal blocks; the output of one of them may have to be exact, for a softmax of large numbers comes behind it."""
+
+    def __init__(self, count=6, sharp=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.last, self.sharp = nn.Linear(WIDTH, 4), sharp
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == self.sharp:
+                x = torch.softmax(x * 200 + 300, -1) * WIDTH
+            x = torch.tanh(x)
+        return self.last(x)
+
 
 ELEMENTWISE = "add sub mul mean square exp rsqrt sqrt sigmoid log linear"
 
@@ -54,7 +153,9 @@ def test_what_overflows_because_of_its_input_is_no_culprit(lists):
 
 def test_a_slope_that_is_infinite_because_of_its_input_is_no_culprit():
     found = hmpx.compare(Model(root_of_a_small_difference), batches(), loss_of, lists=policy(ELEMENTWISE))
-    assert found.first_nonfinite.op == "sqrt" and not found.first_nonfinite.is_broken
+    first = found.first_nonfinite
+    assert (first.op, first.where, first.phase) == ("sqrt", line_of(root_of_a_small_difference, "sqrt"), "backward")
+    assert found.is_broken and math.isinf(found.gradient_error) and not first.is_broken
     assert found.worst(1)[0].where == line_of(root_of_a_small_difference, "distance =")
 
 
@@ -63,8 +164,10 @@ def test_the_probability_is_to_blame_and_not_its_logarithm():
     assert [row.op for row in found.broken] == ["sigmoid"] and "one op breaks the training" in str(found)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("choice, top", [("topk", 1), ("topk", 2), ("sort", 2), ("argmax", 1), ("max", 1)])
+@pytest.mark.parametrize(
+    "choice, top, sparse",
+    [("topk", 1, False), ("topk", 2, True), ("sort", 2, False), ("argmax", 1, True), ("max", 1, False)],
+)
 def test_of_a_router_that_flips_the_router_is_named_and_no_expert(choice, top, sparse):
     model, data = Experts(choice, top, sparse), batches()
     lists = policy("linear", "softmax cross_entropy mul add sum")
@@ -106,17 +209,6 @@ def test_no_estimate_is_called_broken_and_unmeasured_ops_are_not_acquitted():
     assert "0 ops were measured, and none breaks the training by itself; the others were not measured" in said
 
 
-@pytest.mark.parametrize("culprits", [{3}, {0, 9}, {2, 3, 11}])
-def test_halving_finds_each_that_breaks_it_alone(culprits):
-    found = halved(list(range(12)), lambda group: bool(culprits & {*group}))
-    assert {part[0] for part in found if len(part) == 1} == culprits and len(found) == len(culprits)
-
-
-def test_halving_stops_at_a_group_of_which_no_half_does():
-    assert halved(list(range(8)), lambda group: {1, 6} <= {*group}) == [[0, 1, 2, 3, 4, 5, 6, 7]]
-    assert halved(list(range(8)), lambda group: {4, 6} <= {*group}) == [[4, 5, 6, 7]]
-
-
 @pytest.mark.parametrize("listed", [("linear", "masked_fill"), ("linear", "mul")], ids=["listed", "follows"])
 def test_an_op_that_raises_is_named_with_its_line_and_list_and_all_else_is_compared(listed):
     found = hmpx.compare(Model(masked_by_a_constant), batches(), loss_of, lists=fp16(*listed))
@@ -143,7 +235,7 @@ def test_a_program_that_raises_under_the_lists_outside_of_any_op_is_told_with_it
         return h
 
     found = hmpx.compare(Model(choosy), batches(), loss_of)
-    assert found.is_broken and found.stopped in str(found).replace("stopped: ", "") + found.stopped
+    assert found.is_broken and str(found).startswith("stopped: ")
     assert f"raises ValueError: float32 is wanted at {line_of(choosy, 'raise ')}" in found.stopped
 
 
@@ -184,31 +276,16 @@ def test_without_a_loss_inf_is_blamed_where_it_is_made():
     def faulty(h):
         return torch.exp(h + 11.5)
 
-    found = hmpx.compare(
-        nn.Sequential(Model(faulty).first, _Of(faulty)), [(x,) for x, _ in batches(2)], lists=fp16("exp")
-    )
+    found = hmpx.compare(Model(faulty), [(x,) for x, _ in batches(2)], lists=fp16("exp"))
     assert found.first_nonfinite.op == "exp" == found.broken[0].op
 
 
-class _Of(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-def test_without_a_loss_a_batch_with_targets_gets_one_line():
+def test_a_model_or_a_loss_that_does_not_take_what_a_batch_holds_gets_one_line():
     with pytest.raises(hmpx.HmpxError, match=r"does not take the 2 of a batch.*give loss"):
         hmpx.compare(Model(torch.relu), batches())
-
-
-@pytest.mark.parametrize("loss", [loss_of, lambda model, x, target: model(x).sum()])
-def test_a_loss_that_does_not_take_what_a_batch_holds_gets_one_line(loss):
-    four = [(*batch, 0, 0)[:4] for batch in batches()]
+    four = [(*batch, 0, 0) for batch in batches()]
     with pytest.raises(hmpx.HmpxError, match=r"it calls loss\(model, \*batch\), here with 4 of a batch: too many"):
-        hmpx.compare(Model(torch.relu), four, loss)
+        hmpx.compare(Model(torch.relu), four, loss_of)
 
 
 def test_complex_numbers_are_no_decisions_and_have_gradients():

@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 import re
-import sys
 from dataclasses import replace
 from functools import cache, partial
 
@@ -16,7 +15,6 @@ from torch.nn import functional as F
 import hmpx
 from hmpx.insight.tuning import find, worth
 from hmpx.insight.tuning.course import Confirmed
-from hmpx.shell.main import main
 from tests.support import planted
 from tests.support.planted import batches, loss_of
 
@@ -173,22 +171,6 @@ def test_what_saves_next_to_nothing_says_so():
     assert "saves under 2 % of what BF16 saves in all" in reason(found, "matmul")
 
 
-def test_the_shell_tells_of_a_function_that_wants_arguments_and_of_ctrl_c(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "wants", raising=False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "wants.py").write_text(
-        "import torch\n\n\ndef setup(size):\n    pass\n\n\ndef stopped():\n"
-        "    def loss(model, x):\n        raise KeyboardInterrupt\n\n"
-        "    return torch.nn.Linear(2, 2), [(torch.randn(2, 2),) for _ in range(4)], loss\n"
-    )
-    for command in ("tune", "compare"):
-        assert main([command, "wants.py:setup"]) == 2
-        assert "wants.py:setup is called without arguments, and wants some: missing" in capsys.readouterr().err
-    assert main(["tune", "wants.py:stopped", "--quiet"]) == 130
-    assert "interrupted; nothing was written" in capsys.readouterr().err and not [*(tmp_path / "tuned").iterdir()]
-
-
 def test_confirm_trains_under_the_lists_beside_fp32_in_two_orders():
     """By hand: FP32 with nothing converted, batches as drawn from the seed, losses of four batches."""
     made, data = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)), classes()
@@ -226,12 +208,10 @@ def products(x):
     return x @ x.transpose(0, 1)
 
 
-@pytest.mark.parametrize("side", ["fp32", "bf16"])
-def test_a_users_function_that_is_listed_runs_as_a_whole(side, tmp_path):
+def test_a_users_function_that_is_listed_runs_as_a_whole(lists):
     """What it calls is no choice of its own."""
-    (tmp_path / "mine.txt").write_text(f"{__name__}.products\n")
-    lists = {f"{side}_file_path": str(tmp_path / "mine.txt")}
-    found = tuned(loss=lambda m, a, y: F.cross_entropy(products(m(a)), y), lists=lists)
+    given = {"fp32_file_path": lists(fp32=f"{__name__}.products")["fp32_file_path"]}
+    found = tuned(loss=lambda m, a, y: F.cross_entropy(products(m(a)), y), lists=given)
     names = {choice.name for choice in found.choices}
     assert "linear" in names and "matmul" not in names
 

@@ -27,7 +27,7 @@ def page(found, tmp_path):
     return (tmp_path / "tuned.html").read_text()
 
 
-def test_the_plot_has_every_mark_at_its_place(found, tmp_path):
+def test_the_plot_has_every_mark_at_its_place_and_a_label_beside_each_line(found, tmp_path):
     found.plot(tmp_path / "tuned.svg")
     drawn = ElementTree.parse(tmp_path / "tuned.svg").getroot()
     marks = [each for each in drawn.iter(f"{SVG}circle") if each.get("class") in ("tuned", "known")]
@@ -42,11 +42,6 @@ def test_the_plot_has_every_mark_at_its_place(found, tmp_path):
     assert [a < b for a in across for b in across] == [a < b for a in costs for b in costs]
     words = [each.text for each in drawn.iter(f"{SVG}text")]
     assert {mark.name for mark in found.marks} <= {*words} and "tolerance 0.1" in words
-
-
-def test_a_label_stands_beside_its_line_at_its_height(found, tmp_path):
-    found.plot(tmp_path / "tuned.svg")
-    drawn = ElementTree.parse(tmp_path / "tuned.svg").getroot()
     lines = [each for each in drawn.iter(f"{SVG}line") if each.get("class") == "grid"]
     labels = [each for each in drawn.iter(f"{SVG}text") if each.get("text-anchor") == "end"]
     assert len(labels) == len(lines) >= 3
@@ -54,11 +49,6 @@ def test_a_label_stands_beside_its_line_at_its_height(found, tmp_path):
         middle = float(label.get("y")) - int(label.get("font-size")) / 3
         assert middle == pytest.approx(float(line.get("y1")), abs=1)
         assert float(line.get("x1")) - 20 < float(label.get("x")) < float(line.get("x1"))  # its end, left of the frame
-
-
-def test_the_file_of_values_can_be_read_by_lines(found, tmp_path):
-    found.json(tmp_path / "tuned.json")
-    assert '\n "gradient_error": ' in (tmp_path / "tuned.json").read_text()
 
 
 @pytest.mark.parametrize(

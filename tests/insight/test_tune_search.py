@@ -9,7 +9,7 @@ import random
 import pytest
 
 from hmpx.insight.tuning.runs import Effect
-from hmpx.insight.tuning.search import Search, parts_of
+from hmpx.insight.tuning.search import Search
 from hmpx.insight.tuning.worth import Cost, Costs, NameInModule
 
 NAMES = "abcdefghij"
@@ -63,17 +63,6 @@ def test_the_choice_holds_and_is_near_the_best_of_all(pairs, cancelling, least):
         best = problem.best(0.8)
         shares.append(problem.gain(names) / best if best else 1.0)
     assert sum(shares) / len(shares) > least, shares
-
-
-def test_a_name_is_divided_by_the_outermost_blocks_that_differ():
-    def unit(*modules):
-        return frozenset(NameInModule("linear", module) for module in modules)
-
-    blocks = [f"model.blocks.{i}.{part}" for i in range(12) for part in ("q", "k")]
-    parts = parts_of(unit(*blocks))
-    assert [len(part) for part in parts] == [4] * 6 and parts[5] == unit(*blocks[20:])
-    assert parts_of(parts[0]) == [unit(*blocks[:2]), unit(*blocks[2:4])]
-    assert parts_of(unit("a", "a.b", "")) == [unit(""), unit("a", "a.b")] and parts_of(unit("a", "a.b"))[0] == unit("a")
 
 
 def test_a_name_that_fits_on_the_batches_of_the_search_alone_is_divided_and_not_left_out():

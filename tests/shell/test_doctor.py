@@ -53,49 +53,6 @@ def test_lost_updates_are_told_and_the_recipe_that_is_written_mends_them(script,
     assert done.returncode == 0 and "nothing wrong was found" in done.stderr, done.stderr
 
 
-def test_fp16_weights_are_answered_by_weights_in_float32_and_products_in_bf16(script, tmp_path):
-    source = SCRIPT.replace(
-        "AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)", "SGD(model.parameters(), 1e-4)"
-    )
-    done = doctor(tmp_path, "--fix", "recipe.yaml", script("torch.float16", source))
-    assert done.returncode == 1 and "updates of float16 weights" in " ".join(done.stderr.split()), done.stderr
-    recipe = read_recipe(tmp_path / "recipe.yaml")
-    assert (recipe.parameter_dtype, "linear" in recipe.bf16) == ("float32", True)
-    done = doctor(tmp_path, "--recipe", "recipe.yaml", "train.py")
-    assert done.returncode == 0 and "nothing wrong was found" in done.stderr, done.stderr
-
-
-AVERAGED = """
-import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-torch.manual_seed(0)
-model = torch.nn.Linear(64, 64).bfloat16()
-with torch.no_grad():
-    model.weight.mul_(1e-4), model.bias.mul_(1e-4)  # so that its own updates are none that are lost
-average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for i in range(12):
-    optimizer.zero_grad()
-    (model(torch.randn(32, 64).bfloat16()).float() - 1).square().mean().backward()
-    optimizer.step()
-    average.update_parameters(model)
-    positions = torch.arange(300, dtype=torch.float32).bfloat16()
-"""
-
-
-def test_an_average_by_torch_is_answered_and_what_no_recipe_answers_is_to_be_edited(script, tmp_path):
-    done = doctor(tmp_path, "--fix", "recipe.yaml", script(source=AVERAGED))
-    assert done.returncode == 1 and "in bfloat16 of torch's AveragedModel: an average" in done.stderr, done.stderr
-    assert read_recipe(tmp_path / "recipe.yaml").weights == "stochastic"
-    edited = (tmp_path / "recipe.yaml").read_text().partition("to be edited in the script:")[2]
-    assert "# integers: train.py:15: keep positions" in edited and "average" not in edited
-    done = doctor(tmp_path, "--recipe", "recipe.yaml", "train.py")
-    assert "average of weights" not in done.stderr and "lost updates" not in done.stderr, done.stderr
-    script(source=AVERAGED.replace(".bfloat16()", "") + "    positions.bfloat16()\n")
-    done = doctor(tmp_path, "--fix", "none.yaml", "train.py")
-    assert "so none was written: edit the lines that they name" in done.stderr, done.stderr
-
-
 PLACES = """
 import torch
 from torch import nn

@@ -31,9 +31,21 @@ def model():
 
 instance = model()
 
-def with_optimizer():
-    model, batches, loss = setup()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), batches, loss
+def with_optimizer(loss=None):
+    model, batches, own = setup()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), batches, loss or own
+
+def stopped(*given):
+    raise KeyboardInterrupt
+
+def interrupted():
+    return *setup()[:2], stopped
+
+def interrupted_optimizer():
+    return with_optimizer(stopped)
+
+def wants(size):
+    pass
 """
 
 
@@ -83,6 +95,7 @@ def test_held_out_batches_may_be_given_and_an_error_that_stays_is_the_exit_statu
         (["mine.py:setup", "--out", "mine.py"], "--out mine.py is no folder"),
         (["mine.py:instance"], "mine.py:instance is a model, a Sequential; name a function without arguments"),
         (["mine.py:setpu"], "did you mean 'setup'"),
+        (["mine.py:wants"], "mine.py:wants is called without arguments, and wants some: missing"),
     ],
 )
 def test_bad_input_is_told(command, said, capsys):
@@ -106,12 +119,9 @@ def test_weights_writes_a_recipe_that_says_how_they_are_held(capsys, tmp_path):
     assert "--steps goes with --weights" in capsys.readouterr().err
 
 
-def test_weights_interrupted_ends_without_a_traceback_and_writes_nothing(monkeypatch, capsys, tmp_path):
-    def interrupted(*given, **asked):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hmpx.shell.tune.tune_weights", interrupted)
-    assert main(["tune", "mine.py:with_optimizer", "--weights"]) == 130
+@pytest.mark.parametrize("command", [["mine.py:interrupted"], ["mine.py:interrupted_optimizer", "--weights"]])
+def test_interrupted_it_ends_without_a_traceback_and_writes_nothing(command, capsys, tmp_path):
+    assert main(["tune", *command, "--quiet"]) == 130
     assert "interrupted; nothing was written" in capsys.readouterr().err
     assert not [*(tmp_path / "tuned").iterdir()]
 

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import nn, optim
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLANTED: dict[str, Callable[[bool], None]] = {}
@@ -22,6 +22,12 @@ def planted(kind: str) -> Callable:
         return function
 
     return keep
+
+
+def planted_in_bf16(kind: str, training: Callable, **faults: Callable) -> None:
+    """Plant faults of one kind by name, in what `training(fault, dtype)` trains; the dtype is FP32 without them."""
+    for name, fault in faults.items():
+        PLANTED[f"{kind}: {name}"] = lambda sick, fault=fault: training(fault, BF16 if sick else FP32)
 
 
 def mlp(dtype=FP32, width=32):
@@ -50,100 +56,85 @@ def train(model, optimizer, steps=12, loss_of=None, after=lambda: None, autocast
 # Weights that are rounded to nearest
 
 
-@planted("lost updates")
-def bf16_weights_under_sgd(sick):
-    model = mlp(BF16 if sick else FP32)
-    train(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+def of_weights(make, dtype, width=32):
+    model = mlp(dtype, width)
+    train(model, make(model.parameters()))
 
 
-@planted("lost updates")
-def bf16_weights_under_fused_adamw(sick):
-    model = mlp(BF16 if sick else FP32)
-    train(model, torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0, betas=(0.9, 0.95), fused=True))
+planted_in_bf16(
+    "lost updates",
+    of_weights,
+    bf16_weights_under_sgd=partial(optim.SGD, lr=1e-3),
+    bf16_weights_under_fused_adamw=partial(optim.AdamW, lr=1e-5, weight_decay=0, betas=(0.9, 0.95), fused=True),
+)
+planted_in_bf16(
+    "weight decay",
+    partial(of_weights, width=128),
+    decay_of_bf16_weights=partial(optim.AdamW, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95)),
+)
+
+
+def small(model, factor=1e-3):
+    """Make weights so small that their own updates are not lost."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(factor)
+    return model
 
 
 @planted("lost updates")
 def bf16_weights_of_another_range(sick):
     """Steps as large as the weights are lost by nobody."""
-    model = mlp(BF16)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.0 if sick else 1e-3)
-    train(model, torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.95)))
+    model = small(mlp(BF16), 1.0 if sick else 1e-3)
+    train(model, optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.95)))
 
 
 @planted("lost updates")
 def fp16_weights(sick):
     model = mlp(FP16 if sick else FP32)
-    train(model, torch.optim.SGD(model.parameters(), lr=1e-4))
-
-
-@planted("weight decay")
-def decay_of_bf16_weights(sick):
-    model = mlp(BF16 if sick else FP32, width=128)
-    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95)))
+    train(model, optim.SGD(model.parameters(), lr=1e-4))
 
 
 @planted("optimizer state")
 def second_moment_in_bf16(sick):
-    model = mlp(BF16)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1e-3)
-    train(model, torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.999 if sick else 0.95)))
+    model = small(mlp(BF16))
+    train(model, optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.999 if sick else 0.95)))
 
 
 @planted("learning rate")
 def rate_in_bf16(sick):
     model = mlp()
-    train(model, torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-3, dtype=BF16 if sick else FP32)))
+    train(model, optim.Adam(model.parameters(), lr=torch.tensor(1e-3, dtype=BF16 if sick else FP32)))
 
 
 # Averages and accumulation
 
 
-@planted("average of weights")
-def average_by_lerp(sick):
+def averaging(update, dtype):
     model = mlp()
-    average = [p.detach().to(BF16 if sick else FP32, copy=True) for p in model.parameters()]
+    average = [p.detach().to(dtype, copy=True) for p in model.parameters()]
 
     @torch.no_grad()
-    def update():
+    def after():
         for mean, p in zip(average, model.parameters(), strict=True):
-            mean.lerp_(p.to(mean.dtype), 0.001)
+            update(mean, p.to(dtype))
 
-    train(model, torch.optim.Adam(model.parameters(), lr=1e-3), after=update)
-
-
-@planted("average of weights")
-def average_by_mul_and_add(sick):
-    model = mlp()
-    average = copy.deepcopy(model).to(BF16 if sick else FP32)
-
-    def update():
-        for mean, p in zip(average.parameters(), model.parameters(), strict=True):
-            mean.data.mul_(0.999).add_(p.data.to(mean.dtype), alpha=0.001)
-
-    train(model, torch.optim.Adam(model.parameters(), lr=1e-3), after=update)
+    train(model, optim.Adam(model.parameters(), lr=1e-3), after=after)
 
 
-@planted("average of weights")
-def average_by_copy(sick):
-    model = mlp()
-    average = [p.detach().to(BF16 if sick else FP32, copy=True) for p in model.parameters()]
-
-    @torch.no_grad()
-    def update():
-        for mean, p in zip(average, model.parameters(), strict=True):
-            mean.copy_(mean * 0.999 + p.to(mean.dtype) * (1 - 0.999))
-
-    train(model, torch.optim.Adam(model.parameters(), lr=1e-3), after=update)
+planted_in_bf16(
+    "average of weights",
+    averaging,
+    average_by_lerp=lambda mean, p: mean.lerp_(p, 0.001),
+    average_by_mul_and_add=lambda mean, p: mean.data.mul_(0.999).add_(p.data, alpha=0.001),
+    average_by_copy=lambda mean, p: mean.copy_(mean * 0.999 + p * (1 - 0.999)),
+)
 
 
 @planted("running value")
 def rate_by_hand_in_bf16(sick):
     model, rate = mlp(), torch.tensor(1e-3, dtype=BF16 if sick else FP32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = optim.Adam(model.parameters(), lr=1e-3)
 
     def decay():
         nonlocal rate
@@ -156,24 +147,21 @@ def rate_by_hand_in_bf16(sick):
 @planted("running value")
 def running_loss_in_bf16(sick):
     total = torch.tensor(512.0, dtype=BF16 if sick else FP32)
-    train(model := mlp(), torch.optim.SGD(model.parameters(), lr=0.1), after=lambda: total.add_(1.0))
+    train(model := mlp(), optim.SGD(model.parameters(), lr=0.1), after=lambda: total.add_(1.0))
 
 
 @planted("average of weights")
 def averaged_model(sick):
-    model = mlp(BF16 if sick else FP32)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1e-3)  # or else its own updates would be lost
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = small(mlp(BF16 if sick else FP32))
+    average = optim.swa_utils.AveragedModel(model, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.999))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, after=lambda: average.update_parameters(model))
 
 
 @planted("gradient accumulation")
 def many_micro_batches(sick):
     model = mlp(BF16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=3.0, momentum=0)
+    optimizer = optim.SGD(model.parameters(), lr=3.0, momentum=0)
     x, y = batch(0)
     for _ in range(4):
         optimizer.zero_grad()
@@ -203,16 +191,29 @@ def around(line):
 
 
 def _with_small_weights(model):
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(0.1)
-    train(model, torch.optim.SGD(model.parameters(), lr=1e-30))
+    train(small(model, 0.1), optim.SGD(model.parameters(), lr=1e-30))
+
+
+def around_fp32(line):
+    torch.manual_seed(0)
+    model = Around(line)
+    train(model, optim.SGD(model.parameters(), lr=0.1))
 
 
 def in_autocast(line, **how):
     torch.manual_seed(0)
     model = Around(line)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), autocast=BF16, **how)
+    train(model, optim.SGD(model.parameters(), lr=0.1), autocast=BF16, **how)
+
+
+def planted_line(kind: str, training: Callable) -> Callable:
+    """Plant a fault in one line of the network."""
+
+    def keep(function: Callable) -> Callable:
+        PLANTED[f"{kind}: {function.__name__}"] = lambda sick: training(lambda x: function(x, sick))
+        return function
+
+    return keep
 
 
 @planted("loss")
@@ -225,110 +226,77 @@ def cross_entropy_in_bf16(sick):
 
 def _plain(loss_of):
     model = mlp()
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+    train(model, optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
 
 
-@planted("loss")
-def squared_error_in_bf16(sick):
-    _plain(lambda out, y: (out.to(BF16 if sick else FP32)[:, 0] - y).abs().mean())
+def by_loss(loss_of, dtype):
+    _plain(lambda out, y: loss_of(out, y, dtype))
 
 
-@planted("log")
-def log_of_bf16(sick):
-    _plain(lambda out, y: -(out.softmax(-1).to(BF16 if sick else FP32) + 0.01).log().float()[:, 0].mean())
+planted_in_bf16("loss", by_loss, squared_error_in_bf16=lambda out, y, dtype: (out.to(dtype)[:, 0] - y).abs().mean())
+planted_in_bf16(
+    "log", by_loss, log_of_bf16=lambda out, y, dtype: -(out.softmax(-1).to(dtype) + 0.01).log().float()[:, 0].mean()
+)
+planted_in_bf16(
+    "softmax",
+    by_loss,
+    softmax_of_bf16=lambda out, y, dtype: (out.to(dtype).softmax(-1).float()[:, 0] - 1).square().mean(),
+)
+planted_in_bf16(
+    "BCE",
+    by_loss,
+    bce_of_bf16_probabilities=lambda out, y, dtype: F.binary_cross_entropy(
+        out[:, 0].sigmoid().to(dtype), (y > 1).to(dtype)
+    ).float(),
+    bce_of_probabilities_that_were_bf16=lambda out, y, dtype: F.binary_cross_entropy(
+        out[:, 0].sigmoid().to(dtype).float(), (y > 1).float()
+    ),
+)
 
 
-@planted("softmax")
-def softmax_of_bf16(sick):
-    _plain(lambda out, y: (out.to(BF16 if sick else FP32).softmax(-1).float()[:, 0] - 1).square().mean())
+@planted_line("norm statistics", in_autocast)
+def rms_norm_in_bf16(x, sick):
+    h = x if sick else x.float()
+    return (h * (h.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).to(x.dtype)
 
 
-@planted("norm statistics")
-def rms_norm_in_bf16(sick):
-    def norm(x):
-        h = x if sick else x.float()
-        return (h * (h.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).to(x.dtype)
-
-    in_autocast(norm)
+@planted_line("variance by difference", in_autocast)
+def moments_in_bf16(x, sick):
+    h = x.detach() if sick else x.detach().float()
+    variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True) ** 2
+    return (x.float() / (variance.abs().float() + 1).sqrt()).to(x.dtype)
 
 
-@planted("variance by difference")
-def moments_in_bf16(sick):
-    def norm(x):
-        h = x.detach() if sick else x.detach().float()
-        variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True) ** 2
-        return (x.float() / (variance.abs().float() + 1).sqrt()).to(x.dtype)
-
-    in_autocast(norm)
+@planted_line("cumulative sum", in_autocast)
+def long_sum_in_bf16(x, sick):
+    h = x.to(BF16 if sick else FP32).repeat(1, 16)
+    return torch.cumsum(h, -1)[:, -32:].float() * 0.01
 
 
-@planted("cumulative sum")
-def long_sum_in_bf16(sick):
-    def line(x):
-        h = x.to(BF16 if sick else FP32).repeat(1, 16)
-        return torch.cumsum(h, -1)[:, -32:].float() * 0.01
-
-    in_autocast(line)
+@planted_line("integers", around_fp32)
+def positions_in_bf16(x, sick):
+    positions = torch.arange(512, dtype=BF16 if sick else FP32)
+    return x + positions[-32:].float() * 1e-3
 
 
-@planted("integers")
-def positions_in_bf16(sick):
-    def line(x):
-        positions = torch.arange(512, dtype=BF16 if sick else FP32)
-        return x + positions[-32:].float() * 1e-3
-
-    _around_fp32(line)
+@planted_line("integers", around_fp32)
+def positions_cast_to_bf16(x, sick):
+    positions = torch.arange(512 if sick else 200).to(BF16)
+    return x + positions[-32:].float() * 1e-3
 
 
-@planted("integers")
-def positions_cast_to_bf16(sick):
-    def line(x):
-        positions = torch.arange(512 if sick else 200).to(BF16)
-        return x + positions[-32:].float() * 1e-3
-
-    _around_fp32(line)
+@planted_line("integers", around_fp32)
+def rotary_angles_under_autocast(x, sick):
+    with torch.autocast("cpu", enabled=sick, dtype=BF16):
+        angles = torch.arange(600).float()[:, None] @ torch.linspace(0.1, 1, 32)[None]
+    return x + angles[-1].float().sin()
 
 
-@planted("integers")
-def rotary_angles_under_autocast(sick):
-    def line(x):
-        with torch.autocast("cpu", enabled=sick, dtype=BF16):
-            angles = torch.arange(600).float()[:, None] @ torch.linspace(0.1, 1, 32)[None]
-        return x + angles[-1].float().sin()
-
-    _around_fp32(line)
-
-
-def _around_fp32(line):
-    torch.manual_seed(0)
-    model = Around(line)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@planted("mask")
-def mask_of_fp32_in_bf16(sick):
-    def line(x):
-        least = torch.finfo(FP32 if sick else BF16).min
-        hidden = (1 - (torch.arange(32) < 20).to(BF16)) * least
-        return x + hidden.float().softmax(-1)
-
-    _around_fp32(line)
-
-
-@planted("BCE")
-def bce_of_bf16_probabilities(sick):
-    _plain(
-        lambda out, y: F.binary_cross_entropy(
-            out[:, 0].sigmoid().to(BF16 if sick else FP32), (y > 1).to(BF16 if sick else FP32)
-        ).float()
-    )
-
-
-@planted("BCE")
-def bce_of_probabilities_that_were_bf16(sick):
-    _plain(
-        lambda out, y: F.binary_cross_entropy(out[:, 0].sigmoid().to(BF16 if sick else FP32).float(), (y > 1).float())
-    )
+@planted_line("mask", around_fp32)
+def mask_of_fp32_in_bf16(x, sick):
+    least = torch.finfo(FP32 if sick else BF16).min
+    hidden = (1 - (torch.arange(32) < 20).to(BF16)) * least
+    return x + hidden.float().softmax(-1)
 
 
 @planted("dtype")
@@ -346,17 +314,13 @@ def scale_in_fp32(sick):
 
 @planted("upcast")
 def head_in_fp32_under_autocast(sick):
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(32, 32)
-
+    class Head(nn.Linear):
         def forward(self, x):
             with torch.autocast("cpu", enabled=sick, dtype=BF16):
-                return self.linear(x.float())
+                return super().forward(x.float())
 
     if sick:
-        in_autocast(Head())
+        in_autocast(Head(32, 32))
     else:
         in_autocast(lambda x: x.float().square().to(x.dtype))
 
@@ -380,39 +344,32 @@ def head_in_fp32_without_an_assignment(sick):
     _with_small_weights(model)
 
 
-@planted("upcast")
-def logits_in_fp32_without_an_assignment(sick):
-    def line(x):
-        x.float() if sick else x.float().abs().max()
-        return x
-
-    around(line)
+@planted_line("upcast", around)
+def logits_in_fp32_without_an_assignment(x, sick):
+    x.float() if sick else x.float().abs().max()
+    return x
 
 
 @planted("casts there and back")
 def detour(sick):
-    _around_fp32(lambda x: x.bfloat16().float() if sick else x.bfloat16().square().float())
+    around_fp32(lambda x: x.bfloat16().float() if sick else x.bfloat16().square().float())
 
 
 @planted("autocast")
 def half_of_it_outside(sick):
-    class Outside(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(32, 32)
-
+    class Outside(nn.Linear):
         def forward(self, x):
             with torch.autocast("cpu", enabled=not sick, dtype=BF16):
-                return self.linear(x.float() if sick else x)
+                return super().forward(x.float() if sick else x)
 
-    in_autocast(Outside())
+    in_autocast(Outside(32, 32))
 
 
 # FP16, inf and NaN
 
 
 def scaled(model, scaler, steps=14, broken=lambda i: False):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
     for i in range(steps):
         x, y = batch(i)
         optimizer.zero_grad()
@@ -440,13 +397,13 @@ def scaler_that_skips(sick):
 
 @planted("inf or NaN")
 def forward_nan(sick):
-    _around_fp32(lambda x: (x.detach() - (100.0 if sick else -100.0)).sqrt() + x)
+    around_fp32(lambda x: (x.detach() - (100.0 if sick else -100.0)).sqrt() + x)
 
 
 @planted("inf or NaN")
 def backward_nan(sick):
     """sqrt at 0 has the slope inf, and inf x 0 is NaN."""
-    _around_fp32(lambda x: x + (x * 0 + (0.0 if sick else 1.0)).sqrt())
+    around_fp32(lambda x: x + (x * 0 + (0.0 if sick else 1.0)).sqrt())
 
 
 @planted("inf or NaN")
@@ -454,21 +411,21 @@ def step_nan(sick):
     """Without eps, a gradient of zero is divided by zero."""
     model = nn.ModuleList([mlp(), nn.Linear(4, 4)])
     model.forward = lambda x: model[0](x) + model[1](x[:, :4]) * (torch.arange(4) > 0)
-    train(model, torch.optim.Adam(model.parameters(), lr=1e-3, eps=0.0 if sick else 1e-8), steps=4)
+    train(model, optim.Adam(model.parameters(), lr=1e-3, eps=0.0 if sick else 1e-8), steps=4)
 
 
 @planted("gradients")
 def without_gradient(sick):
     model = mlp()
     beside = [nn.Parameter(torch.ones(3))] if sick else []
-    train(model, torch.optim.SGD([*model.parameters(), *beside], lr=0.1))
+    train(model, optim.SGD([*model.parameters(), *beside], lr=0.1))
 
 
 @planted("gradients")
 def gradient_of_zeros(sick):
     model = nn.ModuleList([mlp(), nn.Linear(4, 4)])
     model.forward = lambda x: model[0](x) + (model[1](x[:, :4]) * (0.0 if sick else 1.0))
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, optim.SGD(model.parameters(), lr=0.1))
 
 
 @planted("matmul precision")
@@ -476,6 +433,6 @@ def medium_precision(sick):
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium" if sick else "highest")
-        _around_fp32(F.gelu)
+        around_fp32(F.gelu)
     finally:
         torch.set_float32_matmul_precision(before)
