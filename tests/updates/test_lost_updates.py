@@ -182,7 +182,7 @@ def test_nothing_is_in_the_way_of_a_step_that_nobody_watches(monkeypatch):
     optimizer = attached(optim.SGD, {"lr": 1e-3}, params)
     updates = optimizer.attachment._updates
     make = updates._write_back
-    monkeypatch.setattr(updates, "_write_back", lambda call: seen.append(make(call)) or seen[-1])
+    monkeypatch.setattr(updates, "_write_back", lambda *call: seen.append(make(*call)) or seen[-1])
     train(params, optimizer, 2)
     assert [each.counts for each in seen] == [None] * 2
 
