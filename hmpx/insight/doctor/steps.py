@@ -4,8 +4,7 @@ In some steps, a sample of each parameter is stepped again by the optimizer's ow
 weights. An update is lost if it moves the FP32 sample and not the weight, as `Attachment.updates()` counts it. The same
 step without weight decay, and one with a gradient of zeros, tell what becomes of the decay and of the state.
 
-An optimizer that treats each element by itself does the same to a sample as to the whole, so one parameter that is put
-together of samples of many stands for all of them.
+An optimizer that treats each element by itself does the same to a sample as to the whole.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from __future__ import annotations
 import statistics
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hmpx.base import region_state
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.doctor.diagnosis import Problem, percent, some
+from hmpx.insight.doctor.diagnosis import Names, Problem, percent, some
 from hmpx.insight.tensors import LOW
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.lost_updates import THRESHOLD
@@ -33,7 +31,8 @@ from hmpx.updates.stepping.optimizer_scope import scope_of
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
-Names = Mapping[Parameter, str]
+# Of each parameter, a sample of its weight, under the key "", and of its state.
+Samples = Mapping[Parameter, dict[str, Any]]
 
 _MOST = 1024  # elements of one tensor that are looked at
 _FAITHFUL = 0.9  # of a sample: at least so many come out as in the step when it is taken again in low precision
@@ -56,32 +55,13 @@ def sample(tensor: Tensor, most: int = _MOST) -> Tensor:
     return flat[:: step + (step > 1 and step % 2 == 0)]  # an odd step does not stay in one column of a matrix
 
 
-@dataclass
-class _Before:
-    """Samples of one parameter in low precision and of its state, from before a step.
+def _sampled(p: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+    own = {key: sample(v) if isinstance(v, Tensor) and v.shape == p.shape else v for key, v in state.items()}
+    return {key: v.clone() if isinstance(v, Tensor) else v for key, v in {"": sample(p), **own}.items()}
 
-    shaped: the keys of state that has an element for each element of the parameter.
-    """
 
-    parameter: Parameter
-    group: dict[str, Any]
-    weight: Tensor
-    state: dict[str, Any]
-    shaped: frozenset[str]
-
-    @classmethod
-    def of(cls, p: Parameter, group: dict[str, Any], state: dict[str, Any]) -> _Before:
-        shaped = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape == p.shape}
-        shaped = {key for key in shaped if p.dim() or key != "step"}
-        kept = {key: sample(value) if key in shaped else value for key, value in state.items()}
-        kept = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
-        return cls(p, group, sample(p).clone(), kept, frozenset(shaped))
-
-    @property
-    def kind(self) -> tuple:
-        """What parameters have in common that can be stepped as one."""
-        numbers = tuple((key, value) for key, value in self.state.items() if isinstance(value, int | float))
-        return id(self.group), self.weight.dtype, *self.state, *numbers
+def _joined(samples: Samples, key: str, params: Sequence[Parameter]) -> Tensor:
+    return torch.cat([samples[p][key].flatten() for p in params])
 
 
 class SteppedOptimizer:
@@ -99,27 +79,28 @@ class SteppedOptimizer:
         self._updates: Counter[Parameter] = Counter()
         self._lost: Counter[Parameter] = Counter()
         self._sizes: list[float] = []  # medians of |update| in ulp
-        self._decay = [0.0, 0.0]  # what weight decay does in FP32, and what arrives in the weights, in ulp
-        self._falls: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # by key of state: should fall, and stays
-        self._unknown = [0, 0]  # of a class whose steps cannot be taken again: weights with a gradient, and that stay
+        self._asked = self._arrived = 0.0  # what weight decay does in FP32, and what arrives in the weights, in ulp
+        self._falls: Counter[str] = Counter()  # by key of state: elements that should fall
+        self._stays: Counter[str] = Counter()  # and those of them that stay
+        self._moving = self._still = 0  # of a class whose steps cannot be taken again: weights with a gradient
         self._no_grad: Counter[Parameter] = Counter()  # samples
         self._zero_grad: Counter[Parameter] = Counter()
         self._nonfinite: tuple[str, int] | None = None  # weights or gradients that were inf or NaN, in which step first
-        self._before: list[_Before] = []
+        self._before: dict[Parameter, dict[str, Any]] = {}
         self._grads: dict[Parameter, Tensor] = {}
 
     def begin(self) -> None:
         """A step begins."""
         how = attachment_of(self.optimizer)
         self.is_rounded = region_state.rounding() is not None or (how is not None and how.settings.weights != "nearest")
-        self._before, self._grads = [], {}
+        self._before, self._grads = {}, {}
         if not is_sampled(self.steps + 1):
             return
-        self._grads = {p: p.grad for p in parameters(self.optimizer) if p.grad is not None}
-        for group in self.optimizer.param_groups if not self.is_rounded else ():
-            for p in group["params"]:
-                if p.dtype in LOW and local(p).numel():
-                    self._before.append(_Before.of(p, group, self.optimizer.state.get(p) or {}))
+        params = parameters(self.optimizer)
+        self._grads = {p: p.grad for p in params if p.grad is not None}
+        if not self.is_rounded:
+            low = [p for p in params if p.dtype in LOW and local(p).numel()]
+            self._before = {p: _sampled(p, self.optimizer.state.get(p) or {}) for p in low}
 
     def end(self) -> None:
         """The step is done."""
@@ -136,79 +117,79 @@ class SteppedOptimizer:
         self.samples += 1
         self._no_grad.update(p for p in params if p not in grads)
         self._zero_grad.update(p for p, grad in dense.items() if not (sample(grad).any() or local(grad).any()))
-        if not bool(getattr(self.optimizer, "found_inf", None)):
-            alike: dict[tuple, list[_Before]] = defaultdict(list)
-            for before in self._before:
-                if before.parameter in dense:
-                    alike[before.kind].append(before)
-            for some_before in alike.values():
-                self._compare(some_before, torch.cat([sample(dense[each.parameter]) for each in some_before]))
+        before = {p: each for p, each in self._before.items() if p in dense}
+        if before and not bool(getattr(self.optimizer, "found_inf", None)):
+            self._compare(before, {p: sample(dense[p]).clone() for p in before})  # dense, for fused kernels
 
-    def _compare(self, before: list[_Before], grad: Tensor) -> None:
-        """Compare what parameters that are alike have become with what they become in steps taken again."""
-        first, old = before[0], torch.cat([each.weight for each in before])
-        new = torch.cat([sample(each.parameter) for each in before])
+    def _compare(self, before: Samples, grads: Mapping[Parameter, Tensor]) -> None:
+        """Compare what parameters have become with what they become in steps taken again."""
+        params = list(before)
+        old, new = _joined(before, "", params), torch.cat([sample(p) for p in params])
         if scope_of(self.optimizer) != "element":
+            grad = torch.cat(list(grads.values()))
             changing = (grad != 0) & torch.isfinite(grad)
-            self._unknown[0] += int(changing.sum())
-            self._unknown[1] += int((changing & (new == old)).sum())
+            self._moving += int(changing.sum())
+            self._still += int((changing & (new == old)).sum())
             return
-        state = {
-            key: torch.cat([each.state[key] for each in before]) if key in first.shaped else first.state[key]
-            for key in first.state
-        }
-        group, wide = first.group, old.float()
-        again, _ = self._stepped(group, old, grad, state)
+        wide, ulp = old.float(), _spacing(old)
+        again = _joined(self._stepped(before, grads, wide=False), "", params)
         if float((again == new).float().mean()) < _FAITHFUL:
             return
-        exact, _ = self._stepped(group, wide, grad, state)
+        exact = _joined(self._stepped(before, grads, wide=True), "", params)
         updated = (exact != wide) & torch.isfinite(exact)
-        lost, ulp = updated & (new == old), _spacing(old)
         if bool(updated.any()):
             self._sizes.append(float(((exact - wide).abs() / ulp)[updated].median()))
-        of_each = torch.stack([updated, lost]).split([len(each.weight) for each in before], 1)
+        of_each = torch.stack([updated, updated & (new == old)]).split([len(grads[p]) for p in params], 1)
         counts = torch.stack([part.sum(1) for part in of_each]).tolist()
-        for each, (count, gone) in zip(before, counts, strict=True):
-            self._updates[each.parameter] += count
-            self._lost[each.parameter] += gone
-        if group.get("weight_decay"):
-            without = {**group, "weight_decay": 0 * group["weight_decay"]}
-            in_fp32 = exact - self._stepped(without, wide, grad, state)[0]
-            arrived = again.float() - self._stepped(without, old, grad, state)[0].float()
-            self._decay[0] += float((in_fp32.abs() / ulp).nansum())
-            self._decay[1] += float((arrived * in_fp32.sign() / ulp).nansum())
-        low = {key for key in first.shaped if state[key].dtype in LOW}
-        if low:
-            exact_state, again_state = (self._stepped(group, w, torch.zeros_like(grad), state)[1] for w in (wide, old))
-            for key in low & exact_state.keys() & again_state.keys():
-                falls = (exact_state[key] != state[key].float()) & (exact_state[key].abs() > 1e-30)
-                self._falls[key][0] += int(falls.sum())
-                self._falls[key][1] += int((falls & (again_state[key] == state[key])).sum())
+        for p, (count, lost) in zip(params, counts, strict=True):
+            self._updates[p] += count
+            self._lost[p] += lost
+        if any(group.get("weight_decay") for group in self.optimizer.param_groups):
+            without = [
+                _joined(self._stepped(before, grads, wide, weight_decay=0.0), "", params) for wide in (True, False)
+            ]
+            asked, arrived = exact - without[0], again.float() - without[1].float()
+            self._asked += float((asked.abs() / ulp).nansum())
+            self._arrived += float((arrived * asked.sign() / ulp).nansum())
+        kept = [(key, v) for state in before.values() for key, v in state.items() if key]
+        if low := {key for key, v in kept if isinstance(v, Tensor) and v.dtype in LOW}:
+            self._compare_state(before, {p: torch.zeros_like(grad) for p, grad in grads.items()}, low)
 
-    def _stepped(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Return what the optimizer's own code makes of one parameter and its state, in the dtype of `weight`."""
-        p = Parameter(weight.clone())
-        p.grad = grad.to(p.dtype)
-        own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-        wide = p.dtype is torch.float32
-        if wide:
-            own = {k: v.float() if isinstance(v, Tensor) and v.dtype in LOW else v for k, v in own.items()}
+    def _compare_state(self, before: Samples, zeros: Mapping[Parameter, Tensor], keys: set[str]) -> None:
+        """Compare what state in low precision becomes with a gradient of zeros, in FP32 and as it is."""
+        exact, again = (self._stepped(before, zeros, wide) for wide in (True, False))
+        for key in keys:
+            having = [p for p in before if key in before[p]]
+            was, falling, left = (_joined(each, key, having) for each in (before, exact, again))
+            falls = (falling != was.float()) & (falling.abs() > 1e-30)
+            self._falls[key] += int(falls.sum())
+            self._stays[key] += int((falls & (left == was)).sum())
+
+    def _stepped(self, before: Samples, grads: Mapping[Parameter, Tensor], wide: bool, **settings: Any) -> Samples:
+        """Return what the optimizer's own code makes of samples, in FP32 or in their own dtype."""
+        stepped: dict[Parameter, Parameter] = {}
+        state: dict[Parameter, dict[str, Any]] = defaultdict(dict)
+        for p, values in before.items():
+            own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in values.items()}
+            if wide:
+                own = {key: v.float() if isinstance(v, Tensor) and v.dtype in LOW else v for key, v in own.items()}
+            stepped[p] = Parameter(own.pop(""))
+            stepped[p].grad = grads[p].to(stepped[p].dtype)
+            if own:
+                state[stepped[p]] = own
         twin = object.__new__(type(self.optimizer))
-        vars(twin).update(vars(self.optimizer))
-        vars(twin).update({name: OrderedDict() for name in _HOOKS})
+        vars(twin).update(vars(self.optimizer), **{name: OrderedDict() for name in _HOOKS}, state=state)
         for name in ("grad_scale", "found_inf"):  # of GradScaler, which has seen to the gradient
             vars(twin).pop(name, None)
-        plain = {"foreach": False, "capturable": False, "differentiable": False}
-        plain["fused"] = bool(group.get("fused")) and not wide
-        settings: dict[str, Any] = {key: value for key, value in plain.items() if key in group}
-        if isinstance(lr := group.get("lr"), Tensor):
-            settings["lr"] = float(lr)
-        twin.param_groups = [{**group, **settings, "params": [p]}]
-        twin.state = defaultdict(dict, {p: own} if own else {})
+        twin.param_groups = []
+        for group in self.optimizer.param_groups:
+            plain = {"foreach": False, "capturable": False, "differentiable": False, **settings}
+            plain["fused"] = bool(group.get("fused")) and not wide
+            plain["lr"] = float(group.get("lr", 0.0))
+            own = {**group, **{key: value for key, value in plain.items() if key in group}}
+            twin.param_groups.append({**own, "params": [stepped[p] for p in group["params"] if p in stepped]})
         own_step(type(self.optimizer))(twin)
-        return p.detach(), dict(twin.state[p])
+        return {p: {"": each.detach(), **state[each]} for p, each in stepped.items()}
 
     def problems(self, names: Names) -> Iterator[Problem]:
         """What all that says about the training. names: of the parameters."""
@@ -239,7 +220,7 @@ class SteppedOptimizer:
         half = any(p.dtype is torch.float16 for p in self._updates)
         recipe: dict[str, Any] = {"parameter_dtype": "float32"} if half else {"weights": "stochastic"}
         do = (_WIDE if half else _SR).format(self._bytes(Recipe(**recipe)))
-        updates, (seen, stayed) = self._updates.total(), self._unknown
+        updates = self._updates.total()
         worst = sorted(self._updates, key=lambda p: -self._lost[p] / max(self._updates[p], 1))
         losing = [p for p in worst if self._lost[p] > THRESHOLD * self._updates[p]]
         if losing:
@@ -251,20 +232,20 @@ class SteppedOptimizer:
                 f"{statistics.median(self._sizes):.2g} ulp"
             )
             yield Problem("lost updates", True, said, do, where, tuple(names[p] for p in losing), (), lost, recipe)
-        elif not updates and stayed > THRESHOLD * seen:
-            share = stayed / seen
+        elif not updates and self._still > THRESHOLD * self._moving:
+            share = self._still / self._moving
             said = f"{percent(share)} of the weights in low precision that had a gradient did not move in a step of "
             said += f"{cls}, which cannot be taken again in FP32 to tell why"
             do_ask = "hmpx.attach(optimizer).updates() counts what is lost"
             yield Problem("lost updates", False, said, do_ask, where, weight=share)
-        asked, arrived = self._decay
-        if asked >= _LEAST_DECAY and arrived < 0.1 * asked:
+        if self._asked >= _LEAST_DECAY and self._arrived < 0.1 * self._asked:
             group = next(group for group in self.optimizer.param_groups if group.get("weight_decay"))
             a_step = float(group["lr"]) * float(group["weight_decay"])
-            said = f"{percent(max(arrived / asked, 0.0))} of the weight decay arrives: lr x weight_decay takes "
-            said += f"{a_step:.1g} of a weight in a step, and half an ulp is 0.002 or more"
+            said = f"{percent(max(self._arrived / self._asked, 0.0))} of the weight decay arrives: lr x weight_decay "
+            said += f"takes {a_step:.1g} of a weight in a step, and half an ulp is 0.002 or more"
             yield Problem("weight decay", True, said, do, where, weight=0.5, recipe=recipe)
-        for key, (falls, stays) in self._falls.items():
+        for key, falls in self._falls.items():
+            stays = self._stays[key]
             if stays > 0.5 * falls:
                 said = f"{key} in low precision cannot fall in {percent(stays / falls)} of its elements: a step takes "
                 said += "off less than half an ulp"
