@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass(eq=False)
-class Compared:
+class CallSite:
     """One call site: an op, a line, a module.
 
     calls: the calls under the lists. deltas: the errors of the op alone in the current batch. alone, accumulated: sums
@@ -109,7 +109,7 @@ class Compared:
 class Asked(NamedTuple):
     """One call that a pass is asked for."""
 
-    site: Compared
+    site: CallSite
     point: Point
     run: Run
     args: tuple
@@ -122,9 +122,6 @@ class Asked(NamedTuple):
     def answer(self, result: Any) -> Seen:
         """Answer the call with another result."""
         return Seen(self.args, self.kwargs, result, False, 0.0, 0.0)
-
-    def with_arguments(self, args: tuple, kwargs: dict) -> Asked:
-        return self._replace(args=args, kwargs=kwargs)
 
 
 class Pass(Protocol):
@@ -142,7 +139,7 @@ class Sites:
     everything = True
 
     def __init__(self) -> None:
-        self._found: dict[tuple, Compared] = {}
+        self._found: dict[tuple, CallSite] = {}
         self._names = ModuleNames()
         self.now: Pass | None = None
         self.batch = 0
@@ -158,7 +155,7 @@ class Sites:
         key = (*line, point.op, point.label, id(module))
         site = self._found.get(key)
         if site is None:
-            site = self._found[key] = Compared(point.op, users_line(frame), self._names.of_module(module, frame))
+            site = self._found[key] = CallSite(point.op, users_line(frame), self._names.of_module(module, frame))
             site.begin_batch(self.batch + 1)
         return self.now.around(Asked(site, point, run, args, kwargs))
 
@@ -179,7 +176,7 @@ class Sites:
             site.deltas.clear()
             site.decisions.clear()
 
-    def compared(self) -> list[Compared]:
+    def compared(self) -> list[CallSite]:
         """Return the sites that ran under the lists, in the order in which they were met."""
         return [site for site in self._found.values() if site.calls]
 
@@ -222,7 +219,7 @@ def of_rounded_inputs(asked: Asked, kept: Call) -> Any:
     args, kwargs = _in_dtypes(asked, kept.given)
     if asked.point.in_place:
         args = (widened(args[0]).clone(), *args[1:])
-    return in_fp32(asked.with_arguments(args, kwargs))
+    return in_fp32(asked._replace(args=args, kwargs=kwargs))
 
 
 def widened(value: Any) -> Any:

@@ -12,7 +12,6 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, some
-from hmpx.insight.doctor.gradients import Scaling
 from hmpx.insight.doctor.op_watch import Notes, OpCall, Spot
 from hmpx.insight.tensors import LOW, is_masked
 from hmpx.insight.text_table import number, short_places
@@ -172,28 +171,24 @@ CHECKS = [
 _CHECKS_OF = {name: [check for check in CHECKS if name in check.ops] for each in CHECKS for name in each.ops}
 
 
-class OpChecks:
-    """Looks at single ops of the forward pass by the table, and at mixtures of dtypes."""
+def look_at_op(notes: Notes, op: OpCall) -> None:
+    """Look at one op of the forward pass by the table."""
+    if op.stage != "forward" or not op.results or op.before is not None:
+        return
+    if moment := _moment(op, notes.facts(op.given[0]).get("moment", "") if op.given else ""):
+        notes.add(op.out, moment=moment)
+    for check in _CHECKS_OF.get(op.name, ()):
+        said = check.evidence(op, notes)
+        if said is not None and not op.is_beside:
+            spot = notes.note(check.kind, op, said)
+            if check.mended and spot.calls == 1:
+                spot.mended_by = _mended_by(check, op, spot)
 
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
 
-    def look(self, op: OpCall) -> None:
-        if op.stage != "forward" or not op.results or op.before is not None:
-            return
-        if moment := _moment(op, self._notes.facts(op.given[0]).get("moment", "") if op.given else ""):
-            self._notes.add(op.out, moment=moment)
-        for check in _CHECKS_OF.get(op.name, ()):
-            said = check.evidence(op, self._notes)
-            if said is not None and not op.is_beside:
-                spot = self._notes.note(check.kind, op, said)
-                if check.mended and spot.calls == 1:
-                    spot.mended_by = _mended_by(check, op, spot)
-
-    def problems(self, names: Names) -> Iterator[Problem]:
-        for check in CHECKS:
-            if spots := self._notes.spots(check.kind):
-                yield _problem(check, spots)
+def of_ops(notes: Notes, names: Names) -> Iterator[Problem]:
+    for check in CHECKS:
+        if spots := notes.spots(check.kind):
+            yield _problem(check, spots)
 
 
 def _moment(op: OpCall, before: str) -> str:
@@ -270,33 +265,28 @@ def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[st
 _UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_ _unsafe_view view".split())
 
 
-class Nonfinite:
-    """Looks for the first op that makes an inf or a NaN of finite numbers, in any stage."""
+def look_for_nonfinite(notes: Notes, op: OpCall) -> None:
+    """Look for the first op that makes an inf or a NaN of finite numbers, in any stage."""
+    if op.name in _UNMADE or notes.made_nan or op.stage == "set up" or op.nonfinite is None:
+        return
+    masked = _mask(op, notes) is not None or is_masked(op.name.rstrip("_"), op.given, op.nonfinite)
+    if masked and op.stage != "backward":
+        return
+    notes.made_nan = bool(op.nonfinite.isnan().any())
+    stages = {"forward": "forward", "step": "in the step"}
+    stage = stages.get(op.stage) or f"in the backward pass ({op.node.name()})"
+    if not notes.spots("inf or NaN"):
+        low, backward = op.out.dtype in LOW, op.stage == "backward"
+        notes.note("inf or NaN", op, stage, nan=notes.made_nan, backward=backward, low=low)
 
-    def __init__(self, notes: Notes, scaling: Scaling) -> None:
-        self._notes, self._scaling = notes, scaling
-        self._made_nan = False
 
-    def look(self, op: OpCall) -> None:
-        if op.name in _UNMADE or self._made_nan or op.stage == "set up" or op.nonfinite is None:
-            return
-        masked = _mask(op, self._notes) is not None or is_masked(op.name.rstrip("_"), op.given, op.nonfinite)
-        if masked and op.stage != "backward":
-            return
-        self._made_nan = bool(op.nonfinite.isnan().any())
-        stages = {"forward": "forward", "step": "in the step"}
-        stage = stages.get(op.stage) or f"in the backward pass ({op.node.name()})"
-        if not self._notes.spots("inf or NaN"):
-            low, backward = op.out.dtype in LOW, op.stage == "backward"
-            self._notes.note("inf or NaN", op, stage, nan=self._made_nan, backward=backward, low=low)
-
-    def problems(self, names: Names) -> Iterator[Problem]:
-        for spot in self._notes.spots("inf or NaN"):
-            if not self._made_nan or (self._scaling.skipped and spot.numbers["backward"]):
-                return  # a GradScaler finds its scale by such gradients
-            what = "a NaN" if spot.numbers["nan"] else "an inf"
-            said = f"{spot.name} is the first op that makes {what} of finite numbers, {spot.said}"
-            said += f", in {spot.module}" if spot.module else ""
-            do = "compute it in float32" if spot.numbers["low"] else "keep its input away from where it is not defined"
-            modules = (spot.module,) if spot.module else ()
-            yield Problem("inf or NaN", True, said, do, spot.where, modules, (spot.name,), 0.97)
+def of_nonfinite(notes: Notes, names: Names) -> Iterator[Problem]:
+    for spot in notes.spots("inf or NaN") if notes.made_nan else ():
+        if notes.skipped and spot.numbers["backward"]:
+            return  # a GradScaler finds its scale by such gradients
+        what = "a NaN" if spot.numbers["nan"] else "an inf"
+        said = f"{spot.name} is the first op that makes {what} of finite numbers, {spot.said}"
+        said += f", in {spot.module}" if spot.module else ""
+        do = "compute it in float32" if spot.numbers["low"] else "keep its input away from where it is not defined"
+        modules = (spot.module,) if spot.module else ()
+        yield Problem("inf or NaN", True, said, do, spot.where, modules, (spot.name,), 0.97)

@@ -26,11 +26,9 @@ from hmpx.base import process_state
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
-from hmpx.insight.doctor.checks import Nonfinite, OpChecks
+from hmpx.insight.doctor import checks, followed, gradients
 from hmpx.insight.doctor.diagnosis import Diagnosis
 from hmpx.insight.doctor.fix import Base, Script, recipe_for
-from hmpx.insight.doctor.followed import CastsByHand, EarlyUpcasts, Products, Writes
-from hmpx.insight.doctor.gradients import Scaling, Sums
 from hmpx.insight.doctor.op_watch import Notes, OpWatch, aside
 from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.steps import SteppedOptimizer
@@ -44,6 +42,15 @@ Parameter = torch.nn.Parameter
 
 _SHARE = 0.1  # of the time: what looking at ops may take, after the first iteration that is looked at
 _ITERATION = 50_000  # ops of one iteration that are looked at
+# What is looked for in ops: the function that looks at each, and the one that tells what was found.
+_FOLLOWED = (
+    (checks.look_at_op, checks.of_ops),
+    (checks.look_for_nonfinite, checks.of_nonfinite),
+    (followed.look_at_casts, followed.of_casts),
+    (followed.look_at_writes, followed.of_writes),
+    (followed.look_at_products, followed.of_products),
+    (gradients.look_at_scale, gradients.of_scale),
+)
 
 
 class Enough(BaseException):
@@ -57,12 +64,11 @@ class Examination:
         self._steps, self._at, self._base = steps, frozenset(at), base
         self._optimizers: dict[int, SteppedOptimizer] = {}
         self._trouble: list[str] = []
-        self._notes = notes = Notes()
-        self._upcasts, self._sums, self._scaling = EarlyUpcasts(notes), Sums(), Scaling()
-        self._products, self._replicas = Products(notes), Replicas()
-        before = OpChecks(notes), Nonfinite(notes, self._scaling), self._sums, CastsByHand(notes), Writes(notes)
-        self._followers = (*before, self._products, self._upcasts, self._scaling)
-        self._watch = OpWatch(notes, self._followers, self._trouble)
+        self._notes, self._upcasts, self._sums = Notes(), followed.EarlyUpcasts(), gradients.Sums()
+        own = [(each.look, each.problems) for each in (self._upcasts, self._sums)]
+        looks, self._findings = zip(*_FOLLOWED, *own, strict=True)
+        self._watch = OpWatch(self._notes, looks, self._trouble)
+        self._replicas = Replicas()
         self._names: dict[Parameter, str] = {}  # of every parameter of the models, trained or not
         self._modules: set[str] = set()  # names of theirs
         self._iterations = 0
@@ -109,8 +115,9 @@ class Examination:
             result = step(scaler, optimizer, *args, **kwargs)
             is_skipped = self._steps_done == before
             if scaler.is_enabled():
-                self._scaling.called(scaler, is_skipped or bool(getattr(optimizer, "found_inf", None)))
-            if is_skipped and self._steps is not None and len(self._scaling.skipped) >= self._steps:
+                self._notes.skipped.append(is_skipped or bool(getattr(optimizer, "found_inf", None)))
+                self._notes.scale = scaler.get_scale()
+            if is_skipped and self._steps is not None and len(self._notes.skipped) >= self._steps:
                 raise Enough
             return result
 
@@ -177,10 +184,11 @@ class Examination:
             self._replicas.note("last", self._trained)
         numbered = enumerate(self._trained)
         names = {p: self._names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in numbered}
-        looked = (*self._followers, *self._optimizers.values(), self._replicas)
-        problems = [problem for each in looked for problem in each.problems(names)]
+        problems = [problem for findings in self._findings for problem in findings(self._notes, names)]
+        problems += [problem for each in self._optimizers.values() for problem in each.problems(names)]
+        problems += self._replicas.problems(names)
         found.findings[:] = sorted(problems, key=lambda each: (not each.wrong, -each.weight))
-        script = Script(self._trained, self._names, self._modules, self._products.is_low_by_hand)
+        script = Script(self._trained, self._names, self._modules, followed.are_products_low_by_hand(self._notes))
         with aside(self._trouble):
             found.recipe, found.reasons, found.recipe_text = recipe_for(problems, script, self._base)
         found.looked[:] = self._looked()

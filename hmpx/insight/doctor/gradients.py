@@ -9,7 +9,7 @@ import torch
 
 from hmpx.base.dtype_names import dtype_name
 from hmpx.insight.doctor.diagnosis import Names, Problem, percent
-from hmpx.insight.doctor.op_watch import FEW, OpCall
+from hmpx.insight.doctor.op_watch import FEW, Notes, OpCall
 from hmpx.insight.doctor.steps import sample
 from hmpx.insight.tensors import LOW, Tensor
 
@@ -26,7 +26,7 @@ class Sums:
         self._most = 0  # backward passes before a step
         self._dtype: torch.dtype | None = None
 
-    def look(self, op: OpCall) -> None:
+    def look(self, notes: Notes, op: OpCall) -> None:
         if op.name == "add_" and op.before and op.node and "AccumulateGrad" in op.node.name() and len(op.given) > 1:
             key = op.given[0].data_ptr()
             self._sums[key] = self._sums.get(key, op.before[0].float()) + sample(op.given[1], FEW).float()
@@ -47,7 +47,7 @@ class Sums:
         self._sums.clear()
         self._added.clear()
 
-    def problems(self, names: Names) -> Iterator[Problem]:
+    def problems(self, notes: Notes, names: Names) -> Iterator[Problem]:
         if self._size and self._dtype is not None:
             error = (self._error / self._size) ** 0.5
             said = f"gradients of {self._most} backward passes are accumulated in {dtype_name(self._dtype)}, and are "
@@ -57,38 +57,26 @@ class Sums:
             yield Problem("gradient accumulation", wrong, said, do, weight=weight, recipe=recipe)
 
 
-class Scaling:
-    """Counts the gradients that FP16 cannot hold, and the steps that GradScaler skips.
+def look_at_scale(notes: Notes, op: OpCall) -> None:
+    """Count the gradients that FP16 cannot hold."""
+    for result in op.results if op.stage == "backward" else ():
+        if result.dtype is torch.float16 and result.numel() > 1:
+            few = sample(result, FEW).float().abs()
+            tiny = (few > 0) & (few < torch.finfo(torch.float16).smallest_normal)
+            notes.note("gradient in FP16", op, nonzero=int((few > 0).sum()), tiny=int(tiny.sum()))
 
-    skipped: for each call of ``GradScaler.step``, whether it has skipped the step.
-    """
 
-    def __init__(self) -> None:
-        self._values = self._tiny = 0  # FP16 gradients that are not zero, and those beneath the normal numbers
-        self.skipped: list[bool] = []
-        self._scale = 0.0
-
-    def look(self, op: OpCall) -> None:
-        for result in op.results if op.stage == "backward" else ():
-            if result.dtype is torch.float16 and result.numel() > 1:
-                few = sample(result, FEW).float().abs()
-                self._values += int((few > 0).sum())
-                self._tiny += int(((few > 0) & (few < torch.finfo(torch.float16).smallest_normal)).sum())
-
-    def called(self, scaler: torch.amp.GradScaler, skipped: bool) -> None:
-        self.skipped.append(skipped)
-        self._scale = scaler.get_scale()
-
-    def problems(self, names: Names) -> Iterator[Problem]:
-        recipe = {"parameter_dtype": "float32"} if any(p.dtype is torch.float16 for p in names) else {}
-        if self._values and not self.skipped:
-            share = self._tiny / self._values
-            said = f"FP16 without a GradScaler: {percent(share)} of the nonzero gradients are below its normal numbers"
-            do, weight = 'torch.amp.GradScaler("cuda"), or BF16, which needs none', 0.3 + 0.5 * share
-            yield Problem("loss scaling", share > 0.01, said, do, weight=weight, recipe=recipe)
-        late = self.skipped[len(self.skipped) // 2 :]
-        if len(late) >= _SETTLED and 2 * sum(late) >= len(late):
-            said = f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, down to a scale of "
-            said += f"{self._scale:g}: gradients are inf or NaN at any scale"
-            do = "look for the first op that makes them (doctor --at 3), or use BF16, which needs no scale"
-            yield Problem("GradScaler", True, said, do, weight=0.9, recipe=recipe)
+def of_scale(notes: Notes, names: Names) -> Iterator[Problem]:
+    recipe = {"parameter_dtype": "float32"} if any(p.dtype is torch.float16 for p in names) else {}
+    spots, late = notes.spots("gradient in FP16"), notes.skipped[len(notes.skipped) // 2 :]
+    nonzero = sum(spot.numbers["nonzero"] for spot in spots)
+    if nonzero and not notes.skipped:
+        share = sum(spot.numbers["tiny"] for spot in spots) / nonzero
+        said = f"FP16 without a GradScaler: {percent(share)} of the nonzero gradients are below its normal numbers"
+        do, weight = 'torch.amp.GradScaler("cuda"), or BF16, which needs none', 0.3 + 0.5 * share
+        yield Problem("loss scaling", share > 0.01, said, do, weight=weight, recipe=recipe)
+    if len(late) >= _SETTLED and 2 * sum(late) >= len(late):
+        said = f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, down to a scale of {notes.scale:g}: "
+        said += "gradients are inf or NaN at any scale"
+        do = "look for the first op that makes them (doctor --at 3), or use BF16, which needs no scale"
+        yield Problem("GradScaler", True, said, do, weight=0.9, recipe=recipe)

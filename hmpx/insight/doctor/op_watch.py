@@ -13,7 +13,7 @@ import sys
 import types as python_types
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -132,14 +132,22 @@ class Notes:
 
     The facts are "moment": "square", "mean", "mean of square" or "square of mean"; "cast": the dtype before its last
     cast, and the line of that; "scaled": another tensor, and the number by which this one is larger.
+
+    Attributes:
+        names: of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
+        made_nan: whether an op has made a NaN of finite numbers.
+        skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last one.
     """
 
     _MOST = 4096
 
     def __init__(self) -> None:
         self.names = ModuleNames()
+        self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None
+        self.made_nan = False
+        self.skipped: list[bool] = []
+        self.scale = 0.0
         self._spots: dict[tuple, Spot] = {}
-        self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None  # if the last op was one
         self._facts: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
 
     def note(self, kind: str, op: OpCall, said: str = "", **numbers: float) -> Spot:
@@ -177,14 +185,14 @@ class Notes:
 
 
 class OpWatch(DispatchWatch):
-    """Shows ops to followers, by their ``look(op)``, while it is open.
+    """Looks at ops while it is open, by functions of the notes and the op.
 
     setting_up: whether the ops are those that make the model. stepping: whether an optimizer's step runs.
     """
 
-    def __init__(self, notes: Notes, followers: Sequence[Any], trouble: list[str]) -> None:
+    def __init__(self, notes: Notes, looks: Sequence[Callable[[Notes, OpCall], None]], trouble: list[str]) -> None:
         super().__init__()
-        self._notes, self._followers, self._trouble = notes, followers, trouble
+        self._notes, self._looks, self._trouble = notes, looks, trouble
         self.stepping = self.setting_up = False
         self._names: dict[Any, str] = {}
         self._left = 0.0
@@ -226,8 +234,8 @@ class OpWatch(DispatchWatch):
         if op.name in VIEWS and op.given and (facts := self._notes.facts(op.given[0])):
             for result in op.results:
                 self._notes.add(result, **facts)
-        for each in self._followers:
-            each.look(op)
+        for look in self._looks:
+            look(self._notes, op)
 
 
 def _is_plain(tensor: Tensor) -> bool:
