@@ -14,7 +14,7 @@ from hmpx.bench import measure
 from hmpx.bench.train import Training
 from hmpx.insight import observed
 from hmpx.insight.comparing import subject as comparing
-from hmpx.insight.comparing.calls import CallSite
+from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.tuning.runs import Effect, Exact, Mixed, Progress, Runs
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.worth import decidable
@@ -63,7 +63,7 @@ class _OneByOne:
         self._subject = comparing.Subject(model, batches, _loss, None)
         self._progress = Progress("one by one", False)
         self._runs = Runs(self._subject, _BATCHES, self._progress)
-        self._sites: dict[CallSite, None] = {}
+        self._sites: dict[Compared, None] = {}
         self.asked = 0.0
 
     @property
@@ -80,7 +80,7 @@ class _OneByOne:
             self._runs.prepare(lambda drawn, number: Exact(drawn))
             self.asked = _ASKED * self._without(set()).gradient_error
             worst = sorted(self._sites, key=lambda site: self._without({site}).size)
-            fallen: set[CallSite] = set()
+            fallen: set[Compared] = set()
             for site in worst:
                 fallen.add(site)
                 effect = self._without(fallen)
@@ -88,10 +88,10 @@ class _OneByOne:
                     break
             return effect
 
-    def _without(self, fallen: set[CallSite]) -> Effect:
+    def _without(self, fallen: set[Compared]) -> Effect:
         """Measure everything in BF16 but some sites."""
 
-        def is_low(site: CallSite) -> bool | None:
+        def is_low(site: Compared) -> bool | None:
             if site.op not in decidable():
                 return None
             self._sites.setdefault(site)

@@ -12,7 +12,6 @@ from types import UnionType
 from typing import Any, NewType, NoReturn, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 from hmpx.errors import HmpxError
-from hmpx.insight.pages import Report
 from hmpx.insight.recording.diff import LogDiff, difference
 from hmpx.insight.recording.recorded import SCHEMA, Recorded
 from hmpx.insight.recording.table import as_page, as_text
@@ -22,7 +21,7 @@ Rows = Callable[[list[dict[str, Any]]], object]  # a function of the rows of a l
 
 
 @dataclass
-class Log(Recorded, Report):
+class Log(Recorded):
     """What `record` saw. It prints as a table, the dearest sites first, with what calls for attention beneath it.
 
     Attributes:
@@ -74,8 +73,19 @@ class Log(Recorded, Report):
             if self.steps % n == 0:
                 callback([site.as_json() for site in self.sites])
 
-    def _page(self) -> str:
-        return as_page(self)
+    def json(self, path: str | os.PathLike[str]) -> None:
+        """Save as JSON: an object with the attributes of `Log`, whose `sites` have those of `Site`.
+
+        "schema" is 1; it grows when a name changes its meaning or goes away. Lists stand for tuples, null for None.
+        """
+        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Write one page that holds everything: tables, modules, where the time of casts goes, dtypes through a block.
+
+        It is read without a network, in light and dark mode. Names and paths are shown as they are, and run nothing.
+        """
+        Path(path).write_text(as_page(self), encoding="utf-8")
 
     def diff(self, other: Recorded) -> LogDiff:
         """Compare with another record of the same program, made under other lists or another torch.

@@ -136,10 +136,7 @@ class Recorded:
         return {**sums, "cast_share": sums["cast_seconds"] / seconds if seconds else 0.0}
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as numbers, strings, lists and dicts, by the names of the attributes.
-
-        "schema" is 1; it grows when a name changes its meaning or goes away. Lists stand for tuples, null for None.
-        """
+        """Return everything as numbers, strings, lists and dicts, by the names of the attributes; see `json`."""
         values = {each.name: getattr(self, each.name) for each in fields(Recorded)}
         for name in ("sites", "round_trips"):
             values[name] = [asdict(each) for each in values[name]]

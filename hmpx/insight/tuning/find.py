@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hmpx import conversion
 from hmpx.errors import HmpxError
 from hmpx.insight import observed
-from hmpx.insight.comparing.calls import CallSite
+from hmpx.insight.comparing.calls import Compared
 from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.tuning.choices import amount, choices_of
 from hmpx.insight.tuning.lists import lists_and_rules, policy_of, recipe_of
@@ -151,7 +151,7 @@ class Tuning:
         """Return a pass with these places in low precision."""
         costs = self._costs
 
-        def is_low(site: CallSite) -> bool | None:
+        def is_low(site: Compared) -> bool | None:
             place = costs.place_of(site)
             return place in chosen if place in costs.of_place else None
 
@@ -169,7 +169,7 @@ class Tuning:
     def _of_lists(self, name: str, policy: Policy, recipe: Recipe | None = None) -> Measured:
         """Run the held-out batches under lists."""
         asked, costs, runs = self._asked, self._costs, self._runs
-        low: dict[CallSite, bool] = {}
+        low: dict[Compared, bool] = {}
         with observed.observed(policy, asked.kernels, runs.sites, self._rules(recipe)):
             effect = runs.effect(lambda drawn: UnderLists(drawn, low, asked.low), runs.held_out, "verifying")
         ran = {is_low: {costs.place_of(site) for site in low if low[site] is is_low} for is_low in (True, False)}

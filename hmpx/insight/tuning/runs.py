@@ -18,7 +18,7 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.insight import run_state
-from hmpx.insight.comparing.calls import Asked, CallSite, Sites, in_fp32, is_recomputing
+from hmpx.insight.comparing.calls import Asked, Compared, Sites, in_fp32, is_recomputing
 from hmpx.insight.comparing.noise import Noise, square
 from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.reasons import in_a_line
@@ -27,7 +27,7 @@ from hmpx.ops.policies.policy import Rule
 from hmpx.ops.wrapping.observing import Seen, unobserved
 from hmpx.ops.wrapping.overriding import call
 
-Drawn = dict[tuple[CallSite, int], Tensor]  # the state of torch's generator before each call that draws numbers
+Drawn = dict[tuple[Compared, int], Tensor]  # the state of torch's generator before each call that draws numbers
 Run = tuple[float, list[Tensor]]  # a loss, and the gradients of the parameters
 
 
@@ -39,7 +39,7 @@ class Exact:
 
     def __init__(self, drawn: Drawn) -> None:
         self._drawn = drawn
-        self._numbers: Counter[CallSite] = Counter()
+        self._numbers: Counter[Compared] = Counter()
         self.by_hand: dict[str, None] = {}
 
     def around(self, asked: Asked) -> Seen:
@@ -51,7 +51,7 @@ class Exact:
             self.by_hand[asked.site.where] = None
         return seen
 
-    def numbered(self, asked: Asked, number: tuple[CallSite, int]) -> Seen:
+    def numbered(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
         """Compute a call that is the first with its number."""
         before = run_state.get_state()
         seen = self.seen(asked)
@@ -71,11 +71,11 @@ class Mixed(Exact):
     is_low: says which; None for a site that tune does not decide about: it runs in the dtype of its inputs.
     """
 
-    def __init__(self, drawn: Drawn, is_low: Callable[[CallSite], bool | None]) -> None:
+    def __init__(self, drawn: Drawn, is_low: Callable[[Compared], bool | None]) -> None:
         super().__init__(drawn)
         self._is_low = is_low
 
-    def numbered(self, asked: Asked, number: tuple[CallSite, int]) -> Seen:
+    def numbered(self, asked: Asked, number: tuple[Compared, int]) -> Seen:
         if number in self._drawn:
             run_state.set_state(self._drawn[number])
         return self.seen(asked)
@@ -93,7 +93,7 @@ class Mixed(Exact):
 class UnderLists(Mixed):
     """A pass under the lists in force. low: the pass notes here for each site whether it ran in `low_name`."""
 
-    def __init__(self, drawn: Drawn, low: dict[CallSite, bool], low_name: str) -> None:
+    def __init__(self, drawn: Drawn, low: dict[Compared, bool], low_name: str) -> None:
         super().__init__(drawn, low.get)
         self._low, self._in_fp8 = low, low_name == "fp8"
 
