@@ -126,6 +126,9 @@ class Asked(NamedTuple):
         """Answer the call with another result."""
         return Seen(self.args, self.kwargs, result, False, 0.0, 0.0)
 
+    def with_arguments(self, args: tuple, kwargs: dict) -> Asked:
+        return self._replace(args=args, kwargs=kwargs)
+
 
 class Pass(Protocol):
     """A run of the model, which decides how each call is computed."""
@@ -222,7 +225,7 @@ def of_rounded_inputs(asked: Asked, kept: Call) -> Any:
     args, kwargs = _in_dtypes(asked, kept.given)
     if asked.point.in_place:
         args = (widened(args[0]).clone(), *args[1:])
-    return in_fp32(asked._replace(args=args, kwargs=kwargs))
+    return in_fp32(asked.with_arguments(args, kwargs))
 
 
 def widened(value: Any) -> Any:

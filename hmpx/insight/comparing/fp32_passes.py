@@ -182,7 +182,7 @@ class AlonePass(Fp32Pass):
 def _apart(asked: Asked) -> Any:
     """Compute a call in FP32; one that writes to its first input writes to a copy."""
     args = (asked.args[0].clone(), *asked.args[1:]) if asked.point.in_place else asked.args
-    return in_fp32(asked._replace(args=args))
+    return in_fp32(asked.with_arguments(args, asked.kwargs))
 
 
 def _added(low: Any, rounded: Any, exact: Any) -> Any:

@@ -152,7 +152,8 @@ def sums(rows: Mapping[CallSite, Row], key: str, noise: Noise, h: float) -> tupl
     found: dict[str, dict[CallSite, Row]] = {}
     for site, row in rows.items():
         found.setdefault(getattr(site, key), {})[site] = row
-    return tuple(_sum(Row(**{"op": "", key: value}), sites, noise, h) for value, sites in found.items())
+    heads = {value: Row(value) if key == "op" else Row("", module=value) for value in found}
+    return tuple(_sum(heads[value], sites, noise, h) for value, sites in found.items())
 
 
 def _sum(head: Row, rows: Mapping[CallSite, Row], noise: Noise, h: float) -> Row:
