@@ -32,8 +32,7 @@ from hmpx.insight.doctor.fix import Base, Script, recipe_for
 from hmpx.insight.doctor.op_watch import Notes, OpWatch, aside
 from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.steps import SteppedOptimizer
-from hmpx.ops.wrapping.callers import users_line
-from hmpx.recipes.constructor_hooks import models_of
+from hmpx.ops.wrapping.callers import frames, users_line
 from hmpx.recipes.module_patterns import module_names
 from hmpx.updates.stepping.names import names_in, parameters
 
@@ -136,7 +135,7 @@ class Examination:
     def _first_step(self, optimizer: Optimizer, caller: FrameType) -> None:
         params = parameters(optimizer)
         self._optimizers[id(optimizer)] = SteppedOptimizer(optimizer, users_line(caller))
-        for model in models_of(params):
+        for model in _models_around(caller, {*params}):
             self._names = {**names_in(model), **self._names}
             self._modules |= {*module_names(model)}
             self._notes.names.add(model)
@@ -208,6 +207,22 @@ class Examination:
         if self._compiles:
             lines.append("compiled code hides its ops: set TORCH_COMPILE_DISABLE=1 to have them looked at")
         return lines + [f"could not look at everything: {each}" for each in self._trouble[:1]]
+
+
+def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.nn.Module]:
+    """Find the models that hold these parameters.
+
+    They stand in the variables of whoever steps the optimizer, or in the object whose method does.
+    """
+    for frame in frames(caller):
+        values = [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
+        models = [value for value in values if isinstance(value, torch.nn.Module)]
+        for model in sorted(models, key=lambda model: -len(wanted.intersection(model.parameters()))):
+            if not wanted.isdisjoint(model.parameters()):
+                wanted = wanted.difference(model.parameters())
+                yield model
+        if not wanted:
+            return
 
 
 def _frames_compiled() -> int:

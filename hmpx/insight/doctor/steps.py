@@ -4,7 +4,8 @@ In some steps, a sample of each parameter is stepped again by the optimizer's ow
 weights. An update is lost if it moves the FP32 sample and not the weight, as `Attachment.updates()` counts it. The same
 step without weight decay, and one with a gradient of zeros, tell what becomes of the decay and of the state.
 
-An optimizer that treats each element by itself does the same to a sample as to the whole.
+An optimizer that treats each element by itself does the same to a sample as to the whole, so one parameter that is put
+together of samples of many stands for all of them.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from hmpx.updates.stepping.optimizer_scope import scope_of
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
-# Of each parameter, a sample of its weight, under the key "", and of its state.
-Samples = Mapping[Parameter, dict[str, Any]]
+Values = dict[str, Any]  # of a parameter: a sample of its weight, under the key "", and of its state
 
 _MOST = 1024  # elements of one tensor that are looked at
 _FAITHFUL = 0.9  # of a sample: at least so many come out as in the step when it is taken again in low precision
@@ -55,13 +55,17 @@ def sample(tensor: Tensor, most: int = _MOST) -> Tensor:
     return flat[:: step + (step > 1 and step % 2 == 0)]  # an odd step does not stay in one column of a matrix
 
 
-def _sampled(p: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-    own = {key: sample(v) if isinstance(v, Tensor) and v.shape == p.shape else v for key, v in state.items()}
-    return {key: v.clone() if isinstance(v, Tensor) else v for key, v in {"": sample(p), **own}.items()}
+def _sampled(p: Parameter, state: Mapping[str, Any]) -> Values:
+    shaped = {key for key, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape and key != "step"}
+    own = {"": sample(p), **{key: sample(v) if key in shaped else v for key, v in state.items()}}
+    return {key: v.clone() if isinstance(v, Tensor) else v for key, v in own.items()}
 
 
-def _joined(samples: Samples, key: str, params: Sequence[Parameter]) -> Tensor:
-    return torch.cat([samples[p][key].flatten() for p in params])
+def _joined(several: Sequence[Values]) -> Values:
+    """Return the samples of parameters that are alike as those of one parameter."""
+    first = several[0]
+    shaped = [key for key, v in first.items() if isinstance(v, Tensor) and v.shape == first[""].shape]
+    return {**first, **{key: torch.cat([values[key] for values in several]) for key in shaped}}
 
 
 class SteppedOptimizer:
@@ -86,21 +90,21 @@ class SteppedOptimizer:
         self._no_grad: Counter[Parameter] = Counter()  # samples
         self._zero_grad: Counter[Parameter] = Counter()
         self._nonfinite: tuple[str, int] | None = None  # weights or gradients that were inf or NaN, in which step first
-        self._before: dict[Parameter, dict[str, Any]] = {}
+        self._before: list[tuple[Parameter, dict[str, Any], Values]] = []  # with its group
         self._grads: dict[Parameter, Tensor] = {}
 
     def begin(self) -> None:
         """A step begins."""
         how = attachment_of(self.optimizer)
         self.is_rounded = region_state.rounding() is not None or (how is not None and how.settings.weights != "nearest")
-        self._before, self._grads = {}, {}
+        self._before, self._grads = [], {}
         if not is_sampled(self.steps + 1):
             return
-        params = parameters(self.optimizer)
-        self._grads = {p: p.grad for p in params if p.grad is not None}
-        if not self.is_rounded:
-            low = [p for p in params if p.dtype in LOW and local(p).numel()]
-            self._before = {p: _sampled(p, self.optimizer.state.get(p) or {}) for p in low}
+        self._grads = {p: p.grad for p in parameters(self.optimizer) if p.grad is not None}
+        for group in self.optimizer.param_groups if not self.is_rounded else ():
+            for p in group["params"]:
+                if p.dtype in LOW and local(p).numel():
+                    self._before.append((p, group, _sampled(p, self.optimizer.state.get(p) or {})))
 
     def end(self) -> None:
         """The step is done."""
@@ -117,79 +121,69 @@ class SteppedOptimizer:
         self.samples += 1
         self._no_grad.update(p for p in params if p not in grads)
         self._zero_grad.update(p for p, grad in dense.items() if not (sample(grad).any() or local(grad).any()))
-        before = {p: each for p, each in self._before.items() if p in dense}
-        if before and not bool(getattr(self.optimizer, "found_inf", None)):
-            self._compare(before, {p: sample(dense[p]).clone() for p in before})  # dense, for fused kernels
+        alike: dict[tuple, list[tuple[Parameter, dict[str, Any], Values]]] = defaultdict(list)
+        for p, group, values in self._before if not bool(getattr(self.optimizer, "found_inf", None)) else ():
+            if p in dense:  # those that are alike are stepped as one
+                numbers = tuple((key, value) for key, value in values.items() if isinstance(value, int | float))
+                kind = (id(group), p.dtype, *values, *numbers)
+                alike[kind].append((p, group, values))
+        for several in alike.values():
+            params, groups, before = zip(*several, strict=True)
+            self._compare(params, groups[0], _joined(before), torch.cat([sample(dense[p]) for p in params]))
 
-    def _compare(self, before: Samples, grads: Mapping[Parameter, Tensor]) -> None:
-        """Compare what parameters have become with what they become in steps taken again."""
-        params = list(before)
-        old, new = _joined(before, "", params), torch.cat([sample(p) for p in params])
+    def _compare(self, params: Sequence[Parameter], group: dict[str, Any], before: Values, grad: Tensor) -> None:
+        """Compare what parameters that are alike have become with what they become in steps taken again."""
+        of_each = [sample(p) for p in params]
+        old, new = before[""], torch.cat(of_each)
         if scope_of(self.optimizer) != "element":
-            grad = torch.cat(list(grads.values()))
             changing = (grad != 0) & torch.isfinite(grad)
             self._moving += int(changing.sum())
             self._still += int((changing & (new == old)).sum())
             return
         wide, ulp = old.float(), _spacing(old)
-        again = _joined(self._stepped(before, grads, wide=False), "", params)
+        again = self._stepped(group, before, grad, wide=False)[""]
         if float((again == new).float().mean()) < _FAITHFUL:
             return
-        exact = _joined(self._stepped(before, grads, wide=True), "", params)
+        exact = self._stepped(group, before, grad, wide=True)[""]
         updated = (exact != wide) & torch.isfinite(exact)
         if bool(updated.any()):
             self._sizes.append(float(((exact - wide).abs() / ulp)[updated].median()))
-        of_each = torch.stack([updated, updated & (new == old)]).split([len(grads[p]) for p in params], 1)
-        counts = torch.stack([part.sum(1) for part in of_each]).tolist()
-        for p, (count, lost) in zip(params, counts, strict=True):
+        parts = torch.stack([updated, updated & (new == old)]).split([len(few) for few in of_each], 1)
+        for p, (count, lost) in zip(params, torch.stack([part.sum(1) for part in parts]).tolist(), strict=True):
             self._updates[p] += count
             self._lost[p] += lost
-        if any(group.get("weight_decay") for group in self.optimizer.param_groups):
-            without = [
-                _joined(self._stepped(before, grads, wide, weight_decay=0.0), "", params) for wide in (True, False)
-            ]
-            asked, arrived = exact - without[0], again.float() - without[1].float()
+        if group.get("weight_decay"):
+            without = {**group, "weight_decay": 0 * group["weight_decay"]}
+            asked = exact - self._stepped(without, before, grad, wide=True)[""]
+            arrived = again.float() - self._stepped(without, before, grad, wide=False)[""].float()
             self._asked += float((asked.abs() / ulp).nansum())
             self._arrived += float((arrived * asked.sign() / ulp).nansum())
-        kept = [(key, v) for state in before.values() for key, v in state.items() if key]
-        if low := {key for key, v in kept if isinstance(v, Tensor) and v.dtype in LOW}:
-            self._compare_state(before, {p: torch.zeros_like(grad) for p, grad in grads.items()}, low)
+        low = [key for key, v in before.items() if key and isinstance(v, Tensor) and v.dtype in LOW]
+        if low:
+            falling, left = (self._stepped(group, before, torch.zeros_like(grad), wide) for wide in (True, False))
+            for key in low:
+                falls = (falling[key] != before[key].float()) & (falling[key].abs() > 1e-30)
+                self._falls[key] += int(falls.sum())
+                self._stays[key] += int((falls & (left[key] == before[key])).sum())
 
-    def _compare_state(self, before: Samples, zeros: Mapping[Parameter, Tensor], keys: set[str]) -> None:
-        """Compare what state in low precision becomes with a gradient of zeros, in FP32 and as it is."""
-        exact, again = (self._stepped(before, zeros, wide) for wide in (True, False))
-        for key in keys:
-            having = [p for p in before if key in before[p]]
-            was, falling, left = (_joined(each, key, having) for each in (before, exact, again))
-            falls = (falling != was.float()) & (falling.abs() > 1e-30)
-            self._falls[key] += int(falls.sum())
-            self._stays[key] += int((falls & (left == was)).sum())
-
-    def _stepped(self, before: Samples, grads: Mapping[Parameter, Tensor], wide: bool, **settings: Any) -> Samples:
-        """Return what the optimizer's own code makes of samples, in FP32 or in their own dtype."""
-        stepped: dict[Parameter, Parameter] = {}
-        state: dict[Parameter, dict[str, Any]] = defaultdict(dict)
-        for p, values in before.items():
-            own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in values.items()}
-            if wide:
-                own = {key: v.float() if isinstance(v, Tensor) and v.dtype in LOW else v for key, v in own.items()}
-            stepped[p] = Parameter(own.pop(""))
-            stepped[p].grad = grads[p].to(stepped[p].dtype)
-            if own:
-                state[stepped[p]] = own
+    def _stepped(self, group: dict[str, Any], before: Values, grad: Tensor, wide: bool) -> Values:
+        """Return what the optimizer's own code makes of one parameter and its state, in FP32 or in their own dtypes."""
+        own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in before.items()}
+        if wide:
+            own = {key: v.float() if isinstance(v, Tensor) and v.dtype in LOW else v for key, v in own.items()}
+        p = Parameter(own.pop(""))
+        p.grad = grad.to(p.dtype)
         twin = object.__new__(type(self.optimizer))
+        state = defaultdict(dict, {p: own} if own else {})
         vars(twin).update(vars(self.optimizer), **{name: OrderedDict() for name in _HOOKS}, state=state)
         for name in ("grad_scale", "found_inf"):  # of GradScaler, which has seen to the gradient
             vars(twin).pop(name, None)
-        twin.param_groups = []
-        for group in self.optimizer.param_groups:
-            plain = {"foreach": False, "capturable": False, "differentiable": False, **settings}
-            plain["fused"] = bool(group.get("fused")) and not wide
-            plain["lr"] = float(group.get("lr", 0.0))
-            own = {**group, **{key: value for key, value in plain.items() if key in group}}
-            twin.param_groups.append({**own, "params": [stepped[p] for p in group["params"] if p in stepped]})
+        plain: dict[str, Any] = {"foreach": False, "capturable": False, "differentiable": False}
+        plain["fused"] = bool(group.get("fused")) and not wide
+        plain["lr"] = float(group.get("lr", 0.0))
+        twin.param_groups = [{**group, **{key: v for key, v in plain.items() if key in group}, "params": [p]}]
         own_step(type(self.optimizer))(twin)
-        return {p: {"": each.detach(), **state[each]} for p, each in stepped.items()}
+        return {"": p.detach(), **state[p]}
 
     def problems(self, names: Names) -> Iterator[Problem]:
         """What all that says about the training. names: of the parameters."""
