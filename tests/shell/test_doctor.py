@@ -53,27 +53,6 @@ def test_lost_updates_are_told_and_the_recipe_that_is_written_mends_them(script,
     assert done.returncode == 0 and "nothing wrong was found" in done.stderr, done.stderr
 
 
-def test_what_is_found_under_a_recipe_extends_it_and_holds_only_what_is_new(script, tmp_path):
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "plain.yaml").write_text(
-        "bf16: [linear, softmax]\nfp32: [cross_entropy]\npromote: []\nweights: nearest\n"
-    )
-    source = SCRIPT.replace("F.cross_entropy(", "-(model[2].bias.softmax(-1)).log()[0] * 1e-9 + F.cross_entropy(")
-    done = doctor(
-        tmp_path, "--recipe", "own/plain.yaml", "--set", "seed=3", "--fix", "recipe.yaml", script(source=source)
-    )
-    assert done.returncode == 1, done.stderr
-    lines = [line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line and line[0] != "#"]
-    assert lines[:2] == ["extends: own/plain.yaml", "seed: 3"], lines
-    assert lines[2:] == [
-        "bf16: [linear]",
-        "fp32: [cross_entropy, log, softmax]",
-        "weights: stochastic",
-    ]
-    done = doctor(tmp_path, "--recipe", "recipe.yaml", "train.py")
-    assert done.returncode == 0, done.stderr
-
-
 def test_fp16_weights_are_answered_by_weights_in_float32_and_products_in_bf16(script, tmp_path):
     source = SCRIPT.replace(
         "AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)", "SGD(model.parameters(), 1e-4)"
@@ -194,6 +173,27 @@ def test_a_script_prints_and_computes_what_it_does_without(script, tmp_path):
     plain = python.run(script(), "a", "--b", cwd=tmp_path, check=True)
     done = doctor(tmp_path, "--steps", "0", "train.py", "a", "--b")
     assert done.returncode == 1 and done.stdout == plain.stdout != ""
+
+
+def test_what_is_found_under_a_recipe_extends_it_and_holds_only_what_is_new(script, tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "plain.yaml").write_text(
+        "bf16: [linear, softmax]\nfp32: [cross_entropy]\npromote: []\nweights: nearest\n"
+    )
+    source = SCRIPT.replace("F.cross_entropy(", "-(model[2].bias.softmax(-1)).log()[0] * 1e-9 + F.cross_entropy(")
+    done = doctor(
+        tmp_path, "--recipe", "own/plain.yaml", "--set", "seed=3", "--fix", "recipe.yaml", script(source=source)
+    )
+    assert done.returncode == 1, done.stderr
+    lines = [line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line and line[0] != "#"]
+    assert lines[:2] == ["extends: own/plain.yaml", "seed: 3"], lines
+    assert lines[2:] == [
+        "bf16: [linear]",
+        "fp32: [cross_entropy, log, softmax]",
+        "weights: stochastic",
+    ]
+    done = doctor(tmp_path, "--recipe", "recipe.yaml", "train.py")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_healthy_script_is_told_so_with_the_status_0(script, tmp_path):
