@@ -123,10 +123,26 @@ def audit(model: Callable, inputs: Any = ()) -> Audit:
     return Audit(watch.findings(), conversion.escaped)
 
 
-class Watch(TorchDispatchMode):
-    """Collects the ops of the forward pass that ran in another dtype than the policy says."""
+class DispatchWatch(TorchDispatchMode):
+    """Sees each op at torch's dispatcher while it is open, in the thread that opens it."""
 
     supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
+    is_open = False
+
+    def open(self) -> None:
+        if not self.is_open:
+            self.__enter__()
+            self.is_open = True
+
+    def close(self) -> None:
+        """Close it, if it is the innermost mode; if another one was opened since, it stays open."""
+        if self.is_open and _get_current_dispatch_mode() is self:
+            self.is_open = False
+            self.__exit__(None, None, None)
+
+
+class Watch(DispatchWatch):
+    """Collects the ops of the forward pass that ran in another dtype than the policy says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +231,6 @@ class ForwardWatch:
     def __init__(self) -> None:
         self._watch = Watch()
         self._changes = Changes()
-        self._open = False
 
     def __enter__(self) -> ForwardWatch:
         self._thread = threading.get_ident()
@@ -237,8 +252,8 @@ class ForwardWatch:
 
     def __exit__(self, *exception: object) -> None:
         self._changes.close()
-        if self._open:
-            self._open = False
+        if self._watch.is_open:
+            self._watch.is_open = False
             self._watch.__exit__(*exception)
 
     def findings(self) -> tuple[Finding, ...]:
@@ -249,15 +264,13 @@ class ForwardWatch:
             self._pause()
 
     def _pause(self) -> None:
-        """Close it, if it is the innermost mode; a step that raises leaves it so until the next backward pass."""
-        if self._open and self._is_here() and _get_current_dispatch_mode() is self._watch:
-            self._open = False
-            self._watch.__exit__(None, None, None)
+        """Close it; a step that raises leaves it so until the next backward pass."""
+        if self._is_here():
+            self._watch.close()
 
     def _resume(self) -> None:
-        if not self._open and self._is_here():
-            self._watch.__enter__()
-            self._open = True
+        if self._is_here():
+            self._watch.open()
 
     def _is_here(self) -> bool:
         """Whether this is the thread to watch, and no pass inside a backward one, at whose end torch resets modes."""

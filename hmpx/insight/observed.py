@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 
+import torch
+
+from hmpx import rounding, updates
 from hmpx.base.process_state import lock, observers
 from hmpx.conversion import Conversion, install, installed
 from hmpx.ops.computing.kernels import KernelsAsked
 from hmpx.ops.module_rules import ModuleRule
 from hmpx.ops.policies.policy import Policy
 from hmpx.ops.wrapping.observing import Observer
+
+# The folders of the code that computes an optimizer's step.
+OF_STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
 
 
 @contextlib.contextmanager

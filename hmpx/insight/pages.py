@@ -1,4 +1,4 @@
-"""HTML pages that need nothing else: no network, no other file.
+"""`Report`, and HTML pages that need nothing else: no network, no other file.
 
 A page holds its values as JSON, and a script draws them. Names and paths are escaped in the JSON, so that none can end
 the element that it stands in, and the script adds them as text, never as HTML.
@@ -8,11 +8,32 @@ from __future__ import annotations
 
 import html
 import json
+import os
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 _MAIN = '<main id="page"></main>'
 _ESCAPED = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
+
+
+class Report:
+    """What a call of insight has found: `as_json` says all of it, `json` and `html` save it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as objects of JSON."""
+        raise NotImplementedError
+
+    def _page(self) -> str:
+        raise NotImplementedError
+
+    def json(self, path: str | os.PathLike[str]) -> None:
+        """Save `as_json()`, by the names of the attributes."""
+        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Save as one HTML page that holds everything, and needs no network and no other file."""
+        Path(path).write_text(self._page(), encoding="utf-8")
 
 
 def filled(package: str, title: str, text: str, shown: dict[str, Any], body: str = _MAIN) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
 
 from hmpx import conversion
 from hmpx.insight.doctor.diagnosis import Diagnosis
-from hmpx.insight.doctor.doctor import doctor
+from hmpx.insight.doctor.doctor import examined
+from hmpx.insight.doctor.fix import Base
 from hmpx.recipes import run_script
+from hmpx.recipes.activate import VARIABLE
+from hmpx.shell.options import keys_asked
 from hmpx.shell.record import check_folder, of_rank
 from hmpx.shell.scripts import add_script, is_first_rank, recipe_to_run, started_processes
 
@@ -31,12 +35,7 @@ def add(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "--steps", type=int, default=_STEPS, metavar="N", help=f"of an optimizer, {_STEPS} without this; 0: all"
     )
     command.add_argument(
-        "--at",
-        type=int,
-        action="append",
-        default=[],
-        metavar="N",
-        help="look at every op of this step, too",
+        "--at", type=int, action="append", default=[], metavar="N", help="look at every op of this step, too"
     )
     files = command.add_argument_group("what is saved")
     files.add_argument("--fix", metavar="FILE", help="the smallest recipe that answers what is found, with its reasons")
@@ -52,9 +51,13 @@ def _doctor(options: argparse.Namespace) -> int:
         check_folder(kind, path)
     run_script.found(options.script, options.as_module)  # or else nothing is to be shown
     recipe = recipe_to_run(options)
+    named, base = options.recipe or os.environ.get(VARIABLE), None
+    if recipe and named:
+        is_file, folder = os.path.splitext(named)[1], os.path.dirname(options.fix or "") or "."
+        base = Base(os.path.relpath(named, folder) if is_file else named, keys_asked(options)[0], recipe)
     found, started, status = Diagnosis(), Counter[str](), 0
     try:
-        with started_processes() as started, doctor(options.steps or None, options.at) as found:
+        with started_processes() as started, examined(options.steps or None, options.at, base) as found:
             try:
                 run_script.run(recipe, options.script, options.arguments, as_module=options.as_module)
             finally:

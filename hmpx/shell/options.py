@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from hmpx.base.yaml_files import root_of, value_of
 from hmpx.errors import HmpxError
@@ -53,15 +54,22 @@ def with_options(recipe: Recipe, options: argparse.Namespace) -> Recipe:
     Raises:
         HmpxError: what `--set` says is no key of a recipe, or no value that the key may have.
     """
-    given = {key: getattr(options, key) for key in ("opt_level", "kernels", "low_precision") if getattr(options, key)}
-    said = {(key,): Origin(f"--{key.replace('_', '-')}") for key in given}
+    given, said = keys_asked(options)
+    return laid_over(recipe, checked(given), Origins(said))
+
+
+def keys_asked(options: argparse.Namespace) -> tuple[dict[str, Any], dict[tuple[str, ...], Origin]]:
+    """Return the keys of a recipe that the options give, and where each stands."""
+    own = ("opt_level", "kernels", "low_precision")
+    given: dict[str, Any] = {key: getattr(options, key) for key in own if getattr(options, key)}
+    said: dict[tuple[str, ...], Origin] = {(key,): Origin(f"--{key.replace('_', '-')}") for key in given}
     for side, path in lists_asked(options).items():
         given[f"{side}_file_path"] = path
         said[f"{side}_file_path",] = Origin(f"--{side}")
     for setting in options.set:
         key, value = _read_setting(setting)
         given[key], said[key,] = value, Origin(f"--set {setting}")
-    return laid_over(recipe, checked(given), Origins(said))
+    return given, said
 
 
 def _read_setting(setting: str) -> tuple[str, object]:

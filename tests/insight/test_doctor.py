@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import hmpx
 from tests.support.planted_trainings import PLANTED
@@ -53,3 +54,35 @@ def test_bytes_of_the_mend_stand_beside_those_of_today():
     with hmpx.doctor() as found:
         next(train for name, train in PLANTED.items() if name.endswith("bf16_weights_under_fused_adamw"))(True)
     assert "12 bytes a parameter for 8 today" in found.findings[0].do
+
+
+def norm(x):
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+class Normed(torch.nn.Module):
+    def __init__(self, normed):
+        super().__init__()
+        self.linear, self.norm, self.normed = torch.nn.Linear(16, 16), Norm(), normed
+
+    def forward(self, x):
+        return self.norm(self.linear(x)) if self.normed else self.linear(x)
+
+
+class Norm(torch.nn.Module):
+    def forward(self, x):
+        return norm(x)
+
+
+@pytest.mark.parametrize(("normed", "names"), [([1, 1], ["*.norm"]), ([1, 0, 1], ["0.norm", "2.norm"])])
+def test_layers_that_are_alike_have_one_rule(normed, names):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*map(Normed, normed))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hmpx.doctor() as found:
+        for _ in range(3):
+            with torch.autocast("cpu"):
+                loss = model(torch.randn(4, 16)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+    assert dict(found.recipe.modules) == dict.fromkeys(names, "float32"), str(found)

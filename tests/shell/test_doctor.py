@@ -132,6 +132,27 @@ def test_a_script_prints_and_computes_what_it_does_without(script, tmp_path):
     assert done.returncode == 1 and done.stdout == plain.stdout != ""
 
 
+def test_what_is_found_under_a_recipe_extends_it_and_holds_only_what_is_new(script, tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "plain.yaml").write_text(
+        "bf16: [linear, softmax]\nfp32: [cross_entropy]\npromote: []\nweights: nearest\n"
+    )
+    source = SCRIPT.replace("F.cross_entropy(", "-(model[2].bias.softmax(-1)).log()[0] * 1e-9 + F.cross_entropy(")
+    done = doctor(
+        tmp_path, "--recipe", "own/plain.yaml", "--set", "seed=3", "--fix", "recipe.yaml", script(source=source)
+    )
+    assert done.returncode == 1, done.stderr
+    lines = [line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line and line[0] != "#"]
+    assert lines[:2] == ["extends: own/plain.yaml", "seed: 3"], lines
+    assert lines[2:] == [
+        "bf16: [linear]",
+        "fp32: [cross_entropy, log, softmax]",
+        "weights: stochastic",
+    ]
+    done = doctor(tmp_path, "--recipe", "recipe.yaml", "train.py")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_healthy_script_is_told_so_with_the_status_0(script, tmp_path):
     done = doctor(tmp_path, "--fix", "recipe.yaml", script("torch.float32"))
     assert done.returncode == 0 and "nothing wrong was found" in done.stderr

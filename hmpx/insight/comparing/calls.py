@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass(eq=False)
-class Compared:
+class CallSite:
     """One call site: an op, a line, a module.
 
     calls: the calls under the lists. deltas: the errors of the op alone in the current batch. alone, accumulated: sums
@@ -106,10 +106,13 @@ class Compared:
             scores.extend([0.0] * (batches - len(scores)))
 
 
+Compared = CallSite  # by which `tuning` knows it
+
+
 class Asked(NamedTuple):
     """One call that a pass is asked for."""
 
-    site: Compared
+    site: CallSite
     point: Point
     run: Run
     args: tuple
@@ -142,7 +145,7 @@ class Sites:
     everything = True
 
     def __init__(self) -> None:
-        self._found: dict[tuple, Compared] = {}
+        self._found: dict[tuple, CallSite] = {}
         self._names = ModuleNames()
         self.now: Pass | None = None
         self.batch = 0
@@ -158,7 +161,7 @@ class Sites:
         key = (*line, point.op, point.label, id(module))
         site = self._found.get(key)
         if site is None:
-            site = self._found[key] = Compared(point.op, users_line(frame), self._names.of_module(module, frame))
+            site = self._found[key] = CallSite(point.op, users_line(frame), self._names.of_module(module, frame))
             site.begin_batch(self.batch + 1)
         return self.now.around(Asked(site, point, run, args, kwargs))
 
@@ -179,7 +182,7 @@ class Sites:
             site.deltas.clear()
             site.decisions.clear()
 
-    def compared(self) -> list[Compared]:
+    def compared(self) -> list[CallSite]:
         """Return the sites that ran under the lists, in the order in which they were met."""
         return [site for site in self._found.values() if site.calls]
 

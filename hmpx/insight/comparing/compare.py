@@ -13,7 +13,7 @@ import torch
 from hmpx.errors import HmpxError
 from hmpx.insight import observed
 from hmpx.insight.comparing import noise
-from hmpx.insight.comparing.calls import Compared, Pass, Sites
+from hmpx.insight.comparing.calls import CallSite, Pass, Sites
 from hmpx.insight.comparing.comparison import Comparison
 from hmpx.insight.comparing.fp32_passes import AlonePass, ComparingPass, Fp32Pass, ShiftedPass
 from hmpx.insight.comparing.listed_pass import FirstNonfinite, ListedPass
@@ -110,7 +110,7 @@ class _Comparing:
         together = tuple(rows[site] for site in trials.together)
         return self._found(rows, None if first is None else rows[first], rest=trials.rest, together=together)
 
-    def _found(self, rows: dict[Compared, Row], first: Row | None, **more: Any) -> Comparison:
+    def _found(self, rows: dict[CallSite, Row], first: Row | None, **more: Any) -> Comparison:
         scored = bool(self._subject.parameters) and bool(rows)
         exact, low = (sum(losses) / len(losses) for losses in zip(*self._losses, strict=True)) if scored else (0.0, 0.0)
         return Comparison(
@@ -123,8 +123,8 @@ class _Comparing:
             log_prob_change=float(torch.cat(self._log_probs).mean()) if self._log_probs else math.nan,
             passes=self._passes,
             policy=str(self._policy),
-            _ops=sums(rows, lambda site: Row(site.op), self._noise, self._h),
-            _modules=sums(rows, lambda site: Row("", module=site.module), self._noise, self._h),
+            _ops=sums(rows, "op", self._noise, self._h),
+            _modules=sums(rows, "module", self._noise, self._h),
             **more,
         )
 
@@ -187,7 +187,7 @@ class _Comparing:
         inside = f" in {first.module}" if first.module else ""
         return f"{said}, first in the {phase} pass of {first.op}{inside}, {first.where}. No list mends that"
 
-    def _first_wrong(self) -> tuple[Compared | None, str, int | None]:
+    def _first_wrong(self) -> tuple[CallSite | None, str, int | None]:
         """Return the site where something first is not finite that is finite in FP32; the pass, and the batch."""
         wrong = [(site.first_wrong, site) for site in self._sites.compared() if site.first_wrong is not None]
         if wrong:
@@ -202,7 +202,7 @@ class _Comparing:
                     return search.backward, "backward", number
         return None, "", None
 
-    def _move_log_probs(self, rows: dict[Compared, Row]) -> None:
+    def _move_log_probs(self, rows: dict[CallSite, Row]) -> None:
         """Run each site alone in the first batch, forward only, if the loss returns log-probs; note how they change."""
         exact, self._sites.batch = self._first_log_probs, 0
         for site, row in rows.items():
@@ -213,7 +213,7 @@ class _Comparing:
                     with unobserved():
                         rows[site] = replace(row, log_prob_change=float((changed - exact).abs().mean()))
 
-    def _alone(self, chosen: Collection[Compared], number: int) -> Effect:
+    def _alone(self, chosen: Collection[CallSite], number: int) -> Effect:
         """Run some sites alone in a batch; return what that changes in the loss and the gradients."""
         self._sites.batch = number
         low = AlonePass(self._sites, set(chosen))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hmpx.insight.comparing.row import BROKEN, FELT, Row, alike, number, order
 from hmpx.insight.module_names import numberless
-from hmpx.insight.pages import filled
+from hmpx.insight.pages import Report, filled
 from hmpx.insight.text_table import Column, short_dtypes, short_places, table, terminal_width
 from hmpx.insight.text_table import number as count
 
@@ -25,7 +23,7 @@ _WIDTH = 110  # of the text in the page for readers without scripts
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Report):
     """What lists do to a model, op by op. It prints as a table, the worst first.
 
     Attributes:
@@ -112,16 +110,10 @@ class Comparison:
         found |= {"by_op": self.by_op(), "by_module": self.by_module()}
         return plain({"schema": SCHEMA, **found})
 
-    def json(self, path: str | os.PathLike[str]) -> None:
-        """Save everything as JSON, by the names of the attributes."""
-        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
-
-    def html(self, path: str | os.PathLike[str]) -> None:
-        """Save as one HTML page that needs no network and no other file."""
+    def _page(self) -> str:
         shown = {**self.as_json(), "worst": plain(self.worst(len(self.rows))), "verdict": list(_verdict(self))}
         shown |= {"broken": FELT, "is_broken": self.is_broken}
-        page = filled(str(__package__), "compare", _as_text(self, _WIDTH), shown)
-        Path(path).write_text(page, encoding="utf-8")
+        return filled(str(__package__), "compare", _as_text(self, _WIDTH), shown)
 
     def __str__(self) -> str:
         return _as_text(self, terminal_width())

@@ -18,7 +18,7 @@ from hmpx.insight import run_state
 from hmpx.insight.comparing.calls import (
     Asked,
     Call,
-    Compared,
+    CallSite,
     Number,
     Sites,
     as_listed,
@@ -112,7 +112,7 @@ class ComparingPass(Fp32Pass):
 
     @staticmethod
     def _measure(
-        site: Compared,
+        site: CallSite,
         beside: tuple[list[Tensor], list[Tensor] | None],
         results: list[Tensor],
         wholes: list[float],
@@ -131,7 +131,7 @@ class ComparingPass(Fp32Pass):
             deltas.append(delta if difference.error > before else None)
         return deltas
 
-    def _accumulate(self, site: Compared, kept: Call, results: list[Tensor], wholes: list[float]) -> None:
+    def _accumulate(self, site: CallSite, kept: Call, results: list[Tensor], wholes: list[float]) -> None:
         for low, exact, whole in zip(kept.results, results, wholes, strict=False):
             before = site.accumulated.nonfinite
             if low.shape == exact.shape:
@@ -155,7 +155,7 @@ class ShiftedPass(Fp32Pass):
 class AlonePass(Fp32Pass):
     """Runs some sites as the lists say, and all others in FP32."""
 
-    def __init__(self, sites: Sites, chosen: Collection[Compared]) -> None:
+    def __init__(self, sites: Sites, chosen: Collection[CallSite]) -> None:
         super().__init__(sites)
         self._chosen = chosen
 

@@ -14,7 +14,7 @@ from hmpx.insight import run_state
 from hmpx.insight.comparing.calls import (
     Asked,
     Call,
-    Compared,
+    CallSite,
     Number,
     Pass,
     Sites,
@@ -153,8 +153,8 @@ class FirstNonfinite:
 
     def __init__(self, inner: Pass) -> None:
         self._inner = inner
-        self.forward: Compared | None = None
-        self.backward: Compared | None = None
+        self.forward: CallSite | None = None
+        self.backward: CallSite | None = None
         self._known: dict[Any, None] = {}  # nodes that have an owner; kept alive, so that none takes another's place
 
     def around(self, asked: Asked) -> Seen:
@@ -173,7 +173,7 @@ class FirstNonfinite:
             self._watch(asked.site, [result.grad_fn for result in results])
         return seen
 
-    def _watch(self, site: Compared, nodes: list[Any]) -> None:
+    def _watch(self, site: CallSite, nodes: list[Any]) -> None:
         while nodes:
             node = nodes.pop()
             if node is None or node in self._known or hasattr(node, "variable"):  # a leaf's
@@ -182,7 +182,7 @@ class FirstNonfinite:
             node.register_hook(functools.partial(self._look, site))
             nodes += [following for following, _ in node.next_functions]
 
-    def _look(self, site: Compared, into: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> None:
+    def _look(self, site: CallSite, into: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> None:
         with unobserved():
             if self.backward is None and all_finite(out) and not all_finite(into):
                 self.backward = site

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from hmpx.insight.comparing.calls import Compared
+from hmpx.insight.comparing.calls import CallSite
 from hmpx.insight.comparing.noise import Distance, Noise, mean_square
 from hmpx.insight.module_names import numberless
 from hmpx.insight.tensors import LOW, name
@@ -130,7 +130,7 @@ def order(row: Row) -> tuple[float, ...]:
     return (-bool(row.raised), *(-effect if not math.isnan(effect) else 0.0 for effect in effects))
 
 
-def row_of(site: Compared, noise: Noise, h: float) -> Row:
+def row_of(site: CallSite, noise: Noise, h: float) -> Row:
     """Return the row of one site, with estimates. h: the length of the shift."""
     note = f"not compared: {site.not_compared}" if site.not_compared else ""
     if not note and noise.batches and not site.differentiable:
@@ -147,16 +147,16 @@ def row_of(site: Compared, noise: Noise, h: float) -> Row:
     return replace(row, **_effects(site.loss_change, projected(site, h), noise))
 
 
-def sums(rows: Mapping[Compared, Row], group: Callable[[Compared], Row], noise: Noise, h: float) -> tuple[Row, ...]:
-    """Return rows over several sites, each under the row that `group` gives; effects are added up with their signs."""
-    found: dict[tuple[str, str], dict[Compared, Row]] = {}
+def sums(rows: Mapping[CallSite, Row], key: str, noise: Noise, h: float) -> tuple[Row, ...]:
+    """Return rows over all sites of an op, or of a module, as `key` says; effects are added up with their signs."""
+    found: dict[str, dict[CallSite, Row]] = {}
     for site, row in rows.items():
-        head = group(site)
-        found.setdefault((head.op, head.module), {})[site] = row  # a Row with NaN in it equals none from Python 3.13 on
-    return tuple(_sum(group(next(iter(sites))), sites, noise, h) for sites in found.values())
+        found.setdefault(getattr(site, key), {})[site] = row
+    heads = {value: Row(value) if key == "op" else Row("", module=value) for value in found}
+    return tuple(_sum(heads[value], sites, noise, h) for value, sites in found.items())
 
 
-def _sum(head: Row, rows: Mapping[Compared, Row], noise: Noise, h: float) -> Row:
+def _sum(head: Row, rows: Mapping[CallSite, Row], noise: Noise, h: float) -> Row:
     alone, accumulated = Distance(), Distance()
     for site in rows:
         alone.merge(site.alone)
@@ -190,12 +190,12 @@ def _effects(changes: list[float], along: list[float], noise: Noise) -> dict:
     return {"loss_change": math.sqrt(mean_square(changes)), "gradient_error": noise.in_noise(mean_square(along))}
 
 
-def projected(site: Compared, h: float) -> list[float]:
+def projected(site: CallSite, h: float) -> list[float]:
     """Return v . e_b of one site, by batch."""
     return [(shifted - here) / h for here, shifted in zip(site.loss_change, site.shifted, strict=True)]
 
 
-def mask_note(site: Compared) -> str:
+def mask_note(site: CallSite) -> str:
     """Name the value, that of a mask most of the time, that FP32 holds at a site and the low dtype does not; or ""."""
     for dtype, largest in _LARGEST.items():
         if name(dtype) in site.dtypes.split() and site.largest >= largest * (1 - 2**-9):

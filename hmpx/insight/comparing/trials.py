@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hmpx.insight.comparing.calls import Compared
+from hmpx.insight.comparing.calls import CallSite
 from hmpx.insight.comparing.noise import Noise, mean_square, square
 from hmpx.insight.comparing.row import FELT, Row, projected
 from hmpx.insight.tensors import Tensor
@@ -27,7 +27,7 @@ _BEFORE = 2  # sites before each decision that changed
 _MORE = 8  # runs to halve the rest, beyond those that one op takes to be found
 
 Effect = tuple[float, list[Tensor]]  # what a run changes: the loss, and the gradients
-Run = Callable[[Collection[Compared], int], Effect]  # runs some sites alone in a batch
+Run = Callable[[Collection[CallSite], int], Effect]  # runs some sites alone in a batch
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Trial:
     """The runs of one site. batches: those in which it was not run yet, the worst first; changes: of the loss;
     squares: the squared norms of the changes of the gradients."""
 
-    site: Compared
+    site: CallSite
     batches: list[int]
     changes: list[float] = field(default_factory=list)
     squares: list[float] = field(default_factory=list)
@@ -70,13 +70,13 @@ class Trials:
     together, where no single op was found that does.
     """
 
-    def __init__(self, rows: dict[Compared, Row], noise: Noise, errors: Sequence[float], h: float, run: Run) -> None:
+    def __init__(self, rows: dict[CallSite, Row], noise: Noise, errors: Sequence[float], h: float, run: Run) -> None:
         self._rows, self._noise, self._errors, self._h, self._run = rows, noise, errors, h, run
-        self._trials: dict[Compared, Trial] = {}
+        self._trials: dict[CallSite, Trial] = {}
         self.rest = math.nan
-        self.together: list[Compared] = []
+        self.together: list[CallSite] = []
 
-    def make(self, first: Compared | None, batch: int | None, batches: int) -> None:
+    def make(self, first: CallSite | None, batch: int | None, batches: int) -> None:
         """Make the runs.
 
         first, batch: where inf or NaN is first seen, if it is. batches: how many there are.
@@ -90,7 +90,8 @@ class Trials:
         for site in _suspects(self._rows, known, runs, first, broken):
             order = self._batches_for(site, batches)
             trial = self._trials[site] = Trial(site, order)
-            trial.add(*self._ran(site, order[0] if batch is None else batch))
+            number = order[0] if batch is None else batch
+            trial.add(number, self._run([site], number))
             runs -= 1
         if broken:
             alone = {site for site, trial in self._trials.items() if trial.error(noise) >= FELT}
@@ -100,10 +101,7 @@ class Trials:
         for site, trial in self._trials.items():
             self._rows[site] = trial.row(self._rows[site], noise)
 
-    def _ran(self, site: Compared, batch: int) -> tuple[int, Effect]:
-        return batch, self._run([site], batch)
-
-    def _batches_for(self, site: Compared, batches: int) -> list[int]:
+    def _batches_for(self, site: CallSite, batches: int) -> list[int]:
         """Return all batches: first those in which the site, by its estimates, and the lists as a whole do most.
 
         An estimate for one batch is v . e, in which chance has a part; the lists as a whole are several sites.
@@ -114,11 +112,11 @@ class Trials:
         looks = [a + b for a, b in zip(_shares(along), _shares(self._errors), strict=True)]
         return sorted(range(batches), key=lambda batch: -looks[batch])
 
-    def _search(self, others: list[Compared], batch: int, batches: int) -> int:
+    def _search(self, others: list[CallSite], batch: int, batches: int) -> int:
         """Run the others together, and find the single ops among them that break it, or a group; return the runs."""
-        effects: dict[tuple[Compared, ...], Effect] = {}
+        effects: dict[tuple[CallSite, ...], Effect] = {}
 
-        def error(group: Sequence[Compared]) -> float:
+        def error(group: Sequence[CallSite]) -> float:
             key = tuple(group)
             if key not in effects:
                 effects[key] = self._run(group, batch)
@@ -145,19 +143,19 @@ class Trials:
         while runs > 0 and near:
             trial = near.pop(0)
             if trial.batches:
-                trial.add(*self._ran(trial.site, trial.batches[0]))
+                trial.add(trial.batches[0], self._run([trial.site], trial.batches[0]))
                 near.append(trial)
                 runs -= 1
 
 
-def can_run_alone(site: Compared, row: Row) -> bool:
+def can_run_alone(site: CallSite, row: Row) -> bool:
     """Whether a run of this site alone in low precision would tell anything."""
     return bool(row.error) and not site.not_compared and not row.raised
 
 
 def _suspects(
-    rows: Iterable[Compared], known: Mapping[Compared, Row], runs: int, first: Compared | None, broken: bool
-) -> list[Compared]:
+    rows: Iterable[CallSite], known: Mapping[CallSite, Row], runs: int, first: CallSite | None, broken: bool
+) -> list[CallSite]:
     """Return the sites to run alone: those that must be, then those that look worst, and that autograd does not see.
 
     rows: all sites. known: those that can run alone. first: where inf or NaN is first seen. broken: whether the lists
@@ -176,11 +174,11 @@ def _suspects(
     return found[: max(min(len(must), _ROWS), runs - 1) if broken else min(_ROWS, runs)]
 
 
-def _before_decisions(deciding: Iterable[Compared], known: Collection[Compared]) -> list[Compared]:
+def _before_decisions(deciding: Iterable[CallSite], known: Collection[CallSite]) -> list[CallSite]:
     """Return the sites that ran in low precision right before decisions that the lists have changed."""
     calls = {(number[0], call.order): site for site in known for number, call in site.calls.items() if call.is_low}
     order = sorted(calls)
-    found: dict[Compared, None] = {}
+    found: dict[CallSite, None] = {}
     for site in deciding:
         for batch, at in site.changed_at[:1]:
             earlier = [place for place in order if place[0] == batch and place[1] <= at]
@@ -188,7 +186,7 @@ def _before_decisions(deciding: Iterable[Compared], known: Collection[Compared])
     return list(found)[: _ROWS // 2]
 
 
-def halved(group: Sequence[Compared], breaks: Callable[[Sequence[Compared]], bool]) -> list[list[Compared]]:
+def halved(group: Sequence[CallSite], breaks: Callable[[Sequence[CallSite]], bool]) -> list[list[CallSite]]:
     """Divide a group that breaks it together into parts that do: single sites, or groups of which neither half does."""
     waiting, found = [list(group)], []
     runs = 2 * math.ceil(math.log2(max(len(group), 2))) + _MORE

@@ -6,14 +6,13 @@ import linecache
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.doctor.diagnosis import Problem, some
-from hmpx.insight.doctor.op_watch import Known, OpCall, Spot, Spots
+from hmpx.insight.doctor.diagnosis import Names, Problem, some
+from hmpx.insight.doctor.op_watch import Notes, OpCall, Spot
 from hmpx.insight.tensors import LOW, is_masked
 from hmpx.insight.text_table import number, short_places
 from hmpx.insight.unchosen import MIXING, unchosen
@@ -28,12 +27,10 @@ _FOLLOWS_A_TENSOR = re.compile(r"(?<![\w.])(?!torch\b)\w+\.dtype\b|\btype_as\(|[
 _IN_FP32 = "compute it in float32 (x.float())"
 
 
-@dataclass(frozen=True)
-class Check:
-    """One row of the table.
+class Check(NamedTuple):
+    """One row of the table: `kind`, `wrong`, `said`, `do` and `weight` of a `Problem`, and what shows it.
 
     Attributes:
-        kind, wrong, said, do, weight: of the `Problem`.
         ops: names at torch's dispatcher.
         evidence: what shows it in one op, in words; "" if the op alone does. None if nothing is wrong.
         mended: by which keys of a recipe. "list": the ops in the fp32 list. "module": everything in these modules in
@@ -48,43 +45,43 @@ class Check:
     do: str
     weight: float
     ops: Collection[str]
-    evidence: Callable[[OpCall, Known], str | None]
+    evidence: Callable[[OpCall, Notes], str | None]
     mended: str = ""
     also: tuple[str, ...] = ()
 
 
-def _low(op: OpCall, known: Known) -> str | None:
+def _low(op: OpCall, notes: Notes) -> str | None:
     return "" if op.given and op.given[0].dtype in LOW and op.out.dtype in LOW else None
 
 
-def _loss(op: OpCall, known: Known) -> str | None:
+def _loss(op: OpCall, notes: Notes) -> str | None:
     """A loss function in low precision, or `backward()` of a scalar in it, which begins with a gradient of 1."""
     if op.name == "ones_like":
         return "" if not op.out.dim() and op.out.dtype in LOW and op.is_called_from("_make_grads") else None
-    return _low(op, known)
+    return _low(op, notes)
 
 
-def _cumulative(op: OpCall, known: Known) -> str | None:
+def _cumulative(op: OpCall, notes: Notes) -> str | None:
     length = op.out.shape[op.args[1]] if op.out.dim() and len(op.args) > 1 else op.out.numel()
     return f"over {length} elements" if length > _EXACT.get(op.out.dtype, math.inf) else None
 
 
-def _statistic(op: OpCall, known: Known) -> str | None:
+def _statistic(op: OpCall, notes: Notes) -> str | None:
     """A statistic of each row; the norm of a whole tensor is no part of a model's norm."""
-    return _low(op, known) if op.out.dim() else None
+    return _low(op, notes) if op.out.dim() else None
 
 
-def _difference(op: OpCall, known: Known) -> str | None:
-    moments = [known.of(each).get("moment") for each in op.args[:2]]
+def _difference(op: OpCall, notes: Notes) -> str | None:
+    moments = [notes.facts(each).get("moment") for each in op.args[:2]]
     return "" if op.out.dtype in LOW and moments == ["mean of square", "square of mean"] else None
 
 
-def _probabilities(op: OpCall, known: Known) -> str | None:
-    before = known.of(op.given[0]).get("cast")
-    return "of what was cast up to float32 before" if before is not None and before[0] in LOW else _low(op, known)
+def _probabilities(op: OpCall, notes: Notes) -> str | None:
+    before = notes.facts(op.given[0]).get("cast")
+    return "of what was cast up to float32 before" if before is not None and before[0] in LOW else _low(op, notes)
 
 
-def _integers(op: OpCall, known: Known) -> str | None:
+def _integers(op: OpCall, notes: Notes) -> str | None:
     """Integers that became others in low precision. Floating numbers count if they are many, whole, and not all one."""
     out = op.out
     if out.dtype not in LOW or out.numel() < 2:
@@ -106,26 +103,19 @@ def _integers(op: OpCall, known: Known) -> str | None:
     return f"{int(changed.sum())} of {out.numel()} integers change, {first:.0f} becomes {became:.0f}"
 
 
-def is_mask(op: OpCall) -> bool:
-    """Whether an op only has infs in low precision that come from numbers which were meant to be out of reach."""
+def _mask(op: OpCall, notes: Notes) -> str | None:
+    """Infs in low precision alone, which come from a number that was meant to be out of reach."""
     if op.name not in _CONSTANTS or op.out.dtype not in LOW or op.nonfinite is None or op.nonfinite.isnan().any():
-        return False
-    return _largest(op) >= _HUGE
+        return None
+    largest = max([0.0, *map(abs, op.scalars), *(float(t.abs().max()) for t in op.given if t.numel())])
+    return f"{largest:.4g} in {dtype_name(op.out.dtype)}" if largest >= _HUGE else None
 
 
-def _largest(op: OpCall) -> float:
-    return max([0.0, *map(abs, op.scalars), *(float(t.abs().max()) for t in op.given if t.numel())])
-
-
-def _mask(op: OpCall, known: Known) -> str | None:
-    return f"{_largest(op):.4g} in {dtype_name(op.out.dtype)}" if is_mask(op) else None
-
-
-def _unchosen(op: OpCall, known: Known) -> str | None:
+def _unchosen(op: OpCall, notes: Notes) -> str | None:
     """What `record` lists as a dtype that nobody chose, where a parameter or a buffer does it."""
     if op.out.dtype is not torch.float32 or len(op.given) < 2:
         return None
-    said = unchosen(known.names, op.frame, op.given, op.results)
+    said = unchosen(notes.names, op.frame, op.given, op.results)
     return said if "parameter " in said or "buffer " in said else None  # others may be FP32 on purpose: angles, scores
 
 
@@ -178,52 +168,41 @@ CHECKS = [
 ]  # fmt: skip
 
 
-class OpChecks:
-    """Looks at single ops of the forward pass by the table, and at mixtures of dtypes."""
-
-    def __init__(self, spots: Spots, known: Known) -> None:
-        self._spots, self._known = spots, known
-        self._of: dict[str, list[Check]] = {}
-        for check in CHECKS:
-            for name in check.ops:
-                self._of.setdefault(name, []).append(check)
-
-    def look(self, op: OpCall) -> None:
-        if op.stage != "forward" or not op.results or op.before is not None:
-            return
-        self._follow_moments(op)
-        for check in self._of.get(op.name, ()):
-            said = check.evidence(op, self._known)
-            if said is not None and not op.is_beside:
-                spot = self._spots.note(check.kind, op, said)
-                if check.mended and spot.calls == 1:
-                    spot.mended_by = _mended_by(check, op, spot)
-
-    def _follow_moments(self, op: OpCall) -> None:
-        """Note squares, means, means of squares and squares of means."""
-        first = op.given[0] if op.given else None
-        before, moment = self._known.of(first).get("moment", ""), ""
-        if op.name in ("mean", "sum") and before == "square":
-            moment = "mean of square"
-        elif op.name == "mean" or (op.name == "sum" and not before):
-            moment = "mean"
-        elif op.name == "div":
-            moment = before if before in ("mean", "mean of square", "square") else ""
-        elif op.name in ("pow", "square", "mul") and _is_square(op):
-            moment = "square of mean" if before == "mean" else "square"
-        if moment:
-            self._known.add(op.out, moment=moment)
-
-    def problems(self) -> Iterator[Problem]:
-        for check in CHECKS:
-            if spots := self._spots.of(check.kind):
-                yield _problem(check, spots)
+_CHECKS_OF = {name: [check for check in CHECKS if name in check.ops] for each in CHECKS for name in each.ops}
 
 
-def _is_square(op: OpCall) -> bool:
-    if op.name == "pow":
-        return isinstance(op.args[1], int | float) and op.args[1] == 2
-    return op.name == "square" or op.args[0] is op.args[1]
+def look_at_op(notes: Notes, op: OpCall) -> None:
+    """Look at one op of the forward pass by the table."""
+    if op.stage != "forward" or not op.results or op.before is not None:
+        return
+    if moment := _moment(op, notes.facts(op.given[0]).get("moment", "") if op.given else ""):
+        notes.add(op.out, moment=moment)
+    for check in _CHECKS_OF.get(op.name, ()):
+        said = check.evidence(op, notes)
+        if said is not None and not op.is_beside:
+            spot = notes.note(check.kind, op, said)
+            if check.mended and spot.calls == 1:
+                spot.mended_by = _mended_by(check, op, spot)
+
+
+def of_ops(notes: Notes, names: Names) -> Iterator[Problem]:
+    for check in CHECKS:
+        if spots := notes.spots(check.kind):
+            yield _problem(check, spots)
+
+
+def _moment(op: OpCall, before: str) -> str:
+    """Return what an op makes of a moment: "square", "mean", "mean of square", "square of mean", or "" for none."""
+    if op.name in ("mean", "sum") and before == "square":
+        return "mean of square"
+    if op.name == "mean" or (op.name == "sum" and not before):
+        return "mean"
+    if op.name == "div":
+        return "" if before == "square of mean" else before
+    squares = op.name == "square" or (op.name == "mul" and op.args[0] is op.args[1])
+    if squares or (op.name == "pow" and isinstance(op.args[1], int | float) and op.args[1] == 2):
+        return "square of mean" if before == "mean" else "square"
+    return ""
 
 
 def _mended_by(check: Check, op: OpCall, spot: Spot) -> str:
@@ -283,37 +262,31 @@ def _keys(check: Check, spots: Sequence[Spot]) -> tuple[dict[str, Any], tuple[st
     return keys, tuple(left) if keys else ()
 
 
-class Nonfinite:
-    """Looks for the first op that makes an inf or a NaN of finite numbers, in any stage."""
+_UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_ _unsafe_view view".split())
 
-    _UNMADE = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize_ _unsafe_view view".split())
 
-    def __init__(self, spots: Spots) -> None:
-        self._spots = spots
-        self._first: Spot | None = None
-        self._made_nan = False
-        self.is_scaled = False  # by a GradScaler, which finds its scale by such gradients
+def look_for_nonfinite(notes: Notes, op: OpCall) -> None:
+    """Look for the first op that makes an inf or a NaN of finite numbers, in any stage."""
+    if op.name in _UNMADE or notes.made_nan or op.stage == "set up" or op.nonfinite is None:
+        return
+    masked = _mask(op, notes) is not None or is_masked(op.name.rstrip("_"), op.given, op.nonfinite)
+    if masked and op.stage != "backward":
+        return
+    notes.made_nan = bool(op.nonfinite.isnan().any())
+    stages = {"forward": "forward", "step": "in the step"}
+    stage = stages.get(op.stage) or f"in the backward pass ({op.node.name()})"
+    if not notes.spots("inf or NaN"):
+        low, backward = op.out.dtype in LOW, op.stage == "backward"
+        notes.note("inf or NaN", op, stage, nan=notes.made_nan, backward=backward, low=low)
 
-    def look(self, op: OpCall) -> None:
-        if op.name in self._UNMADE or self._made_nan or op.stage == "set up" or op.nonfinite is None:
-            return
-        is_nan = bool(op.nonfinite.isnan().any())
-        if op.stage != "backward" and (is_mask(op) or is_masked(op.name.rstrip("_"), op.given, op.nonfinite)):
-            return
-        self._made_nan |= is_nan
-        stages = {"forward": "forward", "step": "in the step"}
-        stage = stages.get(op.stage) or f"in the backward pass ({op.node.name()})"
-        if self._first is None:
-            low, backward = op.out.dtype in LOW, op.stage == "backward"
-            self._first = self._spots.note("inf or NaN", op, stage, nan=is_nan, backward=backward, low=low)
 
-    def problems(self) -> Iterator[Problem]:
-        spot = self._first
-        if spot is None or not self._made_nan or (self.is_scaled and spot.numbers["backward"]):
-            return
+def of_nonfinite(notes: Notes, names: Names) -> Iterator[Problem]:
+    for spot in notes.spots("inf or NaN") if notes.made_nan else ():
+        if notes.skipped and spot.numbers["backward"]:
+            return  # a GradScaler finds its scale by such gradients
         what = "a NaN" if spot.numbers["nan"] else "an inf"
         said = f"{spot.name} is the first op that makes {what} of finite numbers, {spot.said}"
         said += f", in {spot.module}" if spot.module else ""
         do = "compute it in float32" if spot.numbers["low"] else "keep its input away from where it is not defined"
-        names = (spot.module,) if spot.module else ()
-        yield Problem("inf or NaN", True, said, do, spot.where, names, (spot.name,), 0.97)
+        modules = (spot.module,) if spot.module else ()
+        yield Problem("inf or NaN", True, said, do, spot.where, modules, (spot.name,), 0.97)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hmpx.errors import HmpxError
-from hmpx.insight.pages import filled
+from hmpx.insight.pages import Report, filled
 from hmpx.insight.text_table import number, short_places, terminal_width
 from hmpx.recipes.recipe import Recipe
 
 SCHEMA = 1  # of the JSON
+Names = Mapping[torch.nn.Parameter, str]
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Problem:
 
 
 @dataclass
-class Diagnosis:
+class Diagnosis(Report):
     """What is wrong with the precision of a training. It prints as one screen, the worst first.
 
     Attributes:
@@ -96,7 +99,7 @@ class Diagnosis:
 
     @property
     def wrong(self) -> bool:
-        """Whether something harms the training."""
+        """Return whether something harms the training."""
         return any(each.wrong for each in self.findings)
 
     def __str__(self) -> str:
@@ -121,13 +124,8 @@ class Diagnosis:
             "recipe": self.recipe_text,
         }
 
-    def json(self, path: str | os.PathLike[str]) -> None:
-        """Save `as_json()`."""
-        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
-
-    def html(self, path: str | os.PathLike[str]) -> None:
-        """Write one page that holds everything and needs no network."""
-        Path(path).write_text(filled(str(__package__), "doctor", str(self), self.as_json()), encoding="utf-8")
+    def _page(self) -> str:
+        return filled(str(__package__), "doctor", str(self), self.as_json())
 
     def fix(self, path: str | os.PathLike[str]) -> None:
         """Write the smallest recipe that answers the findings, with the reasons as comments.

@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from time import perf_counter
 from types import FrameType
 from typing import Any
@@ -26,14 +26,14 @@ from hmpx.base import process_state
 from hmpx.base.changes import Attribute, Changes
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
-from hmpx.insight.doctor.checks import Nonfinite, OpChecks
-from hmpx.insight.doctor.diagnosis import Diagnosis, Problem, percent, some
-from hmpx.insight.doctor.fix import recipe_for
-from hmpx.insight.doctor.followed import CastsByHand, Gradients, Products, Writes
-from hmpx.insight.doctor.op_watch import Known, OpWatch, Spot, Spots, aside
+from hmpx.insight.doctor import checks, followed, gradients
+from hmpx.insight.doctor.diagnosis import Diagnosis
+from hmpx.insight.doctor.fix import Base, Script, recipe_for
+from hmpx.insight.doctor.op_watch import Notes, OpWatch, aside
 from hmpx.insight.doctor.replicas import Replicas
 from hmpx.insight.doctor.steps import SteppedOptimizer
 from hmpx.ops.wrapping.callers import frames, users_line
+from hmpx.recipes.module_patterns import module_names
 from hmpx.updates.stepping.names import names_in, parameters
 
 Optimizer = torch.optim.Optimizer
@@ -41,7 +41,15 @@ Parameter = torch.nn.Parameter
 
 _SHARE = 0.1  # of the time: what looking at ops may take, after the first iteration that is looked at
 _ITERATION = 50_000  # ops of one iteration that are looked at
-_SETTLED = 5  # calls of a GradScaler after which it should have found its scale
+# What is looked for in ops: the function that looks at each, and the one that tells what was found.
+_FOLLOWED = (
+    (checks.look_at_op, checks.of_ops),
+    (checks.look_for_nonfinite, checks.of_nonfinite),
+    (followed.look_at_casts, followed.of_casts),
+    (followed.look_at_writes, followed.of_writes),
+    (followed.look_at_products, followed.of_products),
+    (gradients.look_at_scale, gradients.of_scale),
+)
 
 
 class Enough(BaseException):
@@ -51,48 +59,40 @@ class Enough(BaseException):
 class Examination:
     """What `doctor` does while it is open."""
 
-    def __init__(self, steps: int | None, at: Collection[int]) -> None:
-        self._steps, self._at = steps, frozenset(at)
+    def __init__(self, steps: int | None, at: Collection[int], base: Base | None) -> None:
+        self._steps, self._at, self._base = steps, frozenset(at), base
         self._optimizers: dict[int, SteppedOptimizer] = {}
         self._trouble: list[str] = []
-        self._known = known = Known()
-        spots = Spots(known.names)
-        self._casts, self._gradients, self._products = CastsByHand(spots, known), Gradients(), Products(spots)
-        self._nonfinite, rest = Nonfinite(spots), (self._gradients, self._casts, Writes(spots, known), self._products)
-        self._followers = (OpChecks(spots, known), self._nonfinite, *rest)
-        self._watch, self._replicas = OpWatch(known, self._followers, self._trouble), Replicas()
+        self._notes, self._upcasts, self._sums = Notes(), followed.EarlyUpcasts(), gradients.Sums()
+        own = [(each.look, each.problems) for each in (self._upcasts, self._sums)]
+        looks, self._findings = zip(*_FOLLOWED, *own, strict=True)
+        self._watch = OpWatch(self._notes, looks, self._trouble)
+        self._replicas = Replicas()
         self._names: dict[Parameter, str] = {}  # of every parameter of the models, trained or not
+        self._modules: set[str] = set()  # names of theirs
         self._iterations = 0
         self._watched: list[int] = []  # iterations whose ops were looked at
-        self._dropped: list[tuple[Spot, Parameter]] = []  # upcasts before the first step that did not last
-        self._skipped: list[bool] = []  # for each call of GradScaler.step, whether it has skipped the step
-        self._scale = 0.0  # after the last one
         self._thread = threading.get_ident()
-        self._changes = Changes()
         self._began = self._last = perf_counter()
         self._took = 0.0  # looking at ops
         self._plain = 0.0  # the shortest iteration in which nobody looked
         self._compiled = _frames_compiled()  # before
 
-    def __enter__(self) -> Examination:
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Look at what runs inside."""
+        changes = Changes()
         try:
-            self._changes.callback(self._watch.close)
-            for register, hook in (
-                (register_optimizer_step_pre_hook, self._before),
-                (register_optimizer_step_post_hook, self._after),
-                (register_module_forward_pre_hook, self._model_is_made),
-            ):
-                self._changes.callback(register(hook).remove)
+            changes.callback(self._watch.close)
+            changes.callback(register_optimizer_step_pre_hook(self._before).remove)
+            changes.callback(register_optimizer_step_post_hook(self._after).remove)
+            changes.callback(register_module_forward_pre_hook(self._model_is_made).remove)
             place = Attribute(torch.amp.GradScaler, "step", "torch.amp.GradScaler.step")
-            self._changes.put(place, self._scaled(torch.amp.GradScaler.step))
-            self._watch.open(math.inf, setting_up=1 not in self._at)
-        except BaseException:
-            self._changes.close()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._changes.close()
+            changes.put(place, self._scaled(torch.amp.GradScaler.step))
+            self._watch.look_at(math.inf, setting_up=1 not in self._at)
+            yield
+        finally:
+            changes.close()
 
     @property
     def _trained(self) -> list[Parameter]:
@@ -107,16 +107,16 @@ class Examination:
         if self._watch.setting_up and threading.get_ident() == self._thread:
             self._watch.close()
 
-    def _scaled(self, step: Any) -> Any:
+    def _scaled(self, step: Callable) -> Callable:
         @functools.wraps(step)
-        def scaled(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             before = self._steps_done
             result = step(scaler, optimizer, *args, **kwargs)
-            skipped = self._steps_done == before
+            is_skipped = self._steps_done == before
             if scaler.is_enabled():
-                self._skipped.append(skipped or bool(getattr(optimizer, "found_inf", None)))
-                self._scale = scaler.get_scale()
-            if skipped and self._steps is not None and len(self._skipped) >= self._steps:
+                self._notes.skipped.append(is_skipped or bool(getattr(optimizer, "found_inf", None)))
+                self._notes.scale = scaler.get_scale()
+            if is_skipped and self._steps is not None and len(self._notes.skipped) >= self._steps:
                 raise Enough
             return result
 
@@ -137,9 +137,10 @@ class Examination:
         self._optimizers[id(optimizer)] = SteppedOptimizer(optimizer, users_line(caller))
         for model in _models_around(caller, {*params}):
             self._names = {**names_in(model), **self._names}
-            self._known.names.add(model)
+            self._modules |= {*module_names(model)}
+            self._notes.names.add(model)
         self._replicas.note("first", params)
-        self._dropped += self._casts.dropped(params)
+        self._upcasts.trained(params)
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         seen = self._optimizers.get(id(optimizer))
@@ -148,7 +149,7 @@ class Examination:
         self._watch.stepping = False
         with aside(self._trouble):
             seen.end()
-            self._gradients.compare(parameters(optimizer))
+            self._sums.stepped(parameters(optimizer))
         if seen is next(iter(self._optimizers.values())):
             self._iterated()
         if self._steps is not None and seen.steps >= self._steps:
@@ -169,7 +170,7 @@ class Examination:
         is_affordable = self._took <= _SHARE * (now - self._began)
         is_due = number in self._at or number == 3 or (number % 10 == 0 and is_affordable)
         if is_due and not self._compiles:  # compiled code would run under a mode
-            self._watch.open(_ITERATION)
+            self._watch.look_at(_ITERATION)
 
     @property
     def _compiles(self) -> bool:
@@ -182,37 +183,14 @@ class Examination:
             self._replicas.note("last", self._trained)
         numbered = enumerate(self._trained)
         names = {p: self._names.get(p) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in numbered}
-        self._nonfinite.is_scaled = bool(self._skipped)
-        problems = [problem for each in self._followers for problem in each.problems()]
-        problems += self._of_scaling()
-        for each in self._optimizers.values():
-            problems += each.problems(names)
+        problems = [problem for findings in self._findings for problem in findings(self._notes, names)]
+        problems += [problem for each in self._optimizers.values() for problem in each.problems(names)]
         problems += self._replicas.problems(names)
-        if self._dropped:
-            problems.append(_of_dropped(self._dropped, names))
         found.findings[:] = sorted(problems, key=lambda each: (not each.wrong, -each.weight))
-        by_hand = bool(self._products.low) and not self._products.autocast
+        script = Script(self._trained, self._names, self._modules, followed.are_products_low_by_hand(self._notes))
         with aside(self._trouble):
-            written = recipe_for(problems, self._trained, self._names, by_hand)
-            found.recipe, found.reasons, found.recipe_text = written
+            found.recipe, found.reasons, found.recipe_text = recipe_for(problems, script, self._base)
         found.looked[:] = self._looked()
-
-    def _of_scaling(self) -> Iterator[Problem]:
-        half = any(p.dtype is torch.float16 for p in self._trained)
-        recipe = {"parameter_dtype": "float32"} if half else {}
-        gradients, late = self._gradients, self._skipped[len(self._skipped) // 2 :]
-        if gradients.values and not self._skipped:
-            share = gradients.tiny / gradients.values
-            said = f"FP16 without a GradScaler: {percent(share)} of the nonzero gradients are below its normal numbers"
-            do, weight = 'torch.amp.GradScaler("cuda"), or BF16, which needs none', 0.3 + 0.5 * share
-            yield Problem("loss scaling", share > 0.01, said, do, weight=weight, recipe=recipe)
-        if len(late) >= _SETTLED and 2 * sum(late) >= len(late):
-            said = (
-                f"GradScaler has skipped {sum(late)} of the last {len(late)} steps, down to a scale of {self._scale:g}"
-            )
-            said += ": gradients are inf or NaN at any scale"
-            do = "look for the first op that makes them (doctor --at 3), or use BF16, which needs no scale"
-            yield Problem("GradScaler", True, said, do, weight=0.9, recipe=recipe)
 
     def _looked(self) -> list[str]:
         seen = self._optimizers.values()
@@ -247,15 +225,6 @@ def _models_around(caller: FrameType, wanted: set[Parameter]) -> Iterator[torch.
             return
 
 
-def _of_dropped(casts: list[tuple[Spot, Parameter]], names: dict[Parameter, str]) -> Problem:
-    """Return the problem of parameters that were to be FP32 before the training began."""
-    spot, which = casts[0][0], tuple(dict.fromkeys(names[p] for _, p in casts))
-    was, still = ("was", "is") if len(which) == 1 else ("were", "are")
-    said = f"{some(which)} {was} to be float32 here, and {still} still in {spot.said} at the first step"
-    do = "module.float() after all other casts and before the optimizer is made; tensor.float() does not work in place"
-    return Problem("upcast", True, said, do, spot.where, which, weight=0.55)
-
-
 def _frames_compiled() -> int:
     """Return how much torch.compile has had to compile in this process."""
     if "torch._dynamo" not in sys.modules:
@@ -263,8 +232,7 @@ def _frames_compiled() -> int:
     return sys.modules["torch._dynamo"].utils.counters["frames"]["total"]
 
 
-@contextlib.contextmanager
-def doctor(steps: int | None = None, at: Collection[int] = ()) -> Iterator[Diagnosis]:
+def doctor(steps: int | None = None, at: Collection[int] = ()) -> contextlib.AbstractContextManager[Diagnosis]:
     """Look at a training as it is, and say what is wrong with its precision.
 
     Updates of weights in BF16 and FP16 are looked at in steps 1, 2, 4, 7, 11 and so on, with up to 1024 elements of
@@ -290,14 +258,20 @@ def doctor(steps: int | None = None, at: Collection[int] = ()) -> Iterator[Diagn
         >>> found.wrong, [each.kind for each in found.findings]
         (False, [])
     """
+    return examined(steps, at)
+
+
+@contextlib.contextmanager
+def examined(steps: int | None, at: Collection[int], base: Base | None = None) -> Iterator[Diagnosis]:
+    """Do what `doctor` does. base: the recipe that the program runs under, which the recipe that is found extends."""
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise HmpxError(f"doctor takes a number of steps from 1 on, not {steps!r}")
     if process_state.examined:
         raise HmpxError("hmpx.doctor is open already: read what it found, or close it first")
-    found, examination = Diagnosis(), Examination(steps, at)
+    found, examination = Diagnosis(), Examination(steps, at, base)
     process_state.examined.append(examination)
     try:
-        with examination:
+        with examination.hooks():
             yield found
     except Enough:
         pass

@@ -12,19 +12,19 @@ import os
 import sys
 import types as python_types
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from hmpx import rounding, updates
 from hmpx.base import process_state
+from hmpx.insight.audit import DispatchWatch
 from hmpx.insight.doctor.steps import sample
 from hmpx.insight.module_names import ModuleNames
+from hmpx.insight.observed import OF_STEPS
 from hmpx.insight.tensors import LOW, Tensor, floating, is_finite
 from hmpx.ops.policies.catalog import canonical
 from hmpx.ops.wrapping.callers import frames, modules, users_frame
@@ -35,9 +35,8 @@ VIEWS = frozenset(
     "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand slice select split detach alias".split()
 )
 _ARITHMETIC = ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv")
-WRITES = frozenset(f"{before}{name}_" for before in ("", "_foreach_") for name in _ARITHMETIC)
-_STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
-_BESIDE = (*_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
+_WRITES = frozenset(f"{before}{name}_" for before in ("", "_foreach_") for name in _ARITHMETIC)
+_BESIDE = (*OF_STEPS, *(os.path.dirname(str(torch.__file__)) + os.sep + each for each in ("nn/utils/", "amp/")))
 _node = torch._C._current_autograd_node
 
 
@@ -57,46 +56,12 @@ class Spot:
     said: str
     mended_by: str = ""
     calls: int = 0
-    numbers: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    numbers: Counter[str] = field(default_factory=Counter)
 
     @property
     def name(self) -> str:
         """What a user calls the op: "softmax" for "_softmax"."""
         return "to" if self.op == "_to_copy" else canonical(self.op.strip("_").removesuffix("_forward"))
-
-    def add(self, **numbers: float) -> None:
-        for name, number in numbers.items():
-            self.numbers[name] += number
-
-
-class Known:
-    """What the ops that made a tensor tell of it, as long as it lives; and the names of modules and parameters.
-
-    The facts are "moment": "square", "mean", "mean of square" or "square of mean"; "cast": the dtype before its last
-    cast, and the line of that; "scaled": another tensor, and the number by which this one is larger.
-    """
-
-    _MOST = 4096
-
-    def __init__(self) -> None:
-        self.names = ModuleNames()
-        self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None  # if the last op was one
-        self._facts: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
-
-    def of(self, tensor: Any) -> dict[str, Any]:
-        """Return the facts of a tensor, to be read."""
-        ref, facts = self._facts.get(id(tensor), (None, {}))
-        return facts if ref is not None and ref() is tensor else {}
-
-    def add(self, tensor: Tensor, **facts: Any) -> None:
-        """Note more facts of a tensor."""
-        if len(self._facts) > self._MOST:
-            self._facts.clear()
-        self._facts[id(tensor)] = weakref.ref(tensor), {**self.of(tensor), **facts}
-
-    def clear(self) -> None:
-        self._facts.clear()
-        self.last_cast = None
 
 
 @dataclass
@@ -135,11 +100,8 @@ class OpCall:
     @cached_property
     def is_beside(self) -> bool:
         """Whether torch's optimizers, clipping or scaling called it, which are no part of the model."""
-        for frame in self.inner_frames():
-            name = frame.f_code.co_filename
-            if name.startswith(_BESIDE) and not name.endswith("swa_utils.py"):  # which averages weights
-                return True
-        return False
+        files = [frame.f_code.co_filename for frame in self.inner_frames()]
+        return any(file.startswith(_BESIDE) and not file.endswith("swa_utils.py") for file in files)
 
     @cached_property
     def scalars(self) -> list[float]:
@@ -165,57 +127,86 @@ class OpCall:
         return any(next(modules(each), None) is not None for each in calls)
 
 
-class Spots:
-    """The lines, in the order in which they were found; each once for a kind, an op and a module."""
+class Notes:
+    """What the ops tell: lines at which something was found, and facts of tensors, as long as these live.
 
-    def __init__(self, names: ModuleNames) -> None:
-        self._names = names
-        self._known: dict[tuple, Spot] = {}
+    The facts are "moment": "square", "mean", "mean of square" or "square of mean"; "cast": the dtype before its last
+    cast, and the line of that; "scaled": another tensor, and the number by which this one is larger.
+
+    Attributes:
+        names: of modules and parameters. last_cast: the result and the line of the last op, if that was a cast.
+        made_nan: whether an op has made a NaN of finite numbers.
+        skipped: for each call of ``GradScaler.step``, whether it has skipped the step. scale: after the last one.
+    """
+
+    _MOST = 4096
+
+    def __init__(self) -> None:
+        self.names = ModuleNames()
+        self.last_cast: tuple[weakref.ref[Tensor], Spot] | None = None
+        self.made_nan = False
+        self.skipped: list[bool] = []
+        self.scale = 0.0
+        self._spots: dict[tuple, Spot] = {}
+        self._facts: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
 
     def note(self, kind: str, op: OpCall, said: str = "", **numbers: float) -> Spot:
-        """Count one call at its line."""
+        """Count one call at its line; a line is kept once for a kind, an op and a module."""
         user, module = users_frame(op.frame), next(modules(op.frame), None)
         key = kind, op.name, user and user.f_code, user and user.f_lineno, module
-        spot = self._known.get(key)
+        spot = self._spots.get(key)
         if spot is None:
             where = f"{user.f_code.co_filename}:{user.f_lineno}" if user else ""
-            name = self._names.of_module(module, op.frame)
+            name = self.names.of_module(module, op.frame)
             spot = Spot(kind, op.name, where, name, name not in ("", type(module).__name__), said)
-            self._known[key] = spot
+            self._spots[key] = spot
         spot.calls += 1
-        spot.add(**numbers)
+        spot.numbers.update(numbers)
         return spot
 
-    def of(self, *kinds: str) -> list[Spot]:
-        return [spot for spot in self._known.values() if spot.kind in kinds]
+    def spots(self, *kinds: str) -> list[Spot]:
+        """Return the lines of some kinds, in the order in which they were found."""
+        return [spot for spot in self._spots.values() if spot.kind in kinds]
+
+    def facts(self, tensor: Any) -> dict[str, Any]:
+        """Return the facts of a tensor, to be read."""
+        ref, facts = self._facts.get(id(tensor), (None, {}))
+        return facts if ref is not None and ref() is tensor else {}
+
+    def add(self, tensor: Tensor, **facts: Any) -> None:
+        """Note more facts of a tensor."""
+        if len(self._facts) > self._MOST:
+            self._facts.clear()
+        self._facts[id(tensor)] = weakref.ref(tensor), {**self.facts(tensor), **facts}
+
+    def forget_facts(self) -> None:
+        self._facts.clear()
+        self.last_cast = None
 
 
-class OpWatch(TorchDispatchMode):
-    """Shows ops to followers, by their ``look(op)``, while it is open, in the thread that opens it."""
+class OpWatch(DispatchWatch):
+    """Looks at ops while it is open, by functions of the notes and the op.
 
-    supports_higher_order_operators = True  # of torch: let `torch.cond` and its kin pass
+    setting_up: whether the ops are those that make the model. stepping: whether an optimizer's step runs.
+    """
 
-    def __init__(self, known: Known, followers: Sequence[Any], trouble: list[str]) -> None:
+    def __init__(self, notes: Notes, looks: Sequence[Callable[[Notes, OpCall], None]], trouble: list[str]) -> None:
         super().__init__()
-        self._known, self._followers, self._trouble = known, followers, trouble
-        self.stepping = self.is_open = self.setting_up = False
+        self._notes, self._looks, self._trouble = notes, looks, trouble
+        self.stepping = self.setting_up = False
         self._names: dict[Any, str] = {}
         self._left = 0.0
 
-    def open(self, most: float, setting_up: bool = False) -> None:
-        """Look at up to `most` ops from now on. setting_up: at those that make the model."""
+    def look_at(self, most: float, setting_up: bool = False) -> None:
+        """Look at up to `most` ops from now on."""
         self._left, self.setting_up = most, setting_up
-        if not self.is_open:
-            self.is_open = True
-            self.__enter__()
+        self.open()
 
     def close(self) -> None:
         """Look at no more; below a mode that was opened since, this one waits."""
         self._left, self.setting_up = 0, False
-        if self.is_open and _get_current_dispatch_mode() is self:
-            self.is_open = False
-            self.__exit__(None, None, None)
-        self._known.clear()
+        super().close()
+        self._notes.forget_facts()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -226,7 +217,7 @@ class OpWatch(TorchDispatchMode):
         if name is None:
             name = self._names[func] = str(getattr(func, "overloadpacket", func)).partition(".")[2]
         before = None
-        if name in WRITES and not self.setting_up and not self.stepping:
+        if name in _WRITES and not self.setting_up and not self.stepping:
             with aside(self._trouble):
                 before = _samples(args[0] if name.startswith("_foreach_") else [args[0]])
         result = func(*args, **kwargs)
@@ -240,11 +231,11 @@ class OpWatch(TorchDispatchMode):
         return result
 
     def _look(self, op: OpCall) -> None:
-        if op.name in VIEWS and op.given and (facts := self._known.of(op.given[0])):
+        if op.name in VIEWS and op.given and (facts := self._notes.facts(op.given[0])):
             for result in op.results:
-                self._known.add(result, **facts)
-        for each in self._followers:
-            each.look(op)
+                self._notes.add(result, **facts)
+        for look in self._looks:
+            look(self._notes, op)
 
 
 def _is_plain(tensor: Tensor) -> bool:

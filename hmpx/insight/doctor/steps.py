@@ -13,14 +13,13 @@ from __future__ import annotations
 import statistics
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hmpx.base import region_state
 from hmpx.base.dtype_names import dtype_name
-from hmpx.insight.doctor.diagnosis import Problem, percent, some
+from hmpx.insight.doctor.diagnosis import Names, Problem, percent, some
 from hmpx.insight.tensors import LOW
 from hmpx.recipes.recipe import Recipe
 from hmpx.updates.lost_updates import THRESHOLD
@@ -33,7 +32,7 @@ from hmpx.updates.stepping.optimizer_scope import scope_of
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 Optimizer = torch.optim.Optimizer
-Names = Mapping[Parameter, str]
+Values = dict[str, Any]  # of a parameter: a sample of its weight, under the key "", and of its state
 
 _MOST = 1024  # elements of one tensor that are looked at
 _FAITHFUL = 0.9  # of a sample: at least so many come out as in the step when it is taken again in low precision
@@ -56,32 +55,17 @@ def sample(tensor: Tensor, most: int = _MOST) -> Tensor:
     return flat[:: step + (step > 1 and step % 2 == 0)]  # an odd step does not stay in one column of a matrix
 
 
-@dataclass
-class _Before:
-    """Samples of one parameter in low precision and of its state, from before a step.
+def _sampled(p: Parameter, state: Mapping[str, Any]) -> Values:
+    shaped = {key for key, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape and key != "step"}
+    own = {"": sample(p), **{key: sample(v) if key in shaped else v for key, v in state.items()}}
+    return {key: v.clone() if isinstance(v, Tensor) else v for key, v in own.items()}
 
-    shaped: the keys of state that has an element for each element of the parameter.
-    """
 
-    parameter: Parameter
-    group: dict[str, Any]
-    weight: Tensor
-    state: dict[str, Any]
-    shaped: frozenset[str]
-
-    @classmethod
-    def of(cls, p: Parameter, group: dict[str, Any], state: dict[str, Any]) -> _Before:
-        shaped = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape == p.shape}
-        shaped = {key for key in shaped if p.dim() or key != "step"}
-        kept = {key: sample(value) if key in shaped else value for key, value in state.items()}
-        kept = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
-        return cls(p, group, sample(p).clone(), kept, frozenset(shaped))
-
-    @property
-    def kind(self) -> tuple:
-        """What parameters have in common that can be stepped as one."""
-        numbers = tuple((key, value) for key, value in self.state.items() if isinstance(value, int | float))
-        return id(self.group), self.weight.dtype, *self.state, *numbers
+def _joined(several: Sequence[Values]) -> Values:
+    """Return the samples of parameters that are alike as those of one parameter."""
+    first = several[0]
+    shaped = [key for key, v in first.items() if isinstance(v, Tensor) and v.shape == first[""].shape]
+    return {**first, **{key: torch.cat([values[key] for values in several]) for key in shaped}}
 
 
 class SteppedOptimizer:
@@ -99,13 +83,14 @@ class SteppedOptimizer:
         self._updates: Counter[Parameter] = Counter()
         self._lost: Counter[Parameter] = Counter()
         self._sizes: list[float] = []  # medians of |update| in ulp
-        self._decay = [0.0, 0.0]  # what weight decay does in FP32, and what arrives in the weights, in ulp
-        self._falls: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # by key of state: should fall, and stays
-        self._unknown = [0, 0]  # of a class whose steps cannot be taken again: weights with a gradient, and that stay
+        self._asked = self._arrived = 0.0  # what weight decay does in FP32, and what arrives in the weights, in ulp
+        self._falls: Counter[str] = Counter()  # by key of state: elements that should fall
+        self._stays: Counter[str] = Counter()  # and those of them that stay
+        self._moving = self._still = 0  # of a class whose steps cannot be taken again: weights with a gradient
         self._no_grad: Counter[Parameter] = Counter()  # samples
         self._zero_grad: Counter[Parameter] = Counter()
         self._nonfinite: tuple[str, int] | None = None  # weights or gradients that were inf or NaN, in which step first
-        self._before: list[_Before] = []
+        self._before: list[tuple[Parameter, dict[str, Any], Values]] = []  # with its group
         self._grads: dict[Parameter, Tensor] = {}
 
     def begin(self) -> None:
@@ -119,7 +104,7 @@ class SteppedOptimizer:
         for group in self.optimizer.param_groups if not self.is_rounded else ():
             for p in group["params"]:
                 if p.dtype in LOW and local(p).numel():
-                    self._before.append(_Before.of(p, group, self.optimizer.state.get(p) or {}))
+                    self._before.append((p, group, _sampled(p, self.optimizer.state.get(p) or {})))
 
     def end(self) -> None:
         """The step is done."""
@@ -136,79 +121,69 @@ class SteppedOptimizer:
         self.samples += 1
         self._no_grad.update(p for p in params if p not in grads)
         self._zero_grad.update(p for p, grad in dense.items() if not (sample(grad).any() or local(grad).any()))
-        if not bool(getattr(self.optimizer, "found_inf", None)):
-            alike: dict[tuple, list[_Before]] = defaultdict(list)
-            for before in self._before:
-                if before.parameter in dense:
-                    alike[before.kind].append(before)
-            for some_before in alike.values():
-                self._compare(some_before, torch.cat([sample(dense[each.parameter]) for each in some_before]))
+        alike: dict[tuple, list[tuple[Parameter, dict[str, Any], Values]]] = defaultdict(list)
+        for p, group, values in self._before if not bool(getattr(self.optimizer, "found_inf", None)) else ():
+            if p in dense:  # those that are alike are stepped as one
+                numbers = tuple((key, value) for key, value in values.items() if isinstance(value, int | float))
+                kind = (id(group), p.dtype, *values, *numbers)
+                alike[kind].append((p, group, values))
+        for several in alike.values():
+            params, groups, before = zip(*several, strict=True)
+            self._compare(params, groups[0], _joined(before), torch.cat([sample(dense[p]) for p in params]))
 
-    def _compare(self, before: list[_Before], grad: Tensor) -> None:
+    def _compare(self, params: Sequence[Parameter], group: dict[str, Any], before: Values, grad: Tensor) -> None:
         """Compare what parameters that are alike have become with what they become in steps taken again."""
-        first, old = before[0], torch.cat([each.weight for each in before])
-        new = torch.cat([sample(each.parameter) for each in before])
+        of_each = [sample(p) for p in params]
+        old, new = before[""], torch.cat(of_each)
         if scope_of(self.optimizer) != "element":
             changing = (grad != 0) & torch.isfinite(grad)
-            self._unknown[0] += int(changing.sum())
-            self._unknown[1] += int((changing & (new == old)).sum())
+            self._moving += int(changing.sum())
+            self._still += int((changing & (new == old)).sum())
             return
-        state = {
-            key: torch.cat([each.state[key] for each in before]) if key in first.shaped else first.state[key]
-            for key in first.state
-        }
-        group, wide = first.group, old.float()
-        again, _ = self._stepped(group, old, grad, state)
+        wide, ulp = old.float(), _spacing(old)
+        again = self._stepped(group, before, grad, wide=False)[""]
         if float((again == new).float().mean()) < _FAITHFUL:
             return
-        exact, _ = self._stepped(group, wide, grad, state)
+        exact = self._stepped(group, before, grad, wide=True)[""]
         updated = (exact != wide) & torch.isfinite(exact)
-        lost, ulp = updated & (new == old), _spacing(old)
         if bool(updated.any()):
             self._sizes.append(float(((exact - wide).abs() / ulp)[updated].median()))
-        of_each = torch.stack([updated, lost]).split([len(each.weight) for each in before], 1)
-        counts = torch.stack([part.sum(1) for part in of_each]).tolist()
-        for each, (count, gone) in zip(before, counts, strict=True):
-            self._updates[each.parameter] += count
-            self._lost[each.parameter] += gone
+        parts = torch.stack([updated, updated & (new == old)]).split([len(few) for few in of_each], 1)
+        for p, (count, lost) in zip(params, torch.stack([part.sum(1) for part in parts]).tolist(), strict=True):
+            self._updates[p] += count
+            self._lost[p] += lost
         if group.get("weight_decay"):
             without = {**group, "weight_decay": 0 * group["weight_decay"]}
-            in_fp32 = exact - self._stepped(without, wide, grad, state)[0]
-            arrived = again.float() - self._stepped(without, old, grad, state)[0].float()
-            self._decay[0] += float((in_fp32.abs() / ulp).nansum())
-            self._decay[1] += float((arrived * in_fp32.sign() / ulp).nansum())
-        low = {key for key in first.shaped if state[key].dtype in LOW}
+            asked = exact - self._stepped(without, before, grad, wide=True)[""]
+            arrived = again.float() - self._stepped(without, before, grad, wide=False)[""].float()
+            self._asked += float((asked.abs() / ulp).nansum())
+            self._arrived += float((arrived * asked.sign() / ulp).nansum())
+        low = [key for key, v in before.items() if key and isinstance(v, Tensor) and v.dtype in LOW]
         if low:
-            exact_state, again_state = (self._stepped(group, w, torch.zeros_like(grad), state)[1] for w in (wide, old))
-            for key in low & exact_state.keys() & again_state.keys():
-                falls = (exact_state[key] != state[key].float()) & (exact_state[key].abs() > 1e-30)
-                self._falls[key][0] += int(falls.sum())
-                self._falls[key][1] += int((falls & (again_state[key] == state[key])).sum())
+            falling, left = (self._stepped(group, before, torch.zeros_like(grad), wide) for wide in (True, False))
+            for key in low:
+                falls = (falling[key] != before[key].float()) & (falling[key].abs() > 1e-30)
+                self._falls[key] += int(falls.sum())
+                self._stays[key] += int((falls & (left[key] == before[key])).sum())
 
-    def _stepped(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Return what the optimizer's own code makes of one parameter and its state, in the dtype of `weight`."""
-        p = Parameter(weight.clone())
-        p.grad = grad.to(p.dtype)
-        own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-        wide = p.dtype is torch.float32
+    def _stepped(self, group: dict[str, Any], before: Values, grad: Tensor, wide: bool) -> Values:
+        """Return what the optimizer's own code makes of one parameter and its state, in FP32 or in their own dtypes."""
+        own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in before.items()}
         if wide:
-            own = {k: v.float() if isinstance(v, Tensor) and v.dtype in LOW else v for k, v in own.items()}
+            own = {key: v.float() if isinstance(v, Tensor) and v.dtype in LOW else v for key, v in own.items()}
+        p = Parameter(own.pop(""))
+        p.grad = grad.to(p.dtype)
         twin = object.__new__(type(self.optimizer))
-        vars(twin).update(vars(self.optimizer))
-        vars(twin).update({name: OrderedDict() for name in _HOOKS})
+        state = defaultdict(dict, {p: own} if own else {})
+        vars(twin).update(vars(self.optimizer), **{name: OrderedDict() for name in _HOOKS}, state=state)
         for name in ("grad_scale", "found_inf"):  # of GradScaler, which has seen to the gradient
             vars(twin).pop(name, None)
-        plain = {"foreach": False, "capturable": False, "differentiable": False}
+        plain: dict[str, Any] = {"foreach": False, "capturable": False, "differentiable": False}
         plain["fused"] = bool(group.get("fused")) and not wide
-        settings: dict[str, Any] = {key: value for key, value in plain.items() if key in group}
-        if isinstance(lr := group.get("lr"), Tensor):
-            settings["lr"] = float(lr)
-        twin.param_groups = [{**group, **settings, "params": [p]}]
-        twin.state = defaultdict(dict, {p: own} if own else {})
+        plain["lr"] = float(group.get("lr", 0.0))
+        twin.param_groups = [{**group, **{key: v for key, v in plain.items() if key in group}, "params": [p]}]
         own_step(type(self.optimizer))(twin)
-        return p.detach(), dict(twin.state[p])
+        return {"": p.detach(), **state[p]}
 
     def problems(self, names: Names) -> Iterator[Problem]:
         """What all that says about the training. names: of the parameters."""
@@ -239,7 +214,7 @@ class SteppedOptimizer:
         half = any(p.dtype is torch.float16 for p in self._updates)
         recipe: dict[str, Any] = {"parameter_dtype": "float32"} if half else {"weights": "stochastic"}
         do = (_WIDE if half else _SR).format(self._bytes(Recipe(**recipe)))
-        updates, (seen, stayed) = self._updates.total(), self._unknown
+        updates = self._updates.total()
         worst = sorted(self._updates, key=lambda p: -self._lost[p] / max(self._updates[p], 1))
         losing = [p for p in worst if self._lost[p] > THRESHOLD * self._updates[p]]
         if losing:
@@ -251,20 +226,20 @@ class SteppedOptimizer:
                 f"{statistics.median(self._sizes):.2g} ulp"
             )
             yield Problem("lost updates", True, said, do, where, tuple(names[p] for p in losing), (), lost, recipe)
-        elif not updates and stayed > THRESHOLD * seen:
-            share = stayed / seen
+        elif not updates and self._still > THRESHOLD * self._moving:
+            share = self._still / self._moving
             said = f"{percent(share)} of the weights in low precision that had a gradient did not move in a step of "
             said += f"{cls}, which cannot be taken again in FP32 to tell why"
             do_ask = "hmpx.attach(optimizer).updates() counts what is lost"
             yield Problem("lost updates", False, said, do_ask, where, weight=share)
-        asked, arrived = self._decay
-        if asked >= _LEAST_DECAY and arrived < 0.1 * asked:
+        if self._asked >= _LEAST_DECAY and self._arrived < 0.1 * self._asked:
             group = next(group for group in self.optimizer.param_groups if group.get("weight_decay"))
             a_step = float(group["lr"]) * float(group["weight_decay"])
-            said = f"{percent(max(arrived / asked, 0.0))} of the weight decay arrives: lr x weight_decay takes "
-            said += f"{a_step:.1g} of a weight in a step, and half an ulp is 0.002 or more"
+            said = f"{percent(max(self._arrived / self._asked, 0.0))} of the weight decay arrives: lr x weight_decay "
+            said += f"takes {a_step:.1g} of a weight in a step, and half an ulp is 0.002 or more"
             yield Problem("weight decay", True, said, do, where, weight=0.5, recipe=recipe)
-        for key, (falls, stays) in self._falls.items():
+        for key, falls in self._falls.items():
+            stays = self._stays[key]
             if stays > 0.5 * falls:
                 said = f"{key} in low precision cannot fall in {percent(stays / falls)} of its elements: a step takes "
                 said += "off less than half an ulp"

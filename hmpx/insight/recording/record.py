@@ -7,7 +7,6 @@ shapes in words are worked out once, when a site is new.
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import threading
 import types
@@ -19,14 +18,13 @@ from weakref import WeakSet
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hmpx import rounding, updates
 from hmpx.base import region_state
 from hmpx.base.process_state import observers
 from hmpx.conversion import Conversion, installed
 from hmpx.errors import HmpxError
 from hmpx.insight.audit import ForwardWatch
 from hmpx.insight.module_names import ModuleNames
-from hmpx.insight.observed import observing
+from hmpx.insight.observed import OF_STEPS, observing
 from hmpx.insight.reasons import reason_of_call
 from hmpx.insight.recording.device import DeviceSide, Fp8Casts, watched
 from hmpx.insight.recording.findings import RoundTrips, unmatched
@@ -45,7 +43,6 @@ from hmpx.updates.attach import attached
 from hmpx.version import __version__
 
 _unasked = torch._C.DisableTorchFunctionSubclass  # classes of tensors, which may know no function that reads a dtype
-_STEPS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch.optim, updates, rounding))
 
 
 @contextlib.contextmanager
@@ -124,7 +121,7 @@ class Recorder:
         """Whether a function computes an optimizer's step."""
         known = self._codes.get(id(caller))
         if known is None:
-            known = self._codes[id(caller)] = caller, caller.co_filename.startswith(_STEPS)
+            known = self._codes[id(caller)] = caller, caller.co_filename.startswith(OF_STEPS)
         return known[1]
 
     def __call__(self, point: Point, run: Run, frame: types.FrameType, args: tuple, kwargs: dict) -> Seen:
@@ -177,7 +174,7 @@ class Recorder:
     def _new_site(
         self, point: Point, seen: Seen, frame: types.FrameType, module: torch.nn.Module | None, tensors: _Tensors
     ) -> Site | None:
-        if any(each.f_code.co_filename.startswith(_STEPS) for each in frames(frame)):
+        if any(each.f_code.co_filename.startswith(OF_STEPS) for each in frames(frame)):
             return None
         self._conversion = conversion = installed() or self._conversion
         policy = conversion.policy_here if conversion else Policy()
