@@ -129,11 +129,15 @@ def test_in_two_threads(case, first_to_leave):
 def test_in_two_tasks(case, first_to_leave):
     seen = {}
 
+    async def look():
+        return case.look()
+
     async def inside(i, entered, leave):
         with case.region():
             entered.set()
             await leave.wait()
             seen[i, "inside"] = case.look()
+            assert await asyncio.create_task(look()) == case.inside  # in the tasks that it starts, too
         seen[i, "outside"] = case.look()
 
     async def both():
@@ -150,6 +154,8 @@ def test_in_two_tasks(case, first_to_leave):
     others = case.inside if case.of_thread else case.outside  # a cache is open as long as anybody in the thread has it
     assert seen.pop((first_to_leave, "outside")) == others and seen.pop("beside") == others
     last = 1 - first_to_leave
+    with case.region():  # around the loop: everybody's
+        assert asyncio.run(look()) == case.inside
     assert seen == {(0, "inside"): case.inside, (1, "inside"): case.inside, (last, "outside"): case.outside}
 
 

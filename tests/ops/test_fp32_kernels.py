@@ -398,7 +398,9 @@ def convolving():
 
 
 @pytest.mark.parametrize(
-    ("make", "shape"), [(Attending, (32, 8, 16)), (convolving, (32, 1, 8, 8))], ids=["attention", "convolutions"]
+    ("make", "shape"),
+    [(Attending, (32, 8, 16)), pytest.param(convolving, (32, 1, 8, 8), marks=pytest.mark.slow)],
+    ids=["attention", "convolutions"],
 )
 def test_training_goes_as_with_native_kernels(make, shape):
     """The difference in loss is small beside what another seed of the weights makes."""

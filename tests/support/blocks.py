@@ -1,0 +1,30 @@
+"""Blocks of a transformer that tests of casts call, and what it means that results are the same."""
+
+from __future__ import annotations
+
+from torch import equal, nn, sigmoid
+
+
+def same(one, other):
+    """Whether tensors have the same dtypes and bits, one by one."""
+    return len(one) == len(other) and all(a.dtype is b.dtype and equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out((q @ k.transpose(-1, -2) / 3).softmax(-1) @ v)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.LayerNorm(8), Attention(), nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))
+        return x * sigmoid(x) + self.mlp(x)
