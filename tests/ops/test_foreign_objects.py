@@ -206,19 +206,18 @@ def test_no_finalizer_of_garbage_runs_meanwhile(monkeypatch, enabled):
         gc.enable()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, MemoryError])
-def test_whatever_ends_the_pass_half_way_everything_is_as_it_was(monkeypatch, error, untouched):
+def test_whatever_ends_the_pass_half_way_everything_is_as_it_was(monkeypatch, untouched):
     before, calls, running = reached(), [], sweep.Sweep._running_functions
 
     def interrupted(self):
         calls.append(self)
         if len(calls) == 1:
             assert any(capture.rebound for capture in self.captures)
-            raise error
+            raise KeyboardInterrupt
         running(self)
 
     monkeypatch.setattr(sweep.Sweep, "_running_functions", interrupted)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         hmpx.convert()
     monkeypatch.undo()
     assert all(a is b for a, b in zip(reached(), before, strict=True))

@@ -279,20 +279,9 @@ def test_bf16_on_a_gpu_without_instructions_for_it_is_said_once(capable, said, l
 
 
 def test_apex_o1_is_fp16_by_the_lists_that_apex_o1_bf16_has():
-    recipe, in_bf16 = read_recipe("apex-o1"), read_recipe("apex-o1-bf16")
-    assert dataclasses.replace(recipe, low_precision=None) == in_bf16 and recipe.low_precision == "float16"
-    model = Small()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-    hmpx.prepare(model, optimizer, "apex-o1")
-    loss = F.cross_entropy(model(torch.randn(4, 8)), torch.arange(4))
-    assert model(torch.randn(4, 8)).dtype is FP16 and loss.dtype is FP32
-    scaler.scale(loss).backward()
-    assert {p.grad.dtype for p in model.parameters()} == {p.dtype for p in model.parameters()} == {FP32}
-    before = model.up.weight.detach().clone()
-    scaler.step(optimizer)
-    assert not torch.equal(before, model.up.weight) and not hasattr(optimizer, "_hmpx_attachment")
-    hmpx.restore()
+    recipe = read_recipe("apex-o1")
+    assert dataclasses.replace(recipe, low_precision=None) == read_recipe("apex-o1-bf16")
+    assert recipe.low_precision == "float16"
 
 
 def _gradients(function, model, x):
@@ -338,20 +327,6 @@ def test_recurrent_layers_take_inputs_of_any_dtype_and_equal_the_layer_in_fp16(l
             assert all(p.grad.dtype is FP32 and p.grad.isfinite().all() for p in layer.parameters())
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_attention_is_autocasts_to_the_bit(training):
-    x, layer = torch.randn(3, 5, 8), nn.MultiheadAttention(8, 2, batch_first=True).train(training)
-    encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).train(training)
-
-    def run():
-        return tree_leaves([layer(x, x, x), layer(x, x, x, need_weights=False)[0], encoder(x)])
-
-    with torch.autocast("cpu", dtype=FP16):
-        expected = run()
-    with hmpx.convert(**AUTOCAST_LISTS, **IN_FP16):
-        assert same(run(), expected)
-
-
 NORMS = {
     "layer_norm": lambda x, w, b: F.layer_norm(x, (4,), w, b),
     "rms_norm": lambda x, w, b: F.rms_norm(x, (4,), w),
@@ -393,17 +368,3 @@ def test_an_fp16_model_has_fp16_gradients_and_a_plain_step(lists):
             optim.SGD(model.parameters(), lr=1e-2).step()
     optim.SGD(plain.parameters(), lr=1e-2).step()
     assert all(map(torch.equal, plain.parameters(), model.parameters()))
-
-
-def test_bf16_weights_train_beside_fp16_ops():
-    """The weights' own dtype is the recipe's other key: here BF16, rounded stochastically, with ops in FP16."""
-    model = Small()
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    hmpx.prepare(model, optimizer, {"low_precision": "fp16"})
-    out = model(torch.randn(4, 8))
-    F.cross_entropy(out, torch.arange(4)).backward()
-    optimizer.step()
-    assert out.dtype is FP16 and {p.dtype for p in model.parameters()} == {BF16}
-    assert {p.grad.dtype for p in model.parameters()} == {BF16}
-    hmpx.detach(optimizer)
-    hmpx.restore()

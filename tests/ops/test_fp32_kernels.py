@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.errors import HmpxError
@@ -210,19 +209,6 @@ def test_hooks_of_somebody_else_get_the_low_tensors_and_give_them_back():
     out.float().sum().backward()
     assert set(seen) == {torch.bfloat16}
     assert torch.equal(w.grad, 2 * x.detach().sum(0).expand(3, 8))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_recomputes_the_same_gradients(reentrant):
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    x = torch.randn(6, 8, requires_grad=True)
-    with converted("float32"):
-        model(x).float().square().sum().backward()
-        plain = [x.grad, *(p.grad for p in model.parameters())]
-        x.grad = None
-        model.zero_grad()
-        checkpoint(model, x, use_reentrant=reentrant).float().square().sum().backward()
-    assert all(torch.equal(a, b) for a, b in zip(plain, [x.grad, *(p.grad for p in model.parameters())], strict=True))
 
 
 def test_gradients_of_gradients_and_torch_func_agree_with_native_kernels():

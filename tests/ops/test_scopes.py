@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 import sys
 import threading
@@ -17,30 +18,10 @@ from torch.func import functional_call
 
 import hmpx
 from hmpx.ops.forwards import replaced_forwards
-from hmpx.ops.policies.catalog import catalog
 from tests.support import python
+from tests.support.blocks import Block, same
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return self.out(F.softmax(q @ k.transpose(-1, -2) / 3, -1) @ v)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.attn, self.mlp = nn.LayerNorm(8), Attention(), nn.Sequential(nn.Linear(8, 8), nn.GELU())
-
-    def forward(self, x):
-        x = x + self.attn(self.norm(x))
-        return x + self.mlp(x)
 
 
 class Net(nn.Module):
@@ -83,12 +64,6 @@ def results(model, x, forward=None):
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), x.grad]
 
 
-def same(one, other):
-    return len(one) == len(other) and all(
-        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
-
-
 POLICIES = {
     "default lists": lambda: hmpx.Recipe().policy(),
     "O2": lambda: hmpx.Recipe(opt_level="O2").policy(),
@@ -98,33 +73,31 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("other", ["no lists", "float32", "O2"])
-def test_a_rule_over_the_whole_model_is_the_global_lists(name, other, model, x, lists):
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [
+        ("default lists", {"fp32": ["linear", "matmul", "softmax", "div", "layer_norm", "cross_entropy", "gelu"]}),
+        ("O2", {"bf16": [], "fp32": [], "promote": []}),
+        ("autocast", {"opt_level": "O2"}),
+    ],
+    ids=str,
+)
+def test_a_rule_over_the_whole_model_is_the_global_lists(name, around, model, x):
     """To the bit, forward and gradients, whatever holds around it."""
     policy = POLICIES[name]()
     with hmpx.conversion.install(policy):
         expected = results(model, x)
-    around = {
-        "no lists": lambda: hmpx.convert(**lists()),
-        "float32": lambda: hmpx.convert(**lists(fp32="linear matmul softmax div layer_norm cross_entropy gelu")),
-        "O2": lambda: hmpx.convert("O2"),
-    }
     rule = hmpx.policy_for(model, policy)
-    with around[other]():
+    with hmpx.convert(**around):
         found = results(model, x)
         rule.remove()
         without = results(model, x)
-    assert same(found, expected)
-    assert other == name or not same(without, expected)
+    assert same(found, expected) and not same(without, expected)
 
 
 @pytest.mark.parametrize(
     ("part", "name"),
-    [
-        *(("blocks.1", "fp32"), ("blocks.1.attn", "fp32"), ("head", "fp32"), ("blocks.0.mlp", "fp32")),
-        *(("blocks.1", "bf16"), ("blocks.1.attn", "bf16")),
-    ],
+    [("blocks.1", "fp32"), ("head", "fp32"), ("blocks.1.attn", "bf16")],
 )
 def test_a_dtype_for_a_module_is_its_code_between_casts_by_hand(name, part, model, x):
     """As if its input and its weights were cast, and nothing in it."""
@@ -329,19 +302,6 @@ def test_places_belong_to_their_thread():
         rule.remove()
 
 
-def test_copies_and_pickled_modules_carry_the_rule():
-    module = Product()
-    rule = hmpx.policy_for(module, fp32=["matmul"])
-    copies = [copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
-    with hmpx.convert():
-        assert [each() for each in copies] == [[FP32]] * 3
-        rule.remove()
-        assert [each() for each in copies] == [[BF16], [BF16], [FP32]]  # the last came from elsewhere
-        module = Product()
-        assert module() == [BF16]
-    vars(copies[-1])["_hmpx_rules"][0][1].remove()
-
-
 def test_the_rules_of_a_model_that_was_loaded_can_be_listed_and_removed():
     model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 8))
     given = [hmpx.policy_for(part, fp32=["linear"]) for part in (model, model[1], model[2])]
@@ -349,47 +309,35 @@ def test_the_rules_of_a_model_that_was_loaded_can_be_listed_and_removed():
     loaded = pickle.loads(pickle.dumps(model))
     rules = hmpx.policies_of(loaded)
     assert [rule.where for rule in rules] == [rule.where for rule in given] and not {*rules} & {*given}
+    copied = copy.deepcopy(model)[2]
     for rule in (*rules, *given[:2]):
         rule.remove()
     assert hmpx.policies_of(loaded) == [] and hmpx.policies_of(model) == given[2:]
     with hmpx.convert():
-        assert [part(torch.ones(2, 8)).dtype for part in (model[2], loaded[2])] == [FP32, BF16]
-    given[2].remove()
+        assert [part(torch.ones(2, 8)).dtype for part in (model[2], copied, loaded[2])] == [FP32, FP32, BF16]
+        given[2].remove()
+        assert copied(torch.ones(2, 8)).dtype is BF16  # a copy has the same rule
     with pytest.raises(hmpx.HmpxError, match=r"policies_of takes a torch\.nn\.Module, not a str"):
         hmpx.policies_of("model")
 
 
-def test_a_further_nesting_works_out_its_own_lists_and_no_other(monkeypatch):
-    """However many there are already; and none the second time."""
-    worked_out, cases = [], hmpx.Policy.cases
-    monkeypatch.setattr(hmpx.Policy, "cases", lambda policy, op: worked_out.append(policy) or cases(policy, op))
-    found = []
-    with hmpx.convert():
-        for name in ("linear", "matmul", "bmm", "linear"):
-            worked_out.clear()
-            with hmpx.casts(fp32=[name], promote=["hypot"]):
-                found.append((len({id(policy) for policy in worked_out}), len(worked_out)))
-    ops = found[0][1]
-    assert found == [(1, ops), (1, ops), (1, ops), (0, 0)] and ops == len(catalog())
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_no_call_of_a_module_in_another_changes_torch(monkeypatch, before):
+def test_no_call_of_a_module_in_another_changes_torch(monkeypatch):
     """What two rules make together is worked out when they are given, and not amid the first call."""
-    inner = Product()
-    outer = Product(nn.Sequential(inner))
-    rules = [hmpx.policy_for(inner, bf16=["matmul"])] if before else []
-    with hmpx.convert() as handle:
-        rules.append(hmpx.policy_for(outer, fp32=["matmul", "linear"]))
-        if not before:
-            rules.append(hmpx.policy_for(inner, bf16=["matmul"]))
-        known, patched = hmpx.base.process_state.known_scopes, handle.patched
-        monkeypatch.setattr(hmpx.base.process_state, "learn", lambda places: pytest.fail(f"{places} were not known"))
-        assert outer() == [FP32, BF16]
-        assert hmpx.base.process_state.known_scopes is known and handle.patched == patched
-        monkeypatch.undo()
-    for rule in rules:
-        rule.remove()
+    for before in (True, False):
+        inner = Product()
+        outer = Product(nn.Sequential(inner))
+        rules = [hmpx.policy_for(inner, bf16=["matmul"])] if before else []
+        with hmpx.convert() as handle:
+            rules.append(hmpx.policy_for(outer, fp32=["matmul", "linear"]))
+            if not before:
+                rules.append(hmpx.policy_for(inner, bf16=["matmul"]))
+            patched = handle.patched
+            with monkeypatch.context() as patch:
+                patch.setattr(hmpx.base.process_state, "learn", lambda places: pytest.fail(f"{places} were not known"))
+                assert outer() == [FP32, BF16]
+            assert handle.patched == patched
+        for rule in rules:
+            rule.remove()
 
 
 def test_a_rule_for_a_container_holds_in_each_module_in_it_and_around_their_own():
@@ -483,16 +431,16 @@ def test_of_a_container_and_a_module_in_it_the_innermost_dtype_casts_the_argumen
     given[0].remove()
 
 
-@pytest.mark.parametrize(("dtype", "side"), [("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16")])
-def test_record_names_the_rule_that_casts_a_modules_arguments(dtype, side):
+def test_record_names_the_rule_that_casts_a_modules_arguments():
     module = nn.Linear(4, 4)
-    rule = hmpx.policy_for(module, dtype)
-    with hmpx.convert(), hmpx.record() as log:
-        module(X.bfloat16() if dtype == "fp32" else X)
-        X.bfloat16()
-    rows = {site.reason: site.rule for site in log.sites if site.op == "to"}
-    assert rows == {f"cast before the module's forward: {rule.where}": side, "cast by hand": ""}
-    rule.remove()
+    for dtype in ("fp32", "fp16"):
+        rule = hmpx.policy_for(module, dtype)
+        with hmpx.convert(), hmpx.record() as log:
+            module(X.bfloat16() if dtype == "fp32" else X)
+            X.bfloat16()
+        rows = {site.reason: site.rule for site in log.sites if site.op == "to"}
+        assert rows == {f"cast before the module's forward: {rule.where}": dtype, "cast by hand": ""}
+        rule.remove()
 
 
 def test_arguments_are_cast_once_and_what_a_module_may_write_to_is_not():
@@ -616,27 +564,18 @@ def test_a_forward_that_was_captured_meanwhile_is_the_modules_own_afterwards():
         assert captured(X) == other(X) == [BF16]
 
 
-@pytest.mark.parametrize(
-    ("decorator", "name"),
-    [
-        (lambda: hmpx.casts("fp32"), "casts"),
-        (lambda: hmpx.casts("fp32")._recreate_cm(), "casts"),
-        (hmpx.disable_casts, "disable_casts"),
-        (lambda: hmpx.disable_casts, "disable_casts"),
-        (hmpx.enable_casts, "enable_casts"),
-        (hmpx.cached_weights, "cached_weights"),
-    ],
-)
-def test_a_region_over_a_function_whose_body_runs_later_is_refused(decorator, name):
+def test_a_region_over_a_function_whose_body_runs_later_is_refused():
     async def later():
         pass
 
     def generator():
         yield
 
-    for function in (later, generator):
-        with pytest.raises(hmpx.HmpxError, match=f"^{name} over a generator or coroutine function"):
-            decorator()(function)
+    decorators = [hmpx.casts("fp32"), hmpx.casts("fp32")._recreate_cm(), hmpx.disable_casts()]
+    decorators += [hmpx.disable_casts, hmpx.enable_casts(), hmpx.cached_weights()]
+    for decorator, function in itertools.product(decorators, (later, generator)):
+        with pytest.raises(hmpx.HmpxError, match=r"^\w+s over a generator or coroutine function"):
+            decorator(function)
 
 
 def test_a_module_has_its_rules_once_whichever_classes_have_others():

@@ -16,30 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from tests.support import ranks
+from tests.support.blocks import Block, same
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4)
 compiling = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="regions in Dynamo want torch 2.13")
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.attn, self.mlp = nn.LayerNorm(8), Attention(), nn.Sequential(nn.Linear(8, 8), nn.GELU())
-
-    def forward(self, x):
-        x = x + self.attn(self.norm(x))
-        return x * torch.sigmoid(x) + self.mlp(x)
 
 
 def net():
@@ -63,12 +44,6 @@ def results(model, forward=None):
     out = (model if forward is None else forward)(x)
     out.backward(torch.arange(out.numel()).reshape(out.shape).to(out.dtype))
     return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
-def same(one, other):
-    return len(one) == len(other) and all(
-        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
 
 
 @pytest.fixture
@@ -309,8 +284,7 @@ def _distributed(rank, how, after):
     return same(found, expected), same(found, plain)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("how", "after"), [("ddp", True), ("fsdp2", False), ("fsdp2", True)])
 def test_replicated_and_sharded_models_keep_their_rules(how, after):
     """Given before or after the model was wrapped: the gradients are the mean of what each batch has by itself."""
     assert ranks.run(2, _distributed, how, after) == [(True, False)] * 2

@@ -43,23 +43,20 @@ def test_a_path_is_relative_to_the_file_and_so_are_the_lists_of_each_file(tmp_pa
         assert "gelu" in str(recipe) and "extends" not in str(recipe)  # resolved
 
 
-@pytest.mark.parametrize(
-    "nearer, bf16, fp32",
-    [
+@pytest.mark.parametrize("base", ["bf16: [gelu]\nfp32: [log]\n", "bf16_file_path: a.txt\nfp32_file_path: b.txt\n"])
+def test_a_list_goes_in_the_place_of_that_list_however_it_was_said(base, tmp_path):
+    for name, text in {"a.txt": "gelu", "b.txt": "log", "mm.txt": "mm", "both.yaml": "bf16: [mm]\nfp32: [exp]"}.items():
+        (tmp_path / name).write_text(text)
+    for nearer, bf16, fp32 in (
         ("seed: 1", ("gelu",), ("log",)),
         ("bf16: [mm]", ("mm",), ("log",)),
         ("bf16_file_path: mm.txt", ("mm",), ("log",)),
         ("bf16_file_path: both.yaml", ("mm",), ("exp",)),
         ("fp32: []", ("gelu",), ()),
-    ],
-)
-@pytest.mark.parametrize("base", ["bf16: [gelu]\nfp32: [log]\n", "bf16_file_path: a.txt\nfp32_file_path: b.txt\n"])
-def test_a_list_goes_in_the_place_of_that_list_however_it_was_said(base, nearer, bf16, fp32, tmp_path):
-    for name, text in {"a.txt": "gelu", "b.txt": "log", "mm.txt": "mm", "both.yaml": "bf16: [mm]\nfp32: [exp]"}.items():
-        (tmp_path / name).write_text(text)
-    write(tmp_path, base=base, mine=f"extends: base.yaml\n{nearer}\n")
-    policy = read_recipe(tmp_path / "mine.yaml").policy()
-    assert (policy.bf16, policy.fp32) == (bf16, fp32)
+    ):
+        write(tmp_path, base=base, mine=f"extends: base.yaml\n{nearer}\n")
+        policy = read_recipe(tmp_path / "mine.yaml").policy()
+        assert (policy.bf16, policy.fp32) == (bf16, fp32), nearer
 
 
 def test_another_opt_level_comes_without_the_lists_of_the_one_before():
