@@ -24,14 +24,12 @@ def attached(**how):
 
 # The operation, with what takes it back, on a model and optimizer of that dtype.
 OPERATIONS = {
-    "convert": (FP32, lambda it, lists: hmpx.convert(**lists(bf16="linear", fp32="softmax")).restore()),
     "convert, verbose, with a map of dtypes": (
         FP32,
         lambda it, lists: hmpx.convert(**lists(bf16="linear"), isVerbose=True, dtype_map={FP32: BF16}).restore(),
     ),
     "activate": (FP32, lambda it, lists: hmpx.activate("neuron-bf16-sr").restore()),
     "disable_casts": (FP32, lambda it, lists: entered(hmpx.disable_casts)),
-    "enable_casts": (FP32, lambda it, lists: entered(hmpx.enable_casts)),
     "cached_weights": (FP32, lambda it, lists: entered(hmpx.cached_weights)),
     "doctor": (FP32, lambda it, lists: entered(hmpx.doctor)),
     "attach, split": (BF16, attached(weights="split", use_master_weights_in_ckpt=True)),

@@ -166,6 +166,7 @@ def test_tables_made_during_a_conversion_have_the_originals_as_keys_after_it():
     Tables.made = {}
 
 
+@pytest.mark.slow
 def test_torchs_own_modules_hold_no_wrapper_after_they_were_imported_during_a_conversion():
     """Its compiler imports hundreds of them. Per-sample gradients look functions up in a table of such a module."""
     code = """

@@ -38,16 +38,6 @@ def test_ops_of_other_namespaces_are_found():
     assert "_parse_to" not in labels  # in torch._C._nn, and no op
 
 
-def test_in_place_entries_are_told_apart():
-    for op in catalog().values():
-        for entry in op.entries:
-            assert entry.in_place == (
-                (entry.attribute.endswith("_") and not entry.attribute.endswith("__"))
-                or (entry.attribute.startswith("__i") and entry.attribute.endswith("__"))
-                or entry.attribute == "__setitem__"
-            ), entry.label
-
-
 def test_the_tables_name_only_what_exists():
     ops = catalog().keys()
     assert not (op_facts.REFUSES_MIXED | op_facts.O2_BF16 | op_facts.STATISTICS.keys()) - ops

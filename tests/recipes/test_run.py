@@ -309,48 +309,48 @@ def test_a_wrong_hmpx_recipe_is_a_matter_of_the_shell_command_however_python_was
     assert err.startswith("hmpx: there is no recipe 'nowhere'") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "line, argv, is_one",
-    [
-        ("-m hmpx run x.py", "-m run x.py", True),
-        ("-um hmpx", "-m", True),
-        ("-uBmhmpx --recipe x", "-m --recipe x", True),
-        ("-W error -X dev -m hmpx.__main__", "-m", True),
-        ("-m other -m hmpx", "-m -m hmpx", False),
-        ("-mother hmpx", "-m hmpx", False),
-        ("train.py -m hmpx", "train.py -m hmpx", False),
-        ("/bin/hmpx run", "/bin/hmpx run", True),  # the console script is known by its name
-        ("-c pass", "-c", False),
-        ("", "", False),
-    ],
-)
-def test_a_shell_command_is_known_while_the_module_is_looked_for(line, argv, is_one, monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["python", *line.split()])
-    monkeypatch.setattr(sys, "argv", argv.split())
-    assert runs_a_shell_command() == is_one
+LINES = [
+    ("-m hmpx run x.py", "-m run x.py", True),
+    ("-um hmpx", "-m", True),
+    ("-uBmhmpx --recipe x", "-m --recipe x", True),
+    ("-W error -X dev -m hmpx.__main__", "-m", True),
+    ("-m other -m hmpx", "-m -m hmpx", False),
+    ("-mother hmpx", "-m hmpx", False),
+    ("train.py -m hmpx", "train.py -m hmpx", False),
+    ("/bin/hmpx run", "/bin/hmpx run", True),  # the console script is known by its name
+    ("-c pass", "-c", False),
+    ("", "", False),
+]
+
+
+def test_a_shell_command_is_known_while_the_module_is_looked_for(monkeypatch):
+    for line, argv, is_one in LINES:
+        monkeypatch.setattr(sys, "orig_argv", ["python", *line.split()])
+        monkeypatch.setattr(sys, "argv", argv.split())
+        assert runs_a_shell_command() == is_one, line
 
 
 EN, SEED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED"
 
 
-@pytest.mark.parametrize(
-    "environment, meaning",
-    [
-        ({"XLA_USE_BF16": "1"}, "xla-use-bf16, weights stochastic"),
-        ({"XLA_DOWNCAST_BF16": "1"}, "xla-downcast-bf16, weights stochastic"),
-        ({"XLA_USE_BF16": "1", "XLA_DOWNCAST_BF16": "1"}, "xla-use-bf16, weights stochastic"),
-        ({"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "1"}, "xla-downcast-bf16, weights stochastic"),
-        ({"XLA_USE_BF16": "1", EN: "0"}, "xla-use-bf16, weights nearest"),
-        ({EN: "1", SEED: "7"}, "neuron-bf16-sr, weights stochastic, seed 7"),
-        ({EN: "0"}, None),
-        ({SEED: "7"}, None),
-        ({"XLA_USE_BF16": ""}, None),
-    ],
-)
-def test_the_variables_of_neuron_and_xla(environment, meaning):
-    found = recipe_of(environment)
-    said = " ".join(f"{name}={value}" for name, value in environment.items())
-    assert (found and found[1]) == (meaning and f"{said} is recipe {meaning}")
+VARIABLES = [
+    ({"XLA_USE_BF16": "1"}, "xla-use-bf16, weights stochastic"),
+    ({"XLA_DOWNCAST_BF16": "1"}, "xla-downcast-bf16, weights stochastic"),
+    ({"XLA_USE_BF16": "1", "XLA_DOWNCAST_BF16": "1"}, "xla-use-bf16, weights stochastic"),
+    ({"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "1"}, "xla-downcast-bf16, weights stochastic"),
+    ({"XLA_USE_BF16": "1", EN: "0"}, "xla-use-bf16, weights nearest"),
+    ({EN: "1", SEED: "7"}, "neuron-bf16-sr, weights stochastic, seed 7"),
+    ({EN: "0"}, None),
+    ({SEED: "7"}, None),
+    ({"XLA_USE_BF16": ""}, None),
+]
+
+
+def test_the_variables_of_neuron_and_xla():
+    for environment, meaning in VARIABLES:
+        found = recipe_of(environment)
+        said = " ".join(f"{name}={value}" for name, value in environment.items())
+        assert (found and found[1]) == (meaning and f"{said} is recipe {meaning}")
 
 
 def test_those_variables_under_run(script):
@@ -358,8 +358,8 @@ def test_those_variables_under_run(script):
     assert out.startswith("bfloat16 bfloat16 bfloat16 ") and "XLA_USE_BF16=1" in err and "seed 7" in err
 
 
-@pytest.mark.parametrize("seed", ["x", "-1", "1.5", str(2**64)])
-def test_a_seed_of_neuron_that_is_none_is_refused(seed):
-    with pytest.raises(HmpxError, match=f"^{SEED}={seed} is no seed: an integer from 0 to"):
-        recipe_of({"XLA_USE_BF16": "1", SEED: seed})
+def test_a_seed_of_neuron_that_is_none_is_refused():
+    for seed in ("x", "-1", "1.5", str(2**64)):
+        with pytest.raises(HmpxError, match=f"^{SEED}={seed} is no seed: an integer from 0 to"):
+            recipe_of({"XLA_USE_BF16": "1", SEED: seed})
     assert recipe_of({EN: "1", SEED: str(2**64 - 1)})[0].seed == 2**64 - 1

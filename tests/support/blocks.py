@@ -13,11 +13,11 @@ def same(one, other):
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.qkv = nn.Linear(8, 24)
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
-        return self.out((q @ k.transpose(-1, -2) / 3).softmax(-1) @ v)
+        return (q @ k.transpose(-1, -2) / 3).softmax(-1) @ v
 
 
 class Block(nn.Module):
