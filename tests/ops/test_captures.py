@@ -319,44 +319,6 @@ def test_nothing_is_looked_through_again_where_nobody_has_taken_a_name(monkeypat
     assert linear is F.linear and linear(X, X).dtype is torch.float32
 
 
-SPAWNED = """
-    import sys, torch, hmpx
-    import torch.multiprocessing as mp
-    import torch.nn.functional as F
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.functional import linear
-
-    X, TABLE = torch.randn(4, 4), (F.linear,)
-
-    def layer(x):
-        return linear(x, x)
-
-    def worker(rank):
-        shard = fully_shard
-        with hmpx.convert() as handle:
-            assert {f(X, X).dtype for f in (linear, F.linear, TABLE[0])} == {layer(X).dtype} == {torch.bfloat16}
-            assert "__mp_main__.linear holds linear" in handle.rebound
-        assert linear is F.linear is TABLE[0] and layer(X).dtype is torch.float32
-        with hmpx.activate("neuron-bf16-sr"):
-            import torch.distributed.fsdp as fsdp
-            assert fully_shard is fsdp.fully_shard is not shard
-        assert fully_shard is fsdp.fully_shard is shard
-
-    if __name__ == "__main__":
-        mp.start_processes(worker, nprocs=1, start_method=sys.argv[1])
-    """
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["spawn", "forkserver"])
-def test_names_of_a_script_that_a_worker_has_run_again_are_cast(how, tmp_path):
-    """multiprocessing runs the script by runpy: the globals of its functions are the dict of no module."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SPAWNED))
-    done = subprocess.run([sys.executable, script, how], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def multiply(x):
     return linear(x, x)
 

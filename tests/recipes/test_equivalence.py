@@ -168,7 +168,7 @@ def test_hmp_o2_is_products_and_convolutions_in_bf16_and_the_rest_in_fp32():
     products = {"linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "einsum", "inner",
                 "tensordot", "chain_matmul", "linalg_multi_dot"}  # fmt: skip
     convolutions = {name for name in catalog() if name.startswith("conv") and "backward" not in name} - {"conj"}
-    assert products <= set(policy.bf16) and set(policy.bf16) - products <= convolutions
+    assert products | {"conv2d", "conv_transpose2d"} <= set(policy.bf16) and set(policy.bf16) - products <= convolutions
     assert {"softmax", "layer_norm", "add", "mul", "gelu", "exp", "sum", "cross_entropy"} <= set(policy.fp32)
     assert not policy.promote and not set(policy.bf16) & set(policy.fp32)
     # views, factories and Python functions that only call other ops have no precision of their own
