@@ -177,19 +177,14 @@ def test_a_decorator_says_its_own_dtype(low):
         hmpx.fp16(nn.Linear)
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.norm(self.up(x))))
+def small():
+    return nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
 
 
 def _trained(region, steps=8):
     """Scales, losses and weights of a run with loss scaling that overflows at first."""
     torch.manual_seed(0)
-    model, seen = Small(), []
+    model, seen = small(), []
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
     for step in range(steps):
@@ -212,7 +207,7 @@ def test_a_run_with_a_grad_scaler_that_skips_a_step_is_autocasts_to_the_bit():
         got = _trained(hmpx.enable_casts)
     with hmpx.convert(**AUTOCAST_LISTS, **IN_FP16):  # around scaler, clipping and step too: they are not the forward
         whole = _trained(contextlib.nullcontext)
-    start = [p.detach() for p in (torch.manual_seed(0), Small())[1].parameters()]
+    start = [p.detach() for p in (torch.manual_seed(0), small())[1].parameters()]
     weights = [start, *(weights for *_, weights in expected)]
     moved = [not all(map(torch.equal, a, b)) for a, b in itertools.pairwise(weights)]
     scales = [scale for scale, *_ in expected]
@@ -286,7 +281,7 @@ def _gradients(function, model, x):
 
 
 def test_compiled_code_has_the_bits_of_eager_and_sees_other_low_precisions():
-    model, x = Small(), torch.randn(4, 8)
+    model, x = small(), torch.randn(4, 8)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for low in (FP16, BF16, FP16):
         with hmpx.convert(low_precision=low):
@@ -351,7 +346,7 @@ def test_norms_take_the_mixtures_that_the_cpu_takes_and_cast_the_others(lists):
 def test_an_fp16_model_has_fp16_gradients_and_a_plain_step(lists):
     """Stochastic rounding is BF16's: in `disable_casts()`, FP16 parameters get torch's own step."""
     torch.manual_seed(0)
-    model = Small().half()
+    model = small().half()
     plain, x = copy.deepcopy(model), torch.randn(4, 8)
     with hmpx.convert(**lists(bf16="linear", fp32="layer_norm"), **IN_FP16):
         model(x).float().square().sum().backward()

@@ -144,46 +144,46 @@ def test_check_finds_everything_in_both_files_at_once(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "settings, expected",
-    [
-        (
-            ["use_master_weights_in_ckpt=true", "weights=split"],
-            {"use_master_weights_in_ckpt": True, "weights": "split"},
-        ),
-        (["state_dtype=bf16"], {"state_dtype": "bfloat16"}),
-        (["bf16=[linear, mm]"], {"bf16": ("linear", "mm"), "bf16_file_path": ""}),
-        (["bf16=[mm]", "opt_level=O1"], {"bf16": ("mm",), "bf16_file_path": ""}),
-        (['modules={"0": fp32}'], {"modules": {"0": "float32"}}),
-        (["seed=1", "seed=2"], {"seed": 2}),
-        (["low_precision="], {"low_precision": None}),
-    ],
-)
-def test_set_says_any_key_from_the_shell(settings, expected, capsys):
-    words = [word for setting in settings for word in ("--set", setting)]
-    assert main(["explain", "neuron-bf16-sr", *words]) == 0
-    said = capsys.readouterr().out
-    hmpx.explain(dataclasses.replace(read_recipe("neuron-bf16-sr"), **expected))
-    assert capsys.readouterr().out == said
+SETTINGS = [
+    (
+        ["use_master_weights_in_ckpt=true", "weights=split"],
+        {"use_master_weights_in_ckpt": True, "weights": "split"},
+    ),
+    (["state_dtype=bf16"], {"state_dtype": "bfloat16"}),
+    (["bf16=[linear, mm]"], {"bf16": ("linear", "mm"), "bf16_file_path": ""}),
+    (["bf16=[mm]", "opt_level=O1"], {"bf16": ("mm",), "bf16_file_path": ""}),
+    (['modules={"0": fp32}'], {"modules": {"0": "float32"}}),
+    (["seed=1", "seed=2"], {"seed": 2}),
+    (["low_precision="], {"low_precision": None}),
+]
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--set", "weigths=split"], "--set weigths=split: 'weigths' is no key of a recipe; did you mean 'weights'?"),
-        (["--set", "weights=slipt"], "--set weights=slipt: weights is 'slipt', none of stochastic"),
-        (["--set", "seed"], "--set seed: write --set KEY=VALUE"),
-        (["--set", "bf16=[sofmax]"], "--set bf16=[sofmax]: unknown op 'sofmax'; did you mean 'softmax'?"),
-        (["--set", "use_master_weights_in_ckpt=true"], "--set use_master_weights_in_ckpt=true: weights='stochastic'"),
-        (["--set", "extends=lean"], "--set extends=lean: --recipe says which recipe it is"),
-        (["--set", "bf16=["], "--set bf16=[:1: not YAML"),
-        (["--set", "opt_level=null", "--kernels", "float32"], "--set opt_level=null: kernels float32: opt_level"),
-        (["--set", "bf16=[mm]", "--list", "x.txt"], "bf16 and bf16_file_path: which of the two?"),
-    ],
-)
-def test_a_setting_that_is_wrong_is_named_as_it_was_written(words, message, capsys):
-    assert main(["explain", "neuron-bf16-sr", *words]) == 2
-    assert f"hmpx: {message}" in capsys.readouterr().err
+def test_set_says_any_key_from_the_shell(capsys):
+    for settings, expected in SETTINGS:
+        words = [word for setting in settings for word in ("--set", setting)]
+        assert main(["explain", "neuron-bf16-sr", *words]) == 0
+        said = capsys.readouterr().out
+        hmpx.explain(dataclasses.replace(read_recipe("neuron-bf16-sr"), **expected))
+        assert capsys.readouterr().out == said, settings
+
+
+WRONG_SETTINGS = [
+    (["--set", "weigths=split"], "--set weigths=split: 'weigths' is no key of a recipe; did you mean 'weights'?"),
+    (["--set", "weights=slipt"], "--set weights=slipt: weights is 'slipt', none of stochastic"),
+    (["--set", "seed"], "--set seed: write --set KEY=VALUE"),
+    (["--set", "bf16=[sofmax]"], "--set bf16=[sofmax]: unknown op 'sofmax'; did you mean 'softmax'?"),
+    (["--set", "use_master_weights_in_ckpt=true"], "--set use_master_weights_in_ckpt=true: weights='stochastic'"),
+    (["--set", "extends=lean"], "--set extends=lean: --recipe says which recipe it is"),
+    (["--set", "bf16=["], "--set bf16=[:1: not YAML"),
+    (["--set", "opt_level=null", "--kernels", "float32"], "--set opt_level=null: kernels float32: opt_level"),
+    (["--set", "bf16=[mm]", "--list", "x.txt"], "bf16 and bf16_file_path: which of the two?"),
+]
+
+
+def test_a_setting_that_is_wrong_is_named_as_it_was_written(capsys):
+    for words, message in WRONG_SETTINGS:
+        assert main(["explain", "neuron-bf16-sr", *words]) == 2
+        assert f"hmpx: {message}" in capsys.readouterr().err
 
 
 def test_compare_takes_what_prepare_takes_and_means_the_same(tmp_path):
