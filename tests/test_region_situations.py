@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -52,10 +53,15 @@ class Case(NamedTuple):
     enabled: bool = True
     of_thread: bool = False
 
+    def bare(self):
+        """The region as it is written without parentheses, where it may be."""
+        return self.region if isinstance(self.region, type) else self.region()
+
 
 CASES = {
     "disable_casts": Case(hmpx.disable_casts, dtype_and_rounding, (FP32, True), (BF16, False)),
     "enable_casts": Case(hmpx.enable_casts, dtype, BF16, FP32, enabled=False),
+    "casts": Case(functools.partial(hmpx.casts, fp32=["matmul"]), dtype, FP32, BF16),
     "cached_weights": Case(hmpx.cached_weights, kept, 2, None, of_thread=True),
 }
 
@@ -72,8 +78,8 @@ def case(request):
 
 def test_nested(case):
     with case.region():
-        with case.region(), case.region as entered:
-            assert case.look() == case.inside and isinstance(entered, case.region)
+        with case.region(), case.bare() as entered:
+            assert case.look() == case.inside and type(entered) is type(case.region())
         assert case.look() == case.inside
         with pytest.raises(KeyError), case.region():
             raise KeyError
@@ -180,7 +186,7 @@ def test_in_a_generator(case, ends):
 @pytest.mark.parametrize("parentheses", [True, False])
 def test_as_a_decorator(case, parentheses):
     class Holder:
-        @(case.region() if parentheses else case.region)
+        @(case.region() if parentheses else case.bare())
         def look(self, depth=1, *, error=None):
             """Its own text."""
             if error is not None:

@@ -49,26 +49,6 @@ def test_the_tables_name_only_what_exists():
     assert not (set(op_facts.FOLLOWS) | set(op_facts.FOLLOWS.values())) - ops
 
 
-def test_signatures_by_hand():
-    signatures = {entry.label: entry.signature for op in catalog().values() for entry in op.entries}
-    linear = signatures["torch.nn.functional.linear"]
-    assert [(p.name, p.required, p.tensor) for p in linear.lead] == [
-        ("input", True, True), ("weight", True, True), ("bias", False, True),
-    ]  # fmt: skip
-    assert [p.name for p in signatures["Tensor.polygamma"].lead] == ["self"]
-    assert [p.tensor for p in signatures["torch.index_add"].lead] == [True, False, True, True]
-    assert signatures["torch.softmax"].dtype_positional and not signatures["torch.mm"].dtype_positional
-    assert signatures["torch.batch_norm"].statistics == (3, 4)
-    assert [p.optional for p in linear.lead] == [False, False, True]
-    assert [p.optional for p in signatures["torch.batch_norm"].lead[:5]] == [
-        False,
-        True,
-        True,
-        True,
-        True,
-    ]  # and required
-
-
 # Refused mixtures that the first-input rule leaves to torch, with the reason.
 LEFT_TO_TORCH = {
     "comparisons of tensors": {"allclose", "isclose", "heaviside"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 
 import pytest
@@ -175,32 +174,6 @@ def test_functional_transforms():
         assert vmap(model[1])(x).dtype is FP32 and vmap(model[2].attn)(x).dtype is FP32 and expected[0].dtype is BF16
     for rule in given:
         rule.remove()
-
-
-def test_a_place_belongs_to_its_task_and_to_those_that_it_starts():
-    async def inside(seen, entered, leave):
-        with hmpx.casts(fp32=["matmul"]):
-            entered.set()
-            await leave.wait()
-            seen.append((X @ X).dtype)
-            seen.append(await asyncio.create_task(product()))
-
-    async def product():
-        return (X @ X).dtype
-
-    async def main():
-        seen, entered, leave = [], asyncio.Event(), asyncio.Event()
-        task = asyncio.create_task(inside(seen, entered, leave))
-        await entered.wait()
-        outside = (X @ X).dtype
-        leave.set()
-        await task
-        return outside, seen
-
-    with hmpx.convert():
-        assert asyncio.run(main()) == (BF16, [FP32, FP32])
-        assert (X @ X).dtype is BF16
-    assert not hmpx.base.region_state._thread.open
 
 
 def test_lists_that_another_thread_brings_leave_no_moment_without_casts():

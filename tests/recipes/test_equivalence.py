@@ -6,8 +6,6 @@ census of dtypes under the XLA modes (`test_dtype_map`), `torch.autocast("xla")`
 
 from __future__ import annotations
 
-import contextlib
-import math
 from dataclasses import asdict
 
 import pytest
@@ -110,57 +108,6 @@ def test_a_whole_model_under_autocast_cpu_has_its_dtypes_and_bits(low):
     (dtypes, expected), (given, got) = results
     assert given == dtypes and (nn.Conv2d, low) in dtypes and expected[0].dtype is got[0].dtype is FP32
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-
-
-class FP32ParamsCopy(optim.Optimizer):
-    """AdamW on FP32 copies of BF16 parameters, written from the description in Neuron's migration guide."""
-
-    def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.copies = {p: p.detach().float() for group in self.param_groups for p in group["params"]}
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                state, copy, grad = self.state[p], self.copies[p], p.grad.float()
-                if not state:
-                    state.update(step=0, mean=torch.zeros_like(copy), square=torch.zeros_like(copy))
-                state["step"] += 1
-                copy.mul_(1 - group["lr"] * group["weight_decay"])
-                state["mean"].lerp_(grad, 1 - beta1)
-                state["square"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                correction = math.sqrt(1 - beta2 ** state["step"])
-                denominator = (state["square"].sqrt() / correction).add_(group["eps"])
-                copy.addcdiv_(state["mean"], denominator, value=-group["lr"] / (1 - beta1 ** state["step"]))
-                p.copy_(copy)
-
-
-def test_neurons_fp32_params_copy_bit_for_bit():
-    recipe = read_recipe("neuron-bf16-fp32-params-copy")
-    results = []
-    for ours in (True, False):
-        torch.manual_seed(3)
-        model = Mixed()
-        with hmpx.activate(recipe) if ours else contextlib.nullcontext():
-            if ours:
-                optimizer = optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-            else:
-                for p in model.parameters():
-                    p.data = p.data.bfloat16()
-                optimizer = FP32ParamsCopy(model.parameters(), lr=3e-3)
-                hmpx.convert(
-                    **{key: getattr(recipe, key) for key in ("bf16_file_path", "fp32_file_path", "promote_file_path")}
-                )
-            for step in range(8):
-                x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-                optimizer.zero_grad()
-                F.nll_loss(model(x), torch.tensor([0, 1, 2, 3])).backward()
-                optimizer.step()
-        hmpx.restore()
-        results.append(list(model.parameters()))
-    assert all(p.dtype is BF16 and torch.equal(p, q) for p, q in zip(*results, strict=True))
 
 
 def test_hmp_o2_is_products_and_convolutions_in_bf16_and_the_rest_in_fp32():
