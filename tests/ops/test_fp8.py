@@ -469,24 +469,21 @@ def test_compare_scores_fp8_as_it_scores_bf16():
 # On several ranks
 
 
-def _on_ranks(rank: int, form: str, how: str) -> list[list]:
-    """The gradients of a rank's own half of the batch, summed up over ranks, without and with what shares the work."""
-    model, x = small()
+def _on_ranks(rank: int) -> list[list]:
+    """The gradients of a rank's half of the batch, summed up over ranks: replicated, sharded, and without either."""
+    (model, x), (sharded, _) = small(), small()
     half = x.chunk(2)[rank]
-    with hmpx.convert(fp8=["linear"], fp8_format=form):
+    with hmpx.convert(fp8=["linear"], fp8_format="mx"):
         own = trained(model, model, half)
         for gradient in own:
             dist.all_reduce(gradient)
-        if how == "ddp":
-            found = trained(model, nn.parallel.DistributedDataParallel(model), half)
-        else:
-            fully_shard(model[0])
-            fully_shard(model)
-            found = [gradient.full_tensor() for gradient in trained(model, model, half)]
-    return [[each.tolist() for each in tensors] for tensors in (found, [gradient / 2 for gradient in own])]
+        replicated = trained(model, nn.parallel.DistributedDataParallel(model), half)
+        fully_shard(sharded[0])
+        fully_shard(sharded)
+        whole = [gradient.full_tensor() for gradient in trained(sharded, sharded, half)]
+    return [[each.tolist() for each in found] for found in (replicated, whole, [gradient / 2 for gradient in own])]
 
 
-@pytest.mark.parametrize(("how", "form"), [("ddp", "mx"), ("fsdp", "tensorwise")])
-def test_replicated_and_sharded_models_have_the_gradients_of_their_parts(form, how):
-    for found, wanted in ranks.run(2, _on_ranks, form, how):
-        assert found == wanted
+def test_replicated_and_sharded_models_have_the_gradients_of_their_parts():
+    for replicated, sharded, wanted in ranks.run(2, _on_ranks):
+        assert replicated == wanted and sharded == wanted
