@@ -196,6 +196,7 @@ def test_verbose_stands_between_what_the_program_prints():
     assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True)), lines
 
 
+@pytest.mark.slow
 def test_every_entry_point_builds_under_every_rule():
     for op in catalog().values():
         for entry in op.entries:

@@ -302,6 +302,7 @@ def test_hmpx_recipe_serves_a_script_that_imports_hmpx(script, tmp_path):
     assert call(**wrong, good=False) == ("", said)  # one line, and the script has not begun
 
 
+@pytest.mark.slow
 def test_a_wrong_hmpx_recipe_is_a_matter_of_the_shell_command_however_python_was_told_to_run_it(script):
     """`torchrun` says ``-u -m``."""
     told = "-uB", "-Wignore", "-X", "dev", "-m", "hmpx"
