@@ -54,16 +54,9 @@ def test_one_side_from_each_of_two_files(tmp_path):
     first.write_text("bf16: [mm]\nfp32: [log]\n")
     second.write_text("fp32: [exp]\n")
     assert names(read_lists(first, second).fp32) == ["exp"]
-    second.write_text("bf16: [bmm]\nfp32: [exp]\n")
-    third = tmp_path / "c.txt"
-    third.write_text("add")
+    second.write_text("bf16: [bmm]\nfp32: [exp]\npromote: [add]\n")
     with pytest.raises(hmpx.OpListError, match="both hold a fp32 list; say which with fp32_file_path="):
-        read_lists(bf16_file_path=first, promote_file_path=_with_promote(second))
-
-
-def _with_promote(path):
-    path.write_text(path.read_text() + "promote: [add]\n")
-    return path
+        read_lists(bf16_file_path=first, promote_file_path=second)
 
 
 def test_the_published_defaults_of_hmp_are_the_defaults():
@@ -171,8 +164,9 @@ def test_all_problems_of_lists_are_said_at_once(tmp_path, lists):
     with pytest.raises(hmpx.UnknownOpError) as error:  # all of one kind: an error of that kind
         hmpx.convert(**lists(bf16="sofmax linaer"))
     assert len(str(error.value).splitlines()) == 2
+    tree.write_text("fp23: [log]\n")
     with pytest.raises(hmpx.OpListError, match="fp23"):
-        hmpx.convert("O2", bf16_file_path=_written(tree, "fp23: [log]\n"))
+        hmpx.convert("O2", bf16_file_path=tree)
 
 
 def test_a_class_is_answered_with_the_op_that_it_calls(lists):
@@ -190,11 +184,6 @@ def test_a_class_is_answered_with_the_op_that_it_calls(lists):
     for line, (name, op) in zip(lines, ops.items(), strict=False):
         assert f"'nn.{name}' is a class, and a list names functions; did you mean {op!r}?" in line
     assert lines[len(ops)].endswith("a list names functions: list the functions that its forward calls")
-
-
-def _written(path, text):
-    path.write_text(text)
-    return path
 
 
 def test_what_is_no_path_is_refused():
