@@ -355,13 +355,18 @@ class TwoRules(nn.Module):
 
     def forward(self, x):
         with hmpx.casts(fp32=["matmul"]):
-            laid = x @ x
+            laid = [x @ x]
+            with hmpx.casts(bf16=["matmul", "add"]):
+                laid += [x @ x, x + x]
+            laid += [x @ x, x + x]
         with hmpx.disable_casts():
-            off = x @ x
+            off = [x @ x]
             with hmpx.enable_casts():
-                on = x.matmul(x)
-            off_again = x.matmul(x)
-        return self.low(x), self.high(x), laid, off, on, off_again, listed(x), x @ x
+                off.append(x.matmul(x))
+            with hmpx.casts(fp32=["matmul"]):
+                off.append(x.bfloat16() @ x.bfloat16())
+            off.append(x.matmul(x))
+        return [self.low(x), self.high(x), *laid, *off, listed(x), x @ x]
 
 
 @recent
@@ -373,7 +378,8 @@ def test_regions_and_rules_inside_hold_whatever_runs_the_graph(backend):
         eager = model(x)
         found = torch.compile(model, fullgraph=True, backend=backend)(x)
         assert same(found, eager)
-        assert [t.dtype for t in eager] == [BF16, FP32, FP32, FP32, BF16, FP32, FP32, BF16]
+        laid, off = [FP32, BF16, BF16, FP32, FP32], [FP32, BF16, FP32, FP32]
+        assert [t.dtype for t in eager] == [BF16, FP32, *laid, *off, FP32, BF16]
         assert model.low(x).dtype is BF16
     assert model.low(x).dtype is FP32
 

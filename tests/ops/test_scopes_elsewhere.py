@@ -68,29 +68,6 @@ def test_one_graph_has_the_rules_of_its_modules_and_none_that_was_removed(compil
     given[0].remove()
 
 
-def in_scopes(x):
-    before = x @ x
-    with hmpx.casts(fp32=["matmul"]):
-        b = x @ x
-        with hmpx.casts(bf16=["matmul", "add"]):
-            c = [x @ x, x + x]
-        d = [x @ x, x + x]
-        with hmpx.disable_casts():
-            e = x.bfloat16() @ x.bfloat16()
-            with hmpx.casts(fp32=["matmul"]):
-                f = x.bfloat16() @ x.bfloat16()
-    return [before, b, *c, *d, e, f, x @ x]
-
-
-@compiling
-def test_operators_have_their_place_when_the_graph_is_lowered(compiled):
-    """`x @ y` reaches its wrapper only then; each of the places is another."""
-    with hmpx.convert():
-        expected = [BF16, FP32, BF16, BF16, FP32, FP32, BF16, FP32, BF16]
-        assert [each.dtype for each in in_scopes(X)] == expected
-        assert [each.dtype for each in compiled(in_scopes)(X)] == expected
-
-
 @compiling
 def test_a_region_around_compiled_code_is_a_place_of_its_own(compiled):
     function = compiled(lambda x: (x @ x, torch.matmul(x, x)))
