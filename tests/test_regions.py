@@ -1,4 +1,4 @@
-"""disable_casts and enable_casts: nested, per thread, exception-safe, decorators; and HMP's own names."""
+"""Regions without parentheses, in compiled code and in listed functions; and HMP's own names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 
 import hmpx
 from hmpx import hmp
-from hmpx.base import process_state
 
 X = torch.randn(4, 4)
 CAST, UNCAST = torch.bfloat16, torch.float32
@@ -19,20 +18,6 @@ CAST, UNCAST = torch.bfloat16, torch.float32
 
 def product():
     return (X @ X).dtype
-
-
-def test_regions_nest_and_the_innermost_decides():
-    with hmpx.convert():
-        with hmpx.disable_casts():
-            assert product() is UNCAST
-            with hmpx.enable_casts():
-                assert product() is CAST
-                with hmpx.disable_casts(), hmpx.disable_casts():
-                    assert product() is UNCAST
-                assert product() is CAST
-            assert product() is UNCAST
-        assert product() is CAST
-    assert not process_state.off_somewhere
 
 
 def test_torch_compile_sees_a_region_without_its_parentheses():

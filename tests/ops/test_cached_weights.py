@@ -253,21 +253,6 @@ def test_a_cache_belongs_to_its_thread(model, x):
         assert seen == [4, False] and casts(lambda: model(x)) == 0
 
 
-def test_nesting_exceptions_and_decorating(model, x):
-    with pytest.raises(KeyError), hmpx.cached_weights():
-        with hmpx.cached_weights():
-            model(x)
-        assert casts(lambda: model(x)) == 0  # the outermost keeps
-        raise KeyError
-
-    @hmpx.cached_weights()
-    def twice():
-        model(x)
-        return casts(lambda: model(x))
-
-    assert twice() == 0 and twice() == 0
-
-
 def test_regions_lists_and_restore_inside(model, lists):
     x = torch.randn(3, 8)
     with hmpx.cached_weights():

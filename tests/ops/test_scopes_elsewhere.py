@@ -1,4 +1,4 @@
-"""Module rules and `casts` regions beside the rest of torch: compiled, checkpointed, replicated, sharded, in tasks."""
+"""Module rules and `casts` regions beside the rest of torch: compiled, transformed, scripted, replicated, sharded."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, grad, vmap
-from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from tests.support import ranks
-from tests.support.blocks import Block, same
+from tests.support.blocks import results, same, transformer
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4)
 compiling = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="regions in Dynamo want torch 2.13")
-
-
-def net():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 4))
 
 
 def rules(model):
@@ -33,16 +27,6 @@ def rules(model):
         hmpx.policy_for(model[1].mlp, bf16=["linear"]),
         hmpx.policy_for(model[2].attn, fp32=["matmul"], bf16=["softmax"]),
     ]
-
-
-def results(model, forward=None):
-    """What a small transformer computes: the output and all gradients."""
-    torch.manual_seed(2)
-    x = torch.randn(2, 3, 8, requires_grad=True)
-    model.zero_grad()
-    out = (model if forward is None else forward)(x)
-    out.backward(torch.arange(out.numel()).reshape(out.shape).to(out.dtype))
-    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
 @pytest.fixture
@@ -56,7 +40,7 @@ def compiled():
 
 @compiling
 def test_one_graph_has_the_rules_of_its_modules_and_none_that_was_removed(compiled):
-    model = net()[:2]
+    model = transformer()[:2]
     given = [hmpx.policy_for(model[1], "fp32"), hmpx.policy_for(model[1].mlp, bf16=["linear"])]
     with hmpx.convert():
         function = compiled(model)
@@ -99,42 +83,8 @@ def test_lists_that_are_new_while_it_is_traced(compiled):
         assert [each.dtype for each in function(X)] == [FP32, FP32, BF16, BF16, BF16]
 
 
-@pytest.mark.parametrize(("reentrant", "inside"), [(True, False), (False, True)])
-def test_checkpointing_recomputes_in_the_place_of_the_forward(reentrant, inside):
-    """Wherever backward stands, and of a function that is called in the module, too."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return checkpoint(lambda x: (self.inner(x) @ x.transpose(-1, -2)).softmax(-1), x, use_reentrant=reentrant)
-
-    def run(model, checkpointing):
-        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
-        model.zero_grad()
-        inner = model.inner
-        out = model(x) if checkpointing else (inner(x) @ x.transpose(-1, -2)).softmax(-1)
-        loss = out.float().square().sum()
-        with hmpx.casts("bf16") if inside else hmpx.disable_casts():
-            loss.backward()
-        return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-    torch.manual_seed(1)
-    model = Checkpointed(Block())
-    given = [*(rules(nn.ModuleList([model, model.inner, model.inner]))), hmpx.policy_for(model, fp32=["matmul"])]
-    with hmpx.convert():
-        given[0].remove()
-        with hmpx.casts(fp32=["matmul"]):
-            expected = run(model, checkpointing=False)
-        assert same(run(model, checkpointing=True), expected)
-    for rule in given:
-        rule.remove()
-
-
 def test_functional_transforms():
-    model = net()
+    model = transformer()
     given = rules(model)
     x = torch.randn(2, 3, 8)
     with hmpx.convert():
@@ -211,7 +161,7 @@ def _gradients_of(model, rank):
 
 def _distributed(rank, how, after):
     """Gradients on this rank, and what they are by hand."""
-    model = net()
+    model = transformer()
     given = rules(model)
     with hmpx.convert():
         expected = [sum(each) / 2 for each in zip(*(_gradients_of(model, r) for r in (0, 1)), strict=True)]
@@ -240,7 +190,7 @@ def test_replicated_and_sharded_models_keep_their_rules(how, after):
 
 
 def _prepared_and_wrapped(rank):
-    model = nn.parallel.DistributedDataParallel(net())
+    model = nn.parallel.DistributedDataParallel(transformer())
     recipe = {"parameter_dtype": "float32", "modules": {"3": "fp32"}}
     hmpx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe)
     return model(torch.randn(2, 3, 8)).dtype

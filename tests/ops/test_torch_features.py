@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import itertools
 import pickle
@@ -48,14 +49,15 @@ def gradients(model, forward, around_backward=None):
     return [p.grad.clone() for p in model.parameters()]
 
 
-REGIONS = hmpx.disable_casts, hmpx.enable_casts
+REGIONS = hmpx.disable_casts, hmpx.enable_casts, functools.partial(hmpx.casts, fp32=["linear"])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_recomputes_as_it_computed(model, x, reentrant):
-    """In the regions around the forward, and in those inside of it, whatever region backward stands in."""
+    """In the regions around the forward, in those inside of it, and in its modules, wherever backward stands."""
     x.requires_grad_()
-    for region, backward, inside in itertools.product(REGIONS, REGIONS, (True, False)):
+    rule = hmpx.policy_for(model[0], "fp32")
+    for region, backward, inside in itertools.product(REGIONS, REGIONS[:2], (True, False)):
 
         def body(x, region=region, inside=inside):
             with region() if inside else contextlib.nullcontext():
@@ -71,7 +73,8 @@ def test_checkpointing_recomputes_as_it_computed(model, x, reentrant):
 
         expected = gradients(model, plain, backward())
         assert same(gradients(model, checkpointed, backward()), expected), (region, backward, inside)
-        assert plain().dtype is (FP32 if region is hmpx.disable_casts else BF16)
+        assert plain().dtype is (BF16 if region is hmpx.enable_casts else FP32)
+    rule.remove()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

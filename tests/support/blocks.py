@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from torch import equal, nn, sigmoid
+import torch
+from torch import nn
 
 
 def same(one, other):
     """Whether tensors have the same dtypes and bits, one by one."""
-    return len(one) == len(other) and all(a.dtype is b.dtype and equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 class Attention(nn.Module):
@@ -27,4 +30,19 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.attn(self.norm(x))
-        return x * sigmoid(x) + self.mlp(x)
+        return x * torch.sigmoid(x) + self.mlp(x)
+
+
+def transformer():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 4))
+
+
+def results(model, forward=None):
+    """What it computes of an input that is always the same: the output, the gradient of the input, all others."""
+    torch.manual_seed(2)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    model.zero_grad()
+    out = (model if forward is None else forward)(x)
+    out.backward(torch.arange(out.numel()).reshape(out.shape).to(out.dtype))
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
