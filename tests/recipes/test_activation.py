@@ -147,8 +147,11 @@ def test_a_second_recipe_replaces_the_first_and_restore_ends_it():
     second.restore()
 
 
-def _distributed(rank, ways, recipe):
-    return {how: _script(how, recipe) for how in ways}
+WAYS = ("ddp", "zero", "fsdp2")
+
+
+def _distributed(rank, recipes):
+    return {recipe: [_script(how, recipe) for how in WAYS] for recipe in recipes}
 
 
 def _script(how, recipe):
@@ -174,11 +177,11 @@ def _script(how, recipe):
 
 
 @needs_grad_dtype
-@pytest.mark.parametrize("recipe", ["neuron-bf16-sr", pytest.param("nxd-standard", marks=pytest.mark.slow)])
-def test_ranks(recipe):
-    alone = _script("alone", recipe)
-    for found in ranks.run(2, _distributed, ["ddp", "zero", "fsdp2"], recipe):
-        assert found == dict.fromkeys(("ddp", "zero", "fsdp2"), alone)
+def test_ranks():
+    recipes = "neuron-bf16-sr", "nxd-standard"
+    alone = {recipe: [_script("alone", recipe)] * len(WAYS) for recipe in recipes}
+    for found in ranks.run(2, _distributed, recipes):
+        assert found == alone
 
 
 def _nxd(rank):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 
@@ -12,14 +11,13 @@ import torch.nn.functional as F
 import yaml
 from torch import nn, optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
 from hmpx.recipes.files import recipe_names
 from hmpx.recipes.stated import as_recipe, read_recipe
 from tests.support import ranks
-from tests.support.sharded import Small, digest, shard
+from tests.support.sharded import digest
 from tests.support.training import needs_grad_dtype
 
 BF16 = torch.bfloat16
@@ -138,38 +136,6 @@ def test_nxds_standard_is_training_of_fp32_copies_with_fp32_gradients():
     state = optimizer.state_dict()["state"]
     assert all(torch.equal(state[i]["hmpx_master"], c) for i, c in enumerate(copies))
     hmpx.restore()
-
-
-def _under(rank):
-    """Three steps of two micro-batches under NxD's recipe, by each way to distribute; no ZeRO asks for its keys."""
-    asked = {"use_master_weights": True, "use_fp32_grad_acc": True}
-    found = {}
-    for how in ("ddp", "zero1", "fsdp2"):
-        model = shard(Small(), "plain") if how == "fsdp2" else DistributedDataParallel(Small())
-        if how == "zero1":
-            optimizer = ZeroRedundancyOptimizer(list(model.parameters()), optim.AdamW, lr=1e-2)
-        else:
-            optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        hmpx.prepare(model, optimizer, {"mixed_precision_config": {} if how == "zero1" else asked})
-        for step in range(3):
-            for micro in range(2):
-                drawn = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-                waits = how != "fsdp2" and micro == 0
-                with model.no_sync() if waits else contextlib.nullcontext():
-                    model(torch.randn(4, 6, generator=drawn).bfloat16()).square().sum().backward()
-            assert all(p.grad.dtype is torch.float32 for p in model.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
-        found[how] = digest({name.removeprefix("module."): p for name, p in model.named_parameters()})
-        hmpx.restore()
-        hmpx.detach(optimizer)
-    return found
-
-
-@needs_grad_dtype
-def test_nxds_recipe_under_ddp_zero_and_fsdp():
-    one, other = ranks.run(2, _under)
-    assert one == other and one["ddp"] == one["zero1"]  # FSDP2 reduces each micro-batch in BF16, so other bits
 
 
 def _refused(rank):
