@@ -44,8 +44,11 @@ class Holder:
     attribute = F.linear
     static = staticmethod(F.linear)
 
-    def method(self, x, apply=F.linear, *, product=torch.matmul):
-        return apply(x, x), product(x, x)
+    def method(self, x, apply=F.linear):
+        return apply(x, x)
+
+    def by_keyword(self, x, *, product=torch.matmul):
+        return product(x, x)
 
 
 def closure():
@@ -96,7 +99,7 @@ def held():
         "a class": Holder.attribute,
         "a static method": STATE.static,
         "a default of a method": Holder.method.__defaults__[0],
-        "a default by keyword": Holder.method.__kwdefaults__["product"],
+        "a default by keyword": Holder.by_keyword.__kwdefaults__["product"],
         "a closure": CLOSURE.__closure__[0].cell_contents,
         "a cell": CELLS[0].cell_contents,
         "containers in one another": DEEP["a"]["b"][0],
