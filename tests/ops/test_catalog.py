@@ -49,6 +49,13 @@ def test_the_tables_name_only_what_exists():
     assert not (set(op_facts.FOLLOWS) | set(op_facts.FOLLOWS.values())) - ops
 
 
+def test_none_is_legal_where_torch_says_so():
+    """A call with None elsewhere takes the slow way."""
+    signatures = {entry.label: entry.signature for op in catalog().values() for entry in op.entries}
+    assert [p.optional for p in signatures["torch.nn.functional.linear"].lead] == [False, False, True]
+    assert [p.optional for p in signatures["torch.batch_norm"].lead[:5]] == [False, *[True] * 4]  # and required
+
+
 # Refused mixtures that the first-input rule leaves to torch, with the reason.
 LEFT_TO_TORCH = {
     "comparisons of tensors": {"allclose", "isclose", "heaviside"},

@@ -150,8 +150,8 @@ def test_a_second_recipe_replaces_the_first_and_restore_ends_it():
 WAYS = ("ddp", "zero", "fsdp2")
 
 
-def _distributed(rank, recipes):
-    return {recipe: [_script(how, recipe) for how in WAYS] for recipe in recipes}
+def _distributed(rank, recipe):
+    return [_script(how, recipe) for how in WAYS]
 
 
 def _script(how, recipe):
@@ -177,11 +177,10 @@ def _script(how, recipe):
 
 
 @needs_grad_dtype
-def test_ranks():
-    recipes = "neuron-bf16-sr", "nxd-standard"
-    alone = {recipe: [_script("alone", recipe)] * len(WAYS) for recipe in recipes}
-    for found in ranks.run(2, _distributed, recipes):
-        assert found == alone
+@pytest.mark.parametrize("recipe", ["neuron-bf16-sr", "nxd-standard"])
+def test_ranks(recipe):
+    alone = _script("alone", recipe)
+    assert ranks.run(2, _distributed, recipe) == [[alone] * len(WAYS)] * 2
 
 
 def _nxd(rank):
