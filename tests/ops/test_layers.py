@@ -12,7 +12,7 @@ from torch import nn
 
 import hmpx
 
-BF16, FP32, FP16, FP64 = torch.bfloat16, torch.float32, torch.float16, torch.float64
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def tensor(*shape, dtype=FP32):
