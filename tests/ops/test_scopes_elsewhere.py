@@ -1,4 +1,4 @@
-"""Module rules and `casts` regions beside the rest of torch: compiled, transformed, scripted, replicated, sharded."""
+"""Module rules and `casts` regions beside the rest of torch: compiled, scripted, replicated, sharded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.func import functional_call, grad, vmap
 
 import hmpx
 from tests.support import ranks
@@ -83,26 +82,6 @@ def test_lists_that_are_new_while_it_is_traced(compiled):
         assert [each.dtype for each in function(X)] == [FP32, FP32, BF16, BF16, BF16]
 
 
-def test_functional_transforms():
-    model = transformer()
-    given = rules(model)
-    x = torch.randn(2, 3, 8)
-    with hmpx.convert():
-        expected = results(model)
-        params = dict(model.named_parameters())
-
-        def loss(params, x):
-            return functional_call(model, params, (x,)).float().square().sum()
-
-        model.zero_grad()
-        loss(params, x).backward()
-        found = grad(loss)({name: p.detach() for name, p in params.items()}, x)
-        assert same(list(found.values()), [p.grad for p in model.parameters()])
-        assert vmap(model[1])(x).dtype is FP32 and vmap(model[2].attn)(x).dtype is FP32 and expected[0].dtype is BF16
-    for rule in given:
-        rule.remove()
-
-
 def test_lists_that_another_thread_brings_leave_no_moment_without_casts():
     """Ops keep their wrappers while those of new places are put over them."""
     stop, seen = threading.Event(), []
@@ -138,17 +117,6 @@ def test_a_module_that_is_scripted_has_no_rule_and_a_rule_is_no_bar_to_scripting
         assert traced(X).dtype is FP32
         given.remove()
     rule.remove()
-
-
-def test_the_softmax_of_torchs_own_attention_has_the_rule_of_its_module():
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    x = torch.randn(2, 3, 8)
-    with hmpx.convert():
-        rule = hmpx.policy_for(attention, "fp32")
-        assert attention(x, x, x)[0].dtype is FP32
-        rule.remove()
-        assert attention(x, x, x)[0].dtype is BF16
-        assert F.linear(x, x[0]).dtype is BF16
 
 
 def _gradients_of(model, rank):

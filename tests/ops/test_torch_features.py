@@ -101,6 +101,9 @@ def test_checkpointing_in_a_decorated_function_and_in_pieces(model, x, reentrant
 
 
 def test_transforms_of_torch_func(model, x):
+    """In a model whose first layer has a rule of its own."""
+    rule = hmpx.policy_for(model[0], "fp32")
+
     def loss(parameters, x):
         return torch.func.functional_call(model, parameters, (x,)).float().square().sum()
 
@@ -115,6 +118,8 @@ def test_transforms_of_torch_func(model, x):
     assert torch.equal(out, model(x)) and tangent.dtype is BF16
     assert torch.func.jacrev(model)(x).shape == torch.func.jacfwd(model)(x).shape == (4, 8, 4, 8)
     assert torch.func.hessian(lambda x: (x @ x.t()).float().sum())(x).shape == (4, 8, 4, 8)
+    assert torch.vmap(model[0])(x).dtype is FP32 and torch.vmap(model)(x).dtype is BF16
+    rule.remove()
 
 
 class Linear(torch.autograd.Function):
