@@ -48,12 +48,11 @@ def untouched():
         pytest.fail("\n".join(["left behind:", *changed[:12], *["..."][: len(changed) > 12]]), pytrace=False)
 
 
-@pytest.fixture
-def everything_is_looked_through(untouched):
+@pytest.fixture(scope="module")
+def everything_is_looked_through():
     """As in a user's process: for tests of names that modules captured when they were imported."""
     out_of_sight.show()
     yield
-    hmpx.restore()
     out_of_sight.hide()
 
 

@@ -106,33 +106,23 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
+def floor_within(module: str) -> int:
+    """Inside of its room: a room's own files stand above its floors; -1 is beside them."""
+    parts, floors = module.split("."), FLOORS_WITHIN.get(room(module), "").split()
+    if len(parts) < 4:
+        return len(floors)
+    return floors.index(parts[2]) if parts[2] in floors else -1
+
+
 def wrong_ways(graph: dict[str, set[str]]) -> list[str]:
-    """Imports of a higher floor, or of another room on the same one."""
-    return [
-        f"{file} imports {other}"
-        for file, others in graph.items()
-        for other in others
-        if room(file) != room(other) and FLOOR[room(other)] >= FLOOR[room(file)]
-    ]
+    """Imports of a higher floor, of another room on the same one, or of a higher floor of the same room."""
 
+    def is_wrong(file: str, other: str) -> bool:
+        if room(file) != room(other):
+            return FLOOR[room(other)] >= FLOOR[room(file)]
+        return floor_within(other) > floor_within(file) >= 0
 
-def wrong_ways_within(graph: dict[str, set[str]]) -> list[str]:
-    """Imports of a higher floor of the same room; a room's own files stand above its floors."""
-
-    def floor(module: str) -> tuple[str, int]:
-        _, room, *inner = module.split(".")
-        floors = FLOORS_WITHIN.get(room, "").split()
-        if len(inner) < 2:
-            return room, len(floors)
-        return room, floors.index(inner[0]) if inner[0] in floors else -1  # -1: it stands beside them
-
-    deep = {file: [other for other in others if "." in other] for file, others in graph.items() if "." in file}
-    return [
-        f"{file} imports {other}"
-        for file, others in deep.items()
-        for other in others
-        if floor(file)[0] == floor(other)[0] and floor(other)[1] > floor(file)[1] >= 0
-    ]
+    return [f"{file} imports {other}" for file, others in graph.items() for other in others if is_wrong(file, other)]
 
 
 def circles(graph: dict[str, set[str]]) -> set[str]:
@@ -155,7 +145,6 @@ def test_every_room_has_a_floor():
 
 def test_no_file_imports_a_higher_floor():
     assert wrong_ways(graph()) == []
-    assert wrong_ways_within(graph()) == []
 
 
 def test_no_file_imports_itself_by_way_of_others():
@@ -168,9 +157,9 @@ def test_an_import_the_wrong_way_is_found():
     up = ast.parse("def later():\n    from hmpx.updates import attach")
     assert set(imports(up, files)) == {"hmpx.updates.attach"}
     assert wrong_ways({"hmpx.ops.casts": {"hmpx.updates.attach"}, "hmpx.updates.attach": {"hmpx.ops.casts"}})
-    assert wrong_ways_within({"hmpx.ops.policies.catalog": {"hmpx.ops.wrapping.rules", "hmpx.ops.policies.fp8_format"}})
-    assert wrong_ways_within({"hmpx.updates.stepping.step": {"hmpx.updates.attach"}})
-    assert not wrong_ways_within({"hmpx.updates.attach": {"hmpx.updates.stepping.step", "hmpx.updates.ranks.ddp"}})
+    assert wrong_ways({"hmpx.ops.policies.catalog": {"hmpx.ops.wrapping.rules", "hmpx.ops.policies.fp8_format"}})
+    assert wrong_ways({"hmpx.updates.stepping.step": {"hmpx.updates.attach"}})
+    assert not wrong_ways({"hmpx.updates.attach": {"hmpx.updates.stepping.step", "hmpx.updates.ranks.ddp"}})
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
 
 

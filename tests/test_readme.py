@@ -35,7 +35,7 @@ READMES = {
 BLOCK = re.compile(r"^(?:<!-- (.*) command -->\n)?```(.*)\n((?s:.*?))^```$", re.MULTILINE)
 BLOCKS = [(name, *found) for name, text in READMES.items() for found in BLOCK.findall(text)]
 # Commands that this file runs below, in smaller form, or that CI runs; a README may show no other than these unrun.
-COMMANDS = {"install", "main", "picture", "ranks", "mutants"}
+COMMANDS = {"install", "main", "picture", "ranks"}
 COMMANDS |= {f"{group}test" for group in ("", "downstream ", "fake cuda ", "xla ", "versions ")}
 
 
@@ -73,17 +73,19 @@ def test_bytes_of_each_way_are_those_that_it_holds():
     assert ways == {name: f"{8 + way.bytes_beside:.3g}" for name, way in WAYS.items()}  # with two FP32 tensors of state
 
 
-@pytest.mark.parametrize("name", READMES)
-def test_links_lead_somewhere(name):
-    for link in re.findall(r"(?:\]\(|src(?:set)?=\")([^)\"]*)", READMES[name]):
+def test_links_lead_somewhere():
+    links = [
+        (name, each) for name in READMES for each in re.findall(r"(?:\]\(|src(?:set)?=\")([^)\"]*)", READMES[name])
+    ]
+    for name, link in links:
         file, _, heading = link.partition("#")
         target = (ROOT / name).parent / file if file else ROOT / name
-        assert target.exists(), link
+        assert target.exists(), (name, link)
         if heading:
-            headings = re.findall(
-                r"^#+ (.*)$", re.sub(r"```.*?```", "", target.read_text(), flags=re.DOTALL), re.MULTILINE
-            )
-            assert heading in {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}, link
+            text = re.sub(r"```.*?```", "", target.read_text(), flags=re.DOTALL)
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            known = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+            assert heading in known, (name, link)
 
 
 @pytest.mark.parametrize("name", [name for name, text in READMES.items() if "```python\n" in text])

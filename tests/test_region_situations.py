@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -52,10 +53,15 @@ class Case(NamedTuple):
     enabled: bool = True
     of_thread: bool = False
 
+    def bare(self):
+        """The region as it is written without parentheses, where it may be."""
+        return self.region if isinstance(self.region, type) else self.region()
+
 
 CASES = {
     "disable_casts": Case(hmpx.disable_casts, dtype_and_rounding, (FP32, True), (BF16, False)),
     "enable_casts": Case(hmpx.enable_casts, dtype, BF16, FP32, enabled=False),
+    "casts": Case(functools.partial(hmpx.casts, fp32=["matmul"]), dtype, FP32, BF16),
     "cached_weights": Case(hmpx.cached_weights, kept, 2, None, of_thread=True),
 }
 
@@ -72,8 +78,8 @@ def case(request):
 
 def test_nested(case):
     with case.region():
-        with case.region(), case.region as entered:
-            assert case.look() == case.inside and isinstance(entered, case.region)
+        with case.region(), case.bare() as entered:
+            assert case.look() == case.inside and type(entered) is type(case.region())
         assert case.look() == case.inside
         with pytest.raises(KeyError), case.region():
             raise KeyError
@@ -129,11 +135,15 @@ def test_in_two_threads(case, first_to_leave):
 def test_in_two_tasks(case, first_to_leave):
     seen = {}
 
+    async def look():
+        return case.look()
+
     async def inside(i, entered, leave):
         with case.region():
             entered.set()
             await leave.wait()
             seen[i, "inside"] = case.look()
+            assert await asyncio.create_task(look()) == case.inside  # in the tasks that it starts, too
         seen[i, "outside"] = case.look()
 
     async def both():
@@ -150,6 +160,8 @@ def test_in_two_tasks(case, first_to_leave):
     others = case.inside if case.of_thread else case.outside  # a cache is open as long as anybody in the thread has it
     assert seen.pop((first_to_leave, "outside")) == others and seen.pop("beside") == others
     last = 1 - first_to_leave
+    with case.region():  # around the loop: everybody's
+        assert asyncio.run(look()) == case.inside
     assert seen == {(0, "inside"): case.inside, (1, "inside"): case.inside, (last, "outside"): case.outside}
 
 
@@ -174,7 +186,7 @@ def test_in_a_generator(case, ends):
 @pytest.mark.parametrize("parentheses", [True, False])
 def test_as_a_decorator(case, parentheses):
     class Holder:
-        @(case.region() if parentheses else case.region)
+        @(case.region() if parentheses else case.bare())
         def look(self, depth=1, *, error=None):
             """Its own text."""
             if error is not None:
@@ -191,30 +203,18 @@ def test_as_a_decorator(case, parentheses):
         assert holder.look(0) == [case.inside] and case.look() == case.inside
 
 
-@pytest.mark.parametrize("where", ["around", "inside", "decorated"])
-def test_compiled(case, where):
+def test_inside_of_compiled_code(case):
     """A graph has the casts of the region that it runs in; a cache is no affair of compiled code."""
-    expected = {None: LAYER(X).dtype}
     with case.region():
-        expected[case.region] = LAYER(X).dtype
+        expected = LAYER(X).dtype
 
-    def plain(x):
-        return LAYER(x)
-
-    def with_region(x):
+    def function(x):
         with case.region():
             return LAYER(x)
 
-    function = {"around": plain, "inside": with_region, "decorated": case.region()(plain)}[where]
-    compiled = torch.compile(function, backend="aot_eager")
+    compiled, outside = torch.compile(function, backend="aot_eager"), LAYER(X).dtype
     for _ in range(2):
-        if where == "around":
-            assert compiled(X).dtype is expected[None]
-            with case.region():
-                assert compiled(X).dtype is expected[case.region]
-        else:
-            assert compiled(X).dtype is expected[case.region]
-        assert LAYER(X).dtype is expected[None]
+        assert compiled(X).dtype is expected and LAYER(X).dtype is outside
     torch._dynamo.reset()
 
 

@@ -23,16 +23,23 @@ def attached(**how):
     return lambda it, lists: hmpx.attach(it.optimizer, **how).detach()
 
 
+def prepared(it, lists):
+    """By a recipe that has at once what sets `lean` and `flash` apart from the others."""
+    keys = dict.fromkeys(("use_master_weights_in_ckpt", "release_gradients"), True)
+    recipe = {"parameter_dtype": "bfloat16", "weights": "split8", "state_dtype": "8bit", **keys}
+    hmpx.prepare(it.model, it.optimizer, recipe)
+    hmpx.restore()
+    hmpx.detach(it.optimizer)
+
+
 # The operation, with what takes it back, on a model and optimizer of that dtype.
 OPERATIONS = {
-    "convert": (FP32, lambda it, lists: hmpx.convert(**lists(bf16="linear", fp32="softmax")).restore()),
     "convert, verbose, with a map of dtypes": (
         FP32,
         lambda it, lists: hmpx.convert(**lists(bf16="linear"), isVerbose=True, dtype_map={FP32: BF16}).restore(),
     ),
     "activate": (FP32, lambda it, lists: hmpx.activate("neuron-bf16-sr").restore()),
     "disable_casts": (FP32, lambda it, lists: entered(hmpx.disable_casts)),
-    "enable_casts": (FP32, lambda it, lists: entered(hmpx.enable_casts)),
     "cached_weights": (FP32, lambda it, lists: entered(hmpx.cached_weights)),
     "doctor": (FP32, lambda it, lists: entered(hmpx.doctor)),
     "attach, split": (BF16, attached(weights="split", use_master_weights_in_ckpt=True)),
@@ -42,16 +49,10 @@ OPERATIONS = {
         attached(parameters={"0.*": {"weights": "split8", "state_dtype": "8bit"}}, use_master_weights_in_ckpt=True),
     ),
     "attach, released": (BF16, attached(release_gradients=True)),
+    "prepare": (FP32, prepared),
 }
 
 
-LEAN_AND_FLASH = {  # what sets these two recipes apart, at once
-    "parameter_dtype": "bfloat16",
-    "weights": "split8",
-    "state_dtype": "8bit",
-    "use_master_weights_in_ckpt": True,
-    "release_gradients": True,
-}
 WHOLE = ("convert", "activate", "prepare")  # hundreds of steps, and each takes a conversion: the first of each file
 
 
@@ -66,32 +67,12 @@ def steps_of(name, run):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_that_breaks_at_any_step_leaves_everything_as_it_was(name, lists, untouched):
     dtype, operation = OPERATIONS[name]
-    it = Trained(dtype)
-
-    def run():
-        operation(it, lists)
-
-    run()  # what is made once stays: catalogues, classes that torch wraps
-    picture = it.picture()
-    for code in steps_of(name, run):
-        assert breaking.broken_at(code, run), f"{code.co_name} was not called again"
-        now = it.picture()
-        assert [key for key in picture if picture[key] != now[key]] == [], code.co_name
-        assert untouched.changed() == [], code.co_name
-
-
-def test_a_recipe_that_breaks_at_any_step_leaves_model_optimizer_and_torch_as_they_were(untouched):
-    def prepared(it):
-        hmpx.prepare(it.model, it.optimizer, LEAN_AND_FLASH)
-        hmpx.restore()
-        hmpx.detach(it.optimizer)
-
-    prepared(Trained())
-    whole = Trained()
-    for code in steps_of("prepare", lambda: prepared(whole)):
-        it = Trained()
+    operation(Trained(dtype), lists)  # what is made once stays: catalogues, classes that torch wraps
+    whole = Trained(dtype)
+    for code in steps_of(name, lambda: operation(whole, lists)):
+        it = Trained(dtype)
         picture = it.picture()
-        assert breaking.broken_at(code, lambda it=it: prepared(it)), f"{code.co_name} was not called again"
+        assert breaking.broken_at(code, lambda it=it: operation(it, lists)), f"{code.co_name} was not called again"
         now = it.picture()
         assert [key for key in picture if picture[key] != now[key]] == [], code.co_name
         del it, now

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -99,28 +100,19 @@ def test_masters_in_a_checkpoint(xla):
     assert torch.equal(masters, torch.full((64,), 1 - 3 * 2**-10))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.hidden, self.head = (
-            nn.Linear(8, 32),
-            nn.LayerNorm(32),
-            nn.Linear(32, 32),
-            nn.Linear(32, 4),
-        )
-
-    def forward(self, x):
-        return self.head(F.gelu(self.hidden(self.norm(torch.tanh(self.first(x))))))
+def net():
+    """`fp32-head` asks for a head."""
+    torch.manual_seed(1)
+    layers = {"first": nn.Linear(8, 32), "tanh": nn.Tanh(), "norm": nn.LayerNorm(32), "hidden": nn.Linear(32, 32)}
+    return nn.Sequential(OrderedDict(layers, gelu=nn.GELU(), head=nn.Linear(32, 4)))
 
 
 def _loop(model, optimizer, device, steps):
     counts, losses = [], []
     generator = torch.Generator().manual_seed(2)
     for _ in range(steps):
-        x, y = (
-            torch.randn(16, 8, generator=generator).to(device),
-            torch.randint(4, (16,), generator=generator).to(device),
-        )
+        x = torch.randn(16, 8, generator=generator).to(device)
+        y = torch.randint(4, (16,), generator=generator).to(device)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()
@@ -135,8 +127,7 @@ def _loop(model, optimizer, device, steps):
 def test_a_step_is_one_graph_and_every_step_the_same(recipe, xla):
     """The first step has no state yet, the second is the graph of all that follow: two graphs at most, no fallback."""
     with hmpx.activate(recipe):
-        torch.manual_seed(1)
-        model = Net().to(xla)
+        model = net().to(xla)
         optimizer = optim.AdamW(model.parameters(), lr=1e-3)
         torch_xla.sync()
         before, known = compiled(), fallbacks()
@@ -145,9 +136,8 @@ def test_a_step_is_one_graph_and_every_step_the_same(recipe, xla):
         assert fallbacks() == known
         narrow = read_recipe(recipe).parameter_dtype == "bfloat16"
         assert {p.dtype for p in model.parameters()} == {BF16 if narrow else FP32}
-    torch.manual_seed(1)
     with hmpx.activate(recipe):
-        model = Net()
+        model = net()
         _, on_cpu = _loop(model, optim.AdamW(model.parameters(), lr=1e-3), "cpu", 6)
     assert all(abs(a.item() - b.item()) < 0.02 for a, b in zip(losses, on_cpu, strict=True))
 
@@ -157,8 +147,7 @@ def test_released_gradients(recipe, state_dtype, xla):
     results = []
     for each in (recipe, {"state_dtype": state_dtype}):
         with hmpx.activate(each):
-            torch.manual_seed(1)
-            model = Net().to(xla)
+            model = net().to(xla)
             _loop(model, optim.AdamW(model.parameters(), lr=1e-3), xla, 4)
         results.append(list(model.parameters()))
     assert all(same_bits(p, q) for p, q in zip(*results, strict=True))
@@ -166,7 +155,7 @@ def test_released_gradients(recipe, state_dtype, xla):
 
 @pytest.mark.skipif(hasattr(torch.Tensor, "grad_dtype"), reason="this torch has grad_dtype")
 def test_nxd_standard_says_what_it_needs(xla):
-    model = Net().to(xla)
+    model = net().to(xla)
     with pytest.raises(hmpx.HmpxError, match=r"use_fp32_grad_acc needs torch 2\.13"):
         hmpx.prepare(model, optim.AdamW(model.parameters()), "nxd-standard")
     assert {p.dtype for p in model.parameters()} == {FP32}
@@ -174,11 +163,8 @@ def test_nxd_standard_says_what_it_needs(xla):
 
 def _calls(device):
     """Listed ops of torch.autocast("xla"), called from Python."""
-    a, v, image = (
-        torch.rand(4, 4, device=device) + 0.1,
-        torch.rand(4, device=device),
-        torch.rand(1, 4, 8, 8, device=device),
-    )
+    a, v = torch.rand(4, 4, device=device) + 0.1, torch.rand(4, device=device)
+    image = torch.rand(1, 4, 8, 8, device=device)
     target = torch.tensor([0, 1, 2, 3], device=device)
     line, volume = torch.rand(1, 4, 8, device=device), torch.rand(1, 4, 4, 4, 4, device=device)
     kernel = {n: torch.rand(4, 4, *(3,) * n, device=device) for n in (1, 2, 3)}
@@ -245,14 +231,10 @@ def test_autocast_xla_gives_the_dtypes_of_torch_autocast(dtype, xla):
 
 def test_the_map_of_dtypes(xla):
     with hmpx.activate("xla-downcast-bf16"):
-        made = [
-            torch.zeros(2, device=xla),
-            torch.ones(2, dtype=FP32, device=xla),
-            torch.rand(2).to(xla),
-            torch.ones(2).to(xla).float(),
-        ]
+        made = [torch.zeros(2, device=xla), torch.ones(2, dtype=FP32, device=xla)]
+        made += [torch.rand(2).to(xla), torch.ones(2).to(xla).float()]
         assert {t.dtype for t in made} == {BF16} and torch.ones(2, device=xla).double().dtype is FP32
-        model = Net().to(xla)
+        model = net().to(xla)
         loss = model(torch.rand(2, 8, device=xla)).square().mean()
         loss.backward()
         assert {t.dtype for p in model.parameters() for t in (p, p.grad)} == {BF16} and loss.dtype is BF16

@@ -1,5 +1,6 @@
 """What of torch runs beside a model computes as it does without hmpx; the oracle is torch itself."""
 
+import contextlib
 import sys
 import textwrap
 
@@ -61,19 +62,14 @@ def test_every_scheduler_of_torch_is_in_the_table():
     assert found - {"LRScheduler", "_LRScheduler"} == SCHEDULERS.keys()
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_with_a_learning_rate_in_a_tensor(name):
-    expected = learning_rates(name, torch.tensor(1e-3))
+def test_a_scheduler_with_a_learning_rate_in_a_tensor():
+    """Also under a map of dtypes: the tensor is made in BF16, as XLA_USE_BF16 made it; what follows from it is FP32."""
+    expected = {name: learning_rates(name, torch.tensor(1e-3)) for name in SCHEDULERS}
     with hmpx.convert():
-        assert learning_rates(name, torch.tensor(1e-3)) == expected
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_learning_rate_under_a_map_of_dtypes(name):
-    """The tensor is made in BF16, as XLA_USE_BF16 made it; what the scheduler makes of it is FP32."""
-    expected = learning_rates(name, torch.tensor(1e-3).bfloat16().float())
+        assert {name: learning_rates(name, torch.tensor(1e-3)) for name in SCHEDULERS} == expected
+    expected = {name: learning_rates(name, torch.tensor(1e-3).bfloat16().float()) for name in SCHEDULERS}
     with hmpx.activate("xla-use-bf16"):
-        assert learning_rates(name, torch.tensor(1e-3)) == expected
+        assert {name: learning_rates(name, torch.tensor(1e-3)) for name in SCHEDULERS} == expected
 
 
 def pruned():
@@ -104,14 +100,15 @@ def flattened():
     return torch.nn.utils.parameters_to_vector(torch.nn.Linear(4, 4).parameters())
 
 
-@pytest.mark.parametrize("make", [pruned, fused, normed, observed, flattened])
-def test_what_changes_or_observes_a_module(make):
-    torch.manual_seed(0)
-    expected = make()
-    with hmpx.convert("O1"):
-        torch.manual_seed(0)
-        found = make()
-    assert found.dtype is torch.float32 and torch.equal(found, expected)
+def test_what_changes_or_observes_a_module():
+    made = []
+    for level in (None, "O1"):
+        with hmpx.convert(level) if level else contextlib.nullcontext():
+            for make in (pruned, fused, normed, observed, flattened):
+                torch.manual_seed(0)
+                made.append((make, make()))
+    for (make, expected), (_, found) in zip(made[:5], made[5:], strict=True):
+        assert found.dtype is torch.float32 and torch.equal(found, expected), make
 
 
 def test_pruning_and_weight_norm_are_cast_in_the_forward(lists):

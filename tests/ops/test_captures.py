@@ -44,8 +44,11 @@ class Holder:
     attribute = F.linear
     static = staticmethod(F.linear)
 
-    def method(self, x, apply=F.linear, *, product=torch.matmul):
-        return apply(x, x), product(x, x)
+    def method(self, x, apply=F.linear):
+        return apply(x, x)
+
+    def by_keyword(self, x, *, product=torch.matmul):
+        return product(x, x)
 
 
 def closure():
@@ -57,41 +60,8 @@ CLOSURE = closure()
 CELLS = [types.CellType(F.linear)]
 
 
-def results():
-    instance = Holder()
-    instance_with_state = Holder()
-    return [
-        linear(X, X),
-        matmul(X, X),
-        TABLE["linear"](X, X),
-        LIST[0](X, X),
-        Holder.attribute(X, X),
-        Holder.static(X, X),
-        instance.static(X, X),
-        *instance_with_state.method(X),
-        CLOSURE(X),
-        CELLS[0].cell_contents(X, X),
-    ]
-
-
-def test_captured_names_are_cast_and_come_back():
-    with hmpx.convert() as handle:
-        assert {r.dtype for r in results()} == {torch.bfloat16}
-        keys = ("TABLE['linear']", "BY_KIND[Linear]", "BY_KIND[<_VariableFunctionsClass.mm>]", "BY_KIND[(1, 'a')]")
-        assert {f"{__name__}.{key} holds linear" for key in keys} <= set(handle.rebound)
-    assert {r.dtype for r in results()} == {torch.float32}
-    assert linear is F.linear and matmul is torch.matmul and Holder.attribute is F.linear
-    assert Holder.method.__defaults__ == (F.linear,)
-
-
 class Slotted:
     __slots__ = ("function",)
-
-
-DEEP = {"a": {"b": [F.linear]}}
-ORDERED = OrderedDict(linear=F.linear)
-SLOTTED = Slotted()
-SLOTTED.function = F.linear
 
 
 def with_attribute():
@@ -99,23 +69,70 @@ def with_attribute():
 
 
 with_attribute.function = F.linear
+DEEP = {"a": {"b": [F.linear]}}
+ORDERED = OrderedDict(linear=F.linear)
+SLOTTED = Slotted()
+SLOTTED.function = F.linear
+LAYER = nn.TransformerEncoderLayer(8, 2, activation=torch.matmul)
+STATE = Holder()
+STATE.act = torch.matmul
 
 
-def test_slots_subclasses_of_dict_and_nested_containers():
-    with hmpx.convert():
-        ways = [DEEP["a"]["b"][0], ORDERED["linear"], SLOTTED.function]
-        assert {way(X, X).dtype for way in ways} == {with_attribute().dtype} == {torch.bfloat16}
-    assert DEEP["a"]["b"][0] is ORDERED["linear"] is SLOTTED.function is with_attribute.function is F.linear
+class Pair(NamedTuple):
+    function: object
+    other: int
 
 
-def test_layers_that_keep_a_function_are_cast():
-    layer = nn.TransformerEncoderLayer(8, 2, activation=F.leaky_relu)
-    object_with_state = Holder()
-    object_with_state.act = F.leaky_relu
-    with hmpx.convert():
-        assert layer.activation(X).dtype is torch.bfloat16
-        assert object_with_state.act(X).dtype is torch.bfloat16
-    assert layer.activation is F.leaky_relu is object_with_state.act
+PAIR = Pair(F.linear, 1)
+NESTED = {"pair": [PAIR, (TUPLE, 2)]}
+BOUND = (X.exp, torch.Tensor.exp, 3)
+
+
+def held():
+    """The functions of torch that something holds, by what that is."""
+    return {
+        "a name": linear,
+        "a name, of matmul": matmul,
+        "a dict": TABLE["linear"],
+        "a dict whose keys are classes": BY_KIND[nn.Linear],
+        "a list": LIST[0],
+        "a class": Holder.attribute,
+        "a static method": STATE.static,
+        "a default of a method": Holder.method.__defaults__[0],
+        "a default by keyword": Holder.by_keyword.__kwdefaults__["product"],
+        "a closure": CLOSURE.__closure__[0].cell_contents,
+        "a cell": CELLS[0].cell_contents,
+        "containers in one another": DEEP["a"]["b"][0],
+        "a subclass of dict": ORDERED["linear"],
+        "a slot": SLOTTED.function,
+        "an attribute of a function": with_attribute.function,
+        "a tuple": TUPLE[0],
+        "a named tuple": PAIR.function,
+        "a tuple in containers": NESTED["pair"][1][0][0],
+        "a layer": LAYER.activation,
+        "an object": STATE.act,
+    }
+
+
+def test_captured_names_are_cast_and_come_back_or_are_reported():
+    before, local, original = held(), F.linear, torch.matmul
+    tuples = PAIR, TUPLE, NESTED["pair"][1], BOUND
+    overrides = torch.overrides.get_testing_overrides()
+    with hmpx.convert() as handle:
+        assert {how: function(X, X).dtype for how, function in held().items()} == dict.fromkeys(before, torch.bfloat16)
+        assert type(PAIR) is Pair and PAIR.other == 1 and NESTED["pair"][0] is PAIR
+        keys = ("TABLE['linear']", "BY_KIND[Linear]", "BY_KIND[<_VariableFunctionsClass.mm>]", "BY_KIND[(1, 'a')]")
+        assert {f"{__name__}.{key} holds linear" for key in keys} <= set(handle.rebound)
+        escaped = "\n".join(handle.escaped)
+        assert f"{__name__}.SET holds linear: a set cannot be changed" in escaped
+        assert f"{__name__}.KEYED[<Keyed>] holds linear: a Keyed as a key runs code of its own" in escaped
+        assert "local variable local of" in escaped and "test_captured_names_are_cast_and_come_back" in escaped
+        assert original in torch.overrides.get_testing_overrides() and original in overrides  # torch's own tables
+        assert torch.overrides.resolve_name(original) == "torch.matmul"
+    after = held()
+    assert [how for how, function in before.items() if after[how] is not function] == []
+    assert all(a is b for a, b in zip((PAIR, TUPLE, NESTED["pair"][1], BOUND), tuples, strict=True))
+    assert linear is local is F.linear and {F.linear} == SET and list(KEYED.values()) == [F.linear]
 
 
 def test_names_taken_during_a_conversion_are_originals_after_it():
@@ -152,6 +169,7 @@ def test_tables_made_during_a_conversion_have_the_originals_as_keys_after_it():
     Tables.made = {}
 
 
+@pytest.mark.slow
 def test_torchs_own_modules_hold_no_wrapper_after_they_were_imported_during_a_conversion():
     """Its compiler imports hundreds of them. Per-sample gradients look functions up in a table of such a module."""
     code = """
@@ -189,7 +207,7 @@ def test_torchs_own_modules_hold_no_wrapper_after_they_were_imported_during_a_co
 
 @pytest.mark.parametrize(
     "regions",
-    ["hmpx.convert()", "hmpx.convert(dtype_map={torch.float32: torch.bfloat16})", "hmpx.convert(), hmpx.record()"],
+    ["hmpx.convert()", "hmpx.convert(dtype_map={torch.float32: torch.bfloat16}), hmpx.record()"],
 )
 def test_a_device_that_is_asked_for_during_a_conversion_is_the_device(regions):
     """torch looks up once, in a table that it keeps, to which functions `with torch.device(...)` gives a device."""
@@ -213,16 +231,6 @@ def test_a_device_that_is_asked_for_during_a_conversion_is_the_device(regions):
     assert done.returncode == 0, done.stderr
 
 
-def test_what_cannot_be_rebound_is_reported():
-    local = F.linear
-    with hmpx.convert() as handle:
-        escaped = "\n".join(handle.escaped)
-    assert f"{__name__}.SET holds linear: a set cannot be changed" in escaped
-    assert f"{__name__}.KEYED[<Keyed>] holds linear: a Keyed as a key runs code of its own" in escaped
-    assert "local variable local of" in escaped and "test_what_cannot_be_rebound_is_reported" in escaped
-    assert local is F.linear and {F.linear} == SET and list(KEYED.values()) == [F.linear]
-
-
 def test_what_cannot_be_looked_through_is_reported_and_the_rest_is_rebound(monkeypatch):
     module, plain = rewriting.Rewriting.module, types.ModuleType("unreadable")
     plain.linear = F.linear
@@ -236,25 +244,6 @@ def test_what_cannot_be_looked_through_is_reported_and_the_rest_is_rebound(monke
     with hmpx.convert() as handle:
         assert "a module holds a function of torch: it could not be looked through: no such page" in handle.escaped
         assert TABLE["linear"](X, X).dtype is torch.bfloat16 and plain.linear(X, X).dtype is torch.float32
-
-
-class Pair(NamedTuple):
-    function: object
-    other: int
-
-
-PAIR = Pair(F.linear, 1)
-NESTED = {"pair": [PAIR, (TUPLE, 2)]}
-BOUND = (X.exp, torch.Tensor.exp, 3)
-
-
-def test_tuples_are_made_anew_where_they_are_held():
-    before = PAIR, TUPLE, NESTED["pair"][1], BOUND
-    with hmpx.convert():
-        assert PAIR.function(X, X).dtype is TUPLE[0](X, X).dtype is torch.bfloat16
-        assert type(PAIR) is Pair and PAIR.other == 1 and NESTED["pair"][0] is PAIR
-        assert NESTED["pair"][1][0][0](X, X).dtype is torch.bfloat16
-    assert all(a is b for a, b in zip((PAIR, TUPLE, NESTED["pair"][1], BOUND), before, strict=True))
 
 
 def test_bound_methods_of_tensors_are_cast(lists):
@@ -308,20 +297,10 @@ def test_a_partial_is_changed_and_stays_the_same_object(lists):
     assert {module.twice(X).dtype, module.nested(X).dtype, keyword(X).dtype} == {torch.float32}
 
 
-def test_torchs_own_tables_keep_the_originals():
-    original = torch.matmul
-    overrides = torch.overrides.get_testing_overrides()
-    with hmpx.convert():
-        assert original in torch.overrides.get_testing_overrides() and original in overrides
-        assert torch.overrides.resolve_name(original) == "torch.matmul"
-
-
 TAKEN = {}
 
 
-@pytest.mark.parametrize(
-    "arguments", [{}, {"opt_level": "O2"}, {"isVerbose": True, "dtype_map": {torch.float32: torch.bfloat16}}], ids=str
-)
+@pytest.mark.parametrize("arguments", [{}, {"isVerbose": True, "dtype_map": {torch.float32: torch.bfloat16}}], ids=str)
 def test_a_single_name_taken_of_any_wrapper_is_noticed(arguments):
     """Whether somebody has taken one is read off reference counts: none may be off by one."""
     with hmpx.convert(**arguments) as handle:
@@ -343,60 +322,25 @@ def test_nothing_is_looked_through_again_where_nobody_has_taken_a_name(monkeypat
     assert linear is F.linear and linear(X, X).dtype is torch.float32
 
 
-SPAWNED = """
-    import sys, torch, hmpx
-    import torch.multiprocessing as mp
-    import torch.nn.functional as F
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.functional import linear
-
-    X, TABLE = torch.randn(4, 4), (F.linear,)
-
-    def layer(x):
-        return linear(x, x)
-
-    def worker(rank):
-        shard = fully_shard
-        with hmpx.convert() as handle:
-            assert {f(X, X).dtype for f in (linear, F.linear, TABLE[0])} == {layer(X).dtype} == {torch.bfloat16}
-            assert "__mp_main__.linear holds linear" in handle.rebound
-        assert linear is F.linear is TABLE[0] and layer(X).dtype is torch.float32
-        with hmpx.activate("neuron-bf16-sr"):
-            import torch.distributed.fsdp as fsdp
-            assert fully_shard is fsdp.fully_shard is not shard
-        assert fully_shard is fsdp.fully_shard is shard
-
-    if __name__ == "__main__":
-        mp.start_processes(worker, nprocs=1, start_method=sys.argv[1])
-    """
-
-
-@pytest.mark.parametrize("how", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
-def test_names_of_a_script_that_a_worker_has_run_again_are_cast(how, tmp_path):
-    """multiprocessing runs the script by runpy: the globals of its functions are the dict of no module."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SPAWNED))
-    done = subprocess.run([sys.executable, script, how], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def multiply(x):
     return linear(x, x)
 
 
-@pytest.mark.parametrize("name", [{}, {"__name__": "__main__"}, {"__name__": "torch.fake"}, {"__name__": "hmpx.fake"}])
-def test_globals_of_functions_that_are_in_no_module_are_cast(name):
+def test_globals_of_functions_that_are_in_no_module_are_cast():
     """As `exec` and cloudpickle make them; those that say that they are torch's or hmpx's stay."""
-    sent = types.FunctionType(multiply.__code__, {**name, "linear": F.linear})
-    made = {**name}
-    exec("from torch.nn.functional import linear\ndef multiply(x): return linear(x, x)", made)
-    functions = sent, made.pop("multiply")
-    del made
-    mine = name.get("__name__", "") in ("", "__main__")
+    functions = []
+    for name in ({}, {"__name__": "__main__"}, {"__name__": "torch.fake"}, {"__name__": "hmpx.fake"}):
+        made = {**name}
+        exec("from torch.nn.functional import linear\ndef multiply(x): return linear(x, x)", made)
+        sent = types.FunctionType(multiply.__code__, {**name, "linear": F.linear})
+        functions += [(name, sent), (name, made.pop("multiply"))]
+        del made
     with hmpx.convert():
-        assert {f(X).dtype for f in functions} == {torch.bfloat16 if mine else torch.float32}
-    assert {f(X).dtype for f in functions} == {torch.float32}
-    assert all(f.__globals__["linear"] is F.linear for f in functions)
+        for name, function in functions:
+            mine = name.get("__name__", "") in ("", "__main__")
+            assert function(X).dtype is (torch.bfloat16 if mine else torch.float32), name
+    assert {function(X).dtype for _, function in functions} == {torch.float32}
+    assert all(function.__globals__["linear"] is F.linear for _, function in functions)
 
 
 def test_code_without_functions_that_runs_in_no_module_is_cast():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import itertools
 
 import pytest
 import torch
@@ -21,18 +21,19 @@ def tensor(*shape, dtype=FP32):
 # bf16 and fp32: every eligible tensor, wherever it stands in the call
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_bf16_list_casts_positional_and_keyword_arguments(lists, dtype):
-    x, w, b = tensor(4, 8, dtype=dtype), tensor(3, 8, dtype=dtype), tensor(3)
-    expected = F.linear(x.bfloat16(), w.bfloat16(), b.bfloat16())
+def test_bf16_list_casts_positional_and_keyword_arguments(lists):
     with hmpx.convert(**lists(bf16="linear")):
-        results = [
-            F.linear(x, w, b),
-            F.linear(x, w, bias=b),
-            F.linear(input=x, weight=w, bias=b),
-            F.linear(x, bias=b, weight=w),
-        ]
-    assert all(torch.equal(r, expected) and r.dtype is BF16 for r in results)
+        for dtype in (FP32, BF16, FP16):
+            x, w, b = tensor(4, 8, dtype=dtype), tensor(3, 8, dtype=dtype), tensor(3)
+            results = [
+                F.linear(x, w, b),
+                F.linear(x, w, bias=b),
+                F.linear(input=x, weight=w, bias=b),
+                F.linear(x, bias=b, weight=w),
+            ]
+            with hmpx.disable_casts():
+                expected = F.linear(x.bfloat16(), w.bfloat16(), b.bfloat16())
+            assert all(torch.equal(r, expected) and r.dtype is BF16 for r in results), dtype
 
 
 def test_fp32_list_casts_to_fp32(lists):
@@ -52,21 +53,12 @@ def test_tensors_in_lists_and_tuples_are_cast(lists):
         assert torch.cat(tensors=[a, b], dim=0).dtype is BF16
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.ones(2, 2, dtype=FP64),
-        torch.ones(2, 2, dtype=torch.int64),
-        torch.ones(2, 2, dtype=torch.bool),
-        torch.ones(2, 2, dtype=torch.complex64),
-        torch.ones(2, 2).to_sparse(),
-    ],
-    ids=["fp64", "int", "bool", "complex", "sparse"],
-)
-def test_tensors_that_are_not_eligible_pass_through(lists, value):
+def test_tensors_that_are_not_eligible_pass_through(lists):
+    values = [torch.ones(2, 2, dtype=dtype) for dtype in (FP64, torch.int64, torch.bool, torch.complex64)]
     with hmpx.convert(**lists(bf16="mul abs")):
-        assert (value * value).dtype is value.dtype
-        assert value.mul(value).layout is value.layout
+        for value in (*values, torch.ones(2, 2).to_sparse()):
+            assert (value * value).dtype is value.dtype
+            assert value.mul(value).layout is value.layout
 
 
 def test_sparse_companions_leave_the_call_alone(lists):
@@ -166,21 +158,19 @@ def test_nonzero_never_reaches_bool(lists):
 
 
 @pytest.mark.parametrize("side", ["bf16", "fp32", "promote"])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("other", [BF16, FP32])
-def test_in_place_keeps_storage_dtype_and_aliases(lists, side, dtype, other):
-    x, y = tensor(4, 4, dtype=dtype), tensor(4, 4, dtype=other)
-    expected = (x.double() + y.double()).to(dtype)
-    alias = x.view(-1)
+def test_in_place_keeps_storage_dtype_and_aliases(lists, side):
     with hmpx.convert(**lists(**{side: "add iadd addmm mul relu"})):
-        before = x
-        x += y
-        assert x is before and x.dtype is dtype
-        assert x.data_ptr() == alias.data_ptr() and torch.equal(alias.view(4, 4), x)
-        assert torch.allclose(x.double(), expected.double(), rtol=1e-2, atol=1e-2)
-        assert x.addmm_(y, y) is x and x.dtype is dtype
-        assert x.mul_(y) is x and F.relu(x, inplace=True) is x and F.relu_(x) is x
-        assert x.min() >= 0
+        for dtype, other in itertools.product((BF16, FP32), repeat=2):
+            x, y = tensor(4, 4, dtype=dtype), tensor(4, 4, dtype=other)
+            expected = (x.double() + y.double()).to(dtype)
+            before, alias = x, x.view(-1)
+            x += y
+            assert x is before and x.dtype is dtype
+            assert x.data_ptr() == alias.data_ptr() and torch.equal(alias.view(4, 4), x)
+            assert torch.allclose(x.double(), expected.double(), rtol=1e-2, atol=1e-2)
+            assert x.addmm_(y, y) is x and x.dtype is dtype
+            assert x.mul_(y) is x and F.relu(x, inplace=True) is x and F.relu_(x) is x
+            assert x.min() >= 0
 
 
 def test_in_place_where_torch_refuses_casts_the_others(lists):
@@ -273,19 +263,6 @@ def test_casts_are_off_in_optimizers_initialisers_and_clipping(lists):
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
-# O2
-
-
-def test_o2_on_a_model():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
-    seen = {}
-    for name, layer in model.named_children():
-        layer.register_forward_hook(lambda _, __, out, name=name: seen.__setitem__(name, out.dtype))
-    with hmpx.convert("O2"):
-        model(tensor(2, 3, 4, 4))
-    assert seen == {"0": BF16, "1": FP32, "2": FP32, "3": FP32, "4": BF16}
-
-
 # Calls that are out of the ordinary
 
 
@@ -327,18 +304,3 @@ def test_numbers_on_the_left_and_foreign_operands(lists):
         assert tensor(2) + Foreign() == "theirs"
         with pytest.raises(TypeError):
             tensor(2) + "text"
-
-
-def test_tensor_subclasses_see_the_call(lists):
-    class Tagged(torch.Tensor):
-        calls: ClassVar[list] = []
-
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            cls.calls.append(getattr(func, "__name__", ""))
-            return super().__torch_function__(func, types, args, kwargs)
-
-    x = tensor(3, 3).as_subclass(Tagged)
-    with hmpx.convert(**lists(bf16="matmul")):
-        out = x @ x
-    assert out.dtype is BF16 and isinstance(out, Tagged) and "matmul" in " ".join(Tagged.calls)

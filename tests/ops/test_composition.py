@@ -13,11 +13,13 @@ from torch.autograd.profiler import profile
 
 import hmpx
 from hmpx.insight.explain import explain_op
+from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.catalog import canonical, catalog
 from hmpx.ops.policies.composition import ARITHMETIC, COMPOSED
 from hmpx.ops.policies.op_lists import read_lists
 from hmpx.ops.policies.policy import Rule
+from tests.support.blocks import same
 from tests.support.samples import database, samples
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -137,68 +139,72 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BY_ARGUMENTS)
-def test_the_row_that_the_arguments_choose_is_what_runs(name):
-    function = FUNCTIONS.get(name) or getattr(torch._VF, name)
-    aten = "cross_entropy_loss" if name == "cross_entropy" else name
-    for arguments in BY_ARGUMENTS[name]:
-        called = _calls(functools.partial(function, *arguments))
-        ran = next(_parts(inner) for outer, inner in called if outer.split(".")[0] == aten)
-        row = next(row for row in COMPOSED[name] if row.when is None or row.when(*arguments))
-        way = {part for way in row.ways for part in way}
-        assert ran & way and not (ran - way - ARITHMETIC), (arguments, ran, way)
+def test_the_row_that_the_arguments_choose_is_what_runs():
+    for name, argument_lists in BY_ARGUMENTS.items():
+        function = FUNCTIONS.get(name) or getattr(torch._VF, name)
+        aten = "cross_entropy_loss" if name == "cross_entropy" else name
+        for arguments in argument_lists:
+            called = _calls(functools.partial(function, *arguments))
+            ran = next(_parts(inner) for outer, inner in called if outer.split(".")[0] == aten)
+            row = next(row for row in COMPOSED[name] if row.when is None or row.when(*arguments))
+            way = {part for way in row.ways for part in way}
+            assert ran & way and not (ran - way - ARITHMETIC), (name, arguments, ran, way)
 
 
 FOLLOWING = {
-    "einsum": ("bmm", lambda x: torch.einsum("ij,jk", x, x)),
-    "einsum of three": ("bmm", lambda x: torch.einsum("ij,jk,kl->il", x, x, x)),
-    "tensordot": ("mm", lambda x: torch.tensordot(x, x, 1)),
-    "inner": ("mm", lambda x: x.inner(x)),
-    "multi_dot": ("mm", lambda x: torch.linalg.multi_dot([x, x, x])),
-    "chain_matmul": ("mm", lambda x: torch.chain_matmul(x, x)),
-    "bilinear": ("bmm", lambda x: F.bilinear(x, x, x[None])),
-    "matrix_power": ("matmul", lambda x: x.matrix_power(3)),
-    "linalg.matrix_power": ("mm", lambda x: torch.linalg.matrix_power(x, 2)),
-    "cov": ("mm", lambda x: x.cov()),
-    "corrcoef": ("matmul mm", lambda x: torch.corrcoef(x)),
-    "matmul": ("mm", lambda x: x @ x),
-    "linear without bias": ("mm", lambda x: F.linear(x, x)),
-    "linear": ("addmm", lambda x: F.linear(x, x, x[0])),
-    "conv1d": ("_convolution", lambda x: F.conv1d(x[None], x[:, :, None])),
-    "attention": ("matmul", lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])),
-    "gru_cell": ("linear", lambda x: torch.gru_cell(x, x, x.repeat(3, 1), x.repeat(3, 1))),
-    "outer": ("mul", lambda x: torch.outer(x[0], x[0])),
-    "pad": ("reflection_pad1d", lambda x: F.pad(x, (1, 1), mode="reflect")),
+    "bmm": [
+        lambda x: torch.einsum("ij,jk", x, x),
+        lambda x: torch.einsum("ij,jk,kl->il", x, x, x),
+        lambda x: F.bilinear(x, x, x[None]),
+    ],
+    "mm": [
+        lambda x: torch.tensordot(x, x, 1),
+        lambda x: x.inner(x),
+        lambda x: torch.linalg.multi_dot([x, x, x]),
+        lambda x: torch.chain_matmul(x, x),
+        lambda x: torch.linalg.matrix_power(x, 2),
+        lambda x: x.cov(),
+        lambda x: x @ x,
+        lambda x: F.linear(x, x),
+    ],
+    "matmul mm": [
+        lambda x: x.matrix_power(3),
+        lambda x: torch.corrcoef(x),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    ],
+    "addmm": [lambda x: F.linear(x, x, x[0])],
+    "_convolution mul": [lambda x: F.conv1d(x[None], x[:, :, None]), lambda x: torch.outer(x[0], x[0])],
+    "linear": [lambda x: torch.gru_cell(x, x, x.repeat(3, 1), x.repeat(3, 1))],
+    "reflection_pad1d": [lambda x: F.pad(x, (1, 1), mode="reflect")],
 }
 
 
-@pytest.mark.parametrize("name", FOLLOWING)
-def test_an_op_in_no_list_follows_its_parts(lists, name):
-    part, call = FOLLOWING[name]
-    expected = call(X.bfloat16())
-    with hmpx.convert(**lists(bf16=part)):
-        got = call(X)
-    assert got.dtype is BF16 and torch.equal(got, expected)
-    with hmpx.convert(**lists(fp32=part)):
-        assert call(X.bfloat16()).dtype is FP32
+@pytest.mark.parametrize("parts", FOLLOWING)
+def test_an_op_in_no_list_follows_its_parts(lists, parts):
+    expected = [call(X.bfloat16()) for call in FOLLOWING[parts]]
+    with hmpx.convert(**lists(bf16=parts)):
+        assert same([call(X) for call in FOLLOWING[parts]], expected)
+    assert {each.dtype for each in expected} == {BF16}
+    with hmpx.convert(**lists(fp32=parts)):
+        assert [call(X.bfloat16()).dtype for call in FOLLOWING[parts]] == [FP32] * len(expected)
 
 
 @pytest.mark.parametrize(
-    "part, call",
+    "part, calls",
     [
-        ("bmm", lambda: torch.einsum("ij->i", X)),
-        ("bmm", lambda: torch.einsum("i,j", X[0], X[0])),
-        ("bmm", lambda: X @ X),
-        ("addmm", lambda: F.linear(X, X)),
-        ("reflection_pad1d", lambda: F.pad(X[None, None], (1, 1, 1, 1), mode="reflect")),
-        ("reflection_pad1d", lambda: F.pad(X, (1, 1))),
-        ("nll_loss", lambda: F.cross_entropy(X, X.softmax(-1))),
-        ("matmul", lambda: torch.linalg.matrix_power(X, 1)),
+        ("bmm", [lambda: torch.einsum("ij->i", X), lambda: torch.einsum("i,j", X[0], X[0]), lambda: X @ X]),
+        ("addmm", [lambda: F.linear(X, X)]),
+        (
+            "reflection_pad1d",
+            [lambda: F.pad(X[None, None], (1, 1, 1, 1), mode="reflect"), lambda: F.pad(X, (1, 1))],
+        ),
+        ("nll_loss", [lambda: F.cross_entropy(X, X.softmax(-1))]),
+        ("matmul", [lambda: torch.linalg.matrix_power(X, 1)]),
     ],
 )
-def test_a_call_that_does_not_run_the_part_stays_as_it_is(lists, part, call):
+def test_a_call_that_does_not_run_the_part_stays_as_it_is(lists, part, calls):
     with hmpx.convert(**lists(bf16=part)):
-        assert call().dtype is FP32
+        assert [call().dtype for call in calls] == [FP32] * len(calls)
 
 
 def test_a_loss_is_computed_where_its_parts_are_listed(lists):
@@ -247,54 +253,43 @@ def test_explain_names_the_parts(lists):
     assert policy.rule(catalog()["cross_entropy"]) is Rule.FP32
 
 
-@pytest.mark.parametrize("call", [lambda x: torch.einsum("ij,jk", x, x), lambda x: x @ x, lambda x: F.linear(x, x)])
-def test_compiled_in_one_graph(lists, call):
+def test_compiled_in_one_graph(lists):
+    def call(x):
+        return torch.einsum("ij,jk", x, x), x @ x, F.linear(x, x)
+
     with hmpx.convert(**lists(bf16="bmm mm")):
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(X)
     torch._dynamo.reset()
-    assert torch.equal(compiled, call(X.bfloat16()))
+    assert same(compiled, call(X.bfloat16()))
 
 
 VIEWS = {
-    "adjoint": lambda x: x.adjoint(), "as_strided": lambda x: x.as_strided((2, 2), (1, 2)),
-    "broadcast_to": lambda x: x.broadcast_to(4, 4), "chunk": lambda x: x.chunk(2)[0],
-    "contiguous": lambda x: x.contiguous(), "diagonal": lambda x: x.diagonal(),
-    "dsplit": lambda x: x[None].dsplit(2)[0],
-    "expand": lambda x: x.expand(4, 4), "expand_as": lambda x: x.expand_as(x), "flatten": lambda x: x.flatten(),
-    "hsplit": lambda x: x.hsplit(2)[0], "linalg_diagonal": lambda x: torch.linalg.diagonal(x),
-    "moveaxis": lambda x: x.moveaxis(0, 1), "movedim": lambda x: x.movedim(0, 1), "narrow": lambda x: x.narrow(0, 0, 2),
-    "permute": lambda x: x.permute(1, 0), "ravel": lambda x: x.ravel(), "real": lambda x: torch.real(x),
-    "reshape": lambda x: x.reshape(-1), "reshape_as": lambda x: x.reshape_as(x), "select": lambda x: x.select(0, 0),
-    "split": lambda x: x.split(2)[0], "split_with_sizes": lambda x: x.split_with_sizes([2, 2])[0],
-    "squeeze": lambda x: x.squeeze(), "swapaxes": lambda x: x.swapaxes(0, 1), "swapdims": lambda x: x.swapdims(0, 1),
-    "t": lambda x: x.t(), "tensor_split": lambda x: x.tensor_split(2)[0], "transpose": lambda x: x.transpose(0, 1),
-    "unbind": lambda x: x.unbind()[0], "unflatten": lambda x: x.unflatten(0, (2, 2)),
-    "unfold": lambda x: x.unfold(0, 2, 2),
-    "unsqueeze": lambda x: x.unsqueeze(0), "view": lambda x: x.view(-1), "view_as": lambda x: x.view_as(x),
-    "vsplit": lambda x: x.vsplit(2)[0], "atleast_2d": lambda x: torch.atleast_2d(x), "positive": lambda x: x.positive(),
-    "broadcast_tensors": lambda x: torch.broadcast_tensors(x)[0], "meshgrid": lambda x: torch.meshgrid(x[0])[0],
-    "resolve_conj": lambda x: x.resolve_conj(), "resolve_neg": lambda x: x.resolve_neg(),
-    "conj": lambda x: x.conj(), "cpu": lambda x: x.cpu(), "atleast_1d": lambda x: torch.atleast_1d(x),
-    "atleast_3d": lambda x: torch.atleast_3d(x), "view_as_real": lambda x: torch.view_as_real(torch.complex(x, x)),
-}  # fmt: skip
-# Of tensors that are sparse, nested, complex or on a GPU, of the compiler, or no attribute of a plain tensor.
-OTHER_VIEWS = {
-    "ccol_indices", "coalesce", "col_indices", "crow_indices", "cuda", "imag", "indices", "row_indices",
-    "slice_inverse", "values", "as_tensor", "view_as_real",
-}  # fmt: skip
+    "t": lambda x: x.t(),
+    "view": lambda x: x.view(-1),
+    "transpose": lambda x: x.transpose(0, 1),
+    "reshape": lambda x: x.reshape(-1),
+    "contiguous": lambda x: x.contiguous(),
+    "chunk": lambda x: x.chunk(2)[0],
+    "expand_as": lambda x: x.expand_as(x),
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x)[0],
+    "meshgrid": lambda x: torch.meshgrid(x[0])[0],
+    "atleast_1d": lambda x: torch.atleast_1d(x),
+    "atleast_2d": lambda x: torch.atleast_2d(x),
+    "atleast_3d": lambda x: torch.atleast_3d(x),
+}
 
 
+@pytest.mark.filterwarnings("ignore:torch.meshgrid")
 def test_every_view_of_the_catalogue_stays_a_view_in_a_bf16_list(lists):
+    """That an op is a view is what its schema says, or a table of the catalogue, whose ops are all called here."""
     views = {name for name, op in catalog().items() if op.view and not name.startswith("_")}
-    assert views - OTHER_VIEWS == VIEWS.keys() - OTHER_VIEWS and {"t", "view", "transpose", "reshape"} <= views
+    assert views > VIEWS.keys() > op_facts.VIEWS and len(views) > 50
     with hmpx.convert(**lists(bf16=" ".join(sorted(views)))) as handle:
-        for name in sorted(VIEWS.keys() - OTHER_VIEWS):
+        for name, view in VIEWS.items():
             x = torch.zeros(4, 4)
-            shown = VIEWS[name](x)
+            shown = view(x)
             assert shown.dtype is FP32 and shown.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), name
-            torch.as_strided(shown, (1,), (1,), shown.storage_offset()).fill_(1)
-            assert x.sum() == 1, name
-        assert not handle.patched or not {patch.op for patch in handle.patched} & views
+        assert not {patch.op for patch in handle.patched} & views
         assert "only makes a view: never cast, though listed at " in explain_op("t", handle.policy)
 
 

@@ -16,7 +16,6 @@ import wrapt
 
 import hmpx
 from hmpx.ops.captured_names import raw, sweep
-from hmpx.ops.captured_names.rebinding import Rebinding
 
 X = torch.randn(4, 4)
 LINEAR = F.linear
@@ -206,45 +205,22 @@ def test_no_finalizer_of_garbage_runs_meanwhile(monkeypatch, enabled):
         gc.enable()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, MemoryError])
-def test_whatever_ends_the_pass_half_way_everything_is_as_it_was(monkeypatch, error, untouched):
+def test_whatever_ends_the_pass_half_way_everything_is_as_it_was(monkeypatch, untouched):
     before, calls, running = reached(), [], sweep.Sweep._running_functions
 
     def interrupted(self):
         calls.append(self)
         if len(calls) == 1:
             assert any(capture.rebound for capture in self.captures)
-            raise error
+            raise KeyboardInterrupt
         running(self)
 
     monkeypatch.setattr(sweep.Sweep, "_running_functions", interrupted)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         hmpx.convert()
     monkeypatch.undo()
     assert all(a is b for a, b in zip(reached(), before, strict=True))
     assert not untouched.changed() and len(calls) == 2
-
-
-def test_a_pass_that_is_interrupted_changes_nothing_and_is_made_when_asked_again(monkeypatch):
-    before = reached()
-
-    def mine(x, y):
-        raise AssertionError("is not called")
-
-    def interrupted(self):
-        assert reached() == [mine] * 8
-        raise KeyboardInterrupt
-
-    rebinding = Rebinding()
-    rebinding.expect(lambda: [(F.linear, mine)])
-    rebinding.add_imported([(F.linear, mine)], ())
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(sweep.Sweep, "_running_functions", interrupted)
-        _ = rebinding.captures
-    assert reached() == before
-    assert any(capture.rebound for capture in rebinding.captures) and reached() == [mine] * 8
-    rebinding.undo()
-    assert reached() == before
 
 
 def test_an_interrupt_of_the_undo_does_not_stop_it(monkeypatch, untouched):

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.errors import HmpxError
@@ -212,19 +211,6 @@ def test_hooks_of_somebody_else_get_the_low_tensors_and_give_them_back():
     assert torch.equal(w.grad, 2 * x.detach().sum(0).expand(3, 8))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_recomputes_the_same_gradients(reentrant):
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    x = torch.randn(6, 8, requires_grad=True)
-    with converted("float32"):
-        model(x).float().square().sum().backward()
-        plain = [x.grad, *(p.grad for p in model.parameters())]
-        x.grad = None
-        model.zero_grad()
-        checkpoint(model, x, use_reentrant=reentrant).float().square().sum().backward()
-    assert all(torch.equal(a, b) for a, b in zip(plain, [x.grad, *(p.grad for p in model.parameters())], strict=True))
-
-
 def test_gradients_of_gradients_and_torch_func_agree_with_native_kernels():
     x, w = integers(5, 8).requires_grad_(), integers(3, 8).requires_grad_()
 
@@ -315,10 +301,7 @@ def test_audit_finds_nothing_in_fp32_kernels(lists):
     with converted("float32"):
         assert not hmpx.audit(model, torch.randn(2, 8))
         assert not hmpx.audit(lambda q: F.scaled_dot_product_attention(q, q, q), torch.randn(1, 2, 4, 4))
-
-
-def test_audit_finds_nothing_in_what_torch_composes_an_op_of(lists):
-    with hmpx.convert(**lists("mul"), kernels="float32"):
+    with hmpx.convert(**lists("mul"), kernels="float32"):  # nor in what torch composes an op of
         assert not hmpx.audit(F.bilinear, tuple(torch.randn(shape).bfloat16() for shape in ((4, 5), (4, 6), (3, 5, 6))))
 
 
@@ -376,54 +359,6 @@ def test_the_handle_and_explain_say_what_was_decided(capsys):
         assert "native kernels" in repr(handle)
     hmpx.explain({"kernels": "float32"})
     assert "FP32 kernels for BF16 and FP16 on CPU" in capsys.readouterr().out
-
-
-class Attending(nn.Module):
-    """One block of attention over a sequence of vectors, and a class for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out, self.norm = nn.Linear(16, 48), nn.Linear(16, 4), nn.LayerNorm(16)
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-        return self.out((x + attended).mean(1))
-
-
-def convolving():
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.LazyLinear(4)
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "shape"), [(Attending, (32, 8, 16)), (convolving, (32, 1, 8, 8))], ids=["attention", "convolutions"]
-)
-def test_training_goes_as_with_native_kernels(make, shape):
-    """The difference in loss is small beside what another seed of the weights makes."""
-    torch.manual_seed(0)
-    batches = [(torch.randn(shape), torch.randint(4, (shape[0],))) for _ in range(4)]
-    curves = {}
-    for kernels in ("float32", "native"):
-        with converted(kernels):
-            for seed in range(3):
-                torch.manual_seed(seed)
-                model = make()
-                model(batches[0][0])
-                optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-                losses = []
-                for x, target in batches * 8:
-                    loss = F.cross_entropy(model(x).float(), target)
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    losses.append(loss.item())
-                curves[kernels, seed] = torch.tensor(losses)
-    seeds = torch.stack([curves["native", seed] for seed in range(3)]).std(0).mean()
-    for seed in range(3):
-        assert (curves["float32", seed] - curves["native", seed]).abs().mean() < 0.2 * seeds
-        assert curves["float32", seed][-4:].mean() < curves["float32", seed][:4].mean()
 
 
 def test_a_trace_and_forward_ad_have_the_native_results():

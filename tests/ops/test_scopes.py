@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 import sys
-import threading
 import types
 
 import pytest
@@ -16,77 +16,10 @@ from torch import nn
 from torch.func import functional_call
 
 import hmpx
-from hmpx.ops.forwards import replaced_forwards
-from hmpx.ops.policies.catalog import catalog
 from tests.support import python
+from tests.support.blocks import results, same, transformer
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return self.out(F.softmax(q @ k.transpose(-1, -2) / 3, -1) @ v)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.attn, self.mlp = nn.LayerNorm(8), Attention(), nn.Sequential(nn.Linear(8, 8), nn.GELU())
-
-    def forward(self, x):
-        x = x + self.attn(self.norm(x))
-        return x + self.mlp(x)
-
-
-class Net(nn.Module):
-    """A small transformer whose forward ends in the loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(8, 5)
-
-    def features(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, x):
-        return F.cross_entropy(self.head(self.features(x)).flatten(0, 1), torch.arange(6) % 5)
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(1)
-    return Net()
-
-
-@pytest.fixture
-def x():
-    torch.manual_seed(2)
-    return torch.randn(2, 3, 8)
-
-
-def results(model, x, forward=None):
-    """The loss and every gradient, that of the input last."""
-    x = x.clone().requires_grad_()
-    model.zero_grad()
-    loss = (model if forward is None else forward)(x)
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), x.grad]
-
-
-def same(one, other):
-    return len(one) == len(other) and all(
-        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
 
 
 POLICIES = {
@@ -98,36 +31,35 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("other", ["no lists", "float32", "O2"])
-def test_a_rule_over_the_whole_model_is_the_global_lists(name, other, model, x, lists):
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [
+        ("default lists", {"fp32": ["linear", "matmul", "softmax", "div", "layer_norm", "gelu"]}),
+        ("O2", {"bf16": [], "fp32": [], "promote": []}),
+        ("autocast", {"opt_level": "O2"}),
+    ],
+    ids=str,
+)
+def test_a_rule_over_the_whole_model_is_the_global_lists(name, around):
     """To the bit, forward and gradients, whatever holds around it."""
-    policy = POLICIES[name]()
+    policy, model = POLICIES[name](), transformer()
     with hmpx.conversion.install(policy):
-        expected = results(model, x)
-    around = {
-        "no lists": lambda: hmpx.convert(**lists()),
-        "float32": lambda: hmpx.convert(**lists(fp32="linear matmul softmax div layer_norm cross_entropy gelu")),
-        "O2": lambda: hmpx.convert("O2"),
-    }
+        expected = results(model)
     rule = hmpx.policy_for(model, policy)
-    with around[other]():
-        found = results(model, x)
+    with hmpx.convert(**around):
+        found = results(model)
         rule.remove()
-        without = results(model, x)
-    assert same(found, expected)
-    assert other == name or not same(without, expected)
+        without = results(model)
+    assert same(found, expected) and not same(without, expected)
 
 
 @pytest.mark.parametrize(
     ("part", "name"),
-    [
-        *(("blocks.1", "fp32"), ("blocks.1.attn", "fp32"), ("head", "fp32"), ("blocks.0.mlp", "fp32")),
-        *(("blocks.1", "bf16"), ("blocks.1.attn", "bf16")),
-    ],
+    [("2", "fp32"), ("3", "fp32"), ("2.attn", "bf16")],
 )
-def test_a_dtype_for_a_module_is_its_code_between_casts_by_hand(name, part, model, x):
+def test_a_dtype_for_a_module_is_its_code_between_casts_by_hand(name, part):
     """As if its input and its weights were cast, and nothing in it."""
+    model = transformer()
     dtype, module = {"fp32": FP32, "bf16": BF16}[name], model.get_submodule(part)
 
     def by_hand(*args):
@@ -136,15 +68,15 @@ def test_a_dtype_for_a_module_is_its_code_between_casts_by_hand(name, part, mode
             return functional_call(module, inner, tuple(a.to(dtype) for a in args))
 
     with hmpx.convert():
-        plain = results(model, x)
+        plain = results(model)
         vars(module)["forward"] = by_hand_once(module, by_hand)
-        expected = results(model, x)
+        expected = results(model)
         del module.forward
         rule = hmpx.policy_for(module, name)
-        found = results(model, x)
+        found = results(model)
         rule.remove()
         assert same(found, expected)
-        assert same(results(model, x), plain)
+        assert same(results(model), plain)
     assert not same(plain, expected)
 
 
@@ -179,14 +111,15 @@ class Product(nn.Module):
         return [product(x), *(self.inner(x) if self.inner is not None else [])]
 
 
-def test_a_rule_on_a_part_is_the_mixture_by_hand(model, x, lists):
+def test_a_rule_on_a_part_is_the_mixture_by_hand(lists):
     """The part under its own lists, everything else under the others."""
     mine, others = lists(fp32="linear softmax"), {}
     handle = hmpx.convert(**mine)
     policy = handle.policy
     hmpx.restore()
 
-    part = model.blocks[0]
+    model = transformer()
+    part = model[1]
     own = type(part).forward
 
     def switching(hidden):
@@ -195,12 +128,12 @@ def test_a_rule_on_a_part_is_the_mixture_by_hand(model, x, lists):
 
     with hmpx.convert(**others):
         vars(part)["forward"] = switching
-        expected = results(model, x)
+        expected = results(model)
         del part.forward
         rule = hmpx.policy_for(part, policy)
-        assert same(results(model, x), expected)
+        assert same(results(model), expected)
         rule.remove()
-        assert not same(results(model, x), expected)
+        assert not same(results(model), expected)
 
 
 def test_of_nested_modules_the_innermost_decides_and_its_lists_lie_over_those_around():
@@ -237,28 +170,20 @@ def test_a_rule_may_come_before_the_conversion_and_outlives_it():
 
 
 def test_a_region_has_lists_of_its_own():
-    @hmpx.casts("fp32")
-    def inside(x):
-        return product(x)
-
-    region = hmpx.casts(fp32=["matmul"])
+    region, others = hmpx.casts(fp32=["matmul"]), hmpx.casts(bf16=["exp"])
     with region:  # nothing is converted
         assert product(X.bfloat16()) is BF16
     with hmpx.convert():
-        with region:
-            assert product(X) is FP32
-            with hmpx.casts(bf16=["matmul"]), region, hmpx.casts(bf16=["matmul"]):
-                assert product(X) is BF16
-            with hmpx.disable_casts():
-                assert product(X.bfloat16()) is BF16
-                with region:  # casts are on in it
-                    assert product(X.bfloat16()) is FP32
-            with pytest.raises(KeyError), region:
-                raise KeyError
-            assert product(X) is FP32
-        assert product(X) is BF16 and inside(X) is FP32
-        with hmpx.casts(bf16=["exp"]):
-            assert inside(X) is FP32 and X.exp().dtype is BF16
+        with region, others:  # which say nothing of `matmul`
+            assert product(X) is FP32 and X.exp().dtype is BF16
+        with hmpx.casts(bf16=["matmul"]), region, hmpx.casts(bf16=["matmul"]):
+            assert product(X) is BF16
+        with hmpx.disable_casts():
+            assert product(X.bfloat16()) is BF16
+            with region:  # casts are on in it
+                assert product(X.bfloat16()) is FP32
+        with others:
+            assert hmpx.casts("fp32")(product)(X) is FP32 and X.exp().dtype is BF16
     with hmpx.convert(enabled=False):
         with region:
             assert product(X.bfloat16()) is FP32
@@ -306,42 +231,6 @@ def test_whatever_raises_the_place_is_left():
     rule.remove()
 
 
-def test_places_belong_to_their_thread():
-    module, seen, inside, go_on = Product(), [], threading.Event(), threading.Event()
-
-    class Waiting(nn.Module):
-        def forward(self):
-            inside.set()
-            assert go_on.wait(10)
-            seen.append(product(X))
-
-    waiting = Waiting()
-    rules = [hmpx.policy_for(waiting, "fp32"), hmpx.policy_for(module, fp32=["exp"])]
-    with hmpx.convert():
-        thread = threading.Thread(target=waiting)
-        thread.start()
-        assert inside.wait(10)
-        assert product(X) is BF16 and module() == [BF16]
-        go_on.set()
-        thread.join()
-    assert seen == [FP32]
-    for rule in rules:
-        rule.remove()
-
-
-def test_copies_and_pickled_modules_carry_the_rule():
-    module = Product()
-    rule = hmpx.policy_for(module, fp32=["matmul"])
-    copies = [copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
-    with hmpx.convert():
-        assert [each() for each in copies] == [[FP32]] * 3
-        rule.remove()
-        assert [each() for each in copies] == [[BF16], [BF16], [FP32]]  # the last came from elsewhere
-        module = Product()
-        assert module() == [BF16]
-    vars(copies[-1])["_hmpx_rules"][0][1].remove()
-
-
 def test_the_rules_of_a_model_that_was_loaded_can_be_listed_and_removed():
     model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 8))
     given = [hmpx.policy_for(part, fp32=["linear"]) for part in (model, model[1], model[2])]
@@ -349,47 +238,35 @@ def test_the_rules_of_a_model_that_was_loaded_can_be_listed_and_removed():
     loaded = pickle.loads(pickle.dumps(model))
     rules = hmpx.policies_of(loaded)
     assert [rule.where for rule in rules] == [rule.where for rule in given] and not {*rules} & {*given}
+    copied = copy.deepcopy(model)[2]
     for rule in (*rules, *given[:2]):
         rule.remove()
     assert hmpx.policies_of(loaded) == [] and hmpx.policies_of(model) == given[2:]
     with hmpx.convert():
-        assert [part(torch.ones(2, 8)).dtype for part in (model[2], loaded[2])] == [FP32, BF16]
-    given[2].remove()
+        assert [part(torch.ones(2, 8)).dtype for part in (model[2], copied, loaded[2])] == [FP32, FP32, BF16]
+        given[2].remove()
+        assert copied(torch.ones(2, 8)).dtype is BF16  # a copy has the same rule
     with pytest.raises(hmpx.HmpxError, match=r"policies_of takes a torch\.nn\.Module, not a str"):
         hmpx.policies_of("model")
 
 
-def test_a_further_nesting_works_out_its_own_lists_and_no_other(monkeypatch):
-    """However many there are already; and none the second time."""
-    worked_out, cases = [], hmpx.Policy.cases
-    monkeypatch.setattr(hmpx.Policy, "cases", lambda policy, op: worked_out.append(policy) or cases(policy, op))
-    found = []
-    with hmpx.convert():
-        for name in ("linear", "matmul", "bmm", "linear"):
-            worked_out.clear()
-            with hmpx.casts(fp32=[name], promote=["hypot"]):
-                found.append((len({id(policy) for policy in worked_out}), len(worked_out)))
-    ops = found[0][1]
-    assert found == [(1, ops), (1, ops), (1, ops), (0, 0)] and ops == len(catalog())
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_no_call_of_a_module_in_another_changes_torch(monkeypatch, before):
+def test_no_call_of_a_module_in_another_changes_torch(monkeypatch):
     """What two rules make together is worked out when they are given, and not amid the first call."""
-    inner = Product()
-    outer = Product(nn.Sequential(inner))
-    rules = [hmpx.policy_for(inner, bf16=["matmul"])] if before else []
-    with hmpx.convert() as handle:
-        rules.append(hmpx.policy_for(outer, fp32=["matmul", "linear"]))
-        if not before:
-            rules.append(hmpx.policy_for(inner, bf16=["matmul"]))
-        known, patched = hmpx.base.process_state.known_scopes, handle.patched
-        monkeypatch.setattr(hmpx.base.process_state, "learn", lambda places: pytest.fail(f"{places} were not known"))
-        assert outer() == [FP32, BF16]
-        assert hmpx.base.process_state.known_scopes is known and handle.patched == patched
-        monkeypatch.undo()
-    for rule in rules:
-        rule.remove()
+    for before in (True, False):
+        inner = Product()
+        outer = Product(nn.Sequential(inner))
+        rules = [hmpx.policy_for(inner, bf16=["matmul"])] if before else []
+        with hmpx.convert() as handle:
+            rules.append(hmpx.policy_for(outer, fp32=["matmul", "linear"]))
+            if not before:
+                rules.append(hmpx.policy_for(inner, bf16=["matmul"]))
+            patched = handle.patched
+            with monkeypatch.context() as patch:
+                patch.setattr(hmpx.base.process_state, "learn", lambda places: pytest.fail(f"{places} were not known"))
+                assert outer() == [FP32, BF16]
+            assert handle.patched == patched
+        for rule in rules:
+            rule.remove()
 
 
 def test_a_rule_for_a_container_holds_in_each_module_in_it_and_around_their_own():
@@ -431,19 +308,19 @@ def test_a_forward_that_was_replaced_after_convert_is_said_and_has_its_rule_in_t
     module = type("Mine", (nn.Linear,), {"forward": lambda self, x: F.linear(x, self.weight)})(4, 4)
     rule = hmpx.policy_for(module, "fp32")
     with hmpx.convert() as handle:
-        assert module(X).dtype is FP32 and not replaced_forwards()
+        assert module(X).dtype is FP32
         replace(module)
         assert module(X).dtype is BF16
-        (said,) = replaced_forwards()
-        assert said.startswith(f"{rule.where}: the forward of a ")
-        assert said in handle.escaped and said in hmpx.audit(module, X).escaped
+        (said,) = (line for line in handle.escaped if line.startswith(f"{rule.where}: the forward of a "))
+        assert said in hmpx.audit(module, X).escaped
         with hmpx.record() as log:
             module(X)
         assert log.escaped.count(said) == 1
-    with hmpx.convert():
-        assert module(X).dtype is FP32 and not replaced_forwards()
+    with hmpx.convert() as handle:
+        assert module(X).dtype is FP32
         module.forward = types.FunctionType.__get__(_around(module.forward), module)
-        assert module(X).dtype is FP32 and not replaced_forwards()  # the new one calls the wrapper, and says so
+        assert module(X).dtype is FP32  # the new one calls the wrapper, and says so
+        assert not [line for line in handle.escaped if "the forward of a " in line]
     rule.remove()
 
 
@@ -483,16 +360,16 @@ def test_of_a_container_and_a_module_in_it_the_innermost_dtype_casts_the_argumen
     given[0].remove()
 
 
-@pytest.mark.parametrize(("dtype", "side"), [("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16")])
-def test_record_names_the_rule_that_casts_a_modules_arguments(dtype, side):
+def test_record_names_the_rule_that_casts_a_modules_arguments():
     module = nn.Linear(4, 4)
-    rule = hmpx.policy_for(module, dtype)
-    with hmpx.convert(), hmpx.record() as log:
-        module(X.bfloat16() if dtype == "fp32" else X)
-        X.bfloat16()
-    rows = {site.reason: site.rule for site in log.sites if site.op == "to"}
-    assert rows == {f"cast before the module's forward: {rule.where}": side, "cast by hand": ""}
-    rule.remove()
+    for dtype in ("fp32", "fp16"):
+        rule = hmpx.policy_for(module, dtype)
+        with hmpx.convert(), hmpx.record() as log:
+            module(X.bfloat16() if dtype == "fp32" else X)
+            X.bfloat16()
+        rows = {site.reason: site.rule for site in log.sites if site.op == "to"}
+        assert rows == {f"cast before the module's forward: {rule.where}": dtype, "cast by hand": ""}
+        rule.remove()
 
 
 def test_arguments_are_cast_once_and_what_a_module_may_write_to_is_not():
@@ -557,42 +434,33 @@ def test_regions_and_modules_that_are_running_keep_their_lists_under_another_con
     rule.remove()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: hmpx.policy_for(nn.Linear(1, 1)),
-            "hmpx.policy_for: says nothing: hmpx.policy_for(torch.float32), or l",
-        ),
-        (lambda: hmpx.casts(), "hmpx.casts: says nothing: hmpx.casts(torch.float32), or lists of ops"),
-        (lambda: hmpx.casts("fp32", bf16=["exp"]), "hmpx.casts: a rule and bf16=: which of the two?"),
-        (lambda: hmpx.casts("fp23"), "hmpx.casts: 'fp23' is no dtype of ops; did you mean 'fp32'? (legal: float32, "),
-        (
-            lambda: hmpx.casts(torch.float64),
-            "hmpx.casts: torch.float64 is no dtype of ops (legal: float32, bfloat16, f",
-        ),
-        (lambda: hmpx.casts(0), "hmpx.casts: 0 is no dtype of ops (legal: float32, "),
-        (lambda: hmpx.casts("float64"), "hmpx.casts: 'float64' is no dtype of ops (legal: float32, "),
-        (lambda: hmpx.casts(fp32="exp"), "hmpx.casts: fp32 is 'exp', not a list of names"),
-        (lambda: hmpx.casts(fp32=["sofmax"]), f"{__file__}:"),
-        (lambda: hmpx.casts(bf16=["exp"], fp32=["exp"]), f"{__file__}:"),
-        (lambda: hmpx.casts(bf16=["exp"], low_precision="fp8"), "hmpx.casts: low_precision is 'fp8', none of bfloat16"),
-        (
-            lambda: hmpx.policy_for(F.linear, "fp32"),
-            "policy_for takes a torch.nn.Module, not a builtin_function_or_meth",
-        ),
-        (lambda: hmpx.policy_for(nn.ModuleList(), "fp32"), "a rule for a ModuleList: there is no forward in it"),
-        (
-            lambda: hmpx.policy_for(nn.MultiheadAttention(4, 2).out_proj, "fp32"),
-            "a rule for a NonDynamicallyQuantizableLinear: its forward is never called: MultiheadAttention takes its w",
-        ),
-    ],
-)
-def test_what_is_wrong_is_said(make, message):
-    with pytest.raises(hmpx.HmpxError) as raised:
-        make()
-    assert str(raised.value).startswith(message)
-    assert not hmpx.base.process_state.module_rules
+NO_DTYPE = "is no dtype of ops (legal: float32, "
+OUT = nn.MultiheadAttention(4, 2).out_proj
+NEVER = "a rule for a NonDynamicallyQuantizableLinear: its forward is never called: MultiheadAttention takes its w"
+WRONG = [
+    (lambda: hmpx.policy_for(nn.Linear(1, 1)), "hmpx.policy_for: says nothing: hmpx.policy_for(torch.float32), or l"),
+    (lambda: hmpx.casts(), "hmpx.casts: says nothing: hmpx.casts(torch.float32), or lists of ops"),
+    (lambda: hmpx.casts("fp32", bf16=["exp"]), "hmpx.casts: a rule and bf16=: which of the two?"),
+    (lambda: hmpx.casts("fp23"), "hmpx.casts: 'fp23' is no dtype of ops; did you mean 'fp32'? (legal: float32, "),
+    (lambda: hmpx.casts(torch.float64), f"hmpx.casts: torch.float64 {NO_DTYPE}"),
+    (lambda: hmpx.casts(0), f"hmpx.casts: 0 {NO_DTYPE}"),
+    (lambda: hmpx.casts("float64"), f"hmpx.casts: 'float64' {NO_DTYPE}"),
+    (lambda: hmpx.casts(fp32="exp"), "hmpx.casts: fp32 is 'exp', not a list of names"),
+    (lambda: hmpx.casts(fp32=["sofmax"]), f"{__file__}:"),
+    (lambda: hmpx.casts(bf16=["exp"], fp32=["exp"]), f"{__file__}:"),
+    (lambda: hmpx.casts(bf16=["exp"], low_precision="fp8"), "hmpx.casts: low_precision is 'fp8', none of bfloat16"),
+    (lambda: hmpx.policy_for(F.linear, "fp32"), "policy_for takes a torch.nn.Module, not a builtin_function_or_meth"),
+    (lambda: hmpx.policy_for(nn.ModuleList(), "fp32"), "a rule for a ModuleList: there is no forward in it"),
+    (lambda: hmpx.policy_for(OUT, "fp32"), NEVER),
+]
+
+
+def test_what_is_wrong_is_said():
+    for make, message in WRONG:
+        with pytest.raises(hmpx.HmpxError) as raised:
+            make()
+        assert str(raised.value).startswith(message)
+        assert not hmpx.base.process_state.module_rules
 
 
 def test_a_forward_that_runs_after_the_call_can_have_no_rule():
@@ -616,27 +484,18 @@ def test_a_forward_that_was_captured_meanwhile_is_the_modules_own_afterwards():
         assert captured(X) == other(X) == [BF16]
 
 
-@pytest.mark.parametrize(
-    ("decorator", "name"),
-    [
-        (lambda: hmpx.casts("fp32"), "casts"),
-        (lambda: hmpx.casts("fp32")._recreate_cm(), "casts"),
-        (hmpx.disable_casts, "disable_casts"),
-        (lambda: hmpx.disable_casts, "disable_casts"),
-        (hmpx.enable_casts, "enable_casts"),
-        (hmpx.cached_weights, "cached_weights"),
-    ],
-)
-def test_a_region_over_a_function_whose_body_runs_later_is_refused(decorator, name):
+def test_a_region_over_a_function_whose_body_runs_later_is_refused():
     async def later():
         pass
 
     def generator():
         yield
 
-    for function in (later, generator):
-        with pytest.raises(hmpx.HmpxError, match=f"^{name} over a generator or coroutine function"):
-            decorator()(function)
+    decorators = [hmpx.casts("fp32"), hmpx.casts("fp32")._recreate_cm(), hmpx.disable_casts()]
+    decorators += [hmpx.disable_casts, hmpx.enable_casts(), hmpx.cached_weights()]
+    for decorator, function in itertools.product(decorators, (later, generator)):
+        with pytest.raises(hmpx.HmpxError, match=r"^\w+s over a generator or coroutine function"):
+            decorator(function)
 
 
 def test_a_module_has_its_rules_once_whichever_classes_have_others():

@@ -1,8 +1,7 @@
-"""Module rules and `casts` regions beside the rest of torch: compiled, checkpointed, replicated, sharded, in tasks."""
+"""Module rules and `casts` regions beside the rest of torch: compiled, scripted, replicated, sharded."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 
 import pytest
@@ -11,40 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.func import functional_call, grad, vmap
-from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from tests.support import ranks
+from tests.support.blocks import results, same, transformer
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(4, 4)
 compiling = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="regions in Dynamo want torch 2.13")
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.attn, self.mlp = nn.LayerNorm(8), Attention(), nn.Sequential(nn.Linear(8, 8), nn.GELU())
-
-    def forward(self, x):
-        x = x + self.attn(self.norm(x))
-        return x * torch.sigmoid(x) + self.mlp(x)
-
-
-def net():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 4))
 
 
 def rules(model):
@@ -53,22 +26,6 @@ def rules(model):
         hmpx.policy_for(model[1].mlp, bf16=["linear"]),
         hmpx.policy_for(model[2].attn, fp32=["matmul"], bf16=["softmax"]),
     ]
-
-
-def results(model, forward=None):
-    """What a small transformer computes: the output and all gradients."""
-    torch.manual_seed(2)
-    x = torch.randn(2, 3, 8, requires_grad=True)
-    model.zero_grad()
-    out = (model if forward is None else forward)(x)
-    out.backward(torch.arange(out.numel()).reshape(out.shape).to(out.dtype))
-    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
-def same(one, other):
-    return len(one) == len(other) and all(
-        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
 
 
 @pytest.fixture
@@ -82,39 +39,16 @@ def compiled():
 
 @compiling
 def test_one_graph_has_the_rules_of_its_modules_and_none_that_was_removed(compiled):
-    model = net()
-    given = rules(model)
+    model = transformer()[:2]
+    given = [hmpx.policy_for(model[1], "fp32"), hmpx.policy_for(model[1].mlp, bf16=["linear"])]
     with hmpx.convert():
         function = compiled(model)
         seen = [results(model)]
         assert same(results(model, function), seen[0])
-        for rule in reversed(given):
-            rule.remove()
-            seen.append(results(model))
-            assert same(results(model, function), seen[-1]) and not same(*seen[-2:])
-
-
-def in_scopes(x):
-    before = x @ x
-    with hmpx.casts(fp32=["matmul"]):
-        b = x @ x
-        with hmpx.casts(bf16=["matmul", "add"]):
-            c = [x @ x, x + x]
-        d = [x @ x, x + x]
-        with hmpx.disable_casts():
-            e = x.bfloat16() @ x.bfloat16()
-            with hmpx.casts(fp32=["matmul"]):
-                f = x.bfloat16() @ x.bfloat16()
-    return [before, b, *c, *d, e, f, x @ x]
-
-
-@compiling
-def test_operators_have_their_place_when_the_graph_is_lowered(compiled):
-    """`x @ y` reaches its wrapper only then; each of the places is another."""
-    with hmpx.convert():
-        expected = [BF16, FP32, BF16, BF16, FP32, FP32, BF16, FP32, BF16]
-        assert [each.dtype for each in in_scopes(X)] == expected
-        assert [each.dtype for each in compiled(in_scopes)(X)] == expected
+        given[1].remove()
+        seen.append(results(model))
+        assert same(results(model, function), seen[1]) and not same(*seen)
+    given[0].remove()
 
 
 @compiling
@@ -146,87 +80,6 @@ def test_lists_that_are_new_while_it_is_traced(compiled):
     with hmpx.convert():
         assert [each.dtype for each in compiled(function)(X)] == [FP32, FP32, BF16, BF16, BF16]
         assert [each.dtype for each in function(X)] == [FP32, FP32, BF16, BF16, BF16]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
-def test_checkpointing_recomputes_in_the_place_of_the_forward(reentrant, inside):
-    """Wherever backward stands, and of a function that is called in the module, too."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return checkpoint(lambda x: (self.inner(x) @ x.transpose(-1, -2)).softmax(-1), x, use_reentrant=reentrant)
-
-    def run(model, checkpointing):
-        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
-        model.zero_grad()
-        inner = model.inner
-        out = model(x) if checkpointing else (inner(x) @ x.transpose(-1, -2)).softmax(-1)
-        loss = out.float().square().sum()
-        with hmpx.casts("bf16") if inside else hmpx.disable_casts():
-            loss.backward()
-        return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-    torch.manual_seed(1)
-    model = Checkpointed(Block())
-    given = [*(rules(nn.ModuleList([model, model.inner, model.inner]))), hmpx.policy_for(model, fp32=["matmul"])]
-    with hmpx.convert():
-        given[0].remove()
-        with hmpx.casts(fp32=["matmul"]):
-            expected = run(model, checkpointing=False)
-        assert same(run(model, checkpointing=True), expected)
-    for rule in given:
-        rule.remove()
-
-
-def test_functional_transforms():
-    model = net()
-    given = rules(model)
-    x = torch.randn(2, 3, 8)
-    with hmpx.convert():
-        expected = results(model)
-        params = dict(model.named_parameters())
-
-        def loss(params, x):
-            return functional_call(model, params, (x,)).float().square().sum()
-
-        model.zero_grad()
-        loss(params, x).backward()
-        found = grad(loss)({name: p.detach() for name, p in params.items()}, x)
-        assert same(list(found.values()), [p.grad for p in model.parameters()])
-        assert vmap(model[1])(x).dtype is FP32 and vmap(model[2].attn)(x).dtype is FP32 and expected[0].dtype is BF16
-    for rule in given:
-        rule.remove()
-
-
-def test_a_place_belongs_to_its_task_and_to_those_that_it_starts():
-    async def inside(seen, entered, leave):
-        with hmpx.casts(fp32=["matmul"]):
-            entered.set()
-            await leave.wait()
-            seen.append((X @ X).dtype)
-            seen.append(await asyncio.create_task(product()))
-
-    async def product():
-        return (X @ X).dtype
-
-    async def main():
-        seen, entered, leave = [], asyncio.Event(), asyncio.Event()
-        task = asyncio.create_task(inside(seen, entered, leave))
-        await entered.wait()
-        outside = (X @ X).dtype
-        leave.set()
-        await task
-        return outside, seen
-
-    with hmpx.convert():
-        assert asyncio.run(main()) == (BF16, [FP32, FP32])
-        assert (X @ X).dtype is BF16
-    assert not hmpx.base.region_state._thread.open
 
 
 def test_lists_that_another_thread_brings_leave_no_moment_without_casts():
@@ -266,17 +119,6 @@ def test_a_module_that_is_scripted_has_no_rule_and_a_rule_is_no_bar_to_scripting
     rule.remove()
 
 
-def test_the_softmax_of_torchs_own_attention_has_the_rule_of_its_module():
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    x = torch.randn(2, 3, 8)
-    with hmpx.convert():
-        rule = hmpx.policy_for(attention, "fp32")
-        assert attention(x, x, x)[0].dtype is FP32
-        rule.remove()
-        assert attention(x, x, x)[0].dtype is BF16
-        assert F.linear(x, x[0]).dtype is BF16
-
-
 def _gradients_of(model, rank):
     """Of one rank's batch."""
     torch.manual_seed(10 + rank)
@@ -287,7 +129,7 @@ def _gradients_of(model, rank):
 
 def _distributed(rank, how, after):
     """Gradients on this rank, and what they are by hand."""
-    model = net()
+    model = transformer()
     given = rules(model)
     with hmpx.convert():
         expected = [sum(each) / 2 for each in zip(*(_gradients_of(model, r) for r in (0, 1)), strict=True)]
@@ -309,15 +151,14 @@ def _distributed(rank, how, after):
     return same(found, expected), same(found, plain)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("how", "after"), [("ddp", False), ("fsdp2", True)])
 def test_replicated_and_sharded_models_keep_their_rules(how, after):
     """Given before or after the model was wrapped: the gradients are the mean of what each batch has by itself."""
     assert ranks.run(2, _distributed, how, after) == [(True, False)] * 2
 
 
 def _prepared_and_wrapped(rank):
-    model = nn.parallel.DistributedDataParallel(net())
+    model = nn.parallel.DistributedDataParallel(transformer())
     recipe = {"parameter_dtype": "float32", "modules": {"3": "fp32"}}
     hmpx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe)
     return model(torch.randn(2, 3, 8)).dtype

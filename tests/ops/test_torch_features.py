@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import copy
+import functools
 import importlib
-import multiprocessing
+import itertools
 import pickle
 import sys
 
@@ -14,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from torch.utils.data import DataLoader, Dataset
 
 import hmpx
 from hmpx.base import process_state, region_state
+from tests.support.blocks import same
 from tests.support.tensor_classes import Recording
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -48,37 +49,32 @@ def gradients(model, forward, around_backward=None):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def same(one, other):
-    return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-REGIONS = {"off": hmpx.disable_casts, "on": hmpx.enable_casts}
+REGIONS = hmpx.disable_casts, hmpx.enable_casts, functools.partial(hmpx.casts, fp32=["linear"])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("forward", REGIONS)
-@pytest.mark.parametrize("backward", REGIONS)
-@pytest.mark.parametrize("inside", [True, False])
-def test_checkpointing_recomputes_as_it_computed(model, x, reentrant, forward, backward, inside):
+def test_checkpointing_recomputes_as_it_computed(model, x, reentrant):
+    """In the regions around the forward, in those inside of it, and in its modules, wherever backward stands."""
     x.requires_grad_()
+    rule = hmpx.policy_for(model[0], "fp32")
+    for region, backward, inside in itertools.product(REGIONS, REGIONS[:2], (True, False)):
 
-    def body(x):
-        if inside:
-            with REGIONS[forward]():
+        def body(x, region=region, inside=inside):
+            with region() if inside else contextlib.nullcontext():
                 return model(x)
-        return model(x)
 
-    def plain():
-        with REGIONS[forward]():
-            return body(x)
+        def plain(region=region, body=body):
+            with region():
+                return body(x)
 
-    def checkpointed():
-        with REGIONS[forward]():
-            return checkpoint(body, x, use_reentrant=reentrant)
+        def checkpointed(region=region, body=body):
+            with region():
+                return checkpoint(body, x, use_reentrant=reentrant)
 
-    expected = gradients(model, plain, REGIONS[backward]())
-    assert same(gradients(model, checkpointed, REGIONS[backward]()), expected)
-    assert plain().dtype is (FP32 if forward == "off" else BF16)
+        expected = gradients(model, plain, backward())
+        assert same(gradients(model, checkpointed, backward()), expected), (region, backward, inside)
+        assert plain().dtype is (BF16 if region is hmpx.enable_casts else FP32)
+    rule.remove()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -100,16 +96,14 @@ def test_checkpointing_in_a_decorated_function_and_in_pieces(model, x, reentrant
             return checkpoint_sequential(model, 2, x, use_reentrant=reentrant)
 
     assert same(gradients(model, pieces), gradients(model, lambda: plain(x)))
-
-
-def test_checkpointing_in_no_region_stays_so(model, x):
-    x.requires_grad_()
-    expected = gradients(model, lambda: model(x))
-    got = gradients(model, lambda: checkpoint(model, x, use_reentrant=False), hmpx.disable_casts())
-    assert same(got, expected)
+    in_no_region = gradients(model, lambda: checkpoint(model, x, use_reentrant=reentrant), hmpx.disable_casts())
+    assert same(in_no_region, gradients(model, lambda: model(x)))
 
 
 def test_transforms_of_torch_func(model, x):
+    """In a model whose first layer has a rule of its own."""
+    rule = hmpx.policy_for(model[0], "fp32")
+
     def loss(parameters, x):
         return torch.func.functional_call(model, parameters, (x,)).float().square().sum()
 
@@ -124,6 +118,8 @@ def test_transforms_of_torch_func(model, x):
     assert torch.equal(out, model(x)) and tangent.dtype is BF16
     assert torch.func.jacrev(model)(x).shape == torch.func.jacfwd(model)(x).shape == (4, 8, 4, 8)
     assert torch.func.hessian(lambda x: (x @ x.t()).float().sum())(x).shape == (4, 8, 4, 8)
+    assert torch.vmap(model[0])(x).dtype is FP32 and torch.vmap(model)(x).dtype is BF16
+    rule.remove()
 
 
 class Linear(torch.autograd.Function):
@@ -252,24 +248,25 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+def handed(call, op, tensor):
+    """The result of a call, and the functions of that name that its class was handed; none is a wrapper."""
+    Recording.seen.clear()
+    result = call(tensor.clone().as_subclass(Recording))
+    assert not any(hasattr(function, "__hmpx_original__") for function in Recording.seen)
+    return result, [function for function in Recording.seen if getattr(function, "__name__", "") == op]
+
+
 @pytest.mark.parametrize("verbose", [True, False])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_subclass_is_handed_torchs_own_functions(name, verbose, dtype):
-    call, op = CALLS[name]
-    values = torch.randn(8, 8, dtype=dtype)
-    plain, tensor = call(values.clone()), values.clone().as_subclass(Recording)
+def test_a_subclass_is_handed_torchs_own_functions(verbose):
     hmpx.restore()
-    Recording.seen.clear()
-    call(values.float().as_subclass(Recording))
-    wanted = [f for f in Recording.seen if getattr(f, "__name__", "") == op]
+    values = {dtype: torch.randn(8, 8, dtype=dtype) for dtype in (FP32, BF16)}
+    wanted = {name: handed(call, op, values[FP32])[1] for name, (call, op) in CALLS.items()}
     hmpx.convert(isVerbose=verbose)
-    Recording.seen.clear()
-    result = call(tensor)
-    got = [f for f in Recording.seen if getattr(f, "__name__", "") == op]
-    assert wanted and got[: len(wanted)] == wanted and not any(hasattr(f, "__hmpx_original__") for f in Recording.seen)
-    assert isinstance(result, Recording) and result.dtype is plain.dtype
-    assert torch.equal(result.as_subclass(torch.Tensor), plain)
+    for (name, (call, op)), (dtype, tensor) in itertools.product(CALLS.items(), values.items()):
+        plain = call(tensor.clone())
+        result, got = handed(call, op, tensor)
+        assert wanted[name] and got[: len(wanted[name])] == wanted[name], (name, dtype)
+        assert isinstance(result, Recording) and same([result.as_subclass(torch.Tensor)], [plain]), (name, dtype)
 
 
 def test_sharded_tensors_are_cast(tmp_path, x):
@@ -316,7 +313,7 @@ class Captured(nn.Module):
 
 
 def test_functions_and_modules_copy_and_pickle(model, x):
-    functions = (F.linear, torch.matmul, torch.softmax, torch.Tensor.matmul, torch.layer_norm, F.mse_loss)
+    functions = (F.linear, torch.matmul, torch.softmax, torch.Tensor.matmul, torch.layer_norm, F.mse_loss, F.dropout2d)
     for function in functions:
         assert pickle.loads(pickle.dumps(function)) is function and copy.deepcopy(function) is function
     captured = Captured()
@@ -325,47 +322,6 @@ def test_functions_and_modules_copy_and_pickle(model, x):
     data = pickle.dumps(captured)
     hmpx.restore()
     assert pickle.loads(data)(x).dtype is FP32 and pickle.loads(data).activation is torch.relu
-
-
-def test_a_region_belongs_to_its_asyncio_task_and_the_tasks_it_starts(model, x):
-    seen = {}
-
-    def look(name):
-        seen[name] = model(x).dtype
-
-    async def off(entered, proceed):
-        with hmpx.disable_casts():
-            entered.set()
-            await proceed.wait()
-            look("off")
-            await asyncio.gather(child())
-        look("off, after")
-
-    async def child():
-        await asyncio.sleep(0)
-        look("child of off")
-
-    async def on(entered, proceed):
-        await entered.wait()
-        look("beside")
-        with hmpx.enable_casts():
-            proceed.set()
-            await asyncio.sleep(0.01)  # the other's region ends first
-            look("on")
-        look("on, after")
-
-    async def main():
-        events = asyncio.Event(), asyncio.Event()
-        await asyncio.gather(off(*events), on(*events))
-        look("main")
-
-    asyncio.run(main())
-    expected = dict.fromkeys(("beside", "off, after", "on", "on, after", "main"), BF16)
-    assert seen == expected | {"off": FP32, "child of off": FP32}
-    with hmpx.disable_casts():  # a region around the loop is everybody's
-        asyncio.run(main())
-    assert seen == dict.fromkeys(seen, FP32) | {"on": BF16}
-    assert model(x).dtype is BF16 and not process_state.off_somewhere and not region_state._thread.open
 
 
 def test_generators_that_end_out_of_order_leave_other_regions_open(model, x):
@@ -384,60 +340,6 @@ def test_generators_that_end_out_of_order_leave_other_regions_open(model, x):
     assert model(x).dtype is BF16 and not process_state.off_somewhere and not region_state._thread.open
 
 
-X = torch.randn(2, 2)
-
-
-class Dtypes(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, i):
-        with hmpx.disable_casts():
-            plain = torch.matmul(X, X).dtype
-        return str(torch.matmul(X, X).dtype), str(plain)
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_of_a_data_loader(method):
-    """Data is fetched beside the model, so that nothing is cast, as under torch.autocast."""
-    if method not in multiprocessing.get_all_start_methods():
-        pytest.skip(f"no {method} here")
-    with hmpx.disable_casts():  # open in the parent, and gone with its thread's block there
-        loader = DataLoader(Dtypes(), num_workers=1, multiprocessing_context=method, batch_size=None)
-    assert [tuple(dtypes) for dtypes in loader] == [("torch.float32", "torch.float32")] * 4
-
-
-def test_a_second_library_that_patches_the_same_function(x, caplog):
-    calls = []
-
-    def patch():
-        inner = torch.matmul
-
-        def outer(*args):
-            calls.append(inner)
-            return inner(*args)
-
-        torch.matmul = outer
-        return inner
-
-    hmpx.restore()
-    original = patch()  # before: hmpx wraps it, and puts it back
-    theirs = torch.matmul
-    hmpx.convert()
-    assert torch.matmul(x, x.t()).dtype is BF16 and calls
-    hmpx.restore()
-    assert torch.matmul is theirs
-    torch.matmul = original
-    hmpx.convert()
-    patch()  # after: it stays, and what it holds is inert
-    theirs = torch.matmul
-    assert torch.matmul(x, x.t()).dtype is BF16
-    hmpx.restore()
-    assert torch.matmul is theirs and "patched again after hmpx" in caplog.text
-    assert torch.matmul(x, x.t()).dtype is FP32
-    torch.matmul = original
-
-
 def test_reloading_a_users_module_and_hmpx(tmp_path, monkeypatch, x):
     (tmp_path / "layers_of_a_user.py").write_text("from torch import matmul\nfrom torch.nn.functional import gelu\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -453,10 +355,12 @@ def test_reloading_a_users_module_and_hmpx(tmp_path, monkeypatch, x):
 
 def test_wrappers_that_someone_holds_after_restore_are_inert(model, x):
     held = {name: getattr(torch, name) for name in ("matmul", "softmax", "layer_norm", "einsum", "batch_norm")}
+    in_python = F.dropout2d
     holder = [F.linear, torch.Tensor.__matmul__, held["matmul"]]
     hmpx.restore()
     assert holder[0](x, x).dtype is holder[1](x, x.t()).dtype is FP32
     with hmpx.convert(**{"opt_level": "O2"}):  # another conversion does not wake them up
         assert held["matmul"].__hmpx_original__ is not None
     assert held["matmul"](x, x.t()).dtype is FP32 and held["softmax"](x.to(BF16), -1).dtype is BF16
+    assert in_python(x[None]).dtype is FP32
     assert held["batch_norm"](x, None, None, None, None, True, 0.1, 1e-5, False).dtype is FP32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 
 import pytest
 import torch
@@ -14,10 +13,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hmpx
-from hmpx.base.changes import Changes
-from hmpx.recipes.constructor_hooks import watch_optimizers
 from hmpx.updates.attach import attached
-from tests.support import python, ranks
+from tests.support import ranks
 from tests.support.sharded import digest
 from tests.support.training import needs_grad_dtype
 
@@ -40,7 +37,7 @@ def _train(model, optimizer, steps=5):
     return [p.detach().clone() for p in model.parameters()]
 
 
-RECIPES = ["neuron-bf16-sr", "neuron-bf16-fp32-params-copy", "torchao-bf16-sr", "hmp-o2", "lean"]
+RECIPES = ["neuron-bf16-sr", "hmp-o2", "lean"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -57,32 +54,13 @@ def test_an_unmodified_loop_is_a_prepared_one(recipe):
     assert not activation.active and torch.zeros(2, 8).matmul(torch.zeros(8, 1)).dtype is torch.float32
 
 
-def test_what_is_printed_prepares_the_same_run(tmp_path):
-    """Round trip: a run prints its recipe, and that file runs the same."""
-    recipe = {"bf16": ["linear"], "fp32": ["layer_norm", "cross_entropy"], "promote": [], "seed": 5,
-              "module_dtypes": {"1": "float32"}, "state_dtype": "bfloat16"}  # fmt: skip
-    with hmpx.activate(recipe) as activation:
-        model = _net()
-        first = _train(model, optim.AdamW(model.parameters(), lr=1e-2))
-    (tmp_path / "printed.yaml").write_text(str(activation.recipe))
-    with hmpx.activate(tmp_path / "printed.yaml") as again:
-        model = _net()
-        second = _train(model, optim.AdamW(model.parameters(), lr=1e-2))
-    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True)) and again.recipe == activation.recipe
-    assert model[1].weight.dtype is torch.float32 and model[0].weight.dtype is BF16
-    with hmpx.activate("neuron-bf16-sr"):
-        model = _net()
-        other = _train(model, optim.AdamW(model.parameters(), lr=1e-2))
-    assert not all(torch.equal(p, q) for p, q in zip(first, other, strict=True))
-
-
 def test_every_class_of_optimizer_is_seen_and_later_ones_too():
     with hmpx.activate("neuron-bf16-sr"):
 
         class Own(optim.SGD):
             def __init__(self, params, lr):
                 super().__init__(params, lr=lr)
-                self.calls = 0
+                self.inside = optim.Adam(self.param_groups[0]["params"])
 
         class Inherits(Own):
             pass
@@ -92,30 +70,11 @@ def test_every_class_of_optimizer_is_seen_and_later_ones_too():
             optimizer = make(model.parameters(), lr=1e-3)
             assert attached(optimizer) is not None and model.weight.dtype is BF16, make
             assert optimizer._hmpx_attachment._updates.names == {model.weight: "weight"}
+            assert make not in (Own, Inherits) or attached(optimizer.inside) is None  # the outer one has its parameters
     model = nn.Linear(4, 4)
     assert attached(Own(model.parameters(), lr=1e-3)) is None and model.weight.dtype is torch.float32
     assert "__init_subclass__" not in vars(optim.Optimizer)
     assert all(vars(cls).get("__init__") is init for cls, init in INITS.items())
-
-
-def test_an_optimizer_is_shown_once_and_whole_and_one_inside_of_it_is_not():
-    shown = []
-
-    class Own(optim.SGD):
-        def __init__(self, params):
-            super().__init__(params)
-            self.inside = optim.Adam(params)
-
-    changes = Changes()
-    watch_optimizers(lambda optimizer: shown.append((type(optimizer), "inside" in vars(optimizer))), changes)
-    try:
-        Own([nn.Parameter(torch.ones(1))])
-        with pytest.raises(ValueError, match="empty parameter list"):
-            Own([])
-        optim.Adam([nn.Parameter(torch.ones(1))])
-    finally:
-        changes.close()
-    assert shown == [(Own, True), (optim.Adam, False)]
 
 
 def test_a_constructor_that_raises_leaves_all_as_it_was():
@@ -151,52 +110,6 @@ def test_an_optimizer_around_another_takes_its_place():
     assert all(torch.equal(p, q) for p, q in zip(inside, alone, strict=True))
 
 
-LOOKAHEAD = """
-import torch
-from torch import nn, optim
-
-
-class Pulled(optim.Optimizer):
-    # Lookahead (Zhang et al. 2019): every k steps, slow weights go half the way to the fast ones, which go back there
-
-    def __init__(self, base, k=5):
-        self.base, self.k, self.count = base, k, 0
-        super().__init__(base.param_groups, {})
-        self.param_groups = base.param_groups
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        params = [p for group in self.param_groups for p in group["params"]]
-        for p in params:
-            self.state[p].setdefault("slow", p.detach().clone())
-        self.base.step()
-        self.count += 1
-        if self.count % self.k == 0:
-            for p in params:
-                p.copy_(self.state[p]["slow"].lerp_(p, 0.5))
-
-
-model = nn.Linear(100, 100, bias=False)
-nn.init.uniform_(model.weight, 1.0, 1.5, generator=torch.Generator().manual_seed(0))
-began = model.weight.detach().double().mean()
-optimizer = Pulled(optim.SGD(model.parameters(), lr=2e-3))
-for _ in range(100):
-    optimizer.zero_grad()
-    model.weight.sum().backward()
-    optimizer.step()
-moved = float(model.weight.detach().double().mean() - began)
-print(f"moved {moved:+.4f} in {model.weight.dtype}")
-"""
-
-
-def test_slow_weights_go_as_far_as_in_fp32(tmp_path):
-    """By hand: 5 steps of 0.002 and half the way back, 20 times, are 0.1. BF16 numbers are 0.008 apart there."""
-    (tmp_path / "train.py").write_text(LOOKAHEAD)
-    said = python.run("-m", "hmpx", "run", "--recipe", "neuron-bf16-sr", "train.py", cwd=tmp_path, check=True).stdout
-    moved = re.search(r"moved ([-+.\d]+) in torch.bfloat16", said)
-    assert moved is not None and float(moved[1]) == pytest.approx(-0.1, abs=0.002), said
-
-
 def test_models_and_names():
     """Two models under one optimizer, one model in another, tied weights, names that the script gave itself."""
     with hmpx.activate({"module_dtypes": {"*head": "float32"}}):
@@ -221,16 +134,24 @@ def test_a_second_recipe_replaces_the_first_and_restore_ends_it():
     assert not first.active and second.active
     first.restore()
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16
-    with pytest.raises(hmpx.HmpxError):
-        hmpx.activate({"weights": "no"})
-    assert second.active
+    for wrong, said in (
+        ({"weights": "no"}, "weights is 'no'"),
+        ({"bf16": ["sofmax"]}, "unknown op 'sofmax'; did you mean 'softmax'"),
+        ({"bf16": [], "bf16_file_path": "x"}, "bf16 and bf16_file_path: which of the two"),
+    ):
+        with pytest.raises(hmpx.HmpxError, match=said):
+            hmpx.activate(wrong)
+        assert second.active and torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16
     hmpx.restore()
     assert not second.active and all(vars(cls).get("__init__") is init for cls, init in INITS.items())
     second.restore()
 
 
-def _distributed(rank, ways, recipe):
-    return {how: _script(how, recipe) for how in ways}
+WAYS = ("ddp", "zero", "fsdp2")
+
+
+def _distributed(rank, recipe):
+    return [_script(how, recipe) for how in WAYS]
 
 
 def _script(how, recipe):
@@ -256,11 +177,10 @@ def _script(how, recipe):
 
 
 @needs_grad_dtype
-@pytest.mark.parametrize("recipe", ["neuron-bf16-sr", pytest.param("nxd-standard", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["neuron-bf16-sr", "nxd-standard"])
 def test_ranks(recipe):
     alone = _script("alone", recipe)
-    for found in ranks.run(2, _distributed, ["ddp", "zero", "fsdp2"], recipe):
-        assert found == dict.fromkeys(("ddp", "zero", "fsdp2"), alone)
+    assert ranks.run(2, _distributed, recipe) == [[alone] * len(WAYS)] * 2
 
 
 def _nxd(rank):
@@ -281,15 +201,6 @@ def test_parameters_of_no_module_keep_their_dtype_and_the_log_says_so(caplog):
         p = nn.Parameter(torch.ones(3))
         optim.SGD([p], lr=1e-2)
         assert p.dtype is torch.float32 and "1 parameters are in no module" in caplog.text
-
-
-def test_what_is_wrong_with_a_recipe_leaves_the_one_in_force():
-    with hmpx.activate("hmp-o2") as first:
-        with pytest.raises(hmpx.UnknownOpError, match="unknown op 'sofmax'; did you mean 'softmax'"):
-            hmpx.activate({"bf16": ["sofmax"]})
-        with pytest.raises(hmpx.HmpxError, match="bf16 and bf16_file_path: which of the two"):
-            hmpx.activate({"bf16": [], "bf16_file_path": "x"})
-        assert first.active and torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16
 
 
 def test_what_a_cast_would_cut_loose(caplog):

@@ -6,9 +6,6 @@ census of dtypes under the XLA modes (`test_dtype_map`), `torch.autocast("xla")`
 
 from __future__ import annotations
 
-import contextlib
-import math
-import statistics
 from dataclasses import asdict
 
 import pytest
@@ -21,7 +18,6 @@ import hmpx
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.op_facts import UNSAFE_OF_LOW
 from hmpx.recipes.stated import read_recipe
-from tests.support.training import needs_grad_dtype
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -114,155 +110,16 @@ def test_a_whole_model_under_autocast_cpu_has_its_dtypes_and_bits(low):
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-def _corpus():
-    """A language of 24 characters in which the next one depends on the two before."""
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randint(24, (24, 24), generator=generator)
-    text = [0, 1]
-    noise = torch.rand(20_000, generator=generator)
-    other = torch.randint(24, (20_000,), generator=generator)
-    for i in range(20_000):
-        text.append(int(table[text[-2], text[-1]]) if noise[i] < 0.8 else int(other[i]))
-    return torch.tensor(text)
-
-
-class Language(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.hidden = nn.Embedding(24, 16), nn.Linear(32, 64)
-        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 24)
-
-    def forward(self, pairs):
-        return self.head(F.gelu(self.norm(self.hidden(self.tokens(pairs).flatten(1)))))
-
-
-def _curve(prepare, seed, text, steps=240):
-    """The mean loss of the last third of the steps, which is less noisy than the last one."""
-    torch.manual_seed(seed)
-    model = Language()
-    model, optimizer, region = prepare(model)
-    generator = torch.Generator().manual_seed(seed)
-    losses = []
-    for _ in range(steps):
-        start = torch.randint(len(text) - 3, (64,), generator=generator)
-        with region():
-            logits = model(torch.stack([text[start], text[start + 1]], 1))
-            loss = F.cross_entropy(logits.float(), text[start + 2])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    hmpx.restore()
-    return statistics.fmean(losses[-steps // 3 :])
-
-
-LR = 1e-3
-
-
-def _plain(model):
-    return model, optim.AdamW(model.parameters(), lr=LR), contextlib.nullcontext
-
-
-def _nearest(model):
-    return _plain(model.bfloat16())
-
-
-def _torchao(model):
-    adamw = pytest.importorskip("torchao.optim")._AdamW
-    model.bfloat16()
-    return model, adamw(model.parameters(), lr=LR, bf16_stochastic_round=True), contextlib.nullcontext
-
-
-def _autocast(model):
-    return model, optim.AdamW(model.parameters(), lr=LR), lambda: torch.autocast("cpu", dtype=BF16)
-
-
-def _recipe(name):
-    def prepare(model):
-        return *hmpx.prepare(model, optim.AdamW(model.parameters(), lr=LR), name), contextlib.nullcontext
-
-    return prepare
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe, system",
-    [
-        ("torchao-bf16-sr", _torchao),  # other random numbers, so other curves
-        pytest.param("nxd-standard", _autocast, marks=needs_grad_dtype),  # FP32 weights, forward in BF16
-    ],
-)
-def test_loss_curves_are_those_of_the_system_within_noise(recipe, system):
-    """Over seeds, the difference is as large as chance makes it, and far below what rounding to nearest costs."""
-    text = _corpus()
-    seeds = range(4)
-    ours, theirs = ([_curve(way, seed, text) for seed in seeds] for way in (_recipe(recipe), system))
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    spread = statistics.stdev(differences) / math.sqrt(len(differences))
-    lost = statistics.fmean(_curve(_nearest, seed, text) - b for seed, b in zip(seeds, theirs, strict=True))
-    assert lost > 0.02  # so this test could tell
-    assert abs(statistics.fmean(differences)) < max(4 * spread, 0.05 * lost)
-
-
-class FP32ParamsCopy(optim.Optimizer):
-    """AdamW on FP32 copies of BF16 parameters, written from the description in Neuron's migration guide."""
-
-    def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.copies = {p: p.detach().float() for group in self.param_groups for p in group["params"]}
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                state, copy, grad = self.state[p], self.copies[p], p.grad.float()
-                if not state:
-                    state.update(step=0, mean=torch.zeros_like(copy), square=torch.zeros_like(copy))
-                state["step"] += 1
-                copy.mul_(1 - group["lr"] * group["weight_decay"])
-                state["mean"].lerp_(grad, 1 - beta1)
-                state["square"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                correction = math.sqrt(1 - beta2 ** state["step"])
-                denominator = (state["square"].sqrt() / correction).add_(group["eps"])
-                copy.addcdiv_(state["mean"], denominator, value=-group["lr"] / (1 - beta1 ** state["step"]))
-                p.copy_(copy)
-
-
-def test_neurons_fp32_params_copy_bit_for_bit():
-    recipe = read_recipe("neuron-bf16-fp32-params-copy")
-    results = []
-    for ours in (True, False):
-        torch.manual_seed(3)
-        model = Mixed()
-        with hmpx.activate(recipe) if ours else contextlib.nullcontext():
-            if ours:
-                optimizer = optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-            else:
-                for p in model.parameters():
-                    p.data = p.data.bfloat16()
-                optimizer = FP32ParamsCopy(model.parameters(), lr=3e-3)
-                hmpx.convert(
-                    **{key: getattr(recipe, key) for key in ("bf16_file_path", "fp32_file_path", "promote_file_path")}
-                )
-            for step in range(8):
-                x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-                optimizer.zero_grad()
-                F.nll_loss(model(x), torch.tensor([0, 1, 2, 3])).backward()
-                optimizer.step()
-        hmpx.restore()
-        results.append(list(model.parameters()))
-    assert all(p.dtype is BF16 and torch.equal(p, q) for p, q in zip(*results, strict=True))
-
-
 def test_hmp_o2_is_products_and_convolutions_in_bf16_and_the_rest_in_fp32():
     policy = read_recipe("hmp-o2").policy()
     products = {"linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "einsum", "inner",
                 "tensordot", "chain_matmul", "linalg_multi_dot"}  # fmt: skip
     convolutions = {name for name in catalog() if name.startswith("conv") and "backward" not in name} - {"conj"}
-    assert products <= set(policy.bf16) and set(policy.bf16) - products <= convolutions
+    assert products | {"conv2d", "conv_transpose2d"} <= set(policy.bf16) and set(policy.bf16) - products <= convolutions
     assert {"softmax", "layer_norm", "add", "mul", "gelu", "exp", "sum", "cross_entropy"} <= set(policy.fp32)
     assert not policy.promote and not set(policy.bf16) & set(policy.fp32)
+    # views, factories and Python functions that only call other ops have no precision of their own
+    assert not {"view", "t", "zeros_like", "to", "multi_head_attention_forward"} & set(policy.fp32)
     with hmpx.activate("hmp-o2"):
         x = torch.randn(4, 4)
         assert (x @ x).dtype is BF16 and ((x @ x) + (x @ x)).dtype is FP32 and F.gelu(x @ x).dtype is FP32
@@ -281,7 +138,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("recipe", ["autocast-cpu", "autocast-cuda", "hmp-o1"])
+@pytest.mark.parametrize("recipe", ["autocast-cpu", "hmp-o1"])
 def test_a_frozen_base_in_bf16_stays_so_with_the_bits_of_autocast(recipe):
     """By hand: 64 x 65 parameters of 2 bytes and 64 x 8 of 4. `add` of two streams in BF16 is in no list."""
 

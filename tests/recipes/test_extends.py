@@ -43,23 +43,20 @@ def test_a_path_is_relative_to_the_file_and_so_are_the_lists_of_each_file(tmp_pa
         assert "gelu" in str(recipe) and "extends" not in str(recipe)  # resolved
 
 
-@pytest.mark.parametrize(
-    "nearer, bf16, fp32",
-    [
+@pytest.mark.parametrize("base", ["bf16: [gelu]\nfp32: [log]\n", "bf16_file_path: a.txt\nfp32_file_path: b.txt\n"])
+def test_a_list_goes_in_the_place_of_that_list_however_it_was_said(base, tmp_path):
+    for name, text in {"a.txt": "gelu", "b.txt": "log", "mm.txt": "mm", "both.yaml": "bf16: [mm]\nfp32: [exp]"}.items():
+        (tmp_path / name).write_text(text)
+    for nearer, bf16, fp32 in (
         ("seed: 1", ("gelu",), ("log",)),
         ("bf16: [mm]", ("mm",), ("log",)),
         ("bf16_file_path: mm.txt", ("mm",), ("log",)),
         ("bf16_file_path: both.yaml", ("mm",), ("exp",)),
         ("fp32: []", ("gelu",), ()),
-    ],
-)
-@pytest.mark.parametrize("base", ["bf16: [gelu]\nfp32: [log]\n", "bf16_file_path: a.txt\nfp32_file_path: b.txt\n"])
-def test_a_list_goes_in_the_place_of_that_list_however_it_was_said(base, nearer, bf16, fp32, tmp_path):
-    for name, text in {"a.txt": "gelu", "b.txt": "log", "mm.txt": "mm", "both.yaml": "bf16: [mm]\nfp32: [exp]"}.items():
-        (tmp_path / name).write_text(text)
-    write(tmp_path, base=base, mine=f"extends: base.yaml\n{nearer}\n")
-    policy = read_recipe(tmp_path / "mine.yaml").policy()
-    assert (policy.bf16, policy.fp32) == (bf16, fp32)
+    ):
+        write(tmp_path, base=base, mine=f"extends: base.yaml\n{nearer}\n")
+        policy = read_recipe(tmp_path / "mine.yaml").policy()
+        assert (policy.bf16, policy.fp32) == (bf16, fp32), nearer
 
 
 def test_another_opt_level_comes_without_the_lists_of_the_one_before():
@@ -147,46 +144,46 @@ def test_check_finds_everything_in_both_files_at_once(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "settings, expected",
-    [
-        (
-            ["use_master_weights_in_ckpt=true", "weights=split"],
-            {"use_master_weights_in_ckpt": True, "weights": "split"},
-        ),
-        (["state_dtype=bf16"], {"state_dtype": "bfloat16"}),
-        (["bf16=[linear, mm]"], {"bf16": ("linear", "mm"), "bf16_file_path": ""}),
-        (["bf16=[mm]", "opt_level=O1"], {"bf16": ("mm",), "bf16_file_path": ""}),
-        (['modules={"0": fp32}'], {"modules": {"0": "float32"}}),
-        (["seed=1", "seed=2"], {"seed": 2}),
-        (["low_precision="], {"low_precision": None}),
-    ],
-)
-def test_set_says_any_key_from_the_shell(settings, expected, capsys):
-    words = [word for setting in settings for word in ("--set", setting)]
-    assert main(["explain", "neuron-bf16-sr", *words]) == 0
-    said = capsys.readouterr().out
-    hmpx.explain(dataclasses.replace(read_recipe("neuron-bf16-sr"), **expected))
-    assert capsys.readouterr().out == said
+SETTINGS = [
+    (
+        ["use_master_weights_in_ckpt=true", "weights=split"],
+        {"use_master_weights_in_ckpt": True, "weights": "split"},
+    ),
+    (["state_dtype=bf16"], {"state_dtype": "bfloat16"}),
+    (["bf16=[linear, mm]"], {"bf16": ("linear", "mm"), "bf16_file_path": ""}),
+    (["bf16=[mm]", "opt_level=O1"], {"bf16": ("mm",), "bf16_file_path": ""}),
+    (['modules={"0": fp32}'], {"modules": {"0": "float32"}}),
+    (["seed=1", "seed=2"], {"seed": 2}),
+    (["low_precision="], {"low_precision": None}),
+]
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--set", "weigths=split"], "--set weigths=split: 'weigths' is no key of a recipe; did you mean 'weights'?"),
-        (["--set", "weights=slipt"], "--set weights=slipt: weights is 'slipt', none of stochastic"),
-        (["--set", "seed"], "--set seed: write --set KEY=VALUE"),
-        (["--set", "bf16=[sofmax]"], "--set bf16=[sofmax]: unknown op 'sofmax'; did you mean 'softmax'?"),
-        (["--set", "use_master_weights_in_ckpt=true"], "--set use_master_weights_in_ckpt=true: weights='stochastic'"),
-        (["--set", "extends=lean"], "--set extends=lean: --recipe says which recipe it is"),
-        (["--set", "bf16=["], "--set bf16=[:1: not YAML"),
-        (["--set", "opt_level=null", "--kernels", "float32"], "--set opt_level=null: kernels float32: opt_level"),
-        (["--set", "bf16=[mm]", "--list", "x.txt"], "bf16 and bf16_file_path: which of the two?"),
-    ],
-)
-def test_a_setting_that_is_wrong_is_named_as_it_was_written(words, message, capsys):
-    assert main(["explain", "neuron-bf16-sr", *words]) == 2
-    assert f"hmpx: {message}" in capsys.readouterr().err
+def test_set_says_any_key_from_the_shell(capsys):
+    for settings, expected in SETTINGS:
+        words = [word for setting in settings for word in ("--set", setting)]
+        assert main(["explain", "neuron-bf16-sr", *words]) == 0
+        said = capsys.readouterr().out
+        hmpx.explain(dataclasses.replace(read_recipe("neuron-bf16-sr"), **expected))
+        assert capsys.readouterr().out == said, settings
+
+
+WRONG_SETTINGS = [
+    (["--set", "weigths=split"], "--set weigths=split: 'weigths' is no key of a recipe; did you mean 'weights'?"),
+    (["--set", "weights=slipt"], "--set weights=slipt: weights is 'slipt', none of stochastic"),
+    (["--set", "seed"], "--set seed: write --set KEY=VALUE"),
+    (["--set", "bf16=[sofmax]"], "--set bf16=[sofmax]: unknown op 'sofmax'; did you mean 'softmax'?"),
+    (["--set", "use_master_weights_in_ckpt=true"], "--set use_master_weights_in_ckpt=true: weights='stochastic'"),
+    (["--set", "extends=lean"], "--set extends=lean: --recipe says which recipe it is"),
+    (["--set", "bf16=["], "--set bf16=[:1: not YAML"),
+    (["--set", "opt_level=null", "--kernels", "float32"], "--set opt_level=null: kernels float32: opt_level"),
+    (["--set", "bf16=[mm]", "--list", "x.txt"], "bf16 and bf16_file_path: which of the two?"),
+]
+
+
+def test_a_setting_that_is_wrong_is_named_as_it_was_written(capsys):
+    for words, message in WRONG_SETTINGS:
+        assert main(["explain", "neuron-bf16-sr", *words]) == 2
+        assert f"hmpx: {message}" in capsys.readouterr().err
 
 
 def test_compare_takes_what_prepare_takes_and_means_the_same(tmp_path):

@@ -24,48 +24,47 @@ WRONG = {
         f"seed: 1\nbf16: {'[' * 9000}{']' * 9000}\n",
         ":2: more than 32 lists and mappings in one another",
     ),
-    "many names": (f"bf16: [{'mm, ' * 60000}]\n", ":1: more than 50000 names and values"),
     "control characters": ("seed: 1\nbf16: [\x01]\n", ":2: not YAML: special characters are not allowed"),
     "a byte that is no UTF-8": (b"seed: 1\nbf16: [\xff]\n", ":2: not UTF-8 text (byte 0xff)"),
     "a large file": ("#" * 2**21, ": is larger than 1048576 bytes"),
 }
 
 
+def refused(read, path):
+    with pytest.raises(hmpx.HmpxError) as error:
+        read(path)
+    return str(error.value)
+
+
 @pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("read", [read_recipe, lambda path: hmpx.convert(bf16_file_path=path), check_files])
-def test_a_file_that_does_harm_is_refused_with_its_line(what, read, tmp_path):
+def test_a_file_that_does_harm_is_refused_with_its_line(what, tmp_path):
     text, message = WRONG[what]
     path = tmp_path / "foreign.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    if read is check_files:
-        (found,) = check_files([str(path)])
-        assert found.startswith(f"{path}{message}")
-    else:
-        with pytest.raises(hmpx.HmpxError) as error:
-            read(path)
-        assert str(error.value).startswith(f"{path}{message}")
+    assert refused(read_recipe, path).startswith(f"{path}{message}")
+    assert refused(lambda path: hmpx.convert(bf16_file_path=path), path).startswith(f"{path}{message}")
+    (found,) = check_files([str(path)])
+    assert found.startswith(f"{path}{message}")
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("seed: 2001-99-99\n", "not YAML: month must be in 1..12"),
-        (f"seed: {'9' * 5000}\n", "not YAML: Exceeds the limit"),
-        ("modules: {<<: 3}\n", "not YAML: expected a mapping"),
-        ("modules: {? [a] : fp32}\n", "not YAML: found unhashable key"),
-        ("modules: {a: {fp32: 3}}\n", "modules: 'a': fp32 is 3, not a list of names"),
-        ("modules: {a: {low_precision: [x]}}\n", "modules: 'a': low_precision is ['x'], none of"),
-        ("modules: {a: {opt_level: [O1]}}\n", "modules: 'a': opt_level ['O1'] does not exist (legal: O1, O2)"),
-        ("weights: split\n---\n", "not YAML: but found another document"),
-    ],
-)
-def test_a_value_that_is_none_is_refused_with_its_line(text, message, tmp_path):
+VALUES = [
+    ("seed: 2001-99-99\n", "not YAML: month must be in 1..12"),
+    (f"seed: {'9' * 5000}\n", "not YAML: Exceeds the limit"),
+    ("modules: {<<: 3}\n", "not YAML: expected a mapping"),
+    ("modules: {? [a] : fp32}\n", "not YAML: found unhashable key"),
+    ("modules: {a: {fp32: 3}}\n", "modules: 'a': fp32 is 3, not a list of names"),
+    ("modules: {a: {low_precision: [x]}}\n", "modules: 'a': low_precision is ['x'], none of"),
+    ("modules: {a: {opt_level: [O1]}}\n", "modules: 'a': opt_level ['O1'] does not exist (legal: O1, O2)"),
+    ("weights: split\n---\n", "not YAML: but found another document"),
+]
+
+
+def test_a_value_that_is_none_is_refused_with_its_line(tmp_path):
     path = tmp_path / "foreign.yaml"
-    path.write_text(f"# mine\n{text}")
-    with pytest.raises(hmpx.HmpxError) as error:
-        read_recipe(path)
-    line = 3 if "document" in message else 2
-    assert str(error.value).startswith(f"{path}:{line}: {message}")
+    for text, message in VALUES:
+        path.write_text(f"# mine\n{text}")
+        line = 3 if "document" in message else 2
+        assert refused(read_recipe, path).startswith(f"{path}:{line}: {message}")
 
 
 def test_aliases_that_repeat_little_are_read(tmp_path):
@@ -88,7 +87,7 @@ def test_a_pipe_and_a_device_are_no_files(name, tmp_path):
     assert "no regular file" in next(check_files([str(path)]))
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "x" * 5000 + ".yaml", "a/" * 2500, "x" * 5000 + ".txt"])
+@pytest.mark.parametrize("name", ["x" * 5000, "a/" * 2500 + ".yaml"])
 def test_a_recipe_of_thousands_of_letters_is_refused_in_few(name):
     done = python.run("-c", "import hmpx", env={**os.environ, "HMPX_RECIPE": name})
     assert done.returncode == 1 and done.stderr.startswith("hmpx: HMPX_RECIPE=") and len(done.stderr) < 1500
