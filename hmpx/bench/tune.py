@@ -12,7 +12,7 @@ from hmpx.bench import measure
 from hmpx.bench.train import Training, loss_of
 from hmpx.insight import observed
 from hmpx.insight.comparing import subject as comparing
-from hmpx.insight.comparing.calls import Compared
+from hmpx.insight.comparing.calls import CallSite
 from hmpx.insight.tuning.runs import Effect, Progress, Runs, exactly, mixed
 from hmpx.insight.tuning.tune import tune
 from hmpx.insight.tuning.worth import decidable
@@ -57,7 +57,7 @@ class _OneByOne:
         self._subject = comparing.Subject(model, batches, loss_of, None)
         self._progress = Progress("one by one", False)
         self._runs = Runs(self._subject, _BATCHES, self._progress)
-        self._sites: dict[Compared, None] = {}
+        self._sites: dict[CallSite, None] = {}
         self.asked = 0.0
 
     @property
@@ -74,7 +74,7 @@ class _OneByOne:
             self._runs.prepare(lambda number: exactly)
             self.asked = _ASKED * self._without(set()).gradient_error
             worst = sorted(self._sites, key=lambda site: self._without({site}).size)
-            fallen: set[Compared] = set()
+            fallen: set[CallSite] = set()
             for site in worst:
                 fallen.add(site)
                 effect = self._without(fallen)
@@ -82,10 +82,10 @@ class _OneByOne:
                     break
             return effect
 
-    def _without(self, fallen: set[Compared]) -> Effect:
+    def _without(self, fallen: set[CallSite]) -> Effect:
         """Measure everything in BF16 but some sites."""
 
-        def is_low(site: Compared) -> bool | None:
+        def is_low(site: CallSite) -> bool | None:
             if site.op not in decidable():
                 return None
             self._sites.setdefault(site)

@@ -106,9 +106,6 @@ class CallSite:
             scores.extend([0.0] * (batches - len(scores)))
 
 
-Compared = CallSite  # by which `tuning` knows it
-
-
 class Asked(NamedTuple):
     """One call that a pass is asked for."""
 

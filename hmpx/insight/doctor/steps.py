@@ -125,7 +125,7 @@ class SteppedOptimizer:
         for p, group, values in self._before if not bool(getattr(self.optimizer, "found_inf", None)) else ():
             if p in dense:  # those that are alike are stepped as one
                 numbers = tuple((key, value) for key, value in values.items() if isinstance(value, int | float))
-                kind = (id(group), p.dtype, *values, *numbers)
+                kind = (id(group), p.dtype, p.device, *values, *numbers)
                 alike[kind].append((p, group, values))
         for several in alike.values():
             params, groups, before = zip(*several, strict=True)

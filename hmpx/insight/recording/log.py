@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hmpx.errors import HmpxError
+from hmpx.insight.pages import Report
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.diff import LogDiff, difference
 from hmpx.insight.recording.recorded import SCHEMA, Recorded, RoundTrip, Site
@@ -20,7 +21,7 @@ Rows = Callable[[list[dict[str, Any]]], object]  # a function of the rows of a l
 
 
 @dataclass
-class Log(Recorded):
+class Log(Recorded, Report):
     """What `record` saw. It prints as a table, the dearest sites first, with what calls for attention beneath it.
 
     Attributes:
@@ -35,7 +36,8 @@ class Log(Recorded):
         policy: the op lists, as a list file; "" where nothing was converted. about: versions of hmpx, torch and Python;
             what this CPU has.
 
-    `html(path)` writes a page. `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects.
+    `html(path)` writes a page. `json(path)` saves it, and `load(path)` reads that; `as_json()` is the same as objects,
+    with the names of the attributes. "schema" in it is 1; it grows when a name changes its meaning or goes away.
     `diff(other)` sets another beside it. `every(n, callback)` hands the rows on while it records.
 
     Example:
@@ -72,19 +74,8 @@ class Log(Recorded):
             if self.steps % n == 0:
                 callback([site.as_json() for site in self.sites])
 
-    def json(self, path: str | os.PathLike[str]) -> None:
-        """Save as JSON: an object with the attributes of `Log`, whose `sites` have those of `Site`.
-
-        "schema" is 1; it grows when a name changes its meaning or goes away. Lists stand for tuples, null for None.
-        """
-        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
-
-    def html(self, path: str | os.PathLike[str]) -> None:
-        """Write one page that holds everything: tables, modules, where the time of casts goes, dtypes through a block.
-
-        It is read without a network, in light and dark mode. Names and paths are shown as they are, and run nothing.
-        """
-        Path(path).write_text(as_page(self), encoding="utf-8")
+    def _page(self) -> str:
+        return as_page(self)
 
     def diff(self, other: Recorded) -> LogDiff:
         """Compare with another record of the same program, made under other lists or another torch.

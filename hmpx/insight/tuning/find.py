@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hmpx import conversion
 from hmpx.errors import HmpxError
 from hmpx.insight import observed
-from hmpx.insight.comparing.calls import Compared
+from hmpx.insight.comparing.calls import CallSite
 from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.tuning.choices import amount, choices_of, lists_and_rules, policy_of, recipe_of
 from hmpx.insight.tuning.plot import Mark
@@ -146,7 +146,7 @@ class Tuning:
         """Return what these places in low precision change in some batches."""
         costs = self._costs
 
-        def is_low(site: Compared) -> bool | None:
+        def is_low(site: CallSite) -> bool | None:
             place = costs.place_of(site)
             return place in chosen if place in costs.of_place else None
 
@@ -164,7 +164,7 @@ class Tuning:
     def _of_lists(self, name: str, policy: Policy, recipe: Recipe = DEFAULT) -> Measured:
         """Run the held-out batches under lists."""
         costs, runs = self._costs, self._runs
-        low: dict[Compared, bool] = {}
+        low: dict[CallSite, bool] = {}
         with observed.observed(policy, self.kernels, runs.sites, rules_for([self.subject.model], recipe)):
             effect = runs.effect(under_lists(low, self.low), runs.held_out, "verifying")
         ran = {is_low: {costs.place_of(site) for site in low if low[site] is is_low} for is_low in (True, False)}

@@ -17,7 +17,7 @@ import torch
 
 from hmpx.errors import HmpxError
 from hmpx.insight import run_state
-from hmpx.insight.comparing.calls import Asked, Compared, Sites, in_fp32, is_recomputing
+from hmpx.insight.comparing.calls import Asked, CallSite, Sites, in_fp32, is_recomputing
 from hmpx.insight.comparing.noise import Noise, square
 from hmpx.insight.comparing.subject import Subject
 from hmpx.insight.reasons import in_a_line
@@ -26,7 +26,7 @@ from hmpx.ops.policies.policy import Rule
 from hmpx.ops.wrapping.observing import Seen, unobserved
 from hmpx.ops.wrapping.overriding import call
 
-Drawn = dict[tuple[Compared, int], Tensor]  # the state of torch's generator before each call that draws numbers
+Drawn = dict[tuple[CallSite, int], Tensor]  # the state of torch's generator before each call that draws numbers
 Compute = Callable[[Asked], Seen]  # computes a call in the precision that a pass gives it
 Result = tuple[float, list[Tensor]]  # a loss, and the gradients of the parameters
 
@@ -40,7 +40,7 @@ class TuningPass:
 
     def __init__(self, compute: Compute, drawn: Drawn, is_exact: bool = False) -> None:
         self._compute, self._drawn, self._is_exact = compute, drawn, is_exact
-        self._numbers: Counter[Compared] = Counter()
+        self._numbers: Counter[CallSite] = Counter()
         self.by_hand: dict[str, None] = {}
 
     def around(self, asked: Asked) -> Seen:
@@ -65,7 +65,7 @@ def exactly(asked: Asked) -> Seen:
         return asked.answer(in_fp32(asked))
 
 
-def mixed(is_low: Callable[[Compared], bool | None]) -> Compute:
+def mixed(is_low: Callable[[CallSite], bool | None]) -> Compute:
     """Return what computes some sites in low precision and the others in FP32.
 
     is_low: says which; None for a site that tune does not decide about: it runs in the dtype of its inputs.
@@ -83,7 +83,7 @@ def mixed(is_low: Callable[[Compared], bool | None]) -> Compute:
     return compute
 
 
-def under_lists(low: dict[Compared, bool], low_name: str) -> Compute:
+def under_lists(low: dict[CallSite, bool], low_name: str) -> Compute:
     """Return what computes each call as the lists in force say. low: is told of each site whether it ran so."""
 
     def compute(asked: Asked) -> Seen:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hmpx.insight.comparing.comparison import plain
-from hmpx.insight.pages import filled
+from hmpx.insight.pages import Report, filled
 from hmpx.insight.tuning.choices import DTYPES, Choice, amount, percent, policy_of
 from hmpx.insight.tuning.course import Confirmed
 from hmpx.insight.tuning.plot import Mark, as_svg
@@ -24,7 +23,7 @@ _BODY = '<main><div id="head"></div><h2>Error against cost, on held-out batches<
 
 
 @dataclass(frozen=True)
-class Tuned:
+class Tuned(Report):
     """Op lists that were found for a model, and what was measured on the way.
 
     Attributes:
@@ -93,13 +92,12 @@ class Tuned:
         self.html(path / "tuned.html")
         self.plot(path / "tuned.svg")
 
-    def html(self, path: str | os.PathLike[str]) -> None:
-        """Save as one HTML page that needs no network and no other file: the plot, and each name with its reason."""
+    def _page(self) -> str:
         shown = {**self.as_json(), "verdict": self._verdict()}
         for row, choice in zip(shown["choices"], self.choices, strict=True):
             row["gain"] = amount(choice.gain, choice.unit) if choice.gain else ""
         body = _BODY.format(as_svg(self.marks, self.tolerance, self.unit, self.low.upper()))
-        Path(path).write_text(filled(str(__package__), "tune", str(self), shown, body), encoding="utf-8")
+        return filled(str(__package__), "tune", str(self), shown, body)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Save error against cost as SVG: these lists, and those that are known."""
@@ -111,10 +109,6 @@ class Tuned:
         if self.confirmed is not None:
             found["confirmed"]["holds"] = self.confirmed.holds
         return plain({"schema": SCHEMA, **found})
-
-    def json(self, path: str | os.PathLike[str]) -> None:
-        """Save everything as JSON, by the names of the attributes."""
-        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
 
     def _verdict(self) -> list[str]:
         loss = f" ({self.loss_error:.2g} of the noise between losses)" if self.loss_error > self.gradient_error else ""

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hmpx.base import region_state
 from hmpx.insight import run_state
-from hmpx.insight.comparing.calls import Asked, Compared, in_fp32, is_recomputing
+from hmpx.insight.comparing.calls import Asked, CallSite, in_fp32, is_recomputing
 from hmpx.insight.reasons import in_a_line
 from hmpx.insight.recording.device import Fp8Casts, watched
 from hmpx.insight.tensors import LOW, Tensor, floating
@@ -88,10 +88,10 @@ class Costs:
         self.of_place: dict[NameInModule, Cost] = {}
         self.casts: dict[tuple[NameInModule | None, NameInModule], Counter[str]] = {}
         self.known: dict[tuple, Cost | None] = {}  # by what calls have in common
-        self.batch_of: dict[Compared, int] = {}  # the batch in which a site is counted: the first that met it
+        self.batch_of: dict[CallSite, int] = {}  # the batch in which a site is counted: the first that met it
         self._cast, self._element = cast_seconds(device) if objective == "speed" else (0.0, 0.0)
 
-    def place_of(self, site: Compared) -> NameInModule:
+    def place_of(self, site: CallSite) -> NameInModule:
         return NameInModule(site.op, site.module if site.module in self._modules else "")
 
     @property
