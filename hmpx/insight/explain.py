@@ -144,7 +144,8 @@ def recipe_lines(recipe: Recipe) -> list[str]:
         lines["checkpoints"] += f"; {kept}"
     if not narrow:
         plain, wide = "plain steps in float32", lines["state"] == "float32"
-        if "bfloat16" in [*recipe.module_dtypes.values(), *(rule.get("dtype") for rule in recipe.parameters.values())]:
+        of_parameters = [rule.get("dtype") for rule in recipe.parameter_rules.values()]
+        if "bfloat16" in (*recipe.module_dtypes.values(), *of_parameters):
             lines["updates"] = f"{plain}; {lines['updates']}"
             lines["state"] = "float32" if wide else f"float32; of bfloat16 weights: {lines['state']}"
         else:
@@ -174,7 +175,7 @@ def _ops_in_words(recipe: Recipe, policy: Policy | None) -> str:
 def _parameters_in_words(recipe: Recipe) -> str:
     """Describe the exceptions for some parameters, with the bytes that each takes."""
     said = []
-    for pattern, rule in recipe.parameters.items():
+    for pattern, rule in recipe.parameter_rules.items():
         words = ", ".join(value if key == "dtype" else f"{key} {value}" for key, value in rule.items()) or "as usual"
         alone = replace(recipe, parameters={"it": rule}, use_master_weights_in_ckpt=False)  # of which it may have none
         said.append(f"{pattern}: {words} ({sum(alone.bytes_per_parameter(name='it').values()):g} bytes)")

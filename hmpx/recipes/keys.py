@@ -180,6 +180,6 @@ def dtype_of(name: str, parameters: Mapping[str, Any], module_dtypes: Mapping[st
         if any(fnmatchcase(module, pattern) for module in within):
             found = dtype
     own = [rule for pattern, rule in parameters.items() if fnmatchcase(name, pattern)]
-    if own and "dtype" in own[-1]:
-        found = own[-1]["dtype"]
+    if own:
+        found = own[-1] if isinstance(own[-1], str) else own[-1].get("dtype", found)
     return DTYPES[found] if found is not None else None

@@ -120,8 +120,15 @@ class Recipe:
         wrong = [problem for name, value in values.items() for _, problem in problems(name, value, KEYS)]
         if wrong:
             raise HmpxError("\n".join(wrong))
+        rules = values[PARAMETERS].items()  # one that says a dtype alone is that dtype
+        values[PARAMETERS] = {name: rule["dtype"] if [*rule] == ["dtype"] else rule for name, rule in rules}
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def parameter_rules(self) -> dict[str, dict[str, Any]]:
+        """`parameters`, each rule with its keys."""
+        return spelled_out(PARAMETERS, self.parameters)
 
     @classmethod
     def from_nxd(cls, config: Mapping[str, bool] | None = None, *, with_zero: bool = False) -> Recipe:
@@ -271,7 +278,7 @@ class Recipe:
         own = {key: getattr(self, key) for key in ("weights", "seed", *SWITCHES)}
         narrow = "bfloat16" in (self.parameter_dtype, *self.module_dtypes.values(), *self.dtype_map.values())
         with self.naming_lines():
-            rules = self.parameters.items()
+            rules = self.parameter_rules.items()
             for pattern, rule in rules if not narrow else ():
                 if rule and "dtype" not in rule:
                     raise HmpxError(

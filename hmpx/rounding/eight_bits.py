@@ -48,6 +48,7 @@ import torch
 from torch.nn.functional import pad
 
 from hmpx.rounding import native
+from hmpx.rounding.blocks import BLOCK, BlockCodes, Rows
 from hmpx.rounding.devices import is_on_host, reinterpreted, shifted
 from hmpx.rounding.kernels import kernels_for
 from hmpx.rounding.keys import Keys, Span, derive_key
@@ -55,66 +56,10 @@ from hmpx.rounding.stochastic import numbers_of
 
 Tensor = torch.Tensor
 
-BLOCK = 128
 _CHUNK = 1 << 15  # elements that are looked at at a time, for the sake of the temporaries
 _SHEETS = 2  # on an accelerator, where a call costs more than its elements: parts of a tensor
 _LEAST, _MOST = 1, 253  # exponents of scales: their inverses are normal numbers, too
 _SHIFT = 23 - 4  # bits of an FP32 mantissa that a code has not
-
-
-class Rows(NamedTuple):
-    """The layout of elements in blocks: rows, of which this process holds the columns from `first` on.
-
-    Attributes:
-        width: elements of a row that are held.
-        first: column of the first of them.
-        blocks: in a whole row.
-    """
-
-    width: int
-    first: int
-    blocks: int
-
-    @classmethod
-    def of(cls, length: int) -> Rows:
-        """Return the layout of whole rows of `length` elements."""
-        return cls(length, 0, -(-length // BLOCK))
-
-    def are_even(self, count: int) -> bool:
-        """Return whether `count` elements of whole rows are in blocks that begin every `BLOCK` elements."""
-        return self.width % BLOCK == 0 or self.width == count
-
-    def floor(self, element: int) -> int:
-        """Return the last element up to `element`, counted in what is held, where a block or its held part begins."""
-        if not self.width:
-            return 0
-        row, column = divmod(element, self.width)
-        begin = (self.first + column) // BLOCK * BLOCK - self.first
-        return row * self.width + max(begin, 0)
-
-    def range(self, start: int, stop: int) -> slice:
-        """Return the blocks of elements `start` ... `stop - 1`, counted row by row."""
-        blocks = (
-            element // self.width * self.blocks + (self.first + element % self.width) // BLOCK
-            for element in (start, stop - 1)
-        )
-        first, last = blocks
-        return slice(first, last + 1)
-
-
-class Codes(NamedTuple):
-    """Numbers in 8 bits: codes, flat, from the element `start` on, and the BF16 scales of all rows that are held."""
-
-    codes: Tensor
-    scales: Tensor
-    rows: Rows
-    start: int = 0
-
-    def kernels(self, x: Tensor) -> ModuleType | None:
-        """Return the kernels that can move them from or to FP32 `x`; None if there are none, or no elements."""
-        if not x.numel() or not native.is_plain(self.scales) or self.scales.device != x.device:
-            return None  # scales have a shape of their own
-        return kernels_for(self.codes, x)
 
 
 class _Sheet(NamedTuple):
@@ -185,7 +130,14 @@ def scales_for(magnitudes: Tensor, negatives: Tensor) -> Tensor:
     return reinterpreted((exponents * 0x80 - negatives * 0x8000).to(torch.int16), torch.bfloat16)
 
 
-def encode(held: Codes, x: Tensor, spans: Sequence[Span], keys: Keys, given: bool = False) -> None:
+def _kernels(held: BlockCodes, x: Tensor) -> ModuleType | None:
+    """Return the kernels that can move codes from or to FP32 `x`; None if there are none, or no elements."""
+    if not x.numel() or not native.is_plain(held.scales) or held.scales.device != x.device:
+        return None  # scales have a shape of their own
+    return kernels_for(held.codes, x)
+
+
+def encode(held: BlockCodes, x: Tensor, spans: Sequence[Span], keys: Keys, given: bool = False) -> None:
     """Write FP32 `x`, flat, rounded stochastically.
 
     Args:
@@ -193,7 +145,7 @@ def encode(held: Codes, x: Tensor, spans: Sequence[Span], keys: Keys, given: boo
         given: whether the scales are there; else those of these elements are written.
     """
     codes, scales, rows, start = held
-    kernels = held.kernels(x)
+    kernels = _kernels(held, x)
     if kernels is not None and all(span.has_one_key for span in spans):
         kernels.encode_8bit(held, x, spans, derive_key(*keys), given)
         return
@@ -218,10 +170,10 @@ def encode(held: Codes, x: Tensor, spans: Sequence[Span], keys: Keys, given: boo
         codes[sheet.start - start : sheet.stop - start] = sheet.out_of_blocks(code).to(torch.uint8)
 
 
-def decode(out: Tensor, held: Codes) -> None:
+def decode(out: Tensor, held: BlockCodes) -> None:
     """Write the numbers to flat FP32 `out`."""
     codes, scales, rows, start = held
-    kernels = held.kernels(out)
+    kernels = _kernels(held, out)
     if kernels is not None:
         kernels.decode_8bit(held, out)
         return

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from hmpx.rounding.blocks import BlockCodes
 from hmpx.rounding.keys import Span, name_id
 from hmpx.rounding.native_library import library
-
-if TYPE_CHECKING:
-    from hmpx.rounding.eight_bits import Codes
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # another class may hold its values elsewhere
 
@@ -179,7 +177,7 @@ def step_words(kernel: str, words: array[int], scalars: array[float], step_key: 
     _kernels().step_list(KERNELS.index(kernel), *addresses, count, step_key, torch.get_num_threads())
 
 
-def encode_8bit(held: Codes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
+def encode_8bit(held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
     """Do what `eight_bits.encode` does, to tensors with elements, whose spans have one key. Needs `library()`."""
     codes, scales, rows, start = held
     for first, last, offset, width, stride in spans:
@@ -188,7 +186,7 @@ def encode_8bit(held: Codes, x: torch.Tensor, spans: Sequence[Span], key: int, g
         _kernels().encode_8bit(*pointers, *where, given, torch.get_num_threads())
 
 
-def decode_8bit(held: Codes, out: torch.Tensor) -> None:
+def decode_8bit(held: BlockCodes, out: torch.Tensor) -> None:
     """Do what `eight_bits.decode` does, to tensors with elements. Needs `library()`."""
     pointers = held.codes.data_ptr(), held.scales.data_ptr(), out.data_ptr()
     _kernels().decode_8bit(*pointers, out.numel(), held.start, *held.rows, torch.get_num_threads())

@@ -10,16 +10,14 @@ import functools
 from array import array
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hmpx.rounding import native
+from hmpx.rounding.blocks import BlockCodes
 from hmpx.rounding.keys import Span, key_of, name_id
 from hmpx.rounding.native import BF16, CODED, FP32, Rounding, StepArguments, StoredTensor, is_plain
-
-if TYPE_CHECKING:
-    from hmpx.rounding.eight_bits import Codes
 
 KERNELS = native.KERNELS
 # As in triton_kernels.py: elements of a block of codes, blocks of a program, how elements lie, kinds.
@@ -178,7 +176,7 @@ def round_list(roundings: Sequence[Rounding], step_key: int) -> None:
     _launch("move_list", parts)
 
 
-def encode_8bit(held: Codes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
+def encode_8bit(held: BlockCodes, x: torch.Tensor, spans: Sequence[Span], key: int, given: bool) -> None:
     """Do what `native.encode_8bit` does."""
     codes, scales, (row, column, whole), start = held
     parts = []
@@ -189,7 +187,7 @@ def encode_8bit(held: Codes, x: torch.Tensor, spans: Sequence[Span], key: int, g
     _launch("move_list", parts)
 
 
-def decode_8bit(held: Codes, out: torch.Tensor) -> None:
+def decode_8bit(held: BlockCodes, out: torch.Tensor) -> None:
     """Do what `native.decode_8bit` does."""
     codes, scales, (row, column, whole), start = held
     count = out.numel()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hmpx.rounding import native
-from hmpx.rounding.eight_bits import Codes, Rows, decode, encode
+from hmpx.rounding.blocks import BlockCodes, Rows
+from hmpx.rounding.eight_bits import decode, encode
 from hmpx.rounding.halves import join_24, split_24
 from hmpx.rounding.keys import Span
 from hmpx.updates.holding.held import RoundingKey
@@ -145,7 +146,7 @@ def both(kernel, arguments, monkeypatch):
             patch.setattr(native, "can_read", can_read)
             made = arguments()
             kernel(*made)
-            flat = [part for each in made for part in (each if isinstance(each, Codes) else (each,))]
+            flat = [part for each in made for part in (each if isinstance(each, BlockCodes) else (each,))]
             found.append([each for each in flat if isinstance(each, torch.Tensor)])
     return found
 
@@ -164,11 +165,11 @@ def test_the_c_kernels_have_the_bits_of_the_eager_ones(kernel, monkeypatch):
 
         def coded(x=x, rows=rows, count=count, spans=spans, keys=keys):
             codes, scales = torch.empty(len(x), dtype=torch.uint8), torch.ones(count * rows.blocks).bfloat16()
-            return Codes(codes, scales, rows), x, spans, keys
+            return BlockCodes(codes, scales, rows), x, spans, keys
 
         (codes, scales, _), (eager_codes, eager_scales, _) = both(encode, coded, monkeypatch)
         assert torch.equal(codes, eager_codes), (width, first, count)
-        held = Codes(codes, scales, rows)
+        held = BlockCodes(codes, scales, rows)
         seen = both(decode, lambda held=held: (torch.empty(len(held.codes)), held), monkeypatch)
         decode(out := torch.empty(len(x)), held._replace(scales=eager_scales))  # of blocks that are not held: any
         assert torch.equal(out.nan_to_num(nan=3e30), seen[0][0].nan_to_num(nan=3e30))

@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from hmpx.base.dtype_names import dtype_name
-from hmpx.rounding.eight_bits import BLOCK
+from hmpx.rounding.blocks import BLOCK
 from hmpx.updates.holding.held import RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.holding.state_dtypes import cast_state, filled_again, is_bf16, is_moment, members, widen

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from hmpx.errors import HmpxError
 from hmpx.rounding import native
-from hmpx.rounding.eight_bits import BLOCK, Codes, Rows, decode, encode, largest, scales_for
+from hmpx.rounding.blocks import BLOCK, BlockCodes, Rows
+from hmpx.rounding.eight_bits import decode, encode, largest, scales_for
 from hmpx.updates.holding.held import Held, RoundingKey
 from hmpx.updates.holding.segment import Segment
 from hmpx.updates.ranks.sharding import held_part, is_sharded, like, local, sizes_and_offsets
@@ -188,12 +189,12 @@ class HeldCodes(HeldState):
         numbers = rounding_key.spans(x.numel(), segment.at, segment.box), rounding_key.keys(name)
         encode(self._codes(segment), x, *numbers, given=bool(layout.cut))
 
-    def _codes(self, segment: Segment | None = None) -> Codes:
+    def _codes(self, segment: Segment | None = None) -> BlockCodes:
         """Return the codes of a segment, or of all that this rank holds."""
         codes, rows = local(self.tensor).view(-1), StateBlocks.of(self.tensor).rows
         if segment is not None and segment.start is not None:
-            return Codes(codes[segment.start : segment.stop], local(self.scales), rows, segment.start)
-        return Codes(codes, local(self.scales), rows)
+            return BlockCodes(codes[segment.start : segment.stop], local(self.scales), rows, segment.start)
+        return BlockCodes(codes, local(self.scales), rows)
 
     def whole(self) -> Tensor:
         if StateBlocks.of(self.tensor).is_scattered:
