@@ -203,8 +203,8 @@ def _dtypes(calls, make):
         try:
             out = function(*make(args))
             found[name] = (out[0] if isinstance(out, tuple) else out).dtype
-        except RuntimeError as error:
-            found[name] = str(error).splitlines()[0][:60]
+        except (RuntimeError, hmpx.HmpxError) as error:
+            found[name] = str(error).splitlines()[0]
     return found
 
 
@@ -225,6 +225,9 @@ def test_autocast_xla_gives_the_dtypes_of_torch_autocast(dtype, xla):
     folder = shipped() / "autocast-xla"
     with hmpx.convert(**{f"{side}_file_path": folder / f"{side}.txt" for side in ("bf16", "fp32", "promote")}):
         got = _dtypes(_calls(xla), make)
+    if dtype is BF16:  # hmpx refuses it, and autocast does not
+        assert "binary_cross_entropy_with_logits" in got.pop("binary_cross_entropy")
+        del expected["binary_cross_entropy"]
     assert got == expected
     assert sum(d in (FP32, BF16) for d in expected.values()) >= 45, expected
 

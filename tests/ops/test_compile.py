@@ -92,8 +92,7 @@ def test_an_op_of_any_layout_is_no_break_in_the_graph(function, lists):
 @pytest.mark.parametrize(
     ("name", "level"),
     [
-        *((name, "O1") for name in QUICK),
-        *(pytest.param(name, "O1", marks=pytest.mark.slow) for name in MODELS.keys() - QUICK),
+        *(pytest.param(name, "O1", marks=() if name in QUICK else pytest.mark.slow) for name in MODELS),
         *(pytest.param(name, "O2", marks=pytest.mark.slow) for name in MODELS),
     ],
 )

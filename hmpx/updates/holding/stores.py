@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 
 from hmpx.rounding import native
+from hmpx.rounding.devices import is_lazy
 from hmpx.rounding.halves import join, join_24, read_masters, split, split_24
 from hmpx.rounding.kernels import kernels_for
 from hmpx.updates.holding.checksums import BLOCK, block_of, checksums, clear_written
@@ -125,7 +126,7 @@ class Master(Store):
 
     def write(self, segment: Segment, x: Tensor, name: str, rounding_key: RoundingKey) -> None:
         master = segment.of(self._here)
-        if master.data_ptr() != x.data_ptr():  # else the step was taken on the master itself
+        if is_lazy(master) or master.data_ptr() != x.data_ptr():  # else the step was taken on the master itself
             master.copy_(x)
         segment.of(self.tensor).copy_(x)
 
