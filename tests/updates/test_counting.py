@@ -164,3 +164,15 @@ def test_the_first_group_may_go_right_after_a_load_or_a_copy(how):
     expected = torch.add(before, torch.full_like(before, 0.3).bfloat16().float(), alpha=-0.125)
     assert torch.equal(params[1], hmpx.stochastic_round(expected, seed=7, step=2, name="p1"))
     assert optimizer.state_dict()["param_groups"][0]["hmpx_step"] == 3
+
+
+def test_numbers_that_are_written_into_the_groups_count():
+    """ZeRO-1 loads a checkpoint so: it writes the numbers into the groups of the inner optimizer."""
+    p = nn.Parameter(torch.ones(3, dtype=BF16))
+    optimizer = optim.SGD([("p", p)], lr=0.125)
+    hmpx.attach(optimizer, seed=9)
+    optimizer.param_groups[0]["hmpx_step"] = 6
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    group = optimizer.state_dict()["param_groups"][0]
+    assert (group["hmpx_step"], group["hmpx_seed"]) == (7, 9)

@@ -18,17 +18,20 @@ STEP_KEY, SEED_KEY = "hmpx_step", "hmpx_seed"
 _KEYS = (STEP_KEY, SEED_KEY)
 _trial = threading.local()  # runs: whether a trial step is running in this thread
 
-# By optimizer: its list of groups when they were stored, and both by their keys. `load_state_dict` makes a new list;
-# whoever removes or inserts groups does not.
-_known: WeakKeyDictionary[Optimizer, tuple[list[dict], dict[str, int]]] = WeakKeyDictionary()
+# By optimizer: its list of groups when they were stored, the group that carries both, and both by their keys.
+# `load_state_dict` makes a new list; whoever removes or inserts groups does not. ZeRO-1 writes what it loads into the
+# groups that are there.
+_known: WeakKeyDictionary[Optimizer, tuple[list[dict], dict | None, dict[str, int]]] = WeakKeyDictionary()
 
 
 def stored(optimizer: Optimizer) -> dict[str, int]:
     """Return the step number and the seed by their keys, if known."""
     groups, known = optimizer.param_groups, _known.get(optimizer)
     carrier = next((group for group in groups if STEP_KEY in group or SEED_KEY in group), {})
-    if known is not None and (known[0] is groups or not carrier):
-        return dict(known[1])
+    if known is not None:
+        own_groups, own_carrier, values = known
+        if not carrier or (own_groups is groups and carrier is not own_carrier):
+            return dict(values)
     return {key: carrier[key] for key in _KEYS if key in carrier}
 
 
@@ -40,7 +43,7 @@ def keep(optimizer: Optimizer, **new: Any) -> None:
         _drop(group)
     if groups:
         groups[0].update(now)
-    _known[optimizer] = groups, now
+    _known[optimizer] = groups, groups[0] if groups else None, now
 
 
 def forget(optimizer: Optimizer) -> None:
