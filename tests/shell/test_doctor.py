@@ -141,7 +141,7 @@ def test_what_is_found_under_a_recipe_extends_it_and_holds_only_what_is_new(scri
     done = doctor(
         tmp_path, "--recipe", "own/plain.yaml", "--set", "seed=3", "--fix", "recipe.yaml", script(source=source)
     )
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 1 and "could not look" not in done.stderr, done.stderr  # at steps in FP32, rounded after
     lines = [line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line and line[0] != "#"]
     assert lines[:2] == ["extends: own/plain.yaml", "seed: 3"], lines
     assert lines[2:] == [

@@ -80,6 +80,7 @@ class SteppedOptimizer:
         self.optimizer, self._where = optimizer, where
         self.steps = self.samples = 0
         self.is_rounded = False
+        self._in_fp32 = False  # whether hmpx takes the steps: in FP32, and weights are rounded after
         self._updates: Counter[Parameter] = Counter()
         self._lost: Counter[Parameter] = Counter()
         self._sizes: list[float] = []  # medians of |update| in ulp
@@ -96,6 +97,7 @@ class SteppedOptimizer:
     def begin(self) -> None:
         """A step begins."""
         how = attachment_of(self.optimizer)
+        self._in_fp32 = how is not None
         self.is_rounded = region_state.rounding() is not None or (how is not None and how.settings.weights != "nearest")
         self._before, self._grads = [], {}
         if not is_sampled(self.steps + 1):
@@ -169,7 +171,8 @@ class SteppedOptimizer:
     def _stepped(self, group: dict[str, Any], before: Values, grad: Tensor, wide: bool) -> Values:
         """Return what the optimizer's own code makes of one parameter and its state, in FP32 or in their own dtypes."""
         own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in before.items()}
-        if wide:
+        widens = wide or self._in_fp32
+        if widens:
             own = {key: v.float() if isinstance(v, Tensor) and v.dtype in LOW else v for key, v in own.items()}
         p = Parameter(own.pop(""))
         p.grad = grad.to(p.dtype)
@@ -179,11 +182,11 @@ class SteppedOptimizer:
         for name in ("grad_scale", "found_inf"):  # of GradScaler, which has seen to the gradient
             vars(twin).pop(name, None)
         plain: dict[str, Any] = {"foreach": False, "capturable": False, "differentiable": False}
-        plain["fused"] = bool(group.get("fused")) and not wide
+        plain["fused"] = bool(group.get("fused")) and not widens
         plain["lr"] = float(group.get("lr", 0.0))
         twin.param_groups = [{**group, **{key: v for key, v in plain.items() if key in group}, "params": [p]}]
         own_step(type(self.optimizer))(twin)
-        return {"": p.detach(), **state[p]}
+        return {"": p.detach() if wide else p.detach().to(before[""].dtype), **state[p]}
 
     def problems(self, names: Names) -> Iterator[Problem]:
         """What all that says about the training. names: of the parameters."""
