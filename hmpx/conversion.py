@@ -19,7 +19,7 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.base.garbage import none_collected
 from hmpx.base.installation import Installation
 from hmpx.base.process_state import casts_regions
-from hmpx.errors import OpListError
+from hmpx.errors import HmpxError, OpListError, did_you_mean
 from hmpx.ops import compilers
 from hmpx.ops.casts import Casts
 from hmpx.ops.computing.kernels import GAINING, Kernels, KernelsAsked, choose
@@ -32,9 +32,9 @@ from hmpx.ops.policies.build_policy import Unknown, build_policy
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import SIDES, read_lists
-from hmpx.ops.policies.policy import OptLevel, Policies, Policy, made_of, number_inside
+from hmpx.ops.policies.policy import WHERE, OptLevel, Policies, Policy, Where, made_of, number_inside
 from hmpx.ops.user_functions import UserFunctions
-from hmpx.ops.wrapping.codegen import Switch
+from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.observing import Several
 from hmpx.ops.wrapping.wrappers import Patch
 from hmpx.updates import step_hooks
@@ -54,6 +54,7 @@ class Conversion(Installation):
     Attributes:
         policy: which op runs under which rule; prints as an op list file.
         kernels: what computes the ops that run in BF16 or FP16 on a CPU; prints in words.
+        where: "model" or "everywhere", where ops are cast.
         active: whether this is the conversion that is in force.
         patched: every attribute of torch, or of a module of yours, that was changed.
         rebound: names that held a function of torch before, and hold its wrapper now.
@@ -79,8 +80,10 @@ class Conversion(Installation):
         dtype_map: DtypeMap | None,
         kernels: Kernels,
         rules: Sequence[ModuleRule],
+        where: Where,
     ) -> None:
         super().__init__()
+        self.where: Where = where
         self.policy, self.kernels = policy, kernels
         self.rules, self._policies = list(rules), Policies({0: policy})
         self._verbose, self._enabled, self.dtype_map = verbose, enabled, dtype_map
@@ -164,7 +167,8 @@ class Conversion(Installation):
         state = "not in force" if not self.active else "active" if self._enabled else "active in enable_casts() only"
         return (
             f"<hmpx.Conversion {self.policy.opt_level}, {state}: {len(self.patched)} entry points patched, "
-            f"{len(self.rebound)} captured names rebound, {len(self.escaped)} escaped; {self.kernels}>"
+            f"{len(self.rebound)} captured names rebound, {len(self.escaped)} escaped; {self.kernels}; "
+            f"where: {self.where}>"
         )
 
     @none_collected()
@@ -185,7 +189,8 @@ class Conversion(Installation):
         log = VerboseLog() if self._verbose else None
         observers = [*([log] if log else ()), *process_state.observers]
         observer = Several(observers) if observers else None
-        self._casts = Casts(self._policies, observer, self.dtype_map, self.kernels)
+        everywhere = self.where == "everywhere"
+        self._casts = Casts(self._policies, observer, self.dtype_map, self.kernels, everywhere)
         if log:
             log.apply(changes)
         self._announce()
@@ -193,7 +198,7 @@ class Conversion(Installation):
             self._first_step.apply(changes)
         changes.put(_OBSERVER, observer)
         self._casts.apply(changes)
-        region_state.set_converted(True, enabled=self._enabled)
+        region_state.set_converted(True, enabled=self._enabled, everywhere=everywhere)
         changes.callback(region_state.set_converted, False)
         changes.callback(step_hooks.uninstall_for_graphs)
 
@@ -216,6 +221,7 @@ def convert(
     low_precision: torch.dtype | str | None = None,
     dtype_map: Mapping[torch.dtype, torch.dtype] | None = None,
     kernels: KernelsAsked = "auto",
+    where: Where = "everywhere",
 ) -> Conversion:
     """Run torch's ops in the precision that op lists say.
 
@@ -247,6 +253,12 @@ def convert(
             "native". "scaled_mm": "native", with torch's own FP8 product for the fp8 list, as a reference; otherwise
             FP8 codes are multiplied in BF16, or under "float32" in FP32. Other devices, ``out=``, in-place ops, tensor
             subclasses and `disable_casts()` always use native kernels.
+        where: "everywhere" casts each call of a listed op, whoever makes it, as HMP did. "model" casts the ops of
+            models: those called while a module's forward runs in this thread; those with a tensor that requires a
+            gradient, while grad mode is on; and losses (ops with a `reduction`). What else a program computes (data,
+            timesteps, averages of weights, metrics) is left to torch, unless torch would raise because other casts
+            have made the dtypes of its tensors differ. Hooks of gradients are left to torch either way. Regions
+            (`enable_casts`, `casts`) act wherever they stand.
 
     Returns:
         A handle: `policy`, `patched`, `rebound`, `escaped`, `restore()`, and ``with convert(...):``.
@@ -271,7 +283,8 @@ def convert(
         lists = with_names(read_lists(*paths.values()), names, sys._getframe(1))
         if fp8_format is not None:
             lists = replace(lists, fp8_format=Format.of(fp8_format))
-        return install(build_policy(opt_level, lists, unknown, low_precision), isVerbose, enabled, dtype_map, kernels)
+        policy = build_policy(opt_level, lists, unknown, low_precision)
+        return install(policy, isVerbose, enabled, dtype_map, kernels, where=where)
 
 
 def install(
@@ -281,12 +294,15 @@ def install(
     dtype_map: Mapping[torch.dtype, torch.dtype] | None = None,
     kernels: KernelsAsked = "auto",
     rules: Sequence[ModuleRule] = (),
+    where: Where = "model",
 ) -> Conversion:
     """Convert by a policy that is built already. `rules` of modules end with the conversion."""
+    if where not in WHERE:
+        raise HmpxError(f"where={where!r} is none of {', '.join(WHERE)}{did_you_mean(str(where), WHERE)}")
     policies = {0: policy, **{-i: rule.overlay.over(policy) for i, rule in enumerate(rules, 1)}}
     UserFunctions(policies, Switch()).check()
     mapping = DtypeMap(dtype_map) if dtype_map else None
-    conversion = Conversion(policy, verbose, enabled, mapping, choose(kernels), rules)
+    conversion = Conversion(policy, verbose, enabled, mapping, choose(kernels), rules, where)
     conversion._install()
     return conversion
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import hmpx
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.policy import Case
-from hmpx.ops.wrapping.codegen import Switch
+from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import build_choice
 from tests.support import python
 

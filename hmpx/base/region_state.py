@@ -1,10 +1,11 @@
 """Says whether casts are on in this thread, and which lists hold.
 
 Three things decide, the innermost first: a region that is open in this thread (`disable_casts`, `enable_casts`, the
-inside of a listed Python function, an optimizer step), the default that `convert(enabled=...)` set, and whether torch
-is converted at all. This file keeps the first, by thread and task; `process_state` keeps the others. The lists that
-hold are named by a *scope*, a number: 0 for the conversion's own, another one for each nesting of lists that modules
-and regions lay over them (`ops.overlays`).
+inside of a listed Python function, an optimizer step), the default that `convert(enabled=..., where=...)` set, and
+whether torch is converted at all. This file keeps the first, by thread and task; `process_state` keeps the others.
+Under ``where="model"`` the default is no answer: the forward of a module opens a region that casts, and elsewhere each
+op is asked whether it is the model's (`ops.wrapping.switch`). The lists that hold are named by a *scope*, a number: 0
+for the conversion's own, another one for each nesting of lists that modules and regions lay over them (`ops.overlays`).
 
 `process_state.off_somewhere` is empty while every thread casts, so the wrapper of an op pays one truth test for all of
 this. The wrappers of a conversion hold the dict of their time: `retire` leaves it to them, with an entry that stays.
@@ -21,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _current_graph_task_id, _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import autocast_state
@@ -41,7 +42,8 @@ class Region(NamedTuple):
     casting: None leaves it to the default. maps: whether a `dtype_map` acts, as it does inside of a listed Python
     function and not in an optimizer step. task: of a region opened in an asyncio task, a token that only this task and
     those it starts carry; None means everybody in the thread. scope: which lists hold. overlay: the number of those
-    that this region itself has laid over the others, 0 for none; `_OF_MODULE` where a module has its lists.
+    that this region itself has laid over the others, 0 for none; `_OF_MODULE` where a module has its lists,
+    `_OF_FORWARD` and `_OF_BACKWARD` in a forward and a backward pass.
     """
 
     casting: bool | None = None
@@ -68,16 +70,18 @@ _tasks: ContextVar[tuple] = ContextVar("hmpx regions", default=())  # the tokens
 _keys = itertools.count(1)
 _DEFAULT = 0  # the key under which off_somewhere says "off unless a region turns casts on"
 _RETIRED = -1  # the key in the off_somewhere of wrappers whose conversion is gone
-_OF_MODULE = -1  # told apart from every region that an object of a user's has entered
+_MODEL = -2  # the key under which it says "off outside of the model"
+_OF_MODULE, _OF_FORWARD, _OF_BACKWARD = -1, -2, -3  # told apart from the regions that objects of a user's have entered
 _NONE_OPEN = Region()
+IN_FORWARD = Region(True, overlay=_OF_FORWARD)  # of a forward with no region around it; told by its identity
 _GRAPH = Region()  # open while a graph runs that opens regions of its own: what these say is in the autocast state
 
-_thread = _Thread()
+thread = _Thread()
 
 
 def _innermost() -> Region:
     """The innermost region that is open here: in this thread, and in this task if there is one."""
-    opened = _thread.open
+    opened = thread.open
     if not opened:
         return _NONE_OPEN
     if is_dynamo_compiling():
@@ -85,6 +89,8 @@ def _innermost() -> Region:
     if opened[-1] is _GRAPH:
         around = opened[-2] if len(opened) > 1 else _NONE_OPEN
         casting = autocast_state.casting()
+        if casting is None and around.overlay == _OF_FORWARD:  # which the autocast state does not say
+            return around
         return around._replace(casting=casting, scope=autocast_state.scope() if casting else 0)
     if opened[-1].task is None:
         return opened[-1]
@@ -92,10 +98,28 @@ def _innermost() -> Region:
     return next((region for region in reversed(opened) if region.task is None or region.task in carried), _NONE_OPEN)
 
 
-def casts_off() -> bool:
-    """Whether ops called from here, now, run uncast."""
+def acts() -> bool | None:
+    """Whether ops called from here, now, are cast; None: those of a model are.
+
+    In a backward pass, hooks run beside the model, whatever the default is.
+    """
     casting = _innermost().casting
-    return _DEFAULT in state.off_somewhere if casting is None else not casting
+    if casting is not None:
+        return casting
+    off = state.off_somewhere
+    if _DEFAULT in off:
+        return False
+    return None if _MODEL in off or in_backward() else True
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread."""
+    return not is_dynamo_compiling() and _current_graph_task_id() != -1
+
+
+def casts_off() -> bool:
+    """Whether no op called from here, now, is cast."""
+    return acts() is False
 
 
 def casts_off_in_graph() -> bool:
@@ -121,6 +145,11 @@ def casting() -> bool | None:
     return _innermost().casting
 
 
+def usual() -> bool | None:
+    """How a region casts that takes back a `disable_casts` around it: where the conversion does."""
+    return None if _MODEL in state.off_somewhere else True
+
+
 def rounding() -> StochasticSteps | None:
     """How the innermost `disable_casts` region writes BF16 parameters; None outside of such a region."""
     return _innermost().rounding
@@ -131,13 +160,14 @@ def maps() -> bool:
     return _innermost().maps
 
 
-def set_converted(converted: bool, *, enabled: bool = True) -> None:
-    """Record that a conversion was installed or taken away, and whether it casts outside of any region."""
+def set_converted(converted: bool, *, enabled: bool = True, everywhere: bool = True) -> None:
+    """Record that a conversion was installed or taken away, and whether and where it casts outside of any region."""
     state.converted = converted
-    if converted and not enabled:
-        state.off_somewhere[_DEFAULT] = True
-    else:
-        state.off_somewhere.pop(_DEFAULT, None)
+    for key, said in ((_DEFAULT, not enabled), (_MODEL, not everywhere)):
+        if converted and said:
+            state.off_somewhere[key] = True
+        else:
+            state.off_somewhere.pop(key, None)
 
 
 def retire() -> None:
@@ -168,7 +198,7 @@ def enter(
 
 
 def _open(region: Region) -> Region:
-    opened = _thread.open
+    opened = thread.open
     before = _last(opened)
     opened.append(region)
     _announce(before, region)
@@ -180,7 +210,7 @@ def last_entered(casting: bool | None, how: StochasticSteps | None = None, overl
 
     An object that a user enters as a region may be open several times, in several threads and tasks.
     """
-    opened = _thread.open
+    opened = thread.open
     if not is_dynamo_compiling():
         carried = _tasks.get()
         for region in reversed(opened):
@@ -195,7 +225,7 @@ def leave(token: Region) -> None:
 
     It need not be the last one: a generator or a task may end while a younger region is open.
     """
-    opened = _thread.open
+    opened = thread.open
     index = len(opened) - 1
     if not is_dynamo_compiling() and opened[index] is not token:
         index = next((i for i in reversed(range(index)) if opened[i] is token), index)
@@ -214,16 +244,22 @@ def _last(opened: list[Region]) -> Region:
 
 def _announce(before: Region, now: Region) -> None:
     """Update the announced state after the innermost region changed from `before` to `now`."""
-    if before.casting is not now.casting:
-        if now.casting is False or (not is_dynamo_compiling() and _off_for_some_task()):
-            state.off_somewhere[_thread.key] = True
+    if before.casting is not now.casting or _OF_BACKWARD in (before.overlay, now.overlay):
+        asks = now.casting is False or now.overlay == _OF_BACKWARD
+        if asks or (not is_dynamo_compiling() and _off_for_some_task()):
+            state.off_somewhere[thread.key] = True
         else:
-            state.off_somewhere.pop(_thread.key, None)
-    autocast_state.write(before.casting, before.scope, now.casting, now.scope)
+            state.off_somewhere.pop(thread.key, None)
+    autocast_state.write(_written(before), before.scope, _written(now), now.scope)
+
+
+def _written(region: Region) -> bool | None:
+    """What the autocast state says in a region: nothing of forwards, which are too many to write it in each."""
+    return None if region.overlay == _OF_FORWARD else region.casting
 
 
 def _off_for_some_task() -> bool:
-    opened = _thread.open
+    opened = thread.open
     if any(region is _GRAPH for region in opened):
         return True
     return any(region.task is not None for region in opened) and any(region.casting is False for region in opened)
@@ -237,6 +273,44 @@ def region(
     token = enter(casting, how, maps, scope)
     try:
         yield
+    finally:
+        leave(token)
+
+
+def forward_region() -> Region | None:
+    """The region that a forward opens here; None where another one has decided already."""
+    if acts() is not None:
+        return None
+    around = _innermost()
+    region = around._replace(casting=True, task=None, overlay=_OF_FORWARD)
+    return IN_FORWARD if region == IN_FORWARD else region
+
+
+def run_forward(function, args, kwargs):
+    """Call `function` as the forward of a model."""
+    region = None if is_dynamo_compiling() else forward_region()
+    if region is None:
+        return function(*args, **kwargs)
+    opened = thread.open
+    depth = len(opened)
+    try:
+        opened.append(region)
+        return function(*args, **kwargs)
+    finally:
+        del opened[depth : depth + 1]
+
+
+def forward(run: Callable) -> Callable:
+    """A compiled graph, wrapped to run as the forward of a model, whoever calls it."""
+    return lambda *args: run_forward(run, args, {})
+
+
+def run_backward(function, args, kwargs):
+    """Call `function`, which runs a backward pass: hooks inside are beside the model."""
+    here = _innermost()
+    token = enter(None, here.rounding, here.maps, here.scope, _OF_BACKWARD)
+    try:
+        return function(*args, **kwargs)
     finally:
         leave(token)
 
@@ -269,8 +343,11 @@ def graph(run: Callable) -> Callable:
     """
 
     def running(*args):
-        key, opened, off = _thread.key, _thread.open, state.off_somewhere
-        put_back, was_off, depth = autocast_state.saved(), _thread.key in off, len(opened)
+        key, opened, off = thread.key, thread.open, state.off_somewhere
+        around = forward_region()
+        put_back, was_off, depth = autocast_state.saved(), thread.key in off, len(opened)
+        if around is not None:
+            opened.append(around)
         opened.append(_GRAPH)
         off[key] = True
         try:
@@ -288,10 +365,10 @@ def graph(run: Callable) -> Callable:
 
 def carrying(function: Callable) -> Callable:
     """`function`, made to run in the region that is open now, whatever is open when it is called."""
-    now = _innermost()
+    now, casting = _innermost(), acts()
 
     def carried(*args, **kwargs):
-        with region(now.casting, now.rounding, now.maps, now.scope):
+        with region(casting, now.rounding, now.maps, now.scope):
             return function(*args, **kwargs)
 
     return carried

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +20,7 @@ from hmpx.base import awaited, region_state
 from hmpx.base.changes import Changes
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts
-from hmpx.ops.wrapping.codegen import Switch
+from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.overriding import call, called_by_torch
 from hmpx.ops.wrapping.refusals import build_explaining
 from hmpx.ops.wrapping.rules import cast
@@ -31,12 +31,12 @@ class BesideModel:
     """Makes these patches for one conversion: one wrapper for each function, whatever number of names it has."""
 
     def __init__(self, switch: Switch) -> None:
-        self._switch = switch
+        self._switch, self._places = switch, places(switch.everywhere)
         self._wrappers: dict[int, Callable] = {}
 
     def patches(self) -> Iterator[Patch]:
         """Yield the patches for every imported module."""
-        for module in places():
+        for module in self._places:
             if module in sys.modules:
                 yield from self._uncast_in(module)
         for path in op_facts.NO_LOW_FUNCTIONS:
@@ -47,7 +47,7 @@ class BesideModel:
             yield patch_at(path, Patching.CARRYING, functools.partial(_carrying, position, self._switch))
 
     def _uncast_in(self, module: str) -> Iterator[Patch]:
-        for owner, attribute, path in functions_in(module):
+        for owner, attribute, path in functions_in(module, self._places):
             yield patch_of(owner, attribute, path, Patching.UNCAST, functools.partial(self._uncast, path))
 
     def _uncast(self, path: str, original: Callable) -> Callable:
@@ -58,7 +58,7 @@ class BesideModel:
     def await_modules(self, changes: Changes, rebinding: Rebinding, told: Callable[..., object]) -> None:
         """Patch modules that are imported later, until `changes` are undone; `told` is handed the patches."""
         self._changes, self._rebinding, self._told = changes, rebinding, told
-        for module in places():
+        for module in self._places:
             if module not in sys.modules:
                 awaited.when_imported(module, self._take, changes)
 
@@ -113,18 +113,21 @@ def _carrying(position: int, switch: Switch, original: Any) -> Any:
 
 
 @functools.cache
-def places() -> dict[str, list[str]]:
-    """Return the modules, each with the names of its functions and classes where casts are off; "" is all functions."""
+def places(everywhere: bool) -> dict[str, list[str]]:
+    """Return the modules, each with the names of its functions and classes where casts are off; "" is all functions.
+
+    everywhere: those beside the model too, where every call is cast.
+    """
     found: dict[str, list[str]] = {}
-    for place in op_facts.BESIDE_THE_MODEL:
+    for place in (*op_facts.INSIDE_THE_MODEL, *(op_facts.BESIDE_THE_MODEL if everywhere else ())):
         module, _, name = place.partition(":")
         found.setdefault(module, []).append(name)
     return found
 
 
-def functions_in(module: str) -> Iterator[tuple[Any, str, str]]:
+def functions_in(module: str, places: Mapping[str, list[str]]) -> Iterator[tuple[Any, str, str]]:
     """Yield owner, attribute and dotted path of each such function in one imported module."""
-    for name in places()[module]:
+    for name in places[module]:
         found: Any = sys.modules[module]
         for part in name.split(".") if name else ():
             owner, found = found, getattr(found, part, None)  # None in a version of torch that does not have it
@@ -135,7 +138,7 @@ def functions_in(module: str) -> Iterator[tuple[Any, str, str]]:
                 yield from _own_functions(cls, f"{cls.__module__}.{cls.__qualname__}")
         elif found is not None:
             for owner, attribute, path in _own_functions(found, module):
-                if vars(owner)[attribute].__module__ in places():
+                if vars(owner)[attribute].__module__ in places:
                     yield owner, attribute, path
 
 

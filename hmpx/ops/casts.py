@@ -15,6 +15,7 @@ import wrapt
 
 from hmpx.base import process_state
 from hmpx.base.changes import Attribute, Changes, Flag
+from hmpx.ops import model_calls
 from hmpx.ops.beside_model import BesideModel
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.captured_names.rewriting import Capture
@@ -27,7 +28,7 @@ from hmpx.ops.policies.op_lists import is_shipped
 from hmpx.ops.policies.policy import Case, Policies, Policy, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.user_functions import UserFunctions
-from hmpx.ops.wrapping.codegen import Switch
+from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.observing import Observer
 from hmpx.ops.wrapping.refusals import build_explaining, build_refusing
 from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, build_choice, build_scoped, build_untouched
@@ -49,12 +50,17 @@ class Casts:
     """
 
     def __init__(
-        self, policies: Policies, observer: Observer | None, mapping: DtypeMap | None, kernels: Kernels
+        self,
+        policies: Policies,
+        observer: Observer | None,
+        mapping: DtypeMap | None,
+        kernels: Kernels,
+        everywhere: bool,
     ) -> None:
         self._policies, self._mapping, self._kernels = policies, mapping, kernels
-        self._table = PatchTable(policies, observer, mapping, kernels)
+        self._table = PatchTable(policies, observer, mapping, kernels, everywhere)
         self._functions = UserFunctions(policies, self._table.switch)
-        self._compilers = Compilers()
+        self._compilers = Compilers(everywhere)
         self._rebindings: list[Rebinding] = []
 
     @property
@@ -74,6 +80,8 @@ class Casts:
     def apply(self, changes: Changes) -> None:
         self._compilers.apply(changes)
         self._put(self._table, changes)
+        if not self._table.switch.everywhere:
+            model_calls.tell_dynamo(changes)
         forget_compiled()
         self._table.beside.await_modules(changes, self._rebindings[0], self._table.know)
         if self._mapping:
@@ -111,19 +119,25 @@ class PatchTable(Patches):
         observer: is handed the calls of ops; if it wants them all, those that no policy concerns are patched too.
         mapping: puts wrappers of its own around those of the policies.
         kernels: computes the ops that run in BF16 or FP16 on a CPU.
+        everywhere: whether every op is cast, and not the model's alone.
     """
 
     def __init__(
-        self, policies: Policies, observer: Observer | None, mapping: DtypeMap | None, kernels: Kernels
+        self,
+        policies: Policies,
+        observer: Observer | None,
+        mapping: DtypeMap | None,
+        kernels: Kernels,
+        everywhere: bool,
     ) -> None:
-        self.switch, self._kernels, self._observer = Switch(), kernels, observer
+        self.switch, self._kernels, self._observer = Switch(everywhere), kernels, observer
         self.beside = BesideModel(self.switch)
         self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
         self.standing: dict[tuple[int, str], Patch] = {}  # by owner and attribute
         self._tables: dict[Policy, dict[str, Cases]] = {}  # the cases of each op, by policy: many scopes have one
         self._low = False  # whether some op is computed in low precision
         self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
-        patches = (*self._further(policies), *self.beside.patches())
+        patches = (*self._further(policies), *self.beside.patches(), *model_calls.patches(self.switch))
         super().__init__(mapping.patches(patches, self.switch) if mapping else patches)
 
     def apply(self, changes: Changes) -> None:

@@ -39,9 +39,12 @@ class Compilers:
 
     When it is undone, compiled code is compiled anew. Wrappers are held by identity only: one that is held here would
     look as if somebody had taken it (`Rebinding.expect`).
+
+    everywhere: whether every op is cast, and not the model's alone, as which a compiled graph counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, everywhere: bool) -> None:
+        self._everywhere = everywhere
         self._originals: dict[int, Callable] = {}  # by identity of the wrapper, while it is applied
         self._codes: set[types.CodeType] = set()  # of the wrappers
         self._tags: list[str] = []
@@ -117,14 +120,13 @@ class Compilers:
         _skip(eval_frame, self._codes)
 
     def _watch_graphs(self, output_graph: ModuleType) -> None:
-        """Wrap graphs that contain regions, so that the regions take effect when they run."""
+        """Wrap graphs that contain regions, so that the regions take effect when they run; or all, as forwards."""
         compile_graph = output_graph.OutputGraph.call_user_compiler
 
         def call_user_compiler(output: Any, module: Any, inputs: Any) -> Callable:
             opens = any(map(_opens_regions, module.modules()))  # before a backend changes it
-            if not opens:
-                return compile_graph(output, module, inputs)
-            return region_state.graph(region_state.graph(compile_graph)(output, module, inputs))
+            wrap = region_state.graph if opens else _untouched if self._everywhere else region_state.forward
+            return wrap(wrap(compile_graph)(output, module, inputs))
 
         label = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"
         self._changes.put(Attribute(output_graph.OutputGraph, "call_user_compiler", label), call_user_compiler)
@@ -139,6 +141,10 @@ class Compilers:
         if original is None:
             return function
         return types.MethodType(original, function.__self__) if isinstance(function, types.MethodType) else original
+
+
+def _untouched(run: Callable) -> Callable:
+    return run
 
 
 def _skip(eval_frame: ModuleType, codes: Iterable[types.CodeType]) -> None:

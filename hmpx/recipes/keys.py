@@ -15,7 +15,7 @@ from hmpx.ops.computing.kernels import KERNELS
 from hmpx.ops.policies.build_policy import OPT_LEVELS
 from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_PRECISION, SIDES
-from hmpx.ops.policies.policy import Policy
+from hmpx.ops.policies.policy import WHERE, Policy
 from hmpx.recipes.vendors import NXD, NXD_MASTERS
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.holding.settings import SWITCHES
@@ -34,6 +34,7 @@ _LEGAL = {
     "state_dtype": tuple(map(state_name, STATE_FORMS)),
     LOW_PRECISION: ("bfloat16", "float16", None),
     "kernels": KERNELS,
+    "where": WHERE,
     "weights": tuple(WAYS),
     **dict.fromkeys((*SWITCHES, "verbose"), (True, False)),
 }

@@ -181,7 +181,8 @@ def convert(
     """
     if policy is None:
         return None
-    return conversion.install(policy, recipe.verbose, enabled, recipe.mapped(), recipe.kernels, rules)
+    how = recipe.verbose, enabled, recipe.mapped(), recipe.kernels, rules, recipe.where
+    return conversion.install(policy, *how)
 
 
 def _refuse_later(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ from hmpx.ops.overlays import Overlay, read_overlay
 from hmpx.ops.policies.build_policy import build_policy
 from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import FP8_FORMAT, LOW_DTYPES, SIDES, Listed, read_lists
-from hmpx.ops.policies.policy import OptLevel, Policy
+from hmpx.ops.policies.policy import OptLevel, Policy, Where
 from hmpx.recipes.files import Origin, Origins, read_keys, recipe_path
 from hmpx.recipes.keys import DTYPES, LISTS, MAPPED, MODULES, PARAMETERS, SWITCHES, dtype_of, problems, spelled_out
 from hmpx.recipes.vendors import NXD_BASE, nxd_keys
@@ -46,6 +46,7 @@ class Recipe:
             it (``{"fp32": ["linear"]}``), or, with `opt_level`, a whole policy; see `hmpx.policy_for`. The innermost
             module decides, of two patterns for one the last.
         kernels: "auto", "native" or "float32", what computes the ops that run in it on a CPU; see `hmpx.convert`.
+        where: "model" or "everywhere", where ops are cast; see `hmpx.convert`.
         verbose: log each distinct decision of the op lists once; `hmpx.convert`'s `isVerbose`.
         dtype_map: dtypes that become others wherever one is asked for; see `hmpx.convert`, with dtypes by name.
         parameter_dtype: "bfloat16" or "float32", of the model's parameters.
@@ -74,6 +75,7 @@ class Recipe:
         promote: []
         low_precision: bfloat16
         kernels: auto
+        where: model
         parameter_dtype: bfloat16
         weights: split
         state_dtype: float32
@@ -97,6 +99,7 @@ class Recipe:
     low_precision: str | None = None
     modules: Mapping[str, Any] = field(default_factory=dict)
     kernels: KernelsAsked = "auto"
+    where: Where = "model"
     verbose: bool = False
     dtype_map: Mapping[str, str] = field(default_factory=dict)
     parameter_dtype: str = "bfloat16"

@@ -34,7 +34,7 @@ def laid_over(base: Recipe, keys: Mapping[str, Any], origins: Origins = USUAL._o
         key: getattr(USUAL, key) for side in SIDES if other_level or side in held for key in (side, f"{side}_file_path")
     }
     if other_level and own["opt_level"] is None:
-        gone |= {key: getattr(USUAL, key) for key in (LOW_PRECISION, FP8_FORMAT, "kernels", MODULES)}
+        gone |= {key: getattr(USUAL, key) for key in (LOW_PRECISION, FP8_FORMAT, "kernels", "where", MODULES)}
     base = changed(base, **gone)
     for key in MAPPINGS:
         if key in own:

@@ -118,6 +118,7 @@ def gaudi_keys(path: Path) -> tuple[dict[str, Any], dict[tuple, int]]:
     stands: dict[tuple, int] = {("opt_level",): lines.get("hmp_opt_level", lines[_SWITCH])}
     if values[_SWITCH]:
         keys |= {"opt_level": values.get("hmp_opt_level", "O1"), "verbose": values.get("hmp_is_verbose", False)}
+        keys["where"] = "everywhere"
         if keys["opt_level"] == "O1":
             for name, side in _LISTS.items():
                 keys[side] = tuple(values.get(name, _DEFAULTS[side]))

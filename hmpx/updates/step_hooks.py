@@ -159,7 +159,7 @@ def _watched(step: Callable) -> Callable:
             return step(optimizer, *args, **kwargs)
         how, attachment = region_state.rounding(), attachment_of(optimizer)
         # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
-        casting = region_state.casting() if how is None else True
+        casting = region_state.casting() if how is None else region_state.usual()
         call = StepCall(optimizer, step, args, kwargs, how.seed if how else None)
         call = call.with_functions(functools.partial(_cast_inside, casting))
         running.add(id(optimizer))

@@ -124,6 +124,7 @@ def _operators() -> Named:
                 lead=tuple(Argument(operand, tensor=operand != "index") for operand in operands),
                 dtype_positional=False,
                 python=inspect.isfunction(getattr(Tensor, attribute)),
+                refuses_mixed=name in op_facts.REFUSES_MIXED,
             )
             yield name, Entry(Tensor, attribute, f"Tensor.{attribute}", signature, attribute in op_facts.WRITING)
 
@@ -137,7 +138,12 @@ def _python_functions(found: Container[str]) -> Named:
                 continue
             front = op_facts.RENAMED.get(attribute, attribute) in found and attribute not in op_facts.NOT_FRONTS
             if not front:  # every argument may be a tensor; only `dtype=` matters to the call
-                yield attribute, Entry(module, attribute, f"{label}.{attribute}", Signature(python=True))
+                signature = Signature(
+                    python=True,
+                    refuses_mixed=attribute in op_facts.REFUSES_MIXED,
+                    loss="reduction" in inspect.signature(function).parameters,
+                )
+                yield attribute, Entry(module, attribute, f"{label}.{attribute}", signature)
 
 
 def _computes(name: str, entries: tuple[Entry, ...]) -> bool:

@@ -188,11 +188,25 @@ CALLED_LATER = {
     "torch.utils.checkpoint.CheckpointFunction.forward": 1,
 }
 
-# Code that runs beside a model and not in it: casts are off inside. A module stands for its functions, a class for its
-# methods and the methods of torch's classes that derive from it; "module:name" is one of them. `updates.step_hooks`
-# watches optimizer steps. Looked through and left to be cast, as they run or are part of a model's forward: torch.func,
-# torch.autograd.functional, torch.distributions, torch.export, torch.fx, torch.jit, torch.onnx, torch.utils.checkpoint,
-# of torch.nn.utils the hooks of pruning, of weight and spectral norm, parametrizations, `rnn` and `stateless`.
+# Code that is no model's arithmetic: casts are off inside. A module stands for its functions, a class for its methods
+# and the methods of torch's classes that derive from it; "module:name" is one of them. Looked through and left to be
+# cast, as they run or are part of a model's forward: torch.func, torch.autograd.functional, torch.distributions,
+# torch.export, torch.fx, torch.jit, torch.onnx, torch.utils.checkpoint, of torch.nn.utils the hooks of pruning, of weight
+# and spectral norm, parametrizations, `rnn` and `stateless`.
+#
+# What runs inside a model's forward:
+INSIDE_THE_MODEL = (
+    # the observers of quantization
+    "torch.ao.quantization.observer:ObserverBase",
+    # the parts of an op that has been cast already, by tensor parallelism
+    "torch.distributed.tensor._redistribute:redistribute_local_tensor",
+    "torch.distributed.tensor._dispatch:redistribute_local_tensor",
+    "torch.distributed.tensor._api:redistribute_local_tensor",
+    "torch.distributed.tensor._tp_conv:tp_convolution", "torch.distributed.tensor._tp_conv:tp_convolution_backward",
+    "torch.distributed.tensor.parallel.loss:_log_softmax", "torch.distributed.tensor.parallel.loss:_nll_loss_forward",
+    "torch.distributed.tensor.parallel.loss:_nll_loss_and_log_softmax_backward",
+)  # fmt: skip
+# What runs beside it, where every call is cast (``where="everywhere"``). `updates.step_hooks` watches optimizer steps.
 BESIDE_THE_MODEL = (
     # learning rates, and averages of weights
     "torch.optim.lr_scheduler", "torch.optim.lr_scheduler:LRScheduler",
@@ -204,18 +218,10 @@ BESIDE_THE_MODEL = (
     "torch.nn.init", "torch.nn.utils", "torch.nn.utils.clip_grad", "torch.nn.utils.convert_parameters",
     "torch.nn.utils.fusion", "torch.nn.utils.init", "torch.nn.utils.parametrizations", "torch.nn.utils.parametrize",
     "torch.nn.utils.prune", "torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm",
-    # quantization: the observers of a model, and its conversion
-    "torch.ao.quantization.observer:ObserverBase", "torch.ao.quantization.quantize", "torch.ao.quantization.utils",
-    "torch.ao.quantization.fuse_modules",
+    # the conversion of a quantized model
+    "torch.ao.quantization.quantize", "torch.ao.quantization.utils", "torch.ao.quantization.fuse_modules",
     # data: `__getitem__` of a data set and the collate function, in workers too
     "torch.utils.data._utils.fetch:_BaseDatasetFetcher", "torch.utils.data.dataloader:_BaseDataLoaderIter",
-    # the parts of an op that has been cast already, by tensor parallelism
-    "torch.distributed.tensor._redistribute:redistribute_local_tensor",
-    "torch.distributed.tensor._dispatch:redistribute_local_tensor",
-    "torch.distributed.tensor._api:redistribute_local_tensor",
-    "torch.distributed.tensor._tp_conv:tp_convolution", "torch.distributed.tensor._tp_conv:tp_convolution_backward",
-    "torch.distributed.tensor.parallel.loss:_log_softmax", "torch.distributed.tensor.parallel.loss:_nll_loss_forward",
-    "torch.distributed.tensor.parallel.loss:_nll_loss_and_log_softmax_backward",
 )  # fmt: skip
 IN_THE_MODEL = frozenset({"torch.nn.utils.parametrize.cached"})  # a region, not a call
 

@@ -24,6 +24,8 @@ from hmpx.ops.policies.fp8_format import FORMATS, Format
 from hmpx.ops.policies.op_lists import SIDES
 
 OptLevel = Literal["O1", "O2"]
+Where = Literal["model", "everywhere"]
+WHERE: tuple[Where, ...] = ("model", "everywhere")  # where ops are cast
 
 
 class Rule(enum.Enum):

@@ -36,6 +36,7 @@ class Signature:
     statistics: positions of tensors that the op may write to. beside: positions of tensors that share their dtype.
     mixed_on_cpu: on a CPU it takes a BF16 or FP16 input beside FP32 weights.
     python: implemented in Python, so that it may call other listed ops.
+    refuses_mixed: torch raises where its tensors differ in dtype. loss: it has a `reduction`, as losses alone have.
     """
 
     lead: tuple[Argument, ...] | None = None
@@ -45,6 +46,8 @@ class Signature:
     beside: tuple[int, ...] = ()
     mixed_on_cpu: bool = False
     python: bool = False
+    refuses_mixed: bool = False
+    loss: bool = False
 
 
 @functools.cache
@@ -87,6 +90,8 @@ def read_signature(name: str, first: str) -> Signature:
         statistics=statistics,
         beside=beside,
         mixed_on_cpu=name in op_facts.MIXED_ON_CPU,
+        refuses_mixed=op_facts.RENAMED.get(name, name).removesuffix("_") in op_facts.REFUSES_MIXED,
+        loss=any(a.name == "reduction" for arguments in overloads for a in arguments),
     )
 
 

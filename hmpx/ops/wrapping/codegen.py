@@ -9,7 +9,7 @@ before, `_off` is empty while every thread casts, `_target` is torch.bfloat16, `
 `_usual` torch.float32):
 
     def make(_original, _run, _switch):
-        _off, _casts_off = _switch.off, _switch.casts_off
+        _off, _casts_off, _alive = _switch.off, _switch.casts_off, _switch.alive
 
         def matmul(input=_missing, other=_missing, *args, **kwargs):
             input_type = type(input)
@@ -19,7 +19,7 @@ before, `_off` is empty while every thread casts, `_target` is torch.bfloat16, `
                 other_dtype = other.dtype
                 if input_dtype is _target and other_dtype is _target and not (_off or kwargs):
                     return _run(input, other, *args) if args else _run(input, other)
-                if _off and _casts_off() or kwargs and _is_stated(kwargs):
+                if _off and _casts_off(_signature, (input, other,), kwargs) or kwargs and _is_stated(kwargs):
                     return _original(input, other, *args, **kwargs)
                 input_cast = input
                 if input_dtype is _usual or input_dtype in _castable:
@@ -43,6 +43,9 @@ before, `_off` is empty while every thread casts, `_target` is torch.bfloat16, `
                 return _run(input_cast, other_cast)
             return _unusual(_original, _run, _switch, _rule, _signature, (input, other,), args, kwargs)
         return matmul
+
+Where casts belong to the model, `_off` is never empty, and in its place the wrapper asks whether the innermost region
+of its thread is that of a forward: ``not (_alive and (_open := _thread.open) and _open[-1] is _in_forward)``.
 """
 
 from __future__ import annotations
@@ -56,36 +59,17 @@ from typing import Any
 
 import torch
 
-from hmpx.base import process_state, region_state
+from hmpx.base import region_state
 from hmpx.ops.captured_names.raw import GENERATED
 from hmpx.ops.policies.policy import Rule
 from hmpx.ops.policies.signatures import Argument, Signature
 from hmpx.ops.wrapping.callers import WRITTEN, register
 from hmpx.ops.wrapping.overriding import call, called_by_torch
 from hmpx.ops.wrapping.rules import ELIGIBLE, METHODS, TARGETS, call_cast, cast, has_dtype, is_explicit, is_stated
+from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.weight_cache import cast_weight, open_caches
 
 _written = itertools.count(1)  # each source has a file name of its own
-
-
-class Switch:
-    """Whether the wrappers of one conversion are alive. A wrapper that outlives its conversion is inert.
-
-    off: empty while the conversion is alive and every thread casts.
-    """
-
-    __slots__ = ("off", "retired")
-
-    def __init__(self) -> None:
-        self.retired = False
-        self.off = process_state.off_somewhere
-
-    def retire(self) -> None:
-        self.retired = True
-        region_state.retire()
-
-    def casts_off(self) -> bool:
-        return self.retired or bool(self.off and region_state.casts_off())
 
 
 class _Missing:
@@ -119,7 +103,7 @@ def _unusual(
     while not args and len(given) > len(signature.lead or ()) and given[-1] is parameters[len(given) - 1].default:
         given.pop()  # of the tail, and the caller has not written it
     args, kwargs = (*given, *args), {**named, **kwargs}
-    if switch.casts_off() or is_explicit(args, kwargs) or called_by_torch(args, kwargs, 2):
+    if switch.casts_off(signature, args, kwargs) or is_explicit(args, kwargs) or called_by_torch(args, kwargs, 2):
         return call(original, args, kwargs)
     return call_cast(run, rule, signature, args, kwargs)
 
@@ -127,7 +111,7 @@ def _unusual(
 # {right} and {same} look at the dtypes of the parameters that may be tensors, {plain} at their types.
 _HEAD = """\
 def make(_original, _run, _switch):
-    _off, _casts_off = _switch.off, _switch.casts_off
+    _off, _casts_off, _alive = _switch.off, _switch.casts_off, _switch.alive
 
     def {function}({signature}, *args, **kwargs):
 """
@@ -144,11 +128,11 @@ _DTYPE_OR_NONE = """\
             {p}_dtype = {absent} if {p} is None else {p}.dtype
 """
 _RIGHT = """\
-            if {right} and not (_off or kwargs{dtypes}):
+            if {right} and not ({off} or kwargs{dtypes}):
                 return _run({names}, *args) if args else _run({names})
 """
 _LOOK = """\
-            if _off and _casts_off() or kwargs and _is_stated(kwargs){dtypes}:
+            if {off} and _casts_off(_signature, ({names},), kwargs) or kwargs and _is_stated(kwargs){dtypes}:
                 return _original({names}, *args, **kwargs)
 """
 _LEAVE = """\
@@ -186,9 +170,17 @@ def _default(p: Argument) -> str:
     return "_missing" if p.required else "None" if p.default is None else f"_default_of_{p.name}"
 
 
+_OFF = {True: "_off", False: "not (_alive and (_open := _thread.open) and _open[-1] is _in_forward)"}  # by `everywhere`
+
+
 @functools.cache
-def make_wrapper(signature: Signature, rule: Rule, function: str) -> Callable[[Callable, Callable, Switch], Callable]:
-    """Return a factory of wrappers for one signature and rule; it takes the op, its runner and a switch."""
+def make_wrapper(
+    signature: Signature, rule: Rule, function: str, everywhere: bool
+) -> Callable[[Callable, Callable, Switch], Callable]:
+    """Return a factory of wrappers for one signature and rule; it takes the op, its runner and a switch.
+
+    everywhere: whether every op is cast, and not the model's alone.
+    """
     parameters = (*(signature.lead or ()), *signature.tail)
     tensors = [p for p in parameters if p.tensor]
     fields = {
@@ -197,6 +189,7 @@ def make_wrapper(signature: Signature, rule: Rule, function: str) -> Callable[[C
         "names": ", ".join(p.name for p in parameters),
         "present": "".join(f" and {p.name} is not _missing" for p in parameters if p.required and not p.tensor),
         "plain": " and ".join(map(_is_plain, tensors)),
+        "off": _OFF[everywhere],
         "dtypes": " or args and _has_dtype(args)" if signature.dtype_positional else "",
         "casts": ", ".join(f"{p.name}_cast" if p.tensor else p.name for p in parameters),
     }
@@ -244,6 +237,8 @@ def make_wrapper(signature: Signature, rule: Rule, function: str) -> Callable[[C
         "_cast_weight": cast_weight,
         "_Param": torch.nn.Parameter,
         "_unusual": _unusual,
+        "_thread": region_state.thread,
+        "_in_forward": region_state.IN_FORWARD,
         "_is_stated": is_stated,
         "_has_dtype": has_dtype,
     }

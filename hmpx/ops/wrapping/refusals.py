@@ -17,7 +17,7 @@ from hmpx.base import region_state
 from hmpx.base.dtype_names import dtype_name
 from hmpx.errors import HmpxError
 from hmpx.ops.wrapping.callers import pass_over
-from hmpx.ops.wrapping.codegen import Switch
+from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import named_like
 
 logger = logging.getLogger("hmpx")

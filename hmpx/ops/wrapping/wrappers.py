@@ -26,10 +26,11 @@ from hmpx.base.region_state import scope
 from hmpx.ops.policies.catalog import Entry
 from hmpx.ops.policies.policy import Case, Rule
 from hmpx.ops.wrapping.callers import calling, pass_over, register
-from hmpx.ops.wrapping.codegen import Switch, make_wrapper
+from hmpx.ops.wrapping.codegen import make_wrapper
 from hmpx.ops.wrapping.observing import Observer, Point, observed, stand_in
 from hmpx.ops.wrapping.overriding import PLAIN, call, called_by_torch, public
 from hmpx.ops.wrapping.rules import call_cast, is_explicit
+from hmpx.ops.wrapping.switch import Switch
 
 
 class Patching(enum.Enum):
@@ -37,6 +38,8 @@ class Patching(enum.Enum):
 
     CAST = "cast"  # the arguments are cast as its rule says
     UNCAST = "uncast"  # no casts inside: not the model's forward
+    FORWARD = "forward"  # what runs inside is a model's forward
+    BACKWARD = "backward"  # what runs inside is beside the model, but for forwards that are computed again
     CHECK = "check"  # a layer's check of its input's dtype accepts an input that will be cast
     CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
     EXPLAINED = "explained"  # torch's error says why, and nothing else changes
@@ -147,7 +150,7 @@ def build_choice(
     def choice(*args, **kwargs):
         # Dynamo, to which every tensor is a plain one, has no frames.
         plain = all(type(a) in PLAIN for a in args if isinstance(a, torch.Tensor))
-        if (observer is None and switch.casts_off()) or (not plain and called_by_torch(args, kwargs, 1)):
+        if (observer is None and switch.casts_off(entry.signature, args, kwargs)) or (not plain and called_by_torch(args, kwargs, 1)):
             return call(original, args, kwargs)
         for when, run in choices:
             if _accepts(when, args, kwargs):
@@ -198,7 +201,7 @@ def _casting(entry: Entry, rule: Rule, run: Callable, original: Callable, switch
     public(original)  # looks it up once, while torch is as it was made
     if entry.signature.python or entry.signature.lead is None:
         return _general(entry, rule, original, run, switch)
-    return make_wrapper(entry.signature, rule, entry.attribute)(original, run, switch)
+    return make_wrapper(entry.signature, rule, entry.attribute, switch.everywhere)(original, run, switch)
 
 
 def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch: Switch) -> Callable:
@@ -208,7 +211,7 @@ def _general(entry: Entry, rule: Rule, original: Callable, run: Callable, switch
     inner = uncast_inside(run) if signature.python else run
 
     def wrapper(*args, **kwargs):
-        if switch.casts_off() or called_by_torch(args, kwargs, 1):
+        if switch.casts_off(signature, args, kwargs) or called_by_torch(args, kwargs, 1):
             return call(original, args, kwargs)
         if is_explicit(args, kwargs) or kwargs.get("inplace") or _is_stated_at(stated, args):
             return call(inner, args, kwargs)

@@ -1,0 +1,76 @@
+"""Patches that tell where a model runs: the calls of modules, and backward passes.
+
+Where casts belong to the model (``where="model"``), the call of a module opens a region that casts, and so does a
+checkpointed function, which runs again in backward. Everywhere, a backward pass opens one in which ops are cast only
+where a forward is computed again: the hooks of gradients are beside the model.
+
+Compiled code counts as a forward whoever calls it, so a module inside opens nothing there, and Dynamo is told that
+nobody has patched `Module.__call__`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from hmpx.base import region_state
+from hmpx.base.awaited import when_imported
+from hmpx.base.changes import Attribute, Changes
+from hmpx.ops.wrapping.switch import Switch
+from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
+
+_BACKWARD = ("torch.autograd.backward", "torch.autograd.grad")
+_FORWARD = ("torch.utils.checkpoint.checkpoint",)
+_CALL = "torch.nn.Module.__call__"
+_DYNAMO_CALL = "unpatched_nn_module_call"  # Dynamo compares with it to see whether it may go straight to `forward`
+_DYNAMO = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
+
+
+def patches(switch: Switch) -> Iterator[Patch]:
+    """Yield the patches of one conversion."""
+    for path in _BACKWARD:
+        yield patch_at(path, Patching.BACKWARD, functools.partial(_running, region_state.run_backward, switch))
+    if switch.everywhere:
+        return
+    for path in _FORWARD:
+        yield patch_at(path, Patching.FORWARD, functools.partial(_running, region_state.run_forward, switch))
+    yield patch_at(_CALL, Patching.FORWARD, functools.partial(_calling, switch))
+
+
+def tell_dynamo(changes: Changes) -> None:
+    """Let Dynamo take the patched `Module.__call__` for torch's own, until `changes` are undone."""
+
+    def tell(module: ModuleType) -> None:
+        changes.put(Attribute(module, _DYNAMO_CALL, f"{module.__name__}.{_DYNAMO_CALL}"), torch.nn.Module.__call__)
+
+    for name in _DYNAMO:
+        when_imported(name, tell, changes)
+
+
+def _calling(switch: Switch, original: Callable) -> Callable:
+    """Return `Module.__call__` opening a region; a module inside of another one is a truth test and two look-ups."""
+    thread, in_forward, alive = region_state.thread, region_state.IN_FORWARD, switch.alive
+
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        opened = thread.open
+        if (opened and opened[-1] is in_forward) or not alive:
+            return original(self, *args, **kwargs)
+        return region_state.run_forward(original, (self, *args), kwargs)
+
+    return call
+
+
+def _running(run: Callable, switch: Switch, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def running(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or switch.casts_off():
+            return original(*args, **kwargs)
+        return run(original, args, kwargs)
+
+    return running

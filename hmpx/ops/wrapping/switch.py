@@ -1,0 +1,97 @@
+"""Decides whether a wrapper casts here, now: the regions that are open, and whether the op is a model's.
+
+Under ``where="model"`` an op is a model's where the forward of a module runs in this thread, or where grad mode is on
+and one of its tensors requires a gradient. Three more are counted as a model's wherever they stand:
+
+- a loss (an op with a `reduction`), so that a loss under `no_grad` is computed like that of training;
+- an op whose tensors differ in dtype where torch would raise, as it raises because of other casts;
+- what compiled code calls: Dynamo traces a model.
+
+Everything else (data, timesteps, averages, metrics, hooks of gradients) runs as torch runs it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._C import _current_graph_task_id
+from torch.compiler import is_dynamo_compiling
+
+from hmpx.base import process_state, region_state
+from hmpx.ops.policies.signatures import Signature
+
+_NONE: Mapping[str, Any] = types.MappingProxyType({})
+_ELIGIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+class Switch:
+    """Whether the wrappers of one conversion are alive. A wrapper that outlives its conversion is inert.
+
+    everywhere: whether every op is cast, and not the model's alone.
+    off: empty while the conversion is alive and every thread casts every op.
+    alive: empty when the conversion is over.
+    """
+
+    __slots__ = ("alive", "everywhere", "off")
+
+    def __init__(self, everywhere: bool = True) -> None:
+        self.everywhere, self.alive = everywhere, [True]
+        self.off = process_state.off_somewhere
+
+    @property
+    def retired(self) -> bool:
+        return not self.alive
+
+    def retire(self) -> None:
+        self.alive.clear()
+        region_state.retire()
+
+    def casts_off(self, signature: Signature | None = None, args: tuple = (), kwargs: Mapping = _NONE) -> bool:
+        """Return whether a call is left as it is. Without a signature the call counts as one of the model."""
+        if not self.alive:
+            return True
+        if not self.off:
+            return False
+        acts = region_state.acts()
+        if acts is not None or signature is None or is_dynamo_compiling():
+            return acts is False
+        return not (_always_casts(signature, args, kwargs) or is_models(args, kwargs, sys._getframe(1)))
+
+
+def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType) -> bool:
+    """Return whether an op with these arguments, called in `frame`, is a model's."""
+    if _current_graph_task_id() != -1:  # a hook; forwards that are computed again have opened a region
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors((*args, *kwargs.values()))):
+        return True
+    return _in_forward(frame)
+
+
+def _always_casts(signature: Signature, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    if not signature.refuses_mixed:
+        return signature.loss
+    dtypes = {tensor.dtype for tensor in _tensors((*args, *kwargs.values()))} & _ELIGIBLE
+    return signature.loss or len(dtypes) > 1
+
+
+def _in_forward(frame: types.FrameType | None) -> bool:
+    """Return whether a module's `forward` is among the callers: one that was called by hand opens no region."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            if isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
