@@ -90,6 +90,12 @@ def explain_op(
     return "\n".join(lines)
 
 
+_WHERE = {
+    "model": "in a model: in the forwards of modules, and in what needs a gradient",
+    "everywhere": "in every call, whoever makes it",
+}
+
+
 def explain(recipe: Stated) -> None:
     """Print in words what a recipe does to weights, ops, gradients, state and checkpoints, with bytes per parameter.
 
@@ -123,6 +129,7 @@ def recipe_lines(recipe: Recipe) -> list[str]:
     lines = {
         "weights": f"{recipe.parameter_dtype}{exceptions}",
         "ops": _ops_in_words(recipe, policy),
+        "where": "" if policy is None else _WHERE[recipe.where],
         MODULES: "; ".join(f"{pattern}: {overlay.in_words()}" for pattern, overlay in recipe.overlays().items()),
         "kernels": _kernels_in_words(recipe, policy),
         "loss": "to be scaled (torch.amp.GradScaler), for FP16 loses gradients below 6e-8" if scaled else "",

@@ -24,6 +24,7 @@ from hmpx.base.changes import Changes, Flag
 from hmpx.base.dtype_names import dtype_name
 from hmpx.ops.wrapping.callers import users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
+from hmpx.ops.wrapping.switch import is_outside
 
 logger = logging.getLogger("hmpx")
 _LEVEL = Flag("the level of the logger hmpx", lambda: logger.level, logger.setLevel)
@@ -65,7 +66,9 @@ class VerboseLog:
         if seen.casting and point.rule is not None:
             dtypes = [_dtypes(values) for values in ((args, kwargs), (seen.args, seen.kwargs), (seen.result,))]
             head = point.op if point.label == point.op else f"{point.op} as {point.label}"
-            self._record(f"{head}, {point.rule}: {' -> '.join(dtypes)} at {users_line(frame)}")
+            outside = dtypes[0] != dtypes[1] and is_outside(point.op, args, kwargs, frame)
+            where = f"{users_line(frame)}{', outside of any model' if outside else ''}"
+            self._record(f"{head}, {point.rule}: {' -> '.join(dtypes)} at {where}")
         return seen
 
     def _record(self, line: str) -> None:

@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from hmpx.base import region_state
 from hmpx.base.changes import Attribute, Changes, Flag
 from hmpx.errors import HmpxError
-from hmpx.ops.beside_model import functions_in
+from hmpx.ops.beside_model import functions_in, places
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.signatures import schemas
@@ -217,7 +217,7 @@ def _call(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _initialisers() -> Iterator[str]:
     """Yield the public functions of torch.nn.init that write to their argument."""
-    for _, attribute, path in functions_in("torch.nn.init"):
+    for _, attribute, path in functions_in("torch.nn.init", places(everywhere=True)):
         if attribute.endswith("_") and not attribute.startswith("_"):
             yield path
 

@@ -39,6 +39,7 @@ from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.wrapping.callers import frames, modules, users_frame, users_line
 from hmpx.ops.wrapping.observing import Point, Run, Seen
 from hmpx.ops.wrapping.rules import TARGETS
+from hmpx.ops.wrapping.switch import is_outside
 from hmpx.updates.attach import attached
 from hmpx.version import __version__
 
@@ -142,6 +143,8 @@ class Recorder:
             site = self._site(point, seen, frame, tensors)
             if site is not None:
                 self._add(site, seen, None if began else entered, tensors)
+                cast = seen.casting and site.given != site.seen
+                site.outside += cast and is_outside(point.op, args, kwargs, frame)
                 if began:
                     self._device.end(site, began)
         if casts and site is not None:

@@ -12,7 +12,7 @@ from hmpx.insight.text_table import dtype_steps, size, times
 
 SCHEMA = 1
 SHAPES = 8  # how many different ones are kept of one site
-_SUMS = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds")
+_SUMS = ("calls", "casts", "casts_avoided", "bytes_cast", "cast_seconds", "op_seconds", "outside")
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Site:
         casts: tensors that were cast, by a rule or by hand. casts_avoided: tensors that a rule looked at and found
             right. bytes_cast: the bytes that the casts read and wrote. cast_seconds, op_seconds: the time of the casts,
             and of the op itself.
+        outside: calls that were cast because every call is (``where="everywhere"``), though they are no model's.
         nonfinite: the first call, from 1, whose result had an inf or a NaN that is not the -inf of a mask; None if none
             had. nonfinite_at: that call's number among those of all sites.
         fp8: of a site in FP8, for "inputs", "weights" and "gradients" the "largest" magnitude, and of how many
@@ -53,6 +54,7 @@ class Site:
     bytes_cast: int = 0
     cast_seconds: float = 0.0
     op_seconds: float = 0.0
+    outside: int = 0
     nonfinite: int | None = None
     nonfinite_at: int | None = None
     unchosen: str = ""
@@ -130,7 +132,7 @@ class Recorded:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Sums over the sites: calls, casts, casts_avoided, bytes_cast, cast_seconds, op_seconds, and cast_share."""
+        """Sums over the sites: calls, casts, casts_avoided, bytes_cast, cast_seconds, op_seconds, outside; cast_share."""
         sums = {name: sum(getattr(site, name) for site in self.sites) for name in _SUMS}
         seconds = sums["cast_seconds"] + sums["op_seconds"]
         return {**sums, "cast_share": sums["cast_seconds"] / seconds if seconds else 0.0}

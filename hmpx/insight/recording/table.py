@@ -114,6 +114,9 @@ def attention(log: Recorded) -> Iterator[tuple[str, list[str]]]:
         "In a dtype that nobody chose": (
             f"{site.place}: {site.unchosen} ({times(site.calls)})" for site in alike(log.unchosen)
         ),
+        "Cast outside of any model: put `with hmpx.disable_casts():` around it, or say where: model": (
+            f"{site.place} ({times(site.outside)})" for site in alike(log.sites) if site.outside
+        ),
         "Cast there and back, though no list asks for both": _trips(log, listed=False),
         "Updates of weights that round-to-nearest would lose": map(_lost_updates, log.updates),
         "Ops that no wrapper reaches": log.escaped,

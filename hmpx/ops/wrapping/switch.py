@@ -1,8 +1,9 @@
 """Decides whether a wrapper casts here, now: the regions that are open, and whether the op is a model's.
 
 Under ``where="model"`` an op is a model's where the forward of a module runs in this thread, or where grad mode is on
-and one of its tensors requires a gradient. Three more are counted as a model's wherever they stand:
+and one of its tensors requires a gradient. Four more are counted as a model's wherever they stand:
 
+- what the `backward` of a `torch.autograd.Function` calls;
 - a loss (an op with a `reduction`), so that a loss under `no_grad` is computed like that of training;
 - an op whose tensors differ in dtype where torch would raise, as it raises because of other casts;
 - what compiled code calls: Dynamo traces a model.
@@ -12,16 +13,19 @@ Everything else (data, timesteps, averages, metrics, hooks of gradients) runs as
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._C import _current_graph_task_id
+from torch._C import _current_autograd_node, _current_graph_task_id
+from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base import process_state, region_state
+from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.signatures import Signature
 
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
@@ -62,10 +66,22 @@ class Switch:
         return not (_always_casts(signature, args, kwargs) or is_models(args, kwargs, sys._getframe(1)))
 
 
+def is_outside(op: str, args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType) -> bool:
+    """Return whether an op that is cast is no model's, and is cast because every op is, and not by a region."""
+    if region_state.casting() is not None or region_state.acts() is not True or _is_loss(op):
+        return False
+    return not is_models(args, kwargs, frame)
+
+
+@functools.cache
+def _is_loss(op: str) -> bool:
+    return op in catalog() and any(entry.signature.loss for entry in catalog()[op].entries)
+
+
 def is_models(args: tuple, kwargs: Mapping[str, Any], frame: types.FrameType) -> bool:
     """Return whether an op with these arguments, called in `frame`, is a model's."""
-    if _current_graph_task_id() != -1:  # a hook; forwards that are computed again have opened a region
-        return False
+    if _current_graph_task_id() != -1:  # in a backward pass: forwards that are computed again have opened a region
+        return isinstance(_current_autograd_node(), BackwardCFunction)  # not a hook
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors((*args, *kwargs.values()))):
         return True
     return _in_forward(frame)

@@ -1,0 +1,324 @@
+"""Where casts belong to the model, whatever else a program computes is torch's, to the bit; the oracle is torch."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from hmpx.base import process_state
+from hmpx.recipes.files import recipe_names
+from hmpx.recipes.stated import as_recipe
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LISTS = {"bf16": ["linear", "matmul", "mul", "add", "sub"], "fp32": ["softmax", "div", "cross_entropy"], "promote": []}
+
+
+class Product(nn.Module):
+    """Calls an op itself, beside the modules in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return self.linear(x) @ self.weight
+
+
+@pytest.fixture
+def model():
+    with hmpx.convert(where="model", **LISTS):
+        yield Product()
+
+
+def test_what_stands_in_no_model_is_torchs(model):
+    """Timesteps, an average of weights kept by hand, data, a metric; each beside the same line without casts."""
+    model = model.requires_grad_(True)
+    logits, labels = torch.randn(64, 8), torch.randint(8, (64,))
+
+    def averaged():
+        average = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for _ in range(20):
+                for a, p in zip(average, model.parameters(), strict=True):
+                    a.copy_(a * 0.999 + (p + 0.01) * (1 - 0.999))
+        return torch.cat([a.flatten() for a in average])
+
+    def timesteps():
+        torch.manual_seed(3)
+        return (torch.rand(50_000) * 1000).long()
+
+    lines = {
+        "timesteps": timesteps,
+        "average": averaged,
+        "data": lambda: (torch.linspace(0, 1, 64) - 0.4) / 0.3,
+        "metric": lambda: (logits * 100).softmax(-1).gather(1, labels[:, None]),
+    }
+    for name, line in lines.items():
+        with hmpx.disable_casts():
+            expected = line()
+        assert torch.equal(line(), expected), name
+    assert timesteps().unique().numel() == 1000
+
+
+def test_a_forward_casts_with_gradients_and_without(model):
+    x = torch.randn(4, 8)
+    assert model(x).dtype is BF16
+    with torch.no_grad():
+        assert model(x).dtype is BF16
+        assert model.forward(x).dtype is BF16, "called by hand"
+        assert model.eval()(x).dtype is BF16
+    with torch.inference_mode():
+        assert model(x).dtype is BF16
+    assert not process_state.converted or not hmpx.base.region_state.thread.open
+
+
+def test_a_forward_that_raises_leaves_no_region_open(model):
+    with pytest.raises(RuntimeError):
+        model(torch.randn(4, 7))
+    assert (torch.rand(3) * 2).dtype is FP32
+
+
+def test_a_loss_outside_of_the_model_is_as_in_training(model):
+    x, labels = torch.randn(4, 8), torch.arange(4)
+    training = F.cross_entropy(model(x), labels)
+    with torch.no_grad():
+        validation = F.cross_entropy(model(x), labels)
+    assert training.dtype is validation.dtype is FP32
+    assert torch.equal(training, validation)
+
+
+def test_what_needs_a_gradient_is_a_models():
+    """Weights that lie in no module, as in meta-learning; and only while gradients are on."""
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
+    with hmpx.convert(where="model", **LISTS):
+        assert (x @ weight).dtype is BF16
+        with torch.no_grad():
+            assert (x @ weight).dtype is FP32
+        assert (x @ weight.detach()).dtype is FP32
+
+
+def test_an_op_that_torch_would_refuse_is_cast_as_its_list_says(model):
+    """A projection beside the forwards: its input is BF16 because of casts in them, its weight FP32."""
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert (model(x) @ model.weight).dtype is BF16
+
+
+@pytest.mark.parametrize("where", ["model", "everywhere"])
+def test_hooks_of_gradients_are_torchs(where):
+    hooks = {"twice": lambda g: g * 2, "half": lambda g: g / 2, "masked": lambda g: g * torch.ones_like(g)}
+
+    def gradients(hook, of_weight):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        h = model[0](torch.randn(5, 8))
+        (model[0].weight if of_weight else h).register_hook(hook)
+        model[1](h).float().square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    for name, hook in hooks.items():
+        for of_weight in (True, False):
+            with hmpx.convert(where=where, **LISTS):
+                plain = gradients(lambda g: g, of_weight)
+                found = gradients(hook, of_weight)
+            changed = [not torch.equal(a, b) for a, b in zip(plain, found, strict=True)]
+            assert any(changed) is (name != "masked"), (name, of_weight)
+
+
+def test_backward_inside_a_forward_runs_hooks_as_torch():
+    class Training(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.seen = nn.Linear(8, 8), []
+            self.linear.weight.register_hook(lambda g: self.seen.append((g * 2).dtype))
+
+        def forward(self, x):
+            self.linear(x).float().sum().backward()
+            return self.linear(x)
+
+    with hmpx.convert(where="model", **LISTS):
+        training = Training()
+        assert training(torch.randn(4, 8)).dtype is BF16 and training.seen == [FP32]
+
+
+class Scaled(torch.autograd.Function):
+    dtypes: list = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Scaled.dtypes.append((gradient.float() * 3).dtype)
+        return gradient * 3
+
+
+def test_a_function_with_a_backward_of_its_own_is_a_models(model):
+    Scaled.dtypes.clear()
+    y = model(torch.randn(4, 8))
+    Scaled.apply(y).float().sum().backward()
+    assert Scaled.dtypes == [BF16]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_in_backward_has_the_forwards_casts(model, reentrant):
+    """Of a module, and of a function in no module; the oracle is the run that keeps everything."""
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    bodies = {"module": model, "function": lambda x: (x @ weight) * (x * 2), "no gradient": lambda x: x @ x.detach().t() + x.sum()}
+    for name, body in bodies.items():
+        found = []
+        for run in (body, lambda x, body=body: checkpoint(body, x, use_reentrant=reentrant)):
+            for each in (x, weight, *model.parameters()):
+                each.grad = None
+            y = run(x)
+            y.float().square().sum().backward()
+            found.append((y.detach(), *[each.grad for each in (x, weight, *model.parameters()) if each.grad is not None]))
+        assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found)), name
+
+
+def test_functional_calls_and_transforms_are_forwards(model):
+    x = torch.randn(4, 8)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    expected = model(x)
+
+    def output(params, x):
+        return torch.func.functional_call(model, params, (x,))
+
+    assert torch.equal(output(params, x), expected)
+    assert torch.func.vmap(output, in_dims=(None, 0))(params, x[:, None]).dtype is BF16
+    gradient = torch.func.grad(lambda params: output(params, x).float().square().mean())(params)
+    expected.float().square().mean().backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(gradient[name], p.grad), name
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_is_a_forward(model, backend):
+    """A model, and a function that calls one, without a gradient too; one graph each."""
+    x, graphs = torch.randn(4, 8), []
+
+    def counting(module, inputs):
+        graphs.append(module)
+        if backend == "eager":
+            return module.forward
+        return torch._dynamo.lookup_backend(backend)(module, inputs)
+
+    def function(x):
+        return model(x).float() * x, x @ x.t()
+
+    compiled = torch.compile(model, backend=counting, fullgraph=True)
+    expected = model(x)
+    for _ in range(2):
+        assert torch.equal(compiled(x), expected)
+    assert len(graphs) == 1
+    with torch.no_grad():
+        compiled = torch.compile(function, backend=counting, fullgraph=True)
+        assert [each.dtype for each in compiled(x)] == [BF16, BF16]
+    assert (x @ x.t()).dtype is FP32
+
+
+def test_a_scripted_module_is_a_forward(model):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.jit.script(nn.Linear(8, 8))
+
+        def forward(self, x):
+            return self.inner(x), x @ x.t()
+
+    inner, product = Outer()(torch.randn(4, 8))
+    assert inner.dtype is FP32 and product.dtype is BF16  # the inside of a scripted module is C++'s
+
+
+def test_regions_act_where_they_stand(model):
+    x = torch.randn(4, 8)
+    with hmpx.enable_casts():
+        assert (x @ x.t()).dtype is BF16
+    with hmpx.casts(bf16=["softmax"]):
+        assert x.softmax(-1).dtype is BF16
+    with hmpx.disable_casts():
+        assert model(x).dtype is FP32
+        with hmpx.enable_casts():
+            assert model(x).dtype is BF16
+        assert model(x).dtype is FP32
+    with hmpx.convert(where="model", enabled=False, **LISTS):
+        assert model(x).dtype is FP32
+        with hmpx.enable_casts():
+            assert model(x).dtype is BF16
+
+
+def test_a_closure_of_an_optimizer_is_as_outside_of_the_step(model):
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        seen.append((model(x).dtype, (x * 2).dtype))
+        loss = model(x).float().square().mean()
+        loss.backward()
+        return loss
+
+    x, optimizer = torch.randn(4, 8), torch.optim.LBFGS(model.parameters(), max_iter=2)
+    optimizer.step(closure)
+    with hmpx.disable_casts():
+        optimizer.step(closure)
+    assert set(seen) == {(BF16, FP32)}
+
+
+def test_threads_and_tasks_do_not_see_each_others_forwards(model):
+    """While one is inside a forward, another's arithmetic stays torch's."""
+    entered, found = threading.Event(), []
+
+    class Waiting(nn.Module):
+        def forward(self, x):
+            entered.set()
+            done.wait(20)
+            return x * 2
+
+    def forward():
+        found.append(Waiting()(torch.rand(3)).dtype)
+
+    done = threading.Event()
+    thread = threading.Thread(target=forward)
+    thread.start()
+    assert entered.wait(20)
+    found.append((torch.rand(3) * 2).dtype)
+    done.set()
+    thread.join()
+    assert found == [FP32, BF16]
+
+    async def tasks():
+        async def one():
+            await asyncio.sleep(0)
+            return model(torch.randn(4, 8)).dtype, (torch.rand(3) * 2).dtype
+
+        return await asyncio.gather(one(), one())
+
+    assert asyncio.run(tasks()) == [(BF16, FP32)] * 2
+
+
+def test_everywhere_is_the_rule_of_convert_and_the_recipes_say_which_they_have():
+    with hmpx.convert(**LISTS) as handle:
+        assert (torch.rand(3) * 2).dtype is BF16 and "where: everywhere" in repr(handle)
+    everywhere = {name for name in recipe_names() if as_recipe(name).where == "everywhere"}
+    assert everywhere == {"hmp-o1", "hmp-o2", "xla-use-bf16", "xla-downcast-bf16"}
+
+
+def test_record_and_the_verbose_log_name_casts_outside_of_any_model(caplog):
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    caplog.set_level("INFO", "hmpx")
+    with hmpx.convert(isVerbose=True, **LISTS), hmpx.record() as log:
+        model(x).sum().backward()
+        for _ in range(3):
+            (torch.rand(5) * 1000).long()
+        with hmpx.enable_casts():
+            torch.rand(5) * 1000
+    outside = [(site.op, site.outside) for site in log.sites if site.outside]
+    assert outside == [("mul", 3)] and "Cast outside of any model" in str(log)
+    said = [r.getMessage() for r in caplog.records if "outside of any model" in r.getMessage()]
+    assert len(said) == 2 and "1 times" not in said[0], "once when it is made, once in the counts at the end"
