@@ -68,7 +68,7 @@ class _Thread(threading.local):
 
 _tasks: ContextVar[tuple] = ContextVar("hmpx regions", default=())  # the tokens that this context carries
 _keys = itertools.count(1)
-_DEFAULT = 0  # the key under which off_somewhere says "off unless a region turns casts on"
+DEFAULT = 0  # the key under which off_somewhere says "off unless a region turns casts on"
 _RETIRED = -1  # the key in the off_somewhere of wrappers whose conversion is gone
 _MODEL = -2  # the key under which it says "off outside of the model"
 _OF_MODULE, _OF_FORWARD, _OF_BACKWARD = -1, -2, -3  # told apart from the regions that objects of a user's have entered
@@ -107,7 +107,7 @@ def acts() -> bool | None:
     if casting is not None:
         return casting
     off = state.off_somewhere
-    if _DEFAULT in off:
+    if DEFAULT in off:
         return False
     return None if _MODEL in off or in_backward() else True
 
@@ -163,7 +163,7 @@ def maps() -> bool:
 def set_converted(converted: bool, *, enabled: bool = True, everywhere: bool = True) -> None:
     """Record that a conversion was installed or taken away, and whether and where it casts outside of any region."""
     state.converted = converted
-    for key, said in ((_DEFAULT, not enabled), (_MODEL, not everywhere)):
+    for key, said in ((DEFAULT, not enabled), (_MODEL, not everywhere)):
         if converted and said:
             state.off_somewhere[key] = True
         else:

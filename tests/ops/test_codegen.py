@@ -59,11 +59,14 @@ def test_the_code_that_runs_tells_the_rule(lists, op, call):
 
 
 def test_a_patch_says_what_it_does(lists):
+    with hmpx.convert(**lists(bf16="linear"), where="model") as handle:
+        of_models = {patch.label: (patch.how, patch.rule) for patch in handle.patched}
+    assert of_models["torch.nn.Module.__call__"] == (Patching.FORWARD, None)
     with hmpx.convert(**lists(bf16="linear"), dtype_map={torch.float64: torch.float32}) as handle:
         how = {patch.label: (patch.how, patch.rule) for patch in handle.patched}
     assert how["torch._C._nn.linear"] == (Patching.CAST, hmpx.Rule.BF16)
     assert how["torch.nn.init.ones_"] == (Patching.UNCAST, None)
     assert how["torch.nn.RNNBase.check_input"] == (Patching.CHECK, None)
     assert how["torch.Tensor.to"] == (Patching.DTYPE_MAP, None)
-    assert {kind for kind, rule in how.values() if rule is None} == {*Patching} - {Patching.CAST, Patching.OBSERVED}
+    assert {kind for kind, rule in how.values() if rule is None} == {*Patching} - {Patching.CAST, Patching.OBSERVED, Patching.FORWARD}
     assert not [label for label, (kind, rule) in how.items() if kind is Patching.CAST and rule is None]

@@ -130,7 +130,7 @@ def test_a_recipe_says_it():
 
 
 def test_the_shell_takes_it(tmp_path, capsys, monkeypatch):
-    (tmp_path / "script.py").write_text("import torch\nprint((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)\n")
+    (tmp_path / "script.py").write_text("import torch\nprint(torch.nn.Linear(2, 2)(torch.ones(2, 2)).dtype)\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])

@@ -41,6 +41,7 @@ SAMPLES = {
     "parameter_dtype": "float32", "module_dtypes": {"*.norm*": "float32"}, "weights": "split", "seed": 7,
     "state_dtype": "bfloat16", "use_fp32_grad_acc": True, "use_master_weights_in_ckpt": True,
     "release_gradients": True, "fused": True, "low_precision": "float16", "kernels": "float32", "verbose": True,
+    "where": "everywhere",
     "parameters": {"*.bias": {"dtype": "float32"}, "0.weight": {"weights": "split"}},
     "modules": {"lm_head": "float32", "*.attn": {"bf16": ["softmax"]}},
 }  # fmt: skip

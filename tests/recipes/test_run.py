@@ -162,7 +162,7 @@ def test_a_traceback_begins_at_the_script_and_the_exit_status_is_its_own(tmp_pat
 
 LISTED = """
 import sys, torch
-x = torch.ones(2, 2)
+x = torch.ones(2, 2, requires_grad=True)
 print(str((x @ x).dtype), str(x.softmax(-1).dtype), sys.argv[1:])
 """
 
@@ -204,7 +204,7 @@ def worker(rank, results):
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     out = model(torch.ones(2, 4))
-    held = linear(torch.ones(2, 2), torch.ones(2, 2))
+    held = linear(torch.ones(2, 4), model.weight)
     results.put((rank, str(model.weight.dtype), str(out.dtype), str(held.dtype)))
 
 if __name__ == "__main__":

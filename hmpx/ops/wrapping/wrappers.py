@@ -146,11 +146,12 @@ def build_choice(
     runs = {case.rule: build(case) for case in reversed(cases)}
     choices = tuple((case.when, runs[case.rule]) for case in cases if case.when is not None)
     otherwise = next(runs[case.rule] for case in cases if case.when is None)
+    signature = entry.signature
 
     def choice(*args, **kwargs):
         # Dynamo, to which every tensor is a plain one, has no frames.
         plain = all(type(a) in PLAIN for a in args if isinstance(a, torch.Tensor))
-        if (observer is None and switch.casts_off(entry.signature, args, kwargs)) or (not plain and called_by_torch(args, kwargs, 1)):
+        if (observer is None and switch.casts_off(signature, args, kwargs)) or (not plain and called_by_torch(args, kwargs, 1)):
             return call(original, args, kwargs)
         for when, run in choices:
             if _accepts(when, args, kwargs):
