@@ -34,8 +34,8 @@ from hmpx.ops.policies.fp8_format import Format
 from hmpx.ops.policies.op_lists import SIDES, read_lists
 from hmpx.ops.policies.policy import WHERE, OptLevel, Policies, Policy, Where, made_of, number_inside
 from hmpx.ops.user_functions import UserFunctions
-from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.observing import Several
+from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import Patch
 from hmpx.updates import step_hooks
 from hmpx.updates.attach import detach

@@ -45,6 +45,9 @@ NAMES: dict[str, str] = {
             "parallel.loss._nll_loss_and_log_softmax_backward",
         )
     },
+    "torch.nn.Module._wrapped_call_impl": "the call of a module, in whose place a region of its own is opened",
+    "torch.nn.Module._compiled_call_impl": "one of its two ways on",
+    "torch.nn.Module._call_impl": "the other one",
     "torch.nn.Module._apply": "maps the dtypes of a module that torch.load has read",
     # What else torch's own code calls ops for: such calls are no calls of the user's
     **{
@@ -74,6 +77,8 @@ NAMES: dict[str, str] = {
     "torch._dynamo.exc.UnspecializeRestartAnalysis": "traces anew where wrappers came in the middle (2.13.0)",
     "torch._guards.CompileContext": "whether it is tracing then (2.13.0)",
     "torch._dynamo.eval_frame.OptimizedModule()._orig_mod": "no part of a parameter's name",
+    "torch._dynamo.utils.unpatched_nn_module_call": "a module whose call opens a region counts as unpatched",
+    "torch._dynamo.variables.nn_module.unpatched_nn_module_call": "the same",
     # TorchScript
     "torch.jit._builtins._get_builtin_table": "takes a wrapper for the builtin that it stands for",
     "torch.jit._recursive.try_compile_fn": "is given the original of a wrapper to compile",
@@ -96,7 +101,7 @@ NAMES: dict[str, str] = {
     "torch.utils._pytree.tree_leaves": "finds the tensors in an op's arguments",
     "torch._ops.OpOverload": "tells ops of the dispatcher from higher-order ones",
     "torch._ops.OpOverload()._schema": "an op's name, and whether it writes",
-    "torch._C._current_autograd_node": "tells backward from forward",
+    "torch._C._current_autograd_node": "tells backward from forward, and a function's backward from a hook",
     # record
     "torch._C.DisableTorchFunctionSubclass": "reads dtypes of tensors whose classes know no function for that",
     "torch._C._DisableTorchDispatch": "what it computes itself is seen by no dispatch mode",
@@ -113,7 +118,7 @@ NAMES: dict[str, str] = {
     "torch._C._dynamo.guards.TensorGuards": "whether all tensors have the class, dtype and layout of the last step",
     # Gradients
     "torch.Tensor._post_accumulate_grad_hooks": "hooks on a parameter whose content was swapped",
-    "torch._C._current_graph_task_id": "tells one backward pass from the next",
+    "torch._C._current_graph_task_id": "tells one backward pass from the next, and hooks of gradients from a forward",
     "torch.autograd.Variable._execution_engine.queue_callback": "runs when a backward pass is done",
     # Several ranks
     "torch.nn.Module()._buffers": "the buffers that a record of a run holds beside parameters",

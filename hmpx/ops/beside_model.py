@@ -20,10 +20,10 @@ from hmpx.base import awaited, region_state
 from hmpx.base.changes import Changes
 from hmpx.ops.captured_names.rebinding import Rebinding
 from hmpx.ops.policies import op_facts
-from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.overriding import call, called_by_torch
 from hmpx.ops.wrapping.refusals import build_explaining
 from hmpx.ops.wrapping.rules import cast
+from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, named_like, patch_at, patch_of, uncast_inside
 
 

@@ -28,9 +28,9 @@ from hmpx.ops.policies.op_lists import is_shipped
 from hmpx.ops.policies.policy import Case, Policies, Policy, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.user_functions import UserFunctions
-from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.observing import Observer
 from hmpx.ops.wrapping.refusals import build_explaining, build_refusing
+from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, build_choice, build_scoped, build_untouched
 
 Cases = tuple[Case, ...]

@@ -29,9 +29,9 @@ from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import catalog
 from hmpx.ops.policies.signatures import schemas
 from hmpx.ops.wrapping.callers import frames
-from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.overriding import COMPILER, call
 from hmpx.ops.wrapping.rules import METHODS
+from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import Patch, Patching, named_like, patch_at
 
 Tensor = torch.Tensor

@@ -29,9 +29,9 @@ from hmpx.ops.policies.op_lists import is_shipped, read_file, shipped
 from hmpx.ops.policies.policy import Policy, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.wrapping.callers import runs_later
-from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.observing import Point, Seen, observed
 from hmpx.ops.wrapping.rules import cast_arguments
+from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import Patch, Patching
 
 logger = logging.getLogger("hmpx")

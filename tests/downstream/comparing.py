@@ -16,7 +16,7 @@ from tests.downstream.by_hand import AUTOCASTS
 from tests.downstream.zoo import ZOO, floating
 
 under_autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
-under_its_lists = functools.partial(hmpx.convert, **AUTOCASTS)
+under_its_lists = functools.partial(hmpx.convert, **AUTOCASTS, where="model")
 
 
 def made(name: str) -> tuple[nn.Module, dict]:

@@ -136,9 +136,21 @@ def test_empty_lists_give_the_bits_and_the_errors_of_plain_torch(lists):
 
 
 def check_against_autocast(chosen, expected, low_precision):
+    for where in ("everywhere", "model"):
+        check_one_against_autocast(chosen, expected, low_precision, where)
+
+
+class Model(torch.nn.Module):
+    """Whatever it is given is a forward."""
+
+    def forward(self, work):
+        return work()
+
+
+def check_one_against_autocast(chosen, expected, low_precision, where):
     arguments = {f"{side}_file_path": AUTOCAST / f"{side}.txt" for side in ("bf16", "fp32", "promote")}
-    with hmpx.convert(**arguments, low_precision=low_precision):
-        got = [run(*case) for case in chosen]
+    with hmpx.convert(**arguments, low_precision=low_precision, where=where):
+        got = Model()(lambda: [run(*case) for case in chosen])
     wrong = []
     for (op, _, sample), a, b in zip(chosen, expected, got, strict=True):
         if op.name.rpartition(".")[2] in UNSAFE_OF_LOW and sample.input.dtype in (torch.bfloat16, torch.float16):

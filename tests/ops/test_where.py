@@ -170,7 +170,11 @@ def test_a_function_with_a_backward_of_its_own_is_a_models(model):
 def test_what_is_computed_again_in_backward_has_the_forwards_casts(model, reentrant):
     """Of a module, and of a function in no module; the oracle is the run that keeps everything."""
     weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    bodies = {"module": model, "function": lambda x: (x @ weight) * (x * 2), "no gradient": lambda x: x @ x.detach().t() + x.sum()}
+    bodies = {
+        "module": model,
+        "function": lambda x: (x @ weight) * (x * 2),
+        "no gradient": lambda x: x @ x.detach().t() + x.sum(),
+    }
     for name, body in bodies.items():
         found = []
         for run in (body, lambda x, body=body: checkpoint(body, x, use_reentrant=reentrant)):
@@ -178,7 +182,9 @@ def test_what_is_computed_again_in_backward_has_the_forwards_casts(model, reentr
                 each.grad = None
             y = run(x)
             y.float().square().sum().backward()
-            found.append((y.detach(), *[each.grad for each in (x, weight, *model.parameters()) if each.grad is not None]))
+            found.append(
+                (y.detach(), *[each.grad for each in (x, weight, *model.parameters()) if each.grad is not None])
+            )
         assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found)), name
 
 

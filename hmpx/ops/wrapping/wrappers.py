@@ -151,7 +151,9 @@ def build_choice(
     def choice(*args, **kwargs):
         # Dynamo, to which every tensor is a plain one, has no frames.
         plain = all(type(a) in PLAIN for a in args if isinstance(a, torch.Tensor))
-        if (observer is None and switch.casts_off(signature, args, kwargs)) or (not plain and called_by_torch(args, kwargs, 1)):
+        if (observer is None and switch.casts_off(signature, args, kwargs)) or (
+            not plain and called_by_torch(args, kwargs, 1)
+        ):
             return call(original, args, kwargs)
         for when, run in choices:
             if _accepts(when, args, kwargs):
