@@ -191,8 +191,8 @@ CALLED_LATER = {
 # Code that is no model's arithmetic: casts are off inside. A module stands for its functions, a class for its methods
 # and the methods of torch's classes that derive from it; "module:name" is one of them. Looked through and left to be
 # cast, as they run or are part of a model's forward: torch.func, torch.autograd.functional, torch.distributions,
-# torch.export, torch.fx, torch.jit, torch.onnx, torch.utils.checkpoint, of torch.nn.utils the hooks of pruning, of weight
-# and spectral norm, parametrizations, `rnn` and `stateless`.
+# torch.export, torch.fx, torch.jit, torch.onnx, torch.utils.checkpoint, of torch.nn.utils the hooks of pruning, of
+# weight and spectral norm, parametrizations, `rnn` and `stateless`.
 #
 # What runs inside a model's forward:
 INSIDE_THE_MODEL = (

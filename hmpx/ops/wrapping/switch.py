@@ -98,9 +98,9 @@ def _in_forward(frame: types.FrameType | None) -> bool:
     """Return whether a module's `forward` is among the callers: one that was called by hand opens no region."""
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "forward" and code.co_argcount:
-            if isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
-                return True
+        is_forward = code.co_name == "forward" and code.co_argcount
+        if is_forward and isinstance(frame.f_locals.get(code.co_varnames[0]), torch.nn.Module):
+            return True
         frame = frame.f_back
     return False
 
