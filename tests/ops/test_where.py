@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def test_backward_inside_a_forward_runs_hooks_as_torch():
 
 
 class Scaled(torch.autograd.Function):
-    dtypes: list = []
+    dtypes: ClassVar[list] = []
 
     @staticmethod
     def forward(ctx, x):
