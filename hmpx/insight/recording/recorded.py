@@ -132,7 +132,7 @@ class Recorded:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Sums over the sites: calls, casts, casts_avoided, bytes_cast, cast_seconds, op_seconds, outside, cast_share."""
+        """Sums over the sites, of calls, casts, casts_avoided, bytes_cast, seconds and outside; and cast_share."""
         sums = {name: sum(getattr(site, name) for site in self.sites) for name in _SUMS}
         seconds = sums["cast_seconds"] + sums["op_seconds"]
         return {**sums, "cast_share": sums["cast_seconds"] / seconds if seconds else 0.0}
