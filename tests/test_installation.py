@@ -11,7 +11,7 @@ from hmpx import conversion
 from hmpx.base import process_state
 from hmpx.ops.casts import PatchTable
 
-X = torch.randn(4, 4)
+X = torch.randn(4, 4, requires_grad=True)  # a model's: a recipe casts no other op
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

@@ -45,6 +45,7 @@ NAMES: dict[str, str] = {
             "parallel.loss._nll_loss_and_log_softmax_backward",
         )
     },
+    "torch.autograd._engine_run_backward": "what hooks compute in a backward pass is no model's forward",
     "torch.nn.Module._wrapped_call_impl": "the call of a module, in whose place a region of its own is opened",
     "torch.nn.Module._compiled_call_impl": "one of its two ways on",
     "torch.nn.Module._call_impl": "the other one",

@@ -24,8 +24,8 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.ops.wrapping.switch import Switch
 from hmpx.ops.wrapping.wrappers import Patch, Patching, patch_at
 
-_BACKWARD = ("torch.autograd.backward", "torch.autograd.grad")
-_FORWARD = ("torch.utils.checkpoint.checkpoint",)
+_BACKWARD = "torch.autograd._engine_run_backward"  # in which `backward` and `grad` end, whoever has patched these
+_CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 _CALL = "torch.nn.Module.__call__"
 _DYNAMO_CALL = "unpatched_nn_module_call"  # Dynamo compares with it to see whether it may go straight to `forward`
 _DYNAMO = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
@@ -33,12 +33,10 @@ _DYNAMO = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
 
 def patches(switch: Switch) -> Iterator[Patch]:
     """Yield the patches of one conversion."""
-    for path in _BACKWARD:
-        yield patch_at(path, Patching.BACKWARD, functools.partial(_running, region_state.run_backward, switch))
+    yield patch_at(_BACKWARD, Patching.BACKWARD, functools.partial(_running, region_state.run_backward, switch))
     if switch.everywhere:
         return
-    for path in _FORWARD:
-        yield patch_at(path, Patching.FORWARD, functools.partial(_running, region_state.run_forward, switch))
+    yield patch_at(_CHECKPOINT, Patching.FORWARD, functools.partial(_running, region_state.run_forward, switch))
     yield patch_at(_CALL, Patching.FORWARD, functools.partial(_calling, switch))
 
 
