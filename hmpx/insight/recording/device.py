@@ -17,7 +17,7 @@ import torch
 from hmpx.base import region_state
 from hmpx.base.process_state import fp8_watchers
 from hmpx.insight.recording.recorded import Site
-from hmpx.ops.computing.fp8_product import SPILLS
+from hmpx.ops.computing.fp8_product import spills_of
 from hmpx.ops.wrapping.overriding import PLAIN
 from hmpx.rounding.devices import lacks_data
 
@@ -106,7 +106,7 @@ class Fp8Casts:
         size = aten.abs(aten.to.dtype(x.detach(), torch.float32))
         size = aten.where(aten.isfinite(size), size, 0.0)
         zero = aten.bitwise_and(aten.eq(aten.to.dtype(codes, torch.float32), 0), aten.gt(size, 0))
-        beyond = aten.gt(aten.div(size, scale), SPILLS[name])
+        beyond = aten.gt(aten.div(size, scale), spills_of(name))
         counts = [aten.to.dtype(aten.sum(each), torch.float64) for each in (aten.ones_like(zero), zero, beyond)]
         found = aten.stack([aten.to.dtype(aten.amax(size), torch.float64), *counts])
         (self._rest or self)._add(role, found)

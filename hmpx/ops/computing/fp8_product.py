@@ -1,9 +1,12 @@
 """The product of two matrices in FP8, and its gradients: a cast of each operand to codes and scales, and their product.
 
 **The maths.** A code of FP8 is exact in BF16 and the product of two is exact in FP32, so codes that are multiplied in
-BF16 or FP32 and then scaled give the numbers of an FP8 tensor core, except for the order of the sum and, in BF16, for a
-rounding before the scales. Where the scale differs along the sum (blocks that are no power of two), the decoded numbers
-are multiplied in FP32.
+BF16 or FP32 and then scaled give the numbers of an FP8 tensor core, except for the order of the sum.
+
+**One rounding.** A result in BF16 must not be rounded before it is scaled, as well as after. A scale that is a power of
+two changes no digit of a BF16 product. One scale for the whole product is a factor of it (`alpha` of ``addmm``), which
+a CPU applies before it rounds. All other scales want the product in FP32; where they differ along the sum (blocks), the
+numbers are decoded before they are multiplied.
 
 **Scales.** A scale is taken from the largest magnitude among the numbers that share it, so that this becomes the
 largest number of the format. Where that is inf or NaN, all who share the scale become NaN: torch's own cast to e4m3 on
@@ -25,10 +28,6 @@ from hmpx.ops.policies.fp8_format import BLOCK, FP8, Format
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
-_EXPONENT = {"e4m3": 8, "e5m2": 15}  # of these
-SPILLS = {"e4m3": 464.0, "e5m2": 61439.996}  # larger numbers round to no number of the format
-_TINY = 2.0**-110  # the least magnitude that a scale is taken from, so that the scale is finite
 
 
 class How(NamedTuple):
@@ -52,6 +51,18 @@ class Cast(NamedTuple):
     scaling: str
     weight: bool = False
     role: str = ""
+
+
+# Numbers stand in functions: of a module's numbers, torch.compile(dynamic=True) makes symbols that no subgraph takes.
+
+
+def _largest_of(name: str) -> float:
+    return torch.finfo(FP8[name]).max
+
+
+def spills_of(name: str) -> float:
+    """Return the bound above which numbers round to no number of the format."""
+    return 464.0 if name == "e4m3" else 61439.996
 
 
 def watching() -> Any:
@@ -81,7 +92,7 @@ def coded(x: Tensor, cast: Cast, dim: int, how: How, watcher: Any = None) -> Cod
     scale = aten.mul(scale, factor)
     if form.scaling not in BLOCK:
         return Codes(aten.to.dtype(numbers, torch.bfloat16), scale)
-    wide = torch.bfloat16 if form.exact_in_bf16 and how.by != "float32" else torch.float32
+    wide = torch.bfloat16 if form.exact_scales and how.by != "float32" else torch.float32
     return Codes(aten.to.dtype(aten.mul_(numbers, scale), wide), None)
 
 
@@ -91,10 +102,37 @@ def multiply(a: Codes, b: Codes, how: How, dtype: torch.dtype) -> Tensor:
         return aten.to.dtype(aten.matmul(a.codes, b.codes), dtype)
     if a.codes.dtype.itemsize == 1:
         return _scaled_mm(a.codes, a.scale, b.codes, b.scale, dtype)
-    wide = torch.float32 if how.by == "float32" else torch.bfloat16
-    made = aten.matmul(aten.to.dtype(a.codes, wide), aten.to.dtype(b.codes, wide))
-    scaled = aten.mul_(aten.mul_(aten.to.dtype(made, torch.float32), a.scale), b.scale)
-    return aten.to.dtype(scaled, dtype)
+    if how.by != "float32" and a.codes.is_cpu and a.scale.dim() == b.scale.dim() == 0:
+        return aten.to.dtype(torch.ops.hmpx.scaled_product(a.codes, b.codes, aten.mul(a.scale, b.scale)), dtype)
+    if how.by != "float32" and how.format.exact_scales:
+        made = aten.to.dtype(aten.matmul(a.codes, b.codes), torch.float32)
+    else:
+        made = wide_product(a.codes, b.codes)
+    return aten.to.dtype(aten.mul_(aten.mul_(made, a.scale), b.scale), dtype)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` in FP32, of two BF16 matrices or stacks of them; NVIDIA's GPUs take as long as for BF16."""
+    if a.is_cuda and torch.version.hip is None:
+        return (aten.mm if a.dim() == 2 else aten.bmm).dtype(a, b, torch.float32)
+    return aten.matmul(aten.to.dtype(a, torch.float32), aten.to.dtype(b, torch.float32))
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """Return ``scale * (a @ b)``, rounded once, on a CPU.
+
+    `alpha` is a number of Python, so this is an op of its own, which compilers and torch.func do not look into.
+    """
+    added = aten.addmm if a.dim() == 2 else aten.baddbmm
+    return added(a.new_empty(1), a, b, beta=0, alpha=scale.item())  # with beta=0 nothing in the first counts
+
+
+_ops = torch.library.Library("hmpx", "FRAGMENT")
+_ops.define("scaled_product(Tensor a, Tensor b, Tensor scale) -> Tensor")
+_ops.impl("scaled_product", _scaled_product, "CPU")
+torch.library.register_fake(
+    "hmpx::scaled_product", lambda a, b, scale: a.new_empty((*a.shape[:-1], b.shape[-1])), lib=_ops
+)
 
 
 def _scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -209,7 +247,8 @@ def quantize(x: Tensor, name: str, form: Format, dim: int, scaling: str, weight:
         factor = aten.exp2(aten.neg(_exponent(largest, name, form.rceil)))
     else:
         # In FP64 so that compiled code comes to the same bits.
-        factor = aten.reciprocal(aten.div(aten.to.dtype(aten.clamp_min(largest, _TINY), torch.float64), LARGEST[name]))
+        least = aten.to.dtype(aten.clamp_min(largest, 2.0**-110), torch.float64)  # so that the scale is finite
+        factor = aten.reciprocal(aten.div(least, _largest_of(name)))
         factor = aten.to.dtype(factor, torch.float32)
         if form.power_of_two:
             factor = aten.exp2(aten.sub(aten.frexp(factor)[1], 1))
@@ -237,22 +276,23 @@ def decoded(codes: Tensor, name: str, saturating: bool) -> tuple[Tensor, float]:
 
 def _exponent(largest: Tensor, name: str, rceil: bool) -> Tensor:
     """Return the exponents of mx scales: nothing saturates, or by the OCP rule the exponent of the largest."""
-    fraction, exponent = aten.frexp(aten.div(largest, LARGEST[name]) if rceil else largest)
+    fraction, exponent = aten.frexp(aten.div(largest, _largest_of(name)) if rceil else largest)
     if rceil:
         exponent = aten.sub(exponent, aten.to.dtype(aten.eq(fraction, 0.5), torch.int32))
     else:
-        exponent = aten.sub(exponent, 1 + _EXPONENT[name])
+        exponent = aten.sub(exponent, 9 if name == "e4m3" else 16)
     return aten.clamp(exponent, -127, 127)
 
 
 def _codes(x: Tensor, name: str, saturating: bool) -> Tensor:
     """Return `x`, which is overwritten, in FP8."""
+    most = _largest_of(name)
     if not saturating:
         over = torch.nan if name == "e4m3" else torch.inf
         spilt = aten.copysign(torch.full_like(x, over), x)
-        clamped = aten.clamp(x, -LARGEST[name], LARGEST[name])
-        return aten.to.dtype(aten.where(aten.gt(aten.abs(x), SPILLS[name]), spilt, clamped), FP8[name])
-    return aten.to.dtype(aten.clamp_(x, -LARGEST[name], LARGEST[name]), FP8[name])
+        clamped = aten.clamp(x, -most, most)
+        return aten.to.dtype(aten.where(aten.gt(aten.abs(x), spills_of(name)), spilt, clamped), FP8[name])
+    return aten.to.dtype(aten.clamp_(x, -most, most), FP8[name])
 
 
 def _largest(x: Tensor, scaling: str, dims: tuple[int, ...]) -> Tensor:

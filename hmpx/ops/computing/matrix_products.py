@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
 from hmpx.base.compiling import ask_once, never_compile_alone
-from hmpx.ops.computing.fp8_product import How, product, watching
+from hmpx.ops.computing.fp8_product import How, product, watching, wide_product
 from hmpx.ops.policies.fp8_format import BLOCK, SMALL, Format
 from hmpx.ops.wrapping.overriding import PLAIN, call
 from hmpx.ops.wrapping.rules import cast, is_stated
@@ -134,7 +134,9 @@ def _computing(
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         found: Operands | str = "out= or dtype="
-        if not (kwargs and is_stated(kwargs)):
+        if not all(map(_is_plain, (*args, *kwargs.values()))):  # these may know the op, and no transpose
+            found = "a tensor subclass, sparse or nested"
+        elif not (kwargs and is_stated(kwargs)):
             try:
                 found = operands(*reversed(args)) if swapped else operands(*args, **kwargs)
             except (TypeError, ValueError, AttributeError):  # no legal call, or one of torch's old ones
@@ -146,6 +148,15 @@ def _computing(
 
     vars(computed)["hands_on"] = op
     return computed
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a dense tensor of torch's own classes, or none; of a list, whether its items are."""
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if not isinstance(value, Tensor):
+        return True
+    return type(value) in (*PLAIN, FakeTensor) and value.layout is torch.strided and not value.is_nested
 
 
 def _multiplied(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -162,8 +173,6 @@ def _why_not(operands: Operands | str) -> str:
     if isinstance(operands, str):
         return operands
     for each in operands[:2]:
-        if type(each) not in (*PLAIN, FakeTensor) or each.layout is not torch.strided or each.is_nested:
-            return "a tensor subclass, sparse or nested"
         if each.dtype is not torch.bfloat16:
             return "not of BF16"
         if each.dim() < 2:
@@ -196,8 +205,8 @@ class Fp8Kernel:
     def __str__(self) -> str:
         if self.by == "scaled_mm" and self.format.scaling not in BLOCK:
             return f"FP8 {self.format}, scaled_mm"
-        wide = "FP32" if self.by == "float32" or not self.format.exact_in_bf16 else "BF16"
-        return f"FP8 {self.format}, on CPU multiplied in {wide}"
+        in_bf16 = self.by != "float32" and (self.format.scaling == "tensorwise" or self.format.exact_scales)
+        return f"FP8 {self.format}, on CPU multiplied in {'BF16' if in_bf16 else 'FP32'}"
 
     def wrap(self, op: str, function: Callable) -> Callable:
         """Return `function`, which is torch's own for the op, in FP8 where that fits."""
@@ -271,9 +280,7 @@ class _WideProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
-        if a.is_cuda and torch.version.hip is None:
-            return (aten.mm if a.dim() == 2 else aten.bmm).dtype(a, b, torch.float32)
-        return aten.matmul(aten.to.dtype(a, torch.float32), aten.to.dtype(b, torch.float32))
+        return wide_product(a, b)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -94,9 +94,9 @@ class Format:
         return 32 if self.scaling == "mx" else 16
 
     @property
-    def exact_in_bf16(self) -> bool:
-        """Whether the factors are exact in BF16: codes, and codes that were decoded by powers of two."""
-        return self.scaling not in BLOCK or self.scaling == "mx" or self.power_of_two
+    def exact_scales(self) -> bool:
+        """Whether scales are powers of two, which change no digit of a number in BF16."""
+        return self.scaling == "mx" or self.power_of_two
 
     def keys(self) -> dict[str, Any]:
         """Return the keys that differ from the default, as `of` takes them."""
