@@ -255,7 +255,7 @@ class cached_weights(_Region):
 
 
 never_compile_alone(
-    *(region_state.enter, region_state.last_entered, region_state.leave, region_state.run_uncast),
+    *(region_state.enter, region_state.last_entered, region_state.leave, region_state.run_in, region_state.run_uncast),
     *(disable_casts.__enter__, disable_casts.__exit__, enable_casts.__enter__, enable_casts.__exit__),
     *(region_state.run_at, casts.__enter__, casts.__exit__),
 )

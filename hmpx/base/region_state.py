@@ -52,6 +52,7 @@ class Region(NamedTuple):
     task: object | None = None
     scope: int = 0
     overlay: int = 0
+    stepping: int = 0
 
 
 class _Thread(threading.local):
@@ -155,6 +156,12 @@ def rounding() -> StochasticSteps | None:
     return _innermost().rounding
 
 
+def is_stepping(optimizer: object) -> bool:
+    """Whether a step of this optimizer runs in this thread."""
+    own = id(optimizer)
+    return any([region.stepping == own for region in _thread.open])
+
+
 def maps() -> bool:
     """Whether the dtypes that are asked for here are mapped, if a conversion maps any."""
     return _innermost().maps
@@ -221,18 +228,19 @@ def last_entered(casting: bool | None, how: StochasticSteps | None = None, overl
 
 
 def leave(token: Region) -> None:
-    """Take back the `enter` that returned `token`.
+    """Take back the `enter` that returned `token`; once more makes sure of it, after an interrupt.
 
     It need not be the last one: a generator or a task may end while a younger region is open.
     """
     opened = thread.open
     index = len(opened) - 1
-    if not is_dynamo_compiling() and opened[index] is not token:
-        index = next((i for i in reversed(range(index)) if opened[i] is token), index)
-    left = opened.pop(index)
-    if left.task is not None:
-        _tasks.set(tuple(other for other in _tasks.get() if other is not left.task))
-    _announce(left, _last(opened))
+    if not is_dynamo_compiling() and (index < 0 or opened[index] is not token):
+        index = next((i for i in reversed(range(index)) if opened[i] is token), -1)
+    if index >= 0:
+        opened.pop(index)
+    if token.task is not None:
+        _tasks.set(tuple(other for other in _tasks.get() if other is not token.task))
+    _announce(token, _last(opened))
 
 
 def _last(opened: list[Region]) -> Region:
@@ -308,20 +316,32 @@ def forward(run: Callable) -> Callable:
 def run_backward(function, args, kwargs):
     """Call `function`, which runs a backward pass: hooks inside are beside the model."""
     here = _innermost()
-    token = enter(None, here.rounding, here.maps, here.scope, _OF_BACKWARD)
+    return run_in(Region(None, here.rounding, here.maps, None, here.scope, _OF_BACKWARD), function, args, kwargs)
+
+
+def run_in(region, function, args, kwargs):
+    """Call `function` in a new region. After an interrupt at any instruction of this file, the region is not open."""
     try:
-        return function(*args, **kwargs)
-    finally:
-        leave(token)
+        try:
+            _open(region)
+            return function(*args, **kwargs)
+        finally:
+            leave(region)
+    except BaseException:
+        if not is_dynamo_compiling():  # what is compiled is not interrupted
+            leave(region)  # in case the interrupt came before `leave`, or while it ran
+        raise
 
 
 def run_uncast(function, args, kwargs):
     """Call `function` with casts off inside: the op that was listed has decided for everything it calls."""
-    token = enter(False, rounding(), maps())
-    try:
-        return function(*args, **kwargs)
-    finally:
-        leave(token)
+    here = _innermost()
+    return run_in(Region(False, here.rounding, here.maps, None, here.scope), function, args, kwargs)
+
+
+def run_step(optimizer, how, function, args):
+    """Call `function`, a step of this optimizer, with casts off; regions in it round as `how` says."""
+    return run_in(Region(False, how, False, None, _innermost().scope, 0, id(optimizer)), function, args, {})
 
 
 def run_at(scope, function, args, kwargs):
@@ -329,11 +349,7 @@ def run_at(scope, function, args, kwargs):
     here = _innermost()
     if here.scope == scope and here.casting:  # a module in another with the same rule
         return function(*args, **kwargs)
-    token = _open(Region(True, here.rounding, here.maps, None, scope, _OF_MODULE))
-    try:
-        return function(*args, **kwargs)
-    finally:
-        leave(token)
+    return run_in(Region(True, here.rounding, here.maps, None, scope, _OF_MODULE), function, args, kwargs)
 
 
 def graph(run: Callable) -> Callable:
@@ -368,7 +384,7 @@ def carrying(function: Callable) -> Callable:
     now, casting = _innermost(), acts()
 
     def carried(*args, **kwargs):
-        with region(casting, now.rounding, now.maps, now.scope):
-            return function(*args, **kwargs)
+        region = Region(casting, now.rounding, now.maps, None, now.scope)
+        return run_in(region, function, args, kwargs)
 
     return carried

@@ -41,8 +41,8 @@ def _other_step(reference: Callable[[], Any], name: str, *args: Any, **kwargs: A
     method = getattr(type(optimizer), name)
     if not has_bf16(optimizer):  # inside a step of its own, which sees FP32 shadows
         return method(optimizer, *args, **kwargs)
-    with region_state.region(casting=False):
-        return attachment_of(optimizer).step(StepCall(optimizer, method, args, kwargs))
+    call = StepCall(optimizer, method, args, kwargs)
+    return region_state.run_step(optimizer, None, attachment_of(optimizer).step, (call,))
 
 
 def attach_copy(optimizer: Optimizer, original: Any) -> Any:

@@ -24,9 +24,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hmpx.base import region_state
+from hmpx.base import process_state, region_state
 from hmpx.base.changes import Cell, Changes
 from hmpx.base.compiling import never_compile
+from hmpx.base.interrupts import giving_back
 from hmpx.base.process_state import open_caches
 from hmpx.updates import optimizer_hooks, released
 from hmpx.updates.holding.settings import Settings
@@ -52,7 +53,6 @@ _users = 0
 _changes = Changes()  # of torch.optim.Optimizer, while there is a user
 _HOOKED = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # of torch's wrapper around every step
 _collected: deque[None] = deque()  # one for each attached optimizer that nobody holds any more
-_running = threading.local()  # optimizers whose step is running in this thread
 _for_graphs = False
 _SETTINGS = Settings()  # of regions
 _in_regions: WeakKeyDictionary[Optimizer, WeightUpdates] = WeakKeyDictionary()  # of optimizers that nobody attached
@@ -121,8 +121,8 @@ def uninstall_collected() -> None:
 
 def step_alone(optimizer: Optimizer, updates: WeightUpdates, p: torch.nn.Parameter) -> None:
     """Step one parameter of an attached optimizer, outside of the optimizer's `step`."""
-    with region_state.region(casting=False), torch.no_grad():
-        updates.step_alone(StepCall(optimizer, own_step(type(optimizer))), p)
+    call = StepCall(optimizer, own_step(type(optimizer)))
+    region_state.run_step(optimizer, None, updates.step_alone, (call, p))
 
 
 def own_step(cls: type[Optimizer]) -> Callable:
@@ -153,42 +153,17 @@ def _cell(step: Any) -> types.CellType | None:
 def _watched(step: Callable) -> Callable:
     @functools.wraps(step)
     def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        running = _running.__dict__.setdefault("optimizers", set())
         # A subclass that calls its parent's step, or one that holds this function still.
-        if id(optimizer) in running or not _users:
+        if not _users or region_state.is_stepping(optimizer):
             return step(optimizer, *args, **kwargs)
-        how, attachment = region_state.rounding(), attachment_of(optimizer)
+        how, run = region_state.rounding(), region_state.run_step
+        if not (args or kwargs or open_caches) and _is_plain(optimizer):
+            return run(optimizer, how, step, (optimizer,)) if process_state.converted else step(optimizer)
         # A closure is the model's forward: cast as outside of the step, and in a disable_casts region cast as well.
         casting = region_state.casting() if how is None else region_state.usual()
         call = StepCall(optimizer, step, args, kwargs, how.seed if how else None)
         call = call.with_functions(functools.partial(_cast_inside, casting))
-        running.add(id(optimizer))
-        try:
-            with region_state.region(casting=False, how=how):
-                inner = inside_zero(optimizer)
-                if inner is not None:  # whose own step is watched as well
-                    share_names(optimizer, inner)
-                    return call.run()
-                if attachment is not None or how is not None:
-                    refuse_wrappers(optimizer)
-                if attachment is not None:
-                    return attachment.step(call)
-                if how is not None and has_bf16(optimizer):
-                    refuse_plain_steps(optimizer)
-                    updates = _in_regions.get(optimizer) or _in_regions.setdefault(optimizer, WeightUpdates(_SETTINGS))
-                    compare_in_region(optimizer, updates, call.seed)
-                    return updates.step(call)
-                if how is not None and step_count.stored(optimizer):  # from steps of parameters that are BF16 no more
-                    step_count.keep(optimizer)
-                refuse_codes(optimizer)
-                warn_of_nearest(optimizer)
-                return call.run()
-        finally:
-            running.discard(id(optimizer))
-            if open_caches:
-                stepped = {id(p) for p in parameters(optimizer)}
-                for cache in list(open_caches.values()):
-                    cache.forget(stepped)
+        return giving_back(functools.partial(_forget_casts, optimizer), run, optimizer, how, _step, (call, how))
 
     vars(watched).update(__hmpx_original__=step, _torchdynamo_disable=True)
     return watched
@@ -197,10 +172,48 @@ def _watched(step: Callable) -> Callable:
 never_compile(_watched(lambda optimizer: None))  # one code serves every class
 
 
+def _is_plain(optimizer: Optimizer) -> bool:
+    """Whether hmpx has nothing to do with the weights and the state of an optimizer."""
+    is_ours = attachment_of(optimizer) is not None or has_bf16(optimizer) or inside_zero(optimizer) is not None
+    return not is_ours and not step_count.stored(optimizer)
+
+
+def _step(call: StepCall, how: region_state.StochasticSteps | None) -> Any:
+    """Step as an attachment says, or else as the region around the step does; a plain step if neither says anything."""
+    optimizer = call.optimizer
+    inner = inside_zero(optimizer)
+    if inner is not None:  # whose own step is watched as well
+        share_names(optimizer, inner)
+        return call.run()
+    attachment = attachment_of(optimizer)
+    if attachment is not None or how is not None:
+        refuse_wrappers(optimizer)
+    if attachment is not None:
+        return attachment.step(call)
+    if how is not None and has_bf16(optimizer):
+        refuse_plain_steps(optimizer)
+        updates = _in_regions.get(optimizer) or _in_regions.setdefault(optimizer, WeightUpdates(_SETTINGS))
+        compare_in_region(optimizer, updates, call.seed)
+        return updates.step(call)
+    if how is not None and step_count.stored(optimizer):  # from steps of parameters that are BF16 no more
+        step_count.keep(optimizer)
+    refuse_codes(optimizer)
+    warn_of_nearest(optimizer)
+    return call.run()
+
+
+def _forget_casts(optimizer: Optimizer) -> None:
+    """Forget kept casts of the weights that this optimizer steps."""
+    if open_caches:
+        stepped = {id(p) for p in parameters(optimizer)}
+        for cache in list(open_caches.values()):
+            cache.forget(stepped)
+
+
 def _cast_inside(casting: bool | None, closure: Callable) -> Callable:
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        with region_state.region(casting, region_state.rounding()):
-            return closure(*args, **kwargs)
+        region = region_state.Region(casting, region_state.rounding(), casting is not False, None, region_state.scope())
+        return region_state.run_in(region, closure, args, kwargs)
 
     return evaluate
 

@@ -144,10 +144,10 @@ def test_the_threads_of_a_kernel_do_not_race_for_shared_elements(state_dtype, mo
     by_kernel = []
     step = FusedBatch.step
 
-    def told(self, call, write_back, gradients, written):
-        before = len(written)
-        step(self, call, write_back, gradients, written)
-        by_kernel.append(written[before:])
+    def told(self, call, write_back, gradients):
+        before = len(write_back.written)
+        step(self, call, write_back, gradients)
+        by_kernel.append(write_back.written[before:])
 
     monkeypatch.setattr(FusedBatch, "step", told)
     expected = on_threads(1, False, state_dtype)

@@ -72,14 +72,14 @@ class Batch:
         self._versioned = [(tensor, each.segment.name) for each in self._shown for tensor in each.versioned]
         self._sharded = [each.segment for each in self._shown if each.segment.box is not None]
 
-    def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor], written: list[str]) -> None:
+    def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor]) -> None:
         """Step every segment of this batch.
 
         Args:
             gradients: those of all parameters of the step, as this rank holds them.
-            written: gets the names of parameters of which something has changed, also if this raises.
         """
         optimizer, key, counts = call.optimizer, write_back.rounding_key, write_back.counts
+        written = write_back.written
         for each in self._ready:
             grad = gradients[each.place]
             each.shadow.grad = each.segment.of(grad).data if grad.layout is torch.strided else grad.float()
@@ -88,28 +88,30 @@ class Batch:
         seen, versions = [_version(grad) for grad in shown], [tensor._version for tensor, _ in self._versioned]
         blocks = [] if counts is None else [b for each in self._shown for b in each.segment.blocks(each.shadow)]
         before = [before_step(*block) for block in blocks]
-        self._states.update(self._new)  # of another dict: this hashes no keys, which tensors do in Python
+        lists = ShownParameters([group["params"] for group in optimizer.param_groups], self._lists)
         try:
-            with ShownParameters([group["params"] for group in optimizer.param_groups], self._lists):
+            self._states.update(self._new)  # of another dict: this hashes no keys, which tensors do in Python
+            with lists:
                 call.run()
+            written += self._names
+            self._transfer.write(key)
+            for segment in self._sharded:
+                segment.mark_written()
+            for was, (_, x) in zip(before, blocks, strict=True):
+                assert counts is not None
+                counts.compare(was, x)
+            self._hand_back(optimizer, gradients, shown, seen)
+            self._is_settled = True
+            for each, left in zip(self._shown, self._states_left(), strict=True):
+                self._is_settled &= not each.take(left, optimizer, key)
+            key.flush()
         except BaseException:
+            lists.hide()  # an interrupt may have come while they were shown or hidden
             is_blind, pairs = hides_writes(optimizer), zip(self._versioned, versions, strict=True)
             written += [name for (tensor, name), version in pairs if is_blind or tensor._version != version]
             for each in self._shown:
                 each.undo()
             raise
-        written += self._names
-        self._transfer.write(key)
-        for segment in self._sharded:
-            segment.mark_written()
-        for was, (_, x) in zip(before, blocks, strict=True):
-            assert counts is not None
-            counts.compare(was, x)
-        self._hand_back(optimizer, gradients, shown, seen)
-        self._is_settled = True
-        for each, left in zip(self._shown, self._states_left(), strict=True):
-            self._is_settled &= not each.take(left, optimizer, key)
-        key.flush()
 
     def is_as_made(self) -> bool:
         """Whether the next step may use this batch again: all state is in the tensors that were shown."""
@@ -144,6 +146,7 @@ class ShownParameters:
 
     def __init__(self, lists: list[list[Any]], shown: list[list[Any]]) -> None:
         self._lists, self._shown = lists, shown
+        self._before: list[list[Any]] = []
 
     def show(self) -> None:
         self._before = [list(params) for params in self._lists]
@@ -151,7 +154,7 @@ class ShownParameters:
             params[:] = shown
 
     def hide(self) -> None:
-        for params, before in zip(self._lists, self._before, strict=True):
+        for params, before in zip(self._lists, self._before, strict=False):
             params[:] = before
 
     def __enter__(self) -> None:

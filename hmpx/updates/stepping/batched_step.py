@@ -25,7 +25,7 @@ from hmpx.updates.stepping.fused_batch import FusedBatch, fused_batches
 from hmpx.updates.stepping.fused_formulas import is_scaled
 from hmpx.updates.stepping.names import Members, layout, membership, parameters
 from hmpx.updates.stepping.shown import StepContext
-from hmpx.updates.stepping.step_call import StepCall, WriteBack, marks_incomplete
+from hmpx.updates.stepping.step_call import StepCall, WriteBack
 from hmpx.updates.stepping.whole_batch import WholeBatch
 
 Tensor = torch.Tensor
@@ -110,26 +110,22 @@ class BatchedStep:
             found.append(p.grad if type(p.grad) is Tensor else held_part(p, p.grad))
         return found
 
-    def run(self, call: StepCall, write_back: WriteBack, written: list[str]) -> None:
-        """Take the step. If it raises after something was written, the optimizer is marked incomplete.
-
-        written: gets the names of parameters of which something has changed.
-        """
+    def run(self, call: StepCall, write_back: WriteBack) -> None:
+        """Take the step."""
         write_back = write_back.deferred()
         if self._fingerprint is not None:
             for room, size in self._rooms:
                 room.untyped_storage().resize_(size)
         gradients = self._gradients()
         self._late.clear()
-        with marks_incomplete(call.optimizer, write_back.rounding_key.step, written):
-            for batch in self._fused:
-                batch.begin(call)
-            if self._counts[0]:
-                torch._foreach_copy_(*self._counts)
-            for each in (*self._batches, *self._fused):
-                each.step(call, write_back, gradients, written)
-            if self._last[0]:
-                torch._foreach_copy_(*self._last)
+        for batch in self._fused:
+            batch.begin(call)
+        if self._counts[0]:
+            torch._foreach_copy_(*self._counts)
+        for each in (*self._batches, *self._fused):
+            each.step(call, write_back, gradients)
+        if self._last[0]:
+            torch._foreach_copy_(*self._last)
 
     def keep(self, optimizer: Optimizer) -> bool:
         """After the first step, take the fingerprint; return whether the batches can be stepped again."""

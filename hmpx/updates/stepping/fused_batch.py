@@ -172,10 +172,10 @@ class FusedBatch:
             self._scalars.append(known[of])
             self._beside.append(formula.beside(groups[each.group], step, seen))
 
-    def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor], written: list[str]) -> None:
+    def step(self, call: StepCall, write_back: WriteBack, gradients: list[Tensor]) -> None:
         """Step the parameters; see `Batch.step`. `begin` comes before."""
         counts, step_key, exact = write_back.counts, write_back.rounding_key.of_step, []
-        written += [each.segment.name for each in self._taken]
+        write_back.written.extend([each.segment.name for each in self._taken])
         if counts is not None:
             for each, scalars in zip(self._taken, self._scalars, strict=True):
                 old, x = self._exact(each, gradients[each.place], scalars, step_key)

@@ -230,9 +230,12 @@ class ShadowState:
             self._before.clear()
             self._before.update(self._kept)
         self._states[self._segment.param] = self._before
+        return self._segment.name if self.is_written() else None
+
+    def is_written(self) -> bool:
+        """Whether the step has written to the parameter's state in place."""
         is_blind = hides_writes(self._optimizer)
-        is_written = any(is_blind or tensor._version != version for tensor, version in self._versions)
-        return self._segment.name if is_written else None
+        return any(is_blind or tensor._version != version for tensor, version in self._versions)
 
 
 def _are_contiguous(*values: Any) -> bool:

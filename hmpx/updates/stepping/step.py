@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from hmpx.base.interrupts import giving_back
 from hmpx.errors import HmpxError
 from hmpx.rounding.stochastic import check_seed
 from hmpx.updates.holding import state_dtypes
@@ -24,7 +25,7 @@ from hmpx.updates.stepping.batched_step import BatchedStep
 from hmpx.updates.stepping.batching import can_be_cut
 from hmpx.updates.stepping.names import BF16Parameters, Members, parameters, refuse_overlaps
 from hmpx.updates.stepping.optimizer_scope import scope_of
-from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, marks_incomplete
+from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack, mark_incomplete
 from hmpx.updates.stepping.step_count import SEED_KEY, STEP_KEY
 from hmpx.updates.stepping.update_counts import UpdateCounts
 from hmpx.updates.stepping.whole_batch import WholeBatch
@@ -58,24 +59,38 @@ class WeightUpdates:
 
     def step(self, call: StepCall) -> Any:
         """Run a step of the optimizer. If it raises, weights and gradients are as they were."""
-        optimizer = call.optimizer
-        with DeferredSignals() as signals:
-            write_back = self._write_back(call, signals)
-            number = write_back.rounding_key.step
-            checks.check_failures(optimizer, number)
-            try:
-                result = self._step(call, write_back)
-            except Exception as error:
-                checks.report_failure(optimizer, number, error)
-                raise
+        return self._guarded(self._numbered_step, call)
+
+    def _guarded(self, function: Callable, call: StepCall, *args: Any) -> Any:
+        """Call `function` with signals that it may let wait; they come, and gradients are on or off as before."""
+        signals, gradients = DeferredSignals(), torch.is_grad_enabled()
+
+        def give_back() -> None:
+            torch._C._set_grad_enabled(gradients)
+            signals.end()
+
+        return giving_back(give_back, function, call, signals, *args)
+
+    def _numbered_step(self, call: StepCall, signals: DeferredSignals) -> Any:
+        optimizer, write_back = call.optimizer, self._write_back(call, signals)
+        number = write_back.rounding_key.step
+        checks.check_failures(optimizer, number)
+        try:
+            result = self._step(call, write_back)
+            is_trial = step_count.is_trial()
             if not _skipped(optimizer):
-                is_trial = step_count.is_trial()
-                number += not is_trial
-                step_count.keep(optimizer, **{STEP_KEY: number, SEED_KEY: write_back.rounding_key.seed})
-                if self._counts is not None and not is_trial:
-                    with torch.no_grad():
-                        self._counts.end(self._parameters.named(optimizer))
-            self._open = None
+                seed = write_back.rounding_key.seed
+                step_count.keep(optimizer, **{STEP_KEY: number + (not is_trial), SEED_KEY: seed})
+            write_back.written.clear()
+        except BaseException as error:
+            mark_incomplete(optimizer, write_back, error)
+            if isinstance(error, Exception):
+                checks.report_failure(optimizer, number, error)
+            raise
+        if self._counts is not None and not is_trial and not _skipped(optimizer):
+            with torch.no_grad():
+                self._counts.end(self._parameters.named(optimizer))
+        self._open = None
         return result
 
     def _step(self, call: StepCall, write_back: WriteBack) -> Any:
@@ -87,22 +102,20 @@ class WeightUpdates:
             call = call.without_arguments()
             if self._kept_step(call, write_back):
                 return result
+        write_back.signals.begin()
         segments = self.segments(optimizer)
         self._adopt_states(optimizer, segments, write_back.rounding_key)
         by_parts = scope != "whole" and can_be_cut(optimizer, segments)
         if not by_parts or self.settings.has_masters:
             refuse_overlaps(segments)
         if not by_parts:
-            written: list[str] = []
-            with marks_incomplete(optimizer, write_back.rounding_key.step, written):
-                of_whole = WholeBatch(segments).step(call, write_back, [], written)
+            of_whole = WholeBatch(segments).step(call, write_back, [])
             return of_whole if scope == "whole" else result
-        write_back.signals.begin()
         params = [p for p in parameters(optimizer) if p.grad is not None]
         before, self._stepped = self._stepped, list(map(id, params))
         with torch.no_grad():
             step = BatchedStep(optimizer, Members(optimizer, segments), params, write_back, fused=self.settings.fused)
-            step.run(call, write_back, [])
+            step.run(call, write_back)
             is_alone = self._open is None and write_back.counts is None
             if is_alone and before in (None, self._stepped) and step.keep(optimizer):
                 self._kept = step
@@ -116,25 +129,32 @@ class WeightUpdates:
         write_back.signals.begin()
         self.kept_steps += 1
         with torch.no_grad():
-            step.run(call, write_back, [])
+            step.run(call, write_back)
             if step.rest():
                 self._kept = step
         return True
 
     def step_alone(self, call: StepCall, p: Parameter) -> None:
-        """Step one parameter, as a part of the next step; under `torch.no_grad()`."""
-        with DeferredSignals() as signals:
-            if self._open is None:
-                write_back = self._write_back(call, signals)
-                segments = self.segments(call.optimizer)
-                self._adopt_states(call.optimizer, segments, write_back.rounding_key)
-                if self.settings.has_masters:
-                    refuse_overlaps(segments)
-                self._open = _OpenStep(Members(call.optimizer, segments), write_back, [])
-            members, write_back, written = self._open
-            signals.begin()
-            part = BatchedStep(call.optimizer, members, [p], write_back, fused=self.settings.fused)
-            part.run(call, write_back, written)
+        """Step one parameter, as a part of the next step."""
+        self._guarded(self._part_of_step, call, p)
+
+    def _part_of_step(self, call: StepCall, signals: DeferredSignals, p: Parameter) -> None:
+        signals.begin()
+        if self._open is None:
+            write_back = self._write_back(call, signals)
+            segments = self.segments(call.optimizer)
+            self._adopt_states(call.optimizer, segments, write_back.rounding_key)
+            if self.settings.has_masters:
+                refuse_overlaps(segments)
+            self._open = _OpenStep(Members(call.optimizer, segments), write_back)
+        members, write_back = self._open
+        try:
+            with torch.no_grad():
+                part = BatchedStep(call.optimizer, members, [p], write_back, fused=self.settings.fused)
+                part.run(call, write_back)
+        except BaseException as error:
+            mark_incomplete(call.optimizer, write_back, error)
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -205,7 +225,6 @@ class _OpenStep(NamedTuple):
 
     members: Members
     write_back: WriteBack
-    written: list[str]
 
 
 def _skipped(optimizer: Optimizer) -> bool:

@@ -9,10 +9,9 @@ gives it a state.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` without its enums, which take 10 us a step
-import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -80,14 +79,16 @@ class WriteBack:
     """How one step writes weights and state.
 
     Attributes:
-        signals: wait from the first write on.
+        signals: wait while the step cannot be interrupted.
         counts: counts the updates while somebody watches them.
+        written: the names of parameters of which something has changed.
     """
 
     stores: Stores
     rounding_key: RoundingKey
     signals: DeferredSignals
     counts: UpdateCounts | None = None
+    written: list[str] = field(default_factory=list)
 
     def deferred(self) -> WriteBack:
         """Return the same, with roundings put off until `rounding_key.flush()`."""
@@ -107,59 +108,73 @@ def hides_writes(optimizer: Optimizer) -> bool:
 
 
 class DeferredSignals:
-    """Signals that have a Python handler wait from `begin` to the end of the block."""
+    """Signals that have a Python handler wait from `begin` to `end`."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
-        self._pending: list[tuple[int, FrameType | None]] = []
-
-    def __enter__(self) -> DeferredSignals:
-        return self
+        self._waiting: list[tuple[Any, int, FrameType | None]] = []
 
     def begin(self) -> None:
         """From here on, signals wait."""
-        if self._handlers or threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return  # Python runs handlers in the main thread alone
         for number in _SIGNALS:
             handler = _signal.getsignal(number)
-            if callable(handler):
+            if callable(handler) and handler != self._remember:
                 self._handlers[number] = handler
                 _signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self._pending.append((number, frame))
+        self._waiting.append((self._handlers[number], number, frame))
 
-    def __exit__(self, *exception: object) -> None:
-        handlers, self._handlers = self._handlers, {}
-        for number, handler in handlers.items():
+    def end(self) -> None:
+        """Put the handlers back, then call those whose signals came, all of them even if one raises.
+
+        Raises:
+            BaseException: what the last one that raised has raised.
+        """
+        raised: BaseException | None = None
+        while self._handlers or self._waiting:
+            try:
+                self._put_back()
+                self._call()
+            except BaseException as error:  # a handler has raised, perhaps of a signal that came just now
+                error.__context__, raised = error.__context__ or raised, error
+        if raised is not None:
+            raise raised
+
+    def _put_back(self) -> None:
+        for number, handler in list(self._handlers.items()):
             if _signal.getsignal(number) == self._remember:
                 _signal.signal(number, handler)
-        pending, self._pending = self._pending, []
-        for number, frame in pending:
-            handlers[number](number, frame)
+            self._handlers.pop(number, None)
+
+    def _call(self) -> None:
+        while self._waiting:
+            handler, number, frame = self._waiting[0]
+            try:
+                handler(number, frame)
+            finally:
+                del self._waiting[0]
+
+    def let_through(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call `function`, while signals do not wait."""
+        try:
+            self.end()
+            return function(*args, **kwargs)
+        finally:
+            self.begin()
 
 
-@contextlib.contextmanager
-def marks_incomplete(optimizer: Optimizer, step: int, written: list[str]) -> Iterator[None]:
-    """If the block raises after something was written, mark the optimizer incomplete. It adds names to `written`."""
-    try:
-        yield
-    except BaseException as error:
-        if written:
-            _mark_incomplete(optimizer, step, written, error)
-        raise
-
-
-def _mark_incomplete(optimizer: Optimizer, step: int, stepped: list[str], error: BaseException) -> None:
-    """Make an optimizer refuse to step and to be saved, because only some of its parameters have taken `step`.
-
-    stepped: the names of those parameters.
-    """
-    names = ", ".join(repr(name) for name in dict.fromkeys(stepped))
+def mark_incomplete(optimizer: Optimizer, write_back: WriteBack, error: BaseException) -> None:
+    """Make an optimizer refuse to step and to be saved, if this error leaves its step half written."""
+    if not write_back.written:
+        return
+    names = ", ".join(repr(name) for name in dict.fromkeys(write_back.written))
     message = (
-        f"step {step} of {type(optimizer).__name__} was interrupted by {type(error).__name__} in the middle: "
-        f"{names} have taken it, wholly or in part, the other parameters have not; "
-        "load the model and the optimizer from a checkpoint"
+        f"step {write_back.rounding_key.step} of {type(optimizer).__name__} was interrupted by "
+        f"{type(error).__name__} in the middle: {names} have taken it, wholly or in part, the other parameters have "
+        "not; load the model and the optimizer from a checkpoint"
     )
 
     def refuse(*_: object) -> None:

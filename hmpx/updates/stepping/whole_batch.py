@@ -7,6 +7,7 @@ AccumulateGrad, after which DDP stops synchronising in silence.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from hmpx.updates.holding.segment import Segment
 from hmpx.updates.stepping.batch import ShownParameters
 from hmpx.updates.stepping.optimizer_scope import by_memory
 from hmpx.updates.stepping.shadows import Shadow, ShadowState
-from hmpx.updates.stepping.step_call import StepCall, WriteBack
+from hmpx.updates.stepping.step_call import DeferredSignals, StepCall, WriteBack
 from hmpx.updates.stepping.update_counts import OldValues, before_step
 
 Optimizer = torch.optim.Optimizer
@@ -37,24 +38,25 @@ class WholeBatch:
         self._old: list[OldValues] = []  # while updates are watched
         self._shown = ShownParameters([], [])
 
-    def step(self, call: StepCall, write_back: WriteBack, gradients: list[torch.Tensor], written: list[str]) -> Any:
+    def step(self, call: StepCall, write_back: WriteBack, gradients: list[torch.Tensor]) -> Any:
         """Step the parameters; see `Batch.step`. If that raises, weights, gradients and `state` are as they were.
 
         State that the step has written to in place cannot be restored.
         """
+        on_real = functools.partial(self._on_real_parameters, write_back.signals)
         try:
             with torch.no_grad():
                 self._show(call.optimizer, write_back)
             with self._shown:
-                result = call.with_functions(self._on_real_parameters).run()
+                result = call.with_functions(on_real).run()
             with torch.no_grad():
                 self._refuse_bypass(call.optimizer)
                 for shadow in self._shadows:
                     shadow.hand_back()
-            write_back.signals.begin()
+                self._write(write_back)
         except BaseException as error:
-            write_back.signals.begin()
-            written += [name for state in self._states if (name := state.undo()) is not None]
+            self._shown.hide()  # an interrupt may have come while they were shown or hidden
+            write_back.written.extend([name for state in self._states if (name := state.undo()) is not None])
             with torch.no_grad():
                 for shadow in self._shadows:
                     shadow.undo()
@@ -65,8 +67,6 @@ class WholeBatch:
                     "another optimizer"
                 ) from error
             raise
-        with torch.no_grad():
-            self._write(write_back, written)
         self._shadows, self._states, self._old = [], [], []  # other batches of the step need the memory
         return result
 
@@ -95,12 +95,12 @@ class WholeBatch:
                 "does not take its parameters from param_groups, so hmpx cannot step it in FP32"
             )
 
-    def _write(self, write_back: WriteBack, written: list[str]) -> None:
+    def _write(self, write_back: WriteBack) -> None:
         results = [shadow.held() for shadow in self._shadows]
         for shadow, x in zip(self._shadows, results, strict=True):
-            written.append(shadow.segment.name)
+            write_back.written.append(shadow.segment.name)
             shadow.segment.mark_written()
-            shadow.store.write(shadow.segment, x, written[-1], write_back.rounding_key)
+            shadow.store.write(shadow.segment, x, shadow.segment.name, write_back.rounding_key)
         write_back.rounding_key.flush()
         for old, x in zip(self._old, results, strict=False):
             assert write_back.counts is not None
@@ -109,8 +109,11 @@ class WholeBatch:
             state.finish()
         write_back.rounding_key.flush()
 
-    def _on_real_parameters(self, closure: Callable) -> Callable:
-        """Wrap a closure: it evaluates the model, so it must see the real parameters, with the values of the step."""
+    def _on_real_parameters(self, signals: DeferredSignals, closure: Callable) -> Callable:
+        """Wrap a closure: it evaluates the model, so it must see the real parameters, with the values of the step.
+
+        A signal that comes in it does not wait, unless the step has written to state by then.
+        """
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             with torch.no_grad():
@@ -119,7 +122,9 @@ class WholeBatch:
             self._shown.hide()
             try:
                 with torch.enable_grad():
-                    return closure(*args, **kwargs)
+                    if any(state.is_written() for state in self._states):
+                        return closure(*args, **kwargs)
+                    return signals.let_through(closure, args, kwargs)
             finally:
                 self._shown.show()
                 with torch.no_grad():
