@@ -210,13 +210,17 @@ def test_the_commands_are_marked():
     [("echo 1", "echo 2", "1\n2\n", True), ("false", "echo 2", "", False), ("echo 1", "exit 5", "1\n", False)],
 )
 def test_ci_runs_both_test_commands_and_stops_at_one_that_fails(tmp_path, first, second, said, succeeds):
-    (tmp_path / ".ci").mkdir()
-    script = shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    """They run in a copy that has the name of a clone, and a space and a letter beyond ASCII on its path."""
+    checkout, temporary = tmp_path / "checkout", tmp_path / "temporary"
+    (checkout / ".ci").mkdir(parents=True)
+    temporary.mkdir()
+    first = f'case "$PWD" in "{temporary}"/*\\ *ä*/hmpx) {first};; esac'
+    script = shutil.copy(ROOT / ".ci" / "run", checkout / ".ci" / "run")
     marked = README.replace(command_of("downstream test"), second).replace(command_of("test"), first)
-    (tmp_path / "README.md").write_text(marked)
-    done = subprocess.run([script], capture_output=True, text=True)
-    assert (done.returncode == 0) is succeeds
-    assert "".join(line for line in done.stdout.splitlines(True) if line[0] != "+") == said
+    (checkout / "README.md").write_text(marked)
+    done = subprocess.run([script], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(temporary)})
+    assert (done.returncode == 0) is succeeds and not [*temporary.iterdir()], done.stderr
+    assert "".join(line for line in done.stdout.splitlines(True) if line[0] != "+") == said, done.stderr
 
 
 MAIN_ROW = r"^(\S.{33}) +([\d.]+) +([\d.]+)(?: +[\d.]+)?$"

@@ -1,11 +1,18 @@
-"""The command `check`: finds every problem in op lists and recipes."""
+"""The command `check`: finds every problem in op lists and recipes.
+
+Files may be a stranger's, and what a module does when it is imported may be anything; so nothing is imported.
+"""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import inspect
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import yaml
 
@@ -14,15 +21,21 @@ from hmpx.errors import HmpxError, OpListError, did_you_mean
 from hmpx.ops.policies.build_policy import may_be_user_function, unknown_op
 from hmpx.ops.policies.catalog import aten_only, canonical, catalog, retired
 from hmpx.ops.policies.op_lists import LOW_PRECISION, SIDES, Listed, read_file
+from hmpx.ops.policies.policy import Policy
+from hmpx.ops.user_functions import shipped_names
 from hmpx.recipes.files import recipe_names, recipe_path
 from hmpx.recipes.keys import EXTENDS, LISTS
 from hmpx.recipes.recipe import Recipe
-from hmpx.recipes.stated import faults
+from hmpx.recipes.stated import faults, read_recipe
 from hmpx.recipes.vendors import NXD, NXD_MASTERS, is_gaudi
 
 
+class Undecided(str):
+    """A line that is no problem: an import, which runs code, would have to decide."""
+
+
 def check_files(paths: Sequence[str]) -> Iterator[str]:
-    """Yield every problem in some op list files and recipes, as `file:line: problem`.
+    """Yield every problem in some op list files and recipes, as `file:line: problem`, and what is not decided.
 
     A YAML or JSON file says which side a name is on; of a text file, its name does ("bf16", "fp32", "promote", "fp8").
     Text files are held against one another: all of them if no two are on the same side, else those of one folder. A
@@ -80,6 +93,7 @@ def _check_recipe(name: str) -> Iterator[str]:
     found: list[str] = []
     try:
         found += [*_check_lists(path), *faults(path)]
+        found += [each for each in _undecided(path) if not any(each.partition(": ")[2] in said for said in found)]
     except HmpxError as error:
         found += str(error).splitlines()
     said: dict[str, str] = {}  # what is found in two ways is said once
@@ -102,11 +116,23 @@ def _check_lists(path: Path) -> Iterator[str]:
         if key.value in LISTS and isinstance(value, yaml.ScalarNode) and value.value:
             where = f"{path}:{key.start_mark.line + 1}: {key.value}: "
             named = os.path.normpath(path.parent / value.value)
-            yield from (f"{where}{problem}" for problem in check_files([named]))
+            yield from (type(problem)(f"{where}{problem}") for problem in check_files([named]))
         elif key.value in SIDES and isinstance(value, yaml.SequenceNode):
             names = [each for each in value.value if isinstance(each, yaml.ScalarNode)]
             for listed in (Listed(each.value, str(path), each.start_mark.line + 1) for each in names):
                 yield from _check_name(listed, key.value, seen, in_this_file)
+
+
+def _undecided(path: Path) -> Iterator[Undecided]:
+    """Yield what is not decided in a recipe without faults, with its rules of modules and what it extends."""
+    with contextlib.suppress(HmpxError):
+        recipe = read_recipe(path)
+        policy = recipe.policy() or Policy()
+        for each in (policy, *(overlay.over(policy) for overlay in recipe.overlays().values())):
+            for name in each.user_functions():
+                problem = of_user_function(name)
+                if isinstance(problem, Undecided):
+                    yield Undecided(f"{each.origins[name]}: {problem}")
 
 
 def _check_name(
@@ -124,9 +150,10 @@ def _check_name(
         elif not may_be_user_function(name):
             yield f"{listed.where}: {unknown_op(listed.name)}"
             return
-        elif problem := _of_user_function(name):
-            yield f"{listed.where}: {problem}"
-            return
+        elif problem := of_user_function(name):
+            yield type(problem)(f"{listed.where}: {problem}")
+            if not isinstance(problem, Undecided):
+                return
     first_side, first = seen.setdefault(name, (side, listed))
     if first_side != side and "promote" not in (first_side, side):
         yield f"{listed.where}: {listed.name!r} is on both sides; the other has it at {first.where}"
@@ -135,23 +162,24 @@ def _check_name(
     in_this_file.add(f"{side} {name}")
 
 
-def _of_user_function(name: str) -> str:
-    """Return the problem of a dotted name that its module lacks; "" if the module cannot be imported."""
-    module, parts = None, name.split(".")
-    for i in range(1, len(parts)):
+def of_user_function(name: str) -> str:
+    """Return the problem of a dotted name outside torch, as far as imported modules tell; "" for none."""
+    prefix = name.rpartition(".")[0]
+    while prefix and sys.modules.get(prefix) is None:
+        prefix = prefix.rpartition(".")[0]
+    found: Any = sys.modules.get(prefix)
+    for part in name.removeprefix(f"{prefix}.").split(".") if prefix else ():
         try:
-            module = importlib.import_module(".".join(parts[:i]))
-        except ImportError:
+            found = inspect.getattr_static(found, part)  # a plain look would run `__getattr__`, which may import
+        except AttributeError:
+            may_come = {"__path__", "__getattr__"} & {*vars(found), *dir(type(found))}  # by an import
+            if not isinstance(found, ModuleType) or not may_come:
+                return f"{prefix} has no {part!r}{did_you_mean(part, vars(found))}"
+            found = None
             break
-        except Exception:  # a package that is broken here says nothing about the list
-            return ""
-        prefix, found = ".".join(parts[:i]), module
-    if module is None:
-        return ""
-    for part in name.removeprefix(f"{prefix}.").split("."):
-        if not hasattr(found, part):
-            return f"{prefix} has no {part!r}{did_you_mean(part, dir(found))}"
-        found = getattr(found, part)
+    if found is None:
+        said = f"not decided: {name} is in no module that is imported; it is cast once the program has imported it"
+        return "" if name in shipped_names() else Undecided(said)
     if isinstance(found, type):
         return f"{name!r} is a class, and a list names functions; {name}.forward may be what is meant"
-    return "" if callable(found) else f"{name!r} is no function but {type(found).__name__}"
+    return "" if callable(getattr(found, "__func__", found)) else f"{name!r} is no function but {type(found).__name__}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from hmpx.errors import UnknownOpError, did_you_mean
+from hmpx.insight.check import of_user_function
 from hmpx.insight.reasons import reason
 from hmpx.insight.text_table import Column, table
 from hmpx.ops.computing.kernels import GAINING, NATIVE, Kernels, choose
@@ -65,7 +66,10 @@ def explain_op(
     if op is None:
         if name in policy.user_functions():
             where = f"listed at {policy.origins[name]}; a function outside torch"
-            return f"{name}\n  rule          {policy.listed(name)}: {where}"
+            problem = of_user_function(name)
+            return f"{name}\n  rule          {policy.listed(name)}: {where}" + (
+                problem and f"\n  note          {problem}"
+            )
         if aten_only(name):
             return f"{name}: an aten op with no Python entry point; hmpx cannot reach it"
         recipe = did_you_mean(name, recipes, cutoff=0.75)

@@ -206,7 +206,7 @@ class UserFunctions:
     @property
     def waiting(self) -> list[str]:
         """Names whose module is not imported yet, except names in hmpx's own lists."""
-        waiting = [name for name in self.rules if name not in self.patched and name not in _shipped_names()]
+        waiting = [name for name in self.rules if name not in self.patched and name not in shipped_names()]
         return [] if self._switch.retired else waiting
 
     def apply(self, changes: Changes) -> None:
@@ -260,7 +260,7 @@ class UserFunctions:
         if name in self.patched or self._patch(name):
             return
         parent = name.rpartition(".")[0]
-        if name not in _shipped_names() and not _findable(parent.partition(".")[0]):
+        if name not in shipped_names() and not _findable(parent.partition(".")[0]):
             logger.warning("%s: %s is not importable now; it is patched if it appears", self._where(name), name)
         # A name may lie in a module (pkg.ops.nms) or in a class of one (pkg.ops.Box.area): wait for both.
         for module in {parent, parent.rpartition(".")[0]} - {""}:
@@ -284,7 +284,7 @@ class UserFunctions:
 
 
 @functools.cache
-def _shipped_names() -> frozenset[str]:
+def shipped_names() -> frozenset[str]:
     """Return the dotted names in hmpx's own lists: of libraries that a program may do without.
 
     A printed recipe repeats them; so the name tells, and not the list that it stands in.

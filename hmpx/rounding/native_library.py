@@ -5,13 +5,13 @@ the source, the compiler and the CPU. Without a compiler, or with ``HMPX_NATIVE=
 the log (level INFO) says why.
 
 A library that another user could have put there is not loaded: the folder and the file must belong to this user, and
-nobody else may write to them. The file is opened first, then checked and loaded through its file descriptor, so nobody
-can exchange it after the check. A symbolic link may lead to the folder, but not to a library.
+nobody else may write to them. A symbolic link may lead to the folder, but not to a library. A file ends in the SHA-256
+of what stands before it; a damaged one is compiled anew. A copy in memory of the checked bytes is loaded: nobody can
+exchange or shorten it later, and the folder may lie on a file system that executes nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -23,6 +23,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 logger = logging.getLogger("hmpx")
@@ -33,6 +34,7 @@ _FLAGS = ("-O3", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-ffp-cont
 # OpenMP is compiled in but not linked: its functions come from the library that torch has loaded, so that there is one
 # pool of threads. Where that one does not offer them, the second variant runs on one thread.
 _VARIANTS = (("-fopenmp",), ("-Wno-unknown-pragmas",))
+_DIGEST = hashlib.sha256().digest_size
 _POINTER, _INT64, _UINT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int
 
 _SIGNATURES = {
@@ -54,9 +56,11 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         return _build()
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except _NoCompiler as error:
         logger.info("hmpx: no C kernels: %s; rounding runs in eager torch", error)
-        return None
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("hmpx: no C kernels: %s; rounding runs in eager torch", error)
+    return None
 
 
 def architecture() -> str:
@@ -67,8 +71,8 @@ def architecture() -> str:
 def _build() -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise RuntimeError("no C compiler found")
-    problem: Exception = RuntimeError("no variant was tried")
+        raise _NoCompiler("no C compiler found")
+    problem: Exception = OSError("no variant was tried")
     for variant in _VARIANTS:
         try:
             return _declare(_load(compiler, variant))
@@ -79,82 +83,111 @@ def _build() -> ctypes.CDLL:
 
 def _load(compiler: str, variant: tuple[str, ...]) -> ctypes.CDLL:
     flags = (f"-march={architecture()}", *_FLAGS, *variant)
-    built = *(source.read_bytes() for source in _SOURCES), *(part.encode() for part in (compiler, _cpu(), *flags))
-    name = f"native-{hashlib.sha256(b'|'.join(built)).hexdigest()[:16]}.so"
-    folder = kept = None
+    made_of = *(source.read_bytes() for source in _SOURCES), *(part.encode() for part in (compiler, _cpu(), *flags))
+    name = f"native-{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:16]}.so"
+    folder, built = None, None
     try:
         folder = _cache_folder()
-        kept = _kept(folder / name) if folder is not None else None
+        built = _kept(folder / name)
     except _Refused as refused:
         _warn_once(str(refused))
         folder = None
-    if kept is not None:
-        return kept
+    except (OSError, RuntimeError) as error:
+        logger.info("hmpx: %s; the C kernels are compiled anew", error)
+    if built is not None:
+        return _loaded(built, str(folder / name))
+    built = _compiled(compiler, flags)
+    if folder is not None:
+        try:
+            _keep(built, folder / name)
+        except OSError as error:  # no room, for example
+            logger.info("hmpx: %s keeps no C kernels, so that each process compiles them: %s", folder, error)
+    return _loaded(built, name)
+
+
+def _compiled(compiler: str, flags: Sequence[str]) -> bytes:
     with tempfile.TemporaryDirectory() as private:
-        unlinked, linked = f"{private}/native.o", f"{private}/{name}"
+        unlinked, linked = f"{private}/native.o", f"{private}/native.so"
         _run(compiler, *flags, str(_SOURCES[0]), "-o", unlinked)
         _run(compiler, "-shared", unlinked, "-lm", "-o", linked)
-        if folder is not None:
-            with contextlib.suppress(OSError):  # no room, for example
-                _keep(linked, folder / name)
-                kept = _kept(folder / name)
-        return kept or ctypes.CDLL(linked)
+        return Path(linked).read_bytes()
+
+
+def _loaded(built: bytes, name: str) -> ctypes.CDLL:
+    """Load a library from a file in memory; from a private one where there are none, or they cannot be executed."""
+    try:
+        fd = os.memfd_create(name)
+        try:
+            with open(fd, "wb", closefd=False) as copy:
+                copy.write(built)
+            handle = ctypes._dlopen(f"/proc/self/fd/{fd}", ctypes.DEFAULT_MODE)  # type: ignore[attr-defined]  # not in typeshed
+        except BaseException:
+            os.close(fd)
+            raise
+        # It stays open. Else a later file could get its number, and the dynamic linker take it for this library.
+        return ctypes.CDLL(name, handle=handle)
+    except (OSError, AttributeError):
+        with tempfile.TemporaryDirectory() as private:
+            path = Path(private, "native.so")
+            path.write_bytes(built)
+            return ctypes.CDLL(str(path))
+
+
+class _NoCompiler(Exception):
+    """There is nothing to compile the kernels with."""
 
 
 class _Refused(OSError):
     """A folder or library that somebody else may have written."""
 
 
-def _cache_folder() -> Path | None:
-    """Return the folder that libraries are kept in; None if it cannot be made.
+def _cache_folder() -> Path:
+    """Return the folder that libraries are kept in.
 
     Raises:
+        OSError, RuntimeError: it cannot be made.
         _Refused: another user may write to it.
     """
     if not hasattr(os, "geteuid"):
-        return None
+        raise OSError("files have no owners here")
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("HMPX_CACHE_DIR") or Path(home) / "hmpx")
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return None
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check(folder.stat(), folder)
     return folder
 
 
-def _kept(path: Path) -> ctypes.CDLL | None:
-    """Load a library from the cache; None if there is none.
+def _kept(path: Path) -> bytes | None:
+    """Return a library from the cache; None if there is none.
 
     Raises:
-        _Refused: there is one, and it may be somebody else's.
+        _Refused: there is one, and it may be somebody else's, or cannot be read.
+        OSError: it is damaged.
     """
+    more = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, and no waiting for a pipe
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # does not wait for a pipe
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | more)) as file:
+            _check(os.fstat(file.fileno()), path)
+            raw = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _Refused(f"{path}: {error.strerror}") from None
-    try:
-        _check(os.fstat(fd), path)
-        opened = f"/proc/self/fd/{fd}"
-        if not os.path.exists(opened):  # not Linux: by its name, in a folder that only its owner can write to
-            opened = str(path)
-        # The file stays open. Else a later one could get its number, and the dynamic linker take it for this library.
-        handle = ctypes._dlopen(opened, ctypes.DEFAULT_MODE)  # type: ignore[attr-defined]  # not in typeshed
-        return ctypes.CDLL(str(path), handle=handle)
-    except BaseException:
-        os.close(fd)
-        raise
+        raise error if isinstance(error, _Refused) else _Refused(f"{path}: {error.strerror}") from None
+    built, digest = raw[:-_DIGEST], raw[-_DIGEST:]
+    if hashlib.sha256(built).digest() != digest:
+        raise OSError(f"{path} is damaged")
+    return built
 
 
-def _keep(built: str, path: Path) -> None:
-    """Copy a library into the cache under another name, then rename it: several processes may build at once."""
+def _keep(built: bytes, path: Path) -> None:
+    """Write a library into the cache under another name, then rename it: several processes may build at once."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o700)
     try:
-        with open(fd, "wb") as out, open(built, "rb") as library:
-            shutil.copyfileobj(library, out)
+        with open(fd, "wb") as out:
+            out.write(built + hashlib.sha256(built).digest())
+            out.flush()
+            os.fsync(fd)  # else the name may outlive a power failure, and the content not
         beside.rename(path)
     except BaseException:
         beside.unlink()
@@ -173,7 +206,7 @@ def _check(found: os.stat_result, path: Path) -> None:
 
 @functools.cache
 def _warn_once(why: str) -> None:
-    logger.warning("hmpx: %s; the C kernels are compiled into a private temporary folder instead", why)
+    logger.warning("hmpx: %s; each process compiles the C kernels for itself", why)
 
 
 def _run(*command: str) -> None:

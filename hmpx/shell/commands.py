@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from hmpx.errors import HmpxError
-from hmpx.insight.check import check_files
+from hmpx.insight.check import Undecided, check_files
 from hmpx.insight.explain import explain_op, ops_table, recipe_lines, recipes_table
 from hmpx.insight.explain_line import explain_site
 from hmpx.ops.computing.kernels import choose
@@ -78,7 +78,7 @@ def add_all(subparsers: argparse._SubParsersAction, prog: str) -> None:
         "find what is wrong in op lists and recipes",
         "Say each problem of some files as FILE:LINE: names that are no op, keys that do not exist, values that do\n"
         "not fit, lists that are not there, duplicates, ops on both sides. The exit status is 1 if there is any.\n"
-        "A dotted name (`torchvision.ops.nms`) is looked up, which imports its module.",
+        "Nothing is imported: of a dotted name (`torchvision.ops.nms`) whose module is not, this says so.",
         "my_bf16.txt my_fp32.txt\nmine.yaml\nnxd-standard",
     )
     check.add_argument("files", nargs="+", metavar="FILE", help="an op list (text, YAML, JSON), or a recipe")
@@ -136,9 +136,9 @@ def _ops(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    problems = list(check_files(options.files))
-    for problem in problems:
-        print(problem)
+    found = list(check_files(options.files))
+    print(*found, sep="\n", end="\n" * bool(found))
+    problems = [each for each in found if not isinstance(each, Undecided)]
     plural = "" if len(problems) == 1 else "s"
     print(f"{len(options.files)} checked, {len(problems)} problem{plural}")
     return 1 if problems else 0

@@ -92,3 +92,47 @@ def test_a_recipe_of_thousands_of_letters_is_refused_in_few(name):
     done = python.run("-c", "import hmpx", env={**os.environ, "HMPX_RECIPE": name})
     assert done.returncode == 1 and done.stderr.startswith("hmpx: HMPX_RECIPE=") and len(done.stderr) < 1500
     assert "Traceback" not in done.stderr and " letters)" in done.stderr
+
+
+DOTTED = {
+    "mine.yaml": "extends: base.yaml\nfp32_file_path: mine.txt\nmodules:\n  head: {bf16: [evil.inside]}\n",
+    "base.yaml": "bf16: [linear, evil.f, math.sin, evil.sub.f]\n",
+    "mine.txt": "evil.listed\nlazy.later\n",
+    "list.json": '{"hmp_bf16_ops": ["evil.f"]}',
+    "evil/__init__.py": "open('imported', 'w')\n",
+    "evil/sub.py": "",
+    "lazy.py": "def __getattr__(name):\n    import evil\n",
+}
+READS = [
+    "check mine.yaml mine.txt list.json",
+    "recipes mine.yaml",
+    "explain mine.yaml",
+    "explain evil.f --list mine.yaml",
+]
+READS += ["explain evil.f --recipe mine.yaml", "ops --recipe mine.yaml", "explain lazy.py:1 --recipe mine.yaml"]
+NAMED = [(1, "evil.listed"), (2, "lazy.later")]
+READ = (
+    "import sys, lazy; from hmpx.shell.main import main; status = main(sys.argv[1:]); assert 'evil' not in sys.modules"
+)
+
+
+def test_what_reads_a_file_imports_no_module_that_the_file_names(tmp_path):
+    for name, text in DOTTED.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    said = {}
+    for command in READS:
+        done = python.run("-c", READ, *command.split(), cwd=tmp_path)
+        assert done.returncode == 0 and not (tmp_path / "imported").exists(), done.stderr
+        said[command] = done.stdout
+    lines = said[READS[0]].splitlines()
+    assert [line.partition(" is in no module that is imported")[0] for line in lines] == [
+        "base.yaml:1: not decided: evil.f",
+        "base.yaml:1: not decided: evil.sub.f",
+        "mine.yaml:4, modules 'head': not decided: evil.inside",
+        *(f"mine.yaml:2: fp32_file_path: mine.txt:{i}: not decided: {name}" for i, name in NAMED),
+        *(f"mine.txt:{i}: not decided: {name}" for i, name in NAMED),
+        "list.json:1: not decided: evil.f",
+        "3 checked, 0 problems",
+    ]
+    assert "not decided: evil.f" in said["explain evil.f --recipe mine.yaml"]

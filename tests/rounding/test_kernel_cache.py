@@ -1,15 +1,18 @@
-"""The folder that compiled kernels are kept in lets nobody in: libraries that somebody planted are not loaded."""
+"""The folder that compiled kernels are kept in: what is damaged or planted there is not loaded."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import stat
 import subprocess
+import sys
 
 import pytest
 
 from hmpx.rounding import native_library
+from tests.support import python
 
 pytestmark = pytest.mark.skipif(native_library.library() is None, reason="no C compiler here")
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
@@ -25,6 +28,8 @@ def _compile(path, text):
     source.write_text(text + "".join(f"void {name}(void) {{}}\n" for name in native_library._SIGNATURES))
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
     source.unlink()
+    built = path.read_bytes()
+    path.write_bytes(built + hashlib.sha256(built).digest())
     path.chmod(0o755)
 
 
@@ -85,7 +90,7 @@ def test_what_somebody_else_may_have_written_is_not_loaded_and_that_is_said_once
     for _ in range(2):
         assert native_library._build()._name != str(library) and not mark.exists()  # the kernels run, from elsewhere
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1 and "compiled into a private temporary folder instead" in said[0]
+    assert len(said) == 1 and "each process compiles the C kernels for itself" in said[0]
     assert said[0].startswith(f"hmpx: {library.parent if how.startswith('folder') else library}: ")
     assert os.listdir(library.parent) == [library.name] and os.lstat(library).st_ino == before
 
@@ -123,11 +128,121 @@ def test_what_is_no_file_does_not_make_anybody_wait(planted, caplog):
 
 
 def test_an_interrupt_while_a_library_is_kept_is_one_and_leaves_no_part_of_it(folder, monkeypatch):
-    def interrupted(library, out):
-        out.write(library.read(3))
+    def interrupted(fd):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(native_library.shutil, "copyfileobj", interrupted)
+    monkeypatch.setattr(native_library.os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         native_library._build()
     assert list(folder.iterdir()) == []
+
+
+ROUND = "import torch, hmpx; hmpx.stochastic_round(torch.randn(9), seed=0, step=0, name='x')"
+
+
+def _bytes(change):
+    def write(library):
+        whole = library.read_bytes()
+        library.write_bytes(change(whole))
+
+    return write
+
+
+def _folder_in_its_place(library):
+    library.unlink()
+    library.mkdir()
+
+
+DAMAGED = {
+    "truncated": _bytes(lambda whole: whole[: len(whole) // 2]),
+    "one byte less": _bytes(lambda whole: whole[:-1]),
+    "one byte more": _bytes(lambda whole: whole + b"\0"),
+    "zeros at the end": _bytes(lambda whole: whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2)),
+    "zeros": _bytes(lambda whole: bytes(len(whole))),
+    "one bit": _bytes(lambda whole: whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]),
+    "empty": _bytes(lambda whole: b""),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_library_is_compiled_anew(how, folder, caplog):
+    caplog.set_level("INFO", "hmpx")
+    native_library._build()
+    (library,) = folder.iterdir()
+    whole = library.read_bytes()
+    DAMAGED[how](library)
+    native_library._build()
+    assert library.read_bytes() == whole and os.listdir(folder) == [library.name]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"hmpx: {library} is damaged; the C kernels are compiled anew"
+    ]
+    assert native_library._build()._name == str(library) and len(caplog.records) == 1
+
+
+def test_a_program_lives_through_a_library_that_loses_its_end(tmp_path):
+    """Before it is loaded, and while it is in use: a process that ran the file itself would end with SIGBUS."""
+    environment = {**os.environ, "HMPX_CACHE_DIR": str(tmp_path / "cache")}
+    python.run("-c", ROUND, env=environment, check=True)
+    (library,) = (tmp_path / "cache").iterdir()
+    os.truncate(library, library.stat().st_size // 2)
+    python.run("-c", ROUND, env=environment, check=True)
+    again = ROUND.split("; ")[1]
+    python.run("-c", f"import os; {ROUND}; os.truncate({str(library)!r}, 1); {again}", env=environment, check=True)
+
+
+def test_a_folder_in_the_place_of_a_library_is_left_there(folder, caplog):
+    native_library._build()
+    (library,) = folder.iterdir()
+    _folder_in_its_place(library)
+    assert native_library._build().round_list and library.is_dir()
+    assert f"{library}: Is a directory; each process compiles" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["full", "no folder", "no home"])
+def test_kernels_that_cannot_be_kept_are_compiled_each_time_and_that_is_said(how, folder, caplog, monkeypatch):
+    caplog.set_level("INFO", "hmpx")
+    if how == "full":
+
+        def fsync(fd):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(native_library.os, "fsync", fsync)
+    elif how == "no folder":
+        folder.write_text("a file")
+    else:
+        monkeypatch.delenv("HMPX_CACHE_DIR")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(native_library.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    for number in (1, 2):
+        assert native_library._build().round_list and len(caplog.records) == number
+    assert {"full": "No space left", "no folder": "File exists", "no home": "no home"}[how] in caplog.text
+    assert how == "no folder" or not folder.exists() or not os.listdir(folder)
+
+
+def test_a_failing_compiler_is_said(folder, caplog, monkeypatch):
+    monkeypatch.setattr(native_library, "_SOURCES", [folder.with_suffix(".c")])
+    folder.with_suffix(".c").write_text("no C at all")
+    assert native_library.library.__wrapped__() is None
+    assert "no C kernels: " in caplog.text and "rounding runs in eager torch" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files in memory here")
+def test_without_files_in_memory_a_private_file_is_loaded(folder, monkeypatch):
+    monkeypatch.delattr(native_library.os, "memfd_create")
+    for _ in range(2):  # built, and from the cache
+        assert native_library._build().round_list
+
+
+@needs_root
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a file system as Linux does")
+def test_a_file_system_that_executes_nothing_keeps_kernels_too(folder, caplog):
+    caplog.set_level("INFO", "hmpx")
+    folder.mkdir(mode=0o700)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "noexec,mode=700", "none", folder]).returncode:
+        pytest.skip("this process may not mount")
+    try:
+        for _ in range(3):
+            assert native_library._build().round_list and len(os.listdir(folder)) == 1
+        assert not caplog.records
+    finally:
+        subprocess.run(["umount", folder], check=True)

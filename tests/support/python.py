@@ -18,6 +18,7 @@ import json
 import os
 import runpy
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -64,9 +65,10 @@ def server() -> str:
     """The address of this process's server, which is started on the first call and ends with the process."""
     place = tempfile.mkdtemp(prefix="hmpx-python-")
     address = f"{place}/socket"
-    for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run ")):
+    for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run")):
         script = Path(place, name)
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} -SE {__file__} {sys.executable} {module}"$@"\n')
+        command = shlex.join([sys.executable, "-SE", __file__, sys.executable, *module.split()])
+        script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         script.chmod(0o755)
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE], cwd=ROOT, env={**os.environ, SOCKET: address}, stdout=subprocess.PIPE
