@@ -70,7 +70,7 @@ def attach(
             torch cannot unset it: whoever casts the model to FP32 after `detach` sets ``p.grad_dtype = p.dtype``.
         use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
         release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then
-            finishes the step. Same bits. Not for accumulation, gradient clipping or GradScaler, which raise.
+            finishes the step. Same bits. Not for accumulation, clipping, GradScaler or skipped steps, which raise.
         fused: Adam, AdamW, SGD, NAdam, RMSprop, Adagrad and Lion (of lion_pytorch) run in a kernel of hmpx's own, one
             call for all parameters. Faster; the order of its operations is its own, so results agree with the
             optimizer's to rounding and not to the bit. What no kernel takes is stepped as without it: sharded

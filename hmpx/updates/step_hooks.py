@@ -169,6 +169,7 @@ def _watched(step: Callable) -> Callable:
                 if inner is not None:  # whose own step is watched as well
                     share_names(optimizer, inner)
                     return call.run()
+                released.refuse_stolen(optimizer)
                 if attachment is not None or how is not None:
                     refuse_wrappers(optimizer)
                 if attachment is not None:
