@@ -16,12 +16,10 @@ from hmpx.updates.holding import state_dtypes
 from hmpx.updates.holding.settings import Rules, Settings, Weights
 from hmpx.updates.optimizer_hooks import attachment_of
 from hmpx.updates.ranks.checks import compare, refuse
-from hmpx.updates.ranks.ddp import replicas
 from hmpx.updates.ranks.sharding import Place, Places, read_places
 from hmpx.updates.refusals import allow_plain_steps
 from hmpx.updates.stepping.fused_formulas import FUSED, formula_of
 from hmpx.updates.stepping.names import given_names, has_bf16, inside_zero, named, share_names
-from hmpx.updates.stepping.names import parameters as parameters_of
 from hmpx.updates.stepping.optimizer_scope import SCOPES, scope_of
 from hmpx.updates.stepping.step import WeightUpdates
 
@@ -72,7 +70,7 @@ def attach(
             torch cannot unset it: whoever casts the model to FP32 after `detach` sets ``p.grad_dtype = p.dtype``.
         use_master_weights_in_ckpt: `optimizer.state_dict()` holds the FP32 masters.
         release_gradients: each parameter steps, and frees its gradient, during backward; `optimizer.step()` then
-            finishes the step. Same bits. Not for accumulation, gradient clipping or GradScaler, which raise.
+            finishes the step. Same bits. Not for accumulation, clipping, GradScaler or skipped steps, which raise.
         fused: Adam, AdamW, SGD, NAdam, RMSprop, Adagrad and Lion (of lion_pytorch) run in a kernel of hmpx's own, one
             call for all parameters. Faster; the order of its operations is its own, so results agree with the
             optimizer's to rounding and not to the bit. What no kernel takes is stepped as without it: sharded
@@ -81,8 +79,8 @@ def attach(
         process_group: in a distributed job, the ranks that hold the same optimizer; all of them must attach. None: all
             ranks of the job.
 
-    A `ZeroRedundancyOptimizer` is attached as any other. With use_fp32_grad_acc under DistributedDataParallel, attach
-    once the model is in it.
+    A `ZeroRedundancyOptimizer` is attached as any other. DistributedDataParallel may be put around the model before or
+    after, and again.
 
     Returns:
         A handle with `detach()`. Attaching again with the same settings returns it again.
@@ -189,8 +187,6 @@ def _check(
             f"release_gradients needs an optimizer that updates each parameter by itself ({listed}), "
             f"and {type(optimizer).__name__} may look across them"
         )
-    if settings.release_gradients and any(p in replicas() for p in parameters_of(optimizer)[:1]):
-        raise HmpxError("release_gradients steps before DistributedDataParallel has reduced the gradients")
     if settings.fused and formula_of(optimizer) is None:
         raise HmpxError(f"fused has kernels for {FUSED}, not for {type(optimizer).__name__}")
     check_torch(settings)

@@ -238,7 +238,7 @@ class Attachment:
         for p in gone:
             del self._dtypes[p]
         self._claim.drop(gone)
-        released.finish(gone)
+        released.forget(gone)
         new = [p for p in now if p not in self._dtypes]
         wide = [p for p in new if p.dtype is torch.float32]
         if wide and torch.bfloat16 in self._dtypes.values():
@@ -304,7 +304,7 @@ def _call_if_alive(reference: weakref.WeakMethod, p: Parameter) -> None:
 
 def _end_claim(claim: Claim, dtypes: dict[Parameter, torch.dtype]) -> None:
     claim.end()
-    released.finish(dtypes)
+    released.forget(dtypes)
 
 
 def _optimizer_is_gone(undo: contextlib.ExitStack) -> None:

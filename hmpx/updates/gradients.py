@@ -13,12 +13,13 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from hmpx.errors import HmpxError
 from hmpx.updates.ranks.checks import in_job
-from hmpx.updates.ranks.ddp import exchange_in_fp32, hook_when_complete, refuse_ddp, replicas
+from hmpx.updates.ranks.ddp import exchange_in_fp32, exchange_of, hook_when_complete, reducers
 from hmpx.updates.ranks.sharding import is_sharded
 
 Parameter = torch.nn.Parameter
@@ -42,22 +43,22 @@ class Claim:
 
     def add(self, params: list[Parameter]) -> None:
         """Claim these parameters; the new claim is in force."""
+        modules = reducers() if params and (self.fp32 or self.release is not None) else []
         with _lock:
-            reduced = replicas() if self.fp32 and params else {}
-            self.refuse_fp32, self.refuse_release = refuse_ddp("use_fp32_grad_acc"), refuse_ddp("release_gradients")
             for p in params:
                 if id(p) not in self.params:
                     self.params[id(p)] = p
                     entry = _claimed.setdefault(id(p), _ClaimedParameter(p))
                     entry.claims.append(self)
-                    entry.update(reduced)
+                    entry.update()
+            _reduce_by(modules)
         _remove_ended()
 
     def update(self, params: Iterable[Parameter]) -> None:
         """Update the claims after these parameters were cast to another dtype."""
         with _lock:
             for p in params:
-                _claimed[id(p)].update({})
+                _claimed[id(p)].update()
         _remove_ended()
 
     def drop(self, params: Iterable[Parameter]) -> None:
@@ -77,33 +78,41 @@ class _ClaimedParameter:
         self.param = param
         self.claims: list[Claim] = []
         self._fp32, self._release = contextlib.ExitStack(), contextlib.ExitStack()
-        # FP32 gradients: the DDP module that reduces them, or True. None: gradients have the parameter's dtype.
-        self._widened_by: Any = None
+        self._reduced = False  # whether a DDP module has reduced the gradients
+        self._widened: tuple[bool, bool] = (False, False)  # whether gradients are FP32, and whether such a module's
         self._released = False
 
-    def update(self, reduced: dict) -> None:
-        """Put the latest claim into force, unless it is already; gradients stay as they are.
-
-        reduced: `replicas()`, where a claim to FP32 may be new.
-        """
+    def update(self) -> None:
+        """Put the latest claim into force, unless it is already; gradients stay as they are."""
         last = self.claims[-1] if self.claims else None
-        wanted = None
-        if last is not None and last.fp32 and self.param.dtype is torch.bfloat16:
-            wanted = reduced.get(self.param) or self._widened_by or True
-        elif last is not None and last.fp32 and self.param.dtype is torch.float32 and not in_job():
-            wanted = True  # it will be in force when the parameter is cast to BF16
-        if wanted is not self._widened_by:
+        # One of FP32 is widened for the time when it is cast to BF16.
+        of_fp32 = self.param.dtype is torch.float32 and not in_job()
+        wanted = last is not None and last.fp32 and (self.param.dtype is torch.bfloat16 or of_fp32)
+        if self._widened != (now := (wanted, wanted and self._reduced)):
             self._fp32.close()
-            self._widened_by = wanted
-            if last is not None and wanted is not None:
-                _accumulate_in_fp32(self.param, reduced, last.refuse_fp32, self._fp32)
+            self._widened = now
+            if wanted:
+                _accumulate_in_fp32(self.param, self._reduced, self._fp32)
         released = last is not None and last.release is not None
         if released is not self._released:
             self._release.close()
             self._released = released
-            if last is not None and released:
-                for hook in (last.refuse_release, self._complete) if in_job() else (self._complete,):
-                    self._release.callback(hook_when_complete(self.param, hook).remove)
+            if released:
+                self._release.callback(hook_when_complete(self.param, self._complete).remove)
+
+    def reduce(self) -> None:
+        """A DDP module reduces the gradients from here on.
+
+        Raises:
+            HmpxError: they are released before it can.
+        """
+        if self._released:
+            raise HmpxError(
+                "release_gradients steps each parameter before DistributedDataParallel has reduced its gradient: "
+                "attach with release_gradients=False, or use a recipe that leaves it out, such as bf16-sr"
+            )
+        self._reduced = True
+        self.update()
 
     def _complete(self, p: Parameter) -> None:
         if self.claims and self.claims[-1].release is not None:
@@ -113,11 +122,28 @@ class _ClaimedParameter:
         """After `swap_tensors`: `grad_dtype` went with the old contents, and torch does not call the hooks any more."""
         self._fp32.close()
         self._release.close()
-        self._widened_by, self._released = None, False
+        self._widened, self._released = (False, False), False
         hooks = self.param._post_accumulate_grad_hooks  # they stay with the object; assigning them installs them
         if hooks is not None:
             self.param._post_accumulate_grad_hooks = hooks
-        self.update(replicas())
+        self.update()
+
+
+def wrapped(module: DistributedDataParallel) -> None:
+    """A new module is going to reduce gradients.
+
+    Raises:
+        HmpxError: gradients of its parameters are released, or it has a communication hook where they are FP32.
+    """
+    with _lock:
+        _reduce_by([module])
+    _remove_ended()
+
+
+def _reduce_by(modules: list[DistributedDataParallel]) -> None:
+    for entry in [_claimed[id(p)] for module in modules for p in module.parameters() if id(p) in _claimed]:
+        entry.reduce()
+    exchange_of(modules)
 
 
 def swapped(*tensors: torch.Tensor) -> None:
@@ -139,35 +165,26 @@ def _remove_ended() -> None:
                 if entry is None or claim not in entry.claims:
                     continue
                 entry.claims.remove(claim)
-                entry.update({})
+                entry.update()
                 if not entry.claims:
                     _claimed.pop(id(p))
         finally:
             _lock.release()
 
 
-def _accumulate_in_fp32(p: Parameter, reduced: dict, refuse: Callable, undo: contextlib.ExitStack) -> None:
+def _accumulate_in_fp32(p: Parameter, reduced: bool, undo: contextlib.ExitStack) -> None:
     """Make the gradients of `p` FP32 while it is BF16, until `undo` makes them BF16 again.
 
     A parameter that no module reduces gets torch's ``grad_dtype``. FSDP2 sets the gradient of a sharded parameter; a
     hook casts it to FP32 as soon as it is set. DDP reduces in FP32 as `ranks/ddp.py` says.
-
-    Args:
-        reduced: `replicas()`.
-        refuse: a hook from `refuse_ddp`, for a parameter that is not among them.
     """
     before, sharded = p.grad_dtype, is_sharded(p)
     undo.callback(lambda own: _set_grad_dtype(p, p.dtype if own else before), before is p.dtype)
-    if p in reduced:
-        _set_grad_dtype(p, None)
-        exchange_in_fp32(p, reduced[p], undo)
+    _set_grad_dtype(p, None if reduced or sharded else torch.float32)
+    if reduced:
+        exchange_in_fp32(p, undo)
     elif sharded:
-        _set_grad_dtype(p, None)
         undo.callback(hook_when_complete(p, _widen).remove)
-    else:
-        _set_grad_dtype(p, torch.float32)
-        if in_job():
-            undo.callback(hook_when_complete(p, refuse).remove)
 
 
 def _set_grad_dtype(p: Parameter, dtype: torch.dtype | None) -> None:

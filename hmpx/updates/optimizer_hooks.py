@@ -1,8 +1,8 @@
 """Wraps functions of torch around optimizers, other than `step`, that hmpx must know of or change.
 
 - A load keeps the FP32 state of BF16 parameters, which torch would cast down.
-- An attachment hears of loads, of new parameter groups, and of parameters whose contents `torch.utils.swap_tensors`
-  exchanges.
+- An attachment hears of loads, of new parameter groups, of parameters whose contents `torch.utils.swap_tensors`
+  exchanges, and of new DistributedDataParallel modules.
 - torch's `AveragedModel` averages BF16 weights in FP32 and writes them back by stochastic rounding. With a decay of
   .999 an average moves by a thousandth of the way in each update, which is less than half a unit in the last place of
   BF16: rounded to nearest, it would stay where it began. The random numbers go by the name of the parameter and the
@@ -28,6 +28,7 @@ from hmpx.base.changes import Attribute, Changes
 from hmpx.rounding.stochastic import stochastic_round
 from hmpx.updates import gradients
 from hmpx.updates.holding.state_tensors import CODES
+from hmpx.updates.ranks.ddp import watch_wrapping
 from hmpx.updates.ranks.sharding import is_sharded
 from hmpx.updates.stepping import step_count
 from hmpx.updates.stepping.names import parameters
@@ -57,6 +58,7 @@ def install(changes: Changes, is_installed: Callable[[], object], loaded: Callab
     wrap(changes, "load_state_dict", functools.partial(_telling_of_loads, loaded))
     swap = Attribute(torch.utils, "swap_tensors", "torch.utils.swap_tensors")
     changes.put(swap, _telling_of_swaps(torch.utils.swap_tensors))
+    watch_wrapping(changes, gradients.wrapped)
     place = Attribute(AveragedModel, "update_parameters", "torch.optim.swa_utils.AveragedModel.update_parameters")
     changes.put(place, _averaging_in_fp32(AveragedModel.update_parameters))
     _watch_trial_steps(changes)

@@ -185,6 +185,7 @@ def _step(call: StepCall, how: region_state.StochasticSteps | None) -> Any:
     if inner is not None:  # whose own step is watched as well
         share_names(optimizer, inner)
         return call.run()
+    released.refuse_stolen(optimizer)
     attachment = attachment_of(optimizer)
     if attachment is not None or how is not None:
         refuse_wrappers(optimizer)

@@ -93,8 +93,10 @@ def test_only_the_last_releases_and_then_the_one_before_it():
     (p + q).sum().backward()
     assert (p == 0.75).all() and (q == 0.5).all()
     second.step()
-    first.step()
+    with pytest.raises(hmpx.HmpxError, match="1 of its parameters have no gradient: SGD has them too"):
+        first.step()
     hmpx.detach(second)
+    first.step()
     p.sum().backward()
     assert (p == 0.25).all() and p.grad is None
 
@@ -151,15 +153,15 @@ def test_an_optimizer_that_is_collected_while_another_one_attaches_lets_go_after
     old = {"optimizer": optim.SGD([p], lr=0.1)}
     new = optim.SGD([p], lr=0.5)
     hmpx.attach(old["optimizer"], release_gradients=True)
-    refuse_ddp = gradients.refuse_ddp
+    exchange_of = gradients.exchange_of
 
-    def collecting(what):
+    def collecting(modules):
         assert gradients._lock.locked()
         old.clear()
         gc.collect()
-        return refuse_ddp(what)
+        return exchange_of(modules)
 
-    monkeypatch.setattr(gradients, "refuse_ddp", collecting)
+    monkeypatch.setattr(gradients, "exchange_of", collecting)
     attaching = threading.Thread(target=hmpx.attach, args=(new,), daemon=True)
     attaching.start()
     attaching.join(20)

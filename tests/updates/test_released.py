@@ -28,7 +28,7 @@ def nothing_stays_installed():
     yield
     hmpx.restore()
     _collect()
-    assert step_hooks._users == 0 and not released._gone
+    assert step_hooks._users == 0 and not released._gone and not released._stepped_by
     assert {function: released._cell(function).cell_contents for function in CELLS} == CELLS
     assert {cls: vars(cls)["_unscale_grads_"] for cls in UNSCALE} == UNSCALE
 
@@ -187,6 +187,134 @@ def test_a_scaler_that_unscales_in_its_own_way():
     scaler.scale(torch.ones(()))
     with pytest.raises(hmpx.HmpxError, match="GradScaler"):
         scaler.unscale_(optimizer)
+
+
+DROPPED = {
+    "by the optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "by the model": lambda model, optimizer: model.zero_grad(),
+    "by a part": lambda model, optimizer: model[0].zero_grad(set_to_none=False),
+    "to zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "by another optimizer": lambda model, optimizer: optim.SGD(model.parameters()).zero_grad(),
+}
+
+
+@pytest.mark.parametrize("how", DROPPED)
+def test_gradients_that_are_in_the_weights_cannot_be_dropped(how):
+    """A guard that skips a step, or a backward for something else, would have moved the weights in silence."""
+    model = _net()
+    optimizer = _attached(model)
+    _backward(model)
+    for _ in range(2):
+        with pytest.raises(hmpx.HmpxError, match=r"zero_grad: AdamW.* parameters have stepped in backward.*bf16-sr"):
+            DROPPED[how](model, optimizer)
+    optimizer.step()
+    DROPPED[how](model, optimizer)
+    assert optimizer.param_groups[0]["hmpx_step"] == 1
+
+
+def test_programs_that_drop_nothing_go_on():
+    """They call zero_grad before, after and between, with FP32 weights and the same bits."""
+    found = []
+    for release in (False, True):
+        model, critic = _net(), _net()
+        own = [optim.SGD(each.parameters(), lr=1e-2) for each in (model, critic)]
+        for optimizer in own:
+            hmpx.attach(optimizer, release_gradients=release)
+        x = torch.ones(2, 4, dtype=BF16, requires_grad=True)
+        first, second = own
+        for step in range(3):
+            first.zero_grad()
+            first.zero_grad(set_to_none=False)
+            if step == 1:  # in an order of its own: both at once
+                (model(x).float().square().sum() + critic(x).float().sum()).backward()
+                first.step()
+                first.zero_grad()  # the other one's gradients are still to be used
+                second.step()
+            else:
+                torch.autograd.grad(critic(x).float().sum(), x)
+                model(x).float().sum().backward(inputs=[x])
+                critic.zero_grad()
+                _backward(critic)
+                second.step()
+                critic.requires_grad_(False)
+                critic(model(x)).float().square().sum().backward()
+                critic.requires_grad_(True)
+                second.zero_grad()
+                first.step()
+
+        first.step(lambda optimizer=first, model=model: (optimizer.zero_grad(), _backward(model)))
+        model.zero_grad()
+        critic.zero_grad()
+        found.append([p.detach().clone() for p in (*model.parameters(), *critic.parameters())])
+        for optimizer in own:
+            hmpx.detach(optimizer)
+    assert all(map(torch.equal, *found))
+
+
+def test_a_step_of_the_generator_that_goes_through_the_critic_is_not_the_critics():
+    generator, critic = _net(), _net()
+    optimizers = [_attached(generator), _attached(critic)]
+    critic(generator(torch.ones(2, 4, dtype=BF16))).float().sum().backward()
+    optimizers[0].step()
+    with pytest.raises(hmpx.HmpxError, match=r"zero_grad: AdamW.* and 4 parameters have stepped"):
+        optimizers[1].zero_grad()
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_an_optimizer_whose_gradients_another_one_releases_is_refused(attached, in_turn):
+    """It would find none, and never step."""
+    model = _net()
+    other = optim.SGD(model[0].parameters(), lr=1e-2)
+    if attached:
+        hmpx.attach(other)
+    optimizer = _attached(model)
+    _backward(model)
+    if not in_turn:
+        optimizer.step()
+    with pytest.raises(hmpx.HmpxError, match="SGD: 2 of its parameters have no gradient: AdamW has them too"):
+        other.step()
+    optimizer.step()
+    hmpx.detach(optimizer)
+    _backward(model)
+    before = model[0].weight.detach().clone()
+    with hmpx.disable_casts():
+        other.step()
+    assert not torch.equal(model[0].weight, before)
+
+
+class Lookahead(optim.Optimizer):
+    """An optimizer around another one, whose parameters it has too."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+def test_an_optimizer_around_one_that_releases_is_no_other_one():
+    model = _net()
+    outer = Lookahead(_attached(model))
+    for _ in range(2):
+        outer.zero_grad()
+        _backward(model)
+        outer.step()
+    assert outer.inner.param_groups[0]["hmpx_step"] == 2
+
+
+def test_the_end_of_training_after_a_backward_without_a_step_is_said(caplog):
+    model = _net()
+    optimizer = _attached(model)
+    _backward(model)
+    optimizer.step()
+    hmpx.detach(optimizer)
+    assert not caplog.records
+    optimizer = _attached(model)
+    _backward(model)
+    hmpx.detach(optimizer)
+    assert "4 parameters of AdamW have stepped in a backward() that no optimizer.step() followed" in caplog.text
 
 
 def test_detach_and_an_optimizer_that_is_gone_end_it():

@@ -97,7 +97,6 @@ def _gradients_after(rank, how, options):
     for attached in (True, False):
         replica = DistributedDataParallel(Net(), **options)
         optimizer = optim.SGD(replica.named_parameters(), lr=1e-3)
-        hooks = dict(replica._forward_pre_hooks)
         if attached:
             handle = hmpx.attach(optimizer, use_fp32_grad_acc=True)
         gradients = []
@@ -105,7 +104,7 @@ def _gradients_after(rank, how, options):
             if step == 2 and attached:
                 if how == "detached":
                     handle.detach()
-                    assert replica._forward_pre_hooks == hooks and not replica._comm_hooks
+                    assert not replica._forward_pre_hooks and not replica._comm_hooks
                 else:  # collected as garbage
                     del handle, optimizer
                     gc.collect()
@@ -113,7 +112,7 @@ def _gradients_after(rank, how, options):
             replica(inputs(step, 0, rank)).square().sum().backward()
             if step >= 2:
                 gradients.append([p.grad.clone() for p in replica.parameters()])
-        assert replica._forward_pre_hooks == hooks and not replica._comm_hooks
+        assert not replica._forward_pre_hooks and not replica._comm_hooks
         found.append(gradients)
     replica.register_comm_hook(None, default_hooks.allreduce_hook)  # torch takes one for each reducer
     (ours, theirs) = found
@@ -218,33 +217,129 @@ def test_a_bucket_with_gradients_of_both_kinds():
     assert one[:2] == ([torch.float32, BF16, torch.float32], [[1.5], [1.5], [0.5]])
 
 
-def _wrong_order(rank):
+def _wrapped_again(rank, how):
+    """Weights after five steps beside those of a model that keeps its first wrapper, and torch's plain reduction."""
     found = []
-    for options in ({"use_fp32_grad_acc": True}, {"release_gradients": True}):
-        if "use_fp32_grad_acc" in options and not hasattr(torch.Tensor, "grad_dtype"):
-            continue
-        model = nn.Linear(4, 4).bfloat16()
-        optimizer = optim.SGD(model.parameters(), lr=1e-2)
-        hmpx.attach(optimizer, **options)
-        replica = DistributedDataParallel(model)
-        with pytest.raises(hmpx.HmpxError) as error:
-            replica(torch.ones(1, 4, dtype=BF16)).sum().backward()
-        found.append(str(error.value))
-    hooked = DistributedDataParallel(nn.Linear(4, 4).bfloat16())
-    hooked.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
-    if hasattr(torch.Tensor, "grad_dtype"):
-        with pytest.raises(hmpx.HmpxError, match="communication hook"):
-            hmpx.attach(optim.SGD(hooked.parameters(), lr=1e-2), use_fp32_grad_acc=True)
-        assert all(p.grad_dtype is BF16 for p in hooked.parameters())
-    replica = DistributedDataParallel(nn.Linear(4, 4).bfloat16())
-    with pytest.raises(hmpx.HmpxError, match="release_gradients"):
-        hmpx.attach(optim.SGD(replica.parameters(), lr=1e-2), release_gradients=True)
+    for again in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
+        if how == "thawed":
+            model[0].requires_grad_(False)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        is_late = again and how == "wrapped late"
+        replica = model if is_late else DistributedDataParallel(model)
+        hmpx.attach(optimizer, "master", use_fp32_grad_acc=True)
+        wrappers = [replica]
+        for step in range(5):
+            if how == "thawed" and step == 2:
+                model[0].requires_grad_(True)
+                replica = DistributedDataParallel(model)
+            if again and (step >= 1 if how == "many times" else step == (0 if is_late else 2)):
+                if how == "accumulated":
+                    with replica.no_sync():  # which the next pass of the old wrapper would reduce
+                        replica(inputs(step, 1, rank)).float().square().mean().backward()
+                if how == "forward without backward":
+                    replica(inputs(step, 7, rank))
+                if how == "collected":
+                    wrappers.clear()
+                    del replica
+                    gc.collect()
+                replica = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+                wrappers.append(replica)
+            elif how == "accumulated" and step == 2:
+                with replica.no_sync():
+                    replica(inputs(step, 1, rank)).float().square().mean().backward()
+            used = wrappers[0] if how == "in turn" and again and step % 2 else replica
+            used(inputs(step, 0, rank)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(digest(dict(model.named_parameters())))
+        for p in model.parameters():
+            assert p.grad is None
+        model(inputs(9, 0, rank)).sum().backward()  # without a wrapper: nothing is reduced
+        own = [p.grad.clone() for p in model.parameters()]
+        assert all(gradient.dtype is torch.float32 for gradient in own)
+        hmpx.detach(optimizer)
+        model.zero_grad()
+        model(inputs(9, 0, rank)).sum().backward()
+        assert all(torch.equal(a.bfloat16(), p.grad) for a, p in zip(own, model.parameters(), strict=True))
     return found
 
 
+@needs_grad_dtype
+@pytest.mark.parametrize(
+    "how",
+    ["kept", "collected", "many times", "thawed", "accumulated", "in turn", "forward without backward", "wrapped late"],
+)
+def test_a_model_that_is_wrapped_again_stays_one_model(how):
+    """torch asks for a new wrapper after parameters were frozen or thawed; frameworks wrap after hmpx was told."""
+    one, other = ranks.run(2, _wrapped_again, how)
+    assert one == other and one[0] == one[1]
+
+
+def _parts(rank):
+    """The wrapper goes to a part of the model, whose rest has none."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).bfloat16()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    hmpx.attach(optimizer, use_fp32_grad_acc=True)
+    whole = DistributedDataParallel(model)
+    whole(inputs(0, 0, rank)).sum().backward()
+    model.zero_grad()
+    part = DistributedDataParallel(model[0])
+    model[1](part(inputs(0, 0, rank))).sum().backward()
+    ours = [p.grad for p in model.parameters()]
+    shares = []
+    for other in range(2):
+        wide = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).bfloat16()
+        wide.load_state_dict(model.state_dict())
+        wide(inputs(0, 0, other)).sum().backward()
+        shares.append([p.grad.float() for p in wide.parameters()])
+    means = [(a + b) / 2 for a, b in zip(*shares, strict=True)]
+    return [torch.equal(a, b) for a, b in zip(ours, [*means[:2], *shares[rank][2:]], strict=True)]
+
+
+@needs_grad_dtype
+def test_a_wrapper_around_a_part_reduces_that_part():
+    assert all(all(right) for right in ranks.run(2, _parts))
+
+
+def _unfit(rank):
+    def raises(match, act):
+        with pytest.raises(hmpx.HmpxError, match=match):
+            act()
+
+    def batch(replica):
+        return replica(torch.ones(1, 4, dtype=BF16)).sum().backward()
+
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = optim.SGD(model.parameters(), lr=1e-2)
+    hmpx.attach(optimizer, release_gradients=True)
+    batch(model)
+    optimizer.step()
+    replica = DistributedDataParallel(model)
+    raises("release_gradients steps each parameter before", lambda: batch(replica))
+    replica = DistributedDataParallel(nn.Linear(4, 4).bfloat16())
+    late = optim.SGD(replica.parameters(), lr=1e-2)
+    raises("release_gradients", lambda: hmpx.attach(late, release_gradients=True))
+    batch(replica)
+    assert replica.module.weight.grad is not None
+    if hasattr(torch.Tensor, "grad_dtype"):
+        hooked = DistributedDataParallel(nn.Linear(4, 4).bfloat16())
+        hooked.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+        unfit = optim.SGD(hooked.parameters(), lr=1e-2)
+        raises("communication hook", lambda: hmpx.attach(unfit, use_fp32_grad_acc=True))
+        assert all(p.grad_dtype is BF16 for p in hooked.parameters())
+        model = nn.Linear(4, 4).bfloat16()
+        early = optim.SGD(model.parameters(), lr=1e-2)
+        hmpx.attach(early, use_fp32_grad_acc=True)
+        hooked = DistributedDataParallel(model)
+        hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+        for _ in range(2):  # for whoever catches the first error
+            raises("communication hook", lambda: batch(hooked))
+
+
 def test_what_ddp_cannot_go_with_is_said():
-    for messages in ranks.run(2, _wrong_order):
-        assert all("after the model is in DistributedDataParallel" in m or "DDP" in m for m in messages) and messages
+    ranks.run(2, _unfit)
 
 
 OPTIMIZERS = [
@@ -373,7 +468,8 @@ def test_overlapping_zero_is_refused():
 def _failed_backward(rank):
     """A backward pass that raises leaves nothing behind that the next one would add."""
     replica = DistributedDataParallel(Net())
-    hmpx.attach(optim.SGD(replica.parameters(), lr=1e-2), use_fp32_grad_acc=True)
+    optimizer = optim.SGD(replica.parameters(), lr=1e-2)
+    hmpx.attach(optimizer, use_fp32_grad_acc=True)
     found = []
     for fail in (False, True):
         if fail:

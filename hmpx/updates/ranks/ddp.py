@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from hmpx.base.changes import Changes
 from hmpx.errors import HmpxError
 from hmpx.updates.ranks.checks import in_job
 
@@ -25,17 +27,39 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 _exchanges: WeakKeyDictionary[DistributedDataParallel, _Exchange] = WeakKeyDictionary()
+_ours: set[Parameter] = set()  # whose gradients accumulate in FP32, in whatever module
+_aside: dict[Tensor, Tensor] = {}  # their gradients, while p.grad is zeros
+_backward: int | None = None  # the pass that they come from
 _zeros: dict[torch.device, Tensor] = {}
+
+
+def reducers() -> list[DistributedDataParallel]:
+    """Return the DistributedDataParallel modules of this process."""
+    if not in_job():
+        return []
+    modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]  # in C: there are millions
+    modules = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    return [m for m in modules if "module" in vars(m).get("_modules", ())]  # its constructor may be running
 
 
 def replicas() -> dict[Parameter, DistributedDataParallel]:
     """Return the parameters whose gradients a DistributedDataParallel module reduces, each with that module."""
-    if not in_job():
-        return {}
-    modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]  # in C: there are millions
-    modules = [m for m in modules if isinstance(m, DistributedDataParallel)]
-    ready = [m for m in modules if "module" in vars(m).get("_modules", ())]  # its constructor may be running
-    return {p: module for module in ready for p in module.parameters()}
+    return {p: module for module in reducers() for p in module.parameters()}
+
+
+def watch_wrapping(changes: Changes, wrapped: Callable[[DistributedDataParallel], None]) -> None:
+    """Call `wrapped` before the first forward of each module that is made from now on, until `changes` are undone."""
+
+    def registered(ddp: torch.nn.Module, name: str, _: torch.nn.Module) -> None:
+        if name == "module" and isinstance(ddp, DistributedDataParallel):  # its constructor takes the model
+
+            def first(ddp: DistributedDataParallel, _: object) -> None:
+                wrapped(ddp)
+                handle.remove()
+
+            handle = ddp.register_forward_pre_hook(first)  # by then, the user's communication hook is there
+
+    changes.callback(register_module_module_registration_hook(registered).remove)
 
 
 def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
@@ -47,43 +71,40 @@ def hook_when_complete(p: Parameter, hook: Callable[[Parameter], None]) -> Remov
         p.requires_grad_(requires_grad)
 
 
-def refuse_ddp(what: str) -> Callable[[Parameter], None]:
-    """Make a hook for parameters that must not be put into DistributedDataParallel later. It checks once."""
-    looked = False
-
-    def refuse(p: Parameter) -> None:
-        nonlocal looked
-        if not looked and p in replicas():
-            raise HmpxError(f"{what}: attach the optimizer after the model is in DistributedDataParallel, not before")
-        looked = True
-
-    return refuse
-
-
 def end_unused_exchanges() -> None:
     """Restore torch's own reduction in every module none of whose parameters accumulates in FP32 any more."""
     for ddp, exchange in list(_exchanges.items()):
         exchange.end_if_unused(ddp)
 
 
-def exchange_in_fp32(p: Parameter, ddp: DistributedDataParallel, undo: contextlib.ExitStack) -> None:
-    """Let `ddp` reduce the gradient of `p` in FP32, until `undo`."""
-    if ddp not in _exchanges:
-        _exchanges[ddp] = _Exchange(ddp)
-    _exchanges[ddp].take_over(p, undo)
+def exchange_in_fp32(p: Parameter, undo: contextlib.ExitStack) -> None:
+    """Keep the gradient of `p` in FP32 for whichever module reduces it in a backward pass, until `undo`."""
+    _ours.add(p)
+    undo.callback(_ours.discard, p)
+    undo.callback(hook_when_complete(p, _set_aside).remove)
+
+
+def exchange_of(modules: Iterable[DistributedDataParallel]) -> None:
+    """Let those of the modules reduce in FP32 that hold a parameter of `exchange_in_fp32`.
+
+    Raises:
+        HmpxError: one has another communication hook.
+    """
+    for ddp in modules:
+        if ddp not in _exchanges and not _ours.isdisjoint(ddp.parameters()):
+            _exchanges[ddp] = _Exchange(ddp)
 
 
 class _Exchange:
     """The FP32 gradients of one DDP module, from the end of their accumulation to the end of backward.
 
-    Meanwhile `p.grad` is zeros, which DDP copies into its BF16 bucket; the communication hook does not use them.
+    Meanwhile `p.grad` is zeros, which DDP copies into its BF16 bucket; the communication hook does not use them. Where
+    several modules hold one parameter, as after a model was wrapped again, the one whose forward ran calls its hook.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._group = ddp.process_group
-        self._aside: dict[Tensor, Tensor] = {}
-        self._backward: int | None = None  # which one this is
-        self._ours: set[Parameter] = set()
+        self._group, self._params = ddp.process_group, set(ddp.parameters())
+        self._begun: int | None = None  # the backward pass
         self._hook = lambda _, bucket: self._reduce(bucket)
         try:
             ddp.register_comm_hook(None, self._hook)
@@ -95,12 +116,13 @@ class _Exchange:
         self._handle = ddp.register_forward_pre_hook(lambda module, _: self._before_forward(module))
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
-        self._aside.clear()  # a backward pass that failed may have left some
+        for p in self._params & _aside.keys():  # a backward pass that failed may have left some
+            del _aside[p]
         self.end_if_unused(ddp)  # the last optimizer may have been collected as garbage
 
     def end_if_unused(self, ddp: DistributedDataParallel) -> None:
         """Remove the hooks. torch cannot remove a communication hook, so DDP gets a new reducer, which has none."""
-        if self._ours:
+        if not _ours.isdisjoint(self._params):
             return
         self._handle.remove()
         ddp._comm_hooks = [each for each in ddp._comm_hooks if each[0] is not self._hook]
@@ -109,37 +131,15 @@ class _Exchange:
         ddp._ddp_init_helper(params, sparse, ddp._build_debug_param_to_name_mapping(params), ddp.static_graph)
         del _exchanges[ddp]
 
-    def take_over(self, p: Parameter, undo: contextlib.ExitStack) -> None:
-        self._ours.add(p)
-        undo.callback(self._ours.discard, p)
-        undo.callback(hook_when_complete(p, self._set_aside).remove)
-
-    def _set_aside(self, p: Parameter) -> None:
-        """Take the gradient before DDP reads it; a post-accumulate hook."""
-        if self._backward != torch._C._current_graph_task_id():
-            self._begin()
-        self._take(p)
-        p.grad = _zeros_like(p)
-
-    def _begin(self) -> None:
+    def begin(self, p: Parameter) -> None:
         """Handle the first gradient of a backward pass, also of an inner one (reentrant checkpoints)."""
-        self._backward = torch._C._current_graph_task_id()
-        _when_backward_is_done(self._put_back)
-        for p in self._ours:  # DDP also reads earlier gradients, of parameters that this pass does not use
-            self._take(p)
-            p.grad = None
-
-    def _take(self, p: Parameter) -> None:
-        gradient = p.grad
-        if gradient is None:
-            return
-        zeros = gradient.data_ptr() == _zeros_like(p).data_ptr()  # a second use in this pass has added to them
-        if p in self._aside:
-            self._aside[p] += gradient
-        else:
-            self._aside[p] = gradient.float()
-        if zeros:
-            gradient.zero_()
+        if p in self._params and self._begun != _backward:
+            self._begun = _backward
+            for q in (
+                self._params & _ours
+            ):  # DDP also reads earlier gradients, of parameters that this pass does not use
+                _take(q)
+                q.grad = None
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         params, buffer = bucket.parameters(), bucket.buffer()
@@ -148,11 +148,11 @@ class _Exchange:
         means = [part.view(p.shape) for p, part in zip(params, flat.split(counts), strict=True)]
         ours, theirs = [], []
         for p, mean, in_bucket in zip(params, means, bucket.gradients(), strict=True):
-            if p not in self._ours:
+            if p not in _ours:
                 mean.copy_(in_bucket)
                 theirs.append((in_bucket, mean))
                 continue
-            gradient = self._aside.pop(p, None)
+            gradient = _aside.pop(p, None)
             if gradient is None and p.grad is not None and p.grad.dtype is torch.float32:
                 gradient = p.grad  # restored by the backward pass of a checkpoint inside this one
             ours.append((p, mean, gradient is not None))
@@ -163,7 +163,8 @@ class _Exchange:
         def finish() -> None:
             work.wait()
             for p, mean, is_here in ours:
-                if is_here or p.grad is not None:  # DDP sets it where another rank has used the parameter
+                # DDP sets it, in BF16, where another rank has used the parameter; another module may have reduced it.
+                if is_here or (p.grad is not None and p.grad.dtype is not torch.float32):
                     p.grad = mean
 
         def fill(_: torch.futures.Future) -> Tensor:
@@ -174,11 +175,37 @@ class _Exchange:
         _when_backward_is_done(finish)
         return work.get_future().then(fill)
 
-    def _put_back(self) -> None:
-        """Restore the gradients that DDP did not read, because it was told not to synchronise."""
-        while self._aside:
-            p, gradient = self._aside.popitem()
-            p.grad = gradient
+
+def _set_aside(p: Parameter) -> None:
+    """Take the gradient before DDP reads it; a post-accumulate hook."""
+    global _backward
+    if _backward != (now := torch._C._current_graph_task_id()):
+        _backward = now
+        _when_backward_is_done(_put_back)
+    for exchange in list(_exchanges.values()):
+        exchange.begin(p)
+    _take(p)
+    p.grad = _zeros_like(p)
+
+
+def _take(p: Parameter) -> None:
+    gradient = p.grad
+    if gradient is None:
+        return
+    zeros = gradient.data_ptr() == _zeros_like(p).data_ptr()  # a second use in this pass has added to them
+    if p in _aside:
+        _aside[p] += gradient
+    else:
+        _aside[p] = gradient.float()
+    if zeros:
+        gradient.zero_()
+
+
+def _put_back() -> None:
+    """Restore the gradients that no DDP has read: it was told not to synchronise, or the model ran without it."""
+    while _aside:
+        p, gradient = _aside.popitem()
+        p.grad = gradient
 
 
 def _when_backward_is_done(work: Callable[[], None]) -> None:
