@@ -37,6 +37,7 @@ class Patching(enum.Enum):
 
     CAST = "cast"  # the arguments are cast as its rule says
     UNCAST = "uncast"  # no casts inside: not the model's forward
+    FP32 = "in fp32"  # it computes in FP32 and returns its input's dtype
     CHECK = "check"  # a layer's check of its input's dtype accepts an input that will be cast
     CARRYING = "carrying"  # a function that it keeps, to call it later, runs in the region of now
     EXPLAINED = "explained"  # torch's error says why, and nothing else changes
