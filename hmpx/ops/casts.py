@@ -24,13 +24,14 @@ from hmpx.ops.computing.kernels import Kernels
 from hmpx.ops.dtype_map import DtypeMap
 from hmpx.ops.policies import op_facts
 from hmpx.ops.policies.catalog import Entry, catalog
+from hmpx.ops.policies.composition import SPARSE_GRADIENTS
 from hmpx.ops.policies.op_lists import is_shipped
 from hmpx.ops.policies.policy import Case, Policies, Policy, Rule
 from hmpx.ops.policies.signatures import Signature
 from hmpx.ops.user_functions import UserFunctions
 from hmpx.ops.wrapping.codegen import Switch
 from hmpx.ops.wrapping.observing import Observer
-from hmpx.ops.wrapping.refusals import build_explaining, build_refusing
+from hmpx.ops.wrapping.refusals import build_explaining, build_refusing, build_telling
 from hmpx.ops.wrapping.wrappers import Patch, Patches, Patching, build_choice, build_scoped, build_untouched, named_like
 
 Cases = tuple[Case, ...]
@@ -184,6 +185,8 @@ class PatchTable(Patches):
         function = in_fp32(original) if op in op_facts.WRONG_IN_LOW else original
 
         def running(case: Case) -> Callable:
+            if case.when is not None and case.when is SPARSE_GRADIENTS.get(op):
+                return build_telling(op, cases[-1].rule, function)
             kernel = self._kernels.kernel(op, case)
             return function if kernel is None else kernel.wrap(op, original)
 

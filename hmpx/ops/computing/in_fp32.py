@@ -43,6 +43,9 @@ def _low_dtype(values: Any) -> torch.dtype | None:
     return next((dtype for dtype in eligible_dtypes(values) if dtype in LOW_RULES), None)
 
 
+COMPUTED = in_fp32(torch.matmul).__code__  # one for all of them
+
+
 def parametrizations(switch: Switch) -> Iterator[Patch]:
     """Yield the patches of torch's own parametrizations: modules, and the older hooks."""
     for path in op_facts.PARAMETRIZATIONS:

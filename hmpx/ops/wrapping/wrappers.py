@@ -134,7 +134,7 @@ def build_choice(
             point = Point(op, entry.label, case.rule, original, case.follows, entry.in_place)
             wrapper = _observed(entry, point, original, running(case), switch, observer)
         elif case.rule is None:
-            return original
+            return running(case)
         else:
             wrapper = _casting(entry, *_computing(entry, case.rule, original, running(case)), original, switch)
         return named_like(wrapper, entry.label, original)
@@ -254,7 +254,7 @@ def _observed(
     """Return the wrapper of an entry point while an observer is active."""
     public(original)
     if point.rule is None:
-        plain, inner = original, stand_in(original, casting=False)
+        plain, inner = run, stand_in(run, casting=False)
     else:
         rule, run = _computing(entry, point.rule, original, run)
         plain = _casting(entry, rule, run, original, switch)
