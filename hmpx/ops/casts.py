@@ -123,7 +123,7 @@ class PatchTable(Patches):
         self._functions: dict[tuple[int, bool], _Function] = {}  # one object under several names stays one object
         self.standing: dict[tuple[int, str], Patch] = {}  # by owner and attribute
         self._tables: dict[Policy, dict[str, Cases]] = {}  # the cases of each op, by policy: many scopes have one
-        self._low = False  # whether some op is computed in low precision
+        self._low = mapping is not None  # whether some op is given low precision
         self._asked: set[str] = set()  # unsafe ops that a list of the user's own names
         patches = (*self._further(policies), *self.beside.patches(), *parametrizations(self.switch))
         super().__init__(mapping.patches(patches, self.switch) if mapping else patches)

@@ -156,7 +156,7 @@ class Subject:
             found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         pairs = zip(self.parameters, found, strict=True)
         with unobserved():
-            return [_wide(torch.zeros_like(p) if g is None else g.detach()) for p, g in pairs]
+            return [_wide(torch.zeros_like(p) if g is None else _dense(g.detach())) for p, g in pairs]
 
 
 def check_loss(loss: Any, asked: str, has_gradient: bool = True) -> None:
@@ -225,6 +225,10 @@ def _check_arguments(model: torch.nn.Module, batch: tuple, loss: Loss | None, as
 def _wide(value: Any) -> Any:
     """Return a tensor of low precision in FP32; FP64 and complex numbers stay."""
     return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _floats(result: Any) -> list[Tensor]:
